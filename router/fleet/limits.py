@@ -1,7 +1,7 @@
 """The limits of enqueues, as one router process enforces them (docs/decisions/0045-tokens-are-drawn-in-blocks.md).
 
 Each limit of an org has a bucket on the shard that takes the org's jobs. This process draws tokens from it in blocks:
-what the call at hand lacks, and what the process will need in the next moment at its present rate. Tokens that are not
+what the call at hand lacks, and what the process will need in the next moment at its present pace. Tokens that are not
 used within about a second are given back. Tokens of a process that dies are lost: at most one block.
 
 What this process remembers of a bucket is a hint: an upper bound of what the bucket may have by now, so that calls
