@@ -21,8 +21,8 @@ from bench.stage import Servers, Stage, fresh_run
 from bench.systems.on_routers import QUEUE
 from proof.arguments import number, numbers, positive
 from proof.table import Table
+from windrow import uuid7
 from windrow.calls import CallFailure
-from windrow.ids import uuid7
 from windrow.v1 import cluster_pb2, cluster_pb2_grpc, limits_pb2, queue_pb2, queue_pb2_grpc
 
 _PROCESSES = 2
