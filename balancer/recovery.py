@@ -117,7 +117,8 @@ async def compare_histories(
     ShardError if the catalog cannot be read."""
     if not await catalog.is_founded(catalog_database, cluster=cluster):
         return {}
-    known, confirmed_marks, _ = await catalog.look(catalog_database)
+    look = await catalog.look(catalog_database)
+    known, confirmed_marks = look.catalog, look.marks
     found: dict[ShardName, list[Finding]] = {}
     for name, database in shards.items():
         try:

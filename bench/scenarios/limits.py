@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
 from bench.report import Found
 from bench.scenario import Bench, Scenario
@@ -23,7 +21,8 @@ from bench.stage import Servers, Stage, fresh_run
 from bench.systems.on_routers import QUEUE
 from proof.arguments import number, numbers, positive
 from proof.table import Table
-from windrow.ids import uuid7
+from windrow import uuid7
+from windrow.calls import CallFailure
 from windrow.v1 import cluster_pb2, cluster_pb2_grpc, limits_pb2, queue_pb2, queue_pb2_grpc
 
 _PROCESSES = 2
@@ -94,7 +93,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
 class _Producers:
     """Callers of one org that enqueue single jobs, as fast as the limit lets them."""
 
-    def __init__(self, org: str, stubs: Sequence[queue_pb2_grpc.QueueStub]) -> None:
+    def __init__(self, org: str, stubs: Sequence[queue_pb2_grpc.QueueAsyncStub]) -> None:
         self.org = org
         self._stubs = stubs
         self.admitted_at_s: list[float] = []
@@ -106,7 +105,7 @@ class _Producers:
                 for _ in range(_CALLERS):
                     group.create_task(self._produce(stub))
 
-    async def _produce(self, stub: queue_pb2_grpc.QueueStub) -> None:
+    async def _produce(self, stub: queue_pb2_grpc.QueueAsyncStub) -> None:
         while True:
             try:
                 await _enqueue(stub, self.org)
@@ -164,12 +163,9 @@ async def _admitted(plan: Plan, bench: Bench, both: Sequence[Servers]) -> list[A
 async def _changes(plan: Plan, bench: Bench, both: Sequence[Servers]) -> list[float]:
     """Limits an org that had no limit to one job a day. Returns how long after each change a job was still admitted."""
     bench.say(f"changing a limit {plan.changes} times")
-    found: list[float] = []
     async with AsyncExitStack() as stack:
         channels = [await _channel(stack, servers) for servers in both for _ in range(_CONNECTIONS)]
-        for turn in range(plan.changes):
-            found.append(await _change(channels, f"changed-{turn}"))
-    return found
+        return [await _change(channels, f"changed-{turn}") for turn in range(plan.changes)]
 
 
 async def _change(channels: Sequence[grpc.aio.Channel], org: str) -> float:
@@ -246,7 +242,7 @@ async def _channel(stack: AsyncExitStack, servers: Servers) -> grpc.aio.Channel:
     return channel
 
 
-async def _enqueue(stub: queue_pb2_grpc.QueueStub, org: str) -> None:
+async def _enqueue(stub: queue_pb2_grpc.QueueAsyncStub, org: str) -> None:
     request = queue_pb2.EnqueueRequest(org=org)
     job = request.jobs.add(id=uuid7())
     job.template.queue, job.template.kind, job.template.payload = QUEUE, "no-op", bytes(200)
@@ -269,12 +265,10 @@ async def _set(
 
 
 def _retry_after_s(error: grpc.aio.AioRpcError) -> float:
-    status = rpc_status.from_call(error)
-    info = error_details_pb2.RetryInfo()
-    for detail in status.details if status is not None else ():
-        if detail.Unpack(info):
-            return info.retry_delay.ToMicroseconds() / 1e6
-    raise error
+    retry_after_s = CallFailure.of(error).retry_after_s
+    if retry_after_s is None:
+        raise error
+    return retry_after_s
 
 
 # ── Tables ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -294,9 +288,9 @@ def _admitted_table(plan: Plan, found: Sequence[Admitted]) -> Table:
             )
             for one in found
         ],
-        note=f"Jobs in {plan.seconds:g} s, counted from when the bucket is empty. Two routers with {_PROCESSES} processes "
-        f"each; {2 * _CONNECTIONS * _CALLERS} callers for each limit, who wait as long as a refusal says. All limits at "
-        "the same time, each of an org of its own.",
+        note=f"Jobs in {plan.seconds:g} s, counted from when the bucket is empty. Two routers with {_PROCESSES} "
+        f"processes each; {2 * _CONNECTIONS * _CALLERS} callers for each limit, who wait as long as a refusal says. "
+        "All limits at the same time, each of an org of its own.",
     )
 
 
@@ -318,8 +312,8 @@ def _costs_table(plan: Plan, costs: Sequence[Cost]) -> Table:
         title="Enqueueing under limits that are not reached",
         head=("batch", "no limit, jobs/s", "four limits, jobs/s", "ratio of medians", "ratio of each round"),
         rows=rows,
-        note=f"Medians of {plan.runs} rounds in turn (least – greatest). Four limits: jobs and bytes, of the org and of "
-        f"its queue. Two routers with {_PROCESSES} processes each.",
+        note=f"Medians of {plan.runs} rounds in turn (least – greatest). Four limits: jobs and bytes, of the org and "
+        f"of its queue. Two routers with {_PROCESSES} processes each.",
     )
 
 

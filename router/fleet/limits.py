@@ -1,7 +1,7 @@
 """The limits of enqueues, as one router process enforces them (docs/decisions/0045-tokens-are-drawn-in-blocks.md).
 
 Each limit of an org has a bucket on the shard that takes the org's jobs. This process draws tokens from it in blocks:
-what the call at hand lacks, and what the process will need in the next moment at its present rate. Tokens that are not
+what the call at hand lacks, and what the process will need in the next moment at its present pace. Tokens that are not
 used within about a second are given back. Tokens of a process that dies are lost: at most one block.
 
 What this process remembers of a bucket is a hint: an upper bound of what the bucket may have by now, so that calls
@@ -25,9 +25,13 @@ from shard.vocabulary import NewJobs, OrgId, QueueName
 
 _Key: TypeAlias = tuple[OrgId, QueueName]
 
-# A block has what the process needs for this long, and at most what the limit gives in this time. So all processes
-# together hold little of a limit that is small, or of a minute of one that is large.
-_BLOCK_S = 0.1
+# A block has what the process needs for this long.
+_AHEAD_S = 0.5
+# But at most what the limit gives in this time. So all processes together hold little of a limit that is small, or of a
+# minute of one that is large.
+_BLOCK_S_MAX = 0.1
+# A shorter time says too little about the pace of a process.
+_PACE_S_MIN = 0.01
 # While a bucket is empty, it is asked this often at most.
 _PAUSE_S = 0.05
 # Tokens that were drawn longer ago than this are given back. The process looks for them this often.
@@ -109,9 +113,8 @@ class Bucket:
 
     async def _draw(self, store: Store, needed: int) -> None:
         asked_s = time.monotonic()
-        # What was used since the latest draw, as an amount for one block.
-        pace = self._used * _BLOCK_S / max(asked_s - self._asked_s, _BLOCK_S / 10)
-        ahead = int(min(pace, self.limit.tokens_per_s * _BLOCK_S))
+        used_per_s = self._used / max(asked_s - self._asked_s, _PACE_S_MIN)
+        ahead = int(min(used_per_s * _AHEAD_S, self.limit.tokens_per_s * _BLOCK_S_MAX))
         wanted = min(max(needed, self.waiting) + ahead, self.limit.amount)
         self._used = 0
         self._asked_s = asked_s
@@ -179,9 +182,9 @@ class Limits:
                 self._buckets[org, queue] = [known.get(limit) or Bucket(org, limit) for limit in limits]
 
     async def charge(self, store: Store, jobs: NewJobs, *, independent: bool) -> Charge | None:
-        """Uses the tokens that these jobs cost, in all buckets that count for them. Returns None if nothing limits them.
-        `independent`: each job may be stored alone. Raises LimitReached, RowLocked, ShardUnavailable, TooManyWaiting; no
-        tokens are used then."""
+        """Uses the tokens that these jobs cost, in all buckets that count for them. Returns None if nothing limits
+        them. `independent`: each job may be stored alone. Raises LimitReached, RowLocked, ShardUnavailable,
+        TooManyWaiting; no tokens are used then."""
         costs = self._costs(jobs)
         if not costs:
             return None
@@ -268,10 +271,7 @@ def _reached(
     limit = bucket.limit
     if positions is None:
         positions = range(len(jobs))
-    if asked <= limit.amount:
-        retry_after_s = bucket.ready_in_s(asked - bucket.tokens)
-    else:
-        retry_after_s = None
+    retry_after_s = bucket.ready_in_s(asked - bucket.tokens) if asked <= limit.amount else None
     if independent:
         each = {at: _cost(bucket, jobs, [at]) for at in positions}
         # Those that no later call could store are refused first, by themselves: to wait does not help them.

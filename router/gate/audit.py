@@ -48,20 +48,8 @@ ANONYMOUS = "anonymous"
 # What the log keeps of requests, besides org and queue. A field of a request that is in neither set fails a test: its
 # author decides.
 RECORDED = frozenset(
-    {
-        "amount",
-        "config",
-        "delay",
-        "died_after",
-        "died_before",
-        "ids",
-        "include_dead",
-        "jobs",
-        "kind",
-        "limit",
-        "priority",
-    }
-    | {"interval", "measure", "reason", "run_at", "update_mask"}
+    {"amount", "config", "delay", "died_after", "died_before", "ids", "include_dead", "interval", "jobs", "kind"}
+    | {"limit", "measure", "priority", "reason", "run_at", "update_mask"}
 )
 # The methods with the scope CLUSTER that change something.
 CLUSTER_CHANGES = frozenset({"windrow.v1.Cluster/SetLimit", "windrow.v1.Cluster/ClearLimit"})

@@ -481,11 +481,11 @@ class Store:
         await self._enqueues.finish()
         await self._lookups.finish()
         await self._descriptions.finish()
-        await self._draws.finish()
         # Abandoned claims call release, so the settlements come after the claims.
         await self._claims.finish()
         for settlements in self._settlements.values():
             await settlements.finish()
+        await self._draws.finish()
         await self._single_calls.finish()
 
     # ── Upkeep ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -524,7 +524,7 @@ def limit_cases() -> Iterator[Bad]:
             "too long": Duration(seconds=86_400, nanos=1),
         },
     }
-    limited = {"org": ORG, "measure": 1}
+    limited: dict[str, Any] = {"org": ORG, "measure": 1}
     whole = {**limited, "amount": 1, "interval": Duration(seconds=1)}
     for field, values in names.items():
         yield from each("ClearLimit", cluster_pb2.ClearLimitRequest, field, values, limited)

@@ -378,10 +378,11 @@ def test_a_router_that_dies_loses_a_block_at_most(cluster: Cluster) -> None:
     with running_routers(cluster.config) as mortal, stubs(mortal.address) as there:
         for _ in range(20):
             enqueue(there, org, some(10))
-        assert 0 <= full - tokens(cluster, org) - 200 <= 10
+        # The bucket fills meanwhile, so this is an upper bound.
+        assert full - tokens(cluster, org) - 200 <= 10
         for pid in mortal.pids:
             os.kill(pid, signal.SIGKILL)
-    assert 0 <= full - tokens(cluster, org) - 200 <= 10
+    assert full - tokens(cluster, org) - 200 <= 10
     enqueue(cluster.near, org, some(10))
 
 

@@ -11,18 +11,25 @@ from router.codec.status import InvalidRequest, Violation
 from router.gate.audit import NAMES_ONLY, RECORDED, outcome_of, recorded_of
 from shard.admin import audit
 from windrow.v1 import access_pb2, admin_pb2, queue_pb2
+from router.gate.audit import CLUSTER_CHANGES, NAMES_ONLY, RECORDED, outcome_of, recorded_of
+from windrow.v1 import access_pb2, admin_pb2, cluster_pb2, queue_pb2
 
 # Fields of these names must never be in the log, wherever they are.
 SECRET = {"payload", "result", "token", "secret", "password", "checkpoint", "log"}
 
 
 def audited_requests() -> list[Descriptor]:
-    services = (queue_pb2.DESCRIPTOR.services_by_name["Queue"], admin_pb2.DESCRIPTOR.services_by_name["Admin"])
+    services = (
+        queue_pb2.DESCRIPTOR.services_by_name["Queue"],
+        admin_pb2.DESCRIPTOR.services_by_name["Admin"],
+        cluster_pb2.DESCRIPTOR.services_by_name["Cluster"],
+    )
     return [
         method.input_type
         for service in services
         for method in service.methods
         if method.GetOptions().Extensions[access_pb2.scope] == access_pb2.SCOPE_ADMIN
+        or f"{service.full_name}/{method.name}" in CLUSTER_CHANGES
     ]
 
 

@@ -74,13 +74,13 @@ class Copies:
 
     async def _begin(self) -> asyncio.Task[None]:
         """Finds the catalog as a router does that starts."""
-        copy = CatalogCopy(self._dsn, lambda _, after: self._see(after.epoch), lambda _: None)
+        copy = CatalogCopy(self._dsn, lambda _, after: self._see(after.epoch), lambda _: None, lambda _: None)
         await copy.database.open()
         while True:
             try:
                 await catalog.is_founded(copy.database, cluster=CLUSTER)
                 await schema.migrate(copy.database, cluster=None)
-                copy.begin(await catalog.found(copy.database, cluster=CLUSTER, weights=self._weights))
+                await copy.begin(await catalog.found(copy.database, cluster=CLUSTER, weights=self._weights))
             except ShardUnavailable:
                 await asyncio.sleep(_RETRY_S)
                 continue

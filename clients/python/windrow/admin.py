@@ -330,7 +330,8 @@ class AdminCalls:
         self, measure: LimitMeasure, amount: int, *, per: Span, queue: str = "", every_org: bool = False
     ) -> Limit:
         """Limits what the org, or one of its queues, may enqueue: `amount` (at least 1) in each interval `per` (s, or
-        timedelta; 1 s to 24 h). `every_org`: the default for all orgs without such a limit of their own, each by itself.
+        timedelta; 1 s to 24 h). `every_org`: the default for all orgs without such a limit of their own, each by
+        itself.
 
         It is in force on every router within 2 s. Needs the scope cluster. Raises ResourceExhausted if the cluster has
         10,000 limits."""

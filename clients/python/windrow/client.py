@@ -17,7 +17,6 @@ from typing import ClassVar, Self, TypeVar, Unpack, overload
 from google.protobuf.duration_pb2 import Duration
 from opentelemetry import trace
 
-from windrow import limits
 from windrow.batches import Batch, Together, calls_of, progress
 from windrow.calls import TRY_S, Calls, error_of
 from windrow.channels import MESSAGE_BYTES_MAX
@@ -55,6 +54,7 @@ from windrow.jobs import (
     read_record,
     state_of,
 )
+from windrow.limits import LIMIT_REACHED
 from windrow.payloads import (
     NOTE_BYTES_MAX,
     REASON_BYTES_MAX,
@@ -592,7 +592,7 @@ async def _enqueue_shared(
     # A call with a single job is not independent: a refusal then is a call error, which names the address and tries.
     request = queue_pb2.EnqueueRequest(org=org, jobs=jobs, independent=len(jobs) > 1)
     # The coalescer sends jobs again that meet a limit, and lets others go first.
-    response = await calls.call(lambda stub: stub.Enqueue, request, timeout_s=timeout_s, final_reason=limits.REASON)
+    response = await calls.call(lambda stub: stub.Enqueue, request, timeout_s=timeout_s, final_reason=LIMIT_REACHED)
     results: list[Enqueued | WindrowError] = []
     for at, stored in enumerate(_enqueued(request, response, first=0)):
         error = stored.error

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
-from windrow import limits
 from windrow.calls import Calls
 from windrow.errors import DeadlineExceeded, InvalidRequest, WindrowError, alone, blamed_parts
+from windrow.limits import LIMIT_REACHED
 
 _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
@@ -151,7 +151,7 @@ class Coalescer(Generic[_Item, _Answer]):
         """Sends an item again that meets a limit, when the limit may have room. Other items go first meanwhile. If the
         deadline comes before, or after other errors, the caller gets the error."""
         loop = asyncio.get_running_loop()
-        if error.reason == limits.REASON and error.retry_after is not None:
+        if error.reason == LIMIT_REACHED and error.retry_after is not None:
             # The router names the same time to many callers.
             pause_s = error.retry_after * random.uniform(1.0, 1.5)
             if loop.time() + pause_s < request.deadline:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from windrow.v1 import limits_pb2
 
 # The reason of an error that carries a LimitReached.
-REASON = "LIMIT_REACHED"
+LIMIT_REACHED = "LIMIT_REACHED"
 
 
 class LimitMeasure(enum.Enum):

@@ -182,6 +182,7 @@ class _Recorder(Calls):
         wait_s: float = 0.0,
         before_try: Callable[[float], object] | None = None,
         final: Collection[StatusCode] = FINAL,
+        final_reason: str = "",
     ) -> Any:
         if not isinstance(request, queue_pb2.EnqueueRequest):
             name = type(request).__name__.removesuffix("Request")
