@@ -225,7 +225,14 @@ class _Up:
         at = "" if cluster.address == options.ADDRESS_DEFAULT else f" --address {cluster.address}"
         data = "none is kept" if self.root is None else f"in {self.root}; it is kept"
         enqueue = f'{command} enqueue acme mail greet \'{{"to": "ada"}}\'{at}'
+        needs = ""
         if key is None:
+            if "auth" in databases.read(cluster.config).tables:
+                # An earlier start had --secure, or somebody has edited the file. Old keys cannot be printed again.
+                needs = (
+                    "\nThis cluster asks callers for an API key: set WINDROW_TOKEN to one for the org acme before you paste."
+                    "\nA start with --secure prints a new key.\n"
+                )
             pasted = [enqueue, f"{command} dequeue acme mail --ack{at}", f"{command} stats acme --finished{at}"]
         else:
             pasted = [f"export WINDROW_TOKEN={key}", enqueue, _python(cluster.address)]
@@ -235,7 +242,7 @@ class _Up:
 Windrow is up at {cluster.address}: {output.counted(len(cluster.shards), "shard")}, {self._routers()}.
 Data: {data}.
 Cluster file: {cluster.config}
-
+{needs}
 Try it in another terminal{place}:
 
   {lines}

@@ -319,6 +319,17 @@ def test_a_secure_cluster_prints_lines_to_paste_that_work_and_refuses_who_has_no
         assert (refused.returncode, refused.stdout) == (5, "")
         assert "a token comes from --token-file or WINDROW_TOKEN" in refused.stderr
     assert (folder / "data" / "s1" / "cluster.toml").read_text().count("[auth]") == 1
+    # A later start without --secure still asks for keys, and prints lines that work with an old one.
+    with windrow_up(*data[:-1]) as (_, output):
+        said = [output.readline().strip() for _ in range(13)]
+        assert said[4].startswith("This cluster asks callers for an API key: set WINDROW_TOKEN ")
+        later = [line for line in said if line.startswith("./run windrow ")]
+        assert [line.split()[2] for line in later] == ["enqueue", "dequeue", "stats"]
+        script = "\n".join([pasted[0], *later]).replace("./run windrow", "windrow")
+        done = subprocess.run(
+            ["bash", "-ec", script], env=environ(), capture_output=True, text=True, check=False, timeout=WAIT_S
+        )
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.timeout(300)
