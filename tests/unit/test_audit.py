@@ -8,10 +8,8 @@ import json
 from google.protobuf.descriptor import Descriptor
 
 from router.codec.status import InvalidRequest, Violation
-from router.gate.audit import NAMES_ONLY, RECORDED, outcome_of, recorded_of
-from shard.admin import audit
-from windrow.v1 import access_pb2, admin_pb2, queue_pb2
 from router.gate.audit import CLUSTER_CHANGES, NAMES_ONLY, RECORDED, outcome_of, recorded_of
+from shard.admin import audit
 from windrow.v1 import access_pb2, admin_pb2, cluster_pb2, queue_pb2
 
 # Fields of these names must never be in the log, wherever they are.
