@@ -30,8 +30,6 @@ PAGE = (ROOT / "docs/operations.md").read_text()
 class Place:
     folder: Path
     environ: dict[str, str]
-    # The log of the routers.
-    log: Path
 
     def run(self, script: str) -> tuple[int, str]:
         done = subprocess.run(
@@ -65,7 +63,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
                 S1=make_conninfo(shards["s1"].superuser_dsn, dbname="windrow"),
                 PATH=programs,
             )
-            yield Place(folder=tmp_path, environ=reader, log=routers.log)
+            yield Place(folder=tmp_path, environ=reader)
             assert "Traceback" not in balancer.log.read_text()
 
 
@@ -74,15 +72,16 @@ def test_what_the_page_says_can_be_done_as_it_says(place: Place) -> None:
     blocks = BLOCK.findall(PAGE.partition("\n## A shard was restored from an old backup\n")[0])
     assert len(blocks) >= 9
     db3 = conninfo_to_dict(place.environ["DB3"])
+    log = place.folder / "cluster.log"
     for kind, text in blocks:
         if kind == "sh":
             code, out = place.run(_on_this_machine(text, db3))
-            assert code == 0, f"{text}\n{out}\nThe routers' log:\n{place.log.read_text()}"
+            assert code == 0, f"{text}\n{out}\nThe routers' log:\n{log.read_text()}"
             continue
         for step in steps(f"```console\n{text}```\n"):
             code, out = place.run(step.command)
             assert (code, steady(out)) == (step.code, steady(step.output)), (
-                f"$ {step.command}\n{out}\nThe routers' log:\n{place.log.read_text()}"
+                f"$ {step.command}\n{out}\nThe routers' log:\n{log.read_text()}"
             )
 
 
