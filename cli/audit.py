@@ -143,7 +143,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
     what = entry.method.rpartition("/")[2]
     return (
         output.time_text(_time(entry.at)),
-        entry.principal,
+        f"{entry.principal} ({entry.key_name})" if entry.key_name else entry.principal,
         entry.peer,
         f"{what} ({output.counted(entry.calls, 'call')})" if entry.calls > 1 else what,
         entry.org or "",
@@ -165,6 +165,7 @@ def _json(entry: Entry) -> dict[str, object]:
         "id": entry.id,
         "at": _time(entry.at).isoformat(),
         "principal": entry.principal,
+        "key_name": entry.key_name or None,
         "peer": entry.peer,
         "method": entry.method,
         "org": entry.org,

@@ -89,6 +89,8 @@ def create(
                 expires_in_s=None if expires is None else round(expires.total_seconds()),
             )
 
+    if "auth" not in cluster.tables:
+        output.note(f"{config} has no [auth]: its routers ask nobody for a key")
     work = recorded(cluster, "keys create", make(), org=org or "", scopes=",".join(wanted), name=name)
     key, text = databases.asked(work)
     if as_json:
@@ -100,7 +102,10 @@ def create(
 
 @app.command("list")
 def list_keys(config: options.Config, as_json: options.Json = False) -> None:
-    """Lists all keys, the newest first, without their secrets. Revoked and expired ones are included."""
+    """Lists all keys, the newest first, without their secrets. Revoked and expired ones are included.
+
+    Routers record within a minute that a key was used, once for each UTC day.
+    """
     from shard.admin import api_keys
 
     cluster = databases.read(config)
@@ -147,15 +152,21 @@ def revoke(
         raise CommandFailed("KEY: must be the id of a key, such as wr_abcdefgh2345, without its secret", ExitCode.USAGE)
     cluster = databases.read(config)
 
-    async def end() -> ApiKey:
+    async def end() -> tuple[ApiKey, bool]:
         async with databases.catalog_of(cluster) as database:
-            return await api_keys.revoke(database, key_id)
+            known = (await api_keys.find(database, [key_id])).keys.get(key_id)
+            org = "" if known is None or known.org is None else known.org
+            # The audit log has the org, which only the catalog knows.
+            work = recorded(cluster, "keys revoke", api_keys.revoke(database, key_id), org=org, key=key_id)
+            return await work, known is not None and known.revoked
 
-    revoked = databases.asked(recorded(cluster, "keys revoke", end(), key=key_id))
+    revoked, already = databases.asked(end())
     if as_json:
         output.say_json([_json(revoked)])
+    elif already and revoked.revoked_at is not None:
+        output.say(f"{_named(revoked)} was revoked already, at {_time_text(revoked.revoked_at)}")
     else:
-        output.say(f"{_shown_id(revoked)} ({_for_whom(revoked)}) is revoked")
+        output.say(f"{_named(revoked)} is revoked")
 
 
 def _scopes(given: Sequence[str] | None) -> list[str]:
@@ -174,6 +185,10 @@ def _shown_id(key: ApiKey) -> str:
     from shard.admin import api_keys
 
     return f"{api_keys.PREFIX}{key.id}"
+
+
+def _named(key: ApiKey) -> str:
+    return f"{_shown_id(key)} ({_for_whom(key)})"
 
 
 def _for_whom(key: ApiKey) -> str:

@@ -230,8 +230,8 @@ class _Up:
             if "auth" in databases.read(cluster.config).tables:
                 # An earlier start had --secure, or somebody has edited the file. Old keys cannot be printed again.
                 needs = (
-                    "\nThis cluster asks callers for an API key: set WINDROW_TOKEN to one for the org acme before you paste."
-                    "\nA start with --secure prints a new key.\n"
+                    "\nThis cluster asks callers for an API key: set WINDROW_TOKEN to one for the org acme before you "
+                    "paste.\nA start with --secure prints a new key.\n"
                 )
             pasted = [enqueue, f"{command} dequeue acme mail --ack{at}", f"{command} stats acme --finished{at}"]
         else:

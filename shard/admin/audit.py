@@ -77,6 +77,8 @@ class Entry(NamedTuple):
     outcome: str | None
     counts: str | None
     calls: int
+    # The name of the API key that called; None if it was none.
+    key_name: str | None
 
 
 def intent(

@@ -18,16 +18,16 @@ class Shell:
     """Runs `windrow keys` on one cluster."""
 
     def __init__(self, file: Path, dsn: str) -> None:
-        self._file = file
-        self._dsn = dsn
-        file.write_text(f'[cluster]\nname = "{CLUSTER}"\n[[shard]]\nname = "{SHARD}"\ndsn = "{dsn}"\n')
+        self.file = file
+        self.dsn = dsn
+        file.write_text(f'[auth]\n[cluster]\nname = "{CLUSTER}"\n[[shard]]\nname = "{SHARD}"\ndsn = "{dsn}"\n')
 
     def keys(self, *arguments: str) -> Done:
-        return windrow("keys", *arguments, "--config", str(self._file))
+        return windrow("keys", *arguments, "--config", str(self.file))
 
     def rows(self) -> list[str]:
         """Returns all that the database has about keys."""
-        with psycopg.connect(self._dsn, autocommit=True) as catalog:
+        with psycopg.connect(self.dsn, autocommit=True) as catalog:
             found = catalog.execute("SELECT to_jsonb(k)::text FROM windrow.api_key k ORDER BY 1").fetchall()
             (count,) = catalog.execute("SELECT revocations::text FROM windrow.catalog").fetchall()
         return [text for (text,) in [*found, count]]
@@ -110,8 +110,29 @@ def test_a_second_revocation_changes_nothing(shell: Shell) -> None:
     assert shell.keys("revoke", id_of(key)).code == 0
     before = shell.rows()
     assert before[-1] == "1"
-    assert shell.keys("revoke", id_of(key).removeprefix("wr_")).code == 0
+    again = shell.keys("revoke", id_of(key).removeprefix("wr_"))
+    assert (again.code, f"{id_of(key)} (org acme) was revoked already, at 20" in again.out) == (0, True)
     assert shell.rows() == before
+
+
+def test_a_key_of_a_cluster_that_asks_for_none_comes_with_a_warning(shell: Shell) -> None:
+    shell.file.write_text(shell.file.read_text().removeprefix("[auth]\n"))
+    done = shell.keys("create", "--org", "acme")
+    assert (done.code, len(done.lines)) == (0, 1)
+    assert done.err.startswith(f"{shell.file} has no [auth]: its routers ask nobody for a key\n")
+
+
+def test_the_audit_log_has_the_org_of_a_revoked_key_and_the_name_of_a_key_that_called(shell: Shell) -> None:
+    (key,) = shell.keys("create", "--org", "acme", "--name", "web shop").lines
+    assert shell.keys("revoke", "wr_abcdefgh2345").code == 4
+    assert shell.keys("revoke", id_of(key)).code == 0
+    config = ("--config", str(shell.file))
+    (revoke,) = windrow("audit", "--org", "acme", "--method", "revoke", "--json", *config).documents
+    assert (revoke["request"], revoke["outcome"], revoke["key_name"]) == ({"key": id_of(key)[3:]}, "OK", None)
+    with psycopg.connect(shell.dsn, autocommit=True) as catalog:
+        catalog.execute("UPDATE windrow.audit SET principal = %s WHERE org = 'acme'", [f"key:{id_of(key)}"])
+    assert f"key:{id_of(key)} (web shop)" in windrow("audit", "--org", "acme", *config).out
+    assert {one["key_name"] for one in windrow("audit", "--org", "acme", "--json", *config).documents} == {"web shop"}
 
 
 def test_an_unreachable_catalog_is_told(tmp_path: Path) -> None:

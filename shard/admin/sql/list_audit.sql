@@ -1,8 +1,9 @@
--- The newest entries of the audit log that match. NULL matches all.
+-- The newest entries of the audit log that match, each with the name of the API key that called. NULL matches all.
 SELECT
     a.id::text, a.at, a.principal, a.peer, a.method, a.org, a.queue, a.request::text, a.ended_at, a.outcome,
-    a.counts::text, a.calls
+    a.counts::text, a.calls, k.name AS key_name
 FROM windrow.audit a
+LEFT JOIN windrow.api_key k ON a.principal LIKE 'key:%%' AND k.id = substr(a.principal, length('key:wr_') + 1)
 WHERE a.at >= timestamptz 'epoch' + %(since_us)s * interval '1 us'
     AND (%(org)s::text IS NULL OR a.org = %(org)s)
     AND (%(principal)s::text IS NULL OR a.principal = %(principal)s)
