@@ -48,7 +48,7 @@ RAISED: dict[str, Callable[[], BaseException]] = {
     "QUEUE_EXISTS": lambda: errors.QueueExists(ACME, MAIL),
     "QUEUE_NOT_EMPTY": lambda: errors.QueueNotEmpty(ACME, MAIL),
     "TOO_MANY_QUEUES": lambda: errors.TooManyQueues(S1, ACME, [MAIL], queues_max=1),
-    "TOO_MANY_RETENTIONS": lambda: errors.TooManyRetentions(S1, 14, range(32)),
+    "TOO_MANY_RETENTIONS": lambda: errors.TooManyRetentions(S1, 14, present=32),
     "SHARD_NOT_FOUND": lambda: errors.UnknownShard(S1),
     "SHARD_UNAVAILABLE": lambda: errors.ShardUnavailable(S1, "connection refused"),
     "DISK_FULL": lambda: errors.DiskFull(S1, "database", "no space left"),
