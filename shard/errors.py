@@ -39,6 +39,7 @@ from datetime import UTC, datetime
 
 from shard.limits import Limit
 from shard.vocabulary import CATALOG, RETENTIONS_MAX, JobId, Micros, OrgId, QueueName, ShardName, Slot
+from shard.vocabulary import CATALOG, RETENTIONS_MAX, STANDARD_RETENTIONS, Micros, OrgId, QueueName, ShardName, Slot
 
 _YEAR_10000_S = 253_402_300_800
 
@@ -176,12 +177,13 @@ class TooManyQueues(ShardError):
 
 
 class TooManyRetentions(ShardError):
-    """The shard has no room for one more retention; nothing was changed. `present`: those it has."""
+    """The shard has no room for one more retention; nothing was changed. The message does not name those that other
+    orgs have set (I4)."""
 
-    def __init__(self, shard: ShardName, retention: int, present: Sequence[int]) -> None:
+    def __init__(self, shard: ShardName, retention: int, *, present: int) -> None:
         super().__init__(
-            f"shard {shard!r} has {len(present)} different retentions, and at most {RETENTIONS_MAX} may be set, so it "
-            f"has no room for {retention} days: use one of {', '.join(map(str, present))} days"
+            f"shard {shard!r} has {present} different retentions, and at most {RETENTIONS_MAX} may be set, so it "
+            f"has no room for {retention} days: use one of {', '.join(map(str, STANDARD_RETENTIONS))} days"
         )
 
 

@@ -31,6 +31,8 @@ RETENTION_MAX = 3650
 # How many different retentions the queues and orgs of one shard may have. An enqueue looks for its ids in each hot day
 # of each retention.
 RETENTIONS_MAX = 32
+# Those that every shard has.
+STANDARD_RETENTIONS = (0, 1, 7, 30, 90, 365, 2557)
 
 
 class JobState(enum.Enum):

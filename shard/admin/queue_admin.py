@@ -11,7 +11,7 @@ import asyncio
 import base64
 import json
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
@@ -133,12 +133,24 @@ class QueueAdmin:
             weight_max=1,
             wait_s=_SCAN_WAIT_S_MAX,
         )
+        # The calls about queues, one at a time, and orgs in turn: those of one org do not hold up the others' (I4).
+        self._calls = Coalescer[SingleCall, Any](
+            one_by_one,
+            weight=lambda call: call.weight,
+            key=lambda call: call.org,
+            on_timeout=lambda: ShardUnavailable(self.name, "earlier calls about queues take long"),
+            acts_max=1,
+            weight_max=1,
+        )
 
     async def create_queue(
         self, org: OrgId, queue: QueueName, settings: QueueSettings, *, epoch: int = FIRST_EPOCH
     ) -> QueueRecord:
         """Creates a queue. `epoch` has the same meaning as for `alter_queue`. Raises QueueExists, TooManyQueues,
         TooManyRetentions, NotOwned."""
+        return await self._in_turn(org, partial(self._create_queue, org, queue, settings, epoch))
+
+    async def _create_queue(self, org: OrgId, queue: QueueName, settings: QueueSettings, epoch: int) -> QueueRecord:
         self._clock.check()
         existing = await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue})
         # Refuse before creating it, too: otherwise the queue would exist here, and a repeated call on the slot's new
@@ -150,7 +162,7 @@ class QueueAdmin:
             await partitions.refuse_another(self._database, settings.retention_days)
         if not await self._queue_ids.make([(org, queue)]):
             raise TooManyQueues(self.name, org, [queue], queues_max=QUEUES_MAX)
-        return await self.alter_queue(org, queue, settings, epoch=epoch)
+        return await self._alter_queue(org, queue, settings, (), epoch, draining=False)
 
     async def alter_queue(
         self,
@@ -166,6 +178,19 @@ class QueueAdmin:
         that of the placement by which this shard is the org's writer. With `draining`, this shard is the source of the
         move under way: `epoch` is that of the move, and the change is made here after the target. Raises UnknownQueue,
         TooManyRetentions, NotOwned."""
+        act = partial(self._alter_queue, org, queue, settings, reset, epoch, draining=draining)
+        return await self._in_turn(org, act)
+
+    async def _alter_queue(
+        self,
+        org: OrgId,
+        queue: QueueName,
+        settings: QueueSettings,
+        reset: Sequence[str],
+        epoch: int,
+        *,
+        draining: bool,
+    ) -> QueueRecord:
         self._clock.check()
         parameters = {
             "org": org,
@@ -194,6 +219,9 @@ class QueueAdmin:
 
     async def get_queue(self, org: OrgId, queue: QueueName) -> QueueRecord:
         """Returns a queue's configuration. Raises UnknownQueue."""
+        return await self._in_turn(org, partial(self._get_queue, org, queue))
+
+    async def _get_queue(self, org: OrgId, queue: QueueName) -> QueueRecord:
         rows = await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue})
         if not rows:
             raise UnknownQueue(org, queue)
@@ -203,14 +231,18 @@ class QueueAdmin:
         """Returns a page of queues by name, and the token of the next page (empty on the last page). Raises
         BadPageToken."""
         after = _unpack(page_token) if page_token else ""
-        rows = await self._database.run(statements.LIST_QUEUES, {"org": org, "after": after, "rows": page_size + 1})
+        parameters = {"org": org, "after": after, "rows": page_size + 1}
+        rows = await self._in_turn(org, partial(self._database.run, statements.LIST_QUEUES, parameters))
         queues = list(map(_record, rows[:page_size]))
         return queues, _pack(queues[-1].queue) if len(rows) > page_size else ""
 
     async def delete_queue(self, org: OrgId, queue: QueueName, *, epoch: int = FIRST_EPOCH) -> None:
         """Deletes an empty queue. Raises UnknownQueue, QueueNotEmpty, NotOwned."""
+        await self._in_turn(org, partial(self._delete_queue, org, queue, epoch))
+
+    async def _delete_queue(self, org: OrgId, queue: QueueName, epoch: int) -> None:
         self._clock.check()
-        await self.get_queue(org, queue)
+        await self._get_queue(org, queue)
         if not await self._database.run(statements.DELETE_QUEUE, {"org": org, "queue": queue, "epoch": epoch}):
             await self._refuse_unowned(org, epoch)
             # If the queue is gone by now, another call deleted it, or this statement did and its first answer was lost.
@@ -230,8 +262,11 @@ class QueueAdmin:
     async def purge_queue(self, org: OrgId, queue: QueueName, *, limit: int, include_dead: bool) -> int:
         """Cancels up to `limit` jobs that have no valid lease, and returns how many. Raises UnknownQueue. After
         ShardUnavailable, some may have been cancelled."""
+        return await self._in_turn(org, partial(self._purge_queue, org, queue, limit=limit, include_dead=include_dead))
+
+    async def _purge_queue(self, org: OrgId, queue: QueueName, *, limit: int, include_dead: bool) -> int:
         self._clock.check()
-        await self.get_queue(org, queue)
+        await self._get_queue(org, queue)
         parameters: dict[str, object] = {"org": org, "queue": queue, "rows": limit}
         cancelled = len(await partitions.finish(self._database, statements.PURGE_LIVE, parameters))
         if include_dead and cancelled < limit:
@@ -254,20 +289,20 @@ class QueueAdmin:
     ) -> int:
         """Puts up to `limit` dead jobs back to ready, and returns how many. Raises UnknownQueue. After
         ShardUnavailable, some may have been put back."""
+        parameters = {
+            "org": org,
+            "queue": queue,
+            "kind": kind,
+            "after_us": died_after,
+            "before_us": died_before,
+            "rows": limit,
+        }
+        return await self._in_turn(org, partial(self._redrive, org, queue, parameters))
+
+    async def _redrive(self, org: OrgId, queue: QueueName, parameters: Mapping[str, object]) -> int:
         self._clock.check()
-        await self.get_queue(org, queue)
-        rows = await self._database.run(
-            statements.REDRIVE_QUEUE,
-            {
-                "org": org,
-                "queue": queue,
-                "kind": kind,
-                "after_us": died_after,
-                "before_us": died_before,
-                "rows": limit,
-            },
-        )
-        return len(rows)
+        await self._get_queue(org, queue)
+        return len(await self._database.run(statements.REDRIVE_QUEUE, parameters))
 
     async def list_jobs(self, wanted: Wanted, *, page_size: int, page_token: str) -> Page:
         """Returns the next page of jobs. It ends early with the job that fills ANSWER_BYTES_MAX, or when the search
@@ -309,6 +344,11 @@ class QueueAdmin:
     async def org_figures(self, orgs: Sequence[OrgId]) -> SomeFigures:
         """Returns the figures of those of the orgs that live here, by the last count, and the age of that count."""
         return await org_figures.read(self._database, orgs)
+
+    async def _in_turn(self, org: OrgId, act: Callable[[], Awaitable[T]]) -> T:
+        """Runs a call about queues of an org when it is its turn. `act` must not call this."""
+        answer: T = await self._calls.submit(SingleCall(org, 1, act))
+        return answer
 
     async def _scan(self, org: OrgId | None, act: Callable[[], Awaitable[T]]) -> T:
         async def in_time() -> T:

@@ -53,7 +53,7 @@ async def room_for(database: Database, retention: int) -> AsyncGenerator[Connect
         await connection.execute(statements.LOCK_EXCLUSIVE, {"lock": LOCK})
         present = [days for (days,) in await connection.run(statements.READ_RETENTIONS, {})]
         if retention not in present and len(present) >= RETENTIONS_MAX:
-            raise TooManyRetentions(database.name, retention, present)
+            raise TooManyRetentions(database.name, retention, present=len(present))
         yield connection
 
 

@@ -244,7 +244,9 @@ class Store:
         self.clock.check()
         answers = await self._settlements[call.verb].submit(call)
         if call.verb in _ENDING:
-            self.on_settled(lease.job_hex for lease in call.leases)
+            # Only those that were the org's: others' callers may wait for a job whose id somebody has guessed (I4).
+            ended = zip(call.leases, answers, strict=True)
+            self.on_settled(lease.job_hex for lease, answer in ended if answer is Answer.OK)
         return answers
 
     def release_soon(self, org: OrgId, leases: Sequence[Lease]) -> None:

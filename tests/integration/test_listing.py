@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from shard.history.days import days_over, turn_cold
 from shard.postgres.pool import Database
 from shard.queue.settle import Nack, Settlement
 from shard.queue.store import Store
+from shard.queue_settings import QueueSettings
 from shard.vocabulary import Failure, JobId, JobState, Micros, OrgId, QueueName
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs
@@ -366,3 +368,19 @@ async def test_a_job_that_is_on_two_shards_counts_once(books: QueueAdmin, store:
     cut = Part(count=1, ids=ids[2], until=str(UUID(bytes=ids[1])))
     both = job_counts.merged([part, cut])
     assert (both.count, both.until) == (2, cut.until)
+
+
+async def test_calls_about_queues_of_one_org_do_not_hold_up_those_of_another(
+    books: QueueAdmin, org: OrgId, other_org: OrgId
+) -> None:
+    for one in (org, other_org):
+        await books.create_queue(one, QUEUE, QueueSettings())
+    ended: list[OrgId] = []
+
+    async def ask(one: OrgId) -> None:
+        await books.get_queue(one, QUEUE)
+        ended.append(one)
+
+    await asyncio.gather(*(ask(org) for _ in range(40)), ask(other_org))
+    # One call of the other org may be under way, and one may be next.
+    assert ended.index(other_org) <= 2

@@ -177,7 +177,8 @@ async def test_a_shard_takes_no_more_than_so_many_retentions_and_refuses_without
     for days in further:
         await books.alter_queue(org, QUEUE, QueueSettings(retention_days=days))
     assert len(await retentions_of(fresh_database)) == RETENTIONS_MAX
-    words = rf"shard '{SHARD}' has 32 different retentions.* no room for 14 days: use one of 0, 1, 7, 30, 90, 100, 101"
+    # Not 100 and 101, which may be another org's.
+    words = rf"shard '{SHARD}' has 32 different .* no room for 14 days: use one of 0, 1, 7, 30, 90, 365, 2557 days"
     with pytest.raises(TooManyRetentions, match=words):
         await books.alter_queue(org, QUEUE, QueueSettings(retention_days=14, max_attempts=9))
     with pytest.raises(TooManyRetentions):

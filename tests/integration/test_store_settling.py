@@ -287,3 +287,16 @@ async def test_a_call_that_is_cancelled_before_it_begins_is_not_done(
     leaver.cancel()
     assert await stayer == [OK] * 3
     assert await states(store, org, mine) == ["leased"] * 3
+
+
+async def test_a_settle_tells_of_the_ends_of_its_own_orgs_jobs_alone(
+    store: Store, org: OrgId, other_org: OrgId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(store, "on_settled", told.extend)
+    await store.enqueue(some_jobs(org, 1))
+    ((_, lease),) = await lease_jobs(store, org)
+    assert await store.settle(Settlement.ack(other_org, [lease])) == [Answer.NOT_FOUND]
+    assert told == []
+    assert await store.settle(Settlement.ack(org, [lease])) == [Answer.OK]
+    assert told == [lease.job_hex]

@@ -59,6 +59,7 @@ RAISED: dict[str, Callable[[], BaseException]] = {
         retry_after_s=0.1,
         positions=[0],
     ),
+    "TOO_MANY_RETENTIONS": lambda: errors.TooManyRetentions(S1, 14, present=32),
     "SHARD_NOT_FOUND": lambda: errors.UnknownShard(S1),
     "SHARD_UNAVAILABLE": lambda: errors.ShardUnavailable(S1, "connection refused"),
     "DISK_FULL": lambda: errors.DiskFull(S1, "database", "no space left"),
