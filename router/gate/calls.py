@@ -261,9 +261,9 @@ def _library_unary(gate: Gate, handler: _Handler, access: Access | None) -> Call
                     return await act(call, context)
             await _identify(gate, call, context, access)
             return await act(call, context)
-        except grpc.aio.AbortError as error:
-            # The library's method has ended the call, with a status of its own. As in refusal(), no frame may keep the
-            # context.
+        except (grpc.aio.AbortError, grpc.aio.InternalError) as error:
+            # The library's method has ended the call with a status of its own, or tried to when the client had left. As
+            # in refusal(), no frame may keep the context.
             _drop_references(error)
             del context
             raise
