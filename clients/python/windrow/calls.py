@@ -283,6 +283,7 @@ class Calls:
         )
         error.retry_after = failure.retry_after_s
         error.reason = failure.reason
+        error.details = why
         return error
 
 
