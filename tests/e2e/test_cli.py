@@ -290,6 +290,7 @@ def test_up_says_what_to_paste_keeps_the_data_and_leaves_nothing_running(windrow
         )
         assert second.returncode == 5
         assert f"another cluster runs on the data in {folder / 'data'}: use that one at {address[1]}, " in second.stderr
+        assert "it is another `windrow up`, which has a Postgres server for each shard: " in second.stderr
         assert "Traceback" not in second.stderr
 
         children = psutil.Process(process.pid).children(recursive=True)

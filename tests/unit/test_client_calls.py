@@ -246,6 +246,7 @@ async def test_each_status_has_its_error(router: FakeRouter, code: grpc.StatusCo
         with pytest.raises(kind, match="because") as caught:
             await client.enqueue("emails", "send")
     assert type(caught.value) is kind
+    assert caught.value.details.startswith("because")
 
 
 async def test_violations_are_told_by_path(router: FakeRouter, client: Client) -> None:
