@@ -225,8 +225,9 @@ def _failure(error: errors.WindrowError) -> CommandFailed:
         case errors.AlreadyExists() | errors.FailedPrecondition() | errors.PermissionDenied():
             code = ExitCode.REFUSED
         case _:
-            code = ExitCode.UNAVAILABLE
-    return CommandFailed(str(error), code)
+            return CommandFailed(str(error), ExitCode.UNAVAILABLE)
+    # Which call it was, and how often it was tried, says nothing about a mistake of the user.
+    return CommandFailed(error.details or str(error), code)
 
 
 def _details(error: grpc.Call) -> status_pb2.Status | None:

@@ -21,7 +21,7 @@ from cli.exits import CommandFailed, ExitCode
 from cli.layout import App
 
 if TYPE_CHECKING:
-    from windrow import Answer, BulkChange, JobFilter, SyncClient
+    from windrow import Answer, BulkChange, JobFilter, JobRecord, SyncClient
 
 _BATCH = 1000
 # The limit of one purge call: a larger one would hold its locks for too long.
@@ -334,13 +334,19 @@ def _conditions(
 
 def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions: dict[str, Any], how: _How) -> None:
     from cli.calls import connect_client
+    from cli.messages import no_queues
     from windrow import JobFilter, JobState
 
     states = [JobState(state.value) for state in conditions.pop("states", ())]
     found = JobFilter(**conditions, states=states)
-    if bool(ids) != found.is_empty:
+    if ids and not found.is_empty:
+        raise typer.BadParameter("job ids and conditions are both given: give one of them", param_hint="'ID'")
+    if not ids and found.is_empty:
+        # Before --state and --not-killed: alone they would mean nearly every job of the org.
         raise typer.BadParameter(
-            "give job ids, or conditions such as --where campaign=42, and not both", param_hint="'ID'"
+            "neither job ids nor conditions are given: give ids, or at least one of --queue, --kind, --where and the "
+            "times",
+            param_hint="'ID'",
         )
     if ids:
         narrower = {
@@ -365,11 +371,13 @@ def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions:
         if how.dry_run or not how.yes:
             total = _preview(client, change, found, org, how)
         if not how.dry_run and total != 0:
-            _change_found(client, change, found, how, total)
+            total = _change_found(client, change, found, how, total)
         elif not how.dry_run:
             # The preview found no job, so the user has not confirmed any change of jobs that meet the conditions by
             # now.
             _report({change.done: 0, "skipped": 0}, as_json=how.as_json)
+        if total == 0 and not client.list_queues():
+            output.note(no_queues(org))
 
 
 def _change_named(client: SyncClient, change: _Change, ids: Sequence[str], *, as_json: bool) -> None:
@@ -394,7 +402,9 @@ def _preview(client: SyncClient, change: _Change, where: JobFilter, org: str, ho
     with output.working("counting"):
         preview = change.by_filter(client)(where, limit=how.limit, dry_run=True)
     would = f"{output.counted(preview.found, 'job')} of org {org!r}"
-    first = [f"{job.id}  {job.queue}  {job.state.value}  {job.kind}" for job in preview.first]
+    first = ["  ".join([job.id, job.queue, job.state.value, job.kind, *_why(job)]) for job in preview.first]
+    if preview.found > len(first):
+        first.append(f"and {preview.found - len(first):,} more")
     if how.dry_run and how.as_json:
         output.say_json([{"found": preview.found, "first": [job.id for job in preview.first]}])
     elif how.dry_run:
@@ -409,7 +419,17 @@ def _preview(client: SyncClient, change: _Change, where: JobFilter, org: str, ho
     return preview.found
 
 
-def _change_found(client: SyncClient, change: _Change, where: JobFilter, how: _How, total: int | None) -> None:
+def _why(job: JobRecord) -> list[str]:
+    """Returns in one line why a job is dead, as a list shows it; nothing of other jobs."""
+    from cli.messages import first_line
+
+    failure = job.attempts[-1].failure if job.attempts else None
+    why = ": ".join(filter(None, (first_line(job.reason), failure.summary if failure else "")))
+    return [why] if why and job.state.value == State.DEAD else []
+
+
+def _change_found(client: SyncClient, change: _Change, where: JobFilter, how: _How, total: int | None) -> int:
+    """Changes the jobs. Returns how many met the conditions."""
     counts = {change.done: 0, "skipped": 0}
     try:
         with output.counting_to(total, change.done) as show:
@@ -418,7 +438,7 @@ def _change_found(client: SyncClient, change: _Change, where: JobFilter, how: _H
                 counts.update({change.done: so_far.changed, "skipped": so_far.skipped})
                 show(so_far.changed)
 
-            change.by_filter(client)(where, limit=how.limit, on_progress=note)
+            return change.by_filter(client)(where, limit=how.limit, on_progress=note).found
     finally:
         # Report them after an error or Ctrl-C too: these jobs are changed.
         _report(counts, as_json=how.as_json)

@@ -368,10 +368,13 @@ def _pages(
 def _print_jobs(jobs: Sequence[job_pb2.Job], *, queues: bool) -> None:
     from cli.messages import first_line, last_failure, state_name, time_shown
 
+    # A column for the workers that have the jobs now, if any has.
+    workers = any(_holder(job) for job in jobs)
     columns = [
         Column(title="id"),
         *([Column(title="queue")] if queues else ()),
         Column(title="state", coloured=True),
+        *([Column(title="worker")] if workers else ()),
         Column(title="attempt", right=True),
         Column(title="due / until / ended"),
         Column(title="kind"),
@@ -382,6 +385,7 @@ def _print_jobs(jobs: Sequence[job_pb2.Job], *, queues: bool) -> None:
             job.id,
             *([job.queue] if queues else ()),
             state_name(job.state),
+            *([_holder(job)] if workers else ()),
             f"{job.attempt}/{job.max_attempts}",
             time_shown(job, "finished_at") or time_shown(job, "lease_deadline") or time_shown(job, "run_at"),
             job.kind,
@@ -390,6 +394,12 @@ def _print_jobs(jobs: Sequence[job_pb2.Job], *, queues: bool) -> None:
         for job in jobs
     ]
     output.table(columns, rows)
+
+
+def _holder(job: job_pb2.Job) -> str:
+    from cli.messages import state_name
+
+    return job.worker if state_name(job.state) == State.LEASED else ""
 
 
 def print_job(job: job_pb2.Job, *, stacks: bool) -> None:

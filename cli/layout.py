@@ -21,6 +21,13 @@ class Group(TyperGroup):
     """Lists its commands below the headings in their `rich_help_panel`. Names the groups that have a command of a name
     that it lacks."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            _tell_its_place(error, ctx)
+            raise
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0] if args else ""
         within = [f"`{ctx.command_path} {group} {name}`" for group, one in self.commands.items() if _has(one, name)]
@@ -60,12 +67,29 @@ class Command(TyperCommand):
         except typer.BadParameter as error:
             error.message = _readable_message(error)
             raise
+        except Exception as error:
+            _tell_its_place(error, ctx)
+            raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [re.sub(r"^\{(.*)\}", r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write_parameters(self, ctx, formatter)
+
+
+def _tell_its_place(error: Any, ctx: Any) -> None:
+    """Has an error about an unknown option say where that belongs, if it is for all commands and stands before them."""
+    root = ctx.find_root()
+    # typer does not export the error's class.
+    if type(error).__name__ == "NoSuchOption" and any(
+        error.option_name in parameter.opts for parameter in root.command.params
+    ):
+        within = ctx.command_path.removeprefix(root.command_path).strip()
+        error.message = (
+            f"{error.option_name} stands before the command: {root.command_path} {error.option_name} … {within} …"
+        )
+        error.possibilities = None
 
 
 def _write_parameters(command: Any, ctx: Any, formatter: Any) -> None:

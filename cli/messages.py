@@ -81,6 +81,11 @@ def retry_policy(message: job_pb2.RetryPolicy) -> values.Retry:
     )
 
 
+def no_queues(org: str) -> str:
+    """Returns what a command says of an org without queues, whose name may be a mistake."""
+    return f"org {org!r} has no queues (is the name right?); the first job of a queue creates it"
+
+
 def state_name(state: job_pb2.JobState.ValueType) -> str:
     return _STATES.get(state, str(state))
 

@@ -36,6 +36,7 @@ def list_queues(
 ) -> None:
     """Lists an org's queues by name."""
     from cli.calls import connect
+    from cli.messages import no_queues
 
     queues: list[admin_pb2.QueueInfo] = []
     with connect(address, timeout) as router:
@@ -46,7 +47,7 @@ def list_queues(
     if as_json:
         return
     if not queues:
-        output.note(f"org {org!r} has no queues; the first job of a queue creates it")
+        output.note(no_queues(org))
         return
     columns = [
         Column(title="queue"),

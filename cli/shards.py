@@ -3,6 +3,7 @@ databases of a cluster file instead."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import typer
@@ -42,9 +43,13 @@ def list_shards(
     if as_json:
         output.say_json({**_shard_json(shard), "cluster_file": _file_json(file)} for shard in found.shards)
     else:
+        # Columns of their own, and only if they say something: text after a count would push the counts out of line.
+        fields = {"leaving": "leaving_slots", "pinned orgs": "pinned_orgs"}
+        extra = {title: name for title, name in fields.items() if any(getattr(shard, name) for shard in found.shards)}
         columns = [
             Column(title="shard"),
             Column(title="slots", right=True),
+            *(Column(title=title, right=True) for title in extra),
             Column(title="weight", right=True),
             Column(title="state", coloured=True),
             Column(title="health", coloured=True),
@@ -54,7 +59,7 @@ def list_shards(
             Column(title="labels", detail=True),
             Column(title="error", detail=True),
         ]
-        output.table(columns, [_shard_row(shard) for shard in found.shards])
+        output.table(columns, [_shard_row(shard, extra.values()) for shard in found.shards])
         if file.digest:
             output.say(f"cluster file {file.digest}, in use since {output.time_text(file.used_since.ToDatetime())}")
         for key in file.needs_restart:
@@ -78,16 +83,12 @@ def _refuse_lost_options(context: typer.Context) -> None:
             )
 
 
-def _shard_row(shard: cluster_pb2.ShardInfo) -> tuple[str, ...]:
-    slots = [f"{shard.slots:,}"]
-    if shard.leaving_slots:
-        slots.append(f"{shard.leaving_slots:,} leaving")
-    if shard.pinned_orgs:
-        slots.append(output.counted(shard.pinned_orgs, "pinned org"))
+def _shard_row(shard: cluster_pb2.ShardInfo, extra: Iterable[str]) -> tuple[str, ...]:
     state = _state(shard)
     return (
         shard.name,
-        " + ".join(slots),
+        f"{shard.slots:,}",
+        *(f"{count:,}" if (count := getattr(shard, name)) else "" for name in extra),
         "" if state is None else f"{shard.weight:g}",
         state or "",
         _health(shard),

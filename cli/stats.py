@@ -49,6 +49,7 @@ def stats(
     Exit code 3: a shard did not answer; the counts are those of the others.
     """
     from cli.calls import connect
+    from cli.messages import no_queues
     from windrow.v1 import admin_pb2
 
     request = admin_pb2.GetStatsRequest(org=org, queue=queue or "", include_finished=finished)
@@ -66,7 +67,7 @@ def stats(
             elif seen.queues:
                 output.table(_columns(finished=finished), _rows(seen.queues, finished=finished))
             else:
-                output.note(f"org {org!r} has no queues; the first job of a queue creates it")
+                output.note(no_queues(org))
             if not watch:
                 output.refuse_away(seen.unavailable_shards)
                 return

@@ -108,7 +108,7 @@ def up(
         raise CommandFailed(
             f"another cluster runs on the data in {root}: {_use(root)}, stop it, or name another folder with --data",
             ExitCode.REFUSED,
-            particulars=[str(error)],
+            particulars=[f"it is another `windrow up`, which has a Postgres server for each shard: {error}"],
         ) from error
     except EmbeddedError as error:
         raise CommandFailed(str(error), ExitCode.UNAVAILABLE) from error

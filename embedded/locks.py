@@ -18,7 +18,8 @@ def lock_for_owner(cluster: str, folder: Path) -> IO[str]:
         holder = lock.read().strip() or "unknown"
         lock.close()
         raise ClusterInUse(
-            f"cluster {cluster!r} in {folder} is in use by process {holder}: connect with its DSN, or stop it there"
+            f"the Postgres server {cluster!r} in {folder} is in use by process {holder}: connect with its DSN, or stop "
+            "that process"
         )
     lock.truncate(0)
     lock.seek(0)

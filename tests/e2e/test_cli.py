@@ -54,6 +54,8 @@ from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 ROOT = Path(__file__).resolve().parent.parent.parent
 WAIT_S = 60.0
 ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
+# No job has this one.
+ID_OF_NONE = "019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55"
 LEASE = re.compile(r"AQ[A-Za-z0-9+/]{37}=")
 # An API key, or its id.
 KEY = re.compile(r"\bwr_(?!a{12})[a-z2-7]{12}(?:_[A-Za-z0-9_-]{43})?(?![\w-])")
@@ -288,6 +290,7 @@ def test_up_says_what_to_paste_keeps_the_data_and_leaves_nothing_running(windrow
         )
         assert second.returncode == 5
         assert f"another cluster runs on the data in {folder / 'data'}: use that one at {address[1]}, " in second.stderr
+        assert "it is another `windrow up`, which has a Postgres server for each shard: " in second.stderr
         assert "Traceback" not in second.stderr
 
         children = psutil.Process(process.pid).children(recursive=True)
@@ -652,7 +655,8 @@ def test_jobs_are_found_cancelled_and_redriven_by_their_attributes(windrow: Wind
         assert windrow("jobs", "cancel", "where", *wrong, "--yes").code == 2
     for beside_ids in (("--queue", "mail"), ("--state", "ready"), ("--limit", "1"), ("--dry-run",)):
         assert windrow("jobs", "cancel", "where", newest["id"], *beside_ids, "--yes").code == 2
-    assert windrow("jobs", "cancel", "where", "--queue", "nope", "--yes").code == 4
+    unknown = windrow("jobs", "cancel", "where", "--queue", "nope", "--yes")
+    assert (unknown.code, unknown.err) == (4, "windrow: org 'where' has no queue 'nope'\n")
     tried = windrow("jobs", "cancel", "where", "--where", "campaign=42", "--dry-run", "--json")
     assert tried.documents == [{"found": 2, "first": [job["id"] for job in found]}]
     for count in (2, 0):
@@ -664,6 +668,44 @@ def test_jobs_are_found_cancelled_and_redriven_by_their_attributes(windrow: Wind
     for campaign, count in (("42", 0), ("43", 1)):
         redriven = windrow("jobs", "redrive", "where", "--where", f"campaign={campaign}", "--yes", "--json")
         assert redriven.documents == [{"redriven": count, "skipped": 0}]
+
+
+def test_a_preview_shows_why_jobs_are_dead_and_how_many_more_there_are(windrow: Windrow) -> None:
+    for lease in leased(windrow, "preview", count=7):
+        windrow("nack", "preview", lease, "--permanent", "--error", "no such user\nat all")
+    tried = windrow("jobs", "redrive", "preview", "--queue", "mail", "--dry-run")
+    assert tried.lines[0] == "would redrive 7 jobs of org 'preview'"
+    shown = [line.split("  ")[2:] for line in tried.lines[1:6]]
+    assert shown == [["mail", "dead", "greet", "failed permanently: no such user"]] * 5
+    assert tried.lines[6:] == ["  and 2 more"]
+    windrow("enqueue", "preview", "mail", "greet")
+    waits = windrow("jobs", "cancel", "preview", "--queue", "mail", "--state", "ready", "--dry-run")
+    assert (len(waits.lines), waits.lines[1].endswith("  mail  ready  greet")) == (2, True)
+
+
+def test_an_org_without_queues_may_be_a_mistake(windrow: Windrow) -> None:
+    windrow("enqueue", "typed", "mail", "greet")
+    said = "org 'typedd' has no queues (is the name right?); the first job of a queue creates it\n"
+    for arguments in (
+        ("stats", "typedd"),
+        ("queues", "list", "typedd"),
+        ("jobs", "cancel", "typedd", "--where", "campaign=autumn", "--dry-run"),
+        ("jobs", "cancel", "typedd", "--where", "campaign=autumn"),
+        ("jobs", "redrive", "typedd", "--where", "campaign=autumn", "--yes"),
+    ):
+        done = windrow(*arguments)
+        assert (done.code, done.err) == (0, said), arguments
+    right = windrow("jobs", "cancel", "typed", "--where", "campaign=autumn", "--dry-run")
+    assert (right.code, right.out, right.err) == (0, "would cancel 0 jobs of org 'typed'\n", "")
+
+
+def test_a_list_has_the_workers_of_leased_jobs(windrow: Windrow) -> None:
+    leased(windrow, "worked")
+    windrow("enqueue", "worked", "mail", "greet")
+    (titles, *rows) = (line.split() for line in windrow("jobs", "list", "worked", "mail").lines)
+    assert titles[:3] == ["id", "state", "worker"]
+    assert {(row[1], row[2]) for row in rows} == {("ready", "0/20"), ("leased", "ada")}
+    assert "worker" not in windrow("jobs", "list", "worked", "--state", "ready").lines[0]
 
 
 def test_dead_jobs_are_redriven_by_their_ids(windrow: Windrow) -> None:
@@ -917,9 +959,7 @@ def test_a_shard_that_does_not_answer_is_told_with_those_that_do(windrow: Windro
     done = windrow("shards", "--address", half_away)
     assert done.code == 1
     assert re.search(r"^s1 +8,192 +2 +active +up +3\.0ms +18\.6 +1 +region=eu$", done.out, flags=re.MULTILINE)
-    assert re.search(
-        r"^s2 +8,000 \+ 192 leaving +0 +draining +unreachable +no answer within", done.out, flags=re.MULTILINE
-    )
+    assert re.search(r"^s2 +8,000 +192 +0 +draining +unreachable +no answer within", done.out, flags=re.MULTILINE)
     assert re.search(r"^s3 +0 +0 +off +off ", done.out, flags=re.MULTILINE)
     assert "cluster file 0123456789ab, in use since " in done.out
     assert "[router] listen has changed in the file: restart the routers" in done.err
@@ -1042,6 +1082,7 @@ def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
         (["jobs", "why", "a", "123"], 2, "'123' is not a job id"),
         (["jobs", "why", "a", "019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55"], 4, "has no job 019a9f5e"),
         (["queues", "why", "a", "nope"], 4, "org 'a' has no queue 'nope'"),
+        (["jobs", "get", "a", ID_OF_NONE], 4, "has no job 019a9f5e"),
         (["queues", "show", "a", "nope"], 4, "org 'a' has no queue 'nope'"),
         (["queues", "update", "a", "nope"], 2, "give a setting to change"),
         (
@@ -1059,6 +1100,13 @@ def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
         (["up", "--ephemeral", "--data", "/x"], 2, "keeps no data"),
         (["up", "--data", "/etc/passwd"], 2, "'/etc/passwd' is a file"),
         (["up", "--shards", "99"], 2, "99 is too large: it must be at most 16"),
+        (["stats", "a", "--token-file", "f"], 2, "before the command: windrow --token-file … stats …"),
+        (["jobs", "list", "a", "--profile=p"], 2, "before the command: windrow --profile … jobs list …"),
+        (["jobs", "--token-file", "f", "list", "a"], 2, "before the command: windrow --token-file … jobs …"),
+        (["stats", "a", "--token-fil", "f"], 2, "No such option: --token-fil"),
+        (["jobs", "cancel", "a", "--dry-run"], 2, "neither job ids nor conditions are given"),
+        (["jobs", "cancel", "a", "--state", "ready"], 2, "neither job ids nor conditions are given"),
+        (["jobs", "redrive", "a", ID_OF_NONE, "--queue", "q"], 2, "job ids and conditions are both given"),
         (["stat"], 2, "Did you mean 'stats'"),
         (["get", "a", "x"], 2, "No such command 'get'. Did you mean `windrow jobs get`?"),
         (["stats", "a", "--timeout", "0s"], 2, "'0s' is no time for a call: write a longer one, such as 10s"),

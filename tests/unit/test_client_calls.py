@@ -36,6 +36,7 @@ from windrow import (
     Unauthenticated,
     Unavailable,
     Violation,
+    WindrowError,
     uuid7,
 )
 from windrow.calls import ADMIN_FINAL, FINAL, CallFailure, patient_pause_s, pause_s
@@ -236,7 +237,7 @@ async def test_a_dequeue_tried_again_waits_for_what_is_left(router: FakeRouter) 
         (StatusCode.UNIMPLEMENTED, RouterTooOld),
     ],
 )
-async def test_each_status_has_its_error(router: FakeRouter, code: grpc.StatusCode, kind: type[Exception]) -> None:
+async def test_each_status_has_its_error(router: FakeRouter, code: grpc.StatusCode, kind: type[WindrowError]) -> None:
     async def fail(request: Any, context: Any) -> None:
         await refuse(context, code, "because", retry_after_s=3600)
 
@@ -246,6 +247,7 @@ async def test_each_status_has_its_error(router: FakeRouter, code: grpc.StatusCo
         with pytest.raises(kind, match="because") as caught:
             await client.enqueue("emails", "send")
     assert type(caught.value) is kind
+    assert caught.value.details.startswith("because")
 
 
 async def test_violations_are_told_by_path(router: FakeRouter, client: Client) -> None:

@@ -282,6 +282,7 @@ class Calls:
         error.retry_after = failure.retry_after_s
         error.reason = failure.reason
         error.limit = failure.limit
+        error.details = why
         return error
 
     def _remedy(self, failure: CallFailure) -> str:
