@@ -38,8 +38,17 @@ from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 
 from shard.limits import Limit
-from shard.vocabulary import CATALOG, RETENTIONS_MAX, JobId, Micros, OrgId, QueueName, ShardName, Slot
-from shard.vocabulary import CATALOG, RETENTIONS_MAX, STANDARD_RETENTIONS, Micros, OrgId, QueueName, ShardName, Slot
+from shard.vocabulary import (
+    CATALOG,
+    RETENTIONS_MAX,
+    STANDARD_RETENTIONS,
+    JobId,
+    Micros,
+    OrgId,
+    QueueName,
+    ShardName,
+    Slot,
+)
 
 _YEAR_10000_S = 253_402_300_800
 

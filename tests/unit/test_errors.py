@@ -50,7 +50,6 @@ RAISED: dict[str, Callable[[], BaseException]] = {
     "QUEUE_EXISTS": lambda: errors.QueueExists(ACME, MAIL),
     "QUEUE_NOT_EMPTY": lambda: errors.QueueNotEmpty(ACME, MAIL),
     "TOO_MANY_QUEUES": lambda: errors.TooManyQueues(S1, ACME, [MAIL], queues_max=1),
-    "TOO_MANY_RETENTIONS": lambda: errors.TooManyRetentions(S1, 14, range(32)),
     "LIMIT_REACHED": lambda: errors.LimitReached(
         ACME,
         Limit(LimitKey(ACME, MAIL, Measure.JOBS), 10, 1_000_000, 1),

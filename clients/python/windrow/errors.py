@@ -45,9 +45,8 @@ class WindrowError(Exception):
 
     `retry_after`: the seconds that the router asked to wait, or None. `reason`: why the call failed, for programs, such
     as "SHARD_UNAVAILABLE" (docs/errors.md); empty if the error does not come from a router's code. `limit`: the limit
-    that had no room for the jobs, or None.
-    as "SHARD_UNAVAILABLE" (docs/errors.md); empty if the error does not come from a router's code. `details`: what the
-    router said, without the call and its tries, for showing it to people; empty if the error is not about one call.
+    that had no room for the jobs, or None. `details`: what the router said, without the call and its tries, for showing
+    it to people; empty if the error is not about one call.
     """
 
     retry_after: float | None = None
