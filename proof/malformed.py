@@ -66,7 +66,8 @@ async def say(address: str, sent: bytes, *, tls: ssl.SSLContext | None = None) -
         # The server ended it in the middle.
         pass
     finally:
-        writer.close()
+        # A close would wait up to 30 s for the server to end TLS too.
+        writer.transport.abort()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
     return True

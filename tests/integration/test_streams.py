@@ -972,8 +972,8 @@ def guarded_consume() -> Callable[[object, Context], Coroutine[Any, Any, None]]:
     gate = a_gate()
     methods = Methods(gate)
     methods.add(QueueService(cast("Fleet", _NoShards()), gate), queue_pb2.DESCRIPTOR.services_by_name["Queue"])
-    details = cast("grpc.HandlerCallDetails", SimpleNamespace(method="/windrow.v1.Queue/Consume"))
-    handler: Any = methods.service(details)
+    details = SimpleNamespace(method="/windrow.v1.Queue/Consume", invocation_metadata=())
+    handler: Any = methods.service(cast("grpc.HandlerCallDetails", details))
     consume: Callable[[object, Context], Coroutine[Any, Any, None]] = handler.stream_stream
     return consume
 
