@@ -14,24 +14,23 @@ import functools
 import gc
 from collections import Counter
 from collections.abc import Callable, Generator
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from router.buffer import Account, Buffer
+from router.buffer import Buffer
 from router.codec.status import MessageTooLarge, RequestLate, RouterFull, ShuttingDown
 from router.gate.arrivals import CALL_BYTES, MESSAGE_BYTES, Arrivals
+from router.gate.call import Call
 from router.gate.connections import canonical
 from router.gate.deadlines import Deadlines
 from router.gate.tracing import Tracing
 from shard.fair_quota import FairQuota
 
 if TYPE_CHECKING:
-    # They import this module.
+    # Imported at run time only in clusters that use them, because of their libraries.
     from router.gate.audit import Audit
     from router.gate.auth.authenticator import Authenticator
-    from router.gate.auth.principal import Principal
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -64,32 +63,10 @@ DRAIN_S = 2.0
 RESETS_MAX = 200
 _RESETS_S = 1.0
 
-_CALL: ContextVar[Call] = ContextVar("call")
-
-
-class Call(Account):
-    """One call or stream, with its account in the buffer."""
-
-    __slots__ = ("counted", "principal", "round")
-
-    def __init__(self, buffer: Buffer, *, peer: str) -> None:
-        super().__init__(buffer, org="", peer=peer)
-        # When it began (router/gate/arrivals.py).
-        self.round = 0
-        # Who makes it; None if the cluster does not ask, or if anybody may make it.
-        self.principal: Principal | None = None
-        # Whether it is counted among its org's calls.
-        self.counted = False
-
 
 def too_large(raw: bytes) -> MessageTooLarge:
     """Returns the error for a message above MESSAGE_BYTES_MAX."""
     return MessageTooLarge(len(raw), MESSAGE_BYTES_MAX, raw[:_HEAD_BYTES])
-
-
-def current_call() -> Call:
-    """Returns the call that the current task serves."""
-    return _CALL.get()
 
 
 class Gate:
@@ -141,7 +118,7 @@ class Gate:
         # A connection may have as many calls as are left free, as in shard/fair_quota.py.
         if inside >= CALLS_MAX + STREAMS_MAX - self._count:
             raise RouterFull("calls and streams", CALLS_MAX + STREAMS_MAX)
-        _CALL.set(call)
+        call.set_current()
         task = asyncio.current_task()
         assert task is not None
         self._count += 1

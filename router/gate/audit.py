@@ -25,9 +25,9 @@ from google.rpc import code_pb2, error_details_pb2
 
 from router.codec.status import TooManyChanges, status_of
 from router.fleet.periodic import every
-from router.gate.admission import Call, current_call
 from router.gate.auth.access import Access
 from router.gate.auth.scopes import Scope
+from router.gate.call import Call, current_call
 from router.gate.change_rate import CHANGES_PER_S, ChangeRate
 from shard import telemetry
 from shard.admin import audit

@@ -22,9 +22,10 @@ from grpc_status import rpc_status
 from router.codec.fields import bounded
 from router.codec.status import INTERNAL, MessageTooLarge, OrgMismatch, Undecodable, status_of
 from router.codec.validate import check
-from router.gate.admission import MESSAGE_BYTES_MAX, METADATA_BYTES_MAX, Call, Context, Gate, current_call, too_large
+from router.gate.admission import MESSAGE_BYTES_MAX, METADATA_BYTES_MAX, Context, Gate, too_large
 from router.gate.auth.access import Access, access_of, require_org
 from router.gate.auth.principal import Unauthenticated
+from router.gate.call import Call, current_call
 from shard.job_record import ANSWER_BYTES_MAX
 from windrow.org_header import ORG_HEADER, org_of_header
 

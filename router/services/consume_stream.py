@@ -16,7 +16,8 @@ from router.codec.lease_verbs import VERBS, entries_of, not_ok
 from router.codec.status import InvalidRequest, MessageTooLarge, RequestLate, ShuttingDown, StreamExpired, Violation
 from router.codec.validate import check, check_consume
 from router.fleet.fleet import Fleet
-from router.gate.admission import DRAIN_S, Call, Context, Gate
+from router.gate.admission import DRAIN_S, Context, Gate
+from router.gate.call import Call
 from router.gate.calls import Received, status_for
 from router.route.by_lease import Answers, Leases
 from router.services.consumer import Consumer

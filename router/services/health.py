@@ -8,7 +8,8 @@ from typing import cast
 
 from grpc_health.v1 import health, health_pb2
 
-from router.gate.admission import Context, Gate, current_call
+from router.gate.admission import Context, Gate
+from router.gate.call import current_call
 
 
 class HealthService(health.aio.HealthServicer):

@@ -22,7 +22,8 @@ from router.codec.status import InvalidRequest, Violation, status_of
 from router.codec.validate import check, check_ack, check_alter, check_dequeue, enqueue_violations, plain_jobs
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
-from router.gate.admission import Call, Context, Gate, current_call
+from router.gate.admission import Context, Gate
+from router.gate.call import Call, current_call
 from router.gate.calls import ANSWER_HELD_BYTES, Received, check_org, unary
 from router.gate.tracing import current_trace
 from router.route.by_id import Found, decide, find

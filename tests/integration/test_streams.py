@@ -23,7 +23,8 @@ from router.codec.fast_write import Delivery
 from router.codec.status import InvalidRequest
 from router.fleet.fleet import Fleet
 from router.fleet.revocations import Revocations
-from router.gate.admission import Call, Context, Gate
+from router.gate.admission import Context, Gate
+from router.gate.call import Call
 from router.gate.calls import Methods, Received
 from router.gate.tracing import Tracing
 from router.services.consume_stream import Stream as RoutersStream

@@ -13,7 +13,8 @@ from router import buffer
 from router.buffer import Account, Buffer
 from router.codec.status import RequestLate, RouterFull, ShuttingDown
 from router.gate import admission as gates
-from router.gate.admission import CALLS_MAX, STREAMS_MAX, Call, Context, Gate
+from router.gate.admission import CALLS_MAX, STREAMS_MAX, Context, Gate
+from router.gate.call import Call
 from router.gate.calls import DEADLINE_S_MAX
 from router.gate.tracing import Tracing
 from tests.routers import PATIENCE_S

@@ -9,7 +9,8 @@ import pytest
 import windrow.org_header
 from router.buffer import Buffer
 from router.codec.status import OrgMismatch
-from router.gate.admission import Call, Context
+from router.gate.admission import Context
+from router.gate.call import Call
 from router.gate.calls import check_org
 from windrow.org_header import ORG_HEADER, org_metadata, org_of_header
 

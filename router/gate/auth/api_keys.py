@@ -18,9 +18,9 @@ from functools import partial
 from typing import NamedTuple
 
 from router.fleet.fleet import Fleet
-from router.gate.admission import current_call
 from router.gate.auth.principal import End, Expired, Principal, Revoked, Unauthenticated
 from router.gate.auth.scopes import Scope
+from router.gate.call import current_call
 from shard.admin import api_keys
 from shard.admin.api_keys import StoredKey
 from shard.errors import ShardUnavailable

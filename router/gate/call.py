@@ -1,0 +1,37 @@
+"""One call or stream that a router process serves, and the one that the current task serves."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from router.buffer import Account, Buffer
+
+if TYPE_CHECKING:
+    from router.gate.auth.principal import Principal
+
+_CALL: ContextVar[Call] = ContextVar("call")
+
+
+class Call(Account):
+    """One call or stream, with its account in the buffer."""
+
+    __slots__ = ("counted", "principal", "round")
+
+    def __init__(self, buffer: Buffer, *, peer: str) -> None:
+        super().__init__(buffer, org="", peer=peer)
+        # When it began (router/gate/arrivals.py).
+        self.round = 0
+        # Who makes it; None if the cluster does not ask, or if anybody may make it.
+        self.principal: Principal | None = None
+        # Whether it is counted among its org's calls.
+        self.counted = False
+
+    def set_current(self) -> None:
+        """Makes this the call that the current task serves."""
+        _CALL.set(self)
+
+
+def current_call() -> Call:
+    """Returns the call that the current task serves."""
+    return _CALL.get()
