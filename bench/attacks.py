@@ -84,7 +84,7 @@ class AttackOutcome:
     closed: int = 0
     calls: int = 0
     request_bytes: int = 0
-    # Of malformed bytes: connections by what they sent, and the seed of the draws.
+    # The connections of the attack with malformed bytes, by what they sent, and the seed of its draws.
     sent: Counter[str] = field(default_factory=Counter[str])
     seed: int | None = None
 

@@ -48,6 +48,8 @@ States = Annotated[
     ),
 ]
 
+OneId = Annotated[str, typer.Argument(metavar="ID", help="The job's id.", show_default=False)]
+
 app = App(help="Shows and changes jobs, and runs dead and finished ones again.")
 
 
@@ -133,7 +135,7 @@ def get(
 @app.command()
 def watch(
     org: options.Org,
-    job_id: Annotated[str, typer.Argument(metavar="ID", help="The job's id.", show_default=False)],
+    job_id: OneId,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
@@ -180,7 +182,7 @@ def watch(
 @app.command()
 def why(
     org: options.Org,
-    job_id: Annotated[str, typer.Argument(metavar="ID", help="The job's id.", show_default=False)],
+    job_id: OneId,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,

@@ -20,7 +20,7 @@ class Measure(enum.StrEnum):
     """What a limit counts."""
 
     JOBS = "jobs"
-    # Of payloads and attributes.
+    # The bytes of payloads and attributes.
     BYTES = "bytes"
 
 

@@ -58,7 +58,7 @@ _SORTS: Mapping[str, tuple[str, str]] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     jobs: int = 1_000_000
-    # Of each sort.
+    # How many calls of each sort.
     calls: int = 2000
     routers: int = 1
 

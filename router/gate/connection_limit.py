@@ -105,7 +105,7 @@ def surplus(received: Mapping[str, int], busy: Container[str], connections_max: 
     by_host = defaultdict[str, list[tuple[bool, int, str]]](list)
     for peer, count in received.items():
         by_host[_host(peer)].append((peer in busy, count, peer))
-    # Of each host, how many connections it has and the one to close next. A heap: the host with most comes first.
+    # A heap: how many connections each host has, and which one to close next. The host with most comes first.
     hosts: list[tuple[int, tuple[bool, int, str], list[tuple[bool, int, str]]]] = []
     for others in by_host.values():
         others.sort(reverse=True)

@@ -1,4 +1,4 @@
-"""Who can reach a router, and whether that needs more protection than the cluster file gives it."""
+"""Finds out who can reach a router, and whether that needs more protection than the cluster file gives it."""
 
 from __future__ import annotations
 

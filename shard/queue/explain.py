@@ -64,8 +64,8 @@ class QueueFacts(NamedTuple):
     first_id: JobId | None
     first_kind: str | None
     first_visible_at: Micros | None
-    # Of the first jobs of each priority that become visible later: how many are leased, when the first of these leases
-    # ends, and when the first scheduled job is due.
+    # These describe the first jobs of each priority that become visible later: how many are leased, when the first of
+    # these leases ends, and when the first scheduled job is due.
     leased: int
     first_deadline: Micros | None
     next_due: Micros | None

@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
     routers: Routers
-    # Of the router's certificate; None: it speaks no TLS.
+    # The authority that signed the router's certificate; None: the router speaks no TLS.
     ca: Path | None
     # None: the router does not ask who calls.
     key: str | None

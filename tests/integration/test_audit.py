@@ -263,7 +263,7 @@ def test_no_payload_and_no_value_of_an_attribute_is_in_the_log(cluster: Audited,
     send(cluster.stubs, "PurgeQueue", admin_pb2.PurgeQueueRequest(org=name, queue=QUEUE))
     (altering, purging) = cluster.ended(name, 2)
     assert altering[3]["attributes"] == ["vip"]
-    # Of many ids the first ones.
+    # The log keeps the first ones of many ids.
     assert altering[3]["ids"] == [*ids[:10], "30 in all"]
     assert altering[2] == {"ok": 30}
     assert purging[2] == {"cancelled": 30}

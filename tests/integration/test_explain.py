@@ -438,7 +438,7 @@ async def test_each_cause_is_named_with_its_figures(scene: Scene, case: str) -> 
     found = await scene.why(name)
     assert names(found.causes) == expected, found
     assert fits(found.causes[0]), found
-    # Of a job that was deleted only its id is known.
+    # Only the id of a deleted job is known.
     if found.state != job_pb2.JOB_STATE_UNSPECIFIED:
         assert (found.queue, found.kind, found.shard) == (QUEUE, KIND, SHARD)
 

@@ -16,7 +16,7 @@ class LimitMeasure(enum.Enum):
     """What a limit counts."""
 
     JOBS = "jobs"
-    # Of payloads, and of attributes as JSON.
+    # The bytes of payloads, and of attributes as JSON.
     BYTES = "bytes"
     UNKNOWN = "unknown"
 

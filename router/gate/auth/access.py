@@ -1,5 +1,5 @@
-"""Who may call which method: the scope that each method names in the contract (proto/windrow/v1/access.proto), and the
-org that its requests name. Pure."""
+"""Decides who may call which method, by the scope that each method names in the contract
+(proto/windrow/v1/access.proto), and by the org that its requests name. Pure."""
 
 from __future__ import annotations
 

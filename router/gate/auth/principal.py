@@ -13,7 +13,7 @@ from windrow.v1 import errors_pb2
 
 
 class Principal(NamedTuple):
-    """Who calls.
+    """The caller.
 
     `name` names the caller in logs and in the audit log, and holds no secret: `key:wr_7f3a`, `jwt:ISSUER SUBJECT`,
     `certificate:spiffe://...`. `org` None: all orgs. `expires_at`: seconds since 1970-01-01 UTC, by this machine's

@@ -407,7 +407,7 @@ class ShardDownCause(_message.Message):
     shard: _builtins.str
     """The name of the shard. "catalog": the catalog did not answer, so there may be further shards."""
     reason: _builtins.str
-    """What is wrong with it, for people."""
+    """A text for people: what is wrong with the shard."""
     def __init__(
         self,
         *,
@@ -473,8 +473,8 @@ Global___PausedCause: _TypeAlias = PausedCause  # noqa: Y015
 
 @_typing.final
 class NoConsumerCause(_message.Message):
-    """Nobody was seen who takes jobs of the queue. Routers record once a minute which queues their consumers look for, so a
-    consumer that does not wait and asks more rarely than `seen_within` counts only now and then.
+    """No consumer of the queue was seen. Routers record once a minute which queues their consumers look for, so a consumer
+    that does not wait and asks more rarely than `seen_within` counts only now and then.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
