@@ -8,6 +8,7 @@
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,8 +16,12 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """Imports the client when one of its names is used for the first time. Routers and the command need a few
-        modules of this package only, and would take a seventh longer to start if they imported all of it."""
+        """Imports a module of this package, or all of the client when one of its names is used for the first time.
+        Routers and the command need a few modules only, and would take a seventh longer to start if they imported all
+        of it."""
+        # A module that imports another one from this package asks here too: all of the client may need the first one.
+        if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+            return import_module(f"{__name__}.{name}")
         names = import_module("windrow.names")
         globals().update({each: getattr(names, each) for each in names.__all__}, __all__=names.__all__)
         if name not in globals():
