@@ -77,6 +77,11 @@ class LeaderSession:
                     pass
             await self._ask(b"SELECT 1", {})
 
+    async def release(self) -> None:
+        """Ends the leadership. Another session can lead from the return of this call on, and not only once Postgres has
+        noticed that this session has ended."""
+        await self._ask(statements.RELEASE_LEADER_LOCK, {})
+
     async def _ask(self, statement: bytes, parameters: dict[str, object]) -> tuple[Any, ...] | None:
         timer = asyncio.get_running_loop().call_later(_SILENCE_S_MAX, hang_up, self._connection)
         try:
@@ -106,7 +111,12 @@ async def leader_session(
         with _losses(shard):
             async with asyncio.timeout(_SILENCE_S_MAX):
                 await connection.execute(_SETTINGS)
-        yield LeaderSession(connection, role, shard)
+        session = LeaderSession(connection, role, shard)
+        try:
+            yield session
+        finally:
+            with contextlib.suppress(ShardUnavailable):
+                await session.release()
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ FIND_MISSING_PARTITIONS = _load("find_missing_partitions")
 READ_RETENTIONS = _load("read_retentions")
 
 TRY_LEADER_LOCK = _load("try_leader_lock")
+RELEASE_LEADER_LOCK = _load("release_leader_lock")
 READ_LEADER = _load("read_leader")
 
 COMPARE_MARK = _load("compare_mark")

@@ -170,6 +170,14 @@ async def test_once_is_refused_where_another_leads(field: Field) -> None:
     assert await field.slots() == {"s1": SLOTS}
 
 
+async def test_another_session_can_lead_as_soon_as_the_leader_has_ended(field: Field) -> None:
+    async with leader_session(field.dsns[A]) as next_leader:
+        async with leader_session(field.dsns[A]) as first:
+            assert await first.lead()
+            assert not await next_leader.lead()
+        assert await next_leader.lead()
+
+
 async def test_where_the_leader_is_killed_another_goes_on(field: Field) -> None:
     field.write(s1={})
     stored = await field.enqueue(40, jobs=5, among=PART)
