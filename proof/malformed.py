@@ -128,6 +128,18 @@ def _broken_protobuf(luck: random.Random, valid: bytes) -> bytes:
     return _call(luck.choice(METHODS), _message(message))
 
 
+def call_of(method: bytes, message: bytes = b"") -> bytes:
+    """Returns what a connection sends to call a method whose name may be any bytes."""
+    return _call(method, _message(message))
+
+
+def _unknown_methods(luck: random.Random, valid: bytes) -> bytes:
+    """Calls of methods that do not exist. Few of the names are UTF-8."""
+    name = bytearray(luck.choice(METHODS).encode())
+    _damage(luck, name)
+    return call_of(bytes(name), valid)
+
+
 _KINDS: dict[str, Callable[[random.Random, bytes], bytes]] = {
     "noise": _noise,
     "noise after the preface": _noise_after_the_preface,
@@ -137,6 +149,7 @@ _KINDS: dict[str, Callable[[random.Random, bytes], bytes]] = {
     "broken calls": _broken_calls,
     "broken gRPC messages": _broken_messages,
     "broken protobuf": _broken_protobuf,
+    "unknown methods": _unknown_methods,
 }
 KINDS = tuple(sorted(_KINDS))
 
@@ -167,7 +180,7 @@ def _frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
     return struct.pack(">HBBBL", len(body) >> 8, len(body) & 0xFF, kind, flags, stream) + body
 
 
-def _headers(path: str) -> list[tuple[str, str]]:
+def _headers(path: str | bytes) -> list[tuple[str, str | bytes]]:
     return [
         *((":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "localhost")),
         *(("te", "trailers"), ("content-type", "application/grpc")),
@@ -178,6 +191,6 @@ def _message(content: bytes) -> bytes:
     return struct.pack(">BL", 0, len(content)) + content
 
 
-def _call(path: str, body: bytes) -> bytes:
+def _call(path: str | bytes, body: bytes) -> bytes:
     headers = HeadersFrame(1, Encoder().encode(_headers(path)), flags=["END_HEADERS"])
     return _PREFACE + headers.serialize() + DataFrame(1, body, flags=["END_STREAM"]).serialize()

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 import grpc
@@ -113,6 +113,11 @@ class Methods(grpc.GenericRpcHandler):
         if count > METADATA_BYTES_MAX:
             return _stream_handler(_too_much_metadata(self._gate, count), None, None)
         return self._handlers.get(handler_call_details.method)
+
+    @property
+    def names(self) -> Collection[str]:
+        """The full names of the methods, such as "/windrow.v1.Queue/Enqueue"."""
+        return self._handlers.keys()
 
     def add(self, service: Service, descriptor: ServiceDescriptor) -> None:
         """Adds a service of this router. A method that takes a stream gets its messages and the context; every other

@@ -16,7 +16,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from router.buffer import Buffer
-from router.errors import CannotListen
 from router.fleet.fleet import Fleet
 from router.fleet.reload import Reloader
 from router.gate import connections
@@ -29,6 +28,7 @@ from router.gate.calls import Methods
 from router.gate.connection_limit import ConnectionLimit, accepted_max, allow_files
 from router.gate.memory_watch import MemoryWatch
 from router.gate.tracing import Tracing
+from router.process.grpc_server import GrpcServer
 from router.services.admin import AdminService
 from router.services.cluster import ClusterService
 from router.services.health import HealthService
@@ -98,14 +98,7 @@ async def serve(
             audit = Audit(fleet.catalog_database) if audit_log.is_on(cluster) else None
             gate = Gate(tracing, buffer, watch.hang_up, authenticator, audit)
             queue, checks, server = _server(fleet, reloader, gate, settings, connections_max)
-            try:
-                port = (
-                    server.add_insecure_port(listen)
-                    if certificates is None
-                    else server.add_secure_port(listen, certificates.credentials())
-                )
-            except RuntimeError as error:
-                raise CannotListen(f"cannot listen on {listen}: {error}") from error
+            port = server.listen(listen, None if certificates is None else certificates.credentials())
             await server.start()
             for service in (health.OVERALL_HEALTH, *SERVICES):
                 await checks.set(service, health_pb2.HealthCheckResponse.SERVING)
@@ -117,7 +110,7 @@ async def serve(
                 _running(_auditing(audit)),
                 _running(_follow(certificates)),
             ):
-                async with _running(reloader.run()):
+                async with _running(reloader.run()), _running(_end_with(server, stop)):
                     await stop.wait()
                 _log.info("draining: calls in flight have %g s", settings.drain_seconds)
                 connections.stop_listening(port)
@@ -135,7 +128,7 @@ async def serve(
             # While gRPC stops, it answers a new call with CANCELLED. If its connection is closed instead, the client
             # sees UNAVAILABLE and tries another router.
             connections.hang_up(port, connections.peers(port))
-            await server.stop(None)
+            await server.stop()
             if audit is not None:
                 await audit.finish()
             await fleet.siblings.finish()
@@ -220,6 +213,15 @@ async def _auditing(audit: Audit | None) -> None:
         await audit.run()
 
 
+async def _end_with(server: GrpcServer, stop: asyncio.Event) -> None:
+    """Sets `stop` if the server ends by itself: another process can take the calls."""
+    try:
+        await server.ended()
+    except Exception:  # noqa: BLE001 - whatever it was, this process serves no more calls
+        _log.exception("the gRPC server has ended")
+    stop.set()
+
+
 @contextlib.asynccontextmanager
 async def _running(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None]:
     """Runs `work` as a task until the end of the scope."""
@@ -233,7 +235,7 @@ async def _running(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None
 
 def _server(
     fleet: Fleet, reloader: Reloader, gate: Gate, settings: RouterSettings, connections_max: int
-) -> tuple[QueueService, HealthService, grpc.aio.Server]:
+) -> tuple[QueueService, HealthService, GrpcServer]:
     methods = Methods(gate)
     queue, checks = QueueService(fleet, gate, stream_s_max=settings.stream_s_max), HealthService(gate)
     methods.add(queue, queue_pb2.DESCRIPTOR.services_by_name["Queue"])
@@ -246,8 +248,9 @@ def _server(
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, to_methods)  # type: ignore[no-untyped-call]
     # The installed library only has v1alpha. The messages of v1 are the same on the wire.
     methods.also_as(reflection.SERVICE_NAME, "grpc.reflection.v1.ServerReflection")
-    server = grpc.aio.server(
-        handlers=(methods,),
+    server = GrpcServer(
+        methods,
+        methods.names,
         options=[
             # Several processes serve one port; the kernel distributes the connections.
             ("grpc.so_reuseport", 1),

@@ -15,7 +15,7 @@ import pytest
 
 import windrow
 from proof.certificates import Authority
-from proof.malformed import KINDS, conversation, say
+from proof.malformed import KINDS, call_of, conversation, say
 from tests.access import open_secured
 from tests.effort import SEED, luck_of, trials
 from tests.postgres import Server
@@ -28,7 +28,7 @@ CONVERSATIONS = trials(600, thorough=20_000)
 AT_A_TIME = 16
 GROWTH_MIB = 64
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,7 @@ def served(
         yield Served(routers=routers, ca=authority.saved(folder / "ca.crt"), key=cluster.key_of("quiet"))
 
 
+@pytest.mark.thorough
 async def test_a_router_survives_whatever_comes_and_serves_others_meanwhile(served: Served) -> None:
     luck = luck_of("malformed")
     (pid,) = served.routers.pids
@@ -97,3 +98,33 @@ async def test_a_router_survives_whatever_comes_and_serves_others_meanwhile(serv
         f"the memory is given back, seed {SEED!r}",
     )
     assert "Traceback" not in served.routers.log.read_text(), f"seed {SEED!r}"
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(b"/\xa9", id="one byte"),
+        pytest.param(b"\xff" * 100, id="many bytes"),
+        pytest.param(b"", id="empty"),
+        pytest.param(b"/windrow.v1.Queue/Enqueue\xc3", id="after a known name"),
+    ],
+)
+async def test_a_method_whose_name_is_not_utf_8_ends_neither_the_router_nor_the_calls_of_others(
+    served: Served, method: bytes
+) -> None:
+    (pid,) = served.routers.pids
+    context = None
+    if served.ca is not None:
+        context = ssl.create_default_context(cafile=served.ca)
+        context.set_alpn_protocols(["h2"])
+    async with windrow.Client(
+        served.routers.address, org="quiet", tls=served.ca or False, token=served.key, timeout=PATIENCE_S
+    ) as quiet:
+        waiting = asyncio.create_task(quiet.dequeue("sms", wait=PATIENCE_S))
+        await quiet.enqueue("mail", "greet", b"hello")
+        await say(served.routers.address, call_of(method), tls=context)
+        await quiet.enqueue("sms", "greet", b"hello")
+        (job,) = await waiting
+        await quiet.ack(job)
+    assert served.routers.pids == [pid]
+    assert "Traceback" not in served.routers.log.read_text()
