@@ -28,9 +28,9 @@ from shard.admin.job_counts import WantedCount
 from shard.admin.job_pages import Wanted
 from shard.admin.queue_admin import QueueAdmin
 from shard.history.days import days_over, turn_cold
-from shard.placement import move_steps
+from shard.placement import catalog, move_steps
 from shard.placement import statements as placement_statements
-from shard.placement.slots import slot_of
+from shard.placement.slots import SLOTS, slot_of
 from shard.postgres import arrays
 from shard.postgres.connection import Connection
 from shard.postgres.pool import Database
@@ -694,3 +694,46 @@ async def test_right_after_a_load_a_search_and_a_count_read_a_range_and_not_all_
                 plan = await explain(connection, search)
             read = max(float(node["Actual Rows"]) * float(node["Actual Loops"]) for node in plan.nodes())
             assert read <= 10_001, (name, plan.root)
+
+
+# Moves 128 slots away, as a balancer does.
+MOVE_SLOTS = b"""
+WITH next AS (
+    UPDATE windrow.catalog SET epoch = epoch + 1 RETURNING epoch
+), moved AS (
+    UPDATE windrow.placement p SET writes = '{s2}', reads = '{s2}', epoch = next.epoch, changed = next.epoch
+    FROM next WHERE p.slot %% 128 = %(part)s
+    RETURNING p.slot
+)
+INSERT INTO windrow.former_owner (slot, shard, left_at) SELECT slot, 's1', now() FROM moved
+"""
+
+
+@pytest.mark.parametrize("analyzed", ["before", "after", "never"])
+async def test_a_look_at_the_catalog_reads_each_row_a_few_times_whatever_the_statistics_say(
+    fresh_dsn: str, analyzed: str
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        recorder = Recorder(SHARD, fresh_dsn, connections=1, may_scan=True)
+        await recorder.open()
+        stack.push_async_callback(recorder.close)
+        for table in ("placement", "former_owner"):
+            await recorder.run(f"ALTER TABLE windrow.{table} SET (autovacuum_enabled = off)".encode(), {})
+        first = await catalog.look(recorder)
+        if analyzed == "before":
+            await recorder.run(b"ANALYZE windrow.placement, windrow.former_owner", {})
+        for part in range(64):
+            await recorder.run(MOVE_SLOTS, {"part": part})
+        if analyzed == "after":
+            await recorder.run(b"ANALYZE windrow.placement, windrow.former_owner", {})
+        newest = (await catalog.look(recorder, first.catalog)).catalog.epoch
+        statement = placement_statements.READ_CATALOG
+        assert newest == first.catalog.epoch + 64
+        for since in (newest, newest - 1, newest - 40, first.catalog.epoch, -1):
+            async with recorder.transaction() as connection:
+                await run(connection, (statement, {"since": since}))
+                plan = await explain(connection, (statement, {"since": since}))
+            read = max(float(node["Actual Rows"]) * float(node["Actual Loops"]) for node in plan.nodes())
+            assert read <= 2 * SLOTS, (since, plan.root)
+            assert plan.rows_read("placement") <= SLOTS, (since, plan.root)
+            assert plan.rows_read("former_owner") <= (SLOTS if since < newest else 0), (since, plan.root)
