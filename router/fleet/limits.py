@@ -129,8 +129,15 @@ class Bucket:
         # While the bucket is empty, drawing ahead would only empty it for other processes.
         self._low = ahead // 2 if drawn.granted == wanted else 0
 
+    @property
+    def is_drawing(self) -> bool:
+        return self._drawing is not None
+
     async def give_back(self) -> None:
-        """Gives all tokens back. Raises ShardUnavailable, TooManyWaiting; they are lost then."""
+        """Gives all tokens back, also those that are being drawn. Raises ShardUnavailable, TooManyWaiting; they are
+        lost then."""
+        if self._drawing is not None:
+            await asyncio.wait({self._drawing})
         tokens, self.tokens, self._low = self.tokens, 0, 0
         if tokens > 0 and self._store is not None:
             self.left += tokens
@@ -219,7 +226,7 @@ class Limits:
             bucket
             for buckets in self._buckets.values()
             for bucket in buckets
-            if bucket.tokens > 0 and bucket.drawn_s < drawn_before_s
+            if (bucket.tokens > 0 or bucket.is_drawing) and bucket.drawn_s < drawn_before_s
         ]
         await asyncio.gather(*(bucket.give_back() for bucket in unused), return_exceptions=True)
 

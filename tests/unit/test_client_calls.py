@@ -164,7 +164,8 @@ async def test_nobody_listening_is_unavailable_within_the_timeout() -> None:
 async def test_that_no_router_answers_is_logged_once_and_at_the_first_try(caplog: pytest.LogCaptureFixture) -> None:
     async with Client("127.0.0.1:9", org="acme", timeout=2.0) as client:
         for _ in range(2):
-            with pytest.raises(Unavailable):
+            # On a busy machine the last try may end by its deadline.
+            with pytest.raises((Unavailable, DeadlineExceeded)):
                 await client.enqueue("q", "k")
     (line,) = [record.getMessage() for record in caplog.records if record.name == "windrow.client"]
     assert line.startswith("no router answers at 127.0.0.1:9; trying again: ")

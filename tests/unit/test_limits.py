@@ -236,6 +236,31 @@ async def test_a_process_that_ends_gives_everything_back() -> None:
     assert shard.tokens == 5
 
 
+async def test_a_process_that_ends_gives_back_what_is_being_drawn() -> None:
+    may_answer = asyncio.Event()
+
+    class SlowShard(Shard):
+        async def draw(self, draw: Draw) -> Drawn:
+            drawn = await super().draw(draw)
+            if not draw.needed:
+                # Drawn ahead, for no call.
+                await may_answer.wait()
+            return drawn
+
+    # 1,000 a second: blocks are drawn ahead.
+    opened, shard = limits_of(limit(10_000, interval_us=10_000_000)), SlowShard(10_000)
+    used = 0
+    while all(draw.needed for draw in shard.draws):
+        await charge(opened, shard, jobs(20))
+        used += 20
+        await asyncio.sleep(0)
+    ending = asyncio.create_task(opened.finish())
+    await asyncio.sleep(0)
+    may_answer.set()
+    await ending
+    assert shard.tokens == 10_000 - used
+
+
 # ── Changes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
