@@ -215,14 +215,15 @@ class _Writer:
         if not waiting:
             return
         rows = await connection.run(statements.FIND_BUFFERED, {"schedules": arrays.plain(waiting)})
-        for name, at, cause in rows:
-            schedule = waiting.pop(name)
-            self.runs.append((schedule, Run(at, RunCause(cause), RunOutcome.STORED), schedule.last_at))
-        for at, (schedule, decided, last_at, count) in enumerate(self._advanced):
-            if schedule.id in waiting:
+        found = {ScheduleId(name): Run(at, RunCause(cause), RunOutcome.STORED) for name, at, cause in rows}
+        for place, (schedule, decided, last_at, count) in enumerate(self._advanced):
+            run = found.get(schedule.id)
+            if run is not None:
+                self.runs.append((schedule, run, schedule.last_at))
+                self._advanced[place] = (schedule, decided, max(run.at, last_at or run.at), count)
+            elif schedule.id in waiting:
                 # The count was wrong: no run waits.
                 decided.buffered = 0
-                self._advanced[at] = (schedule, decided, last_at, count)
 
     def _parameters(self) -> dict[str, object]:
         runs, advanced = self.runs, self._advanced
