@@ -248,7 +248,9 @@ class ScheduleExists(ShardError):
 
 class TooManySchedules(ShardError):
     def __init__(self, org: OrgId, *, schedules_max: int) -> None:
-        super().__init__(f"org {org!r} has {schedules_max:,} schedules, the most that an org may have: delete some first")
+        super().__init__(
+            f"org {org!r} has {schedules_max:,} schedules, the most that an org may have: delete some first"
+        )
 
 
 class BadSchedule(ShardError):

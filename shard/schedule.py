@@ -1,7 +1,7 @@
 """A schedule: what stores jobs at instants of a calendar, and its runs. Pure: no I/O.
 
-All times are microseconds since 1970 by the clock of a shard's Postgres. When a schedule fires, and what happens then, is
-decided in shard/schedules/.
+All times are microseconds since 1970 by the clock of a shard's Postgres. When a schedule fires, and what happens then,
+is decided in shard/schedules/.
 """
 
 from __future__ import annotations
@@ -109,9 +109,18 @@ class ScheduleSpec:
 
 # The columns of windrow.schedule that store a ScheduleSpec, each with its type.
 SPEC_COLUMNS: Mapping[str, str] = {
-    **{"cron": "text", "interval_us": "bigint", "once_at": "timestamptz", "zone": "text", "starts_at": "timestamptz"},
-    **{"ends_at": "timestamptz", "jitter_us": "bigint", "overlap": "text", "catch_up": "text"},
-    **{"catch_up_window_us": "bigint", "note": "text", "declared_by": "text"},
+    "cron": "text",
+    "interval_us": "bigint",
+    "once_at": "timestamptz",
+    "zone": "text",
+    "starts_at": "timestamptz",
+    "ends_at": "timestamptz",
+    "jitter_us": "bigint",
+    "overlap": "text",
+    "catch_up": "text",
+    "catch_up_window_us": "bigint",
+    "note": "text",
+    "declared_by": "text",
 }
 
 
@@ -129,9 +138,7 @@ def spec_of(values: Sequence[Any]) -> ScheduleSpec:
     """Returns the spec that SPEC_COLUMNS store."""
     cron, interval_us, at, zone, start, end, jitter_us, overlap, catch_up, window_us, note, declared_by = values
     return ScheduleSpec(
-        timing=Timing(
-            cron=cron, interval_us=interval_us, at=at, zone=zone, start=start, end=end, jitter_us=jitter_us
-        ),
+        timing=Timing(cron=cron, interval_us=interval_us, at=at, zone=zone, start=start, end=end, jitter_us=jitter_us),
         overlap=Overlap(overlap),
         catch_up=CatchUp(catch_up),
         catch_up_window_us=window_us,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shard.postgres.pool import Database
 from shard.queue.store import Store
 from shard.schedule import ScheduleName, ScheduleSpec, Template, Timing
+from shard.schedules import calendar
 from shard.schedules.firing import Fired, Firing
 from shard.schedules.schedule_admin import Found, ScheduleAdmin
 from shard.vocabulary import JobId, Micros, OrgId
@@ -55,11 +56,8 @@ class Shard:
                 return total
 
     async def set_back(self, org: OrgId, by_us: int, name: ScheduleName = DAILY) -> Micros:
-        """Lets the schedule be as if no router had run for so long: its next instant is that much earlier, as far as the
-        calendar has one there. Returns the instant."""
+        """Lets the schedule be as if no router had run for so long. Returns its next instant then."""
         found = await self.admin.get(org, name)
-        from shard.schedules import calendar
-
         at = calendar.following(found.schedule.spec.timing, Micros(found.now - by_us))
         assert at is not None
         await self.database.run(

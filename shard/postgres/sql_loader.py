@@ -107,7 +107,9 @@ _EXPRESSIONS = {
         for name, column in SETTING_COLUMNS.items()
     ),
     "schedule_spec_values": ", ".join(
-        f"timestamptz 'epoch' + %({name})s::bigint * interval '1 us'" if type_ == "timestamptz" else f"%({name})s::{type_}"
+        f"timestamptz 'epoch' + %({name})s::bigint * interval '1 us'"
+        if type_ == "timestamptz"
+        else f"%({name})s::{type_}"
         for name, type_ in SPEC_COLUMNS.items()
     ),
     "template_values": ", ".join(f"%({name})s::{_type_of(name)}" for name in TEMPLATE_COLUMNS),

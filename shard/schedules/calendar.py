@@ -157,7 +157,7 @@ def _cron_until(cron: str, zone: str, moment: int) -> Iterator[int]:
     last, span_us = moment, _BACK_US
     while last >= _micros(_FIRST):
         before = last - span_us
-        found = list(takewhile(lambda at, last=last: at <= last, _cron_after(cron, zone, before)))
+        found = list(takewhile(last.__ge__, _cron_after(cron, zone, before)))
         yield from reversed(found)
         last, span_us = before, span_us * 2
 
@@ -214,8 +214,8 @@ def _cron_fault(expression: str) -> str:
         if not items:
             name = FIELD_NAMES[field].replace("-", " ")
             return (
-                f"its field {place} ({name}) must not be {text!r}: it takes {_VALUES[field]}; ranges such as a-b, steps "
-                "such as */n, lists such as a,b; or *"
+                f"its field {place} ({name}) must not be {text!r}: it takes {_VALUES[field]}; ranges such as a-b, "
+                "steps such as */n, lists such as a,b; or *"
             )
     try:
         if next(CronSim(expression, _FIRST), None) is None:
@@ -223,4 +223,3 @@ def _cron_fault(expression: str) -> str:
     except CronSimError:
         return "names days that never come"
     return ""
-

@@ -99,7 +99,7 @@ class Due(NamedTuple):
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> Due:
         first = 6 + len(SPEC_COLUMNS)
-        return cls(*row[:6], spec_of(row[6:first]), *row[first:])
+        return cls._make([*row[:6], spec_of(row[6:first]), *row[first:]])
 
 
 class Firing:
@@ -231,11 +231,11 @@ class _Writer:
             job_id_of(schedule.id, run.at, schedule.now) if run.outcome is RunOutcome.STORED else None
             for schedule, run, _ in runs
         ]
-        told = [
-            ScheduledRun(schedule.name, run.at, previous, run.cause).to_json() for schedule, run, previous in runs
-        ]
+        told = [ScheduledRun(schedule.name, run.at, previous, run.cause).to_json() for schedule, run, previous in runs]
         return {
-            **run_columns([(schedule.id, run._replace(job_id=job)) for (schedule, run, _), job in zip(runs, ids, strict=True)]),
+            **run_columns(
+                [(schedule.id, run._replace(job_id=job)) for (schedule, run, _), job in zip(runs, ids, strict=True)]
+            ),
             "requests": "{}",
             "queue_ids": arrays.numbers([schedule.queue_id or 0 for schedule, _, _ in runs]),
             "scheduled_runs": arrays.texts(told),

@@ -85,9 +85,7 @@ def plan(schedule: ScheduleId, spec: ScheduleSpec, present: Present) -> Plan:
     return Plan(runs=runs, next_at=next_at, wake_at=wake_at, buffered=line.buffered, promotes=promotes)
 
 
-def backfill(
-    instants: Iterable[Micros], overlap: Overlap, *, running: bool, buffered: int
-) -> tuple[list[Run], int]:
+def backfill(instants: Iterable[Micros], overlap: Overlap, *, running: bool, buffered: int) -> tuple[list[Run], int]:
     """Returns the runs of a backfill of these instants, and how many runs are buffered then."""
     line = _Line(running=running, buffered=buffered)
     ordered = sorted(instants)
@@ -153,8 +151,8 @@ def _latest_due(schedule: ScheduleId, timing: Timing, next_at: Micros, now: Micr
         if calendar.due(timing, schedule, at) <= now:
             return at
     # Many instants lie within the jitter: take one that is due in any case.
-    at = next(calendar.until(timing, Micros(now - timing.jitter_us)), None)
-    return None if at is None or at < next_at else at
+    settled = next(calendar.until(timing, Micros(now - timing.jitter_us)), None)
+    return None if settled is None or settled < next_at else settled
 
 
 def _kept(spec: ScheduleSpec, next_at: Micros, latest: Micros, now: Micros) -> list[Micros]:

@@ -117,9 +117,7 @@ class ScheduleAdmin:
             if not rows:
                 raise ShardUnavailable(self._database.name, f"org {org!r} was moved or erased meanwhile")
             ((org_id, count, now),) = rows
-            if count >= SCHEDULES_MAX and not await connection.run(
-                statements.GET_SCHEDULE, {"org": org, "name": name}
-            ):
+            if count >= SCHEDULES_MAX and not await connection.run(statements.GET_SCHEDULE, {"org": org, "name": name}):
                 raise TooManySchedules(org, schedules_max=SCHEDULES_MAX)
             schedule = ScheduleId(str(uuid.uuid4()))
             next_at = calendar.following(spec.timing, now)
@@ -149,8 +147,8 @@ class ScheduleAdmin:
         *,
         epoch: int,
     ) -> Found:
-        """Changes a schedule. `change` gets what it has, and returns what it is to have. A changed timing counts from now
-        on: instants before now that are not decided yet are skipped. Raises UnknownSchedule, BadSchedule,
+        """Changes a schedule. `change` gets what it has, and returns what it is to have. A changed timing counts from
+        now on: instants before now that are not decided yet are skipped. Raises UnknownSchedule, BadSchedule,
         TooManyQueues."""
         return await self._in_turn(org, partial(self._update, org, name, change, epoch))
 
@@ -245,9 +243,7 @@ class ScheduleAdmin:
             for at, cause, outcome, through, skipped_for, job_id, decided_at in rows
         ]
 
-    async def list(
-        self, org: OrgId, *, declared_by: str, page_size: int, page_token: str
-    ) -> tuple[list[Found], str]:
+    async def list(self, org: OrgId, *, declared_by: str, page_size: int, page_token: str) -> tuple[list[Found], str]:
         """Returns a page of schedules by name, without payloads, and the token of the next page (empty on the last
         one). Raises BadPageToken."""
         after = _unpack(page_token) if page_token else ""
@@ -256,9 +252,7 @@ class ScheduleAdmin:
         found = list(map(_found, rows[:page_size]))
         return found, _pack(found[-1].schedule.name) if len(rows) > page_size else ""
 
-    async def trigger(
-        self, org: OrgId, name: ScheduleName, *, request: str | None, epoch: int
-    ) -> tuple[JobId, bool]:
+    async def trigger(self, org: OrgId, name: ScheduleName, *, request: str | None, epoch: int) -> tuple[JobId, bool]:
         """Stores a run now, whatever the schedule's overlap policy and pause are. Returns its job, and whether an
         earlier call with this `request`, a UUID, had stored it. Raises UnknownSchedule."""
         return await self._in_turn(org, partial(self._trigger, org, name, request, epoch))
@@ -292,7 +286,9 @@ class ScheduleAdmin:
             found = await self._lock(connection, org, name, epoch)
             schedule, now = found
             if end > now:
-                raise BadSchedule("end", "must not be after the shard's present time: schedules fire by themselves then")
+                raise BadSchedule(
+                    "end", "must not be after the shard's present time: schedules fire by themselves then"
+                )
             instants = instants_between(schedule.spec.timing, start, end)
             parameters = {"id": schedule.id, "ats_us": arrays.numbers(instants)}
             known = {at for (at,) in await connection.run(statements.FIND_RUNS, parameters)}
@@ -339,7 +335,9 @@ class ScheduleAdmin:
                 previous = run.at
         wake_at = None
         if schedule.paused_at is None:
-            times = [] if schedule.next_at is None else [calendar.due(schedule.spec.timing, schedule.id, schedule.next_at)]
+            times = (
+                [] if schedule.next_at is None else [calendar.due(schedule.spec.timing, schedule.id, schedule.next_at)]
+            )
             wake_at = min([*times, *([now + plan.BUFFER_LOOK_US] if buffered else [])], default=None)
         rows = await connection.run(
             statements.STORE_RUNS,

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from shard.postgres.pool import Database
-from shard.schedule import CatchUp, Overlap, RunCause, RunOutcome, ScheduleSpec, SkipReason, Timing
+from shard.schedule import CatchUp, Overlap, RunCause, RunOutcome, ScheduleSpec, SkipReason
 from shard.vocabulary import OrgId
 from tests.schedules import DAILY, DAY_US, HOUR_US, HOURLY, Shard
 
