@@ -31,8 +31,8 @@ _REASON = "replaced by the next run of its schedule"
 
 class Scheduler:
     """`may_fire`: whether the shard's state lets it store jobs. `elsewhere`: the other shards that may have live jobs
-    of an org; None: not known now. While no schedule is due, the shard is asked every `sweep_s` seconds for the earliest
-    one: a read of one index entry."""
+    of an org; None: not known now. While no schedule is due, the shard is asked every `sweep_s` seconds for the
+    earliest one: a read of one index entry."""
 
     def __init__(
         self,
