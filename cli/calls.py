@@ -25,6 +25,7 @@ from windrow.v1 import server_pb2
 from windrow.v1.admin_pb2_grpc import AdminStub
 from windrow.v1.cluster_pb2_grpc import ClusterStub
 from windrow.v1.queue_pb2_grpc import QueueStub
+from windrow.v1.schedules_pb2_grpc import SchedulesStub
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -81,6 +82,7 @@ class Router:
         self.queue = QueueStub(channel)
         self.admin = AdminStub(channel)
         self.cluster = ClusterStub(channel)
+        self.schedules = SchedulesStub(channel)
         self._check_health: grpc.UnaryUnaryMultiCallable[
             health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
         ] = channel.unary_unary(
