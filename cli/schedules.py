@@ -405,7 +405,7 @@ def trigger(
 def backfill(
     org: options.Org,
     name: _Name,
-    start: Annotated[
+    begin: Annotated[
         datetime,
         typer.Option(
             "--from", parser=values.past_moment, metavar="TIME", show_default=False, help="The first possible run."
@@ -433,7 +433,7 @@ def backfill(
     from windrow.v1 import schedules_pb2
 
     request = schedules_pb2.BackfillScheduleRequest(
-        org=org, name=name, start=timestamp(start), end=timestamp(end), overlap=_overlap_number(overlap)
+        org=org, name=name, begin=timestamp(begin), end=timestamp(end), overlap=_overlap_number(overlap)
     )
     with connect(address, timeout) as router:
         done = router.call(router.schedules.BackfillSchedule, request)

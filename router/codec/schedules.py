@@ -116,8 +116,8 @@ def check_preview(request: schedules_pb2.PreviewScheduleRequest) -> None:
 def check_backfill(request: schedules_pb2.BackfillScheduleRequest) -> None:
     """Raises InvalidRequest with every violation."""
     violations = violations_of(request)
-    if not violations and micros(request.end) <= micros(request.start):
-        violations.append(Violation("end", "must be after start"))
+    if not violations and micros(request.end) <= micros(request.begin):
+        violations.append(Violation("end", "must be after begin"))
     _refuse(violations)
 
 

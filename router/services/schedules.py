@@ -124,12 +124,12 @@ class SchedulesService:
         self, request: schedules_pb2.BackfillScheduleRequest
     ) -> schedules_pb2.BackfillScheduleResponse:
         org, name = OrgId(request.org), ScheduleName(request.name)
-        start, end = moment(request.start), moment(request.end)
+        begin, end = moment(request.begin), moment(request.end)
         overlap = codec.overlap(request.overlap, Overlap.ALLOW)
 
         async def backfill(member: ShardHandle, placement: Placement) -> schedules_pb2.BackfillScheduleResponse:
             admin = member.require_open().schedule_admin
-            done = await admin.backfill(org, name, start=start, end=end, overlap=overlap, epoch=placement.epoch)
+            done = await admin.backfill(org, name, begin=begin, end=end, overlap=overlap, epoch=placement.epoch)
             return schedules_pb2.BackfillScheduleResponse(
                 stored=done.stored, buffered=done.buffered, skipped=done.skipped, known=done.known
             )

@@ -126,8 +126,8 @@ async def read_schedules(database: Database, slots: Sequence[Slot]) -> Schedules
 
 
 async def delete_schedules(database: Database, slots: Sequence[Slot], *, epoch: int) -> None:
-    """Deletes the schedules of these slots on the source, after the target has stored them. A schedule thus fires on the
-    target only: the source has not owned the slots since it closed them."""
+    """Deletes the schedules of these slots on the source, after the target has stored them. A schedule thus fires on
+    the target only: the source has not owned the slots since it closed them."""
     parameters = {"slots": arrays.numbers(slots), "state": "draining", "epoch": epoch}
     await database.run(statements.DELETE_SCHEDULES, parameters)
 

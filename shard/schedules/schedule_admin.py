@@ -272,14 +272,14 @@ class ScheduleAdmin:
         return job_id_of(schedule.id, now, now), False
 
     async def backfill(
-        self, org: OrgId, name: ScheduleName, *, start: Micros, end: Micros, overlap: Overlap, epoch: int
+        self, org: OrgId, name: ScheduleName, *, begin: Micros, end: Micros, overlap: Overlap, epoch: int
     ) -> Backfilled:
-        """Stores the runs of the instants from `start` up to, but not including, `end` that have none. Raises
+        """Stores the runs of the instants from `begin` up to, but not including, `end` that have none. Raises
         UnknownSchedule, BadSchedule."""
-        return await self._in_turn(org, partial(self._backfill, org, name, start, end, overlap, epoch))
+        return await self._in_turn(org, partial(self._backfill, org, name, begin, end, overlap, epoch))
 
     async def _backfill(
-        self, org: OrgId, name: ScheduleName, start: Micros, end: Micros, overlap: Overlap, epoch: int
+        self, org: OrgId, name: ScheduleName, begin: Micros, end: Micros, overlap: Overlap, epoch: int
     ) -> Backfilled:
         self._store.clock.check()
         async with self._database.transaction() as connection:
@@ -289,7 +289,7 @@ class ScheduleAdmin:
                 raise BadSchedule(
                     "end", "must not be after the shard's present time: schedules fire by themselves then"
                 )
-            instants = instants_between(schedule.spec.timing, start, end)
+            instants = instants_between(schedule.spec.timing, begin, end)
             parameters = {"id": schedule.id, "ats_us": arrays.numbers(instants)}
             known = {at for (at,) in await connection.run(statements.FIND_RUNS, parameters)}
             new = [at for at in instants if at not in known]
@@ -403,10 +403,10 @@ def refuse_bad(spec: ScheduleSpec) -> None:
         raise BadSchedule(f"spec.{fault.field}", fault.description)
 
 
-def instants_between(timing: Timing, start: Micros, end: Micros) -> list[Micros]:
-    """Returns the instants from `start` up to, but not including, `end`. Raises BadSchedule if there are more than
+def instants_between(timing: Timing, begin: Micros, end: Micros) -> list[Micros]:
+    """Returns the instants from `begin` up to, but not including, `end`. Raises BadSchedule if there are more than
     BACKFILL_MAX."""
-    found = list(islice(takewhile(lambda at: at < end, calendar.after(timing, Micros(start - 1))), BACKFILL_MAX + 1))
+    found = list(islice(takewhile(lambda at: at < end, calendar.after(timing, Micros(begin - 1))), BACKFILL_MAX + 1))
     if len(found) > BACKFILL_MAX:
         raise BadSchedule("end", f"makes more than {BACKFILL_MAX:,} instants: backfill in several parts")
     return found

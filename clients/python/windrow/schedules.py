@@ -242,12 +242,12 @@ class ScheduleCalls:
         return (await self._ask_schedules(lambda stub: stub.TriggerSchedule, request)).job_id
 
     async def backfill_schedule(
-        self, name: str, start: datetime, end: datetime, *, overlap: Overlap = Overlap.ALLOW
+        self, name: str, begin: datetime, end: datetime, *, overlap: Overlap = Overlap.ALLOW
     ) -> Backfilled:
-        """Stores the runs of all instants from `start` up to, but not including, `end`, except those that have a run;
+        """Stores the runs of all instants from `begin` up to, but not including, `end`, except those that have a run;
         at most 1,000. `end` must have passed. Raises NotFound, InvalidRequest."""
         request = schedules_pb2.BackfillScheduleRequest(org=self.org, name=name, overlap=_number("overlap", overlap))
-        for field, time in (("start", start), ("end", end)):
+        for field, time in (("begin", begin), ("end", end)):
             _set_time(request, field, time)
         done = await self._ask_schedules(lambda stub: stub.BackfillSchedule, request)
         return Backfilled(stored=done.stored, buffered=done.buffered, skipped=done.skipped, known=done.known)

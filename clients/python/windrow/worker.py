@@ -247,8 +247,8 @@ class Worker:
 
         `when` is a cron expression, read in the time zone `tz`, or the time between two runs (s, or timedelta), or a
         Schedule. The kind of the jobs is the function's name, and so is the schedule's name unless `name` is given.
-        They go into the worker's first queue unless `queue` names another one of its queues. job.scheduled_run tells the
-        nominal time. `timeout` and `isolate` are as in handler().
+        They go into the worker's first queue unless `queue` names another one of its queues. job.scheduled_run tells
+        the nominal time. `timeout` and `isolate` are as in handler().
 
         run() makes the schedule known, and changes it if it differs. Any number of processes may declare the same ones.
         A pause stays. See `declares_as` about schedules that are declared no longer. The client needs the scopes read

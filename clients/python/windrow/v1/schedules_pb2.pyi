@@ -865,7 +865,7 @@ class BackfillScheduleRequest(_message.Message):
 
     ORG_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
-    START_FIELD_NUMBER: _builtins.int
+    BEGIN_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     OVERLAP_FIELD_NUMBER: _builtins.int
     org: _builtins.str
@@ -877,7 +877,7 @@ class BackfillScheduleRequest(_message.Message):
     at once. With BUFFER_ALL, up to 100 are stored one after another. CANCEL_RUNNING is refused.
     """
     @_builtins.property
-    def start(self) -> _timestamp_pb2.Timestamp:
+    def begin(self) -> _timestamp_pb2.Timestamp:
         """The first possible instant. Required."""
 
     @_builtins.property
@@ -889,13 +889,13 @@ class BackfillScheduleRequest(_message.Message):
         *,
         org: _builtins.str = ...,
         name: _builtins.str = ...,
-        start: _timestamp_pb2.Timestamp | None = ...,
+        begin: _timestamp_pb2.Timestamp | None = ...,
         end: _timestamp_pb2.Timestamp | None = ...,
         overlap: Global___OverlapPolicy.ValueType | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_overlap", b"_overlap", "end", b"end", "overlap", b"overlap", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_overlap", b"_overlap", "begin", b"begin", "end", b"end", "overlap", b"overlap"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_overlap", b"_overlap", "end", b"end", "name", b"name", "org", b"org", "overlap", b"overlap", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_overlap", b"_overlap", "begin", b"begin", "end", b"end", "name", b"name", "org", b"org", "overlap", b"overlap"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__overlap: _TypeAlias = _typing.Literal["overlap"]  # noqa: Y015
     _WhichOneofArgType__overlap: _TypeAlias = _typing.Literal["_overlap", b"_overlap"]  # noqa: Y015

@@ -1,0 +1,208 @@
+"""Schedules over gRPC, through a router: what each call does, and that routers fire what is due."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from itertools import pairwise
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.field_mask_pb2 import FieldMask
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from shard.vocabulary import OrgId
+from tests.conftest import SHARD
+from tests.routers import PATIENCE_S, Stubs, running_routers, stubs, violated_fields, write_cluster
+from windrow.ids import uuid7
+from windrow.v1 import job_pb2, queue_pb2
+from windrow.v1 import schedules_pb2 as pb
+
+# 2026-01-05, a Monday.
+MONDAY_S = 1_767_571_200
+DAY_S = 86_400
+
+
+@pytest.fixture(scope="module")
+def router(module_dsn: str, tmp_path_factory: pytest.TempPathFactory) -> Generator[Stubs, None, None]:
+    config = write_cluster(tmp_path_factory.mktemp("schedules") / "cluster.toml", {SHARD: module_dsn})
+    with running_routers(config, processes=2) as running, stubs(running.address) as opened:
+        yield opened
+
+
+def cron(expression: str = "0 0 1 1 *", **fields: object) -> pb.ScheduleSpec:
+    return pb.ScheduleSpec(cron=expression, **fields)  # type: ignore[arg-type]
+
+
+def create(router: Stubs, org: str, spec: pb.ScheduleSpec, name: str = "daily") -> pb.ScheduleInfo:
+    job = job_pb2.JobTemplate(queue="mail", kind="send", payload=b"hello", attributes={"a": "b"})
+    request = pb.CreateScheduleRequest(org=org, name=name, spec=spec, job=job)
+    return router.schedules.CreateSchedule(request, timeout=PATIENCE_S).schedule
+
+
+def get(router: Stubs, org: str, name: str = "daily") -> pb.GetScheduleResponse:
+    return router.schedules.GetSchedule(pb.GetScheduleRequest(org=org, name=name), timeout=PATIENCE_S)
+
+
+def refusal(router: Stubs, org: str, spec: pb.ScheduleSpec) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as refused:
+        create(router, org, spec)
+    return refused.value
+
+
+@pytest.mark.parametrize(
+    ("spec", "field", "words"),
+    [
+        (pb.ScheduleSpec(), "spec.timing", "exactly one of cron, interval and at"),
+        (cron("61 * * * *"), "spec.cron", "its field 1 (minute) must not be '61': it takes 0 to 59"),
+        (cron("* * * 13 *"), "spec.cron", "its field 4 (month) must not be '13'"),
+        (cron("* * * * * * *"), "spec.cron", "must have five fields"),
+        (cron("0 0 30 2 *"), "spec.cron", "names days that never come"),
+        (cron(time_zone="Europe/Pariss"), "spec.time_zone", "did you mean 'Europe/Paris'?"),
+        (cron(time_zone="../etc/passwd"), "spec.time_zone", "must be a name of the IANA time zone database"),
+        (pb.ScheduleSpec(interval=Duration(nanos=1)), "spec.interval", "1 s to 3,650 days"),
+        (cron(jitter=Duration(seconds=86_401)), "spec.jitter", "0 s to 1 day"),
+        (cron(start=Timestamp(seconds=MONDAY_S), end=Timestamp(seconds=MONDAY_S)), "spec.end", "after start"),
+        (cron(catch_up=pb.CATCH_UP_POLICY_WINDOW), "spec.catch_up_window", "must be set"),
+        (cron(note="a\nb"), "spec.note", "control characters"),
+    ],
+)
+def test_a_bad_spec_is_named_by_its_field_with_what_is_wrong(
+    router: Stubs, org: OrgId, spec: pb.ScheduleSpec, field: str, words: str
+) -> None:
+    error = refusal(router, org, spec)
+    assert (error.code(), violated_fields(error)) == (grpc.StatusCode.INVALID_ARGUMENT, [field])
+    assert words in str(error.details())
+
+
+def test_a_schedule_is_created_once_and_found_with_what_it_has(router: Stubs, org: OrgId) -> None:
+    made = create(router, org, cron("0 8 * * 1-5", time_zone="Europe/Paris", note="the digest"))
+    assert (made.org, made.name, made.shard, made.paused) == (org, "daily", SHARD, False)
+    assert (made.spec.cron, made.spec.time_zone, made.spec.note) == ("0 8 * * 1-5", "Europe/Paris", "the digest")
+    assert (made.spec.overlap, made.spec.catch_up) == (pb.OVERLAP_POLICY_SKIP, pb.CATCH_UP_POLICY_LATEST)
+    assert (made.job.queue, made.job.payload, made.job.priority) == ("mail", b"hello", 5)
+    assert len(made.next) == 5
+    assert get(router, org).schedule == made
+    error = refusal(router, org, cron())
+    assert error.code() == grpc.StatusCode.ALREADY_EXISTS
+
+
+def test_an_update_changes_what_the_mask_names(router: Stubs, org: OrgId) -> None:
+    create(router, org, cron(note="before", jitter=Duration(seconds=5)))
+
+    def update(spec: pb.ScheduleSpec | None, *paths: str, job: job_pb2.JobTemplate | None = None) -> pb.ScheduleInfo:
+        request = pb.UpdateScheduleRequest(
+            org=org, name="daily", spec=spec, job=job, update_mask=FieldMask(paths=paths) if paths else None
+        )
+        return router.schedules.UpdateSchedule(request, timeout=PATIENCE_S).schedule
+
+    assert update(pb.ScheduleSpec(note="after")).spec.note == "after"
+    changed = update(pb.ScheduleSpec(interval=Duration(seconds=60)), "interval", "jitter")
+    assert changed.spec.WhichOneof("timing") == "interval"
+    assert not changed.spec.jitter.seconds
+    assert changed.spec.note == "after"
+    assert update(None, job=job_pb2.JobTemplate(queue="other", kind="push")).job.queue == "other"
+    for paths, field in ((["cron"], "update_mask.paths[0]"), (["colour"], "update_mask.paths[0]")):
+        with pytest.raises(grpc.RpcError) as refused:
+            update(pb.ScheduleSpec(note="x"), *paths)
+        assert violated_fields(refused.value) == [field]
+
+
+def test_schedules_are_listed_a_page_at_a_time_by_name(router: Stubs, org: OrgId) -> None:
+    for name in ("c", "a", "b"):
+        create(router, org, cron(declared_by="worker" if name != "b" else ""), name)
+    listed: list[str] = []
+    token = ""
+    while True:
+        request = pb.ListSchedulesRequest(org=org, page_size=2, page_token=token)
+        page = router.schedules.ListSchedules(request, timeout=PATIENCE_S)
+        listed += [schedule.name for schedule in page.schedules]
+        assert not any(schedule.job.payload for schedule in page.schedules)
+        token = page.next_page_token
+        if not token:
+            break
+    assert listed == ["a", "b", "c"]
+    request = pb.ListSchedulesRequest(org=org, declared_by="worker")
+    found = router.schedules.ListSchedules(request, timeout=PATIENCE_S).schedules
+    assert [schedule.name for schedule in found] == ["a", "c"]
+
+
+def test_a_preview_shows_the_next_times_of_a_spec_or_of_a_schedule(router: Stubs, org: OrgId) -> None:
+    spec = cron("30 2 * * *", time_zone="Europe/Paris")
+    # The clocks skip 2:30 on 2026-03-29.
+    after = Timestamp(seconds=1_774_656_000)
+    request = pb.PreviewScheduleRequest(org=org, spec=spec, count=2, after=after)
+    times = router.schedules.PreviewSchedule(request, timeout=PATIENCE_S).times
+    assert [time.ToJsonString() for time in times] == ["2026-03-28T01:30:00Z", "2026-03-29T01:00:00Z"]
+    made = create(router, org, spec)
+    request = pb.PreviewScheduleRequest(org=org, name="daily", count=5)
+    assert list(router.schedules.PreviewSchedule(request, timeout=PATIENCE_S).times) == list(made.next)
+
+
+def test_a_trigger_stores_a_run_once_for_each_request(router: Stubs, org: OrgId) -> None:
+    create(router, org, cron())
+    request = pb.TriggerScheduleRequest(org=org, name="daily", request_id=uuid7())
+    first = router.schedules.TriggerSchedule(request, timeout=PATIENCE_S)
+    again = router.schedules.TriggerSchedule(request, timeout=PATIENCE_S)
+    assert (again.job_id, first.duplicate, again.duplicate) == (first.job_id, False, True)
+    (run,) = get(router, org).runs
+    assert (run.cause, run.job_id, run.job_state) == (
+        job_pb2.RUN_CAUSE_TRIGGER,
+        first.job_id,
+        job_pb2.JOB_STATE_READY,
+    )
+    dequeue = queue_pb2.DequeueRequest(org=org, queues=["mail"], max_jobs=10)
+    (leased,) = router.queue.Dequeue(dequeue, timeout=PATIENCE_S).jobs
+    assert (leased.id, leased.payload, dict(leased.attributes)) == (first.job_id, b"hello", {"a": "b"})
+    assert (leased.scheduled_run.schedule, leased.scheduled_run.cause) == ("daily", job_pb2.RUN_CAUSE_TRIGGER)
+    assert leased.scheduled_run.at == run.at
+
+
+def test_a_backfill_of_last_year_stores_each_instant_once(router: Stubs, org: OrgId) -> None:
+    create(
+        router, org, pb.ScheduleSpec(interval=Duration(seconds=DAY_S), start=Timestamp(seconds=MONDAY_S - 900 * DAY_S))
+    )
+    start = MONDAY_S - 400 * DAY_S
+    request = pb.BackfillScheduleRequest(
+        org=org, name="daily", begin=Timestamp(seconds=start), end=Timestamp(seconds=start + 30 * DAY_S)
+    )
+    done = router.schedules.BackfillSchedule(request, timeout=PATIENCE_S)
+    assert (done.stored, done.known) == (30, 0)
+    done = router.schedules.BackfillSchedule(request, timeout=PATIENCE_S)
+    assert (done.stored, done.known) == (0, 30)
+    for end, words in ((start + 1500 * DAY_S * 1000, "must not be after"), (start, "must be after begin")):
+        request.end.CopyFrom(Timestamp(seconds=end))
+        with pytest.raises(grpc.RpcError) as refused:
+            router.schedules.BackfillSchedule(request, timeout=PATIENCE_S)
+        assert violated_fields(refused.value) == ["end"]
+        assert words in str(refused.value.details())
+
+
+def test_a_paused_schedule_has_no_next_times_and_a_deleted_one_is_gone(router: Stubs, org: OrgId) -> None:
+    create(router, org, cron())
+    paused = router.schedules.PauseSchedule(pb.PauseScheduleRequest(org=org, name="daily"), timeout=PATIENCE_S)
+    assert paused.schedule.paused
+    assert list(paused.schedule.next) == []
+    resumed = router.schedules.ResumeSchedule(pb.ResumeScheduleRequest(org=org, name="daily"), timeout=PATIENCE_S)
+    assert not resumed.schedule.paused
+    assert len(resumed.schedule.next) == 5
+    router.schedules.DeleteSchedule(pb.DeleteScheduleRequest(org=org, name="daily"), timeout=PATIENCE_S)
+    with pytest.raises(grpc.RpcError) as refused:
+        get(router, org)
+    assert refused.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+def test_routers_fire_a_new_schedule_though_none_of_them_was_told_when(router: Stubs, org: OrgId) -> None:
+    create(router, org, pb.ScheduleSpec(interval=Duration(seconds=1), overlap=pb.OVERLAP_POLICY_ALLOW))
+    got: list[job_pb2.LeasedJob] = []
+    deadline_s = time.monotonic() + PATIENCE_S
+    while len(got) < 3:
+        assert time.monotonic() < deadline_s
+        request = queue_pb2.DequeueRequest(org=org, queues=["mail"], max_jobs=10, wait=Duration(seconds=10))
+        got += router.queue.Dequeue(request, timeout=PATIENCE_S).jobs
+    router.schedules.DeleteSchedule(pb.DeleteScheduleRequest(org=org, name="daily"), timeout=PATIENCE_S)
+    at = [job.scheduled_run.at.seconds for job in got]
+    assert at == sorted(set(at))
+    for before, job in pairwise(got):
+        assert job.scheduled_run.previous_at == before.scheduled_run.at
