@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any, NamedTuple
+
 from shard.postgres.pool import Database
+from shard.queue.settle import Settlement
 from shard.queue.store import Store
-from shard.schedule import ScheduleName, ScheduleSpec, Template, Timing
+from shard.schedule import Run, ScheduleName, ScheduleSpec, Template, Timing
 from shard.schedules import calendar
 from shard.schedules.firing import Fired, Firing
 from shard.schedules.schedule_admin import Found, ScheduleAdmin
-from shard.vocabulary import JobId, Micros, OrgId
+from shard.vocabulary import Answer, JobId, Micros, OrgId
+from tests.jobs import lease_jobs
 
 DAILY = ScheduleName("daily")
 HOUR_US = 3_600_000_000
 DAY_US = 24 * HOUR_US
-# Each hour since 1970.
-HOURLY = Timing(interval_us=HOUR_US)
+# How far the latest instant of `hourly` is back, and the next one ahead.
+HALF_US = HOUR_US // 2
 
 
 def template(*, queue: str = "mail", payload: bytes = b"hello") -> Template:
@@ -30,6 +35,15 @@ def template(*, queue: str = "mail", payload: bytes = b"hello") -> Template:
     }
 
 
+class StoredJob(NamedTuple):
+    """A live job, and what it knows of its run."""
+
+    id: JobId
+    at: Micros
+    previous: Micros | None
+    cause: str
+
+
 class Shard:
     """The schedules of one shard, as one router knows them."""
 
@@ -38,6 +52,11 @@ class Shard:
         self.store = Store(database)
         self.admin = ScheduleAdmin(database, self.store)
         self.firing = Firing(database, self.store)
+
+    async def hourly(self, **more: Any) -> Timing:
+        """Each hour for the last 40 days, the latest half an hour ago: a test ends long before the next one."""
+        ((now,),) = await self.database.run(b"SELECT now()", {})
+        return Timing(interval_us=HOUR_US, start=Micros(now - HALF_US - 960 * HOUR_US), **more)
 
     async def create(
         self, org: OrgId, spec: ScheduleSpec, name: ScheduleName = DAILY, *, epoch: int = 1, queue: str = "mail"
@@ -74,11 +93,26 @@ class Shard:
             b"UPDATE windrow.schedule SET wake_at = now() WHERE id = %(id)s::uuid", {"id": found.schedule.id}
         )
 
-    async def jobs(self, org: OrgId) -> list[tuple[JobId, str]]:
-        """Returns the ids and the runs of the org's live jobs, in the order of the runs' instants."""
-        rows = await self.database.run(
-            b"SELECT j.id::text, j.scheduled_run FROM windrow.job j JOIN windrow.queue q USING (queue_id) "
-            b"WHERE q.org = %(org)s ORDER BY (j.scheduled_run::jsonb ->> 'at')::bigint",
-            {"org": org},
-        )
-        return [(JobId(job), run) for job, run in rows]
+    async def runs(self, org: OrgId, name: ScheduleName = DAILY) -> list[Run]:
+        """Returns what is known of the schedule's runs, the earliest first."""
+        found = await self.admin.get(org, name)
+        return (await self.admin.runs(org, found.schedule.id))[::-1]
+
+    async def jobs(self, org: OrgId) -> list[StoredJob]:
+        """Returns the org's live jobs, in the order of their runs' instants."""
+        return await jobs_of(self.database, org)
+
+    async def end_job(self, org: OrgId) -> None:
+        """Leases a job of the org, and acks it."""
+        ((_, lease),) = await lease_jobs(self.store, org, queue="mail", max_jobs=1)
+        assert await self.store.settle(Settlement.ack(org, [lease], [b""])) == [Answer.OK]
+
+
+async def jobs_of(database: Database, org: OrgId) -> list[StoredJob]:
+    rows = await database.run(
+        b"SELECT j.id::text, j.scheduled_run FROM windrow.job j JOIN windrow.queue q USING (queue_id) "
+        b"WHERE q.org = %(org)s ORDER BY (j.scheduled_run::jsonb ->> 'at')::bigint, j.id",
+        {"org": org},
+    )
+    runs = [(job, json.loads(told)) for job, told in rows]
+    return [StoredJob(job, run["at"], run.get("previous"), run["cause"]) for job, run in runs]
