@@ -8,24 +8,21 @@ clock counts: the statement that locks the schedules returns the time, and this 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from uuid import UUID
 
 from shard.postgres import arrays
 from shard.postgres.connection import Connection
 from shard.postgres.pool import Database
-from shard.queue.store import ID_AGE_DAYS_MAX, Store
+from shard.queue.store import Store
 from shard.schedule import (
     RUNS_KEPT,
     SPEC_COLUMNS,
     Run,
     RunCause,
     RunOutcome,
-    ScheduledRun,
     ScheduleId,
     ScheduleName,
     ScheduleSpec,
@@ -33,6 +30,7 @@ from shard.schedule import (
 )
 from shard.schedules import plan, statements
 from shard.schedules.plan import Plan, Present
+from shard.schedules.run_writer import Advance, NewRun, Stored, advance, forget_runs, store_runs
 from shard.vocabulary import JobId, Micros, OrgId, QueueId, QueueName
 
 _log = logging.getLogger(__name__)
@@ -46,7 +44,6 @@ _AT_ONCE = 20
 # When a schedule is looked at again that could not be decided.
 _AGAIN_US = 100_000
 _AGAIN_LATER_US = 60_000_000
-_DAY_US = 86_400_000_000
 
 
 class Wake(NamedTuple):
@@ -137,7 +134,7 @@ class Firing:
                     break
                 fired.taken += 1
                 _decide(schedule, writer, fired, is_whole, known or {})
-            await writer.write(connection, fired)
+            fired.jobs, fired.queues = await writer.write(connection)
         if fired.jobs:
             self._store.runs_stored(fired.queues)
         return fired
@@ -166,114 +163,60 @@ def _decide(
     writer.add(schedule, decided)
 
 
-def job_id_of(schedule: ScheduleId, at: Micros, now: Micros) -> JobId:
-    """Returns the id of a run's job. Its time is that of the firing, because the time in an id counts for the dedup
-    horizon; the run itself is once by its row."""
-    digest = int.from_bytes(hashlib.blake2b(f"{schedule} {at}".encode(), digest_size=10).digest())
-    number = now // 1000 << 80 | 0x7 << 76 | (digest >> 62 & 0xFFF) << 64 | 0b10 << 62 | digest & (1 << 62) - 1
-    return JobId(str(UUID(int=number)))
-
-
 class _Writer:
     """Collects what one transaction stores."""
 
     def __init__(self) -> None:
-        self.runs: list[tuple[Due, Run, Micros | None]] = []
-        self._advanced: list[tuple[Due, Plan, Micros | None, int]] = []
+        self.runs: list[NewRun] = []
+        self._advances: dict[ScheduleId, Advance] = {}
+        # Those of which a buffered run is stored now.
+        self._promoted: dict[ScheduleId, Due] = {}
+        # Those whose older runs are to be forgotten.
+        self._full: list[ScheduleId] = []
 
     def postpone(self, schedule: Due, by_us: int) -> None:
         """Looks at the schedule again later."""
-        again = Plan(next_at=schedule.next_at, wake_at=Micros(schedule.now + by_us), buffered=schedule.buffered)
-        self._advanced.append((schedule, again, None, 0))
+        wake_at = Micros(schedule.now + by_us)
+        self._advances[schedule.id] = Advance(schedule.id, schedule.next_at, wake_at, None, None, schedule.buffered, 0)
 
     def add(self, schedule: Due, decided: Plan) -> None:
-        previous = schedule.last_at
+        previous, latest = schedule.last_at, None
         for run in decided.runs:
-            self.runs.append((schedule, run, previous))
+            self.runs.append(_new(schedule, run, previous))
             if run.outcome is RunOutcome.STORED:
-                previous = run.at
-        self._advanced.append((schedule, decided, previous, len(decided.runs) + decided.promotes))
-
-    async def write(self, connection: Connection, fired: Fired) -> None:
-        if not self._advanced:
-            return
-        await self._promote(connection)
-        rows = await connection.run(statements.STORE_RUNS, self._parameters())
-        ((queues, fired.jobs),) = rows
-        fired.queues.update(queues or ())
+                previous = latest = run.at
+        if decided.promotes:
+            self._promoted[schedule.id] = schedule
+        count = len(decided.runs) + decided.promotes
+        self._advances[schedule.id] = Advance(
+            schedule.id, decided.next_at, decided.wake_at, latest, latest, decided.buffered, count
+        )
         # Not each time: a schedule that is due often would look for its oldest run for each new one.
-        full = [
-            schedule.id
-            for schedule, _, _, decided in self._advanced
-            if schedule.decided // RUNS_KEPT < (schedule.decided + decided) // RUNS_KEPT
-        ]
-        await forget_runs(connection, full)
+        if schedule.decided // RUNS_KEPT < (schedule.decided + count) // RUNS_KEPT:
+            self._full.append(schedule.id)
+
+    async def write(self, connection: Connection) -> Stored:
+        """Stores everything."""
+        await self._promote(connection)
+        stored = await store_runs(connection, self.runs)
+        await advance(connection, list(self._advances.values()))
+        await forget_runs(connection, self._full)
+        return stored
 
     async def _promote(self, connection: Connection) -> None:
         """Finds the runs that have waited and are stored now."""
-        waiting = {schedule.id: schedule for schedule, decided, _, _ in self._advanced if decided.promotes}
-        if not waiting:
+        if not self._promoted:
             return
-        rows = await connection.run(statements.FIND_BUFFERED, {"schedules": arrays.plain(waiting)})
-        found = {ScheduleId(name): Run(at, RunCause(cause), RunOutcome.STORED) for name, at, cause in rows}
-        for place, (schedule, decided, last_at, count) in enumerate(self._advanced):
-            run = found.get(schedule.id)
-            if run is not None:
-                self.runs.append((schedule, run, schedule.last_at))
-                self._advanced[place] = (schedule, decided, max(run.at, last_at or run.at), count)
-            elif schedule.id in waiting:
-                # The count was wrong: no run waits.
-                decided.buffered = 0
-
-    def _parameters(self) -> dict[str, object]:
-        runs, advanced = self.runs, self._advanced
-        ids = [
-            job_id_of(schedule.id, run.at, schedule.now) if run.outcome is RunOutcome.STORED else None
-            for schedule, run, _ in runs
-        ]
-        told = [ScheduledRun(schedule.name, run.at, previous, run.cause).to_json() for schedule, run, previous in runs]
-        return {
-            **run_columns(
-                [(schedule.id, run._replace(job_id=job)) for (schedule, run, _), job in zip(runs, ids, strict=True)]
-            ),
-            "requests": "{}",
-            "queue_ids": arrays.numbers([schedule.queue_id or 0 for schedule, _, _ in runs]),
-            "scheduled_runs": arrays.texts(told),
-            "schedules": arrays.plain(schedule.id for schedule, _, _, _ in advanced),
-            "nexts_us": nullable(decided.next_at for _, decided, _, _ in advanced),
-            "wakes_us": nullable(decided.wake_at for _, decided, _, _ in advanced),
-            "lasts_us": nullable(last_at for _, _, last_at, _ in advanced),
-            "buffered": arrays.numbers(decided.buffered for _, decided, _, _ in advanced),
-            "decided": arrays.numbers(count for _, _, _, count in advanced),
-        }
+        rows = await connection.run(statements.FIND_BUFFERED, {"schedules": arrays.plain(self._promoted)})
+        for name, at, cause in rows:
+            schedule = self._promoted.pop(name)
+            self.runs.append(_new(schedule, Run(at, RunCause(cause), RunOutcome.STORED), schedule.last_at))
+            # Nothing else was stored beside it: other runs wait.
+            self._advances[schedule.id] = self._advances[schedule.id]._replace(last_at=at, run_at=at)
+        for name in self._promoted:
+            # The count was wrong: no run waits.
+            self._advances[name] = self._advances[name]._replace(buffered=0)
 
 
-def run_columns(runs: Sequence[tuple[ScheduleId, Run]]) -> dict[str, object]:
-    """Returns runs as parameters of store_runs.sql."""
-    skipped = {at: run.skipped_for.value for at, (_, run) in enumerate(runs) if run.skipped_for is not None}
-    return {
-        "run_schedules": arrays.plain(schedule for schedule, _ in runs),
-        "ats_us": arrays.numbers(run.at for _, run in runs),
-        "throughs_us": nullable(run.through for _, run in runs),
-        "causes": arrays.names(run.cause.value for _, run in runs),
-        "outcomes": arrays.names(run.outcome.value for _, run in runs),
-        "skipped_for": arrays.sparse_texts(skipped, len(runs)),
-        "job_ids": nullable(run.job_id for _, run in runs),
-    }
-
-
-def nullable(values: Iterable[object]) -> str:
-    """Encodes numbers or UUIDs, with None as NULL."""
-    return "{" + ",".join("NULL" if value is None else str(value) for value in values) + "}"
-
-
-async def forget_runs(connection: Connection, schedules: Sequence[ScheduleId]) -> None:
-    """Forgets the older runs of these schedules."""
-    if schedules:
-        parameters = {
-            "schedules": arrays.plain(schedules),
-            "kept": RUNS_KEPT,
-            # For as long as an id counts.
-            "backfill_us": round(ID_AGE_DAYS_MAX * _DAY_US),
-        }
-        await connection.run(statements.FORGET_RUNS, parameters)
+def _new(schedule: Due, run: Run, previous: Micros | None) -> NewRun:
+    return NewRun(schedule.id, schedule.name, schedule.queue_id or QueueId(0), run, previous, schedule.now)

@@ -41,7 +41,6 @@ from shard.schedule import (
     Run,
     RunCause,
     RunOutcome,
-    ScheduledRun,
     ScheduleId,
     ScheduleName,
     ScheduleRecord,
@@ -53,7 +52,7 @@ from shard.schedule import (
     spec_values,
 )
 from shard.schedules import calendar, plan, statements
-from shard.schedules.firing import forget_runs, job_id_of, nullable, run_columns
+from shard.schedules.run_writer import Advance, NewRun, advance, forget_runs, job_id_of, store_runs
 from shard.vocabulary import JobId, Micros, OrgId, QueueId, QueueName
 
 _T = TypeVar("_T")
@@ -324,47 +323,26 @@ class ScheduleAdmin:
         schedule, now = found
         queue = QueueName(str(schedule.template["queue"]))
         queue_id = (await self._store.names.find([(schedule.org, queue)])).get((schedule.org, queue), QueueId(0))
-        written: list[tuple[ScheduleId, Run]] = []
-        told: list[str] = []
         previous = schedule.last_at if runs[0].cause is RunCause.TRIGGER else None
+        latest: Micros | None = None
+        new: list[NewRun] = []
         for run in runs:
-            job = job_id_of(schedule.id, run.at, now) if run.outcome is RunOutcome.STORED else None
-            written.append((schedule.id, run._replace(job_id=job)))
-            told.append(ScheduledRun(schedule.name, run.at, previous, run.cause).to_json())
+            new.append(NewRun(schedule.id, schedule.name, queue_id, run, previous, now, request))
             if run.outcome is RunOutcome.STORED:
-                previous = run.at
-        wake_at = None
-        if schedule.paused_at is None:
-            times = (
-                [] if schedule.next_at is None else [calendar.due(schedule.spec.timing, schedule.id, schedule.next_at)]
-            )
-            wake_at = min([*times, *([now + plan.BUFFER_LOOK_US] if buffered else [])], default=None)
-        rows = await connection.run(
-            statements.STORE_RUNS,
-            {
-                **run_columns(written),
-                "requests": nullable([request] * len(runs)),
-                "queue_ids": arrays.numbers([queue_id] * len(runs)),
-                "scheduled_runs": arrays.texts(told),
-                "schedules": arrays.plain([schedule.id]),
-                "nexts_us": nullable([schedule.next_at]),
-                "wakes_us": nullable([wake_at]),
-                "lasts_us": nullable([None]),
-                "buffered": arrays.numbers([buffered]),
-                "decided": arrays.numbers([0]),
-            },
-        )
+                previous = latest = run.at
+        stored = await store_runs(connection, new)
+        wake_at = None if schedule.paused_at is not None else _wake_at(schedule, now, buffered)
+        await advance(connection, [Advance(schedule.id, schedule.next_at, wake_at, None, latest, buffered, len(runs))])
         await forget_runs(connection, [schedule.id])
-        return set(rows[0][0] or ())
+        return stored.queues
 
     async def _write(
         self, connection: Connection, found: Found, *, next_at: Micros | None, paused_at: Micros | None
     ) -> None:
         schedule, now = found
-        wake_at = None
-        if paused_at is None:
-            times = [] if next_at is None else [calendar.due(schedule.spec.timing, schedule.id, next_at)]
-            wake_at = min([*times, *([now] if schedule.buffered else [])], default=None)
+        wake_at = (
+            None if paused_at is not None else _wake_at(replace(schedule, next_at=next_at), now, schedule.buffered)
+        )
         parameters = {
             "id": schedule.id,
             **spec_values(schedule.spec),
@@ -395,6 +373,16 @@ class ScheduleAdmin:
     async def _in_turn(self, org: OrgId, act: Callable[[], Awaitable[_T]]) -> _T:
         answer: _T = await self._calls.submit(SingleCall(org, 1, act))
         return answer
+
+
+def _wake_at(schedule: ScheduleRecord, now: Micros, buffered: int) -> Micros | None:
+    """Returns when a router must look at a schedule that is not paused. None: never."""
+    next_at = schedule.next_at
+    wake_at = None if next_at is None else calendar.due(schedule.spec.timing, schedule.id, next_at)
+    if not buffered:
+        return wake_at
+    look_at = Micros(now + plan.BUFFER_LOOK_US)
+    return look_at if wake_at is None else min(wake_at, look_at)
 
 
 def refuse_bad(spec: ScheduleSpec) -> None:

@@ -14,6 +14,7 @@ FIND_WAKE = _load("find_wake")
 TAKE_DUE = _load("take_due")
 FIND_BUFFERED = _load("find_buffered")
 STORE_RUNS = _load("store_runs")
+ADVANCE = _load("advance")
 FORGET_RUNS = _load("forget_runs")
 
 READ_TIME = _load("read_time")
