@@ -31,7 +31,7 @@ _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 _DETAILS = "grpc-status-details-bin"
 # Submessages of requests, and fields whose option or argument has another name.
-_WITHIN = ("jobs", "template", "dedup", "acks", "nacks", "extends", "snoozes", "failure", "config")
+_WITHIN = ("jobs", "template", "dedup", "acks", "nacks", "extends", "snoozes", "failure", "config", "spec", "job")
 _TYPED = {
     "org": "ORG",
     "queue": "QUEUE",
@@ -39,6 +39,10 @@ _TYPED = {
     "kind": "KIND",
     "payload": "PAYLOAD",
     "ids": "ID",
+    "name": "NAME",
+    "timing": "--cron / --every / --at",
+    "interval": "--every",
+    "time_zone": "--tz",
     "visibility_window": "--window",
     "max_jobs": "--max",
     # The fields of a Failure.

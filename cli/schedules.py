@@ -408,13 +408,13 @@ def backfill(
     begin: Annotated[
         datetime,
         typer.Option(
-            "--from", parser=values.past_moment, metavar="TIME", show_default=False, help="The first possible run."
+            "--begin", parser=values.past_moment, metavar="TIME", show_default=False, help="The first possible run."
         ),
     ],
     end: Annotated[
         datetime,
         typer.Option(
-            "--to", parser=values.past_moment, metavar="TIME", show_default=False, help="No run at TIME or later."
+            "--end", parser=values.past_moment, metavar="TIME", show_default=False, help="No run at TIME or later."
         ),
     ],
     overlap: Annotated[
