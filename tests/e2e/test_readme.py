@@ -62,6 +62,16 @@ def test_every_program_of_the_clients_readme_runs(at: int, cluster: RunningClust
     assert done.returncode == 0, done.stderr
 
 
+def test_the_program_of_the_page_about_schedules_declares_them(cluster: RunningCluster) -> None:
+    (program,) = blocks("docs/schedules.md", "python")
+    # It is known what a worker does; here it ends when its schedules are declared.
+    declare = "import asyncio; asyncio.run(worker._declarations.keep())"
+    done = run([sys.executable, "-c", program.replace("windrow.run(worker)", declare)], cluster)
+    assert done.returncode == 0, done.stderr
+    with SyncClient(cluster.address, org="shop") as client:
+        assert [one.name for one in client.list_schedules(declared_by="shop-worker")] == ["refresh-prices", "send_digest"]
+
+
 @pytest.mark.parametrize(("at", "says"), [(0, "the stream ended with OK"), (1, "a card to ada")])
 def test_every_program_of_the_page_about_streams_works_its_jobs(at: int, says: str, cluster: RunningCluster) -> None:
     programs = blocks("docs/streams.md", "python")

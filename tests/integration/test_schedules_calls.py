@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
-from collections.abc import Generator
+from collections.abc import AsyncGenerator, Generator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 
 import grpc
@@ -12,9 +16,10 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.timestamp_pb2 import Timestamp
 
+import windrow
 from shard.vocabulary import OrgId
 from tests.conftest import SHARD
-from tests.routers import PATIENCE_S, Stubs, running_routers, stubs, violated_fields, write_cluster
+from tests.routers import PATIENCE_S, Routers, Stubs, running_routers, stubs, violated_fields, write_cluster
 from windrow.ids import uuid7
 from windrow.v1 import job_pb2, queue_pb2
 from windrow.v1 import schedules_pb2 as pb
@@ -25,9 +30,15 @@ DAY_S = 86_400
 
 
 @pytest.fixture(scope="module")
-def router(module_dsn: str, tmp_path_factory: pytest.TempPathFactory) -> Generator[Stubs, None, None]:
+def routers(module_dsn: str, tmp_path_factory: pytest.TempPathFactory) -> Generator[Routers, None, None]:
     config = write_cluster(tmp_path_factory.mktemp("schedules") / "cluster.toml", {SHARD: module_dsn})
-    with running_routers(config, processes=2) as running, stubs(running.address) as opened:
+    with running_routers(config, processes=2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def router(routers: Routers) -> Generator[Stubs, None, None]:
+    with stubs(routers.address) as opened:
         yield opened
 
 
@@ -206,3 +217,124 @@ def test_routers_fire_a_new_schedule_though_none_of_them_was_told_when(router: S
     assert at == sorted(set(at))
     for before, job in pairwise(got):
         assert job.scheduled_run.previous_at == before.scheduled_run.at
+
+
+# ── The Python client ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+async def client(routers: Routers, org: OrgId) -> AsyncGenerator[windrow.Client, None]:
+    async with windrow.Client(routers.address, org=org) as opened:
+        yield opened
+
+
+async def test_the_client_creates_changes_and_removes_schedules(client: windrow.Client) -> None:
+    weekdays = windrow.Schedule(cron="0 8 * * 1-5", tz="Europe/Paris", overlap=windrow.Overlap.BUFFER_ONE)
+    job = windrow.NewJob("mail", "send", {"to": "all"}, priority=3)
+    made = await client.create_schedule("digest", weekdays, job)
+    assert replace(made.schedule, jitter=0.0) == weekdays
+    assert (made.job.queue, made.job.payload, made.job.priority) == ("mail", b'{"to":"all"}', 3)
+    with pytest.raises(windrow.AlreadyExists):
+        await client.create_schedule("digest", weekdays, job)
+    with pytest.raises(windrow.InvalidRequest, match="must not be '61'"):
+        await client.create_schedule("other", windrow.Schedule(cron="61 * * * *"), job)
+    with pytest.raises(windrow.InvalidRequest, match="exactly one of cron, every and at"):
+        await client.preview_schedule(windrow.Schedule())
+    with pytest.raises(windrow.InvalidRequest, match="delay"):
+        await client.create_schedule("other", weekdays, windrow.NewJob("mail", "send", delay=5))
+    often = windrow.Schedule(every=3600, catch_up=windrow.CatchUp.WINDOW, catch_up_window=7200)
+    changed = await client.update_schedule("digest", often)
+    assert (changed.schedule.cron, changed.schedule.every) == ("", timedelta(hours=1))
+    assert changed.job.payload == made.job.payload
+    assert (await client.pause_schedule("digest")).paused
+    job_id = await client.trigger_schedule("digest")
+    resumed = await client.resume_schedule("digest")
+    assert await client.preview_schedule("digest", count=5) == list(resumed.next)
+    end = datetime.now(UTC) - timedelta(days=2)
+    done = await client.backfill_schedule("digest", end - timedelta(hours=3), end)
+    assert (done.stored, done.known) == (3, 0)
+    found, runs = await client.get_schedule("digest")
+    assert found == await one(client)
+    assert runs[0].job_id == job_id
+    assert {run.cause for run in runs} == {windrow.RunCause.TRIGGER, windrow.RunCause.BACKFILL}
+    assert runs[0].job_state is windrow.JobState.READY
+    record = (await client.get_jobs([job_id]))[job_id]
+    assert record is not None
+    assert record.scheduled_run == windrow.ScheduledRun(
+        schedule="digest", at=runs[0].at, previous_at=None, cause=windrow.RunCause.TRIGGER
+    )
+    await client.delete_schedule("digest")
+    with pytest.raises(windrow.NotFound):
+        await client.get_schedule("digest")
+
+
+async def one(client: windrow.Client) -> windrow.ScheduleRecord:
+    """Returns the only schedule, as `get_schedule` does: lists have no payloads."""
+    (record,) = await client.list_schedules()
+    found, _ = await client.get_schedule(record.name)
+    return found
+
+
+async def test_what_is_put_twice_is_changed_once_and_only_if_it_differs(client: windrow.Client) -> None:
+    schedule = windrow.Schedule(cron="0 8 * * *", jitter=1.5, note="a")
+    job = windrow.NewJob("mail", "send", {"a": 1}, retry=windrow.ExponentialRetry(), attributes={"x": "y"})
+    made = await asyncio.gather(*(client.put_schedule("digest", schedule, job) for _ in range(5)))
+    assert len({record.created_at for record in made}) == 1
+    await client.pause_schedule("digest")
+    put = await client.put_schedule("digest", replace(schedule, note="b"), job)
+    assert (put.schedule.note, put.paused, put.created_at) == ("b", True, made[0].created_at)
+
+
+async def test_a_worker_declares_its_schedules_and_names_those_that_it_no_longer_declares(
+    client: windrow.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: list[windrow.Job] = []
+
+    def worker(**options: bool) -> windrow.Worker:
+        return windrow.Worker(client, "mail", declares_as="app", **options)
+
+    first = worker()
+
+    @first.every(1)
+    async def tick(job: windrow.Job) -> None:
+        got.append(job)
+        first.stop()
+
+    @first.every("0 0 1 1 *", tz="Europe/Paris", name="new-year")
+    async def greet(_: windrow.Job) -> None: ...
+
+    with pytest.raises(windrow.InvalidRequest, match="declared twice"):
+
+        @first.every(5, name="tick")
+        async def other(_: windrow.Job) -> None: ...
+
+    with pytest.raises(windrow.InvalidRequest, match="does not take jobs"):
+        first.every(5, queue="elsewhere")
+    await asyncio.wait_for(first.run(), PATIENCE_S)
+    (job,) = got
+    assert (job.kind, job.scheduled_run is not None and job.scheduled_run.schedule) == ("tick", "tick")
+    declared = {record.name: record.schedule for record in await client.list_schedules(declared_by="app")}
+    assert set(declared) == {"tick", "new-year"}
+    assert (declared["new-year"].tz, declared["tick"].every) == ("Europe/Paris", timedelta(seconds=1))
+
+    told = asyncio.Event()
+    monkeypatch.setattr(logging.getLogger("windrow.worker"), "warning", lambda *_: told.set())
+
+    async def declare(keeper: windrow.Worker) -> None:
+        task = asyncio.create_task(keeper.run())
+        await asyncio.wait_for(told.wait(), PATIENCE_S)
+        told.clear()
+        keeper.stop()
+        await task
+
+    for removes, left in ((False, {"tick", "new-year"}), (True, {"tick"})):
+        again = worker(removes_undeclared=removes)
+        again.every(1)(tick)
+        await declare(again)
+        assert {record.name for record in await client.list_schedules(declared_by="app")} == left
+    await client.create_schedule("by-hand", windrow.Schedule(cron="0 0 1 1 *"), windrow.NewJob("mail", "send"))
+    thief = worker()
+    thief.every("0 0 1 1 *", name="by-hand")(greet)
+    with pytest.raises(windrow.InvalidRequest, match="kept by nobody in code"):
+        await asyncio.wait_for(thief.run(), PATIENCE_S)
+    await client.delete_schedule("tick")

@@ -22,6 +22,8 @@ from windrow.v1 import job_pb2, schedules_pb2
 
 _PAGE_MAX = 1000
 _TRIES_MAX = 5
+# The job of a schedule is a pattern, and has no id of its own.
+_NO_ID = "00000000-0000-7000-8000-000000000000"
 
 _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response")
@@ -382,7 +384,7 @@ def _read(message: schedules_pb2.ScheduleInfo) -> ScheduleRecord:
             note=spec.note,
             declared_by=spec.declared_by,
         ),
-        job=read_new(job_pb2.NewJob(id=uuid7(), template=message.job)),
+        job=read_new(job_pb2.NewJob(id=_NO_ID, template=message.job)),
         paused=message.paused,
         paused_at=moment(message.paused_at) if message.HasField("paused_at") else None,
         created_at=moment(message.created_at),
