@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import RunningCluster
+from windrow import SyncClient
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_S = 120.0
@@ -69,7 +70,10 @@ def test_the_program_of_the_page_about_schedules_declares_them(cluster: RunningC
     done = run([sys.executable, "-c", program.replace("windrow.run(worker)", declare)], cluster)
     assert done.returncode == 0, done.stderr
     with SyncClient(cluster.address, org="shop") as client:
-        assert [one.name for one in client.list_schedules(declared_by="shop-worker")] == ["refresh-prices", "send_digest"]
+        assert [one.name for one in client.list_schedules(declared_by="shop-worker")] == [
+            "refresh-prices",
+            "send_digest",
+        ]
 
 
 @pytest.mark.parametrize(("at", "says"), [(0, "the stream ended with OK"), (1, "a card to ada")])
