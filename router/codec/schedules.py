@@ -85,7 +85,8 @@ def template(job: job_pb2.JobTemplate) -> Template:
 
 def check_create(request: schedules_pb2.CreateScheduleRequest) -> None:
     """Raises InvalidRequest with every violation."""
-    _refuse([*violations_of(request), *_payload_violations(request.job), *_spec_violations(request.spec)])
+    of_spec = _spec_violations(request.spec) if request.HasField("spec") else ()
+    _refuse([*violations_of(request), *_payload_violations(request.job), *of_spec])
 
 
 def check_update(request: schedules_pb2.UpdateScheduleRequest) -> None:

@@ -37,6 +37,7 @@ from shard.schedule import (
     SCHEDULES_MAX,
     SPEC_COLUMNS,
     TEMPLATE_COLUMNS,
+    CatchUp,
     Overlap,
     Run,
     RunCause,
@@ -389,6 +390,8 @@ def refuse_bad(spec: ScheduleSpec) -> None:
     """Raises BadSchedule if a spec is not valid, or has no instant at all."""
     for fault in calendar.faults(spec.timing):
         raise BadSchedule(f"spec.{fault.field}", fault.description)
+    if spec.catch_up is CatchUp.WINDOW and not spec.catch_up_window_us:
+        raise BadSchedule("spec.catch_up_window", "must be set for the policy WINDOW")
 
 
 def instants_between(timing: Timing, begin: Micros, end: Micros) -> list[Micros]:

@@ -114,6 +114,12 @@ def test_an_update_changes_what_the_mask_names(router: Stubs, org: OrgId) -> Non
     assert not changed.spec.jitter.seconds
     assert changed.spec.note == "after"
     assert update(None, job=job_pb2.JobTemplate(queue="other", kind="push")).job.queue == "other"
+    with pytest.raises(grpc.RpcError) as refused:
+        update(pb.ScheduleSpec(catch_up=pb.CATCH_UP_POLICY_WINDOW))
+    assert violated_fields(refused.value) == ["spec.catch_up_window"]
+    with pytest.raises(grpc.RpcError) as refused:
+        update(pb.ScheduleSpec(cron="60 * * * *"))
+    assert violated_fields(refused.value) == ["spec.cron"]
     for paths, field in ((["cron"], "update_mask.paths[0]"), (["colour"], "update_mask.paths[0]")):
         with pytest.raises(grpc.RpcError) as refused:
             update(pb.ScheduleSpec(note="x"), *paths)
