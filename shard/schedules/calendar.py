@@ -208,10 +208,10 @@ def _cron_fault(expression: str) -> str:
     for place, text in enumerate(texts, start=1):
         field = Field(place + (5 - len(texts)))
         try:
-            items = field.parse(text)
+            is_valid = bool(field.parse(text))
         except (CronSimError, AssertionError, ValueError):
-            items = set()
-        if not items:
+            is_valid = False
+        if not is_valid:
             name = FIELD_NAMES[field].replace("-", " ")
             return (
                 f"its field {place} ({name}) must not be {text!r}: it takes {_VALUES[field]}; ranges such as a-b, "

@@ -622,7 +622,9 @@ def schedule_cases() -> Iterator[Bad]:
         "UpdateSchedule",
         "job.payload",
         "too large",
-        schedules_pb2.UpdateScheduleRequest(**good, job={"queue": QUEUE, "kind": "send", "payload": b"x" * 65_537}),
+        schedules_pb2.UpdateScheduleRequest(
+            **good, job=job_pb2.JobTemplate(queue=QUEUE, kind="send", payload=b"x" * 65_537)
+        ),
     )
     masks = {"unknown": "colour", "nested": "spec.note", "of a timing that is not there": "interval"}
     for why, path in masks.items():
@@ -631,11 +633,20 @@ def schedule_cases() -> Iterator[Bad]:
             "UpdateSchedule",
             "update_mask.paths[1]",
             why,
-            schedules_pb2.UpdateScheduleRequest(**good, spec=spec, update_mask=mask),
+            schedules_pb2.UpdateScheduleRequest(
+                **good, spec=schedules_pb2.ScheduleSpec(cron="0 0 1 1 *"), update_mask=mask
+            ),
         )
     preview = schedules_pb2.PreviewScheduleRequest
-    yield Bad("PreviewSchedule", "spec.note", "bad", preview(org=ORG, spec={**spec, "note": "\x00"}))
-    yield Bad("PreviewSchedule", "spec.cron", "bad", preview(org=ORG, spec={"cron": "60 * * * *"}))
+    yield Bad(
+        "PreviewSchedule",
+        "spec.note",
+        "bad",
+        preview(org=ORG, spec=schedules_pb2.ScheduleSpec(cron="0 0 1 1 *", note="\x00")),
+    )
+    yield Bad(
+        "PreviewSchedule", "spec.cron", "bad", preview(org=ORG, spec=schedules_pb2.ScheduleSpec(cron="60 * * * *"))
+    )
     update, changed = requests["UpdateSchedule"]
     yield Bad("UpdateSchedule", "spec.note", "bad", update(**{**changed, "spec": {"note": "\x00"}}))
     for field, value in {"overlap": 99, "catch_up": 99, "note": "\x00", "declared_by": "x" * 129}.items():

@@ -296,8 +296,8 @@ async def test_a_worker_declares_its_schedules_and_names_those_that_it_no_longer
 ) -> None:
     got: list[windrow.Job] = []
 
-    def worker(**options: bool) -> windrow.Worker:
-        return windrow.Worker(client, "mail", declares_as="app", **options)
+    def worker(*, removes: bool = False) -> windrow.Worker:
+        return windrow.Worker(client, "mail", declares_as="app", removes_undeclared=removes)
 
     first = worker()
 
@@ -334,7 +334,7 @@ async def test_a_worker_declares_its_schedules_and_names_those_that_it_no_longer
         await task
 
     for removes, left in ((False, {"tick", "new-year"}), (True, {"tick"})):
-        again = worker(removes_undeclared=removes)
+        again = worker(removes=removes)
         again.every(1)(tick)
         await declare(again)
         assert {record.name for record in await client.list_schedules(declared_by="app")} == left

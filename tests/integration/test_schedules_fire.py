@@ -16,6 +16,7 @@ from shard.schedule import (
     RUNS_KEPT,
     CatchUp,
     Overlap,
+    Run,
     RunOutcome,
     ScheduleName,
     ScheduleSpec,
@@ -34,7 +35,7 @@ def shard(database: Database) -> Shard:
     return Shard(database)
 
 
-def outcomes(runs: list[schedule_admin.Run]) -> list[str]:
+def outcomes(runs: list[Run]) -> list[str]:
     return [
         run.outcome.value if run.skipped_for is None else f"{run.outcome.value} {run.skipped_for.value}" for run in runs
     ]

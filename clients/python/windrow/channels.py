@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from windrow.v1.queue_pb2_grpc import QueueAsyncStub
     from windrow.v1.schedules_pb2_grpc import SchedulesAsyncStub
 
-    class Stub(  # pyright: ignore[reportGeneralTypeIssues]
-        QueueAsyncStub, AdminAsyncStub, ClusterAsyncStub, SchedulesAsyncStub
-    ):
+    class Stub(QueueAsyncStub, AdminAsyncStub, ClusterAsyncStub, SchedulesAsyncStub):  # pyright: ignore[reportGeneralTypeIssues]
         """The methods of the services on one channel."""
 
         def __init__(self, channel: aio.Channel) -> None: ...
