@@ -133,7 +133,11 @@ class Firing:
                 if len(writer.runs) >= _RUNS_MAX:
                     break
                 fired.taken += 1
-                _decide(schedule, writer, fired, is_whole, known or {})
+                try:
+                    _decide(schedule, writer, fired, is_whole, known or {})
+                except Exception:  # noqa: BLE001 - one schedule, such as one of a zone that is gone, must not hold up all
+                    _log.exception("schedule %r of org %r cannot be decided", schedule.name, schedule.org)
+                    writer.postpone(schedule, _AGAIN_LATER_US)
             fired.jobs, fired.queues = await writer.write(connection)
         if fired.jobs:
             self._store.runs_stored(fired.queues)

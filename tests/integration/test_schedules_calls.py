@@ -19,7 +19,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 import windrow
 from shard.vocabulary import OrgId
 from tests.conftest import SHARD
-from tests.routers import PATIENCE_S, Routers, Stubs, running_routers, stubs, violated_fields, write_cluster
+from tests.routers import PATIENCE_S, Routers, Stubs, running_routers, stubs, until, violated_fields, write_cluster
 from windrow.ids import uuid7
 from windrow.v1 import job_pb2, queue_pb2
 from windrow.v1 import schedules_pb2 as pb
@@ -223,6 +223,28 @@ def test_routers_fire_a_new_schedule_though_none_of_them_was_told_when(router: S
     assert at == sorted(set(at))
     for before, job in pairwise(got):
         assert job.scheduled_run.previous_at == before.scheduled_run.at
+
+
+def test_routers_cancel_the_running_job_before_they_store_the_next_run(router: Stubs, org: OrgId) -> None:
+    create(router, org, pb.ScheduleSpec(interval=Duration(seconds=1), overlap=pb.OVERLAP_POLICY_CANCEL_RUNNING))
+    request = queue_pb2.DequeueRequest(org=org, queues=["mail"], max_jobs=1, wait=Duration(seconds=10))
+    (first,) = router.queue.Dequeue(request, timeout=PATIENCE_S).jobs
+    (second,) = router.queue.Dequeue(request, timeout=PATIENCE_S).jobs
+    router.schedules.DeleteSchedule(pb.DeleteScheduleRequest(org=org, name="daily"), timeout=PATIENCE_S)
+    assert second.scheduled_run.at.seconds > first.scheduled_run.at.seconds
+    (job,) = router.queue.GetJobs(queue_pb2.GetJobsRequest(org=org, ids=[first.id]), timeout=PATIENCE_S).jobs
+    assert (job.state, job.reason) == (job_pb2.JOB_STATE_CANCELLED, "replaced by the next run of its schedule")
+
+
+def test_routers_store_a_buffered_run_when_the_job_has_ended(router: Stubs, org: OrgId) -> None:
+    create(router, org, pb.ScheduleSpec(interval=Duration(seconds=1), overlap=pb.OVERLAP_POLICY_BUFFER_ONE))
+    request = queue_pb2.DequeueRequest(org=org, queues=["mail"], max_jobs=10, wait=Duration(seconds=10))
+    (first,) = router.queue.Dequeue(request, timeout=PATIENCE_S).jobs
+    until(lambda: get(router, org).schedule.buffered == 1, "a run waits")
+    router.queue.Ack(queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=first.lease)]), timeout=PATIENCE_S)
+    (second,) = router.queue.Dequeue(request, timeout=PATIENCE_S).jobs
+    router.schedules.DeleteSchedule(pb.DeleteScheduleRequest(org=org, name="daily"), timeout=PATIENCE_S)
+    assert second.scheduled_run.at.seconds == first.scheduled_run.at.seconds + 1
 
 
 # ── The Python client ────────────────────────────────────────────────────────────────────────────────────────────────

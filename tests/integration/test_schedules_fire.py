@@ -116,6 +116,22 @@ async def test_many_routers_at_once_store_each_run_once(shard: Shard, org: OrgId
     assert len(await shard.jobs(org)) == 3 * len(names)
 
 
+async def test_a_schedule_that_cannot_be_decided_holds_up_no_other(shard: Shard, org: OrgId) -> None:
+    timing = await shard.hourly()
+    for name in ("a", "b", "c"):
+        await shard.create(org, ScheduleSpec(timing=timing), ScheduleName(name))
+        await shard.set_back(org, HOUR_US, ScheduleName(name))
+    # Its zone is in this machine's database no more.
+    await shard.database.run(
+        b"UPDATE windrow.schedule s SET zone = 'Nowhere/Gone', cron = '* * * * *', interval_us = NULL, "
+        b"wake_at = wake_at - interval '1 s' FROM windrow.org o "
+        b"WHERE o.org_id = s.org_id AND o.org = %(org)s AND s.name = 'b'",
+        {"org": org},
+    )
+    assert (await shard.fire()).jobs == 2
+    assert await shard.runs(org, ScheduleName("b")) == []
+
+
 async def test_the_books_count_the_jobs_of_schedules_as_accepted(shard: Shard, books: QueueAdmin, org: OrgId) -> None:
     await shard.create(org, ScheduleSpec(timing=await shard.hourly(), overlap=Overlap.ALLOW, catch_up=CatchUp.ALL))
     await shard.set_back(org, 5 * HOUR_US)
