@@ -222,16 +222,24 @@ def _progress_json(progress: job_pb2.Progress | str | None) -> dict[str, object]
     return {"done": stored.get("done", 0), "total": stored.get("total") or None, "note": stored.get("note") or None}
 
 
-def _scheduled_run_json(run: job_pb2.ScheduledRun | None) -> dict[str, object] | None:
-    """Returns which run of a schedule has stored a job; None: a producer enqueued it."""
+def _scheduled_run_json(run: job_pb2.ScheduledRun | str | None) -> dict[str, object] | None:
+    """Returns which run of a schedule has stored a job; None: a producer enqueued it. An exported job has it as the
+    shard stores it: as JSON, with times in microseconds."""
     if run is None:
         return None
-    return {
-        "schedule": run.schedule,
-        "at": time_json(run, "at"),
-        "previous_at": time_json(run, "previous_at"),
-        "cause": job_pb2.RunCause.Name(run.cause).removeprefix("RUN_CAUSE_").lower(),
-    }
+    if isinstance(run, str):
+        stored = json.loads(run)
+        cause, schedule = stored["cause"], stored["schedule"]
+        at, previous = (_stamp(stored.get(name)) for name in ("at", "previous"))
+    else:
+        cause, schedule = job_pb2.RunCause.Name(run.cause).removeprefix("RUN_CAUSE_").lower(), run.schedule
+        at, previous = run.at, run.previous_at if run.HasField("previous_at") else None
+    times = {"at": _moment_json(at), "previous_at": _moment_json(previous)}
+    return {"schedule": schedule, **times, "cause": cause}
+
+
+def _stamp(us: int | None) -> Timestamp | None:
+    return None if us is None else Timestamp(seconds=us // 1_000_000, nanos=us % 1_000_000 * 1000)
 
 
 # The keys of a job's JSON, in their order, and how each field is written. None: as it is.
