@@ -154,7 +154,7 @@ def _cron_after(cron: str, zone: str, moment: int) -> Iterator[int]:
 def _cron_until(cron: str, zone: str, moment: int) -> Iterator[int]:
     """Searches forwards in spans that lie further and further back, so that it finds the same instants as
     `_cron_after`."""
-    last, span_us = moment, _BACK_US
+    last, span_us = min(moment, _micros(_LAST)), _BACK_US
     while last >= _micros(_FIRST):
         before = last - span_us
         found = list(takewhile(last.__ge__, _cron_after(cron, zone, before)))

@@ -243,6 +243,16 @@ def test_what_has_no_instant_at_all_is_refused() -> None:
     assert "no instant" in fault.description
 
 
+@pytest.mark.parametrize("moment", [datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)])
+@pytest.mark.parametrize(
+    "timing", [Timing(cron="* * * * *"), Timing(interval_us=1_000_000), Timing(cron="0 0 29 2 1#5")]
+)
+def test_a_moment_at_the_end_of_time_takes_no_longer(timing: Timing, moment: datetime) -> None:
+    # It would take hours to look at each minute.
+    assert len(list(islice(calendar.after(timing, micros(moment)), 3))) == (3 if moment.year == 1 else 0)
+    assert len(list(islice(calendar.until(timing, micros(moment)), 3))) == (0 if moment.year == 1 else 3)
+
+
 def test_instants_come_in_order_without_end() -> None:
     found = list(
         islice(
