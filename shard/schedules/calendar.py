@@ -13,7 +13,7 @@ import functools
 import hashlib
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta, tzinfo
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import NamedTuple
 from zoneinfo import ZoneInfo, available_timezones
 
@@ -28,6 +28,8 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _FIRST, _LAST = datetime(1971, 1, 1, tzinfo=UTC), datetime(9000, 1, 1, tzinfo=UTC)
 # The first span that is searched backwards; each further one is twice as long.
 _BACK_US = 64_000_000
+# So many instants are looked for at once. A span of `_BACK_US` has no more.
+_BACK_MAX = 64
 _EXPRESSION_CHARS_MAX = 256
 _INTERVAL_US_MIN = 1_000_000
 _INTERVAL_US_MAX = 3650 * 86_400_000_000
@@ -153,11 +155,14 @@ def _cron_after(cron: str, zone: str, moment: int) -> Iterator[int]:
 
 def _cron_until(cron: str, zone: str, moment: int) -> Iterator[int]:
     """Searches forwards in spans that lie further and further back, so that it finds the same instants as
-    `_cron_after`."""
+    `_cron_after`. A span with too many instants is halved: most of them may lie long before the latest ones."""
     last, span_us = min(moment, _micros(_LAST)), _BACK_US
     while last >= _micros(_FIRST):
         before = last - span_us
-        found = list(takewhile(last.__ge__, _cron_after(cron, zone, before)))
+        found = list(islice(takewhile(last.__ge__, _cron_after(cron, zone, before)), _BACK_MAX + 1))
+        if len(found) > _BACK_MAX:
+            span_us //= 2
+            continue
         yield from reversed(found)
         last, span_us = before, span_us * 2
 

@@ -40,7 +40,7 @@ BATCH_MAX = 500
 # Runs of one transaction. A schedule that catches up may exceed it.
 _RUNS_MAX = 2000
 # After so many schedules were decided, other tasks get their turn.
-_AT_ONCE = 20
+_AT_ONCE = 5
 # When a schedule is looked at again that could not be decided.
 _AGAIN_US = 100_000
 _AGAIN_LATER_US = 60_000_000

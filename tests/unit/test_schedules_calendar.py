@@ -253,6 +253,14 @@ def test_a_moment_at_the_end_of_time_takes_no_longer(timing: Timing, moment: dat
     assert len(list(islice(calendar.until(timing, micros(moment)), 3))) == (0 if moment.year == 1 else 3)
 
 
+def test_the_latest_instants_are_found_without_those_before() -> None:
+    """Each second of February, seen from March: there are 2.4 million of them."""
+    march = micros(datetime(2026, 3, 20, tzinfo=UTC))
+    latest = micros(datetime(2026, 2, 28, 23, 59, 59, tzinfo=UTC))
+    timing = Timing(cron="* * * * 2 *")
+    assert list(islice(calendar.until(timing, march), 200)) == [latest - n * 1_000_000 for n in range(200)]
+
+
 def test_instants_come_in_order_without_end() -> None:
     found = list(
         islice(
