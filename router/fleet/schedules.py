@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from shard.errors import ClockSetBack, ShardError
@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 # The pause after a failure, and after a round in which no schedule could be decided.
 _PAUSE_S = 1.0
 _UNDECIDED_S = 0.1
+# For how long it is believed what other shards have answered about a job.
+_KNOWN_S = 2.0
 _REASON = "replaced by the next run of its schedule"
 
 
@@ -49,6 +51,8 @@ class Scheduler:
         self._may_fire = may_fire
         self._elsewhere = elsewhere
         self._changed = asyncio.Event()
+        # Whether jobs on which decisions depend are live, and until when that is believed, by the loop's clock.
+        self._known: dict[JobId, tuple[bool, float]] = {}
 
     def look(self) -> None:
         """A schedule may be due earlier than before."""
@@ -80,7 +84,6 @@ class Scheduler:
 
     async def _turn(self) -> float:
         """Fires what is due. Returns for how long there is nothing to do, in seconds."""
-        known: Mapping[JobId, bool] = {}
         is_more = False
         while self._may_fire():
             if not is_more:
@@ -89,8 +92,13 @@ class Scheduler:
                 left_s = self._sweep_s if wake.at is None else (wake.at - wake.now) / 1_000_000
                 if left_s > 0:
                     return min(left_s, self._sweep_s * random.uniform(0.9, 1.1))
+            loop = asyncio.get_running_loop()
+            self._known = {job: found for job, found in self._known.items() if loop.time() < found[1]}
+            known = {job: is_live for job, (is_live, _) in self._known.items()}
             fired = await self._firing.fire(is_whole=self._is_whole, known=known)
-            known = await self._learn(fired.needed)
+            until_s = loop.time() + _KNOWN_S
+            learned = await self._learn(fired.needed)
+            self._known.update((job, (is_live, until_s)) for job, is_live in learned.items())
             is_more = fired.taken == BATCH_MAX
             if not is_more and not fired.jobs:
                 # Other routers have locked what is due, or it waits for an answer.
