@@ -126,8 +126,12 @@ class Mover:
                 self._closed = True
                 queues = await move_steps.read_queues(source, move.slots)
                 buckets = await move_steps.read_buckets(source, move.slots)
-                await move_steps.open_slots(target, move.slots, epoch=move.epoch, queues=queues, buckets=buckets)
+                schedules = await move_steps.read_schedules(source, move.slots)
+                await move_steps.open_slots(
+                    target, move.slots, epoch=move.epoch, queues=queues, buckets=buckets, schedules=schedules
+                )
             case "switch":
+                await move_steps.delete_schedules(source, move.slots, epoch=move.epoch)
                 await catalog.switch_writer(self._catalog, move)
                 self._closed = False
             case "jobs":

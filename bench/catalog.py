@@ -16,6 +16,7 @@ from bench.scenarios import (
     lookup,
     placement,
     rotations,
+    schedules,
     why,
 )
 from bench.scenarios.grow import scenario as grow
@@ -39,6 +40,7 @@ SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
         "why": why.SCENARIO,
         "placement": placement.SCENARIO,
         "limits": limits.SCENARIO,
+        "schedules": schedules.SCENARIO,
         "scale": scale.SCENARIO,
     }
 )

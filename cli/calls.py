@@ -25,12 +25,13 @@ from windrow.v1 import server_pb2
 from windrow.v1.admin_pb2_grpc import AdminStub
 from windrow.v1.cluster_pb2_grpc import ClusterStub
 from windrow.v1.queue_pb2_grpc import QueueStub
+from windrow.v1.schedules_pb2_grpc import SchedulesStub
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 _DETAILS = "grpc-status-details-bin"
 # Submessages of requests, and fields whose option or argument has another name.
-_WITHIN = ("jobs", "template", "dedup", "acks", "nacks", "extends", "snoozes", "failure", "config")
+_WITHIN = ("jobs", "template", "dedup", "acks", "nacks", "extends", "snoozes", "failure", "config", "spec", "job")
 _TYPED = {
     "org": "ORG",
     "queue": "QUEUE",
@@ -38,6 +39,10 @@ _TYPED = {
     "kind": "KIND",
     "payload": "PAYLOAD",
     "ids": "ID",
+    "name": "NAME",
+    "timing": "--cron / --every / --at",
+    "interval": "--every",
+    "time_zone": "--tz",
     "visibility_window": "--window",
     "max_jobs": "--max",
     # The fields of a Failure.
@@ -81,6 +86,7 @@ class Router:
         self.queue = QueueStub(channel)
         self.admin = AdminStub(channel)
         self.cluster = ClusterStub(channel)
+        self.schedules = SchedulesStub(channel)
         self._check_health: grpc.UnaryUnaryMultiCallable[
             health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
         ] = channel.unary_unary(

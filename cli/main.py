@@ -33,6 +33,7 @@ from cli import (
     profiles,
     queues,
     recovery,
+    schedules,
     server_info,
     servers,
     shards,
@@ -140,6 +141,7 @@ for command in leases.COMMANDS:
     app.command(rich_help_panel=_WORK)(command)
 app.add_typer(jobs.app, name="jobs", rich_help_panel=_OPERATE)
 app.add_typer(queues.app, name="queues", rich_help_panel=_OPERATE)
+app.add_typer(schedules.app, name="schedules", rich_help_panel=_OPERATE)
 app.add_typer(orgs.app, name="orgs", rich_help_panel=_OPERATE)
 app.add_typer(limits.app, name="limits", rich_help_panel=_OPERATE)
 app.add_typer(keys.app, name="keys", rich_help_panel=_OPERATE)

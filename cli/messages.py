@@ -222,6 +222,26 @@ def _progress_json(progress: job_pb2.Progress | str | None) -> dict[str, object]
     return {"done": stored.get("done", 0), "total": stored.get("total") or None, "note": stored.get("note") or None}
 
 
+def _scheduled_run_json(run: job_pb2.ScheduledRun | str | None) -> dict[str, object] | None:
+    """Returns which run of a schedule has stored a job; None: a producer enqueued it. An exported job has it as the
+    shard stores it: as JSON, with times in microseconds."""
+    if run is None:
+        return None
+    if isinstance(run, str):
+        stored = json.loads(run)
+        cause, schedule = stored["cause"], stored["schedule"]
+        at, previous = (_stamp(stored.get(name)) for name in ("at", "previous"))
+    else:
+        cause, schedule = job_pb2.RunCause.Name(run.cause).removeprefix("RUN_CAUSE_").lower(), run.schedule
+        at, previous = run.at, run.previous_at if run.HasField("previous_at") else None
+    times = {"at": _moment_json(at), "previous_at": _moment_json(previous)}
+    return {"schedule": schedule, **times, "cause": cause}
+
+
+def _stamp(us: int | None) -> Timestamp | None:
+    return None if us is None else Timestamp(seconds=us // 1_000_000, nanos=us % 1_000_000 * 1000)
+
+
 # The keys of a job's JSON, in their order, and how each field is written. None: as it is.
 _JOB_JSON: Mapping[str, Callable[[Any], object] | None] = {
     "id": None,
@@ -247,6 +267,7 @@ _JOB_JSON: Mapping[str, Callable[[Any], object] | None] = {
     "retry": retry_json,
     "progress": _progress_json,
     "log": _text_json,
+    "scheduled_run": _scheduled_run_json,
     "attempts": lambda attempts: list(map(_attempt_json, attempts)),
     "history": lambda history: json.loads(history or "[]"),
     "shard": None,
@@ -302,6 +323,7 @@ def job_facts(job: job_pb2.LeasedJob | job_pb2.Job) -> list[tuple[str, str]]:
         ("progress", shown("progress", _progress_text)),
         ("log", shown("log")),
         ("finished", shown("finished_at", time)),
+        ("schedule", shown("scheduled_run", lambda run: f"{run.schedule}, run of {time(run.at)}")),
         ("dedup key", shown("dedup_key") + (" (while live)" if fields.get("dedup_while_live") else "")),
         ("attributes", "\n".join(f"{key}={value}" for key, value in sorted(job.attributes.items()))),
         ("shard", shown("shard")),

@@ -19,6 +19,10 @@ ShardError
 ├── TooManyRetentions     use a retention that the shard has
 ├── LimitReached          wait for `retry_after_s`; if it is None, send less at a time
 ├── TooManyLimits         remove a limit first, or use a default
+├── UnknownSchedule       name another schedule, or create this one
+├── ScheduleExists        update the schedule instead
+├── TooManySchedules      delete some first, or let one schedule do the work of several
+├── BadSchedule           correct the field that it names
 ├── UnknownShard          name a shard that ListShards lists
 ├── SlotMoves             pin the org when its slot no longer moves
 ├── NotPinned             nothing to do: the org lives on the shard of its hash slot
@@ -230,6 +234,32 @@ class TooManyLimits(ShardError):
         super().__init__(
             f"the cluster has {limits_max:,} limits, and may not have more: clear some, or set a default for all orgs"
         )
+
+
+class UnknownSchedule(ShardError):
+    def __init__(self, org: OrgId, schedule: str) -> None:
+        super().__init__(f"org {org!r} has no schedule {schedule!r}")
+
+
+class ScheduleExists(ShardError):
+    def __init__(self, org: OrgId, schedule: str) -> None:
+        super().__init__(f"org {org!r} already has a schedule {schedule!r}; update it instead")
+
+
+class TooManySchedules(ShardError):
+    def __init__(self, org: OrgId, *, schedules_max: int) -> None:
+        super().__init__(
+            f"org {org!r} has {schedules_max:,} schedules, the most that an org may have: delete some first"
+        )
+
+
+class BadSchedule(ShardError):
+    """A field of a request about a schedule, by its path, breaks a rule that only the shard can check."""
+
+    def __init__(self, field: str, description: str) -> None:
+        super().__init__(f"{field}: {description}")
+        self.field = field
+        self.description = description
 
 
 class UnknownShard(ShardError):

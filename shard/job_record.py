@@ -53,6 +53,8 @@ class JobRecord(NamedTuple):
     dedup_key: str | None
     live_key: str | None
     max_runtime_us: int | None
+    # JSON, as in shard/schedule.py.
+    scheduled_run: str | None
     deadline: Micros | None
     worker: str | None
     leased_at: Micros | None

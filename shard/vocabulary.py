@@ -188,6 +188,8 @@ JOB_CONTENT: Mapping[str, str] = {
 }
 # What consumers report while they hold a lease (Extend): columns of the tables of jobs.
 REPORTED = ("progress", "checkpoint")
+# What the schedule that stored a job tells about the run: columns of the tables of jobs (shard/schedule.py).
+OF_SCHEDULES = ("scheduled_run",)
 
 
 class Alteration(NamedTuple):
@@ -221,6 +223,7 @@ class Claimed(NamedTuple):
     trace: str | None = None
     max_runtime_us: int | None = None
     checkpoint: bytes | None = None
+    scheduled_run: str | None = None
     # The lease before this one, and its consumer, if that lease expired.
     expired_lease: int | None = None
     expired_worker: str | None = None

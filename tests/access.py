@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -17,6 +18,7 @@ import psycopg
 from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc.error_details_pb2 import ErrorInfo
 
 from router.gate.auth.access import access_of
@@ -29,13 +31,14 @@ from tests.issuers import token as signed_token
 from tests.jobs import job_id
 from tests.routers import PATIENCE_S, Routers, detail
 from tests.streams import QUEUE, acks, extends, new_job, start, window
-from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, limits_pb2, queue_pb2, server_pb2
+from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, limits_pb2, queue_pb2, schedules_pb2, server_pb2
 
 Metadata = tuple[tuple[str, str], ...]
 SERVICES = (
     queue_pb2.DESCRIPTOR.services_by_name["Queue"],
     admin_pb2.DESCRIPTOR.services_by_name["Admin"],
     cluster_pb2.DESCRIPTOR.services_by_name["Cluster"],
+    schedules_pb2.DESCRIPTOR.services_by_name["Schedules"],
 )
 METHODS = {f"{service.full_name}/{method.name}": method for service in SERVICES for method in service.methods}
 IN_ORG = [scope.value for scope in Scope if scope is not Scope.CLUSTER]
@@ -64,10 +67,20 @@ class Target:
     # The page token of a ListJobs, and that of a ListQueues.
     page_token: str = ""
     queue_page_token: str = ""
+    # A schedule, and the page token of a ListSchedules.
+    schedule: str = "daily"
+    schedule_page_token: str = ""
 
     def told_to(self, org: str) -> Target:
         """Returns the same things as another org would name them."""
         return replace(self, org=org)
+
+
+def new_schedule(org: str, name: str) -> schedules_pb2.CreateScheduleRequest:
+    """Returns a request for a schedule that is not due for a year."""
+    spec = schedules_pb2.ScheduleSpec(cron="0 0 1 1 *", start=Timestamp(seconds=int(time.time()) + 86_400))
+    job = job_pb2.JobTemplate(queue=QUEUE, kind="send")
+    return schedules_pb2.CreateScheduleRequest(org=org, name=name, spec=spec, job=job)
 
 
 # A request of each method that is allowed to callers of the org and changes something, if the method does.
@@ -110,6 +123,24 @@ REQUESTS: Mapping[str, Callable[[Target], Message]] = {
     "windrow.v1.Admin/GetStats": lambda it: admin_pb2.GetStatsRequest(org=it.org),
     "windrow.v1.Admin/ExplainJob": lambda it: admin_pb2.ExplainJobRequest(org=it.org, id=it.ready),
     "windrow.v1.Admin/ExplainQueue": lambda it: admin_pb2.ExplainQueueRequest(org=it.org, queue=it.queue),
+    "windrow.v1.Schedules/CreateSchedule": lambda it: new_schedule(it.org, "new"),
+    "windrow.v1.Schedules/UpdateSchedule": lambda it: schedules_pb2.UpdateScheduleRequest(
+        org=it.org, name=it.schedule, spec=schedules_pb2.ScheduleSpec(note="changed")
+    ),
+    "windrow.v1.Schedules/GetSchedule": lambda it: schedules_pb2.GetScheduleRequest(org=it.org, name=it.schedule),
+    "windrow.v1.Schedules/ListSchedules": lambda it: schedules_pb2.ListSchedulesRequest(org=it.org),
+    "windrow.v1.Schedules/DeleteSchedule": lambda it: schedules_pb2.DeleteScheduleRequest(org=it.org, name="other"),
+    "windrow.v1.Schedules/PauseSchedule": lambda it: schedules_pb2.PauseScheduleRequest(org=it.org, name=it.schedule),
+    "windrow.v1.Schedules/ResumeSchedule": lambda it: schedules_pb2.ResumeScheduleRequest(org=it.org, name=it.schedule),
+    "windrow.v1.Schedules/TriggerSchedule": lambda it: schedules_pb2.TriggerScheduleRequest(
+        org=it.org, name=it.schedule
+    ),
+    "windrow.v1.Schedules/BackfillSchedule": lambda it: schedules_pb2.BackfillScheduleRequest(
+        org=it.org, name=it.schedule, begin=Timestamp(seconds=86_400 * 20_000), end=Timestamp(seconds=86_400 * 20_002)
+    ),
+    "windrow.v1.Schedules/PreviewSchedule": lambda it: schedules_pb2.PreviewScheduleRequest(
+        org=it.org, name=it.schedule
+    ),
     "windrow.v1.Admin/ListLimits": lambda it: admin_pb2.ListLimitsRequest(org=it.org),
     "windrow.v1.Cluster/ListShards": lambda _: cluster_pb2.ListShardsRequest(),
     "windrow.v1.Cluster/CheckShard": lambda _: cluster_pb2.CheckShardRequest(shard="s1"),
@@ -366,6 +397,10 @@ def things_of(channel: grpc.Channel, org: str, metadata: Metadata) -> Target:
     keyed.dedup.key = "once"
     do("Queue/Enqueue", queue_pb2.EnqueueRequest(org=org, jobs=[keyed]))
     do("Admin/CreateQueue", admin_pb2.CreateQueueRequest(org=org, queue="empty"))
+    for name in ("daily", "other"):
+        do("Schedules/CreateSchedule", new_schedule(org, name))
+    schedules = do("Schedules/ListSchedules", schedules_pb2.ListSchedulesRequest(org=org, page_size=1))
+    assert schedules.next_page_token
     page = do("Admin/ListJobs", admin_pb2.ListJobsRequest(org=org, page_size=1))
     queues = do("Admin/ListQueues", admin_pb2.ListQueuesRequest(org=org, page_size=1))
     assert page.next_page_token
@@ -378,4 +413,5 @@ def things_of(channel: grpc.Channel, org: str, metadata: Metadata) -> Target:
         lease=held.lease,
         page_token=page.next_page_token,
         queue_page_token=queues.next_page_token,
+        schedule_page_token=schedules.next_page_token,
     )

@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from windrow.v1 import admin_pb2_grpc, cluster_pb2, cluster_pb2_grpc, queue_pb2_grpc
+from windrow.v1 import admin_pb2_grpc, cluster_pb2, cluster_pb2_grpc, queue_pb2_grpc, schedules_pb2_grpc
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 # The upper bound for all waits in a test.
@@ -51,6 +51,7 @@ class Stubs:
     queue: queue_pb2_grpc.QueueStub
     admin: admin_pb2_grpc.AdminStub
     cluster: cluster_pb2_grpc.ClusterStub
+    schedules: schedules_pb2_grpc.SchedulesStub
 
     def books(self, *shards: str) -> dict[tuple[str, str], cluster_pb2.OrgBooks]:
         """Returns the books of every org, by shard and org; asserts that they balance (I5)."""
@@ -151,6 +152,7 @@ def stubs(address: str, *options: tuple[str, object]) -> Generator[Stubs, None, 
             queue=queue_pb2_grpc.QueueStub(channel),
             admin=admin_pb2_grpc.AdminStub(channel),
             cluster=cluster_pb2_grpc.ClusterStub(channel),
+            schedules=schedules_pb2_grpc.SchedulesStub(channel),
         )
 
 

@@ -20,6 +20,7 @@ from shard.job_record import JobRecord
 from shard.lease_token import MalformedLease, parse_token
 from shard.placement.cluster_file import ShardState
 from shard.queue_settings import QueueSettings
+from shard.schedule import RunCause, ScheduledRun
 from shard.vocabulary import (
     MAX_ATTEMPTS_DEFAULT,
     RETENTION_DEFAULT,
@@ -55,6 +56,7 @@ ANSWERS: dict[Answer, job_pb2.JobAnswer.ValueType] = {
 STATES = {state.value: job_pb2.JobState.Value(f"JOB_STATE_{state.name}") for state in JobState}
 STATES_BY_NUMBER = {number: JobState(name) for name, number in STATES.items()}
 OUTCOMES = {outcome: job_pb2.AttemptOutcome.Value(f"ATTEMPT_OUTCOME_{outcome.name}") for outcome in Outcome}
+RUN_CAUSES = {cause: job_pb2.RunCause.Value(f"RUN_CAUSE_{cause.name}") for cause in RunCause}
 _ORG_SORTS = {cluster_pb2.OrgSort.Value(f"ORG_SORT_{sort.name}"): sort for sort in OrgSort}
 _ORGS_AGE_DEFAULT_US = 60_000_000
 SHARD_STATES = {state: cluster_pb2.ShardState.Value(f"SHARD_STATE_{state.name}") for state in ShardState}
@@ -292,6 +294,8 @@ def leased_job(job: Claimed, org: OrgId) -> job_pb2.LeasedJob:
         message.max_runtime.CopyFrom(duration(job.max_runtime_us))
     if job.checkpoint is not None:
         message.checkpoint = job.checkpoint
+    if job.scheduled_run is not None:
+        message.scheduled_run.CopyFrom(scheduled_run(job.scheduled_run))
     return message
 
 
@@ -324,6 +328,8 @@ def job(record: JobRecord, shard: ShardName) -> job_pb2.Job:
         message.expires_at.CopyFrom(timestamp(record.expires_at))
     if record.max_runtime_us is not None:
         message.max_runtime.CopyFrom(duration(record.max_runtime_us))
+    if record.scheduled_run is not None:
+        message.scheduled_run.CopyFrom(scheduled_run(record.scheduled_run))
     if record.state == "leased" and record.deadline is not None:
         message.lease_deadline.CopyFrom(timestamp(record.deadline))
     if record.finished_at is not None:
@@ -338,6 +344,15 @@ def job(record: JobRecord, shard: ShardName) -> job_pb2.Job:
             failure=None if attempt.failure is None else failure_message(attempt.failure),
             log=attempt.log,
         )
+    return message
+
+
+def scheduled_run(stored: str) -> job_pb2.ScheduledRun:
+    """Returns what a job has of the run that stored it."""
+    run = ScheduledRun.from_json(stored)
+    message = job_pb2.ScheduledRun(schedule=run.schedule, at=timestamp(run.at), cause=RUN_CAUSES[run.cause])
+    if run.previous is not None:
+        message.previous_at.CopyFrom(timestamp(run.previous))
     return message
 
 

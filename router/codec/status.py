@@ -48,6 +48,9 @@ CODES: dict[reasons.ErrorReason.ValueType, int] = {
     reasons.ERROR_REASON_TOO_MANY_QUEUES: RESOURCE_EXHAUSTED,
     reasons.ERROR_REASON_TOO_MANY_RETENTIONS: RESOURCE_EXHAUSTED,
     reasons.ERROR_REASON_LIMIT_REACHED: RESOURCE_EXHAUSTED,
+    reasons.ERROR_REASON_SCHEDULE_NOT_FOUND: code_pb2.NOT_FOUND,
+    reasons.ERROR_REASON_SCHEDULE_EXISTS: code_pb2.ALREADY_EXISTS,
+    reasons.ERROR_REASON_TOO_MANY_SCHEDULES: RESOURCE_EXHAUSTED,
     reasons.ERROR_REASON_SHARD_NOT_FOUND: code_pb2.NOT_FOUND,
     reasons.ERROR_REASON_SHARD_UNAVAILABLE: code_pb2.UNAVAILABLE,
     reasons.ERROR_REASON_DISK_FULL: code_pb2.UNAVAILABLE,
@@ -227,6 +230,14 @@ def status_of(error: BaseException) -> status_pb2.Status:
             return _status(reasons.ERROR_REASON_LIMIT_REACHED, str(error), reached_message(error), *details)
         case errors.TooManyLimits():
             return _status(reasons.ERROR_REASON_LIMIT_REACHED, str(error))
+        case errors.UnknownSchedule():
+            return _status(reasons.ERROR_REASON_SCHEDULE_NOT_FOUND, str(error))
+        case errors.ScheduleExists():
+            return _status(reasons.ERROR_REASON_SCHEDULE_EXISTS, str(error))
+        case errors.TooManySchedules():
+            return _status(reasons.ERROR_REASON_TOO_MANY_SCHEDULES, str(error))
+        case errors.BadSchedule():
+            return status_of(InvalidRequest([Violation(error.field, error.description)]))
         case errors.UnknownShard():
             return _status(reasons.ERROR_REASON_SHARD_NOT_FOUND, str(error))
         case errors.BadPageToken():

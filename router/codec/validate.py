@@ -29,7 +29,7 @@ from router.codec.status import InvalidRequest, Violation
 from shard.lease_token import TOKEN_BYTES, TOKEN_VERSION
 from shard.retry_policy import Exponential
 from shard.vocabulary import NewJobs, OrgId, QueueName
-from windrow.v1 import admin_pb2, job_pb2, queue_pb2
+from windrow.v1 import admin_pb2, job_pb2, queue_pb2, schedules_pb2
 
 _JOBS_MAX = 1000
 _CREDIT_MAX = 10_000
@@ -359,6 +359,8 @@ def _caps_below_the_first_delay(request: Message, reported: set[str]) -> Iterato
             )
         case admin_pb2.CreateQueueRequest() | admin_pb2.UpdateQueueRequest():
             policies = (("config.retry", request.config.retry),)
+        case schedules_pb2.CreateScheduleRequest() | schedules_pb2.UpdateScheduleRequest():
+            policies = (("job.retry", request.job.retry),) if request.job.HasField("retry") else ()
         case _:
             pass
     for path, message in policies:

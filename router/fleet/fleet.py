@@ -151,6 +151,7 @@ class Fleet:
                     confirm=self._confirm,
                     revoked=self.revocations.tell,
                     siblings=self.siblings,
+                    elsewhere=self._elsewhere,
                 )
                 member.start(self._group)
             self._members[entry.name] = member
@@ -244,6 +245,14 @@ class Fleet:
                 except TimeoutError:
                     why = f"{error}; no other shard was found to take them within {_UNOWNED_S_MAX:g} s"
                     raise PlacementChanging(member.name, why) from error
+
+    def _elsewhere(self, org: OrgId, name: ShardName) -> list[ShardHandle] | None:
+        """Returns the shards besides this one that may have live jobs of the org. None: by this router's copy of the
+        catalog, the shard does not take the org's jobs, so the copy is old. Raises ShardUnavailable."""
+        placement = self.placement(org)
+        if name not in placement.writes:
+            return None
+        return [self.placed(source) for source in placement.sources]
 
     def _catalog_changed(self, before: Catalog, after: Catalog) -> None:
         """Wakes the consumers of orgs whose shards have changed: they may have to wait on other shards."""

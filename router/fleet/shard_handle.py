@@ -11,6 +11,7 @@ from typing import Self
 from router.fleet.end_waits import EndWaits
 from router.fleet.handover import Handovers
 from router.fleet.periodic import attempt, every
+from router.fleet.schedules import Scheduler
 from router.fleet.siblings.frame import QueueKey
 from router.fleet.siblings.siblings import Siblings
 from router.fleet.wait_room import WaitRoom
@@ -24,7 +25,9 @@ from shard.queue import consumers_seen
 from shard.queue.doorbell import Doorbell
 from shard.queue.revocation import Revocation
 from shard.queue.store import Store
-from shard.vocabulary import ShardName
+from shard.schedules.firing import Firing
+from shard.schedules.schedule_admin import ScheduleAdmin
+from shard.vocabulary import OrgId, ShardName
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +46,8 @@ class ShardHandle:
     `prove` prepares a database for use, and raises a ShardError if it is not the database of this shard. `proved` is
     called when the shard can be used, and when it is reached by another DSN. `confirm` records a mark of the shard's
     history in the catalog, and returns whether it did. `revoked` is called with leases of this shard that ended without
-    their consumer, here or at another router.
+    their consumer, here or at another router. `elsewhere` returns the other shards that may have live jobs of an org;
+    None: this router does not know.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class ShardHandle:
         confirm: Callable[[ShardName, Made], Awaitable[bool]],
         revoked: Callable[[ShardName, Sequence[Revocation]], None],
         siblings: Siblings,
+        elsewhere: Callable[[OrgId, ShardName], Sequence[ShardHandle] | None],
     ) -> None:
         # The shard's entry in the current cluster file.
         self.entry = entry
@@ -84,6 +89,7 @@ class ShardHandle:
             on_migration=lambda: self._migrated.set(),
             on_awaited=lambda jobs: self.ends.awaited_elsewhere(jobs),
             on_ended=lambda jobs: self.ends.ended(jobs),
+            on_schedules=lambda: self.scheduler.look(),
         )
 
         def tell_all(revocations: Sequence[Revocation]) -> None:
@@ -96,6 +102,19 @@ class ShardHandle:
         self.room.on_ready = lambda org, queue: siblings.tell_ready(QueueKey(entry.name, org, queue))
         self.room.on_gone = lambda org, queue: siblings.tell_gone(QueueKey(entry.name, org, queue))
         self.handovers = Handovers(self.store, self.room, siblings)
+        self.scheduler: Scheduler = Scheduler(
+            Firing(self._queue_database, self.store),
+            self.store,
+            sweep_s=sweep_s,
+            may_fire=lambda: self.entry.state.takes_enqueues,
+            elsewhere=lambda org: elsewhere(org, entry.name),
+        )
+
+        def schedule_changed() -> None:
+            self.scheduler.look()
+            self._doorbell.tell_schedules()
+
+        self.schedule_admin = ScheduleAdmin(self._admin_database, self.store, schedule_changed)
         self.ends: EndWaits = EndWaits(self.store, self._doorbell)
         self._keeping: asyncio.Task[None] | None = None
         # Switches to the entry's new DSN.
@@ -202,6 +221,7 @@ class ShardHandle:
                 group.create_task(self._doorbell.run())
                 group.create_task(self.room.run())
                 group.create_task(self.ends.run())
+                group.create_task(self.scheduler.run())
                 group.create_task(self._check_schema())
                 group.create_task(self._record_consumers())
                 for interval_s, what, act in (

@@ -48,13 +48,29 @@ ANONYMOUS = "anonymous"
 # What the log keeps of requests, besides org and queue. A field of a request that is in neither set fails a test: its
 # author decides.
 RECORDED = frozenset(
-    {"amount", "config", "delay", "died_after", "died_before", "ids", "include_dead", "interval", "jobs", "kind"}
-    | {"limit", "measure", "priority", "reason", "run_at", "update_mask"}
+    {
+        "amount",
+        "begin",
+        "config",
+        "delay",
+        "died_after",
+        "died_before",
+        "end",
+        "ids",
+        "include_dead",
+        "interval",
+        "jobs",
+        "kind",
+    }
+    | {"limit", "measure", "name", "overlap", "paused", "priority", "reason", "request_id", "run_at", "spec"}
+    | {"update_mask"}
 )
 # The methods with the scope CLUSTER that change something.
 CLUSTER_CHANGES = frozenset({"windrow.v1.Cluster/SetLimit", "windrow.v1.Cluster/ClearLimit"})
 # The log keeps only the names of these: their values belong to the job.
 NAMES_ONLY = frozenset({"attributes"})
+# Of these templates of jobs, it keeps queue and kind only.
+TEMPLATES = frozenset({"job"})
 _ITEMS_MAX = 10
 _READS_S = 1.0
 _READERS_MAX = 1000
@@ -225,6 +241,8 @@ def recorded_of(request: Message) -> dict[str, object]:
         elif field.name in NAMES_ONLY:
             # The message Attributes has one map, `values`.
             kept[field.name] = sorted(audit.fit(name) for name in value.values)[:_ITEMS_MAX]
+        elif field.name in TEMPLATES:
+            kept[field.name] = {"queue": audit.fit(value.queue), "kind": audit.fit(value.kind)}
     return kept
 
 

@@ -33,12 +33,13 @@ from router.services.admin import AdminService
 from router.services.cluster import ClusterService
 from router.services.health import HealthService
 from router.services.queue import QueueService
+from router.services.schedules import SchedulesService
 from router.settings import RouterSettings
 from router.tls_settings import TlsSettings, tls_settings
 from shard.admin import audit as audit_log
 from shard.placement.cluster_file import Cluster
 from shard.placement.file_watcher import WatchedFile
-from windrow.v1 import admin_pb2, cluster_pb2, queue_pb2
+from windrow.v1 import admin_pb2, cluster_pb2, queue_pb2, schedules_pb2
 
 if TYPE_CHECKING:
     from router.process.certificates import Certificates
@@ -52,7 +53,12 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(
 
 # How long it may take to tell the watchers of the health service about a drain.
 _HEALTH_DRAIN_S_MAX = 1.0
-SERVICES = (QueueService.service_name, AdminService.service_name, ClusterService.service_name)
+SERVICES = (
+    QueueService.service_name,
+    AdminService.service_name,
+    ClusterService.service_name,
+    SchedulesService.service_name,
+)
 
 
 async def serve(
@@ -241,6 +247,7 @@ def _server(
     methods.add(queue, queue_pb2.DESCRIPTOR.services_by_name["Queue"])
     methods.add(AdminService(fleet, gate.buffer), admin_pb2.DESCRIPTOR.services_by_name["Admin"])
     methods.add(ClusterService(fleet, reloader), cluster_pb2.DESCRIPTOR.services_by_name["Cluster"])
+    methods.add(SchedulesService(fleet), schedules_pb2.DESCRIPTOR.services_by_name["Schedules"])
     # The generated code of these services adds handlers to a server; `methods` takes the server's place.
     to_methods = cast("grpc.aio.Server", methods)
     health_pb2_grpc.add_HealthServicer_to_server(checks, to_methods)

@@ -16,6 +16,7 @@ import psycopg
 from shard.errors import Misconfigured, ShardUnavailable
 from shard.placement import statements
 from shard.postgres import arrays
+from shard.postgres.connection import Connection
 from shard.postgres.pool import Database
 from shard.queue_settings import SETTING_COLUMNS, QueueSettings
 from shard.vocabulary import Micros, OrgId, QueueName, Slot
@@ -59,6 +60,21 @@ class BucketOfSlot(NamedTuple):
     version: int
 
 
+class SchedulesOfSlot(NamedTuple):
+    """Some rows of an org, as Postgres writes them: of windrow.schedule, or of windrow.schedule_run."""
+
+    slot: Slot
+    org: OrgId
+    rows: str
+
+
+class Schedules(NamedTuple):
+    """The schedules of slots, and what is known of their runs."""
+
+    schedules: Sequence[SchedulesOfSlot] = ()
+    runs: Sequence[SchedulesOfSlot] = ()
+
+
 class Remaining(NamedTuple):
     """How many unfinished jobs of a slot remain on a shard, in the order of count_remaining.sql's columns."""
 
@@ -100,6 +116,22 @@ async def read_buckets(database: Database, slots: Sequence[Slot]) -> list[Bucket
     return list(map(BucketOfSlot._make, rows))
 
 
+async def read_schedules(database: Database, slots: Sequence[Slot]) -> Schedules:
+    """Returns the schedules of the orgs of these slots."""
+    parameters = {"slots": arrays.numbers(slots)}
+    return Schedules(
+        [SchedulesOfSlot._make(row) for row in await database.run(statements.READ_SCHEDULES, parameters)],
+        [SchedulesOfSlot._make(row) for row in await database.run(statements.READ_SCHEDULE_RUNS, parameters)],
+    )
+
+
+async def delete_schedules(database: Database, slots: Sequence[Slot], *, epoch: int) -> None:
+    """Deletes the schedules of these slots on the source, after the target has stored them. A schedule thus fires on
+    the target only: the source has not owned the slots since it closed them."""
+    parameters = {"slots": arrays.numbers(slots), "state": "draining", "epoch": epoch}
+    await database.run(statements.DELETE_SCHEDULES, parameters)
+
+
 async def make_queues(database: Database, queues: Sequence[QueueOfSlot]) -> None:
     """Creates those of the queues that do not exist here, with the default configuration. Existing queues, even deleted
     ones, stay as they are, so this may be called at any time."""
@@ -139,9 +171,10 @@ async def open_slots(
     epoch: int,
     queues: Sequence[QueueOfSlot],
     buckets: Sequence[BucketOfSlot] = (),
+    schedules: Schedules | None = None,
 ) -> None:
-    """Lets the target take jobs of these slots, and gives its queues the configuration, and its orgs the buckets, that
-    they have on the closed source."""
+    """Lets the target take jobs of these slots, and gives its queues the configuration, and its orgs the buckets and
+    schedules, that they have on the closed source."""
     await make_queues(database, queues)
     async with database.transaction() as connection:
         # This comes first because it locks the slots: a second caller then finds nothing to do.
@@ -158,6 +191,23 @@ async def open_slots(
             await connection.run(
                 statements.CONFIGURE_QUEUES, _configuration([row for row in batch if row.queue is not None])
             )
+        if opened:
+            await _write_schedules(connection, sorted(opened), schedules or Schedules(), epoch=epoch)
+
+
+async def _write_schedules(connection: Connection, slots: Sequence[Slot], schedules: Schedules, *, epoch: int) -> None:
+    """Stores the schedules of slots that were opened in this transaction."""
+    # A shard that was restored from a backup may have schedules of an earlier stay.
+    parameters = {"slots": arrays.numbers(slots), "state": "owned", "epoch": epoch}
+    await connection.run(statements.DELETE_SCHEDULES, parameters)
+    for part in schedules.schedules:
+        if part.slot in slots:
+            await connection.run(
+                statements.WRITE_SCHEDULES, {"orgs": arrays.texts([part.org]), "rows": arrays.texts([part.rows])}
+            )
+    for part in schedules.runs:
+        if part.slot in slots:
+            await connection.run(statements.WRITE_SCHEDULE_RUNS, {"rows": arrays.texts([part.rows])})
 
 
 async def count_remaining(database: Database, slots: Sequence[Slot]) -> list[Remaining]:

@@ -27,6 +27,12 @@ What several statements share is written once, here, and included by name:
                          position in it; NULL means the first one
     {{retention_of(e)}}  the retention in days of jobs in the queue e.queue_id
     {{retention_default}}  the retention in days of jobs whose queue and org have none
+    {{schedule_spec(s)}}  the columns of SPEC_COLUMNS in shard/schedule.py
+    {{schedule_spec_values}}  the same as parameters
+    {{template_columns}}  the columns of TEMPLATE_COLUMNS in shard/schedule.py
+    {{template_values}}  the same as parameters
+    {{template_content(s)}}  job_content of a new job of the schedule s
+    {{schedule_record(s)}}  what lookups and lists read of the schedule s, except the payload
     {{finish_time}}      when a job finishes: now, but never before the latest recorded time. If the clock was set back,
                          a lookup by id would not find the job otherwise (shard/postgres/clock.py)
 
@@ -42,9 +48,10 @@ from pathlib import Path
 
 from shard.job_record import JobRecord
 from shard.queue_settings import GIVES_JOBS, SETTING_COLUMNS
-from shard.vocabulary import JOB_CONTENT, REPORTED, RETENTION_DEFAULT, Claimed
+from shard.schedule import SPEC_COLUMNS, TEMPLATE_COLUMNS
+from shard.vocabulary import JOB_CONTENT, OF_SCHEDULES, REPORTED, RETENTION_DEFAULT, Claimed
 
-_KEPT = (*JOB_CONTENT, *REPORTED)
+_KEPT = (*JOB_CONTENT, *REPORTED, *OF_SCHEDULES)
 # The other columns of these are texts.
 _BINARY, _JSON, _NUMBERS = {"payload", "checkpoint"}, {"attributes", "retry", "progress"}, {"max_runtime_us"}
 _CLAIMED = tuple(column for column in Claimed._fields if column in JOB_CONTENT)
@@ -65,9 +72,23 @@ _COLUMN_LISTS = {
     "short_content": tuple(column for column in _ANSWERED if column not in _BINARY | _JSON),
     "setting_columns": tuple(column.name for column in SETTING_COLUMNS.values()),
     "queue_settings": _SETTINGS,
+    "schedule_spec": tuple(SPEC_COLUMNS),
+    "template_columns": TEMPLATE_COLUMNS,
+    "schedule_record": (
+        *("id::text", "name", *SPEC_COLUMNS),
+        *(f"{name}::text" if name in _JSON else name for name in TEMPLATE_COLUMNS if name not in _BINARY),
+        *("created_at", "paused_at", "next_at", "last_at", "last_job::text", "buffered"),
+    ),
     # kept: the queue's retention, or else the org's.
     "effective_settings": tuple("kept" if column == "retention" else column for column in _SETTINGS),
 }
+
+
+def _type_of(column: str) -> str:
+    kinds = {"bytea": _BINARY, "jsonb": _JSON, "bigint": _NUMBERS, "smallint": {"priority", "max_attempts"}}
+    return next((type_ for type_, columns in kinds.items() if column in columns), "text")
+
+
 _EXPRESSIONS = {
     "unkeyed_content": ", ".join("NULL" if column == "live_key" else f"{{0}}.{column}" for column in _KEPT),
     "new_job_arrays": ", ".join(
@@ -85,6 +106,14 @@ _EXPRESSIONS = {
         f"ELSE coalesce(%({name})s::{column.type}, {{0}}.{column.name}) END"
         for name, column in SETTING_COLUMNS.items()
     ),
+    "schedule_spec_values": ", ".join(
+        f"timestamptz 'epoch' + %({name})s::bigint * interval '1 us'"
+        if type_ == "timestamptz"
+        else f"%({name})s::{type_}"
+        for name, type_ in SPEC_COLUMNS.items()
+    ),
+    "template_values": ", ".join(f"%({name})s::{_type_of(name)}" for name in TEMPLATE_COLUMNS),
+    "template_content": ", ".join(f"{{0}}.{name}" if name in TEMPLATE_COLUMNS else "NULL" for name in JOB_CONTENT),
     "gives_jobs": GIVES_JOBS,
     "history_with_lost": (
         "CASE WHEN {0}.lease IS NULL THEN {0}.history ELSE windrow.remember({0}.history, {0}.attempt, {0}.worker, "

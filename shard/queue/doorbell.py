@@ -41,6 +41,8 @@ _REVOKED = "-"
 # Sent before the ids of jobs whose ends this router awaits, and of jobs that may have ended.
 _AWAITED = "?"
 _ENDED = "!"
+# Sent alone: a schedule may be due earlier than before.
+_SCHEDULES = "@"
 # How many ids fit into one notification, and how many wait to be sent; further ones are dropped.
 _IDS_MAX = 230
 _IDS_WAITING_MAX = 10_000
@@ -53,6 +55,7 @@ class Doorbell:
     any queue may have jobs. `on_arrival` is called with the queues in which jobs arrived from another shard, and
     `on_revoked` with leases that ended at another router. `on_awaited` is called with the jobs (as 32 hexadecimal
     digits) whose ends another router awaits, and `on_ended` with awaited jobs that may have ended there.
+    `on_schedules` is called when a schedule was changed at another router, and when notifications may have been missed.
     `on_migration` is called after a migration, and when notifications may have been missed."""
 
     def __init__(
@@ -65,6 +68,7 @@ class Doorbell:
         on_migration: Callable[[], None] = lambda: None,
         on_awaited: Callable[[Collection[str]], None] = lambda _: None,
         on_ended: Callable[[Collection[str]], None] = lambda _: None,
+        on_schedules: Callable[[], None] = lambda: None,
     ) -> None:
         self._database = database
         self._on_ring = on_ring
@@ -73,6 +77,7 @@ class Doorbell:
         self._on_migration = on_migration
         self._on_awaited = on_awaited
         self._on_ended = on_ended
+        self._on_schedules = on_schedules
         self._listener = Listener(dsn, "windrow_work", self._on_message, application_name="windrow doorbell")
         database.went_away = self._listener.hang_up
         self._me = secrets.token_hex(8)
@@ -81,6 +86,7 @@ class Doorbell:
         self._revoked_leases = 0
         # By the sign that is sent before them.
         self._jobs: dict[str, set[str]] = {_AWAITED: set(), _ENDED: set()}
+        self._schedules = False
         self._calls = 0
         self._has_news = asyncio.Event()
         self._sending = asyncio.Lock()
@@ -109,6 +115,12 @@ class Doorbell:
     def tell_ended(self, jobs: Collection[str]) -> None:
         """Notifies the other routers soon that these jobs may have ended. That must have been committed."""
         self._tell(_ENDED, jobs)
+
+    def tell_schedules(self) -> None:
+        """Notifies the other routers soon that a schedule may be due earlier. That must have been committed."""
+        self._schedules = True
+        self._calls += 1
+        self._has_news.set()
 
     def _tell(self, sign: str, jobs: Collection[str]) -> None:
         if len(self._jobs[sign]) + len(jobs) <= _IDS_WAITING_MAX:
@@ -148,6 +160,9 @@ class Doorbell:
                 named = list(jobs)
                 jobs.clear()
                 texts += [sign + ",".join(named[at : at + _IDS_MAX]) for at in range(0, len(named), _IDS_MAX)]
+            if self._schedules:
+                self._schedules = False
+                texts.append(_SCHEDULES)
             if queues:
                 texts.append(",".join(map(str, queues)) if len(queues) <= _QUEUES_MAX else _ALL)
             if not texts:
@@ -163,6 +178,7 @@ class Doorbell:
     def _on_message(self, message: str | None) -> None:
         if message is None:
             self._on_ring(None)
+            self._on_schedules()
             self._on_migration()
             return
         sender, _, text = message.partition(" ")
@@ -175,6 +191,8 @@ class Doorbell:
                 self._on_revoked(revocation.from_text(text.removeprefix(_REVOKED)))
             elif text.startswith(_ARRIVED):
                 self._on_arrival(_queue_ids(text.removeprefix(_ARRIVED)))
+            elif text == _SCHEDULES:
+                self._on_schedules()
             elif text.startswith(_AWAITED):
                 self._on_awaited(text.removeprefix(_AWAITED).split(","))
             elif text.startswith(_ENDED):

@@ -490,6 +490,11 @@ class Store:
         await self._draws.finish()
         await self._single_calls.finish()
 
+    def runs_stored(self, queues: set[QueueId]) -> None:
+        """Schedules have stored jobs in these queues of this shard. That must have been committed."""
+        self._accepted_since_fold = True
+        self.on_visible(queues)
+
     # ── Upkeep ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def fold_tally(self) -> None:

@@ -238,6 +238,26 @@ def test_the_documentation_shows_what_the_command_prints(
         assert (code, steady(real)) == (step.code, steady(shown)), f"$ {step.command}\n{real}"
 
 
+def test_the_page_about_schedules_shows_what_the_command_prints(
+    windrow: Windrow, running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    documented = steps((ROOT / "docs/schedules.md").read_text())
+    names = Names()
+    assert len(documented) >= 8
+    # The page about the command has an org of this name too.
+    for step in documented:
+        typed = step.command.replace(" shop ", " calendar ")
+        code, real = play(names.apply(typed), windrow, running, tmp_path)
+        real = re.sub(r"\bcalendar\b", "shop", real)
+        names.learn(step.output, real)
+        assert (code, of_any_shard(steady(real))) == (step.code, of_any_shard(steady(names.apply(step.output))))
+
+
+def of_any_shard(text: str) -> str:
+    return re.sub(r'(shard"?:? "?)s[12]', r"\1s1", text)
+
+
 def test_what_the_readme_shows_of_history_does_as_it_says(
     windrow: Windrow, running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -510,7 +530,7 @@ def test_the_keys_of_a_job_are_the_documented_ones(windrow: Windrow) -> None:
     assert set(job) == {
         *("id", "queue", "kind", "state", "priority", "attempt", "max_attempts", "enqueued_at", "run_at", "expires_at"),
         *("lease_deadline", "finished_at", "worker", "reason", "dedup_key", "attributes", "retry", "attempts", "shard"),
-        *("progress", "log", "dedup_while_live", "max_runtime_s"),
+        *("progress", "log", "dedup_while_live", "max_runtime_s", "scheduled_run"),
     }
     assert job["state"] == "dead"
     (attempt,) = windrow("jobs", "get", "keys", str(job["id"]), "--json").documents[0]["attempts"]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import RunningCluster
+from windrow import SyncClient
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_S = 120.0
@@ -60,6 +61,19 @@ def test_every_program_of_the_clients_readme_runs(at: int, cluster: RunningClust
     # No collector is running.
     done = run([sys.executable, "-c", program], cluster, OTEL_SDK_DISABLED="true")
     assert done.returncode == 0, done.stderr
+
+
+def test_the_program_of_the_page_about_schedules_declares_them(cluster: RunningCluster) -> None:
+    (program,) = blocks("docs/schedules.md", "python")
+    # It is known what a worker does; here it ends when its schedules are declared.
+    declare = "import asyncio; asyncio.run(worker._declarations.keep())"
+    done = run([sys.executable, "-c", program.replace("windrow.run(worker)", declare)], cluster)
+    assert done.returncode == 0, done.stderr
+    with SyncClient(cluster.address, org="shop") as client:
+        assert [one.name for one in client.list_schedules(declared_by="shop-worker")] == [
+            "refresh-prices",
+            "send_digest",
+        ]
 
 
 @pytest.mark.parametrize(("at", "says"), [(0, "the stream ended with OK"), (1, "a card to ada")])

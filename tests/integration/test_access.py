@@ -35,7 +35,7 @@ from tests.issuers import jwks, jwt_table, put, signing_key
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, running_routers, write_cluster
 from tests.streams import start
-from windrow.v1 import admin_pb2, queue_pb2
+from windrow.v1 import admin_pb2, queue_pb2, schedules_pb2
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,9 @@ NAMING: dict[str, Callable[[Target], Message]] = {
             *("Queue/FindJob", "Queue/CancelJobs", "Queue/AlterJobs", "Queue/RedriveJobs", "Queue/WaitJob"),
             *("Admin/GetQueue", "Admin/UpdateQueue", "Admin/DeleteQueue", "Admin/PauseQueue", "Admin/PurgeQueue"),
             *("Admin/ResumeQueue", "Admin/RedriveQueue", "Admin/ListJobs", "Admin/RestoreJobs", "Admin/GetStats"),
-            *("Admin/ExplainJob", "Admin/ExplainQueue"),
+            *("Admin/ExplainJob", "Admin/ExplainQueue", "Schedules/GetSchedule", "Schedules/UpdateSchedule"),
+            *("Schedules/DeleteSchedule", "Schedules/PauseSchedule", "Schedules/ResumeSchedule"),
+            *("Schedules/TriggerSchedule", "Schedules/BackfillSchedule", "Schedules/PreviewSchedule"),
         )
     },
     "Queue/Consume": lambda it: queue_pb2.ConsumeRequest(
@@ -124,6 +126,9 @@ NAMING: dict[str, Callable[[Target], Message]] = {
     ),
     "Admin/ListQueues": lambda it: admin_pb2.ListQueuesRequest(org=it.org, page_token=it.queue_page_token),
     "Admin/CountJobs": lambda it: admin_pb2.CountJobsRequest(org=it.org, page_token=it.page_token),
+    "Schedules/ListSchedules": lambda it: schedules_pb2.ListSchedulesRequest(
+        org=it.org, page_token=it.schedule_page_token
+    ),
 }
 
 

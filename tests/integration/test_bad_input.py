@@ -36,7 +36,7 @@ from tests.postgres import Server
 from tests.routers import PATIENCE_S, Stubs, fields_of, running_routers, stubs, violated_fields, write_cluster
 from tests.streams import extends
 from tests.verbs import lease_request
-from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
+from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2, schedules_pb2
 
 SHARDS = ("s1", "s2")
 ORG = "seeded"
@@ -566,6 +566,93 @@ def seed(both: Stubs) -> None:
     assert states == set(job_pb2.JobState.values()) - {job_pb2.JOB_STATE_UNSPECIFIED}
 
 
+def schedule_cases() -> Iterator[Bad]:
+    """test_schedules_calls.py has what is wrong with a timing."""
+    good: dict[str, Any] = {"org": ORG, "name": "daily"}
+    spec, job = {"cron": "0 0 1 1 *"}, {"queue": QUEUE, "kind": "send"}
+    past, now = Timestamp(seconds=1_000_000_000), Timestamp(seconds=1_000_086_400)
+    requests: dict[str, tuple[type[Message], dict[str, Any]]] = {
+        "CreateSchedule": (schedules_pb2.CreateScheduleRequest, {**good, "spec": spec, "job": job}),
+        "UpdateSchedule": (schedules_pb2.UpdateScheduleRequest, {**good, "spec": spec}),
+        "GetSchedule": (schedules_pb2.GetScheduleRequest, good),
+        "ListSchedules": (schedules_pb2.ListSchedulesRequest, {"org": ORG}),
+        "DeleteSchedule": (schedules_pb2.DeleteScheduleRequest, good),
+        "PauseSchedule": (schedules_pb2.PauseScheduleRequest, good),
+        "ResumeSchedule": (schedules_pb2.ResumeScheduleRequest, good),
+        "TriggerSchedule": (schedules_pb2.TriggerScheduleRequest, good),
+        "BackfillSchedule": (schedules_pb2.BackfillScheduleRequest, {**good, "begin": past, "end": now}),
+        "PreviewSchedule": (schedules_pb2.PreviewScheduleRequest, good),
+    }
+
+    def of(rpc: str, field: str, values: dict[str, Any], **more: Any) -> Iterator[Bad]:
+        make, fields = requests[rpc]
+        yield from each(rpc, make, field, values, {**fields, **more})
+
+    for rpc in requests:
+        yield from of(rpc, "org", ORGS)
+        if rpc != "ListSchedules":
+            yield from of(rpc, "name", NAMES)
+    yield from of("CreateSchedule", "spec", {"absent": None})
+    yield from of("CreateSchedule", "job", {"absent": None})
+    yield from of("ListSchedules", "page_size", PAGE_SIZES)
+    yield from of("ListSchedules", "page_token", NAME_TOKENS)
+    yield from of("ListSchedules", "declared_by", {"too long": "x" * 129, "with a line break": "a\n"})
+    yield from of("TriggerSchedule", "request_id", {why: bad for why, bad in IDS.items() if bad})
+    yield from of("PreviewSchedule", "count", {**NUMBERS_BELOW_0, "above 100": 101})
+    broken = {"before the year 1": Timestamp(seconds=-62_135_596_801), "bad nanoseconds": Timestamp(nanos=-1)}
+    yield from of("PreviewSchedule", "after", broken)
+    for field in ("begin", "end"):
+        yield from of("BackfillSchedule", field, {"absent": None, **broken})
+    yield from of("BackfillSchedule", "overlap", {"unspecified": 0, "cancel running": 5, "unknown": 99})
+    yield from of("BackfillSchedule", "end", {"before begin": Timestamp(seconds=999_999_999)})
+    make, fields = requests["CreateSchedule"]
+    jobs = {
+        "job.queue": {**job, "queue": ""},
+        "job.kind": {**job, "kind": "a b"},
+        "job.priority": {**job, "priority": 10},
+        "job.payload": {**job, "payload": b"x" * 65_537},
+        "job.retry.exponential.max_delay": {
+            **job,
+            "retry": {"exponential": {"initial_delay": Duration(seconds=9), "max_delay": Duration(seconds=1)}},
+        },
+    }
+    for path, bad in jobs.items():
+        yield Bad("CreateSchedule", path, "bad", make(**{**fields, "job": bad}))
+    yield Bad(
+        "UpdateSchedule",
+        "job.payload",
+        "too large",
+        schedules_pb2.UpdateScheduleRequest(
+            **good, job=job_pb2.JobTemplate(queue=QUEUE, kind="send", payload=b"x" * 65_537)
+        ),
+    )
+    masks = {"unknown": "colour", "nested": "spec.note", "of a timing that is not there": "interval"}
+    for why, path in masks.items():
+        mask = FieldMask(paths=["note", path])
+        yield Bad(
+            "UpdateSchedule",
+            "update_mask.paths[1]",
+            why,
+            schedules_pb2.UpdateScheduleRequest(
+                **good, spec=schedules_pb2.ScheduleSpec(cron="0 0 1 1 *"), update_mask=mask
+            ),
+        )
+    preview = schedules_pb2.PreviewScheduleRequest
+    yield Bad(
+        "PreviewSchedule",
+        "spec.note",
+        "bad",
+        preview(org=ORG, spec=schedules_pb2.ScheduleSpec(cron="0 0 1 1 *", note="\x00")),
+    )
+    yield Bad(
+        "PreviewSchedule", "spec.cron", "bad", preview(org=ORG, spec=schedules_pb2.ScheduleSpec(cron="60 * * * *"))
+    )
+    update, changed = requests["UpdateSchedule"]
+    yield Bad("UpdateSchedule", "spec.note", "bad", update(**{**changed, "spec": {"note": "\x00"}}))
+    for field, value in {"overlap": 99, "catch_up": 99, "note": "\x00", "declared_by": "x" * 129}.items():
+        yield Bad("CreateSchedule", f"spec.{field}", "bad", make(**{**fields, "spec": {**spec, field: value}}))
+
+
 def books_of(both: Stubs) -> dict[tuple[str, str], bytes]:
     return {place: one.SerializeToString() for place, one in both.books(*SHARDS).items()}
 
@@ -577,12 +664,12 @@ def refusal(call: Callable[[], object]) -> grpc.RpcError:
 
 
 def send(both: Stubs, rpc: str, request: Message) -> object:
-    service = next(one for one in (both.queue, both.admin, both.cluster) if hasattr(one, rpc))
+    service = next(one for one in (both.queue, both.admin, both.cluster, both.schedules) if hasattr(one, rpc))
     answer = getattr(service, rpc)(request, timeout=PATIENCE_S)
     return list(answer) if rpc == "CheckShard" else answer
 
 
-CASES = [*queue_cases(), *admin_cases()]
+CASES = [*queue_cases(), *admin_cases(), *schedule_cases()]
 
 
 @pytest.fixture(scope="module")
@@ -606,6 +693,7 @@ def test_every_rpc_that_takes_input_is_among_the_bad_requests() -> None:
         queue_pb2.DESCRIPTOR.services_by_name["Queue"],
         admin_pb2.DESCRIPTOR.services_by_name["Admin"],
         cluster_pb2.DESCRIPTOR.services_by_name["Cluster"],
+        schedules_pb2.DESCRIPTOR.services_by_name["Schedules"],
     )
     takes_input = {
         (method.name, field.name)
@@ -617,7 +705,7 @@ def test_every_rpc_that_takes_input_is_among_the_bad_requests() -> None:
     }
     seen = {(bad.rpc, bad.field.partition("[")[0].partition(".")[0]) for bad in CASES}
     # A queue's configuration is only bad if one of its fields is.
-    free = {"independent", "include_payload", "include_dead", "include_finished", "not_killed"}
+    free = {"independent", "include_payload", "include_dead", "include_finished", "not_killed", "paused"}
     assert {place for place in takes_input - seen if place[1] not in free} == set()
 
 

@@ -104,8 +104,9 @@ async def explain(connection: Connection, run: Run) -> Plan:
         prepare=False,
     )
     ((name, generic_plans),) = await cursor.fetchall()
-    literals = sql.SQL(", ").join(_literal(parameters[key]) for key in _keys(statement))
-    text = sql.SQL("EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) EXECUTE {} ({})").format(sql.Identifier(name), literals)
+    literals = [_literal(parameters[key]) for key in _keys(statement)]
+    given = sql.SQL("({})").format(sql.SQL(", ").join(literals)) if literals else sql.SQL("")
+    text = sql.SQL("EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) EXECUTE {} {}").format(sql.Identifier(name), given)
     cursor = await connection.execute(text, prepare=False)
     row = await cursor.fetchone()
     assert row is not None

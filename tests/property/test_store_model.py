@@ -33,6 +33,9 @@ from shard.queue.settle import Nack, Settlement, Snooze
 from shard.queue.store import Store
 from shard.queue_settings import QueueSettings
 from shard.retry_policy import Fixed, to_json
+from shard.schedule import TEMPLATE_COLUMNS, ScheduleName, ScheduleSpec, Timing
+from shard.schedules.firing import Firing
+from shard.schedules.schedule_admin import ScheduleAdmin
 from shard.vocabulary import (
     MAX_ATTEMPTS_DEFAULT,
     Alteration,
@@ -40,6 +43,7 @@ from shard.vocabulary import (
     Failure,
     JobId,
     Lease,
+    Micros,
     NewJobs,
     OrgId,
     Outcome,
@@ -676,6 +680,7 @@ class StoreMachine(RuleBasedStateMachine):
                 "purge",
                 "pause",
                 "resume",
+                "fire",
                 "sweep",
                 "fold",
                 "restart",
@@ -697,6 +702,8 @@ class StoreMachine(RuleBasedStateMachine):
                 self.purge(org, queue, include_dead=store == 0)
             case "pause" | "resume":
                 self.pause_or_resume(org, queue, paused=call == "pause")
+            case "fire":
+                self.fire(org, queue, self.stores[store])
             case "sweep":
                 self.do(self.stores[store].sweep())
             case "fold":
@@ -758,6 +765,41 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.do(call) == len(chosen)
         for job in chosen:
             job.cancel()
+
+    def fire(self, org: int, queue: QueueName, store: Store) -> None:
+        """A schedule stores a job, and a router that comes after finds nothing to do."""
+        tenant, name = self.orgs[org], ScheduleName(f"s{next(_numbers)}")
+        admin, firing = ScheduleAdmin(self.world.database, store), Firing(self.world.database, store)
+        spec = ScheduleSpec(timing=Timing(at=Micros(1_700_000_000_000_000)))
+        template = {
+            **dict.fromkeys(TEMPLATE_COLUMNS),
+            "queue": queue,
+            "kind": "k",
+            "payload": b"x",
+            "retry": to_json(Fixed(delay_us=HOUR_US)),
+        }
+        self.do(admin.create(tenant, name, spec, template, paused=False, epoch=1))
+        due = b"UPDATE windrow.schedule SET next_at = once_at, wake_at = now() WHERE name = %(name)s"
+        self.do(self.world.database.run(due, {"name": name}))
+        assert self.do(firing.fire()).jobs == 1
+        assert self.do(firing.fire()).jobs == 0
+        stored = self.do(admin.get(tenant, name)).schedule.last_job
+        assert stored is not None
+        self.queues.add((tenant, queue))
+        made = Wish(
+            id=stored,
+            org=tenant,
+            queue=queue,
+            priority=5,
+            delayed=False,
+            retry_at_once=False,
+            max_attempts=None,
+            expires=False,
+            key=None,
+            while_live=False,
+        )
+        self.model[stored] = Job(wish=made, state="ready", since=self.step)
+        self.do(admin.delete(tenant, name, epoch=1))
 
     def pause_or_resume(self, org: int, queue: QueueName, paused: bool) -> None:
         name = self.orgs[org], queue

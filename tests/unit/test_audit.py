@@ -8,9 +8,9 @@ import json
 from google.protobuf.descriptor import Descriptor
 
 from router.codec.status import InvalidRequest, Violation
-from router.gate.audit import CLUSTER_CHANGES, NAMES_ONLY, RECORDED, outcome_of, recorded_of
+from router.gate.audit import CLUSTER_CHANGES, NAMES_ONLY, RECORDED, TEMPLATES, outcome_of, recorded_of
 from shard.admin import audit
-from windrow.v1 import access_pb2, admin_pb2, cluster_pb2, queue_pb2
+from windrow.v1 import access_pb2, admin_pb2, cluster_pb2, job_pb2, queue_pb2, schedules_pb2
 
 # Fields of these names must never be in the log, wherever they are.
 SECRET = {"payload", "result", "token", "secret", "password", "checkpoint", "log"}
@@ -21,6 +21,7 @@ def audited_requests() -> list[Descriptor]:
         queue_pb2.DESCRIPTOR.services_by_name["Queue"],
         admin_pb2.DESCRIPTOR.services_by_name["Admin"],
         cluster_pb2.DESCRIPTOR.services_by_name["Cluster"],
+        schedules_pb2.DESCRIPTOR.services_by_name["Schedules"],
     )
     return [
         method.input_type
@@ -33,7 +34,7 @@ def audited_requests() -> list[Descriptor]:
 
 def test_every_field_of_an_audited_request_is_recorded_or_left_out_on_purpose() -> None:
     names = {field.name for request in audited_requests() for field in request.fields} - {"org", "queue"}
-    assert names == RECORDED | NAMES_ONLY
+    assert names == RECORDED | NAMES_ONLY | TEMPLATES
 
 
 def test_no_recorded_message_has_a_field_for_content() -> None:
@@ -63,6 +64,15 @@ def test_long_lists_and_texts_are_cut() -> None:
     assert len(str(kept["reason"])) == 200
     values = queue_pb2.Attributes(values={f"key-{at:03}": "secret" for at in range(100)})
     assert "secret" not in str(recorded_of(queue_pb2.AlterJobsRequest(org="a", ids=["1"], attributes=values)))
+
+
+def test_of_the_jobs_of_a_schedule_only_queue_and_kind_are_kept() -> None:
+    job = job_pb2.JobTemplate(queue="mail", kind="send", payload=b"secret", attributes={"key": "secret"})
+    request = schedules_pb2.CreateScheduleRequest(
+        org="a", name="daily", spec=schedules_pb2.ScheduleSpec(cron="0 8 * * *"), job=job
+    )
+    kept = recorded_of(request)
+    assert kept == {"name": "daily", "spec": {"cron": "0 8 * * *"}, "job": {"queue": "mail", "kind": "send"}}
 
 
 def test_an_entry_has_at_most_a_kibibyte_whatever_it_is_about() -> None:

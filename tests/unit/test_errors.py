@@ -50,6 +50,9 @@ RAISED: dict[str, Callable[[], BaseException]] = {
     "QUEUE_EXISTS": lambda: errors.QueueExists(ACME, MAIL),
     "QUEUE_NOT_EMPTY": lambda: errors.QueueNotEmpty(ACME, MAIL),
     "TOO_MANY_QUEUES": lambda: errors.TooManyQueues(S1, ACME, [MAIL], queues_max=1),
+    "SCHEDULE_NOT_FOUND": lambda: errors.UnknownSchedule(ACME, "daily"),
+    "SCHEDULE_EXISTS": lambda: errors.ScheduleExists(ACME, "daily"),
+    "TOO_MANY_SCHEDULES": lambda: errors.TooManySchedules(ACME, schedules_max=10_000),
     "LIMIT_REACHED": lambda: errors.LimitReached(
         ACME,
         Limit(LimitKey(ACME, MAIL, Measure.JOBS), 10, 1_000_000, 1),

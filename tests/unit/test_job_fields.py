@@ -13,8 +13,10 @@ from google.protobuf.message import Message
 from router.codec import convert
 from shard.job_record import NOT_REPEATED, JobRecord, as_new
 from shard.queue import statements
+from shard.schedules.statements import STORE_RUNS
 from shard.vocabulary import (
     JOB_CONTENT,
+    OF_SCHEDULES,
     REPORTED,
     SPARSE_COLUMNS,
     Claimed,
@@ -49,6 +51,7 @@ RECORD = JobRecord(
     reason="reason",
     history=None,
     progress='{"done": 3}',
+    scheduled_run='{"schedule":"daily","at":5,"previous":4,"cause":"schedule"}',
     checkpoint=b"checkpoint",
     **{
         column: getattr(fullest_job(ORG), array)[0]
@@ -69,6 +72,7 @@ CLAIMED = Claimed(
     deadline=Micros(4),
     expired=False,
     checkpoint=b"checkpoint",
+    scheduled_run=RECORD.scheduled_run,
     **{
         column: getattr(fullest_job(ORG), array)[0]
         for column, array in JOB_CONTENT.items()
@@ -91,8 +95,9 @@ def test_every_insert_of_a_stored_job_names_what_consumers_reported() -> None:
     for package in PACKAGES:
         for statement in loaded(package).values():
             for columns in INSERT.findall(statement.decode()):
-                if statement not in (statements.ENQUEUE, statements.ENQUEUE_PLAIN):
-                    assert set(re.findall(r"\w+", columns)) >= set(REPORTED), statement.name
+                # These make new jobs.
+                if statement not in (statements.ENQUEUE, statements.ENQUEUE_PLAIN, STORE_RUNS):
+                    assert set(re.findall(r"\w+", columns)) >= {*REPORTED, *OF_SCHEDULES}, statement.name
 
 
 def test_other_inserts_of_jobs_copy_whole_rows() -> None:
@@ -161,7 +166,9 @@ def test_a_field_of_a_new_job_is_in_its_columns(kind: type[Message]) -> None:
         assert convert.new_jobs(ORG, [job], trace=None) != plain, field.name
 
 
-@pytest.mark.parametrize("column", [column for column in (*JOB_CONTENT, *REPORTED) if column in JobRecord._fields])
+@pytest.mark.parametrize(
+    "column", [column for column in (*JOB_CONTENT, *REPORTED, *OF_SCHEDULES) if column in JobRecord._fields]
+)
 def test_a_column_of_a_record_is_in_its_message(column: str) -> None:
     shard = ShardName("s1")
     nothing: Any = "" if column == "kind" else None
@@ -169,7 +176,9 @@ def test_a_column_of_a_record_is_in_its_message(column: str) -> None:
     assert convert.job(without, shard) != convert.job(RECORD, shard)
 
 
-@pytest.mark.parametrize("column", [column for column in (*JOB_CONTENT, *REPORTED) if column in Claimed._fields])
+@pytest.mark.parametrize(
+    "column", [column for column in (*JOB_CONTENT, *REPORTED, *OF_SCHEDULES) if column in Claimed._fields]
+)
 def test_a_column_of_a_claim_is_in_its_message(column: str) -> None:
     if column == "payload":
         pytest.skip("fast_write adds it")

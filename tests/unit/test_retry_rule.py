@@ -12,7 +12,7 @@ from grpc import StatusCode
 from windrow.calls import FINAL
 
 ROOT = Path(__file__).resolve().parents[2]
-# What ends a call of Admin or Cluster besides.
+# What ends a call of Admin, Cluster or Schedules besides.
 ANSWERS = {StatusCode.NOT_FOUND, StatusCode.ALREADY_EXISTS, StatusCode.FAILED_PRECONDITION}
 UNASKED = {StatusCode.RESOURCE_EXHAUSTED}
 
@@ -38,7 +38,7 @@ def test_the_contract_lists_what_ends_a_call() -> None:
     assert codes(unasked) == UNASKED
     assert codes(answers) == ANSWERS
     assert "RESOURCE_EXHAUSTED without RetryInfo, if it ended a unary call" in unasked
-    assert "Admin or Cluster" in answers
+    assert "Admin, Cluster or Schedules" in answers
 
 
 def test_the_page_about_errors_has_the_rule_of_the_contract() -> None:
@@ -63,8 +63,8 @@ def test_pages_and_examples_name_the_four_that_end_a_call_everywhere(file: str, 
     assert codes(part(file, begin, end)) == FINAL
 
 
-def test_the_page_about_other_languages_names_what_else_ends_calls_of_admin_and_cluster() -> None:
-    assert codes(part("docs/clients.md", "Calls of `Admin` and `Cluster` also end with", ".")) == ANSWERS
+def test_the_page_about_other_languages_names_what_else_ends_calls_of_the_other_services() -> None:
+    assert codes(part("docs/clients.md", "Calls of `Admin`, `Cluster` and `Schedules` also end with", ".")) == ANSWERS
 
 
 def test_grpc_itself_repeats_nothing_that_the_rule_does_not_repeat() -> None:

@@ -15,6 +15,7 @@ from shard.placement import statements as placement
 from shard.postgres import statements as postgres
 from shard.postgres.sql_loader import Statement, load
 from shard.queue import statements as queue
+from shard.schedules import statements as schedules
 
 SHARD = Path(__file__).resolve().parents[2] / "shard"
 PACKAGES = {
@@ -24,6 +25,7 @@ PACKAGES = {
     "placement": placement,
     "postgres": postgres,
     "queue": queue,
+    "schedules": schedules,
 }
 # Statements of other packages that a package may run, by the package that owns them.
 SHARED = {

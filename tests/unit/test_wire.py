@@ -16,6 +16,7 @@ from router.services.consume_stream import request_id_of
 from shard.lease_token import parse_token, token, token_prefix
 from shard.queue.pending_enqueue import Handed, Taker
 from shard.queue.store import Store
+from shard.schedule import RunCause, ScheduledRun, ScheduleName
 from shard.vocabulary import Claimed, JobId, Lease, Micros, NewJobs, OrgId, QueueName, ShardName
 from tests.jobs import job_id
 from windrow.v1 import job_pb2, queue_pb2
@@ -59,6 +60,15 @@ def dashed(text: str) -> JobId:
     return JobId("-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:])))
 
 
+RUNS = st.builds(
+    ScheduledRun,
+    schedule=st.sampled_from(["daily", "s" * 128]).map(ScheduleName),
+    at=MICROS,
+    previous=st.none() | MICROS,
+    cause=st.sampled_from(RunCause),
+).map(ScheduledRun.to_json)
+
+
 def claimed_jobs(lease: int) -> st.SearchStrategy[Claimed]:
     return st.builds(
         Claimed,
@@ -79,6 +89,7 @@ def claimed_jobs(lease: int) -> st.SearchStrategy[Claimed]:
         expired=st.just(False),
         max_runtime_us=st.none() | st.integers(1_000_000, 2_592_000_000_000),
         checkpoint=st.none() | PAYLOADS,
+        scheduled_run=st.none() | RUNS,
     )
 
 
@@ -101,6 +112,7 @@ def as_message(job: Claimed) -> job_pb2.LeasedJob:
         trace=job_pb2.TraceContext(traceparent=parent, tracestate=state) if job.trace is not None else None,
         max_runtime=None if job.max_runtime_us is None else convert.duration(job.max_runtime_us),
         checkpoint=job.checkpoint or b"",
+        scheduled_run=None if job.scheduled_run is None else convert.scheduled_run(job.scheduled_run),
     )
 
 

@@ -19,24 +19,27 @@ from windrow.tls import Pem, Tls, chosen, credentials, read
 from windrow.v1.admin_pb2_grpc import AdminStub
 from windrow.v1.cluster_pb2_grpc import ClusterStub
 from windrow.v1.queue_pb2_grpc import QueueStub
+from windrow.v1.schedules_pb2_grpc import SchedulesStub
 
 if TYPE_CHECKING:
     # Only the stubs know them.
     from windrow.v1.admin_pb2_grpc import AdminAsyncStub
     from windrow.v1.cluster_pb2_grpc import ClusterAsyncStub
     from windrow.v1.queue_pb2_grpc import QueueAsyncStub
+    from windrow.v1.schedules_pb2_grpc import SchedulesAsyncStub
 
-    class Stub(QueueAsyncStub, AdminAsyncStub, ClusterAsyncStub):  # pyright: ignore[reportGeneralTypeIssues]
+    class Stub(QueueAsyncStub, AdminAsyncStub, ClusterAsyncStub, SchedulesAsyncStub):  # pyright: ignore[reportGeneralTypeIssues]
         """The methods of the services on one channel."""
 
         def __init__(self, channel: aio.Channel) -> None: ...
 else:
 
-    class Stub(QueueStub, AdminStub, ClusterStub):
+    class Stub(QueueStub, AdminStub, ClusterStub, SchedulesStub):
         def __init__(self, channel):
             QueueStub.__init__(self, channel)
             AdminStub.__init__(self, channel)
             ClusterStub.__init__(self, channel)
+            SchedulesStub.__init__(self, channel)
 
 
 # The contract allows requests of 16 MiB; the margin is for the envelope around one.

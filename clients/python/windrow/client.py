@@ -1,5 +1,6 @@
 """The asyncio client: one method for each call of the queue service. admin.py has those of the admin service,
-job_changes.py those that change jobs by hand, calls.py has retries and connections."""
+job_changes.py those that change jobs by hand, schedules.py those about schedules; calls.py has retries and
+connections."""
 
 from __future__ import annotations
 
@@ -65,6 +66,7 @@ from windrow.payloads import (
     seconds,
 )
 from windrow.reports import Progress, report_of
+from windrow.schedules import ScheduleCalls
 from windrow.server_info import ServerInfo, read_server_info
 from windrow.tls import Tls
 from windrow.tokens import Token, tokens_of
@@ -94,7 +96,7 @@ CallNext = Callable[[Sequence[NewJob]], Awaitable[list[Enqueued]]]
 Middleware = Callable[[Sequence[NewJob], CallNext], Awaitable[list[Enqueued]]]
 
 
-class Client(JobChanges):
+class Client(JobChanges, ScheduleCalls):
     """The queues and jobs of one org. Make one client for each event loop and share it: calls run concurrently.
 
     - `address`: HOST:PORT, or grpcs://HOST:PORT for TLS; default $WINDROW_ADDRESS, or 127.0.0.1:7419 if that is not

@@ -60,6 +60,29 @@ class AttemptOutcome(enum.Enum):
     UNKNOWN = "unknown"
 
 
+class RunCause(enum.Enum):
+    """Why a schedule has a run."""
+
+    SCHEDULE = "schedule"
+    # It was due, and stored late.
+    CATCH_UP = "catch_up"
+    TRIGGER = "trigger"
+    BACKFILL = "backfill"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledRun:
+    """The run of a schedule that stored a job."""
+
+    schedule: str
+    # The nominal time: what the calendar says. The job was stored then or later.
+    at: datetime
+    # The nominal time of the run that was stored before; None: there is none.
+    previous_at: datetime | None
+    cause: RunCause
+
+
 class LostReason(enum.Enum):
     """Why a handler should stop working on its job."""
 
@@ -242,6 +265,8 @@ class Job:
     tracestate: str = ""
     # What an earlier attempt stored by report(), as bytes; empty if none did.
     checkpoint: bytes = b""
+    # The run of the schedule that stored the job; None: a producer enqueued it.
+    scheduled_run: ScheduledRun | None = None
     # A Worker sets this when the handler should stop; `job.lost.reason` says why. A `def` handler that runs long should
     # check `job.lost.is_set()` between its steps.
     lost: Lost = field(default_factory=Lost, repr=False, compare=False)
@@ -348,6 +373,8 @@ class JobRecord:
     max_runtime: timedelta | None = None
     # What the attempt under way has logged, as its newest extend reported it.
     log: str = ""
+    # The run of the schedule that stored the job; None: a producer enqueued it.
+    scheduled_run: ScheduledRun | None = None
 
 
 # The fields of a NewJob that must be a str or an int.
@@ -368,6 +395,9 @@ _OUTCOMES: dict[int, AttemptOutcome] = {
     job_pb2.AttemptOutcome.Value(f"ATTEMPT_OUTCOME_{outcome.name}"): outcome
     for outcome in AttemptOutcome
     if outcome is not AttemptOutcome.UNKNOWN
+}
+_RUN_CAUSES: dict[int, RunCause] = {
+    job_pb2.RunCause.Value(f"RUN_CAUSE_{cause.name}"): cause for cause in RunCause if cause is not RunCause.UNKNOWN
 }
 _ANSWERS: dict[int, Answer] = {
     job_pb2.JobAnswer.Value(f"JOB_ANSWER_{answer.name}"): answer for answer in Answer if answer is not Answer.UNKNOWN
@@ -578,6 +608,7 @@ def read_leased(message: job_pb2.LeasedJob, *, reporter: Reporter = _NOBODY) -> 
     job.tracestate = message.trace.tracestate if traced else ""
     job.max_runtime = message.max_runtime.ToTimedelta() if message.HasField("max_runtime") else None
     job.checkpoint = message.checkpoint
+    job.scheduled_run = read_scheduled_run(message.scheduled_run) if message.HasField("scheduled_run") else None
     job.reporter = reporter
     job.logged = JobLog()
     return job
@@ -644,4 +675,18 @@ def read_record(message: job_pb2.Job, *, with_payload: bool) -> JobRecord:
         progress=read_progress(message.progress) if message.HasField("progress") else None,
         checkpoint=message.checkpoint if with_payload else None,
         log=message.log,
+        scheduled_run=read_scheduled_run(message.scheduled_run) if message.HasField("scheduled_run") else None,
     )
+
+
+def read_scheduled_run(message: job_pb2.ScheduledRun) -> ScheduledRun:
+    return ScheduledRun(
+        schedule=message.schedule,
+        at=moment(message.at),
+        previous_at=moment(message.previous_at) if message.HasField("previous_at") else None,
+        cause=read_run_cause(message.cause),
+    )
+
+
+def read_run_cause(value: int) -> RunCause:
+    return _RUN_CAUSES.get(value, RunCause.UNKNOWN)

@@ -40,12 +40,24 @@ from windrow.jobs import (
     LostReason,
     NewJob,
     RetryPolicy,
+    RunCause,
+    ScheduledRun,
 )
 from windrow.limits import Limit, LimitMeasure, LimitReached
 from windrow.outcomes import Kill, Retry, Snooze
 from windrow.payloads import Payload
 from windrow.processes import Crashed
 from windrow.reports import Progress
+from windrow.schedules import (
+    Backfilled,
+    CatchUp,
+    Overlap,
+    RunOutcome,
+    Schedule,
+    ScheduleRecord,
+    ScheduleRun,
+    SkipReason,
+)
 from windrow.server_info import ServerInfo
 from windrow.signals import run
 from windrow.sync_client import SyncClient
@@ -58,8 +70,10 @@ __all__ = [
     "Answer",
     "Attempt",
     "AttemptOutcome",
+    "Backfilled",
     "Batch",
     "BulkChange",
+    "CatchUp",
     "Cause",
     "Client",
     "ClientClosed",
@@ -87,6 +101,7 @@ __all__ = [
     "LostReason",
     "NewJob",
     "NotFound",
+    "Overlap",
     "Payload",
     "PermissionDenied",
     "Progress",
@@ -100,7 +115,14 @@ __all__ = [
     "RetryPolicy",
     "RouterError",
     "RouterTooOld",
+    "RunCause",
+    "RunOutcome",
+    "Schedule",
+    "ScheduleRecord",
+    "ScheduleRun",
+    "ScheduledRun",
     "ServerInfo",
+    "SkipReason",
     "Snooze",
     "Stats",
     "SyncClient",

@@ -23,15 +23,17 @@ from opentelemetry import metrics
 from windrow.batch_handlers import BatchHandlers, BatchHandlerT
 from windrow.client import Client
 from windrow.consume_stream import ConsumeStream, only_cause
+from windrow.declarations import Declarations
 from windrow.errors import InvalidRequest, Span
 from windrow.gathering import Gathering
 from windrow.handlers import Handlers, HandlerT, Middleware, Suspended
-from windrow.jobs import LostReason, read_leased
+from windrow.jobs import LostReason, NewJob, read_leased
 from windrow.leases import Connectivity, HeldLease, Leases, log, named
 from windrow.outcomes import DONE, Action
-from windrow.payloads import duration, seconds
+from windrow.payloads import Payload, duration, seconds
 from windrow.processes import is_handler_process
 from windrow.reports import Report, Reporter
+from windrow.schedules import Schedule
 from windrow.settlements import Backoff, Settlements
 from windrow.signals import stopped_by_signals
 from windrow.unhandled import Unhandled
@@ -82,6 +84,11 @@ class Worker:
       error reporter; the first is the outermost. `await call_next(job)` runs the handler, returns what it returns and
       raises what it raises, TimedOut and Crashed included.
 
+    - `declares_as` (default "worker:" and the first queue): the name under which every() declares schedules. Programs
+      that declare different ones need different names.
+    - `removes_undeclared` (default False): deletes the schedules that were declared under this name before, and no
+      longer are. Otherwise a WARNING names them.
+
     A handler that runs long can report how far it has come, for people, and a checkpoint for the job's next attempt
     (see Job.report). A job that is cancelled loses its lease: see `cancel_lost`.
 
@@ -113,6 +120,8 @@ class Worker:
         cancel_lost: bool = True,
         middleware: Sequence[Middleware] = (),
         meter_provider: metrics.MeterProvider | None = None,
+        declares_as: str | None = None,
+        removes_undeclared: bool = False,
     ) -> None:
         self.client = client
         self.queues = (queues,) if isinstance(queues, str) else tuple(queues)
@@ -131,6 +140,9 @@ class Worker:
             abandoned_ended=self._on_place,
         )
         self._batch_handlers = BatchHandlers(self.name, self._handlers, client.tracing)
+        self._declarations = Declarations(
+            client=client, declared_by=declares_as or f"worker:{self.queues[0]}", removes=removes_undeclared
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stops = 0
         self._group: asyncio.TaskGroup | None = None
@@ -217,6 +229,50 @@ class Worker:
         """
         return self._batch_handlers.add(kinds, max_jobs=max_jobs, max_wait=max_wait, timeout=timeout)
 
+    def every(
+        self,
+        when: str | Span | Schedule,
+        *,
+        tz: str = "UTC",
+        name: str | None = None,
+        queue: str | None = None,
+        payload: Payload = b"",
+        timeout: Span | None = None,
+        isolate: Literal["process"] | None = None,
+    ) -> Callable[[HandlerT], HandlerT]:
+        """Declares a schedule, and registers the function as the handler of its jobs.
+
+            @worker.every("0 8 * * 1-5", tz="Europe/Paris")
+            async def send_digest(job): ...
+
+        `when` is a cron expression, read in the time zone `tz`, or the time between two runs (s, or timedelta), or a
+        Schedule. The kind of the jobs is the function's name, and so is the schedule's name unless `name` is given.
+        They go into the worker's first queue unless `queue` names another one of its queues. job.scheduled_run tells
+        the nominal time. `timeout` and `isolate` are as in handler().
+
+        run() makes the schedule known, and changes it if it differs. Any number of processes may declare the same ones.
+        A pause stays. See `declares_as` about schedules that are declared no longer. The client needs the scopes read
+        and admin. run() raises InvalidRequest for what cannot be read.
+
+        Raises InvalidRequest if the name is declared already, if the kind has a handler, or if the worker does not take
+        jobs of the queue."""
+        schedule = when
+        if isinstance(schedule, str):
+            schedule = Schedule(cron=schedule, tz=tz)
+        elif not isinstance(schedule, Schedule):
+            schedule = Schedule(every=schedule, tz=tz)
+        of_queue = self.queues[0] if queue is None else queue
+        if of_queue not in self.queues:
+            raise InvalidRequest(f"worker {self.name} does not take jobs of queue {of_queue!r}")
+
+        def register(handler: HandlerT) -> HandlerT:
+            kind: str = getattr(handler, "__name__")  # noqa: B009 - callables need not have one
+            registered = self.handler(kind, timeout=timeout, isolate=isolate)(handler)
+            self._declarations.add(name or kind, schedule, NewJob(of_queue, kind, payload))
+            return registered
+
+        return register
+
     async def run(self) -> None:
         """Works until stop(), or, in the main thread, until SIGTERM or SIGINT. A worker can run only once.
 
@@ -265,6 +321,7 @@ class Worker:
         async with asyncio.TaskGroup() as services:
             keeping = services.create_task(self._leases.keep())
             stream = services.create_task(self._stream.run())
+            declaring = services.create_task(self._declarations.keep())
             try:
                 async with asyncio.TaskGroup() as self._group:
                     try:
@@ -280,6 +337,7 @@ class Worker:
                 self._settlements.close()
                 keeping.cancel()
                 stream.cancel()
+                declaring.cancel()
 
     # Taking jobs.
 

@@ -85,6 +85,12 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     LimitReached. Without RetryInfo the call asks for more than the limit ever allows at once; or the call is SetLimit, and
     the cluster has 10,000 limits. Nothing was done.
     """
+    ERROR_REASON_SCHEDULE_NOT_FOUND: _ErrorReason.ValueType  # 38
+    """NOT_FOUND. The org has no schedule of this name."""
+    ERROR_REASON_SCHEDULE_EXISTS: _ErrorReason.ValueType  # 39
+    """ALREADY_EXISTS. The org has a schedule of this name already."""
+    ERROR_REASON_TOO_MANY_SCHEDULES: _ErrorReason.ValueType  # 40
+    """RESOURCE_EXHAUSTED without RetryInfo. The org has 10,000 schedules, the most that it may have."""
     ERROR_REASON_SHARD_NOT_FOUND: _ErrorReason.ValueType  # 9
     """NOT_FOUND. The cluster has no shard of this name."""
     ERROR_REASON_SHARD_UNAVAILABLE: _ErrorReason.ValueType  # 10
@@ -194,6 +200,12 @@ ERROR_REASON_LIMIT_REACHED: ErrorReason.ValueType  # 33
 LimitReached. Without RetryInfo the call asks for more than the limit ever allows at once; or the call is SetLimit, and
 the cluster has 10,000 limits. Nothing was done.
 """
+ERROR_REASON_SCHEDULE_NOT_FOUND: ErrorReason.ValueType  # 38
+"""NOT_FOUND. The org has no schedule of this name."""
+ERROR_REASON_SCHEDULE_EXISTS: ErrorReason.ValueType  # 39
+"""ALREADY_EXISTS. The org has a schedule of this name already."""
+ERROR_REASON_TOO_MANY_SCHEDULES: ErrorReason.ValueType  # 40
+"""RESOURCE_EXHAUSTED without RetryInfo. The org has 10,000 schedules, the most that it may have."""
 ERROR_REASON_SHARD_NOT_FOUND: ErrorReason.ValueType  # 9
 """NOT_FOUND. The cluster has no shard of this name."""
 ERROR_REASON_SHARD_UNAVAILABLE: ErrorReason.ValueType  # 10

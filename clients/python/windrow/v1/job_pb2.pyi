@@ -177,6 +177,38 @@ JOB_ANSWER_CANCELLED: JobAnswer.ValueType  # 4
 """The job is CANCELLED, and its lease has ended: no consumer will run it again. Nothing was changed."""
 Global___JobAnswer: _TypeAlias = JobAnswer  # noqa: Y015
 
+class _RunCause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RunCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunCause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RUN_CAUSE_UNSPECIFIED: _RunCause.ValueType  # 0
+    """Never sent."""
+    RUN_CAUSE_SCHEDULE: _RunCause.ValueType  # 1
+    """It was due."""
+    RUN_CAUSE_CATCH_UP: _RunCause.ValueType  # 2
+    """It was due, and stored late: more than a minute, or together with later runs."""
+    RUN_CAUSE_TRIGGER: _RunCause.ValueType  # 3
+    """TriggerSchedule."""
+    RUN_CAUSE_BACKFILL: _RunCause.ValueType  # 4
+    """BackfillSchedule."""
+
+class RunCause(_RunCause, metaclass=_RunCauseEnumTypeWrapper):
+    """Why a schedule has a run."""
+
+RUN_CAUSE_UNSPECIFIED: RunCause.ValueType  # 0
+"""Never sent."""
+RUN_CAUSE_SCHEDULE: RunCause.ValueType  # 1
+"""It was due."""
+RUN_CAUSE_CATCH_UP: RunCause.ValueType  # 2
+"""It was due, and stored late: more than a minute, or together with later runs."""
+RUN_CAUSE_TRIGGER: RunCause.ValueType  # 3
+"""TriggerSchedule."""
+RUN_CAUSE_BACKFILL: RunCause.ValueType  # 4
+"""BackfillSchedule."""
+Global___RunCause: _TypeAlias = RunCause  # noqa: Y015
+
 @_typing.final
 class FixedRetry(_message.Message):
     """The same delay before every retry."""
@@ -496,6 +528,46 @@ class NewJob(_message.Message):
 Global___NewJob: _TypeAlias = NewJob  # noqa: Y015
 
 @_typing.final
+class ScheduledRun(_message.Message):
+    """The run of a schedule that stored a job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCHEDULE_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
+    PREVIOUS_AT_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    schedule: _builtins.str
+    """The name of the schedule. It may have been deleted since."""
+    cause: Global___RunCause.ValueType
+    """Why there is this run."""
+    @_builtins.property
+    def at(self) -> _timestamp_pb2.Timestamp:
+        """The nominal time: what the calendar says. The job was stored then or later."""
+
+    @_builtins.property
+    def previous_at(self) -> _timestamp_pb2.Timestamp:
+        """The nominal time of the schedule's run that was stored before; in a backfill, of the run before it in that backfill.
+        Absent: there is none.
+        """
+
+    def __init__(
+        self,
+        *,
+        schedule: _builtins.str = ...,
+        at: _timestamp_pb2.Timestamp | None = ...,
+        previous_at: _timestamp_pb2.Timestamp | None = ...,
+        cause: Global___RunCause.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "previous_at", b"previous_at"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "cause", b"cause", "previous_at", b"previous_at", "schedule", b"schedule"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScheduledRun: _TypeAlias = ScheduledRun  # noqa: Y015
+
+@_typing.final
 class LeasedJob(_message.Message):
     """A job as a consumer gets it: together with its lease."""
 
@@ -536,6 +608,7 @@ class LeasedJob(_message.Message):
     ORG_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     MAX_RUNTIME_FIELD_NUMBER: _builtins.int
+    SCHEDULED_RUN_FIELD_NUMBER: _builtins.int
     lease: _builtins.bytes
     """Names this lease in Ack, Nack, Extend and Release. At most 255 bytes. It is opaque to callers; the router finds the
     job's shard by it.
@@ -586,6 +659,10 @@ class LeasedJob(_message.Message):
         extended: a consumer stops its handler before. Absent: no limit.
         """
 
+    @_builtins.property
+    def scheduled_run(self) -> Global___ScheduledRun:
+        """The run of the schedule that stored the job. Absent: a producer enqueued it."""
+
     def __init__(
         self,
         *,
@@ -604,10 +681,11 @@ class LeasedJob(_message.Message):
         org: _builtins.str = ...,
         checkpoint: _builtins.bytes = ...,
         max_runtime: _duration_pb2.Duration | None = ...,
+        scheduled_run: Global___ScheduledRun | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["enqueued_at", b"enqueued_at", "max_runtime", b"max_runtime", "run_at", b"run_at", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["enqueued_at", b"enqueued_at", "max_runtime", b"max_runtime", "run_at", b"run_at", "scheduled_run", b"scheduled_run", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attributes", b"attributes", "checkpoint", b"checkpoint", "enqueued_at", b"enqueued_at", "id", b"id", "kind", b"kind", "lease", b"lease", "max_attempts", b"max_attempts", "max_runtime", b"max_runtime", "org", b"org", "payload", b"payload", "priority", b"priority", "queue", b"queue", "run_at", b"run_at", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attributes", b"attributes", "checkpoint", b"checkpoint", "enqueued_at", b"enqueued_at", "id", b"id", "kind", b"kind", "lease", b"lease", "max_attempts", b"max_attempts", "max_runtime", b"max_runtime", "org", b"org", "payload", b"payload", "priority", b"priority", "queue", b"queue", "run_at", b"run_at", "scheduled_run", b"scheduled_run", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -785,6 +863,7 @@ class Job(_message.Message):
     DEDUP_WHILE_LIVE_FIELD_NUMBER: _builtins.int
     MAX_RUNTIME_FIELD_NUMBER: _builtins.int
     LOG_FIELD_NUMBER: _builtins.int
+    SCHEDULED_RUN_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """A UUIDv7 in canonical lower-case text. The time in it is when the id was made, by its maker's clock."""
     queue: _builtins.str
@@ -859,6 +938,10 @@ class Job(_message.Message):
     def max_runtime(self) -> _duration_pb2.Duration:
         """JobTemplate.max_runtime. Absent: an attempt may take as long as its consumer extends the lease."""
 
+    @_builtins.property
+    def scheduled_run(self) -> Global___ScheduledRun:
+        """The run of the schedule that stored the job. Absent: a producer enqueued it."""
+
     def __init__(
         self,
         *,
@@ -888,10 +971,11 @@ class Job(_message.Message):
         dedup_while_live: _builtins.bool = ...,
         max_runtime: _duration_pb2.Duration | None = ...,
         log: _builtins.str = ...,
+        scheduled_run: Global___ScheduledRun | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "lease_deadline", b"lease_deadline", "max_runtime", b"max_runtime", "progress", b"progress", "retry", b"retry", "run_at", b"run_at"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "lease_deadline", b"lease_deadline", "max_runtime", b"max_runtime", "progress", b"progress", "retry", b"retry", "run_at", b"run_at", "scheduled_run", b"scheduled_run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attempts", b"attempts", "attributes", b"attributes", "checkpoint", b"checkpoint", "dedup_key", b"dedup_key", "dedup_while_live", b"dedup_while_live", "enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "id", b"id", "kind", b"kind", "lease_deadline", b"lease_deadline", "log", b"log", "max_attempts", b"max_attempts", "max_runtime", b"max_runtime", "payload", b"payload", "priority", b"priority", "progress", b"progress", "queue", b"queue", "reason", b"reason", "result", b"result", "retry", b"retry", "run_at", b"run_at", "shard", b"shard", "state", b"state", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attempts", b"attempts", "attributes", b"attributes", "checkpoint", b"checkpoint", "dedup_key", b"dedup_key", "dedup_while_live", b"dedup_while_live", "enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "id", b"id", "kind", b"kind", "lease_deadline", b"lease_deadline", "log", b"log", "max_attempts", b"max_attempts", "max_runtime", b"max_runtime", "payload", b"payload", "priority", b"priority", "progress", b"progress", "queue", b"queue", "reason", b"reason", "result", b"result", "retry", b"retry", "run_at", b"run_at", "scheduled_run", b"scheduled_run", "shard", b"shard", "state", b"state", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

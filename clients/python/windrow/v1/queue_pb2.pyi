@@ -22,7 +22,8 @@ The rule for retries: a client makes the same call again after every status exce
 - INVALID_ARGUMENT, UNIMPLEMENTED, UNAUTHENTICATED and PERMISSION_DENIED;
 - RESOURCE_EXHAUSTED without RetryInfo, if it ended a unary call (a stream that ended with it had a message of more
   than 64 MiB: the consumer opens another stream, and sends the message in smaller parts);
-- NOT_FOUND, ALREADY_EXISTS and FAILED_PRECONDITION, if they ended a call of Admin or Cluster, where they are answers.
+- NOT_FOUND, ALREADY_EXISTS and FAILED_PRECONDITION, if they ended a call of Admin, Cluster or Schedules, where
+  they are answers.
 It tries a unary call for as long as its caller has time, and opens a stream again for ever. Before each further try
 it pauses, longer each time, and at least for the retry_delay of RetryInfo.
 

@@ -1,0 +1,54 @@
+"""The schedules that a worker's program declares in code (Worker.every), and how they are made known to the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from dataclasses import dataclass, field
+
+from windrow.calls import patient_pause_s
+from windrow.client import Client
+from windrow.errors import DeadlineExceeded, ResourceExhausted, Unavailable, invalid_argument
+from windrow.jobs import NewJob
+from windrow.schedules import Schedule
+
+_log = logging.getLogger("windrow.worker")
+_PAUSE_FIRST_S, _PAUSE_MAX_S = 1.0, 30.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Declarations:
+    """What one worker declares as `declared_by`."""
+
+    client: Client
+    declared_by: str
+    removes: bool
+    _declared: dict[str, tuple[Schedule, NewJob]] = field(default_factory=dict[str, tuple[Schedule, NewJob]])
+
+    def add(self, name: str, schedule: Schedule, job: NewJob) -> None:
+        """Raises InvalidRequest if the name is declared already."""
+        if name in self._declared:
+            raise invalid_argument("name", f"{name!r} is declared twice")
+        self._declared[name] = schedule, job
+
+    async def keep(self) -> None:
+        """Makes the declarations known. While no router answers, tries again for ever. Raises other errors of the
+        client. Does nothing if there are none, unless undeclared schedules are to be removed."""
+        if not self._declared and not self.removes:
+            return
+        declared = [(name, schedule, job) for name, (schedule, job) in self._declared.items()]
+        stale: list[str] | None = None
+        pause_s = _PAUSE_FIRST_S
+        while stale is None:
+            try:
+                stale = await self.client.declare_schedules(declared, declared_by=self.declared_by, remove=self.removes)
+            except (Unavailable, DeadlineExceeded, ResourceExhausted) as error:
+                _log.warning("the schedules of %s are not declared yet: %s", self.declared_by, error)
+                await asyncio.sleep(patient_pause_s(error, own_s=pause_s * random.uniform(0.5, 1.0)))
+                pause_s = min(pause_s * 2, _PAUSE_MAX_S)
+        if stale:
+            _log.warning(
+                "%s no longer declares these schedules, %s: %s",
+                *(self.declared_by, "so they were deleted" if self.removes else "which still fire", ", ".join(stale)),
+            )

@@ -1,0 +1,433 @@
+"""Schedules: the calls about them, which Client has as methods of its own, and what they return."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import TypeVar
+
+from google.protobuf.field_mask_pb2 import FieldMask
+from google.protobuf.message import Message
+
+from windrow.calls import ADMIN_FINAL, Calls, Method
+from windrow.channels import Stub
+from windrow.errors import AlreadyExists, InvalidRequest, NotFound, Span, Violation, invalid_argument
+from windrow.ids import uuid7
+from windrow.jobs import JobState, NewJob, RunCause, new_message, read_new, read_run_cause, state_of
+from windrow.payloads import duration, moment, timestamp
+from windrow.v1 import job_pb2, schedules_pb2
+
+_PAGE_MAX = 1000
+_TRIES_MAX = 5
+# The job of a schedule is a pattern, and has no id of its own.
+_NO_ID = "00000000-0000-7000-8000-000000000000"
+
+_Request = TypeVar("_Request", bound=Message)
+_Response = TypeVar("_Response")
+
+
+class Overlap(enum.Enum):
+    """What happens to a run that is due while the job of the run before is scheduled, ready or leased."""
+
+    ALLOW = "allow"
+    SKIP = "skip"
+    # It waits until that job has ended. One run waits, or up to 100; others are skipped.
+    BUFFER_ONE = "buffer_one"
+    BUFFER_ALL = "buffer_all"
+    # That job is cancelled.
+    CANCEL_RUNNING = "cancel_running"
+    UNKNOWN = "unknown"
+
+
+class CatchUp(enum.Enum):
+    """Which instants are stored late, of those at which no router could store a run. The others are skipped."""
+
+    LATEST = "latest"
+    # Those of the schedule's `catch_up_window`, at most 1,000.
+    WINDOW = "window"
+    # The newest 1,000.
+    ALL = "all"
+    UNKNOWN = "unknown"
+
+
+class RunOutcome(enum.Enum):
+    """What became of a run."""
+
+    STORED = "stored"
+    # It waits until the job of an earlier run has ended.
+    BUFFERED = "buffered"
+    SKIPPED = "skipped"
+    UNKNOWN = "unknown"
+
+
+class SkipReason(enum.Enum):
+    """Why a run was skipped."""
+
+    OVERLAP = "overlap"
+    CATCH_UP = "catch_up"
+    PAUSE = "pause"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """When a schedule fires: give exactly one of `cron`, `every` and `at`.
+
+    `cron` has five fields, or six with the second first, and is read in the time zone `tz`. `every` counts from
+    `start`, or from 1970. `at` is a single time. Each run comes up to `jitter` later than its nominal time."""
+
+    cron: str = ""
+    every: Span | None = None
+    at: datetime | None = None
+    # A name of the IANA time zone database, such as "Europe/Paris".
+    tz: str = "UTC"
+    # The first possible instant, and the first impossible one.
+    start: datetime | None = None
+    end: datetime | None = None
+    jitter: Span = 0.0
+    overlap: Overlap = Overlap.SKIP
+    catch_up: CatchUp = CatchUp.LATEST
+    # With CatchUp.WINDOW.
+    catch_up_window: Span | None = None
+    note: str = ""
+    # Who keeps it in code: see Worker.every.
+    declared_by: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleRecord:
+    """A schedule as a shard has it."""
+
+    name: str
+    schedule: Schedule
+    # What each of its jobs is like. Its id means nothing. Lists have no payloads.
+    job: NewJob
+    paused: bool
+    paused_at: datetime | None
+    created_at: datetime
+    # The next nominal times, at most 5.
+    next: Sequence[datetime]
+    # The nominal time of the latest run that was stored because it was due.
+    last: datetime | None
+    # How many runs wait until the job of an earlier one has ended.
+    buffered: int
+    shard: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleRun:
+    """A run of a schedule, or several instants that were skipped together: those from `at` through `through`."""
+
+    at: datetime
+    through: datetime | None
+    cause: RunCause
+    outcome: RunOutcome
+    skip_reason: SkipReason | None
+    # Empty: it was not stored.
+    job_id: str
+    # None: there is no job, or it is not known.
+    job_state: JobState | None
+    decided_at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backfilled:
+    """What became of the instants of a backfill, in numbers."""
+
+    stored: int
+    buffered: int
+    skipped: int
+    # Those that had a run already.
+    known: int
+
+
+class ScheduleCalls:
+    """The schedules of one org."""
+
+    org: str
+    calls: Calls
+
+    async def create_schedule(
+        self, name: str, schedule: Schedule, job: NewJob, *, paused: bool = False
+    ) -> ScheduleRecord:
+        """Creates a schedule, which stores a job like `job` at each of its instants: with its queue, kind, payload (64
+        KiB), attributes, priority, max_attempts, max_runtime and retry. Its other fields must not be set.
+
+        Raises AlreadyExists, also if the first try of this call created it and its answer was lost, and InvalidRequest,
+        for example for a cron expression that cannot be read."""
+        request = schedules_pb2.CreateScheduleRequest(
+            org=self.org, name=name, spec=_spec(schedule), job=_template(job), paused=paused
+        )
+        return _read((await self._ask_schedules(lambda stub: stub.CreateSchedule, request)).schedule)
+
+    async def update_schedule(
+        self, name: str, schedule: Schedule | None = None, job: NewJob | None = None
+    ) -> ScheduleRecord:
+        """Replaces when a schedule fires, or what its jobs are like, or both. A new timing counts from now on. Raises
+        NotFound."""
+        request = schedules_pb2.UpdateScheduleRequest(org=self.org, name=name)
+        if schedule is not None:
+            request.spec.CopyFrom(_spec(schedule))
+            timing = {"cron", "interval", "at"} - {request.spec.WhichOneof("timing")}
+            fields = [field.name for field in schedules_pb2.ScheduleSpec.DESCRIPTOR.fields]
+            request.update_mask.CopyFrom(FieldMask(paths=[field for field in fields if field not in timing]))
+        if job is not None:
+            request.job.CopyFrom(_template(job))
+        return _read((await self._ask_schedules(lambda stub: stub.UpdateSchedule, request)).schedule)
+
+    async def put_schedule(self, name: str, schedule: Schedule, job: NewJob) -> ScheduleRecord:
+        """Creates a schedule, or makes an existing one equal to this. Does nothing if it is. A pause stays. Several
+        processes may do this at the same time."""
+        for tries_left in range(_TRIES_MAX, -1, -1):
+            try:
+                found, _ = await self.get_schedule(name)
+                if _is_equal(found, schedule, job):
+                    return found
+                return await self.update_schedule(name, schedule, job)
+            except NotFound:
+                pass
+            try:
+                return await self.create_schedule(name, schedule, job)
+            except AlreadyExists:
+                # Another process has created it, and perhaps deleted it since.
+                if not tries_left:
+                    raise
+        raise AssertionError("unreachable")
+
+    async def get_schedule(self, name: str) -> tuple[ScheduleRecord, list[ScheduleRun]]:
+        """Returns a schedule and its newest runs, at most 20, the latest first. Raises NotFound."""
+        request = schedules_pb2.GetScheduleRequest(org=self.org, name=name)
+        response = await self._ask_schedules(lambda stub: stub.GetSchedule, request)
+        return _read(response.schedule), list(map(_read_run, response.runs))
+
+    async def list_schedules(self, *, declared_by: str = "") -> list[ScheduleRecord]:
+        """Returns all schedules of the org by name, without the payloads of their jobs; or only those that somebody
+        keeps in code."""
+        return [record async for record in self._schedules(declared_by)]
+
+    async def _schedules(self, declared_by: str) -> AsyncIterator[ScheduleRecord]:
+        token = ""
+        while True:
+            request = schedules_pb2.ListSchedulesRequest(
+                org=self.org, page_size=_PAGE_MAX, page_token=token, declared_by=declared_by
+            )
+            response = await self._ask_schedules(lambda stub: stub.ListSchedules, request)
+            for schedule in response.schedules:
+                yield _read(schedule)
+            token = response.next_page_token
+            if not token:
+                return
+
+    async def delete_schedule(self, name: str) -> None:
+        """Deletes a schedule; its jobs stay. Raises NotFound, also if the first try of this call deleted it and its
+        answer was lost."""
+        request = schedules_pb2.DeleteScheduleRequest(org=self.org, name=name)
+        await self._ask_schedules(lambda stub: stub.DeleteSchedule, request)
+
+    async def pause_schedule(self, name: str) -> ScheduleRecord:
+        """Stops a schedule from storing jobs by itself. Raises NotFound."""
+        request = schedules_pb2.PauseScheduleRequest(org=self.org, name=name)
+        return _read((await self._ask_schedules(lambda stub: stub.PauseSchedule, request)).schedule)
+
+    async def resume_schedule(self, name: str) -> ScheduleRecord:
+        """Ends a pause. The instants of the pause are skipped. Raises NotFound."""
+        request = schedules_pb2.ResumeScheduleRequest(org=self.org, name=name)
+        return _read((await self._ask_schedules(lambda stub: stub.ResumeSchedule, request)).schedule)
+
+    async def trigger_schedule(self, name: str) -> str:
+        """Stores a run now, whatever the schedule's overlap policy and pause are. Returns the id of its job. Raises
+        NotFound."""
+        request = schedules_pb2.TriggerScheduleRequest(org=self.org, name=name, request_id=uuid7())
+        return (await self._ask_schedules(lambda stub: stub.TriggerSchedule, request)).job_id
+
+    async def backfill_schedule(
+        self, name: str, begin: datetime, end: datetime, *, overlap: Overlap = Overlap.ALLOW
+    ) -> Backfilled:
+        """Stores the runs of all instants from `begin` up to, but not including, `end`, except those that have a run;
+        at most 1,000. `end` must have passed. Raises NotFound, InvalidRequest."""
+        request = schedules_pb2.BackfillScheduleRequest(org=self.org, name=name, overlap=_number("overlap", overlap))
+        for field, time in (("begin", begin), ("end", end)):
+            _set_time(request, field, time)
+        done = await self._ask_schedules(lambda stub: stub.BackfillSchedule, request)
+        return Backfilled(stored=done.stored, buffered=done.buffered, skipped=done.skipped, known=done.known)
+
+    async def preview_schedule(
+        self, schedule: Schedule | str, *, count: int = 10, after: datetime | None = None
+    ) -> list[datetime]:
+        """Returns the next `count` (1 to 100) instants of a Schedule, or of the schedule of this name: after `after`,
+        or after now. Raises NotFound, InvalidRequest."""
+        request = schedules_pb2.PreviewScheduleRequest(org=self.org, count=count)
+        if isinstance(schedule, str):
+            request.name = schedule
+        else:
+            request.spec.CopyFrom(_spec(schedule))
+        if after is not None:
+            _set_time(request, "after", after)
+        return list(map(moment, (await self._ask_schedules(lambda stub: stub.PreviewSchedule, request)).times))
+
+    async def declare_schedules(
+        self, declared: Iterable[tuple[str, Schedule, NewJob]], *, declared_by: str, remove: bool = False
+    ) -> list[str]:
+        """Makes these the schedules that `declared_by` (1 to 128 bytes) keeps in code. Returns the names of those that
+        it has declared before and no longer does; they are deleted only if `remove`. Several processes may do this at
+        the same time. Raises InvalidRequest if one of the names is that of a schedule that somebody else keeps."""
+        names: set[str] = set()
+        for name, schedule, job in declared:
+            names.add(name)
+            try:
+                found, _ = await self.get_schedule(name)
+            except NotFound:
+                pass
+            else:
+                if found.schedule.declared_by != declared_by:
+                    keeper = found.schedule.declared_by or "nobody in code"
+                    raise _invalid("name", f"{name!r} is a schedule that is kept by {keeper}: take another name")
+            await self.put_schedule(name, replace(schedule, declared_by=declared_by), job)
+        stale = [
+            record.name for record in await self.list_schedules(declared_by=declared_by) if record.name not in names
+        ]
+        if remove:
+            for name in stale:
+                with contextlib.suppress(NotFound):
+                    await self.delete_schedule(name)
+        return stale
+
+    async def _ask_schedules(
+        self, method: Callable[[Stub], Method[_Request, _Response]], request: _Request
+    ) -> _Response:
+        return await self.calls.call(method, request, final=ADMIN_FINAL)
+
+
+def _invalid(field: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"{field}: {why}", [Violation(field, why)])
+
+
+def _set_time(message: Message, field: str, time: datetime) -> None:
+    try:
+        getattr(message, field).CopyFrom(timestamp(time))
+    except (TypeError, ValueError) as error:
+        raise invalid_argument(field, error) from error
+
+
+def _number(name: str, policy: Overlap) -> schedules_pb2.OverlapPolicy.ValueType:
+    try:
+        return _OVERLAP_NUMBERS[policy]
+    except KeyError as error:
+        raise invalid_argument(name, f"must be an Overlap, not {policy!r}") from error
+
+
+def _spec(schedule: Schedule) -> schedules_pb2.ScheduleSpec:
+    given = [name for name in ("cron", "every", "at") if getattr(schedule, name) not in ("", None)]
+    if len(given) != 1:
+        raise invalid_argument("schedule", "must have exactly one of cron, every and at")
+    message = schedules_pb2.ScheduleSpec(
+        time_zone=schedule.tz,
+        overlap=_number("overlap", schedule.overlap),
+        note=schedule.note,
+        declared_by=schedule.declared_by,
+    )
+    try:
+        message.catch_up = _CATCH_UP_NUMBERS[schedule.catch_up]
+    except KeyError as error:
+        raise invalid_argument("catch_up", f"must be a CatchUp, not {schedule.catch_up!r}") from error
+    if schedule.cron:
+        message.cron = schedule.cron
+    for field, name in (("interval", "every"), ("jitter", "jitter"), ("catch_up_window", "catch_up_window")):
+        span = getattr(schedule, name)
+        if span is not None:
+            try:
+                getattr(message, field).CopyFrom(duration(span))
+            except (TypeError, ValueError) as error:
+                raise invalid_argument(name, error) from error
+    for name in ("at", "start", "end"):
+        time = getattr(schedule, name)
+        if time is not None:
+            _set_time(message, name, time)
+    return message
+
+
+def _template(job: NewJob) -> job_pb2.JobTemplate:
+    message = new_message(job)
+    for field in ("run_at", "delay", "expires_at", "dedup"):
+        if message.HasField(field):
+            raise invalid_argument(field, "must not be set in the job of a schedule")
+    return message.template
+
+
+def _is_equal(found: ScheduleRecord, schedule: Schedule, job: NewJob) -> bool:
+    """Returns whether a stored schedule is what somebody wants: both as the router would read them."""
+    wanted = _template(job)
+    # The router fills it in.
+    wanted.priority = wanted.priority or 5
+    return _spec(found.schedule) == _spec(schedule) and _template(found.job) == wanted
+
+
+def _read(message: schedules_pb2.ScheduleInfo) -> ScheduleRecord:
+    spec = message.spec
+    which = spec.WhichOneof("timing")
+    return ScheduleRecord(
+        name=message.name,
+        schedule=Schedule(
+            cron=spec.cron,
+            every=spec.interval.ToTimedelta() if which == "interval" else None,
+            at=moment(spec.at) if which == "at" else None,
+            tz=spec.time_zone,
+            start=moment(spec.start) if spec.HasField("start") else None,
+            end=moment(spec.end) if spec.HasField("end") else None,
+            jitter=spec.jitter.ToTimedelta(),
+            overlap=_OVERLAPS.get(spec.overlap, Overlap.UNKNOWN),
+            catch_up=_CATCH_UPS.get(spec.catch_up, CatchUp.UNKNOWN),
+            catch_up_window=spec.catch_up_window.ToTimedelta() if spec.HasField("catch_up_window") else None,
+            note=spec.note,
+            declared_by=spec.declared_by,
+        ),
+        job=read_new(job_pb2.NewJob(id=_NO_ID, template=message.job)),
+        paused=message.paused,
+        paused_at=moment(message.paused_at) if message.HasField("paused_at") else None,
+        created_at=moment(message.created_at),
+        next=list(map(moment, message.next)),
+        last=moment(message.last) if message.HasField("last") else None,
+        buffered=message.buffered,
+        shard=message.shard,
+    )
+
+
+def _read_run(message: schedules_pb2.ScheduleRun) -> ScheduleRun:
+    return ScheduleRun(
+        at=moment(message.at),
+        through=moment(message.through) if message.HasField("through") else None,
+        cause=read_run_cause(message.cause),
+        outcome=_OUTCOMES.get(message.outcome, RunOutcome.UNKNOWN),
+        skip_reason=_SKIPS.get(message.skip_reason, SkipReason.UNKNOWN) if message.skip_reason else None,
+        job_id=message.job_id,
+        job_state=state_of(message.job_state) if message.HasField("job_state") else None,
+        decided_at=moment(message.decided_at),
+    )
+
+
+# By the numbers of the contract's enums, which have the same names after a prefix.
+_OVERLAP_NUMBERS: dict[Overlap, schedules_pb2.OverlapPolicy.ValueType] = {
+    policy: schedules_pb2.OverlapPolicy.Value(f"OVERLAP_POLICY_{policy.name}")
+    for policy in Overlap
+    if policy is not Overlap.UNKNOWN
+}
+_CATCH_UP_NUMBERS: dict[CatchUp, schedules_pb2.CatchUpPolicy.ValueType] = {
+    policy: schedules_pb2.CatchUpPolicy.Value(f"CATCH_UP_POLICY_{policy.name}")
+    for policy in CatchUp
+    if policy is not CatchUp.UNKNOWN
+}
+_OVERLAPS: dict[int, Overlap] = {number: policy for policy, number in _OVERLAP_NUMBERS.items()}
+_CATCH_UPS: dict[int, CatchUp] = {number: policy for policy, number in _CATCH_UP_NUMBERS.items()}
+_OUTCOMES: dict[int, RunOutcome] = {
+    schedules_pb2.RunOutcome.Value(f"RUN_OUTCOME_{outcome.name}"): outcome
+    for outcome in RunOutcome
+    if outcome is not RunOutcome.UNKNOWN
+}
+_SKIPS: dict[int, SkipReason] = {
+    schedules_pb2.SkipReason.Value(f"SKIP_REASON_{reason.name}"): reason
+    for reason in SkipReason
+    if reason is not SkipReason.UNKNOWN
+}

@@ -1,0 +1,142 @@
+"""Fires the schedules of one shard, beside the other routers: when the next one is due, when one was changed, and with
+every sweep. This is only a set of hints (I7); the shard decides what is due (shard/schedules/firing.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from shard.errors import ClockSetBack, ShardError
+from shard.job_id import to_hex
+from shard.queue.coalescer import TooManyWaiting
+from shard.queue.store import Store
+from shard.schedules.firing import BATCH_MAX, Firing, Needed
+from shard.vocabulary import Answer, JobId, OrgId
+
+if TYPE_CHECKING:
+    from router.fleet.shard_handle import ShardHandle
+
+_log = logging.getLogger(__name__)
+
+# The pause after a failure, and after a round in which no schedule could be decided.
+_PAUSE_S = 1.0
+_UNDECIDED_S = 0.1
+# For how long it is believed what other shards have answered about a job.
+_KNOWN_S = 2.0
+_REASON = "replaced by the next run of its schedule"
+
+
+class Scheduler:
+    """`may_fire`: whether the shard's state lets it store jobs. `elsewhere`: the other shards that may have live jobs
+    of an org; None: not known now. While no schedule is due, the shard is asked every `sweep_s` seconds for the
+    earliest one: a read of one index entry."""
+
+    def __init__(
+        self,
+        firing: Firing,
+        store: Store,
+        *,
+        sweep_s: float,
+        may_fire: Callable[[], bool],
+        elsewhere: Callable[[OrgId], Sequence[ShardHandle] | None],
+    ) -> None:
+        self._firing = firing
+        self._store = store
+        self._sweep_s = sweep_s
+        self._may_fire = may_fire
+        self._elsewhere = elsewhere
+        self._changed = asyncio.Event()
+        # Whether jobs on which decisions depend are live, and until when that is believed, by the loop's clock.
+        self._known: dict[JobId, tuple[bool, float]] = {}
+
+    def look(self) -> None:
+        """A schedule may be due earlier than before."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Fires until cancelled."""
+        failing = False
+        while True:
+            self._changed.clear()
+            try:
+                sleep_s = await self._turn()
+                failing = False
+            except (ShardError, TooManyWaiting) as error:
+                # A shard whose clock was set back says so itself.
+                quiet = failing or isinstance(error, ClockSetBack)
+                _log.log(
+                    logging.DEBUG if quiet else logging.WARNING,
+                    "could not fire the schedules of shard %r: %s",
+                    *(self._store.name, error),
+                )
+                failing, sleep_s = True, _PAUSE_S * random.uniform(0.5, 1.5)
+            except Exception:  # noqa: BLE001 - an error of one shard must not end this router
+                _log.exception("could not fire the schedules of shard %r", self._store.name)
+                sleep_s = _PAUSE_S
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(sleep_s):
+                    await self._changed.wait()
+
+    async def _turn(self) -> float:
+        """Fires what is due. Returns for how long there is nothing to do, in seconds."""
+        is_more = False
+        while self._may_fire():
+            if not is_more:
+                wake = await self._firing.next_wake()
+                # Both are times of the shard's clock: only their difference is used here.
+                left_s = self._sweep_s if wake.at is None else (wake.at - wake.now) / 1_000_000
+                if left_s > 0:
+                    return min(left_s, self._sweep_s * random.uniform(0.9, 1.1))
+            loop = asyncio.get_running_loop()
+            self._known = {job: found for job, found in self._known.items() if loop.time() < found[1]}
+            known = {job: is_live for job, (is_live, _) in self._known.items()}
+            fired = await self._firing.fire(is_whole=self._is_whole, known=known)
+            until_s = loop.time() + _KNOWN_S
+            learned = await self._learn(fired.needed)
+            self._known.update((job, (is_live, until_s)) for job, is_live in learned.items())
+            is_more = fired.taken == BATCH_MAX
+            if not is_more and not fired.jobs:
+                # Other routers have locked what is due, or it waits for an answer.
+                await asyncio.sleep(_UNDECIDED_S)
+        return self._sweep_s
+
+    def _is_whole(self, org: OrgId) -> bool:
+        """Whether the shard has all live jobs of the org."""
+        try:
+            others = self._elsewhere(org)
+        except ShardError:
+            return False
+        return others is not None and not others
+
+    async def _learn(self, needed: Sequence[Needed]) -> dict[JobId, bool]:
+        """Cancels or looks for the jobs on which decisions depend. Returns for each whether it is live, as far as all
+        shards answered."""
+        known: dict[JobId, bool] = {}
+        for org, job, cancel in needed:
+            try:
+                if cancel:
+                    if await self._cancel(org, job):
+                        known[job] = False
+                elif (others := self._elsewhere(org)) is not None:
+                    ended = [await other.require_up().store.find_ended([(org, to_hex(job))]) for other in others]
+                    known[job] = not all(ended)
+            except (ShardError, TooManyWaiting) as error:
+                _log.debug("a schedule of org %r waits for its job %s: %s", org, job, error)
+        return known
+
+    async def _cancel(self, org: OrgId, job: JobId) -> bool:
+        """Cancels the job of an earlier run. Returns whether it has certainly ended."""
+        others = self._elsewhere(org)
+        if others is None:
+            return False
+        stores = [*(other.require_writable().store for other in others), self._store]
+        for store in stores:
+            (answer,) = await store.cancel(org, [job], reason=_REASON)
+            if answer is not Answer.NOT_FOUND:
+                return answer is not Answer.DEPARTING
+        return True

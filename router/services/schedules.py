@@ -1,0 +1,201 @@
+"""Calls about the schedules of one org (proto/windrow/v1/schedules.proto)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import islice
+
+from router.codec import schedules as codec
+from router.codec.convert import STATES, moment
+from router.fleet.fleet import Fleet
+from router.fleet.shard_handle import ShardHandle
+from router.gate.calls import ANSWER_HELD_BYTES, unary
+from router.route import by_id
+from shard.errors import ShardError, ShardUnavailable
+from shard.placement.slots import Placement
+from shard.queue.coalescer import TooManyWaiting
+from shard.schedule import Overlap, Run, ScheduleName
+from shard.schedules import calendar
+from shard.schedules.schedule_admin import Found
+from shard.vocabulary import JobId, Micros, OrgId
+from windrow.v1 import job_pb2, schedules_pb2
+
+_PAGE_DEFAULT = 100
+_PREVIEW_DEFAULT = 10
+# How many of its next instants a schedule tells.
+_NEXT = 5
+
+
+class SchedulesService:
+    service_name = "windrow.v1.Schedules"
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    @unary(codec.check_create)
+    async def CreateSchedule(
+        self, request: schedules_pb2.CreateScheduleRequest
+    ) -> schedules_pb2.CreateScheduleResponse:
+        org, name = OrgId(request.org), ScheduleName(request.name)
+        spec, template = codec.spec(request.spec), codec.template(request.job)
+
+        async def create(member: ShardHandle, placement: Placement) -> Found:
+            admin = member.require_writable().schedule_admin
+            return await admin.create(org, name, spec, template, paused=request.paused, epoch=placement.epoch)
+
+        return schedules_pb2.CreateScheduleResponse(schedule=await self._changed(org, create))
+
+    @unary(codec.check_update)
+    async def UpdateSchedule(
+        self, request: schedules_pb2.UpdateScheduleRequest
+    ) -> schedules_pb2.UpdateScheduleResponse:
+        org, name, change = OrgId(request.org), ScheduleName(request.name), codec.change(request)
+
+        async def update(member: ShardHandle, placement: Placement) -> Found:
+            return await member.require_writable().schedule_admin.update(org, name, change, epoch=placement.epoch)
+
+        return schedules_pb2.UpdateScheduleResponse(schedule=await self._changed(org, update))
+
+    @unary(answer_bytes=ANSWER_HELD_BYTES)
+    async def GetSchedule(self, request: schedules_pb2.GetScheduleRequest) -> schedules_pb2.GetScheduleResponse:
+        org = OrgId(request.org)
+        member = await self._home(org)
+        found = await member.schedule_admin.get(org, ScheduleName(request.name))
+        runs = await member.schedule_admin.runs(org, found.schedule.id)
+        states = await self._states(org, runs)
+        return schedules_pb2.GetScheduleResponse(
+            schedule=_info(found, member), runs=[codec.run_message(run, states) for run in runs]
+        )
+
+    @unary(answer_bytes=ANSWER_HELD_BYTES)
+    async def ListSchedules(self, request: schedules_pb2.ListSchedulesRequest) -> schedules_pb2.ListSchedulesResponse:
+        org = OrgId(request.org)
+        member = await self._home(org)
+        found, token = await member.schedule_admin.list(
+            org,
+            declared_by=request.declared_by,
+            page_size=request.page_size or _PAGE_DEFAULT,
+            page_token=request.page_token,
+        )
+        return schedules_pb2.ListSchedulesResponse(
+            schedules=[_info(one, member) for one in found], next_page_token=token
+        )
+
+    @unary()
+    async def DeleteSchedule(
+        self, request: schedules_pb2.DeleteScheduleRequest
+    ) -> schedules_pb2.DeleteScheduleResponse:
+        org, name = OrgId(request.org), ScheduleName(request.name)
+
+        async def delete(member: ShardHandle, placement: Placement) -> None:
+            await member.require_writable().schedule_admin.delete(org, name, epoch=placement.epoch)
+
+        await self._fleet.write(org, delete)
+        return schedules_pb2.DeleteScheduleResponse()
+
+    @unary()
+    async def PauseSchedule(self, request: schedules_pb2.PauseScheduleRequest) -> schedules_pb2.PauseScheduleResponse:
+        schedule = await self._set_paused(request.org, request.name, paused=True)
+        return schedules_pb2.PauseScheduleResponse(schedule=schedule)
+
+    @unary()
+    async def ResumeSchedule(
+        self, request: schedules_pb2.ResumeScheduleRequest
+    ) -> schedules_pb2.ResumeScheduleResponse:
+        schedule = await self._set_paused(request.org, request.name, paused=False)
+        return schedules_pb2.ResumeScheduleResponse(schedule=schedule)
+
+    @unary()
+    async def TriggerSchedule(
+        self, request: schedules_pb2.TriggerScheduleRequest
+    ) -> schedules_pb2.TriggerScheduleResponse:
+        org, name = OrgId(request.org), ScheduleName(request.name)
+
+        async def trigger(member: ShardHandle, placement: Placement) -> tuple[JobId, bool]:
+            admin = member.require_open().schedule_admin
+            return await admin.trigger(org, name, request=request.request_id or None, epoch=placement.epoch)
+
+        job_id, duplicate = await self._fleet.write(org, trigger)
+        return schedules_pb2.TriggerScheduleResponse(job_id=job_id, duplicate=duplicate)
+
+    @unary(codec.check_backfill)
+    async def BackfillSchedule(
+        self, request: schedules_pb2.BackfillScheduleRequest
+    ) -> schedules_pb2.BackfillScheduleResponse:
+        org, name = OrgId(request.org), ScheduleName(request.name)
+        begin, end = moment(request.begin), moment(request.end)
+        overlap = codec.overlap(request.overlap, Overlap.ALLOW)
+
+        async def backfill(member: ShardHandle, placement: Placement) -> schedules_pb2.BackfillScheduleResponse:
+            admin = member.require_open().schedule_admin
+            done = await admin.backfill(org, name, begin=begin, end=end, overlap=overlap, epoch=placement.epoch)
+            return schedules_pb2.BackfillScheduleResponse(
+                stored=done.stored, buffered=done.buffered, skipped=done.skipped, known=done.known
+            )
+
+        return await self._fleet.write(org, backfill)
+
+    @unary(codec.check_preview)
+    async def PreviewSchedule(
+        self, request: schedules_pb2.PreviewScheduleRequest
+    ) -> schedules_pb2.PreviewScheduleResponse:
+        org = OrgId(request.org)
+        admin = (await self._home(org)).schedule_admin
+        if request.WhichOneof("of") == "spec":
+            timing, now = codec.spec(request.spec).timing, await admin.now(org)
+        else:
+            found = await admin.get(org, ScheduleName(request.name))
+            timing, now = found.schedule.spec.timing, found.now
+        after = moment(request.after) if request.HasField("after") else now
+        instants = islice(calendar.after(timing, after), request.count or _PREVIEW_DEFAULT)
+        return schedules_pb2.PreviewScheduleResponse(times=codec.times(instants))
+
+    async def _changed(
+        self, org: OrgId, act: Callable[[ShardHandle, Placement], Awaitable[Found]]
+    ) -> schedules_pb2.ScheduleInfo:
+        """Makes a change on the shard that takes the org's new jobs, and returns the schedule."""
+
+        async def changed(member: ShardHandle, placement: Placement) -> schedules_pb2.ScheduleInfo:
+            return _info(await act(member, placement), member)
+
+        return await self._fleet.write(org, changed)
+
+    async def _set_paused(self, org: str, name: str, *, paused: bool) -> schedules_pb2.ScheduleInfo:
+        async def act(member: ShardHandle, placement: Placement) -> Found:
+            admin = member.require_writable().schedule_admin
+            return await admin.set_paused(OrgId(org), ScheduleName(name), paused=paused, epoch=placement.epoch)
+
+        return await self._changed(OrgId(org), act)
+
+    async def _home(self, org: OrgId) -> ShardHandle:
+        """Returns the shard that has the org's schedules. See AdminService._home."""
+        with contextlib.suppress(ShardUnavailable):
+            await self._fleet.is_current(org, self._fleet.placement(org))
+        return self._fleet.writer(self._fleet.placement(org)).require_up()
+
+    async def _states(self, org: OrgId, runs: Sequence[Run]) -> dict[JobId, job_pb2.JobState.ValueType]:
+        """Returns the states of the jobs of these runs, as far as their shards answer."""
+        ids = [run.job_id for run in runs if run.job_id is not None]
+
+        async def ask(member: ShardHandle, positions: Sequence[int]) -> dict[int, str]:
+            wanted = [ids[at] for at in positions]
+            records = await member.store.get(org, wanted, include_payload=False, bytes_max=0)
+            return {ids.index(record.id): record.state for record in records}
+
+        if not ids:
+            return {}
+        try:
+            found = await by_id.find(self._fleet, org, ids, ask)
+        except (ShardError, TooManyWaiting):
+            return {}
+        return {ids[at]: STATES[state] for at, state in found.answers.items()}
+
+
+def _info(found: Found, member: ShardHandle) -> schedules_pb2.ScheduleInfo:
+    schedule, now = found
+    upcoming: Sequence[Micros] = ()
+    if schedule.paused_at is None:
+        # What is due already is about to be decided.
+        upcoming = list(islice(calendar.after(schedule.spec.timing, now), _NEXT))
+    return codec.info(schedule, upcoming, member.name)

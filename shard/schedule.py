@@ -1,0 +1,200 @@
+"""A schedule: what stores jobs at instants of a calendar, and its runs. Pure: no I/O.
+
+All times are microseconds since 1970 by the clock of a shard's Postgres. When a schedule fires, and what happens then,
+is decided in shard/schedules/.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NewType
+
+from shard.job_record import NOT_REPEATED
+from shard.vocabulary import JOB_CONTENT, JobId, Micros, OrgId
+
+# A UUID, as canonical lower-case text.
+ScheduleId = NewType("ScheduleId", str)
+ScheduleName = NewType("ScheduleName", str)
+
+SCHEDULES_MAX = 10_000
+# How many runs of a schedule may wait for an earlier one to end.
+BUFFERED_MAX = 100
+# How many instants one firing stores after an outage, at most.
+CATCH_UP_MAX = 1000
+# How many instants one backfill may have.
+BACKFILL_MAX = 1000
+# How many runs of a schedule are kept, besides those of backfills, which are kept for as long as ids of jobs count.
+RUNS_KEPT = 20
+PREVIEW_MAX = 100
+
+
+class Overlap(enum.Enum):
+    """What happens to a run that is due while the job of the run before is live."""
+
+    # It is stored.
+    ALLOW = "allow"
+    # It is skipped.
+    SKIP = "skip"
+    # It waits until that job has ended. Only one run waits; others are skipped.
+    BUFFER_ONE = "buffer_one"
+    # It waits. Up to BUFFERED_MAX runs wait; others are skipped.
+    BUFFER_ALL = "buffer_all"
+    # That job is cancelled, and the run is stored.
+    CANCEL_RUNNING = "cancel_running"
+
+
+class CatchUp(enum.Enum):
+    """Which instants are stored late, of those that nobody could store in time. The others are skipped."""
+
+    LATEST = "latest"
+    # Those of the last `catch_up_window_us`, at most CATCH_UP_MAX.
+    WINDOW = "window"
+    # The newest CATCH_UP_MAX.
+    ALL = "all"
+
+
+class RunCause(enum.Enum):
+    """Why a run was decided."""
+
+    SCHEDULE = "schedule"
+    # Late, or together with later ones: no router could store it in time.
+    CATCH_UP = "catch_up"
+    TRIGGER = "trigger"
+    BACKFILL = "backfill"
+
+
+class RunOutcome(enum.Enum):
+    STORED = "stored"
+    # It waits until the job of the run before has ended.
+    BUFFERED = "buffered"
+    SKIPPED = "skipped"
+
+
+class SkipReason(enum.Enum):
+    OVERLAP = "overlap"
+    CATCH_UP = "catch_up"
+    PAUSE = "pause"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """When a schedule fires. Exactly one of the first three is given. `start` is the first possible instant, and `end`
+    the first impossible one. `jitter_us`: by how much an instant may come later than the calendar says."""
+
+    # Five fields, or six with the seconds first.
+    cron: str | None = None
+    interval_us: int | None = None
+    at: Micros | None = None
+    # A name of the IANA time zone database.
+    zone: str = "UTC"
+    start: Micros | None = None
+    end: Micros | None = None
+    jitter_us: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleSpec:
+    """What operators may set, besides the template of the jobs."""
+
+    timing: Timing
+    overlap: Overlap = Overlap.SKIP
+    catch_up: CatchUp = CatchUp.LATEST
+    catch_up_window_us: int | None = None
+    note: str = ""
+    declared_by: str = ""
+
+
+# The columns of windrow.schedule that store a ScheduleSpec, each with its type.
+SPEC_COLUMNS: Mapping[str, str] = {
+    "cron": "text",
+    "interval_us": "bigint",
+    "once_at": "timestamptz",
+    "zone": "text",
+    "starts_at": "timestamptz",
+    "ends_at": "timestamptz",
+    "jitter_us": "bigint",
+    "overlap": "text",
+    "catch_up": "text",
+    "catch_up_window_us": "bigint",
+    "note": "text",
+    "declared_by": "text",
+}
+
+
+def spec_values(spec: ScheduleSpec) -> dict[str, object]:
+    """Returns what SPEC_COLUMNS store."""
+    timing = spec.timing
+    values = (
+        *(timing.cron, timing.interval_us, timing.at, timing.zone, timing.start, timing.end, timing.jitter_us),
+        *(spec.overlap.value, spec.catch_up.value, spec.catch_up_window_us, spec.note, spec.declared_by),
+    )
+    return dict(zip(SPEC_COLUMNS, values, strict=True))
+
+
+def spec_of(values: Sequence[Any]) -> ScheduleSpec:
+    """Returns the spec that SPEC_COLUMNS store."""
+    cron, interval_us, at, zone, start, end, jitter_us, overlap, catch_up, window_us, note, declared_by = values
+    return ScheduleSpec(
+        timing=Timing(cron=cron, interval_us=interval_us, at=at, zone=zone, start=start, end=end, jitter_us=jitter_us),
+        overlap=Overlap(overlap),
+        catch_up=CatchUp(catch_up),
+        catch_up_window_us=window_us,
+        note=note,
+        declared_by=declared_by,
+    )
+
+
+# The columns of windrow.schedule that say what each job of the schedule is like: a job without its identity.
+TEMPLATE_COLUMNS = ("queue", "priority", "max_attempts", *(name for name in JOB_CONTENT if name not in NOT_REPEATED))
+Template = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleRecord:
+    """A schedule as a shard has it."""
+
+    id: ScheduleId
+    org: OrgId
+    name: ScheduleName
+    spec: ScheduleSpec
+    template: Template
+    created_at: Micros
+    paused_at: Micros | None
+    next_at: Micros | None
+    last_at: Micros | None
+    last_job: JobId | None
+    buffered: int
+
+
+class Run(NamedTuple):
+    """A run of a schedule, or several instants that were skipped together: those from `at` through `through`."""
+
+    at: Micros
+    cause: RunCause
+    outcome: RunOutcome
+    through: Micros | None = None
+    skipped_for: SkipReason | None = None
+    job_id: JobId | None = None
+    decided_at: Micros = Micros(0)
+
+
+class ScheduledRun(NamedTuple):
+    """What a job knows of the run that stored it. `previous`: the instant of the run that was stored before."""
+
+    schedule: ScheduleName
+    at: Micros
+    previous: Micros | None
+    cause: RunCause
+
+    def to_json(self) -> str:
+        told = {"schedule": self.schedule, "at": self.at, "previous": self.previous, "cause": self.cause.value}
+        return json.dumps({name: value for name, value in told.items() if value is not None}, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, stored: str) -> ScheduledRun:
+        """Returns what a job has. A newer release may have stored further fields."""
+        told = json.loads(stored)
+        return cls(told["schedule"], told["at"], told.get("previous"), RunCause(told["cause"]))

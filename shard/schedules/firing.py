@@ -1,0 +1,226 @@
+"""Fires the due schedules of one shard. Any number of routers do this at the same time, and none of them is special.
+
+One transaction locks some due schedules, decides about their instants, stores the runs and their jobs, and advances the
+schedules. So a router that dies, or does not hear of its commit, leaves either nothing or everything. Only the shard's
+clock counts: the statement that locks the schedules returns the time, and this process's clock is not read (I8).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from shard.postgres import arrays
+from shard.postgres.connection import Connection
+from shard.postgres.pool import Database
+from shard.queue.store import Store
+from shard.schedule import (
+    RUNS_KEPT,
+    SPEC_COLUMNS,
+    Run,
+    RunCause,
+    RunOutcome,
+    ScheduleId,
+    ScheduleName,
+    ScheduleSpec,
+    spec_of,
+)
+from shard.schedules import plan, statements
+from shard.schedules.plan import Plan, Present
+from shard.schedules.run_writer import Advance, NewRun, Stored, advance, forget_runs, store_runs
+from shard.vocabulary import JobId, Micros, OrgId, QueueId, QueueName
+
+_log = logging.getLogger(__name__)
+
+# Schedules of one transaction. It holds a connection, and their locks, for about 0.1 s.
+BATCH_MAX = 500
+# Runs of one transaction. A schedule that catches up may exceed it.
+_RUNS_MAX = 2000
+# After so many schedules were decided, other tasks get their turn.
+_AT_ONCE = 5
+# When a schedule is looked at again that could not be decided.
+_AGAIN_US = 100_000
+_AGAIN_LATER_US = 60_000_000
+
+
+class Wake(NamedTuple):
+    """When a router must look at the schedules of a shard: the difference of two times of the shard's clock."""
+
+    now: Micros
+    # None: not before one is changed.
+    at: Micros | None
+
+
+class Needed(NamedTuple):
+    """A job on which a decision depends, and which another shard may have; or which must be cancelled first."""
+
+    org: OrgId
+    job: JobId
+    cancel: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Fired:
+    """What one transaction has done."""
+
+    # How many schedules it has looked at.
+    taken: int = 0
+    jobs: int = 0
+    queues: set[QueueId] = field(default_factory=set[QueueId])
+    needed: list[Needed] = field(default_factory=list[Needed])
+
+
+class Due(NamedTuple):
+    """A schedule that was locked because it is due, as take_due.sql returns it."""
+
+    id: ScheduleId
+    org: OrgId
+    org_id: int
+    name: ScheduleName
+    queue: QueueName
+    queue_id: QueueId | None
+    spec: ScheduleSpec
+    next_at: Micros | None
+    last_at: Micros | None
+    last_job: JobId | None
+    buffered: int
+    decided: int
+    # Whether it counts that the job of the run before is live, and whether it is live on this shard.
+    matters: bool
+    is_live: bool | None
+    now: Micros
+
+    @classmethod
+    def from_row(cls, row: Sequence[Any]) -> Due:
+        first = 6 + len(SPEC_COLUMNS)
+        return cls._make([*row[:6], spec_of(row[6:first]), *row[first:]])
+
+
+class Firing:
+    """The schedules of one shard, as a router fires them. All methods may raise ShardUnavailable."""
+
+    def __init__(self, database: Database, store: Store) -> None:
+        self._database = database
+        self._store = store
+
+    async def next_wake(self) -> Wake:
+        """Returns when the next schedule of this shard must be looked at."""
+        ((now, at),) = await self._database.run(statements.FIND_WAKE, {})
+        return Wake(now, at)
+
+    async def fire(
+        self,
+        *,
+        is_whole: Callable[[OrgId], bool] = lambda _: True,
+        known: Mapping[JobId, bool] | None = None,
+    ) -> Fired:
+        """Fires some of the schedules that are due, those first that have waited longest.
+
+        `is_whole` says whether this shard has all live jobs of an org. If not, and if it counts whether a job is live
+        that this shard does not have, the job is `needed`, and its schedule waits until it is among the `known` ones:
+        whether they are live, or were cancelled. Raises ClockSetBack."""
+        self._store.clock.check()
+        fired = Fired()
+        async with self._database.transaction() as connection:
+            found = [Due.from_row(row) for row in await connection.run(statements.TAKE_DUE, {"rows": BATCH_MAX})]
+            writer = _Writer()
+            for number, schedule in enumerate(found, start=1):
+                if number % _AT_ONCE == 0:
+                    await asyncio.sleep(0)
+                if len(writer.runs) >= _RUNS_MAX:
+                    break
+                fired.taken += 1
+                try:
+                    _decide(schedule, writer, fired, is_whole, known or {})
+                except Exception:  # noqa: BLE001 - one schedule, such as one of a zone that is gone, must not hold up all
+                    _log.exception("schedule %r of org %r cannot be decided", schedule.name, schedule.org)
+                    writer.postpone(schedule, _AGAIN_LATER_US)
+            fired.jobs, fired.queues = await writer.write(connection)
+        if fired.jobs:
+            self._store.runs_stored(fired.queues)
+        return fired
+
+
+def _decide(
+    schedule: Due, writer: _Writer, fired: Fired, is_whole: Callable[[OrgId], bool], known: Mapping[JobId, bool]
+) -> None:
+    if schedule.queue_id is None:
+        _log.error("schedule %r of org %r: its queue %r is gone", schedule.name, schedule.org, schedule.queue)
+        writer.postpone(schedule, _AGAIN_LATER_US)
+        return
+    running = schedule.matters and bool(schedule.is_live)
+    if schedule.matters and schedule.last_job is not None and not schedule.is_live and not is_whole(schedule.org):
+        if schedule.last_job not in known:
+            fired.needed.append(Needed(schedule.org, schedule.last_job, cancel=False))
+            writer.postpone(schedule, _AGAIN_US)
+            return
+        running = known[schedule.last_job]
+    present = Present(now=schedule.now, next_at=schedule.next_at, running=running, buffered=schedule.buffered)
+    decided = plan.plan(schedule.id, schedule.spec, present)
+    if decided.cancels and schedule.last_job is not None:
+        fired.needed.append(Needed(schedule.org, schedule.last_job, cancel=True))
+        writer.postpone(schedule, _AGAIN_US)
+        return
+    writer.add(schedule, decided)
+
+
+class _Writer:
+    """Collects what one transaction stores."""
+
+    def __init__(self) -> None:
+        self.runs: list[NewRun] = []
+        self._advances: dict[ScheduleId, Advance] = {}
+        # Those of which a buffered run is stored now.
+        self._promoted: dict[ScheduleId, Due] = {}
+        # Those whose older runs are to be forgotten.
+        self._full: list[ScheduleId] = []
+
+    def postpone(self, schedule: Due, by_us: int) -> None:
+        """Looks at the schedule again later."""
+        wake_at = Micros(schedule.now + by_us)
+        self._advances[schedule.id] = Advance(schedule.id, schedule.next_at, wake_at, None, None, schedule.buffered, 0)
+
+    def add(self, schedule: Due, decided: Plan) -> None:
+        previous, latest = schedule.last_at, None
+        for run in decided.runs:
+            self.runs.append(_new(schedule, run, previous))
+            if run.outcome is RunOutcome.STORED:
+                previous = latest = run.at
+        if decided.promotes:
+            self._promoted[schedule.id] = schedule
+        count = len(decided.runs) + decided.promotes
+        self._advances[schedule.id] = Advance(
+            schedule.id, decided.next_at, decided.wake_at, latest, latest, decided.buffered, count
+        )
+        # Not each time: a schedule that is due often would look for its oldest run for each new one.
+        if schedule.decided // RUNS_KEPT < (schedule.decided + count) // RUNS_KEPT:
+            self._full.append(schedule.id)
+
+    async def write(self, connection: Connection) -> Stored:
+        """Stores everything."""
+        await self._promote(connection)
+        stored = await store_runs(connection, self.runs)
+        await advance(connection, list(self._advances.values()))
+        await forget_runs(connection, self._full)
+        return stored
+
+    async def _promote(self, connection: Connection) -> None:
+        """Finds the runs that have waited and are stored now."""
+        if not self._promoted:
+            return
+        rows = await connection.run(statements.FIND_BUFFERED, {"schedules": arrays.plain(self._promoted)})
+        for name, at, cause in rows:
+            schedule = self._promoted.pop(name)
+            self.runs.append(_new(schedule, Run(at, RunCause(cause), RunOutcome.STORED), schedule.last_at))
+            # Nothing else was stored beside it: other runs wait.
+            self._advances[schedule.id] = self._advances[schedule.id]._replace(last_at=at, run_at=at)
+        for name in self._promoted:
+            # The count was wrong: no run waits.
+            self._advances[name] = self._advances[name]._replace(buffered=0)
+
+
+def _new(schedule: Due, run: Run, previous: Micros | None) -> NewRun:
+    return NewRun(schedule.id, schedule.name, schedule.queue_id or QueueId(0), run, previous, schedule.now)

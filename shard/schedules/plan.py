@@ -1,0 +1,177 @@
+"""Decides what a schedule does at a moment: which instants are stored as jobs, which wait, and which are skipped. Pure:
+the caller gives the shard's time, and stores what is decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import assert_never
+
+from shard.schedule import (
+    BUFFERED_MAX,
+    CATCH_UP_MAX,
+    CatchUp,
+    Overlap,
+    Run,
+    RunCause,
+    RunOutcome,
+    ScheduleId,
+    ScheduleSpec,
+    SkipReason,
+    Timing,
+)
+from shard.schedules import calendar
+from shard.vocabulary import Micros
+
+# A run that is stored this long after it was due is one of catch-up.
+LATE_US = 60_000_000
+# How often a router looks whether the job has ended for which a buffered run waits.
+BUFFER_LOOK_US = 1_000_000
+# How many instants are looked at for the latest one whose jitter is over.
+_JITTERED_MAX = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Present:
+    """What a shard knows of a schedule that may be due."""
+
+    now: Micros
+    # The first instant that is not decided. None: there is none.
+    next_at: Micros | None
+    # Whether the job of the run before is live.
+    running: bool
+    buffered: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """What is to be done with a schedule."""
+
+    # In the order of their instants. Job ids and times of decisions are not filled in.
+    runs: list[Run] = field(default_factory=list[Run])
+    next_at: Micros | None
+    wake_at: Micros | None
+    buffered: int
+    # The first buffered run is to be stored, before `runs`.
+    promotes: bool = False
+    # The job of the run before must be cancelled first. Nothing else is to be done.
+    cancels: bool = False
+
+
+def plan(schedule: ScheduleId, spec: ScheduleSpec, present: Present) -> Plan:
+    """Returns what a schedule does now."""
+    timing, now, next_at = spec.timing, present.now, present.next_at
+    line = _Line(running=present.running, buffered=present.buffered)
+    promotes = line.promote()
+    due: Sequence[Micros] = ()
+    runs: list[Run] = []
+    latest = None if next_at is None else _latest_due(schedule, timing, next_at, now)
+    if next_at is not None and latest is not None:
+        if present.running and spec.overlap is Overlap.CANCEL_RUNNING:
+            return Plan(next_at=next_at, wake_at=now, buffered=present.buffered, cancels=True)
+        due = _kept(spec, next_at, latest, now)
+        if due[0] > next_at:
+            runs.append(_skipped(timing, next_at, due[0]))
+        for at in due:
+            is_late = at != latest or now - calendar.due(timing, schedule, at) > LATE_US
+            runs.append(line.add(at, spec.overlap, RunCause.CATCH_UP if is_late else RunCause.SCHEDULE, last=latest))
+        next_at = calendar.following(timing, latest)
+    wake_at = None if next_at is None else calendar.due(timing, schedule, next_at)
+    if line.buffered:
+        look_at = Micros(now + BUFFER_LOOK_US)
+        wake_at = look_at if wake_at is None else min(wake_at, look_at)
+    return Plan(runs=runs, next_at=next_at, wake_at=wake_at, buffered=line.buffered, promotes=promotes)
+
+
+def backfill(instants: Iterable[Micros], overlap: Overlap, *, running: bool, buffered: int) -> tuple[list[Run], int]:
+    """Returns the runs of a backfill of these instants, and how many runs are buffered then."""
+    line = _Line(running=running, buffered=buffered)
+    ordered = sorted(instants)
+    return [line.add(at, overlap, RunCause.BACKFILL, last=ordered[-1]) for at in ordered], line.buffered
+
+
+def skip_pause(timing: Timing, next_at: Micros | None, now: Micros) -> tuple[Run | None, Micros | None]:
+    """Returns what a pause that ends now has skipped, and the first instant after it."""
+    after = calendar.following(timing, now)
+    if next_at is None or next_at > now:
+        return None, next_at
+    run = _skipped(timing, next_at, Micros(now + 1) if after is None else after)
+    return run._replace(skipped_for=SkipReason.PAUSE, cause=RunCause.SCHEDULE), after
+
+
+@dataclass(slots=True, kw_only=True)
+class _Line:
+    """The runs of one schedule, one after another, as its overlap policy treats them."""
+
+    running: bool
+    buffered: int
+
+    def promote(self) -> bool:
+        """Returns whether the first buffered run can be stored now, and counts it as running then."""
+        if self.running or not self.buffered:
+            return False
+        self.running = True
+        self.buffered -= 1
+        return True
+
+    def add(self, at: Micros, overlap: Overlap, cause: RunCause, *, last: Micros) -> Run:
+        """Decides one run. `last`: the last one that is decided together with it."""
+        match overlap:
+            case Overlap.ALLOW:
+                return Run(at, cause, RunOutcome.STORED)
+            case Overlap.CANCEL_RUNNING:
+                # Each run would be cancelled by the next one at once.
+                if at == last:
+                    return Run(at, cause, RunOutcome.STORED)
+                room = 0
+            case Overlap.SKIP:
+                room = 0
+            case Overlap.BUFFER_ONE:
+                room = 1
+            case Overlap.BUFFER_ALL:
+                room = BUFFERED_MAX
+            case _:
+                assert_never(overlap)
+        if overlap is not Overlap.CANCEL_RUNNING and not self.running and not self.buffered:
+            self.running = True
+            return Run(at, cause, RunOutcome.STORED)
+        if self.buffered < room:
+            self.buffered += 1
+            return Run(at, cause, RunOutcome.BUFFERED)
+        return Run(at, cause, RunOutcome.SKIPPED, skipped_for=SkipReason.OVERLAP)
+
+
+def _latest_due(schedule: ScheduleId, timing: Timing, next_at: Micros, now: Micros) -> Micros | None:
+    """Returns the latest instant that is due. With it, all instants before are due, whatever their jitter is."""
+    for at in islice(calendar.until(timing, now), _JITTERED_MAX):
+        if at < next_at:
+            return None
+        if calendar.due(timing, schedule, at) <= now:
+            return at
+    # Many instants lie within the jitter: take one that is due in any case.
+    settled = next(calendar.until(timing, Micros(now - timing.jitter_us)), None)
+    return None if settled is None or settled < next_at else settled
+
+
+def _kept(spec: ScheduleSpec, next_at: Micros, latest: Micros, now: Micros) -> list[Micros]:
+    """Returns the instants from `next_at` through `latest` that are not too late, in order; at least `latest`."""
+    if next_at == latest or spec.catch_up is CatchUp.LATEST:
+        return [latest]
+    oldest = next_at
+    if spec.catch_up is CatchUp.WINDOW:
+        oldest = Micros(max(oldest, now - (spec.catch_up_window_us or 0)))
+    kept: list[Micros] = []
+    for at in calendar.until(spec.timing, latest):
+        if len(kept) == CATCH_UP_MAX or (at < oldest and kept):
+            break
+        kept.append(at)
+    return kept[::-1]
+
+
+def _skipped(timing: Timing, first: Micros, before: Micros) -> Run:
+    """Returns the skip of the instants from `first` up to, but not including, `before`."""
+    last = next(calendar.until(timing, Micros(before - 1)), first)
+    through = last if last > first else None
+    return Run(first, RunCause.CATCH_UP, RunOutcome.SKIPPED, through=through, skipped_for=SkipReason.CATCH_UP)

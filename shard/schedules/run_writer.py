@@ -1,0 +1,123 @@
+"""Writes decided runs, their jobs, and what they change in their schedules, inside a transaction of the caller."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+from uuid import UUID
+
+from shard.postgres import arrays
+from shard.postgres.connection import Connection
+from shard.queue.store import ID_AGE_DAYS_MAX
+from shard.schedule import RUNS_KEPT, Run, RunOutcome, ScheduledRun, ScheduleId, ScheduleName
+from shard.schedules import statements
+from shard.vocabulary import JobId, Micros, QueueId
+
+_DAY_US = 86_400_000_000
+
+
+class NewRun(NamedTuple):
+    """A decided run. `previous`: the instant of the run before it, for its job."""
+
+    schedule: ScheduleId
+    name: ScheduleName
+    queue_id: QueueId
+    run: Run
+    previous: Micros | None
+    # The shard's time.
+    now: Micros
+    # Names the call that wanted it. None: no call did, or it has no name.
+    request: str | None = None
+
+
+class Advance(NamedTuple):
+    """What becomes of a schedule. `last_at` and `run_at`: the instant of its latest run that was due by the calendar,
+    and of any cause, if one was stored now."""
+
+    schedule: ScheduleId
+    next_at: Micros | None
+    wake_at: Micros | None
+    last_at: Micros | None
+    run_at: Micros | None
+    buffered: int
+    # How many runs were decided.
+    decided: int
+
+
+class Stored(NamedTuple):
+    """What was stored: how many jobs, and in which queues."""
+
+    jobs: int
+    queues: set[QueueId]
+
+
+def job_id_of(schedule: ScheduleId, at: Micros, now: Micros) -> JobId:
+    """Returns the id of a run's job. Its time is that of the firing, because the time in an id counts for the dedup
+    horizon; the run itself is once by its row."""
+    digest = int.from_bytes(hashlib.blake2b(f"{schedule} {at}".encode(), digest_size=10).digest())
+    number = now // 1000 << 80 | 0x7 << 76 | (digest >> 62 & 0xFFF) << 64 | 0b10 << 62 | digest & (1 << 62) - 1
+    return JobId(str(UUID(int=number)))
+
+
+async def store_runs(connection: Connection, runs: Sequence[NewRun]) -> Stored:
+    """Stores runs whose schedules the transaction has locked, and their jobs. An instant that has a run keeps it."""
+    if not runs:
+        return Stored(0, set())
+    ids = [
+        job_id_of(new.schedule, new.run.at, new.now) if new.run.outcome is RunOutcome.STORED else None for new in runs
+    ]
+    jobs = sorted((job, new) for job, new in zip(ids, runs, strict=True) if job is not None)
+    told = [ScheduledRun(new.name, new.run.at, new.previous, new.run.cause).to_json() for _, new in jobs]
+    skips = {at: new.run.skipped_for.value for at, new in enumerate(runs) if new.run.skipped_for is not None}
+    ((queues, count),) = await connection.run(
+        statements.STORE_RUNS,
+        {
+            "schedules": arrays.plain(new.schedule for new in runs),
+            "ats_us": arrays.numbers(new.run.at for new in runs),
+            "throughs_us": _nullable(new.run.through for new in runs),
+            "causes": arrays.names(new.run.cause.value for new in runs),
+            "outcomes": arrays.names(new.run.outcome.value for new in runs),
+            "skipped_for": arrays.sparse_texts(skips, len(runs)),
+            "job_ids": _nullable(ids),
+            "requests": _nullable(new.request for new in runs),
+            "stored_ids": arrays.plain(job for job, _ in jobs),
+            "queue_ids": arrays.numbers(new.queue_id for _, new in jobs),
+            "scheduled_runs": arrays.texts(told),
+        },
+    )
+    return Stored(count, set(queues or ()))
+
+
+async def advance(connection: Connection, advances: Sequence[Advance]) -> None:
+    """Advances schedules that the transaction has locked, after their runs were stored."""
+    if advances:
+        columns = {
+            "nexts_us": (one.next_at for one in advances),
+            "wakes_us": (one.wake_at for one in advances),
+            "lasts_us": (one.last_at for one in advances),
+            "runs_us": (one.run_at for one in advances),
+            "buffered": (one.buffered for one in advances),
+            "decided": (one.decided for one in advances),
+        }
+        parameters = {name: _nullable(column) for name, column in columns.items()}
+        await connection.run(
+            statements.ADVANCE, {"schedules": arrays.plain(one.schedule for one in advances), **parameters}
+        )
+
+
+async def forget_runs(connection: Connection, schedules: Sequence[ScheduleId]) -> None:
+    """Forgets the older runs of these schedules."""
+    if schedules:
+        parameters = {
+            "schedules": arrays.plain(schedules),
+            "kept": RUNS_KEPT,
+            # For as long as an id counts.
+            "backfill_us": round(ID_AGE_DAYS_MAX * _DAY_US),
+        }
+        await connection.run(statements.FORGET_RUNS, parameters)
+
+
+def _nullable(values: Iterable[object]) -> str:
+    """Encodes numbers or UUIDs, with None as NULL."""
+    return "{" + ",".join("NULL" if value is None else str(value) for value in values) + "}"

@@ -1,0 +1,443 @@
+"""Operators' calls about the schedules of one shard: create, update, pause, trigger, backfill, lists.
+
+Every change locks the schedule, computes its next instant from the shard's time, and stores both, in one transaction.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice, takewhile
+from typing import Any, NamedTuple, TypeVar
+
+from shard.errors import (
+    BadPageToken,
+    BadSchedule,
+    ScheduleExists,
+    ShardUnavailable,
+    TooManyQueues,
+    TooManySchedules,
+    UnknownSchedule,
+)
+from shard.postgres import arrays
+from shard.postgres.connection import Connection
+from shard.postgres.pool import Database
+from shard.queue.coalescer import Coalescer, SingleCall, one_by_one
+from shard.queue.enqueue import find_refused
+from shard.queue.queue_ids import QUEUES_MAX
+from shard.queue.store import Store
+from shard.schedule import (
+    BACKFILL_MAX,
+    RUNS_KEPT,
+    SCHEDULES_MAX,
+    SPEC_COLUMNS,
+    TEMPLATE_COLUMNS,
+    CatchUp,
+    Overlap,
+    Run,
+    RunCause,
+    RunOutcome,
+    ScheduleId,
+    ScheduleName,
+    ScheduleRecord,
+    ScheduleSpec,
+    SkipReason,
+    Template,
+    Timing,
+    spec_of,
+    spec_values,
+)
+from shard.schedules import calendar, plan, statements
+from shard.schedules.run_writer import Advance, NewRun, advance, forget_runs, job_id_of, store_runs
+from shard.vocabulary import JobId, Micros, OrgId, QueueId, QueueName
+
+_T = TypeVar("_T")
+_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+_PAYLOAD = "payload"
+_LISTED = tuple(name for name in TEMPLATE_COLUMNS if name != _PAYLOAD)
+
+
+class Found(NamedTuple):
+    """A schedule, and the shard's time."""
+
+    schedule: ScheduleRecord
+    now: Micros
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backfilled:
+    """What a backfill has done, in numbers of instants. `known`: those that had a run already."""
+
+    stored: int
+    buffered: int
+    skipped: int
+    known: int
+
+
+class ScheduleAdmin:
+    """The schedules of one shard. All methods may raise ShardUnavailable; those that change something also NotOwned and
+    ClockSetBack. `epoch`: that of the placement by which this shard is the org's writer. `changed` is called when a
+    schedule may have to be looked at earlier than before."""
+
+    def __init__(self, database: Database, store: Store, changed: Callable[[], None] = lambda: None) -> None:
+        self._database = database
+        self._store = store
+        self._changed = changed
+        # One call at a time, and orgs in turn (I4).
+        self._calls = Coalescer[SingleCall, Any](
+            one_by_one,
+            weight=lambda call: call.weight,
+            key=lambda call: call.org,
+            on_timeout=lambda: ShardUnavailable(database.name, "earlier calls about schedules take long"),
+            acts_max=1,
+            weight_max=1,
+        )
+
+    async def create(
+        self, org: OrgId, name: ScheduleName, spec: ScheduleSpec, template: Template, *, paused: bool, epoch: int
+    ) -> Found:
+        """Raises BadSchedule, ScheduleExists, TooManySchedules, TooManyQueues."""
+        refuse_bad(spec)
+        return await self._in_turn(org, partial(self._create, org, name, spec, template, paused, epoch))
+
+    async def _create(
+        self, org: OrgId, name: ScheduleName, spec: ScheduleSpec, template: Template, paused: bool, epoch: int
+    ) -> Found:
+        self._store.clock.check()
+        # Refuse before creating the queue, which would be an org's first trace on a shard that does not own its slot.
+        await self._refuse_unowned(org, epoch)
+        await self._make_queue(org, template)
+        async with self._database.transaction() as connection:
+            rows = await connection.run(statements.FIND_ROOM, {"org": org, "epoch": epoch})
+            if not rows:
+                raise ShardUnavailable(self._database.name, f"org {org!r} was moved or erased meanwhile")
+            ((org_id, count, now),) = rows
+            if count >= SCHEDULES_MAX and not await connection.run(statements.GET_SCHEDULE, {"org": org, "name": name}):
+                raise TooManySchedules(org, schedules_max=SCHEDULES_MAX)
+            schedule = ScheduleId(str(uuid.uuid4()))
+            next_at = calendar.following(spec.timing, now)
+            parameters = {
+                "id": schedule,
+                "org_id": org_id,
+                "name": name,
+                **spec_values(spec),
+                **template,
+                "next_us": next_at,
+                "wake_us": None if next_at is None else calendar.due(spec.timing, schedule, next_at),
+            }
+            if not await connection.run(statements.INSERT_SCHEDULE, parameters):
+                raise ScheduleExists(org, name)
+            if paused:
+                found = await self._lock(connection, org, name, epoch)
+                await self._write(connection, found, next_at=next_at, paused_at=now)
+            found = await self._lock(connection, org, name, epoch)
+        self._changed()
+        return found
+
+    async def update(
+        self,
+        org: OrgId,
+        name: ScheduleName,
+        change: Callable[[ScheduleSpec, Template], tuple[ScheduleSpec, Template]],
+        *,
+        epoch: int,
+    ) -> Found:
+        """Changes a schedule. `change` gets what it has, and returns what it is to have. A changed timing counts from
+        now on: instants before now that are not decided yet are skipped. Raises UnknownSchedule, BadSchedule,
+        TooManyQueues."""
+        return await self._in_turn(org, partial(self._update, org, name, change, epoch))
+
+    async def _update(
+        self,
+        org: OrgId,
+        name: ScheduleName,
+        change: Callable[[ScheduleSpec, Template], tuple[ScheduleSpec, Template]],
+        epoch: int,
+    ) -> Found:
+        self._store.clock.check()
+        before = await self._get(org, name)
+        _, template = change(before.schedule.spec, before.schedule.template)
+        if template["queue"] != before.schedule.template["queue"]:
+            await self._refuse_unowned(org, epoch)
+            await self._make_queue(org, template)
+        async with self._database.transaction() as connection:
+            found = await self._lock(connection, org, name, epoch)
+            schedule = found.schedule
+            spec, template = change(schedule.spec, schedule.template)
+            refuse_bad(spec)
+            next_at = schedule.next_at
+            if spec.timing != schedule.spec.timing:
+                next_at = calendar.following(spec.timing, found.now)
+            changed = replace(schedule, spec=spec, template=template)
+            await self._write(connection, Found(changed, found.now), next_at=next_at, paused_at=schedule.paused_at)
+            answer = await self._lock(connection, org, name, epoch)
+        self._changed()
+        return answer
+
+    async def set_paused(self, org: OrgId, name: ScheduleName, *, paused: bool, epoch: int) -> Found:
+        """Pauses or resumes a schedule; what it is already stays so. Raises UnknownSchedule."""
+        return await self._in_turn(org, partial(self._set_paused, org, name, paused, epoch))
+
+    async def _set_paused(self, org: OrgId, name: ScheduleName, paused: bool, epoch: int) -> Found:
+        self._store.clock.check()
+        async with self._database.transaction() as connection:
+            found = await self._lock(connection, org, name, epoch)
+            schedule, now = found
+            if (schedule.paused_at is not None) is paused:
+                return found
+            next_at = schedule.next_at
+            if not paused:
+                skipped, next_at = plan.skip_pause(schedule.spec.timing, next_at, now)
+                if skipped is not None:
+                    await self._store_runs(connection, found, [skipped], buffered=schedule.buffered)
+            await self._write(connection, found, next_at=next_at, paused_at=now if paused else None)
+            answer = await self._lock(connection, org, name, epoch)
+        self._changed()
+        return answer
+
+    async def delete(self, org: OrgId, name: ScheduleName, *, epoch: int) -> None:
+        """Deletes a schedule and its runs; its jobs stay. Raises UnknownSchedule."""
+        await self._in_turn(org, partial(self._delete, org, name, epoch))
+
+    async def _delete(self, org: OrgId, name: ScheduleName, epoch: int) -> None:
+        self._store.clock.check()
+        parameters = {"org": org, "name": name, "epoch": epoch}
+        if not await self._database.run(statements.DELETE_SCHEDULE, parameters):
+            await self._refuse_unowned(org, epoch)
+            raise UnknownSchedule(org, name)
+
+    async def get(self, org: OrgId, name: ScheduleName) -> Found:
+        """Raises UnknownSchedule."""
+        return await self._in_turn(org, partial(self._get, org, name))
+
+    async def _get(self, org: OrgId, name: ScheduleName) -> Found:
+        rows = await self._database.run(statements.GET_SCHEDULE, {"org": org, "name": name})
+        if not rows:
+            raise UnknownSchedule(org, name)
+        return _found(rows[0])
+
+    async def now(self, org: OrgId) -> Micros:
+        """Returns the shard's time."""
+        ((now,),) = await self._in_turn(org, partial(self._database.run, statements.READ_TIME, {}))
+        return Micros(now)
+
+    async def runs(self, org: OrgId, schedule: ScheduleId) -> list[Run]:
+        """Returns the newest runs of a schedule, the latest instant first."""
+        parameters = {"id": schedule, "rows": RUNS_KEPT}
+        rows = await self._in_turn(org, partial(self._database.run, statements.READ_RUNS, parameters))
+        return [
+            Run(
+                at=at,
+                cause=RunCause(cause),
+                outcome=RunOutcome(outcome),
+                through=through,
+                skipped_for=None if skipped_for is None else SkipReason(skipped_for),
+                job_id=job_id,
+                decided_at=decided_at,
+            )
+            for at, cause, outcome, through, skipped_for, job_id, decided_at in rows
+        ]
+
+    async def list(self, org: OrgId, *, declared_by: str, page_size: int, page_token: str) -> tuple[list[Found], str]:
+        """Returns a page of schedules by name, without payloads, and the token of the next page (empty on the last
+        one). Raises BadPageToken."""
+        after = _unpack(page_token) if page_token else ""
+        parameters = {"org": org, "after": after, "declared_by": declared_by, "rows": page_size + 1}
+        rows = await self._in_turn(org, partial(self._database.run, statements.LIST_SCHEDULES, parameters))
+        found = list(map(_found, rows[:page_size]))
+        return found, _pack(found[-1].schedule.name) if len(rows) > page_size else ""
+
+    async def trigger(self, org: OrgId, name: ScheduleName, *, request: str | None, epoch: int) -> tuple[JobId, bool]:
+        """Stores a run now, whatever the schedule's overlap policy and pause are. Returns its job, and whether an
+        earlier call with this `request`, a UUID, had stored it. Raises UnknownSchedule."""
+        return await self._in_turn(org, partial(self._trigger, org, name, request, epoch))
+
+    async def _trigger(self, org: OrgId, name: ScheduleName, request: str | None, epoch: int) -> tuple[JobId, bool]:
+        self._store.clock.check()
+        async with self._database.transaction() as connection:
+            found = await self._lock(connection, org, name, epoch)
+            schedule, now = found
+            if request is not None:
+                rows = await connection.run(statements.FIND_REQUEST, {"id": schedule.id, "request": request})
+                if rows:
+                    return JobId(rows[0][0]), True
+            run = Run(now, RunCause.TRIGGER, RunOutcome.STORED)
+            queues = await self._store_runs(connection, found, [run], buffered=schedule.buffered, request=request)
+        self._store.runs_stored(queues)
+        return job_id_of(schedule.id, now, now), False
+
+    async def backfill(
+        self, org: OrgId, name: ScheduleName, *, begin: Micros, end: Micros, overlap: Overlap, epoch: int
+    ) -> Backfilled:
+        """Stores the runs of the instants from `begin` up to, but not including, `end` that have none. Raises
+        UnknownSchedule, BadSchedule."""
+        return await self._in_turn(org, partial(self._backfill, org, name, begin, end, overlap, epoch))
+
+    async def _backfill(
+        self, org: OrgId, name: ScheduleName, begin: Micros, end: Micros, overlap: Overlap, epoch: int
+    ) -> Backfilled:
+        self._store.clock.check()
+        async with self._database.transaction() as connection:
+            found = await self._lock(connection, org, name, epoch)
+            schedule, now = found
+            if end > now:
+                raise BadSchedule(
+                    "end", "must not be after the shard's present time: schedules fire by themselves then"
+                )
+            instants = instants_between(schedule.spec.timing, begin, end)
+            parameters = {"id": schedule.id, "ats_us": arrays.numbers(instants)}
+            known = {at for (at,) in await connection.run(statements.FIND_RUNS, parameters)}
+            new = [at for at in instants if at not in known]
+            if not new:
+                return Backfilled(stored=0, buffered=0, skipped=0, known=len(known))
+            running = False
+            if overlap is not Overlap.ALLOW and schedule.last_job is not None:
+                ended = await self._store.find_ended([(org, schedule.last_job.replace("-", ""))])
+                running = not ended
+            runs, buffered = plan.backfill(new, overlap, running=running, buffered=schedule.buffered)
+            queues = await self._store_runs(connection, found, runs, buffered=buffered)
+        self._store.runs_stored(queues)
+        self._changed()
+        outcomes = [run.outcome for run in runs]
+        return Backfilled(
+            stored=outcomes.count(RunOutcome.STORED),
+            buffered=outcomes.count(RunOutcome.BUFFERED),
+            skipped=outcomes.count(RunOutcome.SKIPPED),
+            known=len(known),
+        )
+
+    async def _store_runs(
+        self,
+        connection: Connection,
+        found: Found,
+        runs: Sequence[Run],
+        *,
+        buffered: int,
+        request: str | None = None,
+    ) -> set[QueueId]:
+        """Stores runs of a locked schedule, which stays as it is besides. Returns the queues that got jobs."""
+        schedule, now = found
+        queue = QueueName(str(schedule.template["queue"]))
+        queue_id = (await self._store.names.find([(schedule.org, queue)])).get((schedule.org, queue), QueueId(0))
+        previous = schedule.last_at if runs[0].cause is RunCause.TRIGGER else None
+        latest: Micros | None = None
+        new: list[NewRun] = []
+        for run in runs:
+            new.append(NewRun(schedule.id, schedule.name, queue_id, run, previous, now, request))
+            if run.outcome is RunOutcome.STORED:
+                previous = latest = run.at
+        stored = await store_runs(connection, new)
+        wake_at = None if schedule.paused_at is not None else _wake_at(schedule, now, buffered)
+        await advance(connection, [Advance(schedule.id, schedule.next_at, wake_at, None, latest, buffered, len(runs))])
+        await forget_runs(connection, [schedule.id])
+        return stored.queues
+
+    async def _write(
+        self, connection: Connection, found: Found, *, next_at: Micros | None, paused_at: Micros | None
+    ) -> None:
+        schedule, now = found
+        wake_at = (
+            None if paused_at is not None else _wake_at(replace(schedule, next_at=next_at), now, schedule.buffered)
+        )
+        parameters = {
+            "id": schedule.id,
+            **spec_values(schedule.spec),
+            **schedule.template,
+            "next_us": next_at,
+            "wake_us": wake_at,
+            "paused_us": paused_at,
+        }
+        await connection.run(statements.UPDATE_SCHEDULE, parameters)
+
+    async def _lock(self, connection: Connection, org: OrgId, name: ScheduleName, epoch: int) -> Found:
+        rows = await connection.run(statements.LOCK_SCHEDULE, {"org": org, "name": name, "epoch": epoch})
+        if not rows:
+            await self._refuse_unowned(org, epoch)
+            raise UnknownSchedule(org, name)
+        return _found(rows[0])
+
+    async def _make_queue(self, org: OrgId, template: Template) -> None:
+        """Makes the queue of the jobs, so that no firing has to."""
+        queue = QueueName(str(template["queue"]))
+        if not await self._store.names.make([(org, queue)]):
+            raise TooManyQueues(self._database.name, org, [queue], queues_max=QUEUES_MAX)
+
+    async def _refuse_unowned(self, org: OrgId, epoch: int) -> None:
+        for error in (await find_refused(self._database, [(org, epoch)])).values():
+            raise error
+
+    async def _in_turn(self, org: OrgId, act: Callable[[], Awaitable[_T]]) -> _T:
+        answer: _T = await self._calls.submit(SingleCall(org, 1, act))
+        return answer
+
+
+def _wake_at(schedule: ScheduleRecord, now: Micros, buffered: int) -> Micros | None:
+    """Returns when a router must look at a schedule that is not paused. None: never."""
+    next_at = schedule.next_at
+    wake_at = None if next_at is None else calendar.due(schedule.spec.timing, schedule.id, next_at)
+    if not buffered:
+        return wake_at
+    look_at = Micros(now + plan.BUFFER_LOOK_US)
+    return look_at if wake_at is None else min(wake_at, look_at)
+
+
+def refuse_bad(spec: ScheduleSpec) -> None:
+    """Raises BadSchedule if a spec is not valid, or has no instant at all."""
+    for fault in calendar.faults(spec.timing):
+        raise BadSchedule(f"spec.{fault.field}", fault.description)
+    if spec.catch_up is CatchUp.WINDOW and not spec.catch_up_window_us:
+        raise BadSchedule("spec.catch_up_window", "must be set for the policy WINDOW")
+
+
+def instants_between(timing: Timing, begin: Micros, end: Micros) -> list[Micros]:
+    """Returns the instants from `begin` up to, but not including, `end`. Raises BadSchedule if there are more than
+    BACKFILL_MAX."""
+    found = list(islice(takewhile(lambda at: at < end, calendar.after(timing, Micros(begin - 1))), BACKFILL_MAX + 1))
+    if len(found) > BACKFILL_MAX:
+        raise BadSchedule("end", f"makes more than {BACKFILL_MAX:,} instants: backfill in several parts")
+    return found
+
+
+def _found(row: Sequence[Any]) -> Found:
+    """Reads the columns of {{schedule_record}}, the org, the payload and the time."""
+    first = 2 + len(SPEC_COLUMNS)
+    then = first + len(_LISTED)
+    schedule, name = row[:2]
+    created_at, paused_at, next_at, last_at, last_job, buffered, org, payload, now = row[then:]
+    template = {**dict(zip(_LISTED, row[first:then], strict=True)), _PAYLOAD: payload}
+    return Found(
+        ScheduleRecord(
+            id=schedule,
+            org=org,
+            name=name,
+            spec=spec_of(row[2:first]),
+            template=template,
+            created_at=created_at,
+            paused_at=paused_at,
+            next_at=next_at,
+            last_at=last_at,
+            last_job=last_job,
+            buffered=buffered,
+        ),
+        now,
+    )
+
+
+def _pack(name: ScheduleName) -> str:
+    return base64.urlsafe_b64encode(name.encode()).decode()
+
+
+def _unpack(token: str) -> str:
+    """Returns the name in a page token, which a caller may have forged. Raises BadPageToken."""
+    try:
+        name = base64.urlsafe_b64decode(token.encode()).decode()
+    except (ValueError, binascii.Error) as error:
+        raise BadPageToken(token) from error
+    if _NAME.fullmatch(name) is None:
+        raise BadPageToken(token)
+    return name

@@ -1,0 +1,22 @@
+-- Advances schedules whose runs are stored. `runs_us`: the instant of the latest run that was stored now, of any cause.
+UPDATE windrow.schedule s
+SET
+    next_at = timestamptz 'epoch' + n.next_us * interval '1 us',
+    wake_at = CASE WHEN s.paused_at IS NULL THEN timestamptz 'epoch' + n.wake_us * interval '1 us' END,
+    last_at = coalesce(timestamptz 'epoch' + n.last_us * interval '1 us', s.last_at),
+    -- If the instant had a run before, that run's job.
+    last_job = coalesce(
+        (
+            SELECT r.job_id
+            FROM windrow.schedule_run r
+            WHERE r.schedule_id = s.id AND r.at = timestamptz 'epoch' + n.run_us * interval '1 us'
+        ),
+        s.last_job
+    ),
+    buffered = n.buffered,
+    decided = s.decided + n.decided
+FROM unnest(
+    %(schedules)s::uuid[], %(nexts_us)s::bigint[], %(wakes_us)s::bigint[], %(lasts_us)s::bigint[], %(runs_us)s::bigint[],
+    %(buffered)s::bigint[], %(decided)s::bigint[]
+) AS n (id, next_us, wake_us, last_us, run_us, buffered, decided)
+WHERE s.id = n.id

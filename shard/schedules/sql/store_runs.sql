@@ -1,0 +1,40 @@
+-- Stores decided runs of schedules, each once, and the jobs of those that are to run now. Returns the queues that got jobs,
+-- and how many jobs. The caller has locked the schedules. `stored_ids` has the ids of the jobs in ascending order, and the
+-- arrays after it belong to them.
+WITH run AS (
+    INSERT INTO windrow.schedule_run AS r (schedule_id, at, through, cause, outcome, skipped_for, job_id, request)
+    SELECT
+        d.schedule_id, timestamptz 'epoch' + d.at_us * interval '1 us', timestamptz 'epoch' + d.through_us * interval '1 us',
+        d.cause, d.outcome, d.skipped_for, d.job_id, d.request
+    FROM unnest(
+        %(schedules)s::uuid[], %(ats_us)s::bigint[], %(throughs_us)s::bigint[], %(causes)s::text[], %(outcomes)s::text[],
+        %(skipped_for)s::text[], %(job_ids)s::uuid[], %(requests)s::uuid[]
+    ) AS d (schedule_id, at_us, through_us, cause, outcome, skipped_for, job_id, request)
+    -- A run that has waited is stored now. Any other instant that has a run keeps it.
+    ON CONFLICT (schedule_id, at) DO UPDATE SET outcome = 'stored', job_id = excluded.job_id, decided_at = now()
+        WHERE r.outcome = 'buffered' AND excluded.outcome = 'stored'
+    RETURNING r.schedule_id, r.job_id
+), stored AS (
+    INSERT INTO windrow.job (
+        id, queue_id, priority, max_attempts, {{job_content}}, run_at, visible_at, scheduled_run
+    )
+    SELECT
+        run.job_id, (%(queue_ids)s::bigint[])[place.at], coalesce(s.priority, 5), s.max_attempts, {{template_content(s)}},
+        now(), now(), (%(scheduled_runs)s::text[])[place.at]
+    FROM run
+    CROSS JOIN LATERAL (SELECT width_bucket(run.job_id, %(stored_ids)s::uuid[]) AS at) place
+    JOIN windrow.schedule s ON s.id = run.schedule_id
+    WHERE run.job_id IS NOT NULL
+    -- As in enqueue.sql.
+    ORDER BY run.job_id
+    RETURNING queue_id
+), counted AS (
+    INSERT INTO windrow.tally (org_id, accepted)
+    SELECT ({{org_of(s)}})::integer, count(*) FROM stored s GROUP BY 1
+), relisted AS (
+    -- A deleted queue is listed again as soon as it has jobs.
+    UPDATE windrow.queue q SET listed = true
+    FROM (SELECT DISTINCT stored.queue_id FROM stored) s
+    WHERE q.queue_id = s.queue_id AND NOT q.listed
+)
+SELECT array_agg(DISTINCT stored.queue_id) AS queue_ids, count(*) AS jobs FROM stored

@@ -1,0 +1,33 @@
+-- Locks schedules that must be looked at, those first that have waited longest, and returns what decides about them. Other
+-- routers skip them until this transaction ends. The shard itself refuses those of slots that it does not own (I6): the
+-- transaction keeps a lock on owned_slot, for which the close of a slot waits.
+SELECT
+    s.id::text, o.org, s.org_id, s.name, s.queue, q.queue_id, {{schedule_spec(s)}}, s.next_at, s.last_at, s.last_job::text,
+    s.buffered, s.decided,
+    -- Only needed if the job of the run before counts.
+    s.last_job IS NOT NULL AND (s.overlap <> 'allow' OR s.buffered > 0) AS matters,
+    CASE WHEN s.last_job IS NOT NULL AND (s.overlap <> 'allow' OR s.buffered > 0) THEN
+        EXISTS (SELECT FROM windrow.job j WHERE j.id = s.last_job AND {{org_of(j)}} = s.org_id)
+        OR EXISTS (
+            SELECT FROM windrow.departing d WHERE d.id = s.last_job AND {{org_of(d)}} = s.org_id AND d.reason IS NULL
+        )
+    END AS is_live,
+    now() AS now
+FROM (
+    -- No row is locked beyond the LIMIT: the scan of the index stops there.
+    SELECT s.*
+    FROM windrow.schedule s
+    WHERE s.wake_at <= now()
+        AND (
+            SELECT w.state = 'owned'
+            FROM (SELECT o.slot FROM windrow.org o WHERE o.org_id = s.org_id OFFSET 0) o
+            CROSS JOIN LATERAL (SELECT w.state FROM windrow.owned_slot w WHERE w.slot = o.slot OFFSET 0) w
+        )
+    ORDER BY s.wake_at
+    LIMIT %(rows)s
+    FOR UPDATE OF s SKIP LOCKED
+) s
+CROSS JOIN LATERAL (SELECT o.org FROM windrow.org o WHERE o.org_id = s.org_id OFFSET 0) o
+LEFT JOIN LATERAL (
+    SELECT q.queue_id FROM windrow.queue q WHERE q.org = o.org AND q.queue = s.queue OFFSET 0
+) q ON true

@@ -1,0 +1,30 @@
+"""The SQL statements of this package, one file in sql/ each. Other packages run them only where
+tests/unit/test_statements.py allows it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from shard.postgres.sql_loader import load
+
+_load = partial(load, Path(__file__).parent / "sql")
+
+FIND_WAKE = _load("find_wake")
+TAKE_DUE = _load("take_due")
+FIND_BUFFERED = _load("find_buffered")
+STORE_RUNS = _load("store_runs")
+ADVANCE = _load("advance")
+FORGET_RUNS = _load("forget_runs")
+
+READ_TIME = _load("read_time")
+FIND_ROOM = _load("find_room")
+LOCK_SCHEDULE = _load("lock_schedule")
+GET_SCHEDULE = _load("get_schedule")
+LIST_SCHEDULES = _load("list_schedules")
+INSERT_SCHEDULE = _load("insert_schedule")
+UPDATE_SCHEDULE = _load("update_schedule")
+DELETE_SCHEDULE = _load("delete_schedule")
+READ_RUNS = _load("read_runs")
+FIND_RUNS = _load("find_runs")
+FIND_REQUEST = _load("find_request")

@@ -1,0 +1,501 @@
+"""Schedules of one shard: each instant is stored once, or is told as skipped with its reason (I10)."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from shard.admin.queue_admin import QueueAdmin
+from shard.errors import NotOwned, ScheduleExists, TooManySchedules, UnknownSchedule
+from shard.history import erasure
+from shard.postgres.pool import Database
+from shard.schedule import (
+    CATCH_UP_MAX,
+    RUNS_KEPT,
+    CatchUp,
+    Overlap,
+    Run,
+    RunOutcome,
+    ScheduleName,
+    ScheduleSpec,
+    SkipReason,
+    Timing,
+)
+from shard.schedules import schedule_admin
+from shard.schedules.firing import Firing
+from shard.vocabulary import JobId, Micros, OrgId
+from tests.conftest import SHARD
+from tests.schedules import DAILY, DAY_US, HALF_US, HOUR_US, Shard, template
+
+
+@pytest.fixture
+def shard(database: Database) -> Shard:
+    return Shard(database)
+
+
+def outcomes(runs: list[Run]) -> list[str]:
+    return [
+        run.outcome.value if run.skipped_for is None else f"{run.outcome.value} {run.skipped_for.value}" for run in runs
+    ]
+
+
+# ── One run ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_nothing_is_due_before_its_instant(shard: Shard, org: OrgId) -> None:
+    created = await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
+    assert created.schedule.next_at is not None
+    assert HALF_US - 60_000_000 < created.schedule.next_at - created.now <= HALF_US
+    assert (await shard.fire()).jobs == 0
+
+
+async def test_a_due_schedule_stores_a_job_like_its_template_that_knows_its_run(shard: Shard, org: OrgId) -> None:
+    created = await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
+    at = await shard.set_back(org, HOUR_US)
+    assert (await shard.fire()).jobs == 1
+    (job,) = await shard.jobs(org)
+    # It was due half an hour ago.
+    assert (job.at, job.previous, job.cause) == (at, None, "catch_up")
+    found = await shard.admin.get(org, DAILY)
+    assert (found.schedule.last_job, found.schedule.last_at) == (job.id, at)
+    assert found.schedule.next_at == created.schedule.next_at
+    (run,) = await shard.runs(org)
+    assert (run.at, run.outcome, run.job_id) == (at, RunOutcome.STORED, job.id)
+    (record,) = await shard.store.get(org, [job.id], include_payload=True)
+    assert (record.queue, record.kind, record.payload, record.max_attempts) == ("mail", "send", b"hello", 3)
+    assert (record.state, record.attributes) == ("ready", '{"from": "schedule"}')
+    assert (await shard.fire()).jobs == 0
+
+
+async def test_a_run_that_comes_in_time_is_no_catch_up(shard: Shard, org: OrgId) -> None:
+    ((now,),) = await shard.database.run(b"SELECT now()", {})
+    spec = ScheduleSpec(timing=Timing(interval_us=HOUR_US, start=Micros(now - HOUR_US - 1_000_000)))
+    await shard.create(org, spec)
+    await shard.set_back(org, 30_000_000)
+    await shard.fire()
+    assert [job.cause for job in await shard.jobs(org)] == ["schedule"]
+
+
+async def test_a_job_knows_the_run_before(shard: Shard, org: OrgId) -> None:
+    await shard.create(org, ScheduleSpec(timing=await shard.hourly(), overlap=Overlap.ALLOW, catch_up=CatchUp.ALL))
+    first = await shard.set_back(org, 3 * HOUR_US)
+    assert (await shard.fire()).jobs == 3
+    instants = [first, first + HOUR_US, first + 2 * HOUR_US]
+    assert [(job.at, job.previous) for job in await shard.jobs(org)] == list(
+        zip(instants, [None, *instants[:2]], strict=True)
+    )
+
+
+async def test_an_instant_that_has_a_run_is_not_stored_again_whatever_next_at_says(shard: Shard, org: OrgId) -> None:
+    await shard.create(org, ScheduleSpec(timing=await shard.hourly(), overlap=Overlap.ALLOW))
+    await shard.set_back(org, HOUR_US)
+    assert (await shard.fire()).jobs == 1
+    await shard.set_back(org, HOUR_US)
+    fired = await shard.fire()
+    assert (fired.taken, fired.jobs) == (1, 0)
+    assert len(await shard.jobs(org)) == 1
+
+
+async def test_many_routers_at_once_store_each_run_once(shard: Shard, org: OrgId, module_dsn: str) -> None:
+    timing = await shard.hourly()
+    names = [ScheduleName(f"s{number}") for number in range(40)]
+    for name in names:
+        await shard.create(org, ScheduleSpec(timing=timing, overlap=Overlap.ALLOW, catch_up=CatchUp.ALL), name)
+        await shard.set_back(org, 3 * HOUR_US, name)
+    routers = [Shard(Database(SHARD, module_dsn, connections=1)) for _ in range(4)]
+    try:
+        for router in routers:
+            await router.database.open()
+        fired = await asyncio.gather(*(router.fire() for router in routers for _ in range(3)))
+    finally:
+        for router in routers:
+            await router.database.close()
+    assert sum(one.jobs for one in fired) == 3 * len(names)
+    assert len(await shard.jobs(org)) == 3 * len(names)
+
+
+async def test_a_schedule_that_cannot_be_decided_holds_up_no_other(shard: Shard, org: OrgId) -> None:
+    timing = await shard.hourly()
+    for name in ("a", "b", "c"):
+        await shard.create(org, ScheduleSpec(timing=timing), ScheduleName(name))
+        await shard.set_back(org, HOUR_US, ScheduleName(name))
+    # Its zone is in this machine's database no more.
+    await shard.database.run(
+        b"UPDATE windrow.schedule s SET zone = 'Nowhere/Gone', cron = '* * * * *', interval_us = NULL, "
+        b"wake_at = wake_at - interval '1 s' FROM windrow.org o "
+        b"WHERE o.org_id = s.org_id AND o.org = %(org)s AND s.name = 'b'",
+        {"org": org},
+    )
+    assert (await shard.fire()).jobs == 2
+    assert await shard.runs(org, ScheduleName("b")) == []
+
+
+async def test_the_books_count_the_jobs_of_schedules_as_accepted(shard: Shard, books: QueueAdmin, org: OrgId) -> None:
+    await shard.create(org, ScheduleSpec(timing=await shard.hourly(), overlap=Overlap.ALLOW, catch_up=CatchUp.ALL))
+    await shard.set_back(org, 5 * HOUR_US)
+    await shard.fire()
+    (entry,) = [entry for entry in await books.check() if entry.org == org]
+    assert (entry.accepted, entry.balanced) == (5, True)
+
+
+async def test_waiting_consumers_are_told_of_new_jobs(shard: Shard, org: OrgId) -> None:
+    await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
+    await shard.set_back(org, HOUR_US)
+    visible: set[int] = set()
+    shard.store.on_visible = visible.update
+    await shard.fire()
+    (number,) = (await shard.store.names.find([(org, "mail")])).values()  # type: ignore[list-item]
+    assert visible == {number}
+
+
+# ── Catch-up ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_after_two_weeks_only_the_latest_instant_is_stored_by_default(shard: Shard, org: OrgId) -> None:
+    timing = await shard.hourly()
+    await shard.create(org, ScheduleSpec(timing=timing))
+    first = await shard.set_back(org, 14 * DAY_US)
+    assert (await shard.fire()).jobs == 1
+    skipped, stored = await shard.runs(org)
+    (job,) = await shard.jobs(org)
+    assert job.at == stored.at == first + (14 * 24 - 1) * HOUR_US
+    assert (skipped.at, skipped.through, skipped.skipped_for) == (first, stored.at - HOUR_US, SkipReason.CATCH_UP)
+
+
+async def test_within_a_window_instants_are_caught_up_and_earlier_ones_are_told_as_skipped(
+    shard: Shard, org: OrgId
+) -> None:
+    spec = ScheduleSpec(
+        timing=await shard.hourly(), overlap=Overlap.ALLOW, catch_up=CatchUp.WINDOW, catch_up_window_us=5 * HOUR_US
+    )
+    await shard.create(org, spec)
+    first = await shard.set_back(org, 14 * DAY_US)
+    assert (await shard.fire()).jobs == 5
+    skipped, *stored = await shard.runs(org)
+    assert (skipped.at, skipped.through) == (first, stored[0].at - HOUR_US)
+    assert {job.cause for job in await shard.jobs(org)} == {"catch_up"}
+
+
+async def test_a_window_that_has_no_instant_leaves_the_latest(shard: Shard, org: OrgId) -> None:
+    spec = ScheduleSpec(timing=await shard.hourly(), catch_up=CatchUp.WINDOW, catch_up_window_us=1_000_000)
+    await shard.create(org, spec)
+    await shard.set_back(org, 5 * HOUR_US)
+    assert (await shard.fire()).jobs == 1
+
+
+async def test_all_are_caught_up_to_a_bound(shard: Shard, org: OrgId) -> None:
+    ((now,),) = await shard.database.run(b"SELECT now()", {})
+    minutely = Timing(interval_us=60_000_000, start=Micros(now - DAY_US - 30_000_000))
+    spec = ScheduleSpec(timing=minutely, overlap=Overlap.ALLOW, catch_up=CatchUp.ALL)
+    await shard.create(org, spec)
+    first = await shard.set_back(org, DAY_US)
+    assert (await shard.fire()).jobs == CATCH_UP_MAX
+    jobs = await shard.jobs(org)
+    assert [job.at for job in jobs] == [jobs[0].at + n * 60_000_000 for n in range(CATCH_UP_MAX)]
+    assert jobs[0].at == first + 440 * 60_000_000
+    # Only the newest runs are kept.
+    assert len(await shard.runs(org)) == RUNS_KEPT
+
+
+async def test_a_schedule_ends_after_its_last_instant(shard: Shard, org: OrgId) -> None:
+    timing = await shard.hourly()
+    assert timing.start is not None
+    end = Micros(timing.start + 960 * HOUR_US + HALF_US // 2)
+    await shard.create(org, ScheduleSpec(timing=replace(timing, end=end)))
+    await shard.set_back(org, HOUR_US)
+    assert (await shard.fire()).jobs == 1
+    found = await shard.admin.get(org, DAILY)
+    assert found.schedule.next_at is None
+
+
+async def test_a_single_date_fires_once(shard: Shard, org: OrgId) -> None:
+    ((now,),) = await shard.database.run(b"SELECT now()", {})
+    await shard.create(org, ScheduleSpec(timing=Timing(at=Micros(now - HALF_US))))
+    found = await shard.admin.get(org, DAILY)
+    assert found.schedule.next_at is None
+    await shard.set_back(org, HOUR_US)
+    assert (await shard.fire()).jobs == 1
+    assert (await shard.fire()).jobs == 0
+
+
+async def test_jitter_delays_a_run_by_the_same_time_whoever_asks(shard: Shard, org: OrgId) -> None:
+    spec = ScheduleSpec(timing=await shard.hourly(jitter_us=HALF_US // 2))
+    created = await shard.create(org, spec)
+    ((wake,),) = await shard.database.run(
+        b"SELECT wake_at FROM windrow.schedule WHERE id = %(id)s::uuid", {"id": created.schedule.id}
+    )
+    assert created.schedule.next_at is not None
+    assert 0 <= wake - created.schedule.next_at < HALF_US // 2
+    await shard.set_back(org, HOUR_US)
+    await shard.fire()
+    ((again,),) = await shard.database.run(
+        b"SELECT wake_at FROM windrow.schedule WHERE id = %(id)s::uuid", {"id": created.schedule.id}
+    )
+    assert again == wake
+
+
+# ── Overlap ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def overlapping(shard: Shard, org: OrgId, overlap: Overlap) -> list[str]:
+    """Returns the outcomes of three runs that are due while the job of a run before is live."""
+    await shard.create(org, ScheduleSpec(timing=await shard.hourly(), overlap=overlap, catch_up=CatchUp.ALL))
+    await shard.admin.trigger(org, DAILY, request=None, epoch=1)
+    await shard.set_back(org, 3 * HOUR_US)
+    await shard.fire()
+    return outcomes([run for run in await shard.runs(org) if run.cause.value != "trigger"])
+
+
+async def test_with_allow_all_are_stored(shard: Shard, org: OrgId) -> None:
+    assert await overlapping(shard, org, Overlap.ALLOW) == ["stored"] * 3
+
+
+async def test_with_skip_none_is_stored_while_a_job_is_live_and_the_next_after_it(shard: Shard, org: OrgId) -> None:
+    assert await overlapping(shard, org, Overlap.SKIP) == ["skipped overlap"] * 3
+    assert len(await shard.jobs(org)) == 1
+    await shard.end_job(org)
+    await shard.set_back(org, 5 * HOUR_US)
+    # The two earlier ones have no run; the first of them is stored, and the second is due while it is live.
+    assert (await shard.fire()).jobs == 1
+
+
+async def test_with_buffer_one_a_run_waits_until_the_job_has_ended(shard: Shard, org: OrgId) -> None:
+    assert await overlapping(shard, org, Overlap.BUFFER_ONE) == ["buffered", "skipped overlap", "skipped overlap"]
+    await shard.wake(org)
+    assert (await shard.fire()).jobs == 0
+    await shard.end_job(org)
+    await shard.wake(org)
+    assert (await shard.fire()).jobs == 1
+    (job,) = await shard.jobs(org)
+    stored = [run for run in await shard.runs(org) if run.job_id == job.id]
+    assert [(run.at, run.outcome) for run in stored] == [(job.at, RunOutcome.STORED)]
+    assert (await shard.admin.get(org, DAILY)).schedule.buffered == 0
+
+
+async def test_with_buffer_all_runs_are_stored_one_after_another(shard: Shard, org: OrgId) -> None:
+    assert await overlapping(shard, org, Overlap.BUFFER_ALL) == ["buffered"] * 3
+    seen: list[Micros] = []
+    for left in (2, 1, 0):
+        await shard.end_job(org)
+        await shard.wake(org)
+        assert (await shard.fire()).jobs == 1
+        (job,) = await shard.jobs(org)
+        seen.append(job.at)
+        assert (await shard.admin.get(org, DAILY)).schedule.buffered == left
+    assert seen == sorted(seen)
+
+
+async def test_a_buffered_run_is_looked_at_within_a_second_by_the_shards_clock(shard: Shard, org: OrgId) -> None:
+    await overlapping(shard, org, Overlap.BUFFER_ONE)
+    ((left_us,),) = await shard.database.run(
+        b"SELECT (extract(epoch FROM s.wake_at - now()) * 1000000)::bigint FROM windrow.schedule s "
+        b"JOIN windrow.org o USING (org_id) WHERE o.org = %(org)s",
+        {"org": org},
+    )
+    assert left_us <= 1_000_000
+
+
+async def test_with_cancel_running_the_job_is_cancelled_first(shard: Shard, org: OrgId) -> None:
+    spec = ScheduleSpec(timing=await shard.hourly(), overlap=Overlap.CANCEL_RUNNING)
+    await shard.create(org, spec)
+    running, _ = await shard.admin.trigger(org, DAILY, request=None, epoch=1)
+    await shard.set_back(org, HOUR_US)
+    fired = await shard.firing.fire()
+    assert [(one.job, one.cancel) for one in fired.needed] == [(running, True)]
+    assert fired.jobs == 0
+    # A router that dies here has changed nothing: the next one is told the same.
+    await shard.wake(org)
+    assert [one.job for one in (await shard.firing.fire()).needed] == [running]
+    await shard.store.cancel(org, [running], reason="replaced")
+    await shard.wake(org)
+    assert (await shard.firing.fire()).jobs == 1
+    assert running not in [job.id for job in await shard.jobs(org)]
+
+
+async def test_a_job_that_another_shard_may_have_is_asked_for_before_a_run_is_decided(shard: Shard, org: OrgId) -> None:
+    await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
+    elsewhere = JobId("019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55")
+    for is_live, outcome in ((True, "skipped overlap"), (False, "stored")):
+        await shard.set_back(org, HOUR_US)
+        await shard.database.run(
+            b"WITH gone AS (DELETE FROM windrow.schedule_run r USING windrow.schedule s "
+            b"WHERE s.id = r.schedule_id AND s.org_id = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)) "
+            b"UPDATE windrow.schedule SET last_job = %(job)s::uuid "
+            b"WHERE org_id = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)",
+            {"org": org, "job": elsewhere},
+        )
+        fired = await shard.firing.fire(is_whole=lambda _: False)
+        assert ([one.job for one in fired.needed], fired.jobs) == ([elsewhere], 0)
+        assert await shard.runs(org) == []
+        await shard.wake(org)
+        await shard.firing.fire(is_whole=lambda _: False, known={elsewhere: is_live})
+        assert outcomes(await shard.runs(org)) == [outcome]
+
+
+# ── Changes by hand ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_what_falls_into_a_pause_is_skipped_for_it(shard: Shard, org: OrgId) -> None:
+    await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
+    await shard.admin.set_paused(org, DAILY, paused=True, epoch=1)
+    await shard.database.run(
+        b"UPDATE windrow.schedule s SET next_at = s.next_at - interval '3 hours' FROM windrow.org o "
+        b"WHERE o.org_id = s.org_id AND o.org = %(org)s",
+        {"org": org},
+    )
+    assert (await shard.fire()).taken == 0
+    resumed = await shard.admin.set_paused(org, DAILY, paused=False, epoch=1)
+    assert resumed.schedule.next_at is not None
+    assert resumed.schedule.next_at > resumed.now
+    (run,) = await shard.runs(org)
+    assert run.skipped_for is SkipReason.PAUSE
+    assert run.through is not None
+    assert run.through - run.at == 2 * HOUR_US
+    assert (await shard.fire()).jobs == 0
+
+
+async def test_a_paused_schedule_can_be_triggered_and_sleeps_on(shard: Shard, org: OrgId) -> None:
+    await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
+    await shard.admin.set_paused(org, DAILY, paused=True, epoch=1)
+    job, duplicate = await shard.admin.trigger(org, DAILY, request=None, epoch=1)
+    assert not duplicate
+    assert [one.id for one in await shard.jobs(org)] == [job]
+    found = await shard.admin.get(org, DAILY)
+    assert found.schedule.paused_at is not None
+
+
+async def test_a_backfill_obeys_its_own_overlap_policy(shard: Shard, org: OrgId) -> None:
+    created = await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
+    begin, end = Micros(created.now - 30 * HOUR_US), Micros(created.now - 20 * HOUR_US)
+    done = await shard.admin.backfill(org, DAILY, begin=begin, end=end, overlap=Overlap.BUFFER_ALL, epoch=1)
+    assert (done.stored, done.buffered, done.skipped, done.known) == (1, 9, 0, 0)
+    again = await shard.admin.backfill(org, DAILY, begin=begin, end=end, overlap=Overlap.ALLOW, epoch=1)
+    assert (again.stored, again.known) == (0, 10)
+    seen: list[Micros] = []
+    for _ in range(10):
+        (job,) = await shard.jobs(org)
+        assert job.cause == "backfill"
+        seen.append(job.at)
+        await shard.end_job(org)
+        await shard.wake(org)
+        await shard.fire()
+    assert seen == sorted(set(seen))
+    assert await shard.jobs(org) == []
+
+
+async def test_a_changed_timing_counts_from_now_on(shard: Shard, org: OrgId) -> None:
+    await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
+    await shard.set_back(org, 3 * HOUR_US)
+    daily = Timing(cron="0 0 1 1 *")
+    changed = await shard.admin.update(org, DAILY, lambda spec, had: (replace(spec, timing=daily), had), epoch=1)
+    assert changed.schedule.next_at is not None
+    assert changed.schedule.next_at > changed.now
+    assert (await shard.fire()).jobs == 0
+
+
+async def test_a_job_goes_where_the_changed_template_says(shard: Shard, org: OrgId) -> None:
+    await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
+    await shard.admin.update(org, DAILY, lambda spec, _: (spec, template(queue="other", payload=b"new")), epoch=1)
+    await shard.set_back(org, HOUR_US)
+    await shard.fire()
+    (job,) = await shard.jobs(org)
+    (record,) = await shard.store.get(org, [job.id], include_payload=True)
+    assert (record.queue, record.payload) == ("other", b"new")
+
+
+async def test_a_deleted_schedule_leaves_its_jobs_and_no_runs(shard: Shard, org: OrgId) -> None:
+    created = await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
+    await shard.set_back(org, HOUR_US)
+    await shard.fire()
+    await shard.admin.delete(org, DAILY, epoch=1)
+    assert len(await shard.jobs(org)) == 1
+    assert await shard.admin.runs(org, created.schedule.id) == []
+    with pytest.raises(UnknownSchedule):
+        await shard.admin.delete(org, DAILY, epoch=1)
+
+
+async def test_a_name_is_taken_once_in_an_org(shard: Shard, org: OrgId, other_org: OrgId) -> None:
+    spec = ScheduleSpec(timing=await shard.hourly())
+    await shard.create(org, spec)
+    with pytest.raises(ScheduleExists):
+        await shard.create(org, spec)
+    await shard.create(other_org, spec)
+    await shard.admin.delete(other_org, DAILY, epoch=1)
+    assert (await shard.admin.get(org, DAILY)).schedule.org == org
+
+
+async def test_an_org_may_have_so_many_schedules(shard: Shard, org: OrgId, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule_admin, "SCHEDULES_MAX", 1)
+    spec = ScheduleSpec(timing=await shard.hourly())
+    await shard.create(org, spec)
+    with pytest.raises(TooManySchedules):
+        await shard.create(org, spec, ScheduleName("second"))
+    # Whoever repeats a create is told that it exists.
+    with pytest.raises(ScheduleExists):
+        await shard.create(org, spec)
+
+
+async def test_a_shard_that_does_not_own_the_slot_neither_fires_nor_changes(
+    fresh_database: Database, org: OrgId
+) -> None:
+    shard = Shard(fresh_database)
+    await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
+    await shard.set_back(org, HOUR_US)
+    await fresh_database.run(b"UPDATE windrow.owned_slot SET state = 'draining', epoch = 7", {})
+    assert (await shard.firing.next_wake()).at is None
+    assert (await shard.fire()).taken == 0
+    for refused in (
+        shard.admin.trigger(org, DAILY, request=None, epoch=7),
+        shard.admin.set_paused(org, DAILY, paused=True, epoch=7),
+        shard.admin.delete(org, DAILY, epoch=7),
+        shard.create(org, ScheduleSpec(timing=await shard.hourly()), ScheduleName("new"), epoch=7),
+    ):
+        with pytest.raises(NotOwned):
+            await refused
+
+
+async def test_an_erased_org_has_no_schedules(fresh_database: Database, org: OrgId) -> None:
+    shard = Shard(fresh_database)
+    await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
+    await shard.set_back(org, HOUR_US)
+    await shard.fire()
+    await shard.set_back(org, HOUR_US)
+    assert await erasure.begin(fresh_database, org, erasure="00000000-0000-4000-8000-000000000001")
+    assert (await shard.fire()).taken == 0
+    (unfinished,) = await erasure.unfinished(fresh_database)
+    while await erasure.go_on(fresh_database, unfinished):
+        pass
+    for table in (b"schedule", b"schedule_run", b"job"):
+        assert await fresh_database.run(b"SELECT count(*) FROM windrow." + table, {}) == [(0,)]
+
+
+async def test_runs_beyond_the_newest_are_forgotten_but_not_those_of_backfills(shard: Shard, org: OrgId) -> None:
+    created = await shard.create(org, ScheduleSpec(timing=await shard.hourly(), overlap=Overlap.ALLOW))
+    begin = Micros(created.now - 300 * HOUR_US)
+    backfill = {"begin": begin, "end": Micros(begin + 30 * HOUR_US), "overlap": Overlap.ALLOW, "epoch": 1}
+    assert (await shard.admin.backfill(org, DAILY, **backfill)).stored == 30  # type: ignore[arg-type]
+    for back in range(2 * RUNS_KEPT, 0, -1):
+        await shard.set_back(org, back * HOUR_US)
+        await shard.fire()
+    rows = await shard.database.run(
+        b"SELECT cause, count(*) FROM windrow.schedule_run WHERE schedule_id = %(id)s::uuid GROUP BY cause",
+        {"id": created.schedule.id},
+    )
+    kept = dict(rows)
+    assert kept["backfill"] == 30
+    assert kept["catch_up"] < 2 * RUNS_KEPT
+    assert (await shard.admin.backfill(org, DAILY, **backfill)).known == 30  # type: ignore[arg-type]
+
+
+async def test_a_firing_needs_no_more_than_one_connection(module_dsn: str, shard: Shard, org: OrgId) -> None:
+    await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
+    await shard.set_back(org, HOUR_US)
+    single = Database(SHARD, module_dsn, connections=1)
+    await single.open()
+    try:
+        router = Shard(single)
+        assert (await Firing(single, router.store).fire()).jobs >= 1
+    finally:
+        await single.close()
