@@ -53,6 +53,7 @@ class JobRecord(NamedTuple):
     dedup_key: str | None
     live_key: str | None
     max_runtime_us: int | None
+    group_key: str | None
     deadline: Micros | None
     worker: str | None
     leased_at: Micros | None

@@ -149,6 +149,7 @@ class NewJobs:
     traces: dict[int, str] = field(default_factory=dict[int, str])
     live_keys: dict[int, str] = field(default_factory=dict[int, str])
     max_runtimes_us: dict[int, int] = field(default_factory=dict[int, int])
+    groups: dict[int, str] = field(default_factory=dict[int, str])
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -185,6 +186,8 @@ JOB_CONTENT: Mapping[str, str] = {
     # The dedup key of a job that counts while the job is live, instead of dedup_key.
     "live_key": "live_keys",
     "max_runtime_us": "max_runtimes_us",
+    # Of the jobs of one queue and group, only so many are leased at a time as the queue's group_concurrency says.
+    "group_key": "groups",
 }
 # What consumers report while they hold a lease (Extend): columns of the tables of jobs.
 REPORTED = ("progress", "checkpoint")
@@ -220,6 +223,7 @@ class Claimed(NamedTuple):
     attributes: str | None = None
     trace: str | None = None
     max_runtime_us: int | None = None
+    group_key: str | None = None
     checkpoint: bytes | None = None
     # The lease before this one, and its consumer, if that lease expired.
     expired_lease: int | None = None

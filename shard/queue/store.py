@@ -316,9 +316,12 @@ class Store:
                 {"ids": arrays.plain(free), "org": org, "reason": reason or "cancelled"},
             )
             self.on_settled(to_hex(JobId(name)) for name, *_ in rows)
-            ended = [(worker, lease_of(name, lease)) for name, _, lease, worker in rows if lease is not None]
+            ended = [(worker, lease_of(name, lease)) for name, _, lease, worker, _ in rows if lease is not None]
             if ended:
                 self.on_revoked(Revocation.by_worker(org, Answer.CANCELLED, ended))
+            freed_in = {queue_id for *_, queue_id in rows if queue_id is not None}
+            if freed_in:
+                self.on_visible(freed_in)
             return {JobId(name): Answer.DEPARTING if departing else Answer.OK for name, departing, *_ in rows}
 
         # A job that moved between the tables job and dead while the statement read them is in neither list.
