@@ -24,6 +24,8 @@ CATALOG = ShardName("catalog")
 PRIORITIES = range(1, 10)
 PRIORITY_DEFAULT = 5
 MAX_ATTEMPTS_DEFAULT = 20
+# How many jobs of one group may be leased at a time, if the queue does not say.
+GROUP_CONCURRENCY_DEFAULT = 1
 # The retention in days of jobs whose queue and org set none ({{retention_of}} in shard/postgres/sql_loader.py). 0 days:
 # finished jobs are dropped when their day has turned cold.
 RETENTION_DEFAULT = 30

@@ -68,6 +68,7 @@ class ColdJob(NamedTuple):
     checkpoint: bytes | None = None
     live_key: str | None = None
     max_runtime_us: int | None = None
+    group_key: str | None = None
 
 
 _ID = ColdJob._fields.index("id")

@@ -28,24 +28,24 @@ WITH clock AS (
 ), incoming AS (
     -- A column that no job of the batch uses is an empty array; unnest fills it with NULLs.
     SELECT
-        n.id, n.queue_id, n.priority, n.max_attempts, {{new_job_values(n)}}, n.position,
+        id, queue_id, priority, n.max_attempts, {{new_job_values}}, n.position,
         -- Never before now(): claims do not look below the floor.
-        greatest(now(), coalesce(timestamptz 'epoch' + n.run_at_us * interval '1 us', now() + n.delay_us * interval '1 us')) AS run_at,
-        timestamptz 'epoch' + n.expires_at_us * interval '1 us' AS expires_at,
-        now() + n.dedup_window_us * interval '1 us' AS dedup_until,
+        greatest(now(), coalesce(timestamptz 'epoch' + run_at_us * interval '1 us', now() + delay_us * interval '1 us')) AS run_at,
+        timestamptz 'epoch' + expires_at_us * interval '1 us' AS expires_at,
+        now() + dedup_window_us * interval '1 us' AS dedup_until,
         -- Leased at once to a waiting consumer, if the queue gives jobs.
-        CASE WHEN lane.gives_jobs THEN n.taker END AS taker
+        CASE WHEN gives_jobs THEN taker END AS taker
     FROM unnest(
         %(ids)s::uuid[], %(queue_ids)s::bigint[], %(priorities)s::smallint[], %(max_attempts)s::smallint[],
         %(run_at_us)s::bigint[], %(delay_us)s::bigint[], %(expires_at_us)s::bigint[], %(dedup_window_us)s::bigint[],
         {{new_job_arrays}}, %(takers)s::smallint[]
-    ) WITH ORDINALITY AS n (
+    ) WITH ORDINALITY n (
         id, queue_id, priority, max_attempts, run_at_us, delay_us, expires_at_us, dedup_window_us,
         {{job_content}}, taker, position
     )
     JOIN lane USING (queue_id)
     -- All or none: if one queue is not admitted, nothing is stored.
-    WHERE (SELECT clock.ids_fit FROM clock)
+    WHERE (SELECT ids_fit FROM clock)
         AND (SELECT count(*) FROM lane) = cardinality(%(lane_ids)s::bigint[])
 ), reserved AS (
     -- Takes dedup keys that are new or whose windows are over, each for the first job that has it. Sorted by key, so
@@ -94,6 +94,6 @@ CROSS JOIN (
     FROM lane
 ) l
 CROSS JOIN (
-    SELECT count(*) AS stored, count(stored.dedup_key) AS keyed, array_agg(stored.id) AS ids, array_agg(stored.queue_id) AS queue_ids
-    FROM stored
+    SELECT count(*) AS stored, count(t.dedup_key) AS keyed, array_agg(t.id) AS ids, array_agg(t.queue_id) AS queue_ids
+    FROM stored t
 ) s
