@@ -251,7 +251,7 @@ async def test_the_archiver_and_a_purge_end_jobs_of_groups(
     await database.run(b"UPDATE windrow.job SET expires_at = now() WHERE id = %(id)s::uuid", {"id": jobs[0]})
     assert await expire_waiting(database) == 1
     assert names(await leased(store, org)) == [jobs[1]]
-    await books.purge(org, QUEUE, include_dead=False, limit=100)
+    await books.purge_queue(org, QUEUE, include_dead=False, limit=100)
     assert (await record_of(store, org, jobs[2])).state == "cancelled"
     assert await holders(database, org) == [jobs[1]]
 
@@ -459,7 +459,7 @@ async def test_never_more_than_k_are_leased_whatever_consumers_do(
                     await allow(books, org, random.choice([2, 3]))
                 case _:
                     if random.random() < 0.1:
-                        await books.purge(org, QUEUE, include_dead=False, limit=100)
+                        await books.purge_queue(org, QUEUE, include_dead=False, limit=100)
 
     async def watch() -> None:
         while left > 0:
