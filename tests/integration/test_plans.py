@@ -623,7 +623,7 @@ async def test_to_fill_a_slot_or_to_explain_a_group_a_few_rows_are_read(
 ) -> None:
     """A group has 200,000 jobs that wait, and there are 50,000 groups."""
     await knowledge(recorder, org)
-    store, queue = Store(recorder), QueueName("queue-7")
+    store, queue = Store(recorder), QueueName("groups")
     jobs = some_jobs(org, 2, queue=queue, group="large")
     jobs.ids.sort()
     await store.enqueue(jobs)
@@ -637,9 +637,9 @@ async def test_to_fill_a_slot_or_to_explain_a_group_a_few_rows_are_read(
         "find_waiting_groups": recorder.last(queue_statements.FIND_WAITING_GROUPS),
         "claim": recorder.last(queue_statements.CLAIM),
         "sweep": recorder.last(queue_statements.SWEEP),
-        "ack": Run(
-            statement=queue_statements.ACK,
-            parameters={
+        "ack": (
+            queue_statements.ACK,
+            {
                 **_LeaseColumns([org], [lease]).parameters(),
                 "results": arrays.blobs(()),
                 "logs": arrays.texts(()),

@@ -5,11 +5,11 @@ SELECT
     j.group_key, coalesce(q.group_concurrency, 1) AS concurrency, held.taken, held.leased, held.ids[1] AS holder_id,
     held.workers[1] AS worker, held.untils[1] AS until, ahead.jobs AS ahead
 FROM windrow.queue q
--- OFFSET 0 fences: find the job by its id, and the queue by its name.
+-- OFFSET 0 fence: finds the job by its id, never by a scan of all jobs that wait.
 CROSS JOIN LATERAL (
-    SELECT j.id, j.queue_id, j.group_key, j.run_at
+    SELECT j.id, j.queue_id, j.group_key, j.group_slot, j.run_at, j.visible_at
     FROM windrow.job j
-    WHERE j.id = %(id)s::uuid AND j.visible_at = 'infinity' AND j.group_slot IS NULL
+    WHERE j.id = %(id)s::uuid
     OFFSET 0
 ) j
 CROSS JOIN LATERAL (
@@ -38,3 +38,4 @@ CROSS JOIN LATERAL (
     ) before
 ) ahead
 WHERE q.org = %(org)s AND q.queue = %(queue)s AND j.queue_id = q.queue_id
+    AND j.group_slot IS NULL AND j.visible_at = 'infinity'
