@@ -352,7 +352,7 @@ async def test_a_connection_that_is_cut_while_slots_are_filled_strands_nothing(
     jobs = await enqueue(store, org, 2)
     ((_, lease),) = await leased(store, org)
     async with await psycopg.AsyncConnection.connect(fresh_dsn) as other:
-        await other.execute("SELECT windrow.lock_group_buckets(ARRAY(SELECT generate_series(0, 1023)))")
+        await other.execute("SELECT pg_advisory_xact_lock(14, bucket) FROM generate_series(0, 1023) AS bucket")
         act = asyncio.create_task(ack(store, org, lease) if what == "ack" else enqueue(store, org))
         await until_blocked(fresh_database)
         if cut:

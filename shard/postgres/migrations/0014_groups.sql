@@ -42,130 +42,170 @@ CREATE INDEX job_group_waits ON windrow.job (queue_id, group_key, run_at, id)
 
 -- ── Triggers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
--- Every statement that stores or ends jobs of a group, or makes one wait, is followed by the filling of the group's free
--- slots in the same transaction. Triggers do that, and not further statements, so that no statement can forget it, and a
--- call costs no further round trip. A job without a group costs the evaluation of a WHEN. There is no BEFORE trigger of
+-- Every statement that ends jobs of a group, or makes one wait, is followed by the filling of the group's free slots in
+-- the same transaction. Triggers do that, and not further statements, so that no statement can forget it, and a call
+-- costs no further round trip. A job without a group costs the evaluation of a WHEN. There is no BEFORE trigger of
 -- updates and deletes: it would lock every row once more.
 
-CREATE FUNCTION windrow.group_bucket(of_queue bigint, of_group text) RETURNS integer
-LANGUAGE sql IMMUTABLE AS $$ SELECT (hashtextextended(of_group, of_queue) & 1023)::integer $$;
-
--- Gives free slots of a group to the first jobs that wait. `freed`: the only slot that can be free; NULL: any. The caller
--- holds the lock of the group's bucket, and took it in an earlier statement: so each statement here sees what the holders
--- before it have committed.
-CREATE FUNCTION windrow.fill_group(of_queue bigint, of_group text, freed smallint) RETURNS integer
-LANGUAGE plpgsql VOLATILE AS $$
-DECLARE
-    slots_max smallint;
-    free smallint;
-    filled integer := 0;
-BEGIN
-    -- While the queue's slot moves, neither shard gives group slots. So a group has at most k slots on both together.
-    SELECT coalesce(q.group_concurrency, 1) INTO slots_max
-    FROM windrow.queue q
-    JOIN windrow.owned_slot s ON s.slot = q.slot
-    WHERE q.queue_id = of_queue AND s.state = 'owned' AND NOT s.arriving;
-    IF slots_max IS NULL OR freed > slots_max THEN
-        RETURN 0;
-    END IF;
-    FOR free IN
-        SELECT n.slot::smallint
-        FROM generate_series(coalesce(freed, 1), coalesce(freed, slots_max)) AS n (slot)
-        WHERE NOT EXISTS (
-            SELECT FROM windrow.job j
-            WHERE j.queue_id = of_queue AND j.group_key = of_group AND j.group_slot = n.slot::smallint
-        )
-    LOOP
-        -- If another session has locked the first job, do not wait: it may wait for this bucket. It ends or changes that
-        -- job, and then fills the group itself. Never take the second job instead: that would break the order.
-        UPDATE windrow.job j
-        -- Never before now(): claims do not look below the floor.
-        SET group_slot = free, visible_at = greatest(j.run_at, clock_timestamp())
-        WHERE j.ctid = (
-            SELECT f.ctid
-            FROM windrow.job f
-            WHERE f.ctid = (
-                SELECT w.ctid
-                FROM windrow.job w
-                WHERE w.queue_id = of_queue AND w.group_key = of_group AND w.group_slot IS NULL
-                    AND w.visible_at = 'infinity'
-                ORDER BY w.run_at, w.id
-                LIMIT 1
-            ) AND f.visible_at = 'infinity' AND f.group_slot IS NULL
-            FOR UPDATE SKIP LOCKED
-        );
-        EXIT WHEN NOT FOUND;
-        filled := filled + 1;
-    END LOOP;
-    RETURN filled;
-END
-$$;
-
--- Locks buckets of groups until the end of the transaction. All sessions lock them in ascending order, once in a
--- transaction, so that they cannot deadlock. Buckets, because a lock for each group could fill the table of locks.
-CREATE FUNCTION windrow.lock_group_buckets(buckets integer[]) RETURNS void
+-- Locks the buckets of groups until the end of the transaction. A transaction locks buckets once, in ascending order, so
+-- that two cannot deadlock. Buckets, because a lock for each group could fill the table of locks. Statements that begin
+-- after it see what the holders before it have committed.
+CREATE FUNCTION windrow.lock_group_buckets(queues bigint[], groups text[]) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
     PERFORM pg_advisory_xact_lock(14, b.bucket)
-    FROM (SELECT DISTINCT n.bucket FROM unnest(buckets) AS n (bucket) ORDER BY n.bucket) b;
+    FROM (
+        SELECT DISTINCT (hashtextextended(n.group_key, n.queue_id) & 1023)::integer AS bucket
+        FROM unnest(queues, groups) AS n (queue_id, group_key)
+        WHERE n.group_key IS NOT NULL
+        ORDER BY bucket
+    ) b;
 END
 $$;
 
--- Fills several groups, for a sweep. Returns how many jobs got slots.
-CREATE FUNCTION windrow.fill_groups(queues bigint[], groups text[]) RETURNS bigint
+-- Gives the free slots of groups to the first jobs that wait. The caller holds the locks of their buckets, and took them
+-- in an earlier statement. Returns how many jobs got slots.
+CREATE FUNCTION windrow.fill_group_slots(queues bigint[], groups text[]) RETURNS integer
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
-    filled bigint;
+    filled integer;
 BEGIN
-    PERFORM windrow.lock_group_buckets(array_agg(windrow.group_bucket(n.queue_id, n.group_key)))
-    FROM unnest(queues, groups) AS n (queue_id, group_key);
-    SELECT sum(windrow.fill_group(n.queue_id, n.group_key, NULL)) INTO filled
-    FROM unnest(queues, groups) AS n (queue_id, group_key);
+    UPDATE windrow.job j
+    -- Never before now(): claims do not look below the floor.
+    SET group_slot = first.slot, visible_at = greatest(j.run_at, clock_timestamp())
+    FROM (
+        SELECT locked.ctid, g.free[row_number() OVER (PARTITION BY g.turn)] AS slot
+        FROM (
+            SELECT
+                n.*,
+                ARRAY(
+                    SELECT s.slot::smallint
+                    FROM generate_series(1, coalesce(q.group_concurrency, 1)) AS s (slot)
+                    WHERE NOT EXISTS (
+                        SELECT FROM windrow.job h
+                        WHERE h.queue_id = n.queue_id AND h.group_key = n.group_key AND h.group_slot = s.slot::smallint
+                    )
+                ) AS free
+            FROM unnest(queues, groups) WITH ORDINALITY AS n (queue_id, group_key, turn)
+            -- While the queue's slot moves, neither shard gives group slots: so a group has at most k of them on both
+            -- together.
+            JOIN windrow.queue q ON q.queue_id = n.queue_id
+            JOIN windrow.owned_slot o ON o.slot = q.slot AND o.state = 'owned' AND NOT o.arriving
+            WHERE EXISTS (
+                SELECT FROM windrow.job w
+                WHERE w.queue_id = n.queue_id AND w.group_key = n.group_key AND w.group_slot IS NULL
+                    AND w.visible_at = 'infinity'
+            )
+            OFFSET 0
+        ) g
+        CROSS JOIN LATERAL (
+            -- If another session has locked one of the first jobs, do not wait: it may wait for this bucket. It ends or
+            -- changes that job, and then fills the group itself. Never take a later job instead, out of order.
+            SELECT f.ctid
+            FROM windrow.job f
+            WHERE f.ctid = ANY (ARRAY(
+                SELECT w.ctid
+                FROM windrow.job w
+                WHERE w.queue_id = g.queue_id AND w.group_key = g.group_key AND w.group_slot IS NULL
+                    AND w.visible_at = 'infinity'
+                ORDER BY w.run_at, w.id
+                LIMIT cardinality(g.free)
+            )) AND f.visible_at = 'infinity' AND f.group_slot IS NULL
+            FOR UPDATE SKIP LOCKED
+        ) locked
+        OFFSET 0
+    ) first
+    WHERE j.ctid = first.ctid;
+    GET DIAGNOSTICS filled = ROW_COUNT;
     RETURN filled;
 END
 $$;
 
+-- Both, for a sweep.
+CREATE FUNCTION windrow.fill_groups(queues bigint[], groups text[]) RETURNS integer
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    PERFORM windrow.lock_group_buckets(queues, groups);
+    RETURN windrow.fill_group_slots(queues, groups);
+END
+$$;
+
+-- For an enqueue, which knows its groups: locks their buckets before the first insert. Its jobs then get free slots as they
+-- are inserted, and nothing is left to do afterwards. `groups` is empty if no job has one.
+CREATE FUNCTION windrow.lock_groups(queues bigint[], groups text[]) RETURNS boolean
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    IF groups <> '{}' THEN
+        PERFORM windrow.lock_group_buckets(queues, groups);
+        PERFORM set_config('windrow.groups_locked', 'on', true);
+    END IF;
+    RETURN true;
+END
+$$;
+
+-- A new job of a group waits, unless its bucket is locked and the group has a free slot and no job that waits.
 CREATE FUNCTION windrow.wait_for_slot() RETURNS trigger
 LANGUAGE plpgsql AS $$
 BEGIN
-    NEW.visible_at := 'infinity';
+    IF current_setting('windrow.groups_locked', true) = 'on' THEN
+        SELECT s.slot INTO NEW.group_slot
+        FROM windrow.queue q
+        JOIN windrow.owned_slot o ON o.slot = q.slot AND o.state = 'owned' AND NOT o.arriving
+        CROSS JOIN generate_series(1, coalesce(q.group_concurrency, 1)) AS s (slot)
+        WHERE q.queue_id = NEW.queue_id AND NOT EXISTS (
+            SELECT FROM windrow.job h
+            WHERE h.queue_id = NEW.queue_id AND h.group_key = NEW.group_key AND h.group_slot = s.slot::smallint
+        ) AND NOT EXISTS (
+            SELECT FROM windrow.job w
+            WHERE w.queue_id = NEW.queue_id AND w.group_key = NEW.group_key AND w.group_slot IS NULL
+                AND w.visible_at = 'infinity'
+        )
+        LIMIT 1;
+    END IF;
+    IF NEW.group_slot IS NULL THEN
+        NEW.visible_at := 'infinity';
+    END IF;
     RETURN NEW;
 END
 $$;
 
--- Notes the bucket of a group whose jobs this transaction has changed. The setting ends with the transaction.
+-- Notes a group whose jobs this transaction has changed, as an element of a JSON array. The setting ends with the
+-- transaction.
 CREATE FUNCTION windrow.note_group() RETURNS trigger
 LANGUAGE plpgsql AS $$
 DECLARE
-    changed windrow.job := CASE WHEN TG_OP = 'DELETE' THEN OLD ELSE NEW END;
+    noted text := current_setting('windrow.groups_noted', true);
 BEGIN
-    PERFORM set_config(
-        'windrow.group_buckets',
-        concat_ws(
-            ',', nullif(current_setting('windrow.group_buckets', true), ''),
-            windrow.group_bucket(changed.queue_id, changed.group_key)
-        ),
-        true
-    );
+    IF TG_OP = 'DELETE' THEN
+        noted := set_config(
+            'windrow.groups_noted', concat(noted, ',[', OLD.queue_id, ',', to_json(OLD.group_key), ']'), true
+        );
+    ELSIF current_setting('windrow.groups_locked', true) IS DISTINCT FROM 'on' THEN
+        noted := set_config(
+            'windrow.groups_noted', concat(noted, ',[', NEW.queue_id, ',', to_json(NEW.group_key), ']'), true
+        );
+    END IF;
     RETURN NULL;
 END
 $$;
 
--- Runs when the transaction commits, for each row. The first run locks the buckets of all noted groups.
-CREATE FUNCTION windrow.fill_noted_group() RETURNS trigger
+-- Runs when the transaction commits, for each row. The first run fills all noted groups.
+CREATE FUNCTION windrow.fill_noted_groups() RETURNS trigger
 LANGUAGE plpgsql AS $$
 DECLARE
-    noted text := current_setting('windrow.group_buckets', true);
+    noted text := current_setting('windrow.groups_noted', true);
+    queues bigint[];
+    groups text[];
 BEGIN
     IF noted <> '' THEN
-        PERFORM windrow.lock_group_buckets(string_to_array(noted, ',')::integer[]);
-        PERFORM set_config('windrow.group_buckets', '', true);
-    END IF;
-    IF TG_OP = 'DELETE' THEN
-        -- A job that waited may have been locked here when another session wanted to give it a slot.
-        PERFORM windrow.fill_group(OLD.queue_id, OLD.group_key, OLD.group_slot);
-    ELSE
-        PERFORM windrow.fill_group(NEW.queue_id, NEW.group_key, NULL);
+        PERFORM set_config('windrow.groups_noted', '', true);
+        SELECT array_agg(n.queue_id), array_agg(n.group_key) INTO queues, groups
+        FROM (
+            SELECT DISTINCT (e ->> 0)::bigint AS queue_id, e ->> 1 AS group_key
+            FROM jsonb_array_elements(('[' || substr(noted, 2) || ']')::jsonb) e
+        ) n;
+        PERFORM windrow.lock_group_buckets(queues, groups);
+        PERFORM windrow.fill_group_slots(queues, groups);
     END IF;
     RETURN NULL;
 END
@@ -180,14 +220,14 @@ CREATE TRIGGER group_note_insert AFTER INSERT ON windrow.job FOR EACH ROW
     EXECUTE FUNCTION windrow.note_group();
 CREATE CONSTRAINT TRIGGER group_fill_insert AFTER INSERT ON windrow.job DEFERRABLE INITIALLY DEFERRED FOR EACH ROW
     WHEN (NEW.group_key IS NOT NULL AND NEW.visible_at = 'infinity')
-    EXECUTE FUNCTION windrow.fill_noted_group();
+    EXECUTE FUNCTION windrow.fill_noted_groups();
 
 CREATE TRIGGER group_note_delete AFTER DELETE ON windrow.job FOR EACH ROW
     WHEN (OLD.group_key IS NOT NULL AND (OLD.group_slot IS NOT NULL OR OLD.visible_at = 'infinity'))
     EXECUTE FUNCTION windrow.note_group();
 CREATE CONSTRAINT TRIGGER group_fill_delete AFTER DELETE ON windrow.job DEFERRABLE INITIALLY DEFERRED FOR EACH ROW
     WHEN (OLD.group_key IS NOT NULL AND (OLD.group_slot IS NOT NULL OR OLD.visible_at = 'infinity'))
-    EXECUTE FUNCTION windrow.fill_noted_group();
+    EXECUTE FUNCTION windrow.fill_noted_groups();
 
 -- A job that gave its slot up, began to wait, or was changed while it waited.
 CREATE TRIGGER group_note_update AFTER UPDATE ON windrow.job FOR EACH ROW
@@ -201,4 +241,4 @@ CREATE CONSTRAINT TRIGGER group_fill_update AFTER UPDATE ON windrow.job DEFERRAB
         NEW.group_key IS NOT NULL AND NEW.group_slot IS NULL
         AND (OLD.group_slot IS NOT NULL OR NEW.visible_at = 'infinity' OR OLD.visible_at = 'infinity')
     )
-    EXECUTE FUNCTION windrow.fill_noted_group();
+    EXECUTE FUNCTION windrow.fill_noted_groups();
