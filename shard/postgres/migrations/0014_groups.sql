@@ -36,9 +36,10 @@ ALTER TABLE windrow.job
 
 -- Jobs without a group have no entry in these. The first is the semaphore: one job for each slot.
 CREATE UNIQUE INDEX job_group_slot ON windrow.job (queue_id, group_key, group_slot) WHERE group_slot IS NOT NULL;
--- The jobs of a group that wait for a slot, in the order in which they get one.
+-- The jobs of a group that wait for a slot, in the order in which they get one. isfinite, because job_ready does not serve
+-- it: a plan that was made for an empty table must not scan all jobs of a queue that wait.
 CREATE INDEX job_group_waits ON windrow.job (queue_id, group_key, run_at, id)
-    WHERE group_key IS NOT NULL AND group_slot IS NULL AND visible_at = 'infinity';
+    WHERE group_key IS NOT NULL AND group_slot IS NULL AND NOT isfinite(visible_at);
 
 -- ── Triggers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -63,6 +64,8 @@ BEGIN
 END
 $$;
 
+-- OFFSET 0 in an EXISTS fences: one lookup for each group, never a join with all jobs that wait.
+
 -- Gives the free slots of groups to the first jobs that wait. The caller holds the locks of their buckets, and took them
 -- in an earlier statement. Returns how many jobs got slots.
 CREATE FUNCTION windrow.fill_group_slots(queues bigint[], groups text[]) RETURNS integer
@@ -84,6 +87,7 @@ BEGIN
                     WHERE NOT EXISTS (
                         SELECT FROM windrow.job h
                         WHERE h.queue_id = n.queue_id AND h.group_key = n.group_key AND h.group_slot = s.slot::smallint
+                        OFFSET 0
                     )
                 ) AS free
             FROM unnest(queues, groups) WITH ORDINALITY AS n (queue_id, group_key, turn)
@@ -94,7 +98,8 @@ BEGIN
             WHERE EXISTS (
                 SELECT FROM windrow.job w
                 WHERE w.queue_id = n.queue_id AND w.group_key = n.group_key AND w.group_slot IS NULL
-                    AND w.visible_at = 'infinity'
+                    AND NOT isfinite(w.visible_at)
+                OFFSET 0
             )
             OFFSET 0
         ) g
@@ -107,10 +112,10 @@ BEGIN
                 SELECT w.ctid
                 FROM windrow.job w
                 WHERE w.queue_id = g.queue_id AND w.group_key = g.group_key AND w.group_slot IS NULL
-                    AND w.visible_at = 'infinity'
+                    AND NOT isfinite(w.visible_at)
                 ORDER BY w.run_at, w.id
                 LIMIT cardinality(g.free)
-            )) AND f.visible_at = 'infinity' AND f.group_slot IS NULL
+            )) AND NOT isfinite(f.visible_at) AND f.group_slot IS NULL
             FOR UPDATE SKIP LOCKED
         ) locked
         OFFSET 0
@@ -155,10 +160,12 @@ BEGIN
         WHERE q.queue_id = NEW.queue_id AND NOT EXISTS (
             SELECT FROM windrow.job h
             WHERE h.queue_id = NEW.queue_id AND h.group_key = NEW.group_key AND h.group_slot = s.slot::smallint
+            OFFSET 0
         ) AND NOT EXISTS (
             SELECT FROM windrow.job w
             WHERE w.queue_id = NEW.queue_id AND w.group_key = NEW.group_key AND w.group_slot IS NULL
-                AND w.visible_at = 'infinity'
+                AND NOT isfinite(w.visible_at)
+            OFFSET 0
         )
         LIMIT 1;
     END IF;

@@ -32,7 +32,7 @@ CROSS JOIN LATERAL (
         SELECT
         FROM windrow.job w
         WHERE w.queue_id = q.queue_id AND w.group_key = j.group_key AND w.group_slot IS NULL
-            AND w.visible_at = 'infinity' AND (w.run_at, w.id) < (j.run_at, j.id)
+            AND NOT isfinite(w.visible_at) AND (w.run_at, w.id) < (j.run_at, j.id)
         ORDER BY w.run_at, w.id
         LIMIT %(jobs_max)s::bigint
     ) before

@@ -44,7 +44,7 @@ CROSS JOIN LATERAL (
     FROM (
         SELECT
         FROM windrow.job j
-        WHERE j.queue_id = q.queue_id AND j.group_key IS NOT NULL AND j.group_slot IS NULL AND j.visible_at = 'infinity'
+        WHERE j.queue_id = q.queue_id AND j.group_key IS NOT NULL AND j.group_slot IS NULL AND NOT isfinite(j.visible_at)
         LIMIT %(jobs_max)s::bigint
     ) counted
 ) waiting

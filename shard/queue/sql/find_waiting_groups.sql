@@ -24,7 +24,7 @@ FROM (
                 SELECT j.group_key
                 FROM windrow.job j
                 WHERE j.queue_id = q.queue_id AND j.group_key > CASE WHEN q.turn = 1 THEN %(after)s::text ELSE '' END
-                    AND j.group_key IS NOT NULL AND j.group_slot IS NULL AND j.visible_at = 'infinity'
+                    AND j.group_key IS NOT NULL AND j.group_slot IS NULL AND NOT isfinite(j.visible_at)
                 ORDER BY j.group_key
                 LIMIT 1
             )
@@ -35,7 +35,7 @@ FROM (
                 SELECT j.group_key
                 FROM windrow.job j
                 WHERE j.queue_id = q.queue_id AND j.group_key > waiting.group_key
-                    AND j.group_key IS NOT NULL AND j.group_slot IS NULL AND j.visible_at = 'infinity'
+                    AND j.group_key IS NOT NULL AND j.group_slot IS NULL AND NOT isfinite(j.visible_at)
                 ORDER BY j.group_key
                 LIMIT 1
             ) next
