@@ -179,9 +179,7 @@ async def _claims(plan: Plan, bench: Bench, stage: Stage, channel: grpc.aio.Chan
                 await stub.Ack(acks, timeout=CALL_S_MAX)
         for waiting, each in took.items():
             ordered = sorted(each)
-            claims = Claims(
-                waiting=waiting, run=run, p50_ms=percentile(ordered, 0.5), p99_ms=percentile(ordered, 0.99)
-            )
+            claims = Claims(waiting=waiting, run=run, p50_ms=percentile(ordered, 0.5), p99_ms=percentile(ordered, 0.99))
             found.append(claims)
             bench.say(f"beside {waiting:,} that wait: p50 {claims.p50_ms:.2f} ms, p99 {claims.p99_ms:.2f} ms")
     return found

@@ -21,7 +21,7 @@ from tests.conftest import SHARD
 from tests.effort import luck_of, trials
 from tests.jobs import HOUR_US, QUEUE, at_once, ids_of, lease_jobs, some_jobs
 from tests.pair import A, B, Pair, open_pair
-from tests.timemachine import end_leases, make_due, reach_expiry, until_blocked
+from tests.timemachine import end_leases, make_due, until_blocked
 
 PATIENCE_S = 30.0
 PERMANENT = Failure(permanent=True)
@@ -222,9 +222,7 @@ async def test_the_next_job_runs_after_every_end_of_the_first(
     cancelled = (await store.cancel(org, [record_id for record_id in await holders(database, org)], reason="why"))[0]
     assert cancelled is Answer.OK
     # It is ready, and expires before it is leased.
-    await database.run(
-        b"UPDATE windrow.job SET expires_at = now() WHERE id = ANY (%(ids)s::uuid[])", {"ids": jobs[:1]}
-    )
+    await database.run(b"UPDATE windrow.job SET expires_at = now() WHERE id = ANY (%(ids)s::uuid[])", {"ids": jobs[:1]})
     jobs.pop(0)
     await first()
     # It is out of attempts, and its last lease ends.

@@ -152,7 +152,11 @@ $$;
 CREATE FUNCTION windrow.wait_for_slot() RETURNS trigger
 LANGUAGE plpgsql AS $$
 BEGIN
-    IF current_setting('windrow.groups_locked', true) = 'on' THEN
+    IF current_setting('windrow.groups_locked', true) = 'on' AND NOT EXISTS (
+        SELECT FROM windrow.job w
+        WHERE w.queue_id = NEW.queue_id AND w.group_key = NEW.group_key AND w.group_slot IS NULL
+            AND NOT isfinite(w.visible_at)
+    ) THEN
         SELECT s.slot INTO NEW.group_slot
         FROM windrow.queue q
         JOIN windrow.owned_slot o ON o.slot = q.slot AND o.state = 'owned' AND NOT o.arriving
@@ -160,11 +164,6 @@ BEGIN
         WHERE q.queue_id = NEW.queue_id AND NOT EXISTS (
             SELECT FROM windrow.job h
             WHERE h.queue_id = NEW.queue_id AND h.group_key = NEW.group_key AND h.group_slot = s.slot::smallint
-            OFFSET 0
-        ) AND NOT EXISTS (
-            SELECT FROM windrow.job w
-            WHERE w.queue_id = NEW.queue_id AND w.group_key = NEW.group_key AND w.group_slot IS NULL
-                AND NOT isfinite(w.visible_at)
             OFFSET 0
         )
         LIMIT 1;
@@ -187,7 +186,7 @@ BEGIN
         noted := set_config(
             'windrow.groups_noted', concat(noted, ',[', OLD.queue_id, ',', to_json(OLD.group_key), ']'), true
         );
-    ELSIF current_setting('windrow.groups_locked', true) IS DISTINCT FROM 'on' THEN
+    ELSE
         noted := set_config(
             'windrow.groups_noted', concat(noted, ',[', NEW.queue_id, ',', to_json(NEW.group_key), ']'), true
         );
@@ -222,11 +221,18 @@ CREATE TRIGGER group_waits BEFORE INSERT ON windrow.job FOR EACH ROW
     WHEN (NEW.group_key IS NOT NULL AND NEW.group_slot IS NULL AND NEW.lease IS NULL AND NEW.visible_at <= now())
     EXECUTE FUNCTION windrow.wait_for_slot();
 
+-- Not after an enqueue, which has locked the buckets of its groups: a job that waits there found no free slot.
 CREATE TRIGGER group_note_insert AFTER INSERT ON windrow.job FOR EACH ROW
-    WHEN (NEW.group_key IS NOT NULL AND NEW.visible_at = 'infinity')
+    WHEN (
+        NEW.group_key IS NOT NULL AND NEW.visible_at = 'infinity'
+        AND current_setting('windrow.groups_locked', true) IS DISTINCT FROM 'on'
+    )
     EXECUTE FUNCTION windrow.note_group();
 CREATE CONSTRAINT TRIGGER group_fill_insert AFTER INSERT ON windrow.job DEFERRABLE INITIALLY DEFERRED FOR EACH ROW
-    WHEN (NEW.group_key IS NOT NULL AND NEW.visible_at = 'infinity')
+    WHEN (
+        NEW.group_key IS NOT NULL AND NEW.visible_at = 'infinity'
+        AND current_setting('windrow.groups_locked', true) IS DISTINCT FROM 'on'
+    )
     EXECUTE FUNCTION windrow.fill_noted_groups();
 
 CREATE TRIGGER group_note_delete AFTER DELETE ON windrow.job FOR EACH ROW
