@@ -1,5 +1,5 @@
-"""What groups cost: the whole life of jobs of 1,000 groups beside jobs without groups, and a claim's time beside a million
-jobs that wait for a slot of their group."""
+"""What groups cost: the whole life of jobs of 1,000 groups beside jobs without groups, and a claim's time beside a
+million jobs that wait for a slot of their group."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(stage.routers.address))
         for run in range(plan.runs + 1):
             # The order alternates, so that none always comes first. The first run warms up.
-            for case in list(_CASES) if run % 2 else list(reversed(_CASES)):
+            for case in list(_CASES)[:: 1 if run % 2 else -1]:
                 life = Life(case=case, run=run, rate=await _live(plan, channel, _CASES[case]))
                 if run:
                     lives.append(life)

@@ -1,7 +1,8 @@
 """Finds groups that have a free slot and a job that waits for it, and fills them.
 
-Triggers fill a slot in the transaction that frees it (migrations/0014_groups.sql), so there are few such groups: after the
-queue's group_concurrency was raised, after a move, and after a rollback beside a commit that had left the first job to it.
+Triggers fill a slot in the transaction that frees it (migrations/0014_groups.sql). So there are few such groups: after
+the queue's group_concurrency was raised, after a move, and after a rollback beside a commit that had left the first job
+to it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import psycopg
 import pytest
@@ -103,11 +103,12 @@ async def test_one_key_in_two_queues_names_two_groups(store: Store, org: OrgId) 
 
 async def test_a_retry_keeps_its_place(store: Store, database: Database, org: OrgId) -> None:
     first, second = await enqueue(store, org, 2)
-    for back in (
+    ways: list[Callable[[Lease], Settlement]] = [
         lambda lease: Settlement.nack(org, [Nack(lease=lease, retry_after_us=HOUR_US)]),
         lambda lease: Settlement.snooze(org, [Snooze(lease, HOUR_US)]),
         lambda lease: Settlement.release(org, [lease]),
-    ):
+    ]
+    for back in ways:
         ((claimed, lease),) = await leased(store, org)
         assert claimed.id == first
         assert await store.settle(back(lease)) == [Answer.OK]
@@ -219,7 +220,7 @@ async def test_the_next_job_runs_after_every_end_of_the_first(
     await ack(store, org, await first())
     assert await store.settle(Settlement.nack(org, [Nack(lease=await first(), failure=PERMANENT)])) == [Answer.OK]
     await first()
-    cancelled = (await store.cancel(org, [record_id for record_id in await holders(database, org)], reason="why"))[0]
+    cancelled = (await store.cancel(org, await holders(database, org), reason="why"))[0]
     assert cancelled is Answer.OK
     # It is ready, and expires before it is leased.
     await database.run(b"UPDATE windrow.job SET expires_at = now() WHERE id = ANY (%(ids)s::uuid[])", {"ids": jobs[:1]})
@@ -494,8 +495,7 @@ async def test_a_group_keeps_its_order_and_its_bound_while_its_org_moves(pair: P
     moving = asyncio.create_task(pair.mover(move).finish())
     # All but the leased job arrive.
     async with asyncio.timeout(PATIENCE_S):
-        while len(await holders_and_waiters(pair.databases[B])) < 3:
-            await asyncio.sleep(0.01)
+        await until_there(pair.databases[B], 3)
     new = some_jobs(org, group="g")
     assert await b.enqueue(new, epoch=move.epoch) == {}
     assert await leased(b, org) == []
@@ -519,8 +519,7 @@ async def test_a_group_goes_on_after_its_last_lease_ended_on_the_source(pair: Pa
     move = await pair.begin([org], target=B)
     moving = asyncio.create_task(pair.mover(move).finish())
     async with asyncio.timeout(PATIENCE_S):
-        while not await holders_and_waiters(pair.databases[B]):
-            await asyncio.sleep(0.01)
+        await until_there(pair.databases[B], 1)
         await ack(a, org, lease)
         await moving
     b = pair.store(B)
@@ -530,5 +529,8 @@ async def test_a_group_goes_on_after_its_last_lease_ended_on_the_source(pair: Pa
     await pair.balance()
 
 
-async def holders_and_waiters(database: Database) -> list[tuple[object, ...]]:
-    return await database.run(b"SELECT id FROM windrow.job WHERE group_key IS NOT NULL", {})
+async def until_there(database: Database, jobs: int) -> None:
+    """Waits until so many jobs of groups have arrived."""
+    found = 0
+    while found < jobs:
+        ((found,),) = await database.run(b"SELECT count(*) FROM windrow.job WHERE group_key IS NOT NULL", {})

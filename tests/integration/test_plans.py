@@ -608,7 +608,9 @@ async def assert_read(when: str, connection: Connection, runs: Mapping[str, Run]
 FILL_GROUPS = b"""
 INSERT INTO windrow.job (id, queue_id, run_at, visible_at, priority, kind, payload, group_key)
 SELECT
-    (lpad(to_hex((extract(epoch FROM now()) * 1000)::bigint), 12, '0') || '7000' || '9' || lpad(to_hex(n), 15, '0'))::uuid,
+    (
+        lpad(to_hex((extract(epoch FROM now()) * 1000)::bigint), 12, '0') || '7000' || '9' || lpad(to_hex(n), 15, '0')
+    )::uuid,
     %(queue_id)s::bigint, now() - n * interval '1 us', 'infinity', 1 + n %% 9, 'fill', '\\x00',
     CASE WHEN n %% 2 = 0 THEN 'large' ELSE 'g' || n %% 100000 END
 FROM generate_series(1, %(rows)s) AS n
