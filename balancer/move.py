@@ -197,6 +197,7 @@ class Mover:
             # of either is noticed.
             for database in (source, target):
                 await marks.mark(database, self._catalog)
+            await move_steps.end_arrival(target, sorted(empty), epoch=move.epoch)
             await catalog.finish_move(self._catalog, move, sorted(empty))
         else:
             await self._pause(self._pace.poll_s)

@@ -222,6 +222,7 @@ async def _repair_move(
     if lost == move.source:
         # Jobs that had left the source may be there again, and chunk numbers do not tell which: from now on its jobs of
         # these slots are stray.
+        await move_steps.end_arrival(_at(shards, move.target), move.slots, epoch=move.epoch)
         await catalog.finish_move(catalog_database, move, move.slots)
         return f"{move} is ended: jobs that are still on {lost!r} are stray"
     source = _at(shards, move.source)

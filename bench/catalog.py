@@ -8,6 +8,7 @@ from bench.scenario import Scenario
 from bench.scenarios import (
     archive,
     depth,
+    groups,
     hostile,
     idle,
     latency,
@@ -41,6 +42,7 @@ SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
         "placement": placement.SCENARIO,
         "limits": limits.SCENARIO,
         "schedules": schedules.SCENARIO,
+        "groups": groups.SCENARIO,
         "scale": scale.SCENARIO,
     }
 )

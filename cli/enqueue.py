@@ -94,6 +94,15 @@ def enqueue(
             help="How long one attempt may take: then its lease ends, however often it is extended.",
         ),
     ] = None,
+    group: Annotated[
+        str,
+        typer.Option(
+            "--group",
+            metavar="KEY",
+            show_default=False,
+            help="Run the jobs of the queue with this key one after another, or as many at a time as the queue allows.",
+        ),
+    ] = "",
     retry: options.Retry = None,
     job_id: Annotated[
         str | None,
@@ -172,6 +181,7 @@ def enqueue(
         pattern.template.max_attempts = max_attempts
     if max_runtime is not None:
         pattern.template.max_runtime.CopyFrom(duration(max_runtime))
+    pattern.template.group = group
     if retry is not None:
         pattern.template.retry.CopyFrom(retry_message(retry))
 

@@ -288,6 +288,9 @@ def job_json(job: job_pb2.LeasedJob | job_pb2.Job | Mapping[str, Any], *, payloa
     elif "max_runtime_us" in fields:
         span_us = fields["max_runtime_us"]
         document["max_runtime_s"] = span_us and span_us / 1_000_000
+    for name in ("group", "group_key"):
+        if name in fields:
+            document["group"] = _text_json(fields[name])
     if payloads:
         for name in ("payload", "result", "checkpoint"):
             if name in fields:
@@ -324,6 +327,7 @@ def job_facts(job: job_pb2.LeasedJob | job_pb2.Job) -> list[tuple[str, str]]:
         ("log", shown("log")),
         ("finished", shown("finished_at", time)),
         ("schedule", shown("scheduled_run", lambda run: f"{run.schedule}, run of {time(run.at)}")),
+        ("group", shown("group")),
         ("dedup key", shown("dedup_key") + (" (while live)" if fields.get("dedup_while_live") else "")),
         ("attributes", "\n".join(f"{key}={value}" for key, value in sorted(job.attributes.items()))),
         ("shard", shown("shard")),

@@ -71,6 +71,17 @@ MaxAttempts: TypeAlias = Annotated[
         "--max-attempts", metavar="N", min=1, max=1000, show_default=False, help="Attempts before a job is dead."
     ),
 ]
+GroupConcurrency: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--group-concurrency",
+        metavar="N",
+        min=1,
+        max=1000,
+        show_default=False,
+        help="How many jobs of one group run at a time.",
+    ),
+]
 Retention: TypeAlias = Annotated[
     int | None,
     typer.Option(

@@ -25,6 +25,7 @@ class Field(StrEnum):
     RETRY = "retry"
     MAX_ATTEMPTS = "max_attempts"
     RETENTION_DAYS = "retention_days"
+    GROUP_CONCURRENCY = "group_concurrency"
 
 
 @app.command("list")
@@ -55,6 +56,7 @@ def list_queues(
         Column(title="retry"),
         Column(title="attempts", right=True),
         Column(title="finished kept", right=True),
+        Column(title="per group", right=True),
         Column(title="created"),
         Column(title="shard"),
     ]
@@ -124,6 +126,7 @@ def create(
     retry: options.Retry = None,
     max_attempts: options.MaxAttempts = None,
     retention: options.Retention = None,
+    group_concurrency: options.GroupConcurrency = None,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
@@ -137,7 +140,8 @@ def create(
     from windrow.v1 import admin_pb2
 
     with connect(address, timeout) as router:
-        request = admin_pb2.CreateQueueRequest(org=org, queue=queue, config=_config(retry, max_attempts, retention))
+        config = _config(retry, max_attempts, retention, group_concurrency)
+        request = admin_pb2.CreateQueueRequest(org=org, queue=queue, config=config)
         _print(router.call(router.admin.CreateQueue, request).queue, as_json=as_json)
 
 
@@ -148,13 +152,14 @@ def update(
     retry: options.Retry = None,
     max_attempts: options.MaxAttempts = None,
     retention: options.Retention = None,
+    group_concurrency: options.GroupConcurrency = None,
     reset: Annotated[
         list[Field] | None,
         typer.Option(
             "--reset",
             metavar="FIELD",
             show_default=False,
-            help="Reset to the default: retry, max_attempts or retention_days; may be repeated.",
+            help="Reset to the default: retry, max_attempts, retention_days or group_concurrency; may be repeated.",
         ),
     ] = None,
     as_json: options.Json = False,
@@ -165,11 +170,17 @@ def update(
 
     --retention applies to jobs that finish from now on.
     """
-    if retry is None and max_attempts is None and retention is None and not reset:
+    given = {
+        "retry": retry,
+        "max_attempts": max_attempts,
+        "retention_days": retention,
+        "group_concurrency": group_concurrency,
+    }
+    if all(value is None for value in given.values()) and not reset:
         raise typer.BadParameter(
-            "give a setting to change", param_hint="'--retry' / '--max-attempts' / '--retention' / '--reset'"
+            "give a setting to change",
+            param_hint="'--retry' / '--max-attempts' / '--retention' / '--group-concurrency' / '--reset'",
         )
-    given = {"retry": retry, "max_attempts": max_attempts, "retention_days": retention}
     for name in reset or ():
         if given[name] is not None:
             raise typer.BadParameter(f"{name} is given a value and reset too", param_hint="'--reset'")
@@ -180,7 +191,7 @@ def update(
     from windrow.v1 import admin_pb2
 
     with connect(address, timeout) as router:
-        config = _config(retry, max_attempts, retention)
+        config = _config(retry, max_attempts, retention, group_concurrency)
         # A field of the mask that the configuration does not have is reset.
         mask = FieldMask(paths=[*(field.name for field, _ in config.ListFields()), *(reset or ())])
         request = admin_pb2.UpdateQueueRequest(org=org, queue=queue, config=config, update_mask=mask)
@@ -241,7 +252,9 @@ def delete(
         output.say(f"queue {queue} is deleted")
 
 
-def _config(retry: values.Retry | None, max_attempts: int | None, retention: int | None) -> admin_pb2.QueueConfig:
+def _config(
+    retry: values.Retry | None, max_attempts: int | None, retention: int | None, group_concurrency: int | None
+) -> admin_pb2.QueueConfig:
     from cli.messages import retry_message
     from windrow.v1 import admin_pb2
 
@@ -249,6 +262,7 @@ def _config(retry: values.Retry | None, max_attempts: int | None, retention: int
         retry=None if retry is None else retry_message(retry),
         max_attempts=max_attempts,
         retention_days=retention,
+        group_concurrency=group_concurrency,
     )
 
 
@@ -270,6 +284,7 @@ def _facts(queue: admin_pb2.QueueInfo) -> dict[str, str]:
         "retry": values.retry_text(retry_policy(queue.config.retry)),
         "max attempts": str(queue.config.max_attempts),
         "finished kept": values.retention_text(queue.config.retention_days),
+        "per group": str(queue.config.group_concurrency),
         "created": time_shown(queue, "created_at"),
         "shard": queue.shard,
     }
@@ -285,6 +300,7 @@ def _json(queue: admin_pb2.QueueInfo) -> dict[str, object]:
         "retry": retry_json(queue.config.retry),
         "max_attempts": queue.config.max_attempts,
         "retention_days": queue.config.retention_days,
+        "group_concurrency": queue.config.group_concurrency,
         "created_at": time_json(queue, "created_at"),
         "shard": queue.shard,
     }

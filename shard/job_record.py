@@ -55,6 +55,7 @@ class JobRecord(NamedTuple):
     max_runtime_us: int | None
     # JSON, as in shard/schedule.py.
     scheduled_run: str | None
+    group_key: str | None
     deadline: Micros | None
     worker: str | None
     leased_at: Micros | None

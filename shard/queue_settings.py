@@ -16,6 +16,8 @@ class QueueSettings:
     max_attempts: int | None = None
     # How long finished jobs are kept.
     retention_days: int | None = None
+    # How many jobs of one group may be leased at a time.
+    group_concurrency: int | None = None
     paused: bool | None = None
 
     @classmethod
@@ -38,6 +40,7 @@ SETTING_COLUMNS: Mapping[str, Column] = {
     "retry": Column("retry", "jsonb"),
     "max_attempts": Column("max_attempts", "smallint"),
     "retention_days": Column("retention", "smallint"),
+    "group_concurrency": Column("group_concurrency", "smallint"),
     "paused": Column("paused", "boolean", default="false"),
 }
 # Whether a queue gives jobs now. Claims, hand-overs, probes and sweeps all ask this. {0} is a row of windrow.queue.

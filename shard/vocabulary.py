@@ -24,6 +24,8 @@ CATALOG = ShardName("catalog")
 PRIORITIES = range(1, 10)
 PRIORITY_DEFAULT = 5
 MAX_ATTEMPTS_DEFAULT = 20
+# How many jobs of one group may be leased at a time, if the queue does not say.
+GROUP_CONCURRENCY_DEFAULT = 1
 # The retention in days of jobs whose queue and org set none ({{retention_of}} in shard/postgres/sql_loader.py). 0 days:
 # finished jobs are dropped when their day has turned cold.
 RETENTION_DEFAULT = 30
@@ -149,6 +151,7 @@ class NewJobs:
     traces: dict[int, str] = field(default_factory=dict[int, str])
     live_keys: dict[int, str] = field(default_factory=dict[int, str])
     max_runtimes_us: dict[int, int] = field(default_factory=dict[int, int])
+    groups: dict[int, str] = field(default_factory=dict[int, str])
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -185,6 +188,8 @@ JOB_CONTENT: Mapping[str, str] = {
     # The dedup key of a job that counts while the job is live, instead of dedup_key.
     "live_key": "live_keys",
     "max_runtime_us": "max_runtimes_us",
+    # Of the jobs of one queue and group, only so many are leased at a time as the queue's group_concurrency says.
+    "group_key": "groups",
 }
 # What consumers report while they hold a lease (Extend): columns of the tables of jobs.
 REPORTED = ("progress", "checkpoint")
@@ -222,6 +227,7 @@ class Claimed(NamedTuple):
     attributes: str | None = None
     trace: str | None = None
     max_runtime_us: int | None = None
+    group_key: str | None = None
     checkpoint: bytes | None = None
     scheduled_run: str | None = None
     # The lease before this one, and its consumer, if that lease expired.

@@ -47,6 +47,7 @@ def some_jobs(
     dedup_window_us: int = HOUR_US,
     live_keys: Sequence[str] = (),
     max_runtime_us: int | None = None,
+    group: str | None = None,
 ) -> NewJobs:
     """Returns jobs that differ only in their ids and dedup keys."""
     ids = ids or [job_id() for _ in range(count)]
@@ -64,6 +65,8 @@ def some_jobs(
             jobs.max_attempts[at] = max_attempts
         if max_runtime_us is not None:
             jobs.max_runtimes_us[at] = max_runtime_us
+        if group is not None:
+            jobs.groups[at] = group
         if retry is not None:
             jobs.retries[at] = to_json(retry)
     for at, key in enumerate(dedup_keys):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from router.codec import convert
 from shard.job_record import Attempt, JobRecord
 from shard.queue.consumers_seen import SEEN_US
-from shard.queue.explain import COUNTED_MAX, ConsumersOf, JobFacts, LiveFacts, QueueFacts
+from shard.queue.explain import COUNTED_MAX, ConsumersOf, GroupFacts, JobFacts, LiveFacts, QueueFacts
 from shard.vocabulary import LIVE, MAX_ATTEMPTS_DEFAULT, Failure, JobState, Micros, Outcome, ShardName
 from windrow.v1 import admin_pb2, job_pb2
 from windrow.v1 import cause_pb2 as causes
@@ -61,7 +61,7 @@ def of_job(facts: JobFacts, shard: ShardName, around: Surroundings) -> admin_pb2
         found = [_on_its_way(shard, around), *([_dead(record)] if state is JobState.DEAD else [])]
     elif facts.live is not None:
         state = _state(facts.live)
-        found, runs_at = _of_live(record, facts.live, around)
+        found, runs_at = _of_live(record, facts.live, facts.group, around)
     elif state is JobState.DEAD:
         found = [_dead(record)]
     else:
@@ -86,7 +86,7 @@ def of_queue(facts: QueueFacts | None, around: Surroundings) -> admin_pb2.Explai
     """Explains a queue. None: no shard of its org answers."""
     if facts is None:
         return admin_pb2.ExplainQueueResponse(causes=_down(around))
-    waiting = [*_in_flight(facts), *_next_due(facts)]
+    waiting = [*_group_backlog(facts), *_in_flight(facts), *_next_due(facts)]
     holding = _holding(facts.gives_jobs, facts.first_kind, facts.consumers, facts.now, around)
     runs_at: Micros | None = None
     if facts.first_visible_at is not None and facts.first_id is not None:
@@ -114,7 +114,9 @@ def _state(live: LiveFacts) -> JobState:
     return JobState.LEASED if live.leased else JobState.SCHEDULED
 
 
-def _of_live(record: JobRecord, live: LiveFacts, around: Surroundings) -> tuple[list[Cause], Micros | None]:
+def _of_live(
+    record: JobRecord, live: LiveFacts, group: GroupFacts | None, around: Surroundings
+) -> tuple[list[Cause], Micros | None]:
     """Returns the causes of a live job, and when it runs if that is known."""
     state = _state(live)
     attempt, max_attempts = record.attempt, record.max_attempts or MAX_ATTEMPTS_DEFAULT
@@ -141,6 +143,8 @@ def _of_live(record: JobRecord, live: LiveFacts, around: Surroundings) -> tuple[
             # It is snoozed again each time that it is due, for as long as no consumer takes its kind.
             return [*holding, until], None
         return [until, *holding, *_moving(around)], runs_at
+    if group is not None:
+        return [_group(group), *holding, *_moving(around)], None
     found = [*holding, *_moving(around), *_share(around)]
     if live.more_urgent + live.earlier:
         return [*found, _ahead(live)], None
@@ -165,6 +169,22 @@ def _until(record: JobRecord, until: Micros, last: Attempt | None) -> Cause:
 
 def _was_snoozed(last: Attempt | None) -> bool:
     return last is not None and last.outcome is Outcome.RELEASED
+
+
+def _group(group: GroupFacts) -> Cause:
+    return Cause(
+        group=causes.GroupCause(
+            group=group.group,
+            concurrency=group.concurrency,
+            taken=group.taken,
+            leased=group.leased,
+            holder_id=group.holder_id or "",
+            worker=(group.worker or "") if group.until is not None else "",
+            until=None if group.until is None else convert.timestamp(group.until),
+            ahead=min(group.ahead, COUNTED_MAX),
+            at_least=group.ahead > COUNTED_MAX,
+        )
+    )
 
 
 def _ahead(live: LiveFacts) -> Cause:
@@ -222,6 +242,15 @@ def _in_flight(facts: QueueFacts) -> Iterable[Cause]:
                 leased=facts.leased,
                 at_least=not facts.complete,
                 first_deadline=convert.timestamp(facts.first_deadline),
+            )
+        )
+
+
+def _group_backlog(facts: QueueFacts) -> Iterable[Cause]:
+    if facts.waiting:
+        yield Cause(
+            group_backlog=causes.GroupBacklogCause(
+                jobs=min(facts.waiting, COUNTED_MAX), at_least=facts.waiting > COUNTED_MAX
             )
         )
 

@@ -22,6 +22,7 @@ from shard.placement.cluster_file import ShardState
 from shard.queue_settings import QueueSettings
 from shard.schedule import RunCause, ScheduledRun
 from shard.vocabulary import (
+    GROUP_CONCURRENCY_DEFAULT,
     MAX_ATTEMPTS_DEFAULT,
     RETENTION_DEFAULT,
     Alteration,
@@ -110,6 +111,8 @@ def new_jobs(org: OrgId, jobs: Sequence[job_pb2.NewJob], *, trace: str | None) -
             columns.max_attempts[at] = template.max_attempts
         if template.HasField("max_runtime"):
             columns.max_runtimes_us[at] = micros(template.max_runtime)
+        if template.group:
+            columns.groups[at] = template.group
         if template.HasField("retry"):
             columns.retries[at] = retry_policy.to_json(policy(template.retry))
     for at, job in enumerate(jobs):
@@ -172,6 +175,7 @@ def queue_settings(config: admin_pb2.QueueConfig) -> QueueSettings:
         retry=retry_policy.to_json(policy(config.retry)) if config.HasField("retry") else None,
         max_attempts=config.max_attempts if config.HasField("max_attempts") else None,
         retention_days=config.retention_days if config.HasField("retention_days") else None,
+        group_concurrency=config.group_concurrency if config.HasField("group_concurrency") else None,
     )
 
 
@@ -292,6 +296,8 @@ def leased_job(job: Claimed, org: OrgId) -> job_pb2.LeasedJob:
         message.trace.traceparent, _, message.trace.tracestate = job.trace.partition(" ")
     if job.max_runtime_us is not None:
         message.max_runtime.CopyFrom(duration(job.max_runtime_us))
+    if job.group_key is not None:
+        message.group = job.group_key
     if job.checkpoint is not None:
         message.checkpoint = job.checkpoint
     if job.scheduled_run is not None:
@@ -321,6 +327,7 @@ def job(record: JobRecord, shard: ShardName) -> job_pb2.Job:
         shard=shard,
         checkpoint=record.checkpoint or b"",
         log=record.log(),
+        group=record.group_key or "",
     )
     if record.progress is not None:
         message.progress.CopyFrom(job_pb2.Progress(**Progress.from_json(json.loads(record.progress))._asdict()))
@@ -365,6 +372,7 @@ def queue_info(org: OrgId, record: QueueRecord, shard: ShardName) -> admin_pb2.Q
         retry=policy_message(retry_policy.from_json(settings.retry)),
         max_attempts=settings.max_attempts or MAX_ATTEMPTS_DEFAULT,
         retention_days=RETENTION_DEFAULT if settings.retention_days is None else settings.retention_days,
+        group_concurrency=settings.group_concurrency or GROUP_CONCURRENCY_DEFAULT,
     )
     return admin_pb2.QueueInfo(
         org=org,

@@ -28,6 +28,7 @@ from shard.postgres.clock import ShardClock
 from shard.postgres.pool import Database
 from shard.queue.coalescer import Coalescer, SingleCall, one_by_one
 from shard.queue.enqueue import find_refused
+from shard.queue.groups import Groups
 from shard.queue.queue_ids import QUEUES_MAX, QueueIds
 from shard.queue_settings import QueueSettings
 from shard.vocabulary import Micros, OrgId, QueueName, ShardName
@@ -211,6 +212,10 @@ class QueueAdmin:
         if settings.retention_days is not None:
             # This may be the first queue with this retention, so create its partitions.
             await partitions.make_ahead(self._database)
+        if settings.group_concurrency is not None or "group_concurrency" in reset:
+            # With a larger number, more jobs of each group may be leased. If this is cut short, sweeps go on with it.
+            for number in (await QueueIds(self._database).find([(org, queue)])).values():
+                await Groups(self._database).fill_queue(number)
         return _record(rows[0])
 
     async def _refuse_unowned(self, org: OrgId, epoch: int) -> None:

@@ -69,6 +69,7 @@ class ColdJob(NamedTuple):
     live_key: str | None = None
     max_runtime_us: int | None = None
     scheduled_run: str | None = None
+    group_key: str | None = None
 
 
 _ID = ColdJob._fields.index("id")

@@ -220,6 +220,12 @@ async def count_remaining(database: Database, slots: Sequence[Slot]) -> list[Rem
     return remaining
 
 
+async def end_arrival(database: Database, slots: Sequence[Slot], *, epoch: int) -> None:
+    """Lets the target give group slots to jobs of these slots. Run it when the source has no job of theirs left, and
+    before the catalog ends the move: after that nobody would try again."""
+    await database.run(statements.END_ARRIVAL, {"slots": arrays.numbers(slots), "epoch": epoch})
+
+
 async def export_chunk(
     database: Database, chunks: Mapping[Slot, int], *, epoch: int, rows_max: int, bytes_max: int
 ) -> dict[Slot, int]:

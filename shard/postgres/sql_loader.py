@@ -20,6 +20,8 @@ What several statements share is written once, here, and included by name:
     {{altered_settings(q)}}  the SET items that change the given settings and put back to the default what `reset` names
     {{default_settings}}  the SET items that put back all of them
     {{gives_jobs(q)}}    GIVES_JOBS in shard/queue_settings.py: whether the queue q gives jobs now
+    {{is_due(j)}}        whether the row j of windrow.job is due: it is visible, or it waits
+    {{is_later(j)}}      whether it becomes visible later, by its time or at the end of its lease
     {{history_with_lost(j)}}  the history of row j; if its lease ended at its deadline unnoticed, with an entry for that
     {{seen_history(j)}}  the history of row j, and what the attempt under way has logged (JobRecord.history)
     {{org_of(e)}}        the id of the org to which the queue e.queue_id belongs
@@ -115,6 +117,8 @@ _EXPRESSIONS = {
     "template_values": ", ".join(f"%({name})s::{_type_of(name)}" for name in TEMPLATE_COLUMNS),
     "template_content": ", ".join(f"{{0}}.{name}" if name in TEMPLATE_COLUMNS else "NULL" for name in JOB_CONTENT),
     "gives_jobs": GIVES_JOBS,
+    "is_due": "({0}.visible_at <= now() OR {0}.visible_at = 'infinity')",
+    "is_later": "({0}.visible_at > now() AND {0}.visible_at < 'infinity')",
     "history_with_lost": (
         "CASE WHEN {0}.lease IS NULL THEN {0}.history ELSE windrow.remember({0}.history, {0}.attempt, {0}.worker, "
         "{0}.leased_at, {0}.visible_at, "

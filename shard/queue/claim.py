@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shard.errors import ShardUnavailable
 from shard.lease_token import draw_number, lease_of, token_prefix
@@ -170,12 +170,19 @@ class Claimer:
         floors = {queue_id: list(self._floors.of(queue_id)) for queue_id in queue_names}
         rows = await self._database.run(statements.CLAIM, {**columns.parameters(), "bytes_max": bytes_max})
         by_lease = {taker.number: taker for taker in takers}
+        began_to_wait = any(row[7] is None for row in rows)
+        if began_to_wait:
+            # Scheduled jobs of groups have become due. Those that got a slot at once can be claimed now; the takers
+            # that these rows were for are not known.
+            self._visible({row[1] for row in rows if row[7] is None})
+            rows = [row for row in rows if row[7] is not None]
         claimed = [Claimed(row[0], queue_names[row[1]], *row[2:]) for row in rows]
         # A window may end while a claim runs several times. A job of an earlier run can then be leased again, even
         # under the same number (I2): only the new lease counts.
         leased_again = {(by_lease[job.lease].request.org, job.id) for job in claimed}
         for taker in takers:
             taker.jobs = [job for job in taker.jobs if (taker.request.org, job.id) not in leased_again]
+            taker.again |= began_to_wait
         unfit: dict[int, list[Claimed]] = {}
         for job in claimed:
             if job.expired or job.attempt > (job.max_attempts or MAX_ATTEMPTS_DEFAULT):
@@ -223,14 +230,15 @@ class Claimer:
 
     async def _set_aside(self, org: OrgId, jobs: list[Claimed], lease: int) -> None:
         """Cancels the jobs that are past their expires_at, and marks the others, which are out of attempts, dead."""
+        rows: list[Any] = []
         expired = [job.id for job in jobs if job.expired]
         if expired:
             parameters = {"ids": arrays.plain(expired), "lease": lease, "org": org}
-            await partitions.finish(self._database, statements.EXPIRE_UNRUN, parameters)
+            rows += await partitions.finish(self._database, statements.EXPIRE_UNRUN, parameters)
         exhausted = [job for job in jobs if not job.expired]
         if exhausted:
             count = len(exhausted)
-            await self._database.run(
+            rows += await self._database.run(
                 statements.MARK_DEAD,
                 {
                     "ids": arrays.plain(job.id for job in exhausted),
@@ -245,6 +253,9 @@ class Claimer:
                     ),
                 },
             )
+        freed_in = {row[-1] for row in rows if row[-1] is not None}
+        if freed_in:
+            self._visible(freed_in)
 
 
 class _Columns:

@@ -28,6 +28,23 @@ class ConsumersOf(NamedTuple):
     kinds: Sequence[str]
 
 
+class GroupFacts(NamedTuple):
+    """What a job waits for that waits for a slot of its group."""
+
+    group: str
+    # How many jobs of the group may be leased, how many have a slot, and how many of these are leased.
+    concurrency: int
+    taken: int
+    leased: int
+    # The job whose lease ends first, or else the one with the first slot. None: no slot is taken.
+    holder_id: JobId | None
+    worker: str | None
+    # When its lease ends. None: it is not leased.
+    until: Micros | None
+    # How many jobs of the group wait before it; at most COUNTED_MAX + 1.
+    ahead: int
+
+
 class LiveFacts(NamedTuple):
     """What decides when a live job is leased, at one moment."""
 
@@ -40,6 +57,8 @@ class LiveFacts(NamedTuple):
     # COUNTED_MAX + 1.
     more_urgent: int
     earlier: int
+    # It waits for a slot of its group.
+    waits: bool
     consumers: ConsumersOf
 
 
@@ -52,6 +71,8 @@ class JobFacts(NamedTuple):
     live: LiveFacts | None = None
     # It is on its way to another shard.
     departing: bool = False
+    # Only of a job that waits for a slot of its group.
+    group: GroupFacts | None = None
 
 
 class QueueFacts(NamedTuple):
@@ -64,6 +85,8 @@ class QueueFacts(NamedTuple):
     first_id: JobId | None
     first_kind: str | None
     first_visible_at: Micros | None
+    # How many jobs wait for slots of their groups, at most COUNTED_MAX + 1.
+    waiting: int
     # These describe the first jobs of each priority that become visible later: how many are leased, when the first of
     # these leases ends, and when the first scheduled job is due.
     leased: int
@@ -80,13 +103,22 @@ async def read_live(
     """Returns what decides when the job is leased, None if it is not live in this queue; and whether it is on its way
     to another shard. `floors`: from where claims look, by priority. Raises ShardUnavailable."""
     parameters = {**_parameters(org, queue, floors), "id": job_id}
-    for now, visible_at, leased, gives_jobs, departing, more_urgent, earlier, *seen in await database.run(
+    for now, visible_at, leased, gives_jobs, departing, more_urgent, earlier, waits, *seen in await database.run(
         statements.EXPLAIN_JOB, parameters
     ):
         if visible_at is None:
             return None, departing
-        return LiveFacts(now, visible_at, leased, gives_jobs, more_urgent, earlier, _consumers(*seen)), departing
+        consumers = _consumers(*seen)
+        return LiveFacts(now, visible_at, leased, gives_jobs, more_urgent, earlier, waits, consumers), departing
     return None, False
+
+
+async def read_group(database: Database, org: OrgId, queue: QueueName, job_id: JobId) -> GroupFacts | None:
+    """Returns what the job waits for; None if it does not wait for a slot of its group. Raises ShardUnavailable."""
+    parameters = {"org": org, "queue": queue, "id": job_id, "jobs_max": COUNTED_MAX + 1}
+    for row in await database.run(statements.EXPLAIN_GROUP, parameters):
+        return GroupFacts._make(row)
+    return None
 
 
 async def read_queue(

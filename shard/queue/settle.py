@@ -218,7 +218,10 @@ class LeaseSettler:
                 "jobs": len(columns.leases),
             },
         )
-        acked, acked_ids, acked_leases = rows[0]
+        acked, acked_ids, acked_leases, freed_in = rows[0]
+        if freed_in is not None:
+            # The next jobs of the groups have got the slots.
+            self._visible(set(freed_in))
         return None if acked == len(columns.leases) else set(zip(acked_ids or (), acked_leases or (), strict=True))
 
     async def nack(self, calls: Sequence[Settlement]) -> _Done:
@@ -264,7 +267,11 @@ class LeaseSettler:
                 "logs": arrays.sparse_texts(deaths.logs, len(deaths.nacks)),
                 "reasons": arrays.texts(deaths.fates),
             }
-            done.update(await self._database.run(statements.MARK_DEAD, parameters))
+            rows = await self._database.run(statements.MARK_DEAD, parameters)
+            done.update((job_id, number) for job_id, number, _ in rows)
+            freed_in = {queue_id for _, _, queue_id in rows if queue_id is not None}
+            if freed_in:
+                self._visible(freed_in)
         return done
 
     async def extend(self, calls: Sequence[Settlement]) -> _Done:

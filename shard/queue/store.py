@@ -32,6 +32,7 @@ from shard.queue.coalescer import Coalescer, InFlight, SingleCall, TooManyWaitin
 from shard.queue.consumers_seen import ConsumersSeen
 from shard.queue.enqueue import Enqueuer
 from shard.queue.explain import JobFacts, QueueFacts
+from shard.queue.groups import Groups
 from shard.queue.pending_enqueue import NOTHING_HANDED, Call, Handover
 from shard.queue.queue_ids import QueueIds
 from shard.queue.revocation import Revocation
@@ -157,6 +158,7 @@ class Store:
             for verb in VERBS
         }
         self._buckets = TokenBuckets(database)
+        self._groups = Groups(database)
         self._draws = Coalescer(
             self._buckets.draw, weight=lambda _: 1, key=lambda draw: draw.org, on_timeout=overdue, in_flight=in_flight
         )
@@ -316,9 +318,12 @@ class Store:
                 {"ids": arrays.plain(free), "org": org, "reason": reason or "cancelled"},
             )
             self.on_settled(to_hex(JobId(name)) for name, *_ in rows)
-            ended = [(worker, lease_of(name, lease)) for name, _, lease, worker in rows if lease is not None]
+            ended = [(worker, lease_of(name, lease)) for name, _, lease, worker, _ in rows if lease is not None]
             if ended:
                 self.on_revoked(Revocation.by_worker(org, Answer.CANCELLED, ended))
+            freed_in = {queue_id for *_, queue_id in rows if queue_id is not None}
+            if freed_in:
+                self.on_visible(freed_in)
             return {JobId(name): Answer.DEPARTING if departing else Answer.OK for name, departing, *_ in rows}
 
         # A job that moved between the tables job and dead while the statement read them is in neither list.
@@ -459,7 +464,11 @@ class Store:
                 record.leased_at is not None,
                 record.run_at if record.deadline is None else record.deadline,
             ):
-                return JobFacts(record, live)
+                if not live.waits:
+                    return JobFacts(record, live)
+                group = await explain.read_group(self._database, org, record.queue, job_id)
+                if group is not None:
+                    return JobFacts(record, live, group=group)
         raise ShardUnavailable(self.name, f"job {job_id} of org {org!r} kept changing during the call; try again")
 
     async def explain_queue(self, org: OrgId, queue: QueueName) -> QueueFacts:
@@ -517,7 +526,8 @@ class Store:
 
     async def sweep(self, awaited: Iterable[QueueId] = ()) -> Due:
         """Returns when the `awaited` queues, and all queues that claims use, have their next job, also below the floors
-        (I7). Corrects the floors, checks the remembered queue ids, and sends failed releases again.
+        (I7). Corrects the floors, checks the remembered queue ids, fills free slots of groups, sends failed releases
+        again.
 
         Normally it looks from the beginning of time. If that has just taken long, an old snapshot is keeping dead
         versions of jobs; then it looks only for jobs that may have committed late. Raises ShardUnavailable."""
@@ -526,6 +536,7 @@ class Store:
             self.release_soon(call.org, call.leases)
         queues = list({*self._floors.to_sweep(), *awaited})
         await self.names.prove(queues)
+        await self._groups.sweep(queues)
         began_s = time.monotonic()
         if began_s < self._full_sweep_from_s:
             return await self._probe(queues, self._floors.late, is_sweep=True)

@@ -43,6 +43,7 @@ from tests.recorder import Recorder
 from tests.routers import PATIENCE_S, Stubs, running_routers, stubs, until, write_cluster
 from tests.streams import new_job, start
 from windrow import SyncClient
+from windrow.causes import read_causes
 from windrow.v1 import admin_pb2, cause_pb2, job_pb2, queue_pb2
 from windrow.v1.cause_pb2 import Cause
 
@@ -543,6 +544,28 @@ async def test_a_queue_says_what_it_has_and_what_holds_it(scene: Scene) -> None:
     assert names(found.causes) == ["paused", "backlog", "in_flight", "scheduled"]
     assert not found.HasField("runs_at")
     assert leased not in later
+
+
+async def test_a_job_that_waits_for_its_group_says_for_which_job(scene: Scene) -> None:
+    jobs = await scene.enqueue(some_jobs(scene.org, 3, group="g", ids=sorted(job_id() for _ in range(3))))
+    await scene.seen()
+    assert names((await scene.why(jobs[0])).causes) == ["due"]
+    found = await scene.why(jobs[2])
+    assert (found.state, names(found.causes)) == (job_pb2.JOB_STATE_READY, ["group"])
+    group = found.causes[0].group
+    assert (group.concurrency, group.taken, group.leased, group.holder_id) == (1, 1, 0, jobs[0])
+    assert not group.HasField("until")
+    await scene.lease()
+    group = (await scene.why(jobs[2])).causes[0].group
+    assert (group.group, group.leased, group.worker, group.holder_id) == ("g", 1, "w1", jobs[0])
+    assert group.HasField("until")
+    assert (group.ahead, group.at_least) == (1, False)
+    sentence = str(read_causes((await scene.why(jobs[2])).causes)[0])
+    assert sentence.startswith(f"waits for group 'g': 1 of 1 leased: job {jobs[0]} by worker 'w1' until ")
+    assert sentence.endswith(", and 1 job before it")
+    waiting = (await scene.why_queue()).causes
+    assert names(waiting) == ["group_backlog", "in_flight"]
+    assert (waiting[0].group_backlog.jobs, waiting[0].group_backlog.at_least) == (2, False)
 
 
 async def test_a_queue_is_counted_up_to_a_bound(scene: Scene) -> None:

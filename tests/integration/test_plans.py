@@ -595,11 +595,94 @@ async def assert_read(when: str, connection: Connection, runs: Mapping[str, Run]
         assert {node["Node Type"] for node in plan.scans("job")} <= {"Index Scan", "Index Only Scan"}
         assert not [node for node in plan.nodes() if node["Node Type"] == "Seq Scan"], plan.root
         assert plan.indexes() <= {
-            *("job_ready", "job_id", "departing_id", "dead_by_death", "consumer_seen_pkey", "queue_org_queue_key")
+            *("job_ready", "job_id", "departing_id", "dead_by_death", "consumer_seen_pkey", "queue_org_queue_key"),
+            # Tells that no job waits for a slot of its group.
+            "job_group_waits",
         }
         assert COUNTED_MAX < rows <= ROWS_EXPLAINED[name], plan.root
         # Two for each row: its index entry, and the row itself, which shows whether it is visible.
         assert plan.buffers <= 2 * ROWS_EXPLAINED[name], plan.root
+
+
+# Groups
+
+FILL_GROUPS = b"""
+INSERT INTO windrow.job (id, queue_id, run_at, visible_at, priority, kind, payload, group_key)
+SELECT
+    (
+        lpad(to_hex((extract(epoch FROM now()) * 1000)::bigint), 12, '0') || '7000' || '9' || lpad(to_hex(n), 15, '0')
+    )::uuid,
+    %(queue_id)s::bigint, now() - n * interval '1 us', 'infinity', 1 + n %% 9, 'fill', '\\x00',
+    CASE WHEN n %% 2 = 0 THEN 'large' ELSE 'g' || n %% 100000 END
+FROM generate_series(1, %(rows)s) AS n
+"""
+# In one group; 50,000 other groups have a quarter of that each.
+DEEP_GROUP = 200_000
+
+
+@pytest.mark.parametrize("knowledge", [nothing, analyze_when_full, vacuum_when_empty], ids=lambda k: k.__name__)
+async def test_to_fill_a_slot_or_to_explain_a_group_a_few_rows_are_read(
+    recorder: Recorder, org: OrgId, knowledge: Knowledge
+) -> None:
+    """A group has 200,000 jobs that wait, and there are 50,000 groups."""
+    await knowledge(recorder, org)
+    store, queue = Store(recorder), QueueName("groups")
+    jobs = some_jobs(org, 2, queue=queue, group="large")
+    jobs.ids.sort()
+    await store.enqueue(jobs)
+    ((_, lease),) = await lease_jobs(store, org, queue=queue)
+    await store.explain_job(org, ids_of(jobs)[1])
+    await store.explain_queue(org, queue)
+    await store.sweep()
+    runs = {
+        "explain_group": recorder.last(queue_statements.EXPLAIN_GROUP),
+        "explain_queue": recorder.last(queue_statements.EXPLAIN_QUEUE),
+        "find_waiting_groups": recorder.last(queue_statements.FIND_WAITING_GROUPS),
+        "claim": recorder.last(queue_statements.CLAIM),
+        "sweep": recorder.last(queue_statements.SWEEP),
+        "ack": (
+            queue_statements.ACK,
+            {
+                **_LeaseColumns([org], [lease]).parameters(),
+                "results": arrays.blobs(()),
+                "logs": arrays.texts(()),
+                "jobs": 1,
+            },
+        ),
+    }
+    numbers = await store.names.find([(org, queue)])
+    queue_id = numbers[org, queue]
+    async with recorder.transaction() as connection:
+        await connection.execute(NO_HURRY)
+        with undone(connection):
+            await settle(connection, runs)
+        # The triggers would take minutes, and fill the slots.
+        await connection.execute("ALTER TABLE windrow.job DISABLE TRIGGER USER", prepare=False)
+        await connection.run(FILL_GROUPS, {"queue_id": queue_id, "rows": 2 * DEEP_GROUP})
+        await connection.execute("ALTER TABLE windrow.job ENABLE TRIGGER USER", prepare=False)
+        pages = {}
+        for name, each in runs.items():
+            with undone(connection):
+                pages[name] = (await explain(connection, each)).buffers
+        fill = (
+            "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) "
+            "SELECT windrow.fill_group_slots(ARRAY[%s, %s], ARRAY['large', 'g1'])"
+        )
+        with undone(connection):
+            await connection.execute("UPDATE windrow.queue SET group_concurrency = 3 WHERE queue_id = %s", [queue_id])
+            cursor = await connection.execute(fill.encode(), [queue_id, queue_id])
+            ((found,),) = await cursor.fetchall()
+            pages["fill"] = Plan(root=found[0]["Plan"], generic=True).buffers
+    print(pages)
+    # Two jobs of the first group and three of the second get slots.
+    assert pages["fill"] < 300
+    assert pages["claim"] < 200
+    assert pages["ack"] < 100
+    assert pages["sweep"] < 30 * QUEUES
+    assert pages["explain_group"] <= 3 * COUNTED_MAX
+    assert pages["explain_queue"] <= 3 * COUNTED_MAX
+    # 1,000 groups, each found by one lookup, and its slots by another.
+    assert pages["find_waiting_groups"] <= 12 * 1_000 + 10 * QUEUES
 
 
 # Lists

@@ -440,6 +440,32 @@ async def test_a_released_job_comes_at_once(near: Client, producer: Client, org:
     assert (job.id, job.attempt) == (held.id, 1)
 
 
+async def test_the_next_job_of_a_group_comes_at_once(near: Client, producer: Client, org: str) -> None:
+    """No router sweeps: the end of the job before announces it. `producer` is another router or the same."""
+    ids = await near.enqueue(org, *(new_job(group="g") for _ in range(3)))
+    assert len(ids) == 3
+    (held,) = await near.dequeue(org)
+    async with waiter(near, org) as waiting:
+        await producer.queue.Ack(queue_pb2.AckRequest(org=org, acks=acks([held])), timeout=PATIENCE_S)
+        (held,) = await jobs_of(waiting)
+    assert held.group == "g"
+    async with waiter(near, org) as waiting:
+        cancel = queue_pb2.CancelJobsRequest(org=org, ids=[held.id])
+        await producer.queue.CancelJobs(cancel, timeout=PATIENCE_S)
+        (held,) = await jobs_of(waiting)
+    async with waiter(near, org) as waiting:
+        (other,) = await producer.enqueue(org, new_job(group="h"))
+        (job,) = await jobs_of(waiting)
+        assert job.id == other
+
+
+async def test_a_scheduled_job_of_a_group_comes_when_it_is_due(near: Client, producer: Client, org: str) -> None:
+    async with waiter(near, org) as waiting:
+        (due,) = await producer.enqueue(org, new_job(group="g", delay=window(0.3)))
+        (job,) = await jobs_of(waiting)
+    assert job.id == due
+
+
 @pytest.mark.usefixtures("sweeping")
 async def test_a_job_whose_lease_expires_comes_within_a_sweep(near: Client, producer: Client, org: str) -> None:
     await near.enqueue(org)

@@ -40,6 +40,8 @@ class QueueRecord:
     max_attempts: int
     # For how many days finished jobs are kept.
     retention_days: int
+    # How many jobs of one group may run at a time.
+    group_concurrency: int
     # It gives no jobs until it is resumed.
     paused: bool
     created_at: datetime
@@ -141,11 +143,12 @@ class AdminCalls:
         retry: RetryPolicy | None = None,
         max_attempts: int | None = None,
         retention_days: int | None = None,
+        group_concurrency: int | None = None,
     ) -> QueueRecord:
         """Gives a queue its settings before its first job, which would create it with the defaults. None: the default.
 
         Raises AlreadyExists, also if the first try of this call created the queue and its answer was lost."""
-        config = _config(retry, max_attempts, retention_days)
+        config = _config(retry, max_attempts, retention_days, group_concurrency)
         request = admin_pb2.CreateQueueRequest(org=self.org, queue=queue, config=config)
         return _read_queue((await self._ask(lambda stub: stub.CreateQueue, request)).queue)
 
@@ -156,11 +159,12 @@ class AdminCalls:
         retry: RetryPolicy | None = None,
         max_attempts: int | None = None,
         retention_days: int | None = None,
+        group_concurrency: int | None = None,
         reset: Iterable[str] = (),
     ) -> QueueRecord:
         """Changes the given settings, also for the jobs that the queue has. `reset` names settings to put back to their
         defaults, such as "retry". Raises NotFound."""
-        config = _config(retry, max_attempts, retention_days)
+        config = _config(retry, max_attempts, retention_days, group_concurrency)
         given = [field.name for field, _ in config.ListFields()]
         resets = list(reset)
         if both := set(given).intersection(resets):
@@ -389,12 +393,19 @@ def _measure(measure: LimitMeasure) -> limits_pb2.LimitMeasure.ValueType:
         ) from error
 
 
-def _config(retry: RetryPolicy | None, max_attempts: int | None, retention_days: int | None) -> admin_pb2.QueueConfig:
+def _config(
+    retry: RetryPolicy | None, max_attempts: int | None, retention_days: int | None, group_concurrency: int | None
+) -> admin_pb2.QueueConfig:
     try:
         policy = None if retry is None else retry_message(retry)
     except (TypeError, ValueError) as error:
         raise invalid_argument("retry", error) from error
-    return admin_pb2.QueueConfig(retry=policy, max_attempts=max_attempts, retention_days=retention_days)
+    return admin_pb2.QueueConfig(
+        retry=policy,
+        max_attempts=max_attempts,
+        retention_days=retention_days,
+        group_concurrency=group_concurrency,
+    )
 
 
 def state_number(name: str, state: JobState) -> job_pb2.JobState.ValueType:
@@ -419,6 +430,7 @@ def _read_queue(message: admin_pb2.QueueInfo) -> QueueRecord:
         retry=read_retry(message.config.retry),
         max_attempts=message.config.max_attempts,
         retention_days=message.config.retention_days,
+        group_concurrency=message.config.group_concurrency,
         paused=message.paused,
         created_at=moment(message.created_at),
         shard=message.shard,

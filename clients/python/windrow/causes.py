@@ -219,6 +219,17 @@ def _backlog(of: _Figures) -> str:
     return f"{least}{_jobs(of['ready'])} ready; {first}{waits}"
 
 
+def _group(of: _Figures) -> str:
+    ahead = f"{'more than ' if of['at_least'] else ''}{_jobs(of['ahead'])} before it"
+    held = f"waits for group {of['group']!r}: {of['leased']} of {of['concurrency']} leased"
+    if not of["holder_id"]:
+        return f"{held}, and {ahead}"
+    if of["until"] is None:
+        return f"{held}: job {of['holder_id']} comes first, which is ready or waits for a retry, and {ahead}"
+    worker = f"worker {of['worker']!r}" if of["worker"] else "a consumer without a name"
+    return f"{held}: job {of['holder_id']} by {worker} until {_time(of['until'])}, and {ahead}"
+
+
 _SENTENCES: Mapping[str, Callable[[_Figures], str]] = {
     "finished": _finished,
     "dead": _dead,
@@ -243,4 +254,8 @@ _SENTENCES: Mapping[str, Callable[[_Figures], str]] = {
     "empty": lambda _: "the queue has no jobs that wait or run",
     "in_flight": _in_flight,
     "backlog": _backlog,
+    "group": _group,
+    "group_backlog": lambda of: (
+        f"{'more than ' if of['at_least'] else ''}{_jobs(of['jobs'])} wait for others of their groups to end"
+    ),
 }

@@ -67,6 +67,8 @@ def job_faults(job: job_pb2.NewJob) -> Iterator[Violation]:
             yield Violation(f"template.{name}", f"must be 1 to {largest:,}, not {number}")
     if template.HasField("max_runtime") and not 1 <= _s(template.max_runtime) <= _MAX_RUNTIME_DAYS * _DAY_S:
         yield Violation("template.max_runtime", f"must be 1 s to 30 days, not {_s(template.max_runtime):g} s")
+    if not _is_text(template.group, 0, 256):
+        yield Violation("template.group", "must be at most 256 bytes without NUL")
     yield from _retry_faults(template.retry)
     if not 0 <= _s(job.delay) <= _SPAN_S_MAX:
         yield Violation("delay", f"must be 0 s to 3,650 days, not {_s(job.delay):g} s")

@@ -158,6 +158,7 @@ class JobOptions(TypedDict, total=False):
     expires_at: datetime | None
     max_attempts: int
     max_runtime: Span | None
+    group: str
     retry: RetryPolicy | None
     dedup_key: str
     dedup_window: Span | None
@@ -189,6 +190,9 @@ class NewJob:
     max_attempts: int = 0
     # How long one attempt may take, 1 s to 30 days; then its lease ends. None: as long as its worker runs it.
     max_runtime: Span | None = None
+    # Only so many jobs of one group in the queue run at a time as the queue's group_concurrency says (1 by default), in
+    # order. At most 256 bytes; empty: the job has no group.
+    group: str = ""
     # None: the queue's setting, or exponential from 1 s to 1 h without one.
     retry: RetryPolicy | None = None
     # For dedup_window (1 s to 30 days; None: 1 day), enqueueing another job with this key in the queue stores nothing.
@@ -261,6 +265,8 @@ class Job:
     run_at: datetime = _EPOCH
     # How long this attempt may take, counted from its lease; None: as long as its lease is extended.
     max_runtime: timedelta | None = None
+    # Empty: the job has no group.
+    group: str = ""
     traceparent: str = ""
     tracestate: str = ""
     # What an earlier attempt stored by report(), as bytes; empty if none did.
@@ -371,6 +377,8 @@ class JobRecord:
     # Whether the dedup key counts, or counted, while the job is live.
     dedup_while_live: bool = False
     max_runtime: timedelta | None = None
+    # Empty: the job has no group.
+    group: str = ""
     # What the attempt under way has logged, as its newest extend reported it.
     log: str = ""
     # The run of the schedule that stored the job; None: a producer enqueued it.
@@ -378,7 +386,7 @@ class JobRecord:
 
 
 # The fields of a NewJob that must be a str or an int.
-_STR_FIELDS = frozenset({"queue", "kind", "dedup_key", "id"})
+_STR_FIELDS = frozenset({"queue", "kind", "group", "dedup_key", "id"})
 _INT_FIELDS = frozenset({"priority", "max_attempts"})
 _SHOWN_CHARS_MAX = 100
 # The paths in a windrow.v1.NewJob of the fields that have other names there. Violations name these paths.
@@ -493,6 +501,8 @@ def write(job: NewJob, message: job_pb2.NewJob) -> None:
         template.max_attempts = job.max_attempts
     if job.max_runtime is not None:
         template.max_runtime.CopyFrom(duration(job.max_runtime))
+    if job.group:
+        template.group = job.group
     if job.retry is not None:
         template.retry.CopyFrom(retry_message(job.retry))
     if job.run_at is not None:
@@ -607,6 +617,7 @@ def read_leased(message: job_pb2.LeasedJob, *, reporter: Reporter = _NOBODY) -> 
     job.traceparent = message.trace.traceparent if traced else ""
     job.tracestate = message.trace.tracestate if traced else ""
     job.max_runtime = message.max_runtime.ToTimedelta() if message.HasField("max_runtime") else None
+    job.group = message.group
     job.checkpoint = message.checkpoint
     job.scheduled_run = read_scheduled_run(message.scheduled_run) if message.HasField("scheduled_run") else None
     job.reporter = reporter
@@ -628,6 +639,7 @@ def read_new(message: job_pb2.NewJob) -> NewJob:
         expires_at=moment(message.expires_at) if message.HasField("expires_at") else None,
         max_attempts=template.max_attempts,
         max_runtime=template.max_runtime.ToTimedelta() if template.HasField("max_runtime") else None,
+        group=template.group,
         retry=read_retry(template.retry),
         dedup_key=dedup.key,
         dedup_window=dedup.window.ToTimedelta() if dedup.HasField("window") else None,
@@ -652,6 +664,7 @@ def read_record(message: job_pb2.Job, *, with_payload: bool) -> JobRecord:
         dedup_key=message.dedup_key,
         dedup_while_live=message.dedup_while_live,
         max_runtime=message.max_runtime.ToTimedelta() if message.HasField("max_runtime") else None,
+        group=message.group,
         enqueued_at=moment(message.enqueued_at),
         run_at=moment(message.run_at),
         expires_at=moment(message.expires_at) if message.HasField("expires_at") else None,

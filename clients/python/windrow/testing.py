@@ -135,6 +135,7 @@ def _leased(message: job_pb2.NewJob, attempt: int, checkpoint: Payload, reporter
         enqueued_at=now,
         run_at=now,
         max_runtime=template.max_runtime.ToTimedelta() if template.HasField("max_runtime") else None,
+        group=template.group,
         checkpoint=b"" if checkpoint is None else encode(checkpoint, what="checkpoint"),
         reporter=reporter,
     )

@@ -2,8 +2,8 @@
 WITH live AS (
     SELECT
         {{org_of(j)}} AS org_id,
-        count(*) FILTER (WHERE j.visible_at > now() AND j.lease IS NULL) AS scheduled,
-        count(*) FILTER (WHERE j.visible_at <= now()) AS ready,
+        count(*) FILTER (WHERE {{is_later(j)}} AND j.lease IS NULL) AS scheduled,
+        count(*) FILTER (WHERE {{is_due(j)}}) AS ready,
         count(*) FILTER (WHERE j.visible_at > now() AND j.lease IS NOT NULL) AS leased
     FROM (
         SELECT j.queue_id, j.visible_at, j.lease FROM windrow.job j

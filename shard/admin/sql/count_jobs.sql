@@ -14,7 +14,7 @@ FROM (
         AND (%(attributes)s::jsonb IS NULL OR j.attributes @> %(attributes)s::jsonb)
         AND %(states)s::text[] && '{scheduled,ready,leased}'
         AND CASE
-            WHEN j.visible_at <= now() THEN 'ready'
+            WHEN {{is_due(j)}} THEN 'ready'
             WHEN j.lease IS NULL THEN 'scheduled'
             ELSE 'leased'
         END = ANY (%(states)s::text[])

@@ -7,8 +7,8 @@ WITH due AS (
 ), live AS (
     SELECT
         {{org_of(j)}} AS org_id,
-        count(*) FILTER (WHERE j.visible_at > now() AND j.lease IS NULL) AS scheduled,
-        count(*) FILTER (WHERE j.visible_at <= now()) AS ready,
+        count(*) FILTER (WHERE {{is_later(j)}} AND j.lease IS NULL) AS scheduled,
+        count(*) FILTER (WHERE {{is_due(j)}}) AS ready,
         count(*) FILTER (WHERE j.visible_at > now() AND j.lease IS NOT NULL) AS leased,
         (extract(epoch FROM min(j.visible_at) FILTER (WHERE j.visible_at <= now())) * 1000000)::bigint AS oldest_ready_us
     FROM (

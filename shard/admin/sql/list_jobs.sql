@@ -24,7 +24,7 @@ FROM (
                 SELECT
                     j.id, j.queue_id,
                     CASE
-                        WHEN j.visible_at <= now() THEN 'ready'
+                        WHEN {{is_due(j)}} THEN 'ready'
                         WHEN j.lease IS NULL THEN 'scheduled'
                         ELSE 'leased'
                     END AS state,
@@ -38,7 +38,7 @@ FROM (
                     AND (%(attributes)s::jsonb IS NULL OR j.attributes @> %(attributes)s::jsonb)
                     AND %(states)s::text[] && '{scheduled,ready,leased}'
                     AND CASE
-                        WHEN j.visible_at <= now() THEN 'ready'
+                        WHEN {{is_due(j)}} THEN 'ready'
                         WHEN j.lease IS NULL THEN 'scheduled'
                         ELSE 'leased'
                     END = ANY (%(states)s::text[])

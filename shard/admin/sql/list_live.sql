@@ -8,7 +8,8 @@ SELECT
     coalesce(p.retry, p.queue_retry)::text AS retry, {{short_content(p)}},
     CASE WHEN p.lease IS NOT NULL THEN p.visible_at END AS deadline, p.worker, p.leased_at, NULL::timestamptz AS finished_at, NULL::bytea AS result, NULL::text AS reason, p.history::text,
     p.progress::text, CASE WHEN %(include_payload)s THEN p.checkpoint END AS checkpoint,
-    p.visible_at, p.found
+    -- A number for 'infinity', so that it is a key of the next page: jobs that wait come last.
+    least(p.visible_at, timestamptz '9999-12-31') AS visible_at, p.found
 FROM (
     SELECT
         l.*, count(*) OVER () AS found,
@@ -33,10 +34,18 @@ FROM (
                 WHERE j.queue_id = %(queue_id)s AND (%(kind)s = '' OR j.kind = %(kind)s)
                     AND j.id >= %(from_id)s::uuid AND j.id < %(before_id)s::uuid
                     AND (j.priority, j.visible_at, j.id)
-                        > (%(after_priority)s::smallint, timestamptz 'epoch' + %(after_us)s * interval '1 us', %(after_id)s::uuid)
+                        > (
+                            %(after_priority)s::smallint,
+                            CASE
+                                WHEN %(after_us)s::bigint < extract(epoch FROM timestamptz '9999-12-31') * 1000000
+                                    THEN timestamptz 'epoch' + %(after_us)s * interval '1 us'
+                                ELSE 'infinity'
+                            END,
+                            %(after_id)s::uuid
+                        )
                     AND CASE %(state)s::text
-                        WHEN 'ready' THEN j.visible_at <= now()
-                        WHEN 'scheduled' THEN j.visible_at > now() AND j.lease IS NULL
+                        WHEN 'ready' THEN {{is_due(j)}}
+                        WHEN 'scheduled' THEN {{is_later(j)}} AND j.lease IS NULL
                         WHEN 'leased' THEN j.visible_at > now() AND j.lease IS NOT NULL
                     END
                 ORDER BY j.priority, j.visible_at, j.id

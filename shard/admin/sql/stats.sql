@@ -29,11 +29,11 @@ LEFT JOIN (
 ) leaving ON leaving.slot = q.slot AND leaving.queue_id = q.queue_id
 LEFT JOIN LATERAL (
     SELECT
-        count(*) FILTER (WHERE j.visible_at > now() AND j.lease IS NULL) AS scheduled,
-        count(*) FILTER (WHERE j.visible_at <= now()) AS ready,
+        count(*) FILTER (WHERE {{is_later(j)}} AND j.lease IS NULL) AS scheduled,
+        count(*) FILTER (WHERE {{is_due(j)}}) AS ready,
         count(*) FILTER (WHERE j.visible_at > now() AND j.lease IS NOT NULL) AS leased,
         min(j.visible_at) FILTER (WHERE j.visible_at <= now()) AS oldest_ready,
-        min(j.visible_at) FILTER (WHERE j.visible_at > now() AND j.lease IS NULL) AS next_due
+        min(j.visible_at) FILTER (WHERE {{is_later(j)}} AND j.lease IS NULL) AS next_due
     FROM windrow.job j
     WHERE j.queue_id = q.queue_id
 ) live ON true

@@ -73,7 +73,7 @@ WITH slot AS MATERIALIZED (
     INSERT INTO windrow.departing (
         slot, epoch, chunk,
         id, queue_id, enqueued_at, run_at, finished_at, lease, leased_at, expires_at, priority, attempt, max_attempts,
-        {{kept_content}}, worker, history, reason
+        {{kept_content}}, worker, history, reason, group_slot
     )
     SELECT
         o.slot, %(epoch)s, (%(chunks)s::integer[])[width_bucket(o.slot, %(slots)s::smallint[])], leaving.*
@@ -81,16 +81,16 @@ WITH slot AS MATERIALIZED (
         SELECT
             g.id, g.queue_id, g.enqueued_at,
             -- If a lease expired unnoticed, its end is recorded here, by the clock of the server that gave it.
-            g.visible_at AS run_at, NULL::timestamptz AS finished_at, NULL::bigint AS lease,
+            CASE WHEN g.lease IS NULL THEN g.run_at ELSE g.visible_at END AS run_at, NULL::timestamptz AS finished_at, NULL::bigint AS lease,
             NULL::timestamptz AS leased_at, g.expires_at, g.priority, g.attempt, g.max_attempts, {{kept_content(g)}},
             NULL::text AS worker,
             {{history_with_lost(g)}} AS history,
-            NULL::text AS reason
+            NULL::text AS reason, g.group_slot
         FROM gone g
         UNION ALL
         SELECT
             t.id, t.queue_id, t.enqueued_at, t.run_at, t.finished_at, t.lease, t.leased_at, t.expires_at, t.priority,
-            t.attempt, t.max_attempts, {{kept_content(t)}}, t.worker, t.history, t.reason
+            t.attempt, t.max_attempts, {{kept_content(t)}}, t.worker, t.history, t.reason, NULL
         FROM taken_up t
     ) leaving
     CROSS JOIN LATERAL (

@@ -2,5 +2,6 @@
 INSERT INTO windrow.owned_slot AS o (slot, state, epoch)
 SELECT n.slot, 'owned', n.epoch
 FROM unnest(%(slots)s::smallint[], %(epochs)s::bigint[]) AS n (slot, epoch)
-ON CONFLICT (slot) DO UPDATE SET state = excluded.state, epoch = excluded.epoch WHERE o.epoch < excluded.epoch
+ON CONFLICT (slot) DO UPDATE SET state = excluded.state, epoch = excluded.epoch, arriving = false
+WHERE o.epoch < excluded.epoch
 RETURNING o.slot

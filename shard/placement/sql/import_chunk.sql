@@ -19,11 +19,11 @@ WITH taken AS (
 ), live AS (
     INSERT INTO windrow.job (
         id, queue_id, enqueued_at, run_at, visible_at, expires_at, priority, attempt, max_attempts,
-        {{kept_content}}, history
+        {{kept_content}}, history, group_slot
     )
     SELECT
         a.id, a.here, a.enqueued_at, a.run_at, a.run_at, a.expires_at, a.priority, a.attempt, a.max_attempts,
-        {{kept_content(a)}}, a.history
+        {{kept_content(a)}}, a.history, a.group_slot
     FROM arrived a
     WHERE a.reason IS NULL
 ), aside AS (

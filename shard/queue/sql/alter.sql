@@ -11,7 +11,8 @@ WITH chosen AS (
                 THEN greatest(now(), timestamptz 'epoch' + %(run_at_us)s::bigint * interval '1 us')
             WHEN %(delay_us)s::bigint IS NOT NULL THEN now() + %(delay_us)s::bigint * interval '1 us'
             WHEN %(priority)s::smallint <> j.priority THEN greatest(now(), j.visible_at)
-        END AS due
+        END AS due,
+        coalesce(%(run_at_us)s::bigint, %(delay_us)s::bigint) IS NOT NULL AS moves
     FROM windrow.job j
     WHERE j.id = ANY (%(ids)s::uuid[]) AND (j.lease IS NULL OR j.visible_at <= now())
         AND {{org_of(j)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
@@ -23,8 +24,14 @@ WITH chosen AS (
     SET
         priority = coalesce(%(priority)s::smallint, j.priority),
         attributes = nullif(coalesce(%(attributes)s::jsonb, j.attributes), '{}'),
-        run_at = coalesce(c.due, j.run_at),
-        visible_at = coalesce(c.due, j.visible_at),
+        -- A job that waits has no time: its place is that of its run_at.
+        run_at = coalesce(nullif(c.due, 'infinity'), j.run_at),
+        visible_at = CASE
+            WHEN c.due <= now() AND j.group_key > '' AND j.group_slot IS NULL THEN 'infinity'
+            ELSE coalesce(c.due, j.visible_at)
+        END,
+        -- A job that runs later does not hold up its group until then.
+        group_slot = CASE WHEN NOT (c.moves AND c.due > now()) THEN j.group_slot END,
         -- If a lease expired unnoticed and the job moves, its end is recorded here.
         history = CASE WHEN c.due IS NULL THEN j.history ELSE {{history_with_lost(j)}} END,
         log = CASE WHEN c.due IS NULL THEN j.log END,

@@ -1,5 +1,5 @@
 -- Cancels jobs that have not finished, also leased and dead ones. Returns the cancelled jobs, with the leases that ended,
--- and the jobs on their way to another shard (departing), which are not changed.
+-- the jobs on their way to another shard (departing), which are not changed, and the queues of live jobs of groups.
 WITH live AS (
     DELETE FROM windrow.job j
     WHERE j.id = ANY (%(ids)s::uuid[])
@@ -30,12 +30,14 @@ WITH live AS (
     RETURNING 1
 )
 -- No join of these: 1,000 jobs would be compared with each other.
-SELECT l.id::text, false AS departing, CASE WHEN l.visible_at > now() THEN l.lease END AS ended_lease, l.worker
+SELECT
+    l.id::text, false AS departing, CASE WHEN l.visible_at > now() THEN l.lease END AS ended_lease, l.worker,
+    CASE WHEN l.group_key > '' THEN l.queue_id END AS freed_in
 FROM live l
 UNION ALL
-SELECT a.id::text, false, NULL, NULL FROM aside a
+SELECT a.id::text, false, NULL, NULL, NULL FROM aside a
 UNION ALL
-SELECT d.id::text, true, NULL, NULL
+SELECT d.id::text, true, NULL, NULL, NULL
 FROM windrow.departing d
 WHERE d.id = ANY (%(ids)s::uuid[])
     AND {{org_of(d)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)

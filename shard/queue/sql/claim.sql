@@ -68,22 +68,26 @@ WITH source AS MATERIALIZED (
 )
 UPDATE windrow.job AS j
 SET
-    (lease, worker, visible_at) = (
+    (lease, worker, leased_at, attempt, visible_at) = (
         SELECT
             (%(leases)s::bigint[])[t.taker], (%(workers)s::text[])[t.taker],
-            -- A job's max_runtime ends its lease, if it is shorter than the window. NULL: there is none.
-            now() + least((%(windows_us)s::bigint[])[t.taker], j.max_runtime_us) * interval '1 us'
+            CASE WHEN t.taker > 0 THEN now() END, j.attempt + (t.taker > 0)::int,
+            CASE
+                WHEN t.taker = 0 THEN 'infinity'
+                -- A job's max_runtime ends its lease, if it is shorter than the window. NULL: there is none.
+                ELSE now() + least((%(windows_us)s::bigint[])[t.taker], j.max_runtime_us) * interval '1 us'
+            END
         FROM (
             SELECT
                 CASE
+                    -- A scheduled job of a group has become due. It is not leased: from now on it waits for a slot.
+                    WHEN j.group_key > '' AND j.group_slot IS NULL THEN 0
                     WHEN cardinality(%(leases)s::bigint[]) = 1 THEN 1
                     ELSE chosen.takers[width_bucket(j.ctid, chosen.ctids)]
                 END AS taker
             FROM chosen
         ) t
     ),
-    leased_at = now(),
-    attempt = j.attempt + 1,
     -- A lease that is still on the row has expired. Nothing else has recorded that, so this claim does.
     history = {{history_with_lost(j)}},
     log = NULL

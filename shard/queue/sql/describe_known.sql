@@ -19,7 +19,7 @@ CROSS JOIN LATERAL (
     SELECT
         j.queue_id, j.kind, j.payload,
         CASE
-            WHEN j.visible_at <= now() THEN 'ready'
+            WHEN {{is_due(j)}} THEN 'ready'
             WHEN j.lease IS NULL THEN 'scheduled'
             ELSE 'leased'
         END AS state

@@ -28,25 +28,27 @@ WITH clock AS (
 ), incoming AS (
     -- A column that no job of the batch uses is an empty array; unnest fills it with NULLs.
     SELECT
-        n.id, n.queue_id, n.priority, n.max_attempts, {{new_job_values(n)}}, n.position,
+        id, queue_id, priority, n.max_attempts, {{new_job_values}}, n.at,
         -- Never before now(): claims do not look below the floor.
-        greatest(now(), coalesce(timestamptz 'epoch' + n.run_at_us * interval '1 us', now() + n.delay_us * interval '1 us')) AS run_at,
-        timestamptz 'epoch' + n.expires_at_us * interval '1 us' AS expires_at,
-        now() + n.dedup_window_us * interval '1 us' AS dedup_until,
+        greatest(now(), coalesce(timestamptz 'epoch' + run_at_us * interval '1 us', now() + delay_us * interval '1 us')) AS run_at,
+        timestamptz 'epoch' + expires_at_us * interval '1 us' AS expires_at,
+        now() + dedup_window_us * interval '1 us' AS dedup_until,
         -- Leased at once to a waiting consumer, if the queue gives jobs.
-        CASE WHEN lane.gives_jobs THEN n.taker END AS taker
+        CASE WHEN gives_jobs THEN taker END AS taker
     FROM unnest(
         %(ids)s::uuid[], %(queue_ids)s::bigint[], %(priorities)s::smallint[], %(max_attempts)s::smallint[],
         %(run_at_us)s::bigint[], %(delay_us)s::bigint[], %(expires_at_us)s::bigint[], %(dedup_window_us)s::bigint[],
         {{new_job_arrays}}, %(takers)s::smallint[]
-    ) WITH ORDINALITY AS n (
+    ) WITH ORDINALITY n (
         id, queue_id, priority, max_attempts, run_at_us, delay_us, expires_at_us, dedup_window_us,
-        {{job_content}}, taker, position
+        {{job_content}}, taker, at
     )
     JOIN lane USING (queue_id)
     -- All or none: if one queue is not admitted, nothing is stored.
-    WHERE (SELECT clock.ids_fit FROM clock)
+    WHERE (SELECT ids_fit FROM clock)
         AND (SELECT count(*) FROM lane) = cardinality(%(lane_ids)s::bigint[])
+        -- Once, before the first insert.
+        AND (SELECT windrow.lock_groups(%(queue_ids)s, %(groups)s))
 ), reserved AS (
     -- Takes dedup keys that are new or whose windows are over, each for the first job that has it. Sorted by key, so
     -- that two batches cannot deadlock.
@@ -54,7 +56,7 @@ WITH clock AS (
     SELECT DISTINCT ON (i.queue_id, i.dedup_key) i.queue_id, i.dedup_key, i.id, i.dedup_until
     FROM incoming i
     WHERE i.dedup_key IS NOT NULL
-    ORDER BY i.queue_id, i.dedup_key, i.position
+    ORDER BY i.queue_id, i.dedup_key, i.at
     ON CONFLICT (queue_id, key) DO UPDATE SET job_id = excluded.job_id, until = excluded.until WHERE d.until <= now()
     RETURNING d.queue_id, d.job_id
 ), stored AS (
@@ -71,7 +73,7 @@ WITH clock AS (
     WHERE i.dedup_key IS NULL OR (i.queue_id, i.id) IN (TABLE reserved)
     -- Jobs with a live key come first, by key; all others by id, as in enqueue_plain.sql. So two batches cannot deadlock,
     -- whichever of the two statements stores them. If several jobs have one live key, the first is stored.
-    ORDER BY i.live_key, CASE WHEN i.live_key > '' THEN (i.queue_id, i.position) END, i.id
+    ORDER BY i.live_key, CASE WHEN i.live_key > '' THEN (i.queue_id, i.at) END, i.id
     -- A live job has the same id, or the same live key.
     ON CONFLICT DO NOTHING
     RETURNING id, queue_id, dedup_key
@@ -80,20 +82,20 @@ WITH clock AS (
     SELECT ({{org_of(s)}})::integer, count(*) FROM stored s GROUP BY 1
 )
 SELECT
-    now(), clock.ids_fit, l.*, s.stored,
-    CASE WHEN s.stored < %(jobs)s THEN s.ids::text[] END,
-    CASE WHEN s.stored < %(jobs)s THEN s.queue_ids END,
+    now(), clock.ids_fit, l.*, s.n,
+    CASE WHEN s.n < %(jobs)s THEN s.ids::text[] END,
+    CASE WHEN s.n < %(jobs)s THEN s.queues END,
     CASE
         -- A key was taken for a job that was not stored, because a live job has its id.
         WHEN s.keyed < (SELECT count(*) FROM reserved) THEN windrow.refuse_unstored_keys()
-        ELSE windrow.refuse_settled(s.ids, s.queue_ids, clock.since)
+        ELSE windrow.refuse_settled(s.ids, s.queues, clock.since)
     END
 FROM clock
 CROSS JOIN (
-    SELECT array_agg(lane.queue_id), array_agg(lane.gives_jobs), array_agg(lane.max_attempts)
+    SELECT array_agg(queue_id), array_agg(gives_jobs), array_agg(max_attempts)
     FROM lane
 ) l
 CROSS JOIN (
-    SELECT count(*) AS stored, count(stored.dedup_key) AS keyed, array_agg(stored.id) AS ids, array_agg(stored.queue_id) AS queue_ids
-    FROM stored
+    SELECT count(*) AS n, count(t.dedup_key) AS keyed, array_agg(t.id) AS ids, array_agg(t.queue_id) AS queues
+    FROM stored t
 ) s

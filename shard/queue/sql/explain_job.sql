@@ -4,13 +4,14 @@
 -- Counts no more than jobs_max jobs ahead, in the order of the claims: priority, then visible_at, then the order of the
 -- ready index among equal times. As a claim does, it begins at each lane's floor.
 SELECT
-    now() AS now, j.visible_at, j.lease IS NOT NULL AS leased, {{gives_jobs(q)}} AS gives_jobs,
+    -- A job of a group that waits, or got its slot late, shows when it became due.
+    now() AS now, CASE WHEN j.lease IS NULL THEN j.run_at ELSE j.visible_at END AS visible_at, j.lease IS NOT NULL AS leased, {{gives_jobs(q)}} AS gives_jobs,
     EXISTS (SELECT FROM windrow.departing d WHERE d.id = %(id)s::uuid AND d.queue_id = q.queue_id) AS departing,
-    ahead.more_urgent, ahead.earlier, seen.any_at, seen.kind_at, seen.kinds
+    ahead.more_urgent, ahead.earlier, coalesce(j.visible_at = 'infinity', false) AS waits, seen.any_at, seen.kind_at, seen.kinds
 FROM windrow.queue q
 -- OFFSET 0 fence: finds the job by its id, never by a scan of its queue.
 LEFT JOIN LATERAL (
-    SELECT j.id, j.queue_id, j.priority, j.visible_at, j.lease, j.kind
+    SELECT j.id, j.queue_id, j.priority, j.run_at, j.visible_at, j.lease, j.kind
     FROM windrow.job j
     WHERE j.id = %(id)s::uuid
     OFFSET 0

@@ -5,7 +5,7 @@
 -- later. These are scheduled, or leased until then: with more leases, the next scheduled job may not be found.
 SELECT
     now() AS now, {{gives_jobs(q)}} AS gives_jobs, ready.jobs AS ready, first.id::text AS first_id, first.kind AS first_kind,
-    first.visible_at AS first_visible_at, later.leased, later.first_deadline, later.next_due, later.complete,
+    first.visible_at AS first_visible_at, waiting.jobs AS waiting, later.leased, later.first_deadline, later.next_due, later.complete,
     seen.any_at, seen.kind_at, seen.kinds
 FROM windrow.queue q
 CROSS JOIN LATERAL (
@@ -40,6 +40,15 @@ LEFT JOIN LATERAL (
     LIMIT 1
 ) first ON true
 CROSS JOIN LATERAL (
+    SELECT count(*) AS jobs
+    FROM (
+        SELECT
+        FROM windrow.job j
+        WHERE j.queue_id = q.queue_id AND j.group_key IS NOT NULL AND j.group_slot IS NULL AND NOT isfinite(j.visible_at)
+        LIMIT %(jobs_max)s::bigint
+    ) counted
+) waiting
+CROSS JOIN LATERAL (
     SELECT
         count(*) FILTER (WHERE j.lease IS NOT NULL) AS leased,
         min(j.visible_at) FILTER (WHERE j.lease IS NOT NULL) AS first_deadline,
@@ -51,7 +60,7 @@ CROSS JOIN LATERAL (
         FROM (
             SELECT j.lease, j.visible_at
             FROM windrow.job j
-            WHERE j.queue_id = q.queue_id AND j.priority = p.priority::smallint AND j.visible_at > now()
+            WHERE j.queue_id = q.queue_id AND j.priority = p.priority::smallint AND {{is_later(j)}}
             ORDER BY j.visible_at
             LIMIT %(next_max)s::bigint
         ) j
@@ -66,6 +75,6 @@ CROSS JOIN LATERAL (
 ) seen
 WHERE q.org = %(org)s AND q.queue = %(queue)s
     AND (
-        q.listed OR ready.jobs > 0 OR later.leased > 0 OR later.next_due IS NOT NULL
+        q.listed OR ready.jobs > 0 OR waiting.jobs > 0 OR later.leased > 0 OR later.next_due IS NOT NULL
         OR EXISTS (SELECT FROM windrow.dead d WHERE d.queue_id = q.queue_id)
     )

@@ -30,7 +30,7 @@ FROM (
         SELECT
             j.id, j.queue_id,
             CASE
-                WHEN j.visible_at <= now() THEN 'ready'
+                WHEN {{is_due(j)}} THEN 'ready'
                 WHEN j.lease IS NULL THEN 'scheduled'
                 ELSE 'leased'
             END AS state,

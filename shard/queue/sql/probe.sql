@@ -1,5 +1,5 @@
 -- Finds for each lane of these queues, from its floor on, when its first live row is or becomes visible. Returns one
--- row, with arrays of the lanes that have jobs. Takes no locks. Includes queues that give no jobs, because their
+-- row, with arrays of the lanes that have jobs, without those that wait for a group slot. Takes no locks. Includes queues that give no jobs, because their
 -- floors are needed too.
 SELECT now() AS now, array_agg(first.queue_id) AS queue_ids, array_agg(first.priority) AS priorities,
     array_agg(first.visible_at) AS visible_at, array_agg(first.gives_jobs) AS gives_jobs
@@ -17,6 +17,7 @@ FROM (
         WHERE j.queue_id = q.queue_id AND j.priority = p.priority
             AND j.visible_at >= timestamptz 'epoch'
                 + (%(floors_us)s::bigint[])[(q.turn - 1) * 9 + p.priority] * interval '1 us'
+            AND j.visible_at < 'infinity'
         ORDER BY j.visible_at
         LIMIT 1
     ) j

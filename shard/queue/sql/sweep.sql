@@ -30,6 +30,7 @@ FROM (
                 LIMIT 1
             ) next
         )
-        SELECT lane.priority, lane.visible_at FROM lane
+        -- In a lane that begins with it, all jobs wait for group slots.
+        SELECT lane.priority, lane.visible_at FROM lane WHERE lane.visible_at < 'infinity'
     ) j
 ) first

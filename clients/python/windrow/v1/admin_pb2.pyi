@@ -74,12 +74,17 @@ class QueueConfig(_message.Message):
     RETRY_FIELD_NUMBER: _builtins.int
     MAX_ATTEMPTS_FIELD_NUMBER: _builtins.int
     RETENTION_DAYS_FIELD_NUMBER: _builtins.int
+    GROUP_CONCURRENCY_FIELD_NUMBER: _builtins.int
     max_attempts: _builtins.int
     """For jobs without a value of their own. 1 to 1,000; absent: 20."""
     retention_days: _builtins.int
     """How many days finished jobs are kept: 0 to 3,650; absent: the org's retention, or 30 if the operators have set none.
     A change applies to jobs that finish after it. A shard takes at most 32 different retentions
     (ERROR_REASON_TOO_MANY_RETENTIONS), of which it has 0, 1, 7, 30, 90, 365 and 2557 from the start.
+    """
+    group_concurrency: _builtins.int
+    """How many jobs of one group (JobTemplate.group) may be leased at a time. 1 to 1,000; absent: 1, which is strict order.
+    A smaller number takes no lease away: the jobs that have one, or wait for a retry, end first.
     """
     @_builtins.property
     def retry(self) -> _job_pb2.RetryPolicy:
@@ -91,15 +96,20 @@ class QueueConfig(_message.Message):
         retry: _job_pb2.RetryPolicy | None = ...,
         max_attempts: _builtins.int | None = ...,
         retention_days: _builtins.int | None = ...,
+        group_concurrency: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_attempts", b"_max_attempts", "_retention_days", b"_retention_days", "max_attempts", b"max_attempts", "retention_days", b"retention_days", "retry", b"retry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_concurrency", b"_group_concurrency", "_max_attempts", b"_max_attempts", "_retention_days", b"_retention_days", "group_concurrency", b"group_concurrency", "max_attempts", b"max_attempts", "retention_days", b"retention_days", "retry", b"retry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_attempts", b"_max_attempts", "_retention_days", b"_retention_days", "max_attempts", b"max_attempts", "retention_days", b"retention_days", "retry", b"retry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_concurrency", b"_group_concurrency", "_max_attempts", b"_max_attempts", "_retention_days", b"_retention_days", "group_concurrency", b"group_concurrency", "max_attempts", b"max_attempts", "retention_days", b"retention_days", "retry", b"retry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__group_concurrency: _TypeAlias = _typing.Literal["group_concurrency"]  # noqa: Y015
+    _WhichOneofArgType__group_concurrency: _TypeAlias = _typing.Literal["_group_concurrency", b"_group_concurrency"]  # noqa: Y015
     _WhichOneofReturnType__max_attempts: _TypeAlias = _typing.Literal["max_attempts"]  # noqa: Y015
     _WhichOneofArgType__max_attempts: _TypeAlias = _typing.Literal["_max_attempts", b"_max_attempts"]  # noqa: Y015
     _WhichOneofReturnType__retention_days: _TypeAlias = _typing.Literal["retention_days"]  # noqa: Y015
     _WhichOneofArgType__retention_days: _TypeAlias = _typing.Literal["_retention_days", b"_retention_days"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__group_concurrency) -> _WhichOneofReturnType__group_concurrency | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_attempts) -> _WhichOneofReturnType__max_attempts | None: ...
     @_typing.overload

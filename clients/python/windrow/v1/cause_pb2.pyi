@@ -50,6 +50,8 @@ class Cause(_message.Message):
     EMPTY_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     BACKLOG_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    GROUP_BACKLOG_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def finished(self) -> Global___FinishedCause:
         """The job has ended, and nothing will run it again."""
@@ -122,6 +124,14 @@ class Cause(_message.Message):
     def backlog(self) -> Global___BacklogCause:
         """Only of queues: jobs are READY."""
 
+    @_builtins.property
+    def group(self) -> Global___GroupCause:
+        """As many jobs of the job's group have a lease, or wait for a retry, as the queue allows."""
+
+    @_builtins.property
+    def group_backlog(self) -> Global___GroupBacklogCause:
+        """Only of queues: jobs wait for others of their groups."""
+
     def __init__(
         self,
         *,
@@ -143,12 +153,14 @@ class Cause(_message.Message):
         empty: Global___EmptyCause | None = ...,
         in_flight: Global___InFlightCause | None = ...,
         backlog: Global___BacklogCause | None = ...,
+        group: Global___GroupCause | None = ...,
+        group_backlog: Global___GroupBacklogCause | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["backing_off", b"backing_off", "backlog", b"backlog", "cause", b"cause", "dead", b"dead", "due", b"due", "empty", b"empty", "expired", b"expired", "finished", b"finished", "in_flight", b"in_flight", "jobs_ahead", b"jobs_ahead", "kind_not_taken", b"kind_not_taken", "leased", b"leased", "moving", b"moving", "no_consumer", b"no_consumer", "out_of_attempts", b"out_of_attempts", "paused", b"paused", "router_share", b"router_share", "scheduled", b"scheduled", "shard_down", b"shard_down"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["backing_off", b"backing_off", "backlog", b"backlog", "cause", b"cause", "dead", b"dead", "due", b"due", "empty", b"empty", "expired", b"expired", "finished", b"finished", "group", b"group", "group_backlog", b"group_backlog", "in_flight", b"in_flight", "jobs_ahead", b"jobs_ahead", "kind_not_taken", b"kind_not_taken", "leased", b"leased", "moving", b"moving", "no_consumer", b"no_consumer", "out_of_attempts", b"out_of_attempts", "paused", b"paused", "router_share", b"router_share", "scheduled", b"scheduled", "shard_down", b"shard_down"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backing_off", b"backing_off", "backlog", b"backlog", "cause", b"cause", "dead", b"dead", "due", b"due", "empty", b"empty", "expired", b"expired", "finished", b"finished", "in_flight", b"in_flight", "jobs_ahead", b"jobs_ahead", "kind_not_taken", b"kind_not_taken", "leased", b"leased", "moving", b"moving", "no_consumer", b"no_consumer", "out_of_attempts", b"out_of_attempts", "paused", b"paused", "router_share", b"router_share", "scheduled", b"scheduled", "shard_down", b"shard_down"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backing_off", b"backing_off", "backlog", b"backlog", "cause", b"cause", "dead", b"dead", "due", b"due", "empty", b"empty", "expired", b"expired", "finished", b"finished", "group", b"group", "group_backlog", b"group_backlog", "in_flight", b"in_flight", "jobs_ahead", b"jobs_ahead", "kind_not_taken", b"kind_not_taken", "leased", b"leased", "moving", b"moving", "no_consumer", b"no_consumer", "out_of_attempts", b"out_of_attempts", "paused", b"paused", "router_share", b"router_share", "scheduled", b"scheduled", "shard_down", b"shard_down"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_cause: _TypeAlias = _typing.Literal["finished", "dead", "expired", "out_of_attempts", "leased", "scheduled", "backing_off", "shard_down", "moving", "paused", "no_consumer", "kind_not_taken", "router_share", "jobs_ahead", "due", "empty", "in_flight", "backlog"]  # noqa: Y015
+    _WhichOneofReturnType_cause: _TypeAlias = _typing.Literal["finished", "dead", "expired", "out_of_attempts", "leased", "scheduled", "backing_off", "shard_down", "moving", "paused", "no_consumer", "kind_not_taken", "router_share", "jobs_ahead", "due", "empty", "in_flight", "backlog", "group", "group_backlog"]  # noqa: Y015
     _WhichOneofArgType_cause: _TypeAlias = _typing.Literal["cause", b"cause"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_cause) -> _WhichOneofReturnType_cause | None: ...
 
@@ -717,3 +729,87 @@ class BacklogCause(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BacklogCause: _TypeAlias = BacklogCause  # noqa: Y015
+
+@_typing.final
+class GroupCause(_message.Message):
+    """What a job waits for that has a group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    CONCURRENCY_FIELD_NUMBER: _builtins.int
+    TAKEN_FIELD_NUMBER: _builtins.int
+    LEASED_FIELD_NUMBER: _builtins.int
+    HOLDER_ID_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    UNTIL_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
+    AT_LEAST_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    """JobTemplate.group of the job."""
+    concurrency: _builtins.int
+    """QueueConfig.group_concurrency: how many jobs of the group may be leased."""
+    taken: _builtins.int
+    """How many jobs hold a place in the group: those that are leased, and those that were, or may now be leased."""
+    leased: _builtins.int
+    """How many of these are leased."""
+    holder_id: _builtins.str
+    """The one of these whose lease ends first. If none is leased: one of the others. Empty: there are none; the job gets a
+    place when the move of its org has ended, or within seconds.
+    """
+    worker: _builtins.str
+    """The worker that has its lease; may be empty."""
+    ahead: _builtins.int
+    """How many jobs of the group come before this one, up to 1,000."""
+    at_least: _builtins.bool
+    """True: there are more."""
+    @_builtins.property
+    def until(self) -> _timestamp_pb2.Timestamp:
+        """When its lease ends, unless it is extended. Absent: it is not leased."""
+
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        concurrency: _builtins.int = ...,
+        taken: _builtins.int = ...,
+        leased: _builtins.int = ...,
+        holder_id: _builtins.str = ...,
+        worker: _builtins.str = ...,
+        until: _timestamp_pb2.Timestamp | None = ...,
+        ahead: _builtins.int = ...,
+        at_least: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["until", b"until"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "at_least", b"at_least", "concurrency", b"concurrency", "group", b"group", "holder_id", b"holder_id", "leased", b"leased", "taken", b"taken", "until", b"until", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupCause: _TypeAlias = GroupCause  # noqa: Y015
+
+@_typing.final
+class GroupBacklogCause(_message.Message):
+    """Jobs that are READY, and wait for others of their groups to end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOBS_FIELD_NUMBER: _builtins.int
+    AT_LEAST_FIELD_NUMBER: _builtins.int
+    jobs: _builtins.int
+    """How many jobs, up to 1,000."""
+    at_least: _builtins.bool
+    """True: there are more."""
+    def __init__(
+        self,
+        *,
+        jobs: _builtins.int = ...,
+        at_least: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_least", b"at_least", "jobs", b"jobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupBacklogCause: _TypeAlias = GroupBacklogCause  # noqa: Y015

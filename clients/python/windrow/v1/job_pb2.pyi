@@ -373,6 +373,7 @@ class JobTemplate(_message.Message):
     MAX_ATTEMPTS_FIELD_NUMBER: _builtins.int
     RETRY_FIELD_NUMBER: _builtins.int
     MAX_RUNTIME_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     queue: _builtins.str
     """The name of the queue that gets the job. It is created on first use; an org may have 10,000 on a shard. 1 to 128 of
     A–Z a–z 0–9 . _ : / -, the first a letter or digit.
@@ -385,6 +386,10 @@ class JobTemplate(_message.Message):
     """1 (first) to 9 (last); 0 or absent: 5. It orders the jobs of a shard: see Dequeue."""
     max_attempts: _builtins.int
     """After this many counted leases the job is dead. 1 to 1,000; 0 or absent: the queue's value (20 unless configured)."""
+    group: _builtins.str
+    """The key of a group of jobs in the queue: at most QueueConfig.group_concurrency jobs of a group are leased at a time,
+    in the order in which they became due. At most 256 bytes, no NUL. Empty: the job has no group.
+    """
     @_builtins.property
     def attributes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Free labels, readable without the payload. At most 32; key 1 to 128 bytes, value 0 to 1,024 bytes, no NUL."""
@@ -410,10 +415,11 @@ class JobTemplate(_message.Message):
         max_attempts: _builtins.int = ...,
         retry: Global___RetryPolicy | None = ...,
         max_runtime: _duration_pb2.Duration | None = ...,
+        group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["max_runtime", b"max_runtime", "retry", b"retry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attributes", b"attributes", "kind", b"kind", "max_attempts", b"max_attempts", "max_runtime", b"max_runtime", "payload", b"payload", "priority", b"priority", "queue", b"queue", "retry", b"retry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attributes", b"attributes", "group", b"group", "kind", b"kind", "max_attempts", b"max_attempts", "max_runtime", b"max_runtime", "payload", b"payload", "priority", b"priority", "queue", b"queue", "retry", b"retry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -609,6 +615,7 @@ class LeasedJob(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     MAX_RUNTIME_FIELD_NUMBER: _builtins.int
     SCHEDULED_RUN_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     lease: _builtins.bytes
     """Names this lease in Ack, Nack, Extend and Release. At most 255 bytes. It is opaque to callers; the router finds the
     job's shard by it.
@@ -633,6 +640,8 @@ class LeasedJob(_message.Message):
     """The tenant that owns the job. Calls that name the lease must name this org."""
     checkpoint: _builtins.bytes
     """What an earlier attempt stored by Extend.checkpoint. Empty: nothing."""
+    group: _builtins.str
+    """JobTemplate.group; empty: the job has no group."""
     @_builtins.property
     def attributes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The labels that the producer gave. A restored job also has `windrow.restored_from`: the id of the old job."""
@@ -682,10 +691,11 @@ class LeasedJob(_message.Message):
         checkpoint: _builtins.bytes = ...,
         max_runtime: _duration_pb2.Duration | None = ...,
         scheduled_run: Global___ScheduledRun | None = ...,
+        group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["enqueued_at", b"enqueued_at", "max_runtime", b"max_runtime", "run_at", b"run_at", "scheduled_run", b"scheduled_run", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attributes", b"attributes", "checkpoint", b"checkpoint", "enqueued_at", b"enqueued_at", "id", b"id", "kind", b"kind", "lease", b"lease", "max_attempts", b"max_attempts", "max_runtime", b"max_runtime", "org", b"org", "payload", b"payload", "priority", b"priority", "queue", b"queue", "run_at", b"run_at", "scheduled_run", b"scheduled_run", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attributes", b"attributes", "checkpoint", b"checkpoint", "enqueued_at", b"enqueued_at", "group", b"group", "id", b"id", "kind", b"kind", "lease", b"lease", "max_attempts", b"max_attempts", "max_runtime", b"max_runtime", "org", b"org", "payload", b"payload", "priority", b"priority", "queue", b"queue", "run_at", b"run_at", "scheduled_run", b"scheduled_run", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -864,6 +874,7 @@ class Job(_message.Message):
     MAX_RUNTIME_FIELD_NUMBER: _builtins.int
     LOG_FIELD_NUMBER: _builtins.int
     SCHEDULED_RUN_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """A UUIDv7 in canonical lower-case text. The time in it is when the id was made, by its maker's clock."""
     queue: _builtins.str
@@ -898,6 +909,8 @@ class Job(_message.Message):
     """Dedup.while_live of the job. False for a job that was redriven: it has no key."""
     log: _builtins.str
     """What the attempt under way has logged, as its newest Extend reported it. Set while LEASED."""
+    group: _builtins.str
+    """JobTemplate.group; empty: the job has no group. A READY job of a group may wait for others of its group to end."""
     @_builtins.property
     def attributes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The labels that the producer gave. A restored job also has `windrow.restored_from`: the id of the old job."""
@@ -972,10 +985,11 @@ class Job(_message.Message):
         max_runtime: _duration_pb2.Duration | None = ...,
         log: _builtins.str = ...,
         scheduled_run: Global___ScheduledRun | None = ...,
+        group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "lease_deadline", b"lease_deadline", "max_runtime", b"max_runtime", "progress", b"progress", "retry", b"retry", "run_at", b"run_at", "scheduled_run", b"scheduled_run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attempts", b"attempts", "attributes", b"attributes", "checkpoint", b"checkpoint", "dedup_key", b"dedup_key", "dedup_while_live", b"dedup_while_live", "enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "id", b"id", "kind", b"kind", "lease_deadline", b"lease_deadline", "log", b"log", "max_attempts", b"max_attempts", "max_runtime", b"max_runtime", "payload", b"payload", "priority", b"priority", "progress", b"progress", "queue", b"queue", "reason", b"reason", "result", b"result", "retry", b"retry", "run_at", b"run_at", "scheduled_run", b"scheduled_run", "shard", b"shard", "state", b"state", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attempts", b"attempts", "attributes", b"attributes", "checkpoint", b"checkpoint", "dedup_key", b"dedup_key", "dedup_while_live", b"dedup_while_live", "enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "group", b"group", "id", b"id", "kind", b"kind", "lease_deadline", b"lease_deadline", "log", b"log", "max_attempts", b"max_attempts", "max_runtime", b"max_runtime", "payload", b"payload", "priority", b"priority", "progress", b"progress", "queue", b"queue", "reason", b"reason", "result", b"result", "retry", b"retry", "run_at", b"run_at", "scheduled_run", b"scheduled_run", "shard", b"shard", "state", b"state", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

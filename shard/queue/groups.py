@@ -1,0 +1,65 @@
+"""Finds groups that have a free slot and a job that waits for it, and fills them.
+
+Triggers fill a slot in the transaction that frees it (migrations/0014_groups.sql). So there are few such groups: after
+the queue's group_concurrency was raised, after a move, and after a rollback beside a commit that had left the first job
+to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shard.postgres import arrays
+from shard.postgres.pool import Database
+from shard.queue import statements
+from shard.vocabulary import QueueId
+
+# Groups in one statement. Each costs two lookups in indexes.
+_GROUPS_MAX = 1_000
+
+
+class Groups:
+    """The groups of one shard."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        # The last group that the latest sweep reached; None: it reached all groups.
+        self._reached: tuple[QueueId, str] | None = None
+
+    async def sweep(self, queues: Sequence[QueueId]) -> None:
+        """Fills the free slots of up to 1,000 groups of these queues. The next sweep goes on from there. Raises
+        ShardUnavailable."""
+        ordered = sorted(queues)
+        after = ""
+        if self._reached is not None:
+            queue, after = self._reached
+            behind = [one for one in ordered if one < queue]
+            ordered = [one for one in ordered if one >= queue] + behind
+            if not ordered or ordered[0] != queue:
+                after = ""
+        self._reached = await self._fill(ordered, after)
+
+    async def fill_queue(self, queue: QueueId) -> None:
+        """Fills the free slots of all groups of a queue. Raises ShardUnavailable."""
+        reached: tuple[QueueId, str] | None = (queue, "")
+        while reached is not None:
+            reached = await self._fill([queue], reached[1])
+
+    async def _fill(self, queues: Sequence[QueueId], after: str) -> tuple[QueueId, str] | None:
+        """Fills up to _GROUPS_MAX groups. Returns the last of them, or None if there are no more."""
+        if not queues:
+            return None
+        rows: list[tuple[QueueId, str, bool]] = await self._database.run(
+            statements.FIND_WAITING_GROUPS,
+            {"queue_ids": arrays.numbers(queues), "after": after, "groups_max": _GROUPS_MAX},
+        )
+        unfilled = [(queue, group) for queue, group, has_free in rows if has_free]
+        if unfilled:
+            await self._database.run(
+                statements.FILL_GROUPS,
+                {
+                    "queue_ids": arrays.numbers(queue for queue, _ in unfilled),
+                    "groups": arrays.texts([group for _, group in unfilled]),
+                },
+            )
+        return rows[-1][:2] if len(rows) == _GROUPS_MAX else None
