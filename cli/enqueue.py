@@ -94,15 +94,7 @@ def enqueue(
             help="How long one attempt may take: then its lease ends, however often it is extended.",
         ),
     ] = None,
-    group: Annotated[
-        str,
-        typer.Option(
-            "--group",
-            metavar="KEY",
-            show_default=False,
-            help="Run the jobs of the queue with this key one after another, or as many at a time as the queue allows.",
-        ),
-    ] = "",
+    group: options.Group = "",
     retry: options.Retry = None,
     job_id: Annotated[
         str | None,

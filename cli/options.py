@@ -71,6 +71,15 @@ MaxAttempts: TypeAlias = Annotated[
         "--max-attempts", metavar="N", min=1, max=1000, show_default=False, help="Attempts before a job is dead."
     ),
 ]
+Group: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--group",
+        metavar="KEY",
+        show_default=False,
+        help="Run the jobs of the queue with this key one after another, or as many at a time as the queue allows.",
+    ),
+]
 GroupConcurrency: TypeAlias = Annotated[
     int | None,
     typer.Option(

@@ -240,6 +240,7 @@ def create(
         ),
     ] = None,
     retry: options.Retry = None,
+    group: options.Group = "",
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
@@ -268,6 +269,7 @@ def create(
         max_attempts=max_attempts or 0,
         retry=None if retry is None else retry_message(retry),
         max_runtime=None if max_runtime is None else duration(max_runtime),
+        group=group,
     )
     request = schedules_pb2.CreateScheduleRequest(org=org, name=name, spec=spec, job=job, paused=paused)
     with connect(address, timeout) as router:
@@ -565,6 +567,7 @@ def _print(schedule: schedules_pb2.ScheduleInfo, *, as_json: bool = False) -> No
             ("max attempts", str(job.max_attempts or "")),
             ("max runtime", values.exact(job.max_runtime.ToTimedelta()) if job.HasField("max_runtime") else ""),
             ("retry", values.retry_text(retry_policy(job.retry)) if job.HasField("retry") else ""),
+            ("group", job.group),
             ("attributes", "\n".join(f"{key}={value}" for key, value in sorted(job.attributes.items()))),
             ("payload", bytes_shown(job.payload)),
             ("created", time_shown(schedule, "created_at")),
@@ -648,6 +651,7 @@ def _json(schedule: schedules_pb2.ScheduleInfo) -> dict[str, object]:
         "max_attempts": job.max_attempts or None,
         "max_runtime_s": job.max_runtime.ToTimedelta().total_seconds() if job.HasField("max_runtime") else None,
         "retry": retry_json(job.retry) if job.HasField("retry") else None,
+        "group": job.group or None,
         "attributes": dict(job.attributes),
         **bytes_json("payload", job.payload),
         "created_at": time_json(schedule, "created_at"),

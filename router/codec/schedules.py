@@ -209,6 +209,7 @@ def template_message(stored: Template) -> job_pb2.JobTemplate:
         attributes=json.loads(values["attributes"] or "{}"),
         priority=cast("int", stored["priority"] or PRIORITY_DEFAULT),
         max_attempts=cast("int", stored["max_attempts"] or 0),
+        group=values["group_key"] or "",
     )
     if values["retry"] is not None:
         message.retry.CopyFrom(convert.policy_message(retry_policy.from_json(values["retry"])))

@@ -154,7 +154,7 @@ class ScheduleCalls:
         self, name: str, schedule: Schedule, job: NewJob, *, paused: bool = False
     ) -> ScheduleRecord:
         """Creates a schedule, which stores a job like `job` at each of its instants: with its queue, kind, payload (64
-        KiB), attributes, priority, max_attempts, max_runtime and retry. Its other fields must not be set.
+        KiB), attributes, priority, max_attempts, max_runtime, retry and group. Its other fields must not be set.
 
         Raises AlreadyExists, also if the first try of this call created it and its answer was lost, and InvalidRequest,
         for example for a cron expression that cannot be read."""

@@ -42,6 +42,7 @@ CREATE TABLE windrow.schedule (
     attributes jsonb,
     retry jsonb,
     max_runtime_us bigint,
+    group_key text COLLATE "C",
     -- The first instant that is not decided yet: neither stored nor skipped. NULL: none will come.
     next_at timestamptz,
     -- When a router must look at the schedule. NULL: not before it is changed.
