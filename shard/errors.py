@@ -19,6 +19,7 @@ ShardError
 ├── TooManyRetentions     use a retention that the shard has
 ├── LimitReached          wait for `retry_after_s`; if it is None, send less at a time
 ├── TooManyLimits         remove a limit first, or use a default
+├── TooManyWeights        set a weight back to 1 first
 ├── UnknownShard          name a shard that ListShards lists
 ├── SlotMoves             pin the org when its slot no longer moves
 ├── NotPinned             nothing to do: the org lives on the shard of its hash slot
@@ -230,6 +231,11 @@ class TooManyLimits(ShardError):
         super().__init__(
             f"the cluster has {limits_max:,} limits, and may not have more: clear some, or set a default for all orgs"
         )
+
+
+class TooManyWeights(ShardError):
+    def __init__(self, *, weights_max: int) -> None:
+        super().__init__(f"{weights_max:,} orgs have a weight, and no more may: set some of them back to 1")
 
 
 class UnknownShard(ShardError):

@@ -34,10 +34,16 @@ def new_job(**fields: object) -> job_pb2.NewJob:
 
 
 def start(
-    org: str, *queues: str, window_s: float = 60, worker: str = "", kinds: Sequence[str] = ()
+    org: str | None, *queues: str, window_s: float = 60, worker: str = "", kinds: Sequence[str] = ()
 ) -> queue_pb2.ConsumeStart:
+    """`org` None: all orgs."""
     return queue_pb2.ConsumeStart(
-        org=org, queues=queues or [QUEUE], visibility_window=window(window_s), worker=worker, kinds=kinds
+        org=org,
+        all_orgs=True if org is None else None,
+        queues=queues or [QUEUE],
+        visibility_window=window(window_s),
+        worker=worker,
+        kinds=kinds,
     )
 
 
@@ -258,7 +264,7 @@ class Client:
     @contextlib.asynccontextmanager
     async def stream(
         self,
-        org: str,
+        org: str | None,
         *queues: str,
         credit: int = 0,
         window_s: float = 60,

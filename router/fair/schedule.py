@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shard.vocabulary import OrgId
+from shard.vocabulary import OrgId, ShardName
 
 # The weight of an org that has none of its own.
 WEIGHT_DEFAULT = 1.0
@@ -43,8 +43,8 @@ _LEASES_MAX = 200_000
 class _Org:
     tag: float
     weight: float
-    # The lines in which it has ready jobs.
-    lines: set[Hashable] = field(default_factory=set[Hashable])
+    # The shards on which it has ready jobs.
+    shards: set[ShardName] = field(default_factory=set[ShardName])
     # How many of its jobs are leased.
     running: int = 0
 
@@ -60,24 +60,24 @@ class _Lease:
 
 
 class Pick(NamedTuple):
-    """Whose job is handed out next. `charged_s`: what the org was charged for it, an estimate."""
+    """Whose jobs are handed out next, and from where. `charged_s`: what the org was charged for it, an estimate."""
 
     org: OrgId
-    line: Hashable
+    shard: ShardName
     charged_s: float
 
 
 class Schedule:
-    """The orgs of one pool. An org may have ready jobs in several *lines* (shards); `pick` looks only at the lines that
-    it is given. `weight_of` returns the weight of an org, more than 0."""
+    """The orgs of one pool. An org may have ready jobs on several shards; `pick` looks only at those that it
+    is given. `weight_of` returns the weight of an org, more than 0."""
 
     def __init__(self, weight_of: Callable[[OrgId], float] = lambda _: WEIGHT_DEFAULT) -> None:
         self._weight_of = weight_of
         self._orgs: dict[OrgId, _Org] = {}
         self._ready = 0
-        # For each line the ready orgs by tag. An entry is stale if the org's tag has changed since, or if the org is no
-        # longer ready in this line.
-        self._heaps: dict[Hashable, list[tuple[float, int, OrgId]]] = {}
+        # For each shard the ready orgs by tag. An entry is stale if the org's tag has changed since, or if the org is no
+        # longer ready on this shard.
+        self._heaps: dict[ShardName, list[tuple[float, int, OrgId]]] = {}
         self._turns = itertools.count()
         self._leases: dict[Hashable, _Lease] = {}
         self._estimates: dict[OrgId, float] = {}
@@ -100,7 +100,7 @@ class Schedule:
 
     def is_ready(self, org: OrgId) -> bool:
         known = self._orgs.get(org)
-        return known is not None and bool(known.lines)
+        return known is not None and bool(known.shards)
 
     def lead(self, org: OrgId) -> float:
         """Returns how far the org's tag is above the floor, in seconds of virtual time; 0: it is not."""
@@ -112,26 +112,26 @@ class Schedule:
 
     # ── Ready jobs ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def ready(self, org: OrgId, line: Hashable) -> None:
-        """The org has ready jobs in this line."""
+    def ready(self, org: OrgId, shard: ShardName) -> None:
+        """The org has ready jobs on this shard."""
         known = self._orgs.get(org)
         if known is None:
             known = self._orgs[org] = _Org(self.floor, self._weight_of(org))
-        if line in known.lines:
+        if shard in known.shards:
             return
-        if not known.lines:
+        if not known.shards:
             known.tag = max(known.tag, self.floor)
             self._ready += 1
-        known.lines.add(line)
-        self._push(org, known, (line,))
+        known.shards.add(shard)
+        self._push(org, known, (shard,))
 
-    def idle(self, org: OrgId, line: Hashable) -> None:
-        """The org has no more ready jobs in this line."""
+    def idle(self, org: OrgId, shard: ShardName) -> None:
+        """The org has no more ready jobs on this shard."""
         known = self._orgs.get(org)
-        if known is None or line not in known.lines:
+        if known is None or shard not in known.shards:
             return
-        known.lines.discard(line)
-        if not known.lines:
+        known.shards.discard(shard)
+        if not known.shards:
             self._ready -= 1
             if not self._ready:
                 # Nobody waits: whoever comes now starts level with all others.
@@ -139,28 +139,29 @@ class Schedule:
                 self._heaps.clear()
             self._forget()
 
-    def drop_line(self, line: Hashable) -> None:
-        """No org has ready jobs in this line any more, as far as is known."""
-        for org in [org for org, known in self._orgs.items() if line in known.lines]:
-            self.idle(org, line)
-        self._heaps.pop(line, None)
+    def drop_shard(self, shard: ShardName) -> None:
+        """No org has ready jobs on this shard any more, as far as is known."""
+        for org in [org for org, known in self._orgs.items() if shard in known.shards]:
+            self.idle(org, shard)
+        self._heaps.pop(shard, None)
 
-    def pick(self, lines: Iterable[Hashable]) -> Pick | None:
-        """Returns the org whose job is handed out next, and the line that has the job; None: no org has a ready job in
-        these lines. The org is charged its estimate. Call `began` when the job is handed out, or else `unused`."""
+    def pick(self, shards: Iterable[ShardName], *, jobs: int = 1) -> Pick | None:
+        """Returns the org whose jobs are handed out next, and a shard that has them; None: no org has ready jobs on these
+        shards. The org is charged its estimate for `jobs` jobs. Call `began` for each that is handed out, and `unused`
+        for the others."""
         best: tuple[float, int, OrgId] | None = None
-        of_line: Hashable = None
-        for line in lines:
-            first = self._first(line)
+        at: ShardName | None = None
+        for shard in shards:
+            first = self._first(shard)
             if first is not None and (best is None or first < best):
-                best, of_line = first, line
-        if best is None:
+                best, at = first, shard
+        if best is None or at is None:
             return None
         start, _, org = best
         self.floor = max(self.floor, start)
-        charged_s = self.estimate_s(org)
+        charged_s = jobs * self.estimate_s(org)
         self._charge(org, charged_s)
-        return Pick(org, of_line, charged_s)
+        return Pick(org, at, charged_s)
 
     def unused(self, org: OrgId, charged_s: float) -> None:
         """Picks of the org found no job: takes their charges back."""
@@ -242,7 +243,7 @@ class Schedule:
             return
         known.tag += seconds / known.weight
         self._top = max(self._top, known.tag)
-        self._push(org, known, known.lines)
+        self._push(org, known, known.shards)
 
     def _take_weight(self, org: OrgId, known: _Org) -> None:
         weight = self._weight_of(org)
@@ -251,28 +252,28 @@ class Schedule:
             known.tag += ahead * known.weight / weight - ahead
             known.weight = weight
             self._top = max(self._top, known.tag)
-            self._push(org, known, known.lines)
+            self._push(org, known, known.shards)
 
-    def _push(self, org: OrgId, known: _Org, lines: Collection[Hashable]) -> None:
-        for line in lines:
-            heap = self._heaps.setdefault(line, [])
+    def _push(self, org: OrgId, known: _Org, shards: Collection[ShardName]) -> None:
+        for shard in shards:
+            heap = self._heaps.setdefault(shard, [])
             heapq.heappush(heap, (known.tag, next(self._turns), org))
             if len(heap) > 4 * self._ready + _IDLE_KEPT:
-                fresh = {entry[2]: entry for entry in heap if self._is_fresh(entry, line)}
-                self._heaps[line] = list(fresh.values())
-                heapq.heapify(self._heaps[line])
+                fresh = {entry[2]: entry for entry in heap if self._is_fresh(entry, shard)}
+                self._heaps[shard] = list(fresh.values())
+                heapq.heapify(self._heaps[shard])
 
-    def _first(self, line: Hashable) -> tuple[float, int, OrgId] | None:
-        heap = self._heaps.get(line)
+    def _first(self, shard: ShardName) -> tuple[float, int, OrgId] | None:
+        heap = self._heaps.get(shard)
         while heap:
-            if self._is_fresh(heap[0], line):
+            if self._is_fresh(heap[0], shard):
                 return heap[0]
             heapq.heappop(heap)
         return None
 
-    def _is_fresh(self, entry: tuple[float, int, OrgId], line: Hashable) -> bool:
+    def _is_fresh(self, entry: tuple[float, int, OrgId], shard: ShardName) -> bool:
         known = self._orgs.get(entry[2])
-        return known is not None and known.tag == entry[0] and line in known.lines
+        return known is not None and known.tag == entry[0] and shard in known.shards
 
     def _measured(self, org: OrgId, lasted_s: float) -> None:
         before_s = self._estimates.pop(org, None)
@@ -287,8 +288,8 @@ class Schedule:
         """Forgets idle orgs at or below the floor. Nothing is lost with them: they would start there again."""
         if len(self._orgs) <= self._forget_above:
             return
-        kept = {o: known for o, known in self._orgs.items() if known.lines or known.running or known.tag > self.floor}
-        idle = [org for org, known in kept.items() if not known.lines and not known.running]
+        kept = {o: known for o, known in self._orgs.items() if known.shards or known.running or known.tag > self.floor}
+        idle = [org for org, known in kept.items() if not known.shards and not known.running]
         if len(idle) > _ORGS_MAX:
             # Those that are least ahead of the floor lose least by it.
             idle.sort(key=lambda org: kept[org].tag)

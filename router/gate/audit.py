@@ -49,10 +49,12 @@ ANONYMOUS = "anonymous"
 # author decides.
 RECORDED = frozenset(
     {"amount", "config", "delay", "died_after", "died_before", "ids", "include_dead", "interval", "jobs", "kind"}
-    | {"limit", "measure", "priority", "reason", "run_at", "update_mask"}
+    | {"limit", "measure", "priority", "reason", "run_at", "update_mask", "weight"}
 )
 # The methods with the scope CLUSTER that change something.
-CLUSTER_CHANGES = frozenset({"windrow.v1.Cluster/SetLimit", "windrow.v1.Cluster/ClearLimit"})
+CLUSTER_CHANGES = frozenset(
+    {"windrow.v1.Cluster/SetLimit", "windrow.v1.Cluster/ClearLimit", "windrow.v1.Cluster/SetWeight"}
+)
 # The log keeps only the names of these: their values belong to the job.
 NAMES_ONLY = frozenset({"attributes"})
 _ITEMS_MAX = 10
