@@ -242,6 +242,8 @@ class Job:
     tracestate: str = ""
     # What an earlier attempt stored by report(), as bytes; empty if none did.
     checkpoint: bytes = b""
+    # The org that owns the job: the client's, unless the worker works for all orgs.
+    org: str = ""
     # A Worker sets this when the handler should stop; `job.lost.reason` says why. A `def` handler that runs long should
     # check `job.lost.is_set()` between its steps.
     lost: Lost = field(default_factory=Lost, repr=False, compare=False)
@@ -561,6 +563,7 @@ def read_leased(message: job_pb2.LeasedJob, *, reporter: Reporter = _NOBODY) -> 
     job.lease = message.lease
     job.id = message.id
     job.queue = message.queue
+    job.org = message.org
     job.kind = message.kind
     job.payload = message.payload
     attributes = message.attributes
