@@ -10,5 +10,5 @@ from shard.queue.store import Store
 def no_pools(store: Store) -> tuple[OrgPools, ReadyOrgs]:
     """What a wait room needs where nobody takes jobs of all orgs."""
     pools = OrgPools(shards=dict, reads=lambda _: ())
-    ready = ReadyOrgs(store, sweep_s=3600.0, on_ready=lambda _org, _queue: None, on_walked=lambda: None)
+    ready = ReadyOrgs(store, sweep_s=3600.0, on_ready=lambda _org, _queue: None)
     return pools, ready

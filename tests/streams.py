@@ -37,14 +37,14 @@ def start(
     org: str | None, *queues: str, window_s: float = 60, worker: str = "", kinds: Sequence[str] = ()
 ) -> queue_pb2.ConsumeStart:
     """`org` None: all orgs."""
-    return queue_pb2.ConsumeStart(
-        org=org,
-        all_orgs=True if org is None else None,
-        queues=queues or [QUEUE],
-        visibility_window=window(window_s),
-        worker=worker,
-        kinds=kinds,
+    begun = queue_pb2.ConsumeStart(
+        queues=queues or [QUEUE], visibility_window=window(window_s), worker=worker, kinds=kinds
     )
+    if org is None:
+        begun.all_orgs = True
+    else:
+        begun.org = org
+    return begun
 
 
 def acks(jobs: Iterable[job_pb2.LeasedJob]) -> list[queue_pb2.Ack]:

@@ -60,7 +60,7 @@ class _Lease:
 
 
 class Pick(NamedTuple):
-    """Whose jobs are handed out next, and from where. `charged_s`: what the org was charged for it, an estimate."""
+    """Whose job is handed out next, and from where. `charged_s`: what the org was charged for it, an estimate."""
 
     org: OrgId
     shard: ShardName
@@ -145,10 +145,9 @@ class Schedule:
             self.idle(org, shard)
         self._heaps.pop(shard, None)
 
-    def pick(self, shards: Iterable[ShardName], *, jobs: int = 1) -> Pick | None:
-        """Returns the org whose jobs are handed out next, and a shard that has them; None: no org has ready jobs on these
-        shards. The org is charged its estimate for `jobs` jobs. Call `began` for each that is handed out, and `unused`
-        for the others."""
+    def pick(self, shards: Iterable[ShardName]) -> Pick | None:
+        """Returns the org whose job is handed out next, and a shard that has it; None: no org has ready jobs on these
+        shards. The org is charged its estimate. Call `began` when the job is handed out, or else `unused`."""
         best: tuple[float, int, OrgId] | None = None
         at: ShardName | None = None
         for shard in shards:
@@ -159,7 +158,7 @@ class Schedule:
             return None
         start, _, org = best
         self.floor = max(self.floor, start)
-        charged_s = jobs * self.estimate_s(org)
+        charged_s = self.estimate_s(org)
         self._charge(org, charged_s)
         return Pick(org, at, charged_s)
 

@@ -202,8 +202,7 @@ class OrgPool:
         taken: dict[tuple[OrgId, ShardName], set[QueueName]] = {}
         orgs: dict[ShardName, set[OrgId]] = {}
         while shards and (consumer := self._next_consumer()) is not None:
-            count = consumer.credit if consumer.takes_once else 1
-            pick = self.schedule.pick(shards, jobs=count)
+            pick = self.schedule.pick(shards)
             if pick is None:
                 break
             org, shard, charged_s = pick
@@ -221,20 +220,19 @@ class OrgPool:
             if (org, shard) not in taken:
                 taken[org, shard] = self._take_queues(org, shard)
             here.add(org)
-            consumer.credit -= count
-            consumer.promised = consumer.takes_once
+            consumer.credit -= 1
             self._able.move_to_end(consumer)
             request = requests.get((org, consumer))
             if request is None:
                 request = requests[org, consumer] = _Request(org, consumer, 0.0, 0, taken[org, shard])
-            request.jobs += count
+            request.jobs += 1
             request.charged_s += charged_s
         return {shard: affordable for shard, of in picked.items() if (affordable := self._reserve(shard, of.values()))}
 
     def _next_consumer(self) -> PoolConsumer | None:
         while self._able:
             consumer = next(iter(self._able))
-            if consumer.credit > 0 and not consumer.promised and not consumer.full:
+            if consumer.credit > 0 and not consumer.full:
                 return consumer
             del self._able[consumer]
         return None
@@ -259,8 +257,6 @@ class OrgPool:
         consumer = request.consumer
         if missing:
             self.schedule.unused(request.org, request.charged_s * missing / request.jobs)
-        if not got:
-            consumer.promised = False
         consumer.credit += missing
         self.able(consumer)
 

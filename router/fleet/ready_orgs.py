@@ -51,8 +51,7 @@ class _Name:
 
 
 class ReadyOrgs:
-    """`on_ready` is called with an org and a queue that may have ready jobs, and `on_walked` when a first walk has ended.
-    Its owner runs `run` while the shard is up, and calls `sweep` every `sweep_s` seconds."""
+    """`on_ready` is called with an org and a queue that may have ready jobs. Its owner runs `run` while the shard is up, and calls `sweep` every `sweep_s` seconds."""
 
     def __init__(
         self,
@@ -60,12 +59,10 @@ class ReadyOrgs:
         *,
         sweep_s: float,
         on_ready: Callable[[OrgId, QueueName], None],
-        on_walked: Callable[[], None],
     ) -> None:
         self._store = store
         self._soon_s = _SOON_SWEEPS * sweep_s
         self._on_ready = on_ready
-        self._on_walked = on_walked
         self._names: dict[QueueName, _Name] = {}
         self._by_name_id: dict[int, QueueName] = {}
         # Ids of queue names that a doorbell has named and that nobody here takes.
@@ -95,10 +92,6 @@ class ReadyOrgs:
             if name is not None and name.name_id is not None:
                 self._by_name_id.pop(name.name_id, None)
                 self._others.add(name.name_id)
-
-    def has_walked(self, queues: Iterable[QueueName]) -> bool:
-        """Returns whether the ready jobs of these queues have been found."""
-        return all(name.walked for queue in queues if (name := self._names.get(queue)) is not None)
 
     def walk_again(self) -> None:
         """Hints may have been lost: walks over all queues from the beginning."""
@@ -200,11 +193,6 @@ class ReadyOrgs:
                     self._others.discard(name_id)
                     # A queue of it had jobs before its name was known here.
                     name.walked = False
-        for queue in unknown:
-            if (name := self._names.get(queue)) is not None and name.name_id is None and not name.walked:
-                # There is nothing to find.
-                name.walked = True
-                self._on_walked()
 
     async def _probe(self, numbers: Collection[QueueId]) -> None:
         due = await self._store.probe(numbers)
@@ -236,9 +224,7 @@ class ReadyOrgs:
         name.after = walked.after
         if walked.after is None:
             name.cycle_s = clock() - name.walk_began_s
-            if not name.walked:
-                name.walked = True
-                self._on_walked()
+            name.walked = True
 
     def _expect(self, now: Micros, found: Iterable[Found]) -> None:
         """Reports the queues with ready jobs, and remembers those with jobs that fall due soon."""

@@ -99,7 +99,6 @@ class ShardHandle:
             self.store,
             sweep_s=sweep_s,
             on_ready=lambda org, queue: pools.found(entry.name, org, queue),
-            on_walked=pools.wake,
         )
         self.ready_orgs.serve(pools.queues)
         self.room = WaitRoom(self.store, self._doorbell, pools, self.ready_orgs, sweep_s=sweep_s)

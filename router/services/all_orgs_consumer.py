@@ -45,8 +45,6 @@ class AllOrgsConsumer:
         self._receiver = receiver
         self._pool: OrgPool | None = None
         self._closed = False
-        # Set when a first delivery has come.
-        self.received = asyncio.Event()
 
     @property
     def all_orgs(self) -> bool:
@@ -54,7 +52,7 @@ class AllOrgsConsumer:
 
     @property
     def takes_once(self) -> bool:
-        return self._receiver.takes_once
+        return False
 
     @property
     def full(self) -> bool:
@@ -67,14 +65,9 @@ class AllOrgsConsumer:
     def account_of(self, org: OrgId) -> Account:
         return self.account.of(org)
 
-    def enter(self) -> OrgPool:
-        """Joins the pool of its queues."""
-        self._pool = self._pools.enter(self)
-        return self._pool
-
     async def serve(self) -> None:
         """Gets jobs until cancelled."""
-        self.enter()
+        self._pool = self._pools.enter(self)
         await asyncio.Event().wait()
 
     def add_credit(self, jobs: int) -> None:
@@ -95,7 +88,6 @@ class AllOrgsConsumer:
             self.release(jobs)
             return
         self._receiver.receive(jobs)
-        self.received.set()
 
     def sent(self, jobs: Sequence[Delivery], count: int) -> None:
         """The client has these jobs, `count` bytes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+import windrow
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
 from tests.streams import NOT_FOUND, STALE, Client, acks, client, new_job, sql, start, until, window
@@ -367,3 +369,45 @@ async def _stored(near: Client, org: str, queue: str) -> bool:
     except grpc.aio.AioRpcError:
         return False
     return True
+
+
+# ── The client ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_worker_of_all_orgs_runs_and_acks_the_jobs_of_each(cluster: Cluster, near: Client, queue: str) -> None:
+    of = orgs(10)
+    ran = Counter[str]()
+    async with windrow.Client(cluster.near.address, org="operators") as opened:
+        worker = windrow.Worker(opened, [queue], orgs=windrow.ALL, name="w-" + queue)
+        assert worker.prefetch == 0
+
+        @worker.handler("greet")
+        async def greet(job: windrow.Job) -> str:
+            ran[job.org] += 1
+            if sum(ran.values()) == 30:
+                worker.stop()
+            return job.org
+
+        working = asyncio.create_task(worker.run())
+        ids = {org: await near.enqueue(org, *(new_job(queue=queue) for _ in range(3))) for org in of}
+        async with asyncio.timeout(PATIENCE_S):
+            await working
+    assert ran == dict.fromkeys(of, 3)
+    for org in of:
+        assert {job.state for job in await near.get(org, *ids[org])} == {job_pb2.JOB_STATE_SUCCEEDED}
+
+
+async def test_unary_calls_take_a_lease_of_such_a_stream_with_its_org(near: Client, queue: str) -> None:
+    (org,) = orgs(1)
+    await near.enqueue(org, new_job(queue=queue))
+    async with near.stream(None, queue, credit=10) as stream:
+        (job,) = await stream.until_jobs(1)
+        request = queue_pb2.AckRequest(org=org, acks=acks([job]))
+        assert list((await near.queue.Ack(request, timeout=PATIENCE_S)).answers) == [job_pb2.JOB_ANSWER_OK]
+
+
+# ── The books ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_books_balance_after_all_of_it(near: Client) -> None:
+    await near.balanced(SHARDS)

@@ -922,6 +922,11 @@ class _Waits:
         self.takes_once = False
         self.looking = False
         self.woken = 0
+        self.all_orgs = False
+
+    def account_of(self, org: OrgId) -> Account:
+        del org
+        return self.account
 
     def wake(self) -> None:
         self.looking = True

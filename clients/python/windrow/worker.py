@@ -164,13 +164,7 @@ class Worker:
         self._settlements = Settlements(self._leases, self._connectivity, backoff=Backoff(_AGAIN_FIRST_S, _AGAIN_MAX_S))
         self._stream = ConsumeStream(
             client,
-            queue_pb2.ConsumeStart(
-                org=client.org if orgs is None else None,
-                all_orgs=None if orgs is None else True,
-                queues=self.queues,
-                visibility_window=duration(self._window_s),
-                worker=self.name,
-            ),
+            self._start(),
             settlements=self._settlements,
             connectivity=self._connectivity,
             jobs_wanted=self._jobs_wanted,
@@ -191,6 +185,16 @@ class Worker:
         # Exponentially weighted mean of the worker's time for one job (s); None before the first handler ends. Handlers
         # that suspend run side by side: the time of each counts only as one of `concurrency`.
         self._mean_job_s: float | None = None
+
+    def _start(self) -> queue_pb2.ConsumeStart:
+        start = queue_pb2.ConsumeStart(
+            queues=self.queues, visibility_window=duration(self._window_s), worker=self.name
+        )
+        if self._orgs is ALL:
+            start.all_orgs = True
+        else:
+            start.org = self.client.org
+        return start
 
     def handler(
         self, *kinds: str, timeout: Span | None = None, isolate: Literal["process"] | None = None
