@@ -8,6 +8,7 @@ from bench.scenario import Scenario
 from bench.scenarios import (
     archive,
     depth,
+    fair,
     hostile,
     idle,
     latency,
@@ -39,6 +40,7 @@ SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
         "why": why.SCENARIO,
         "placement": placement.SCENARIO,
         "limits": limits.SCENARIO,
+        "fair": fair.SCENARIO,
         "scale": scale.SCENARIO,
     }
 )

@@ -70,7 +70,9 @@ class Fleet:
         # The newest mark that each shard's history must contain, by the catalog (shard/placement/marks.py).
         self._marks: Mapping[ShardName, Mark] = {}
         self.limits = Limits()
-        self._catalog = CatalogCopy(cluster.catalog_dsn, self._catalog_changed, self._marked, self.limits.replace, self.pools.reweigh)
+        self._catalog = CatalogCopy(
+            cluster.catalog_dsn, self._catalog_changed, self._marked, self.limits.replace, self.pools.reweigh
+        )
         # Owns the tasks of all shard handles.
         self._group = asyncio.TaskGroup()
 

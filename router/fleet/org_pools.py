@@ -61,7 +61,10 @@ class OrgPools:
         if pool is None:
             assert self._group is not None
             pool = self._pools[key] = OrgPool(
-                key, shards=self._shards, reads=self._reads, weight_of=lambda org: self.weights.of.get(org, WEIGHT_DEFAULT)
+                key,
+                shards=self._shards,
+                reads=self._reads,
+                weight_of=lambda org: self.weights.of.get(org, WEIGHT_DEFAULT),
             )
             for queue in key:
                 self._by_queue.setdefault(queue, []).append(pool)

@@ -84,7 +84,9 @@ def _surroundings(
         share=RouterShareCause(held_bytes=buffer.held_by(org), all_held_bytes=buffer.held, max_bytes=buffer.bytes_max)
         if waits_for_memory
         else None,
-        fair_share=None if ahead is None else FairShareCause(ahead=convert.duration(round(ahead[0] * 1e6)), weight=ahead[1]),
+        fair_share=None
+        if ahead is None
+        else FairShareCause(ahead=convert.duration(round(ahead[0] * 1e6)), weight=ahead[1]),
     )
 
 

@@ -283,9 +283,7 @@ class Stream:
 
     async def _answers_to(self, verb: LeaseVerb, entries: Sequence[Any], window_us: int) -> Answers:
         if self._org is not None:
-            return await self._leases.settle(
-                self._org, verb, entries, field=verb.stream_field, window_us=window_us
-            )
+            return await self._leases.settle(self._org, verb, entries, field=verb.stream_field, window_us=window_us)
         by_org: dict[OrgId | None, list[int]] = {}
         for at, lease in enumerate(tokens(entries)):
             by_org.setdefault(org_of_token(lease), []).append(at)

@@ -339,9 +339,7 @@ async def test_leases_of_a_killed_router_come_back_and_lost_hints_are_found_by_t
             await until(lambda: moved[0][0] in {one.id for one in stream.jobs}, "the job without a hint")
 
 
-async def test_a_shard_that_is_away_delays_no_org_of_another_one(
-    postgres: Server, tmp_path: Path, queue: str
-) -> None:
+async def test_a_shard_that_is_away_delays_no_org_of_another_one(postgres: Server, tmp_path: Path, queue: str) -> None:
     dsns = {"s1": postgres.create("all_here"), "s2": postgres.create("all_away")}
     try:
         config = write_cluster(tmp_path / "cluster.toml", dsns, catalog_dsn=dsns["s1"])

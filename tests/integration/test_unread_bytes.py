@@ -20,8 +20,8 @@ from shard.queue.claim import bytes_most
 from shard.queue.doorbell import Doorbell
 from shard.queue.store import Store
 from shard.vocabulary import OrgId, ShardName
-from tests.pools import no_pools
 from tests.jobs import HOUR_US, QUEUE, some_jobs
+from tests.pools import no_pools
 from tests.recorder import Recorder
 from tests.routers import PATIENCE_S
 

@@ -34,10 +34,10 @@ from shard.queue.pending_enqueue import Handed, Handover
 from shard.queue.settle import Settlement
 from shard.queue.store import Store
 from shard.vocabulary import Micros, NewJobs, OrgId, QueueId, QueueName, ShardName
-from tests.pools import no_pools
 from tests.conftest import SHARD
 from tests.effort import luck_of, trials
 from tests.jobs import job_id, lease_jobs, some_jobs
+from tests.pools import no_pools
 from tests.postgres import Server
 from tests.recorder import Recorder
 from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster

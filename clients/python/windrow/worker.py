@@ -187,9 +187,7 @@ class Worker:
         self._mean_job_s: float | None = None
 
     def _start(self) -> queue_pb2.ConsumeStart:
-        start = queue_pb2.ConsumeStart(
-            queues=self.queues, visibility_window=duration(self._window_s), worker=self.name
-        )
+        start = queue_pb2.ConsumeStart(queues=self.queues, visibility_window=duration(self._window_s), worker=self.name)
         if self._orgs is ALL:
             start.all_orgs = True
         else:
