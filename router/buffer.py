@@ -170,8 +170,8 @@ class Account:
         self.held = 0
 
     def of(self, org: str) -> Account:
-        """Returns the part of this account that is held for another org: an account of its own, which is closed with this
-        one. Callers must not keep one that holds nothing."""
+        """Returns the part of this account that is held for another org: an account of its own, which is closed with
+        this one. Callers must not keep one that holds nothing."""
         part = self._parts.get(org)
         if part is None:
             if len(self._parts) >= _PARTS_KEPT:

@@ -6,8 +6,8 @@ time. The ready org with the least tag is served next, and its tag then grows by
 weight. So orgs that always have ready jobs get worker-seconds in proportion to their weights, and if only one has any,
 it gets all of them.
 
-A charge is the time of a lease, from its hand-out to its end. When a job is handed out that is not known yet: the org is
-charged an estimate, which is corrected later. The floor of virtual time is the tag of the job that was handed out last.
+A charge is the time of a lease, from its hand-out to its end. When a job is handed out that is not known yet: the org
+is charged an estimate, which is corrected later. The floor of virtual time is the tag of the job that was handed out last.
 An org that becomes ready starts there at the earliest: it cannot save up credit while it has no jobs.
 """
 
@@ -193,8 +193,8 @@ class Schedule:
             known.until_s = max(known.until_s, until_s)
 
     def ended(self, lease: Hashable, *, now_s: float) -> None:
-        """A lease has ended: the org is charged for as long as it lasted. Does nothing for a lease that is unknown here,
-        or has ended before."""
+        """A lease has ended: the org is charged for as long as it lasted. Does nothing for a lease that is unknown
+        here, or has ended before."""
         known = self._leases.pop(lease, None)
         if known is None:
             return
@@ -215,9 +215,9 @@ class Schedule:
             self._charge(known.org, -known.charged_s)
 
     def accrue(self, *, now_s: float) -> None:
-        """Ends leases that have expired, and charges for what others have lasted beyond their estimates. Call it before
-        jobs are handed out: otherwise an org whose jobs suddenly take hours would be noticed only at their end. It looks
-        at the leases some 20 times a second, less often if there are thousands."""
+        """Ends leases that have expired, and charges for what others have lasted beyond their estimates. Call it
+        before jobs are handed out: otherwise an org whose jobs suddenly take hours would be noticed only at their end.
+        It looks at the leases some 20 times a second, less often if there are thousands."""
         if now_s < self._accrue_from_s:
             return
         self._accrue_from_s = now_s + max(_ACCRUE_S, len(self._leases) * _ACCRUE_LEASE_S)

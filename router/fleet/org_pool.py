@@ -1,8 +1,8 @@
 """A pool: the consumers of this process that take the same queues for all orgs. It decides whose jobs they get
 (router/fair/schedule.py), claims them, and measures how long each org keeps the consumers busy.
 
-One claim at a time runs on each shard, for up to 16 orgs. So a shard that answers slowly delays only the orgs that live on
-it.
+One claim at a time runs on each shard, for up to 16 orgs. So a shard that answers slowly delays only the orgs that live
+on it.
 """
 
 from __future__ import annotations

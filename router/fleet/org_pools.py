@@ -157,8 +157,8 @@ class OrgPools:
             pool.wake()
 
     def ahead(self, org: OrgId, queue: QueueName) -> tuple[float, float] | None:
-        """Returns how far the tag of an org is above the floor (s), and the org's weight, if it has ready jobs that wait
-        for that reason; None: they do not."""
+        """Returns how far the tag of an org is above the floor (s), and the org's weight, if it has ready jobs that
+        wait for that reason; None: they do not."""
         for pool in self._by_queue.get(queue, ()):
             lead_s = pool.schedule.lead(org)
             if pool.schedule.is_ready(org) and lead_s > 0:

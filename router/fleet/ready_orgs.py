@@ -1,10 +1,10 @@
-"""Finds the orgs that have ready jobs in queues which consumers of this process take for all orgs, on one shard. This is
-only a set of hints (I7), like the wait room's; what they are wrong about, a claim and the sweep correct.
+"""Finds the orgs that have ready jobs in queues which consumers of this process take for all orgs, on one shard. This
+is only a set of hints (I7), like the wait room's; what they are wrong about, a claim and the sweep correct.
 
-Nothing is written for them. New jobs are known from the enqueues of this process and from the doorbells of other routers,
-which ring anyway; a probe says when jobs fall due later. A walk over the ready index finds what was there before, once;
-after that each sweep walks on from where the last one ended, for some milliseconds, and so finds every lost hint. While
-nobody takes jobs of all orgs, nothing of this runs.
+Nothing is written for them. New jobs are known from the enqueues of this process and from the doorbells of other
+routers, which ring anyway; a probe says when jobs fall due later. A walk over the ready index finds what was there
+before, once; after that each sweep walks on from where the last one ended, for some milliseconds, and so finds every
+lost hint. While nobody takes jobs of all orgs, nothing of this runs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class _Name:
 
 
 class ReadyOrgs:
-    """`on_ready` is called with an org and a queue that may have ready jobs. Its owner runs `run` while the shard is up, and calls `sweep` every `sweep_s` seconds."""
+    """`on_ready` is called with an org and a queue that may have ready jobs. Its owner runs `run`
+    while the shard is up, and calls `sweep` every `sweep_s` seconds."""
 
     def __init__(
         self,

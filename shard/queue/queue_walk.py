@@ -47,7 +47,7 @@ class QueueWalk:
         return dict(rows)
 
     async def walk(self, queue: QueueName, name_id: int, *, after: QueueId | None, queues_max: int) -> Walked:
-        """Returns the next queues of this name with live jobs, after the queue with this id; None: from the first on."""
+        """Returns the next queues of this name with live jobs, after the queue with this id; None: from the first."""
         last = (name_id + 1 << _ORG_BITS) - 1
         parameters = {
             "first": (name_id << _ORG_BITS) if after is None else after + 1,

@@ -27,7 +27,8 @@ FILL = (
     b"SELECT n.name_id, o.org_id, o.org, n.queue, 1 FROM windrow.org o, windrow.queue_name n WHERE o.org_id > 0 "
     b"AND n.queue = 'mail'",
     b"INSERT INTO windrow.job (id, queue_id, run_at, visible_at, priority, kind, payload) "
-    b"SELECT gen_random_uuid(), q.queue_id, due.at, due.at, 5, 'fill', '' FROM windrow.queue q, LATERAL (SELECT now() + "
+    b"SELECT gen_random_uuid(), q.queue_id, due.at, due.at, 5, 'fill', '' FROM windrow.queue q, LATERAL (SELECT "
+    b"now() + "
     b"CASE WHEN q.org_id %% %(every)s = 0 THEN -interval '1 s' ELSE interval '1 h' END AS at) due",
 )
 

@@ -188,7 +188,8 @@ def test_a_lease_that_expires_is_charged_until_then() -> None:
     for org in (lost, other):
         schedule.ready(org, SHARD)
     pick = schedule.pick([SHARD])
-    assert pick is not None and pick.org == lost
+    assert pick is not None
+    assert pick.org == lost
     schedule.began(lost, "lease", now_s=0, until_s=30, charged_s=pick.charged_s)
     schedule.accrue(now_s=1000)
     assert schedule.lead(lost) == pytest.approx(30)
@@ -201,7 +202,8 @@ def test_a_pick_that_found_no_job_costs_nothing() -> None:
     schedule = Schedule()
     schedule.ready(org, SHARD)
     pick = schedule.pick([SHARD])
-    assert pick is not None and schedule.lead(org) > 0
+    assert pick is not None
+    assert schedule.lead(org) > 0
     schedule.unused(org, pick.charged_s)
     assert schedule.lead(org) == 0
 
@@ -216,7 +218,8 @@ def test_only_shards_that_are_asked_for_are_served() -> None:
     schedule.drop_shard(OTHER)
     assert schedule.pick([OTHER]) is None
     first = schedule.pick([SHARD, OTHER])
-    assert first is not None and first.org == a
+    assert first is not None
+    assert first.org == a
 
 
 def test_idle_orgs_are_forgotten() -> None:

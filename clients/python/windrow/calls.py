@@ -254,8 +254,8 @@ class Calls:
     def open(
         self, method: Callable[[Stub], _StreamMethod[_Sent, _Received]], *, org: str | None, token: Metadata = ()
     ) -> aio.StreamStreamCall[_Sent, _Received]:
-        """Opens a stream of this org (None: of all orgs) over the next connection. If it breaks, stream_error() makes a WindrowError of the
-        cause."""
+        """Opens a stream of this org (None: of all orgs) over the next connection. If it breaks, stream_error() makes a
+        WindrowError of the cause."""
         return method(self.channels.stub())(metadata=_metadata(org) + token)
 
     def stream_error(self, verb: str, cause: aio.AioRpcError, *, spent_s: float) -> WindrowError:

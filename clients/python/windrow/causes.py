@@ -241,8 +241,8 @@ _SENTENCES: Mapping[str, Callable[[_Figures], str]] = {
         f"{of['all_held_bytes']:,} of {of['max_bytes']:,}"
     ),
     "fair_share": lambda of: (
-        f"other orgs are served first: this one, of weight {of['weight']:g}, has had {_span(of['ahead'])} more of the time "
-        "of the consumers of all orgs"
+        f"other orgs are served first: this one, of weight {of['weight']:g}, has had {_span(of['ahead'])} more of the "
+        "time of the consumers of all orgs"
     ),
     "jobs_ahead": _jobs_ahead,
     "due": _due,
