@@ -15,7 +15,7 @@ from archiver.errors import NotInstalled
 from archiver.run import AnotherArchives
 from archiver.service import opened
 from archiver.settings import settings_of
-from shard.admin import limits
+from shard.admin import limits, weights
 from shard.errors import OrgMoves, ShardError, ShardUnavailable
 from shard.history import erasure, org_policies, retention_change
 from shard.history.erasure import Erasure
@@ -127,6 +127,7 @@ async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None]) -> 
         # Delete the policy first, so that the copies on the shards are made from a catalog without it.
         await org_policies.delete(catalog, org)
         await limits.forget_org(catalog, org)
+        await weights.set_weight(catalog, org, weights.WEIGHT_DEFAULT)
         # Copy now: a copy of the earlier policies that is still under way is then older than what the shards have, and
         # is refused.
         for database in shards.values():

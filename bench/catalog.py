@@ -9,6 +9,7 @@ from bench.scenarios import (
     archive,
     depth,
     groups,
+    fair,
     hostile,
     idle,
     latency,
@@ -43,6 +44,7 @@ SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
         "limits": limits.SCENARIO,
         "schedules": schedules.SCENARIO,
         "groups": groups.SCENARIO,
+        "fair": fair.SCENARIO,
         "scale": scale.SCENARIO,
     }
 )

@@ -40,6 +40,7 @@ from cli import (
     stats,
     token,
     up,
+    weights,
 )
 from cli.exits import EPILOG, CommandFailed, ExitCode
 from cli.layout import App
@@ -144,6 +145,7 @@ app.add_typer(queues.app, name="queues", rich_help_panel=_OPERATE)
 app.add_typer(schedules.app, name="schedules", rich_help_panel=_OPERATE)
 app.add_typer(orgs.app, name="orgs", rich_help_panel=_OPERATE)
 app.add_typer(limits.app, name="limits", rich_help_panel=_OPERATE)
+app.add_typer(weights.app, name="weights", rich_help_panel=_OPERATE)
 app.add_typer(keys.app, name="keys", rich_help_panel=_OPERATE)
 app.add_typer(archive.app, name="archive", rich_help_panel=_OPERATE)
 app.command("stats", rich_help_panel=_OPERATE)(stats.stats)

@@ -21,6 +21,8 @@ from shard.vocabulary import ShardName
 WAIT_S_MAX = 5.0
 # How many orgs, and how many connections of an org, are checked each time that memory is freed.
 _CHECKS_MAX = 16
+# From so many parts of an account on, those that hold nothing are dropped.
+_PARTS_KEPT = 100
 # The most that one claim reserves. A claim begins only if its shard has room for this: otherwise claims of few jobs,
 # which always find room sooner, could keep one of many jobs waiting for ever.
 _LARGEST_CLAIM = bytes_most(1000)
@@ -154,16 +156,28 @@ class _Waiting:
 class Account:
     """The memory that one call or stream holds of the buffer. After `close`, all methods do nothing."""
 
-    __slots__ = ("_buffer", "_claims", "_closed", "held", "org", "peer")
+    __slots__ = ("_buffer", "_claims", "_closed", "_parts", "held", "org", "peer")
 
     def __init__(self, buffer: Buffer, *, org: str, peer: str) -> None:
         self._buffer = buffer
         self._closed = False
         # How much of `held` is reserved for claims, by shard.
         self._claims = Counter[ShardName]()
+        # What is held for other orgs.
+        self._parts: dict[str, Account] = {}
         self.org = org
         self.peer = peer
         self.held = 0
+
+    def of(self, org: str) -> Account:
+        """Returns the part of this account that is held for another org: an account of its own, which is closed with
+        this one. Callers must not keep one that holds nothing."""
+        part = self._parts.get(org)
+        if part is None:
+            if len(self._parts) >= _PARTS_KEPT:
+                self._parts = {name: kept for name, kept in self._parts.items() if kept.held}
+            part = self._parts[org] = Account(self._buffer, org=org, peer=self.peer)
+        return part
 
     def take(self, count: int, *, shard: ShardName | None = None) -> bool:
         """Takes `count` more bytes if there is room. Returns whether it did. `shard`: for a claim on this shard."""
@@ -227,6 +241,8 @@ class Account:
             self.give_back(self.held - count)
 
     def close(self) -> None:
+        for part in self._parts.values():
+            part.close()
         for shard, count in self._claims.items():
             self._buffer.claims.give_back(shard, count)
         self.give_back(self.held)

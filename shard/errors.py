@@ -23,6 +23,7 @@ ShardError
 ├── ScheduleExists        update the schedule instead
 ├── TooManySchedules      delete some first, or let one schedule do the work of several
 ├── BadSchedule           correct the field that it names
+├── TooManyWeights        set a weight back to 1 first
 ├── UnknownShard          name a shard that ListShards lists
 ├── SlotMoves             pin the org when its slot no longer moves
 ├── NotPinned             nothing to do: the org lives on the shard of its hash slot
@@ -260,6 +261,9 @@ class BadSchedule(ShardError):
         super().__init__(f"{field}: {description}")
         self.field = field
         self.description = description
+class TooManyWeights(ShardError):
+    def __init__(self, *, weights_max: int) -> None:
+        super().__init__(f"{weights_max:,} orgs have a weight, and no more may: set some of them back to 1")
 
 
 class UnknownShard(ShardError):

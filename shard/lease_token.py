@@ -2,7 +2,8 @@
 
 A token names the shard, the job and the lease. An ack therefore finds its shard even if the org has moved since, and
 fits one lease only. A token has 29 bytes: version 1, the shard's tag, the lease's number, the job's id; integers are
-big-endian.
+big-endian. A token of version 2 also names the org, in UTF-8 after these bytes: consumers of all orgs get such tokens,
+because their streams name no org.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import struct
 import xxhash
 
 from shard.job_id import to_hex
-from shard.vocabulary import JobId, Lease, ShardName
+from shard.vocabulary import JobId, Lease, OrgId, ShardName
 
 TOKEN_VERSION = 1
+ORG_TOKEN_VERSION = 2
+_ORG_BYTES_MAX = 128
 _ADVICE = "send `lease` unchanged, as Dequeue or Consume gave it"
 _PREFIX = struct.Struct(">BIq")
 TOKEN_BYTES = _PREFIX.size + 16
@@ -37,14 +40,15 @@ def draw_number() -> int:
     return secrets.randbits(63)
 
 
-def token_prefix(shard: ShardName, number: int) -> bytes:
-    """Returns the prefix that the tokens of all jobs of one claim have in common. `number`: the lease's number."""
-    return _PREFIX.pack(TOKEN_VERSION, shard_tag(shard), number)
+def token_prefix(shard: ShardName, number: int, *, names_org: bool = False) -> bytes:
+    """Returns the prefix that the tokens of all jobs of one claim have in common. `number`: the lease's number.
+    `names_org`: the org follows after the job."""
+    return _PREFIX.pack(ORG_TOKEN_VERSION if names_org else TOKEN_VERSION, shard_tag(shard), number)
 
 
-def token(prefix: bytes, job: JobId) -> bytes:
-    """Returns the lease token of one job of a claim."""
-    return prefix + bytes.fromhex(to_hex(job))
+def token(prefix: bytes, job: JobId, org: OrgId | None = None) -> bytes:
+    """Returns the lease token of one job of a claim. `org`: only with a prefix that says that an org follows."""
+    return prefix + bytes.fromhex(to_hex(job)) + (b"" if org is None else org.encode())
 
 
 def lease_of(job: str, number: int) -> Lease:
@@ -54,9 +58,19 @@ def lease_of(job: str, number: int) -> Lease:
 
 def parse_token(data: bytes) -> tuple[int, Lease]:
     """Returns the shard's tag and the lease. Raises MalformedLease."""
-    if len(data) != TOKEN_BYTES:
+    if len(data) != TOKEN_BYTES and org_of_token(data) is None:
         raise MalformedLease(f"is no lease token, which has {TOKEN_BYTES} bytes, not {len(data)}: {_ADVICE}")
-    if data[0] != TOKEN_VERSION:
+    if len(data) == TOKEN_BYTES and data[0] != TOKEN_VERSION:
         raise MalformedLease(f"is no lease token of version {TOKEN_VERSION}, but begins with {data[0]}: {_ADVICE}")
     _, tag, number = _PREFIX.unpack_from(data)
-    return tag, Lease(job_hex=data[_PREFIX.size :].hex(), number=number)
+    return tag, Lease(job_hex=data[_PREFIX.size : TOKEN_BYTES].hex(), number=number)
+
+
+def org_of_token(data: bytes) -> OrgId | None:
+    """Returns the org that a token names; None: it names none, or is no token."""
+    if not TOKEN_BYTES < len(data) <= TOKEN_BYTES + _ORG_BYTES_MAX or data[0] != ORG_TOKEN_VERSION:
+        return None
+    try:
+        return OrgId(data[TOKEN_BYTES:].decode())
+    except UnicodeDecodeError:
+        return None

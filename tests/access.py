@@ -151,6 +151,8 @@ REQUESTS: Mapping[str, Callable[[Target], Message]] = {
     "windrow.v1.Cluster/ClearLimit": lambda _: cluster_pb2.ClearLimitRequest(
         org="limited", measure=limits_pb2.LIMIT_MEASURE_JOBS
     ),
+    "windrow.v1.Cluster/SetWeight": lambda _: cluster_pb2.SetWeightRequest(org="weighed", weight=2),
+    "windrow.v1.Cluster/ListWeights": lambda _: cluster_pb2.ListWeightsRequest(),
     "windrow.v1.Cluster/ListAllLimits": lambda _: cluster_pb2.ListAllLimitsRequest(),
 }
 

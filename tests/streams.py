@@ -34,11 +34,17 @@ def new_job(**fields: object) -> job_pb2.NewJob:
 
 
 def start(
-    org: str, *queues: str, window_s: float = 60, worker: str = "", kinds: Sequence[str] = ()
+    org: str | None, *queues: str, window_s: float = 60, worker: str = "", kinds: Sequence[str] = ()
 ) -> queue_pb2.ConsumeStart:
-    return queue_pb2.ConsumeStart(
-        org=org, queues=queues or [QUEUE], visibility_window=window(window_s), worker=worker, kinds=kinds
+    """`org` None: all orgs."""
+    begun = queue_pb2.ConsumeStart(
+        queues=queues or [QUEUE], visibility_window=window(window_s), worker=worker, kinds=kinds
     )
+    if org is None:
+        begun.all_orgs = True
+    else:
+        begun.org = org
+    return begun
 
 
 def acks(jobs: Iterable[job_pb2.LeasedJob]) -> list[queue_pb2.Ack]:
@@ -258,7 +264,7 @@ class Client:
     @contextlib.asynccontextmanager
     async def stream(
         self,
-        org: str,
+        org: str | None,
         *queues: str,
         credit: int = 0,
         window_s: float = 60,

@@ -48,6 +48,8 @@ class Surroundings:
     waiting: Waiting = Waiting()
     # What the org holds of this process's memory, if its claims wait for more. None: they do not wait.
     share: causes.RouterShareCause | None = None
+    # How far the org is ahead of others that consumers of all orgs serve first. None: they serve nobody before it.
+    fair_share: causes.FairShareCause | None = None
 
 
 def of_job(facts: JobFacts, shard: ShardName, around: Surroundings) -> admin_pb2.ExplainJobResponse:
@@ -97,7 +99,7 @@ def of_queue(facts: QueueFacts | None, around: Surroundings) -> admin_pb2.Explai
             first_ready_since=convert.timestamp(facts.first_visible_at),
             consumer_waits=around.waiting.has_room,
         )
-        runs_at = None if holding or around.share else facts.now
+        runs_at = None if holding or around.share or around.fair_share else facts.now
         found = [*holding, *_moving(around), *_share(around), Cause(backlog=backlog), *waiting]
     else:
         runs_at = None if holding else facts.next_due
@@ -150,7 +152,7 @@ def _of_live(
         return [*found, _ahead(live)], None
     if not holding:
         found.append(Cause(due=causes.DueCause(consumer_waits=around.waiting.has_room)))
-    return found, None if holding or around.share else live.now
+    return found, None if holding or around.share or around.fair_share else live.now
 
 
 def _until(record: JobRecord, until: Micros, last: Attempt | None) -> Cause:
@@ -307,3 +309,5 @@ def _on_its_way(source: ShardName, around: Surroundings) -> Cause:
 def _share(around: Surroundings) -> Iterable[Cause]:
     if around.share is not None:
         yield Cause(router_share=around.share)
+    if around.fair_share is not None:
+        yield Cause(fair_share=around.fair_share)

@@ -35,7 +35,7 @@ _LEASE = b"\x0a" + _varint(TOKEN_BYTES)
 _ID = b"\x12" + _varint(_ID_CHARS)
 _PAYLOAD = b"\x2a"
 _JOB = b"\x0a"
-_FIXED_BYTES = len(_LEASE) + TOKEN_BYTES + len(_ID) + _ID_CHARS + len(_PAYLOAD)
+_FIXED_BYTES = len(_ID) + _ID_CHARS + len(_PAYLOAD)
 # Start of an EnqueueResponse.results entry that has only an id. These tags and lengths happen to be ASCII.
 _RESULT = f"\x0a{chr(_ID_CHARS + 2)}\x0a{chr(_ID_CHARS)}"
 # Fields of Claimed that convert.leased_job does not read. Jobs that agree in all other fields share the encoding of
@@ -55,6 +55,8 @@ class Delivery(NamedTuple):
     ids: Sequence[str]
     # Each encoded as field 1 of an answer (DequeueResponse.jobs, ConsumeResponse.jobs).
     jobs: list[bytes]
+    # Only consumers of all orgs need it.
+    org: OrgId = OrgId("")
 
     @property
     def bytes(self) -> int:
@@ -72,11 +74,12 @@ class Delivery(NamedTuple):
         )
 
 
-def claimed(store: Store, org: OrgId, jobs: Sequence[Claimed]) -> Delivery:
-    """Encodes the jobs of one claim, which are of one org; there must be at least one."""
+def claimed(store: Store, org: OrgId, jobs: Sequence[Claimed], *, names_org: bool = False) -> Delivery:
+    """Encodes the jobs of one claim, which are of one org; there must be at least one. `names_org`: their leases name
+    the org, for a consumer of all orgs."""
     # Leases of jobs with a max_runtime may end sooner.
     number, deadline = jobs[0].lease, max([job.deadline for job in jobs])
-    prefix = token_prefix(store.name, number)
+    lease = _Lease.of(store, number, org if names_org else None)
     encodings: dict[tuple[object, ...], bytes] = {}
     written: list[bytes] = []
     for job in jobs:
@@ -84,13 +87,16 @@ def claimed(store: Store, org: OrgId, jobs: Sequence[Claimed]) -> Delivery:
         shared = encodings.get(key)
         if shared is None:
             shared = encodings[key] = convert.leased_job(job, org).SerializeToString()
-        written.append(_job(prefix, job.id, job.payload, shared))
-    return Delivery(store, number, deadline, [job.id for job in jobs], written)
+        written.append(_job(lease, job.id, job.payload, shared))
+    return Delivery(store, number, deadline, [job.id for job in jobs], written, org)
 
 
-def handed(store: Store, jobs: NewJobs, positions: Iterable[int], taker: Taker, outcome: Handed) -> Delivery:
-    """Encodes those of the new jobs, by position, that were leased to `taker` in the same insert."""
-    prefix = token_prefix(store.name, taker.number)
+def handed(
+    store: Store, jobs: NewJobs, positions: Iterable[int], taker: Taker, outcome: Handed, *, names_org: bool = False
+) -> Delivery:
+    """Encodes those of the new jobs, by position, that were leased to `taker` in the same insert. `names_org`: as for
+    `claimed`."""
+    lease = _Lease.of(store, taker.number, jobs.org if names_org else None)
     now = outcome.leased_at
     deadline = Micros(now + taker.window_us)
     encodings: dict[tuple[object, ...], bytes] = {}
@@ -120,8 +126,8 @@ def handed(store: Store, jobs: NewJobs, positions: Iterable[int], taker: Taker, 
             )
             shared = encodings[key] = convert.leased_job(job, jobs.org).SerializeToString()
         ids.append(jobs.ids[at])
-        written.append(_job(prefix, jobs.ids[at], jobs.payloads[at], shared))
-    return Delivery(store, taker.number, deadline, ids, written)
+        written.append(_job(lease, jobs.ids[at], jobs.payloads[at], shared))
+    return Delivery(store, taker.number, deadline, ids, written, jobs.org)
 
 
 def stored(ids: Sequence[str]) -> bytes:
@@ -129,16 +135,32 @@ def stored(ids: Sequence[str]) -> bytes:
     return (_RESULT + _RESULT.join(ids)).encode()
 
 
-def _job(prefix: bytes, job_id: str, payload: bytes, shared: bytes) -> bytes:
+class _Lease(NamedTuple):
+    """What the fields LeasedJob.lease of one claim have in common: what comes before the job's id, and after it."""
+
+    before: bytes
+    after: bytes
+    # The size of the field.
+    size: int
+
+    @classmethod
+    def of(cls, store: Store, number: int, org: OrgId | None) -> _Lease:
+        prefix = token_prefix(store.name, number, names_org=org is not None)
+        after = b"" if org is None else org.encode()
+        tag = _LEASE if org is None else b"\x0a" + _length(TOKEN_BYTES + len(after))
+        return cls(tag + prefix, after, len(tag) + TOKEN_BYTES + len(after))
+
+
+def _job(lease: _Lease, job_id: str, payload: bytes, shared: bytes) -> bytes:
     length = _length(len(payload))
-    size = _FIXED_BYTES + len(length) + len(payload) + len(shared)
+    size = lease.size + _FIXED_BYTES + len(length) + len(payload) + len(shared)
     return b"".join(
         (
             _JOB,
             _length(size),
-            _LEASE,
-            prefix,
+            lease.before,
             bytes.fromhex(to_hex(job_id)),
+            lease.after,
             _ID,
             job_id.encode(),
             _PAYLOAD,

@@ -228,7 +228,7 @@ def status_of(error: BaseException) -> status_pb2.Status:
         case errors.LimitReached():
             details = [] if error.retry_after_s is None else [retry_info(error.retry_after_s)]
             return _status(reasons.ERROR_REASON_LIMIT_REACHED, str(error), reached_message(error), *details)
-        case errors.TooManyLimits():
+        case errors.TooManyLimits() | errors.TooManyWeights():
             return _status(reasons.ERROR_REASON_LIMIT_REACHED, str(error))
         case errors.UnknownSchedule():
             return _status(reasons.ERROR_REASON_SCHEDULE_NOT_FOUND, str(error))

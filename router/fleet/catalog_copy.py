@@ -8,7 +8,8 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from router.fleet.periodic import attempt, every
-from shard.admin import limits
+from shard.admin import limits, weights
+from shard.admin.weights import Weights
 from shard.errors import ShardUnavailable
 from shard.limits import LimitTable
 from shard.placement import catalog
@@ -32,8 +33,8 @@ _WAIT_S = 0.1
 class CatalogCopy:
     """Keeps a copy of the catalog.
 
-    `on_change` is called with the old and the new copy when it has changed, and `on_limits` with the limits when they
-    have. `on_marks` is called after each look with
+    `on_change` is called with the old and the new copy when it has changed, `on_limits` with the limits when they
+    have, and `on_weights` with the weights. `on_marks` is called after each look with
     the confirmed marks of the shards (shard/placement/marks.py), and `on_revocations` with how often API keys were
     revoked, and with the time (of the event loop's clock) at which the look began. `database` is the catalog's.
     """
@@ -44,6 +45,7 @@ class CatalogCopy:
         on_change: Callable[[Catalog, Catalog], None],
         on_marks: Callable[[Mapping[ShardName, Mark]], None],
         on_limits: Callable[[LimitTable], None],
+        on_weights: Callable[[Weights], None],
     ) -> None:
         self.database = Database(CATALOG, dsn, connections=1, may_scan=True, patience=_PATIENCE)
         self._dsn = dsn
@@ -51,7 +53,9 @@ class CatalogCopy:
         self._on_change = on_change
         self._on_marks = on_marks
         self._on_limits = on_limits
+        self._on_weights = on_weights
         self._limits = LimitTable()
+        self._weights_version = 0
         self._current: Catalog | None = None
         self._notified = asyncio.Event()
         # A migration was run, or a notification of one may have been missed.
@@ -72,6 +76,7 @@ class CatalogCopy:
     async def begin(self, first: Catalog) -> None:
         """Sets the first copy of the catalog, and reads the limits. Raises ShardUnavailable."""
         await self._read_limits(None)
+        await self._read_weights()
         self._current = first
 
     @property
@@ -115,12 +120,14 @@ class CatalogCopy:
 
     async def _look(self, asked: Sequence[None]) -> Sequence[Catalog]:
         before, began_s = self.current, asyncio.get_running_loop().time()
-        after, marks, revocations, limits_version = await catalog.look(self.database, before)
+        after, marks, revocations, limits_version, weights_version = await catalog.look(self.database, before)
         self._current = after
         self._on_marks(marks)
         self.on_revocations(revocations, began_s)
         if limits_version != self._limits.version:
             await self._read_limits(self._limits)
+        if weights_version != self._weights_version:
+            await self._read_weights()
         if after is not before:
             self._changed.set()
             self._changed = asyncio.Event()
@@ -130,6 +137,11 @@ class CatalogCopy:
     async def _read_limits(self, known: LimitTable | None) -> None:
         self._limits = await limits.read(self.database, known)
         self._on_limits(self._limits)
+
+    async def _read_weights(self) -> None:
+        read = await weights.read(self.database)
+        self._weights_version = read.version
+        self._on_weights(read)
 
     def _hear(self, epoch: str | None) -> None:
         # An empty payload means a migration (record_migration.sql). None means that notifications may have been missed.

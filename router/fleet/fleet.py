@@ -18,6 +18,7 @@ from router.buffer import Buffer
 from router.fleet.catalog_copy import CatalogCopy
 from router.fleet.handover import Handovers
 from router.fleet.limits import GIVE_BACK_S, Limits
+from router.fleet.org_pools import OrgPools
 from router.fleet.periodic import every
 from router.fleet.revocations import Revocations
 from router.fleet.shard_handle import ShardHandle
@@ -25,6 +26,7 @@ from router.fleet.siblings.frame import QueueKey
 from router.fleet.siblings.siblings import Siblings
 from shard.admin import api_keys
 from shard.admin.api_keys import FoundKeys
+from shard.admin.weights import Weights
 from shard.errors import Misconfigured, NotOwned, PlacementChanging, ShardError, ShardUnavailable, UnknownShard
 from shard.lease_token import shard_tag
 from shard.limits import LimitTable
@@ -60,6 +62,7 @@ class Fleet:
         self._sweep_s = sweep_s
         self.revocations = Revocations()
         self.siblings = Siblings(buffer, consumers=self._consumers, ready=self._ready)
+        self.pools = OrgPools(shards=self.shards, reads=lambda org: self.placement(org).reads)
         self._members: dict[ShardName, ShardHandle] = {}
         self._by_tag: dict[int, ShardHandle] = {}
         # The identity that each shard's database was last found to have.
@@ -67,7 +70,9 @@ class Fleet:
         # The newest mark that each shard's history must contain, by the catalog (shard/placement/marks.py).
         self._marks: Mapping[ShardName, Mark] = {}
         self.limits = Limits()
-        self._catalog = CatalogCopy(cluster.catalog_dsn, self._catalog_changed, self._marked, self.limits.replace)
+        self._catalog = CatalogCopy(
+            cluster.catalog_dsn, self._catalog_changed, self._marked, self.limits.replace, self.pools.reweigh
+        )
         # Owns the tasks of all shard handles.
         self._group = asyncio.TaskGroup()
 
@@ -78,6 +83,7 @@ class Fleet:
             await self._catalog.database.open()
             await self._found_catalog()
             async with self._group as group:
+                self.pools.start(group)
                 group.create_task(self._catalog.run())
                 group.create_task(every(GIVE_BACK_S, "give tokens back", self.limits.give_back))
                 self._take_up(self._cluster)
@@ -152,6 +158,7 @@ class Fleet:
                     revoked=self.revocations.tell,
                     siblings=self.siblings,
                     elsewhere=self._elsewhere,
+                    pools=self.pools,
                 )
                 member.start(self._group)
             self._members[entry.name] = member
@@ -199,6 +206,12 @@ class Fleet:
         """Reads the limits, and puts them in force here. Returns those in force while the catalog does not answer."""
         await self.newest_catalog()
         return self.limits.table
+
+    async def newest_weights(self) -> Weights:
+        """Reads the weights of orgs, and puts them in force here. Returns those in force while the catalog does not
+        answer."""
+        await self.newest_catalog()
+        return self.pools.weights
 
     async def is_current(self, org: OrgId, placement: Placement) -> bool:
         """Returns whether the org's placement in the catalog is still this one. Raises ShardUnavailable."""
@@ -270,6 +283,7 @@ class Fleet:
 
     def _wake(self, is_affected: Callable[[OrgId], bool]) -> None:
         """Wakes the consumers of the affected orgs on all shards. Calls `is_affected` once for each org."""
+        self.pools.wake()
         rooms = [member.room for member in self._members.values()]
         orgs = set(filter(is_affected, {org for room in rooms for org in room.orgs()}))
         for room in rooms:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from router.codec import fast_write
 from router.codec.fast_write import Delivery
+from router.fleet.org_pools import OrgPools
 from router.fleet.shares import Share, deal
 from router.fleet.siblings.asks import Promise
 from router.fleet.siblings.siblings import Siblings
@@ -23,22 +24,24 @@ from shard.vocabulary import PRIORITY_DEFAULT, Lease, NewJobs, OrgId, QueueName
 class Handovers:
     """Finds consumers for the new jobs of one shard."""
 
-    def __init__(self, store: Store, room: WaitRoom, siblings: Siblings) -> None:
+    def __init__(self, store: Store, room: WaitRoom, pools: OrgPools, siblings: Siblings) -> None:
         self.store = store
         self._room = room
+        self._pools = pools
         self._siblings = siblings
 
     def deal(self, org: OrgId, queue: QueueName, sizes: Sequence[int]) -> list[Share]:
         """Keeps places for jobs with payloads of these sizes at consumers of this process."""
-        return deal(self._room.queue(org, queue), sizes) if self._room.gives else []
+        return deal(self._room.queue(org, queue), org, sizes) if self._room.gives else []
 
     async def offer(self, jobs: NewJobs) -> Handover | None:
         """Chooses waiting consumers for new jobs. The jobs must be due at once and have no fields that only a claim
         handles (plain_jobs in router/codec/validate.py). Returns None if no consumer can take any. Offered jobs count
         against the credit until the handover is done.
 
-        Consumers of this process come first. Only if they are too few, siblings are asked."""
-        if self._room.is_empty and not self._siblings.any_ready():
+        Consumers of this process come first: those of the org, then those of all orgs. Only if they are too few,
+        siblings are asked."""
+        if self._room.is_empty and not self._pools.any and not self._siblings.any_ready():
             return None
         dealt: list[tuple[Share, Sequence[int]]] = []
         left: dict[QueueName, Sequence[int]] = {}
@@ -48,6 +51,10 @@ class Handovers:
             for share in self.deal(jobs.org, queue, [len(jobs.payloads[at]) for at in positions]):
                 dealt.append((share, positions[start : start + share.count]))
                 start += share.count
+            if start < len(positions) and self._pools.serves(queue) and self._room.gives:
+                for share in self._pools.deal(jobs.org, queue, [len(jobs.payloads[at]) for at in positions[start:]]):
+                    dealt.append((share, positions[start : start + share.count]))
+                    start += share.count
             awaited = self._room.queue(jobs.org, queue)
             if start < len(positions) and (awaited is None or not awaited.backlog):
                 left[queue] = positions[start:]
@@ -84,14 +91,14 @@ class Handovers:
         leased = set(handed.positions)
         unsure: list[Lease] = []
 
-        def delivery(taker: Taker, positions: Sequence[int]) -> Delivery | None:
+        def delivery(taker: Taker, positions: Sequence[int], *, names_org: bool = False) -> Delivery | None:
             got = [at for at in positions if at in leased]
             if not handed.sure:
                 unsure.extend(lease_of(jobs.ids[at], taker.number) for at in positions if at not in leased)
-            return fast_write.handed(self.store, jobs, got, taker, handed) if got else None
+            return fast_write.handed(self.store, jobs, got, taker, handed, names_org=names_org) if got else None
 
         for share, positions in dealt:
-            share.end(delivery(share.taker, positions))
+            share.end(delivery(share.taker, positions, names_org=share.waiter.all_orgs))
         for promise in promises:
             promise.end([delivery(taker, positions) for taker, positions in promise.takers])
         self.store.release_soon(jobs.org, unsure)

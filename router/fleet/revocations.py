@@ -15,17 +15,17 @@ Told = Callable[[bytes], None]
 
 
 class Revocations:
-    """A lease names no stream, so all streams of its org with the name of its worker are told. The consumer knows which
-    leases it has."""
+    """A lease names no stream, so all streams of its org, or of all orgs, with the name of its worker are told. The
+    consumer knows which leases it has."""
 
     def __init__(self) -> None:
-        self._consumers: dict[tuple[OrgId, str], dict[Told, None]] = {}
+        self._consumers: dict[tuple[OrgId | None, str], dict[Told, None]] = {}
 
-    def join(self, org: OrgId, worker: str, told: Told) -> None:
-        """Calls `told` with encoded ConsumeResponses from now on, until `leave`."""
+    def join(self, org: OrgId | None, worker: str, told: Told) -> None:
+        """Calls `told` with encoded ConsumeResponses from now on, until `leave`. `org` None: about those of all orgs."""
         self._consumers.setdefault((org, worker), {})[told] = None
 
-    def leave(self, org: OrgId, worker: str, told: Told) -> None:
+    def leave(self, org: OrgId | None, worker: str, told: Told) -> None:
         consumers = self._consumers.get((org, worker), {})
         consumers.pop(told, None)
         if not consumers:
@@ -34,17 +34,19 @@ class Revocations:
     def tell(self, shard: ShardName, revocations: Iterable[Revocation]) -> None:
         """Tells the consumers of this router about leases of this shard. A message to many streams is encoded once."""
         for revocation in revocations:
-            consumers = self._consumers.get((revocation.org, revocation.worker))
-            if consumers:
-                encoded = _encoded(shard, revocation)
-                for told in list(consumers):
-                    told(encoded)
+            for org in (revocation.org, None):
+                consumers = self._consumers.get((org, revocation.worker))
+                if consumers:
+                    encoded = _encoded(shard, revocation, names_org=org is None)
+                    for told in list(consumers):
+                        told(encoded)
 
 
-def _encoded(shard: ShardName, revocation: Revocation) -> bytes:
+def _encoded(shard: ShardName, revocation: Revocation, *, names_org: bool) -> bytes:
     answer = convert.ANSWERS[revocation.answer]
     message = queue_pb2.ConsumeResponse()
     for lease in revocation.leases:
-        revoked = token(token_prefix(shard, lease.number), from_hex(lease.job_hex))
+        prefix = token_prefix(shard, lease.number, names_org=names_org)
+        revoked = token(prefix, from_hex(lease.job_hex), revocation.org if names_org else None)
         message.revoked.add(lease=revoked, answer=answer)
     return message.SerializeToString()

@@ -10,8 +10,10 @@ from typing import Self
 
 from router.fleet.end_waits import EndWaits
 from router.fleet.handover import Handovers
+from router.fleet.org_pools import OrgPools
 from router.fleet.periodic import attempt, every
 from router.fleet.schedules import Scheduler
+from router.fleet.ready_orgs import ReadyOrgs
 from router.fleet.siblings.frame import QueueKey
 from router.fleet.siblings.siblings import Siblings
 from router.fleet.wait_room import WaitRoom
@@ -62,6 +64,7 @@ class ShardHandle:
         revoked: Callable[[ShardName, Sequence[Revocation]], None],
         siblings: Siblings,
         elsewhere: Callable[[OrgId, ShardName], Sequence[ShardHandle] | None],
+        pools: OrgPools,
     ) -> None:
         # The shard's entry in the current cluster file.
         self.entry = entry
@@ -97,11 +100,18 @@ class ShardHandle:
             self._doorbell.revoke(revocations)
 
         self.store.on_revoked = tell_all
-        self.room = WaitRoom(self.store, self._doorbell, sweep_s=sweep_s)
+        self._pools = pools
+        self.ready_orgs = ReadyOrgs(
+            self.store,
+            sweep_s=sweep_s,
+            on_ready=lambda org, queue: pools.found(entry.name, org, queue),
+        )
+        self.ready_orgs.serve(pools.queues)
+        self.room = WaitRoom(self.store, self._doorbell, pools, self.ready_orgs, sweep_s=sweep_s)
         self.room.gives = entry.state.gives_jobs
         self.room.on_ready = lambda org, queue: siblings.tell_ready(QueueKey(entry.name, org, queue))
         self.room.on_gone = lambda org, queue: siblings.tell_gone(QueueKey(entry.name, org, queue))
-        self.handovers = Handovers(self.store, self.room, siblings)
+        self.handovers = Handovers(self.store, self.room, pools, siblings)
         self.scheduler: Scheduler = Scheduler(
             Firing(self._queue_database, self.store),
             self.store,
@@ -187,6 +197,7 @@ class ShardHandle:
         # Consumers then wait on the org's other shards, or fail if there is none.
         self.room.wake_all()
         self.ends.wake_all()
+        self._pools.lost(self.name)
 
     def must_have(self, mark: Mark | None) -> None:
         """Requires this mark, which the catalog has confirmed, in the shard's history. Checks every connection that is
@@ -220,15 +231,17 @@ class ShardHandle:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._doorbell.run())
                 group.create_task(self.room.run())
+                group.create_task(self.ready_orgs.run())
                 group.create_task(self.ends.run())
                 group.create_task(self.scheduler.run())
                 group.create_task(self._check_schema())
                 group.create_task(self._record_consumers())
                 for interval_s, what, act in (
                     (self._sweep_s, "sweep the lanes", self.room.sweep),
+                    (self._sweep_s, "look for orgs with ready jobs", self.ready_orgs.sweep),
                     (_RECORD_TIME_S, "look at the clock", self.store.clock.record),
                     (_FOLD_TALLY_S, "fold the tally", self.store.fold_tally),
-                    (consumers_seen.NOTE_S, "note the consumers", self.room.note_waiters),
+                    (consumers_seen.NOTE_S, "note the consumers", self._note_consumers),
                     (_FORGET_BUCKETS_S, "forget full buckets", self.store.forget_full_buckets),
                     (_MAKE_PARTITIONS_S, "make partitions", self.queue_admin.make_partitions),
                     (MARK_S, "mark the history", self._mark),
@@ -238,6 +251,10 @@ class ShardHandle:
             await self.finish()
             await self._queue_database.close()
             await self._admin_database.close()
+
+    async def _note_consumers(self) -> None:
+        self._pools.note(self)
+        await self.room.note_waiters()
 
     async def _check_schema(self) -> None:
         """Checks the schema after each migration: a newer release may have made the shard unusable for this one."""

@@ -7,19 +7,22 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from router.buffer import Account
 from router.codec.fast_write import Delivery
 from router.fleet.waiter import AwaitedQueue, Waiter
 from shard.lease_token import draw_number
 from shard.queue.claim import CLAIM_BYTES_MAX, JOB_BYTES
 from shard.queue.pending_enqueue import Taker
+from shard.vocabulary import OrgId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
     """Places for `count` jobs at one waiter. `end` must be called exactly once: until then the places count against the
-    waiter's credit, and its account holds `held` bytes for the jobs."""
+    waiter's credit, and the account holds `held` bytes for the jobs."""
 
     waiter: Waiter
+    account: Account
     taker: Taker
     count: int
     held: int
@@ -33,14 +36,14 @@ class Share:
             waiter.credit += missing
             waiter.wake()
         if jobs is not None:
-            waiter.account.hold(jobs.bytes)
+            self.account.hold(jobs.bytes)
             waiter.give(jobs)
-        waiter.account.give_back(self.held)
+        self.account.give_back(self.held)
 
 
-def deal(awaited: AwaitedQueue | None, sizes: Sequence[int]) -> list[Share]:
-    """Keeps places for new jobs with payloads of these sizes at idle waiters of the queue. The first share is for the
-    first jobs, and so on; the last jobs get no place if there are not enough."""
+def deal(awaited: AwaitedQueue | None, org: OrgId, sizes: Sequence[int]) -> list[Share]:
+    """Keeps places for new jobs of an org with payloads of these sizes at idle waiters of the queue. The first share is
+    for the first jobs, and so on; the last jobs get no place if there are not enough."""
     if awaited is None or awaited.backlog:
         return []
     ready = (waiter for waiter in awaited.waiters if waiter.idle and waiter.credit > 0 and not waiter.full)
@@ -57,7 +60,8 @@ def deal(awaited: AwaitedQueue | None, sizes: Sequence[int]) -> list[Share]:
             # Its answer is a single message of limited size.
             count = _first_bytes(sizes[dealt : dealt + count])
         held = sum(sizes[dealt : dealt + count]) + JOB_BYTES * count
-        if not waiter.account.take(held):
+        account = waiter.account_of(org)
+        if not account.take(held):
             # Jobs that its client has not read fill its share of the buffer.
             continue
         if waiter.takes_once:
@@ -66,7 +70,7 @@ def deal(awaited: AwaitedQueue | None, sizes: Sequence[int]) -> list[Share]:
         waiter.credit -= count
         awaited.waiters.move_to_end(waiter)
         taker = Taker(draw_number(), waiter.worker, waiter.window_us)
-        shares.append(Share(waiter=waiter, taker=taker, count=count, held=held))
+        shares.append(Share(waiter=waiter, account=account, taker=taker, count=count, held=held))
         dealt += count
     return shares
 

@@ -15,6 +15,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
+from router.fleet.org_pools import OrgPools
+from router.fleet.ready_orgs import ReadyOrgs
 from router.fleet.waiter import AwaitedQueue, Waiter
 from shard.errors import ShardError
 from shard.queue.doorbell import Doorbell
@@ -40,13 +42,18 @@ _Key = tuple[OrgId, QueueName]
 
 
 class WaitRoom:
-    """The consumers of this router that wait for jobs of one shard. Its owner calls `sweep` every `sweep_s` seconds."""
+    """The consumers of this router that wait for jobs of one shard. Its owner calls `sweep` every `sweep_s` seconds.
+    `pools` has the consumers of all orgs, and `ready_orgs` finds jobs for them."""
 
-    def __init__(self, store: Store, doorbell: Doorbell, *, sweep_s: float) -> None:
+    def __init__(
+        self, store: Store, doorbell: Doorbell, pools: OrgPools, ready_orgs: ReadyOrgs, *, sweep_s: float
+    ) -> None:
         # Whether the shard's state lets it give jobs. If not, consumers stay in the room but take no jobs.
         self.gives = True
         self._store = store
         self._doorbell = doorbell
+        self._pools = pools
+        self._ready_orgs = ready_orgs
         self._soon_s = _SOON_SWEEPS * sweep_s
         self._queues: dict[_Key, AwaitedQueue] = {}
         self._by_number: dict[QueueId, _Key] = {}
@@ -189,13 +196,18 @@ class WaitRoom:
                 key = jobs.org, queue
                 if later:
                     self._probe_soon([key])
-                if self._wake(key, count) < count or later:
+                room = self._wake(key, count)
+                if room < count and self._pools.serves(queue):
+                    room += self._pools.room(queue)
+                    self._ready_orgs.stored(jobs.org, queue, later=later)
+                if room < count or later:
                     ring.append(queue)
         if ring:
             self._doorbell.ring(self._store.names.known(jobs.org, ring))
 
     def on_doorbell(self, numbers: Collection[QueueId] | None) -> None:
         """Another router's doorbell rang for these queues; None: for any queue."""
+        self._ready_orgs.rang(numbers)
         if not self._queues:
             return
         if numbers is None:
@@ -222,6 +234,8 @@ class WaitRoom:
     async def may_have_jobs(self, org: OrgId, queue: QueueName) -> None:
         """This queue may have due jobs without an enqueue: it was resumed, or its dead jobs were redriven."""
         self._probe_soon([(org, queue)])
+        if self._pools.serves(queue):
+            self._ready_orgs.stored(org, queue, later=False)
         # Unlike an enqueue, what made them due does not need the queue's number: this process may not know it.
         with contextlib.suppress(ShardError):
             self._doorbell.ring((await self._store.names.find([(org, queue)])).values())
@@ -231,6 +245,7 @@ class WaitRoom:
         if not numbers:
             return
         self._doorbell.ring(numbers)
+        self._ready_orgs.rang(numbers)
         self._probe_soon([key for number in numbers if (key := self._by_number.get(number)) is not None])
 
     def _wake(self, key: _Key, jobs: int) -> int:

@@ -35,6 +35,16 @@ class Waiter(Protocol):
         """Its share of the buffer, which includes jobs on their way to it."""
         ...
 
+    @property
+    def all_orgs(self) -> bool:
+        """Whether it takes jobs of all orgs. The leases that it gets then name their orgs, and each org has an account
+        of its own for them."""
+        ...
+
+    def account_of(self, org: OrgId) -> Account:
+        """Returns the account that pays for jobs of this org."""
+        ...
+
     # How many more jobs it takes.
     credit: int
     # It has found no jobs and waits.

@@ -48,25 +48,14 @@ ANONYMOUS = "anonymous"
 # What the log keeps of requests, besides org and queue. A field of a request that is in neither set fails a test: its
 # author decides.
 RECORDED = frozenset(
-    {
-        "amount",
-        "begin",
-        "config",
-        "delay",
-        "died_after",
-        "died_before",
-        "end",
-        "ids",
-        "include_dead",
-        "interval",
-        "jobs",
-        "kind",
-    }
-    | {"limit", "measure", "name", "overlap", "paused", "priority", "reason", "request_id", "run_at", "spec"}
-    | {"update_mask"}
+    {"amount", "begin", "config", "delay", "died_after", "died_before", "end", "ids", "include_dead", "interval"}
+    | {"jobs", "kind", "limit", "measure", "name", "overlap", "paused", "priority", "reason", "request_id", "run_at"}
+    | {"spec", "update_mask", "weight"}
 )
 # The methods with the scope CLUSTER that change something.
-CLUSTER_CHANGES = frozenset({"windrow.v1.Cluster/SetLimit", "windrow.v1.Cluster/ClearLimit"})
+CLUSTER_CHANGES = frozenset(
+    {"windrow.v1.Cluster/SetLimit", "windrow.v1.Cluster/ClearLimit", "windrow.v1.Cluster/SetWeight"}
+)
 # The log keeps only the names of these: their values belong to the job.
 NAMES_ONLY = frozenset({"attributes"})
 # Of these templates of jobs, it keeps queue and kind only.

@@ -25,6 +25,7 @@ from router.codec.validate import check
 from router.gate.admission import MESSAGE_BYTES_MAX, METADATA_BYTES_MAX, Context, Gate, too_large
 from router.gate.auth.access import Access, access_of, require_org
 from router.gate.auth.principal import Unauthenticated
+from router.gate.auth.scopes import Scope
 from router.gate.call import Call, current_call
 from shard.job_record import ANSWER_BYTES_MAX
 from windrow.org_header import ORG_HEADER, org_of_header
@@ -429,6 +430,16 @@ def check_org(call: Call, context: Context, org: str, *, field: str = "org") -> 
         # Always decoded: a proxy that decodes must not see another org than this check.
         if key == ORG_HEADER and org_of_header(value) != org:
             raise OrgMismatch(field, org, value)
+
+
+def check_all_orgs(call: Call, context: Context, method: str, *, field: str = "org") -> None:
+    """Checks a request that is about all orgs, of a method that may also be about one. Raises ScopeMissing unless the
+    caller may act for all orgs, and OrgMismatch if the call's metadata names an org."""
+    if call.principal is not None:
+        Access(method, Scope.CLUSTER).check(call.principal)
+    for key, value in context.invocation_metadata() or ():
+        if key == ORG_HEADER:
+            raise OrgMismatch(field, "", value)
 
 
 def _decoded(decode: Callable[[bytes], Any], raw: bytes) -> Any:

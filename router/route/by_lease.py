@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from router.codec import convert
-from router.codec.lease_verbs import LeaseVerb, parse
+from router.codec.lease_verbs import EXTEND, LeaseVerb, parse
 from router.fleet.fleet import Fleet
 from router.route.by_id import decide
 from shard.job_id import from_hex
@@ -39,13 +39,25 @@ class Leases:
         may be repeated."""
         tokens = parse(entries, field)
         call = verb.settlement(org, [lease for _, lease in tokens], entries, window_us)
+        answers = await self._settle(org, tokens, call)
+        if self._fleet.pools.any:
+            leases = [lease for (_, lease), answer in zip(tokens, answers, strict=True) if answer is Answer.OK]
+            if verb is EXTEND:
+                self._fleet.pools.extended(leases, window_us=window_us)
+            else:
+                self._fleet.pools.ended(leases)
+        if answers.count(Answer.OK) == len(answers):
+            return [job_pb2.JOB_ANSWER_OK] * len(answers)
+        return [convert.ANSWERS[answer] for answer in answers]
+
+    async def _settle(self, org: OrgId, tokens: _Tokens, call: Settlement) -> list[Answer]:
         tags = {tag for tag, _ in tokens}
         if len(tags) == 1:
             answers = await self._ask_one(tags.pop(), call)
         else:
             answers = await self._ask_all(tokens, call)
         if answers.count(Answer.OK) == len(answers):
-            return [job_pb2.JOB_ANSWER_OK] * len(answers)
+            return answers
         missing = [at for at, answer in enumerate(answers) if answer is Answer.NOT_FOUND]
         if missing:
             unknown = call.only(missing)
@@ -53,7 +65,7 @@ class Leases:
             found = await decide(self._fleet, org, ids, lambda member, there: member.store.settle(unknown.only(there)))
             for at, answer in zip(missing, found, strict=True):
                 answers[at] = answer
-        return [convert.ANSWERS[answer] for answer in answers]
+        return answers
 
     async def _ask_all(self, tokens: _Tokens, call: Settlement) -> list[Answer]:
         positions: dict[int, list[int]] = defaultdict(list)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from router.buffer import Buffer
-from router.codec import causes
+from router.codec import causes, convert
 from router.codec.causes import Surroundings, Waiting
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
@@ -16,7 +16,7 @@ from shard.errors import ShardUnavailable, UnknownJob
 from shard.queue.explain import COUNTED_MAX, ConsumersOf, JobFacts, QueueFacts
 from shard.vocabulary import CATALOG, JobId, OrgId, QueueName, ShardName
 from windrow.v1 import admin_pb2
-from windrow.v1.cause_pb2 import RouterShareCause
+from windrow.v1.cause_pb2 import FairShareCause, RouterShareCause
 
 
 async def explain_job(fleet: Fleet, buffer: Buffer, org: OrgId, job_id: JobId) -> admin_pb2.ExplainJobResponse:
@@ -69,6 +69,9 @@ def _surroundings(
         if queue is not None and (awaited := member.room.queue(org, queue)) is not None
         for waiter in awaited.waiters
     }
+    if queue is not None:
+        waiting.update(dict.fromkeys(fleet.pools.waiters(queue)))
+    ahead = None if queue is None else fleet.pools.ahead(org, queue)
     waits_for_memory = any(buffer.waits(org, member.name) for member in members)
     return Surroundings(
         troubles=[*_troubles(fleet, away), *((member.name, why) for member in members if (why := _gives_none(member)))],
@@ -81,6 +84,9 @@ def _surroundings(
         share=RouterShareCause(held_bytes=buffer.held_by(org), all_held_bytes=buffer.held, max_bytes=buffer.bytes_max)
         if waits_for_memory
         else None,
+        fair_share=None
+        if ahead is None
+        else FairShareCause(ahead=convert.duration(round(ahead[0] * 1e6)), weight=ahead[1]),
     )
 
 

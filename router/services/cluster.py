@@ -14,7 +14,7 @@ from router.fleet.reload import Reloader
 from router.fleet.shard_handle import ShardHandle
 from router.gate.calls import ANSWER_HELD_BYTES, DEADLINE_S_MAX, streamed_answer, unary
 from router.route.all_orgs import list_orgs
-from shard.admin import limits
+from shard.admin import limits, weights
 from shard.admin.queue_admin import OrgBooks
 from shard.errors import DiskFull, ShardError
 from shard.placement.catalog import Catalog, Holding
@@ -95,6 +95,18 @@ class ClusterService:
         table = await self._fleet.newest_limits()
         return cluster_pb2.ListAllLimitsResponse(
             limits=[limit_message(table.limits[key]) for key in sorted(table.limits)]
+        )
+
+    @unary()
+    async def SetWeight(self, request: cluster_pb2.SetWeightRequest) -> cluster_pb2.SetWeightResponse:
+        await weights.set_weight(self._fleet.catalog_database, OrgId(request.org), request.weight)
+        return cluster_pb2.SetWeightResponse()
+
+    @unary(answer_bytes=ANSWER_HELD_BYTES)
+    async def ListWeights(self, request: cluster_pb2.ListWeightsRequest) -> cluster_pb2.ListWeightsResponse:
+        table = await self._fleet.newest_weights()
+        return cluster_pb2.ListWeightsResponse(
+            weights=[cluster_pb2.OrgWeight(org=org, weight=weight) for org, weight in table.of.items()]
         )
 
     async def _probe(self, member: ShardHandle, holding: Holding) -> cluster_pb2.ShardInfo:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from itertools import chain
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from router.codec import convert
 from router.codec.fast_write import Delivery
-from router.codec.lease_verbs import VERBS, entries_of, not_ok
+from router.codec.lease_verbs import VERBS, LeaseVerb, entries_of, not_ok, tokens
 from router.codec.status import InvalidRequest, MessageTooLarge, RequestLate, ShuttingDown, StreamExpired, Violation
 from router.codec.validate import check, check_consume
 from router.fleet.fleet import Fleet
@@ -20,11 +21,13 @@ from router.gate.admission import DRAIN_S, Context, Gate
 from router.gate.call import Call
 from router.gate.calls import Received, status_for
 from router.route.by_lease import Answers, Leases
-from router.services.consumer import Consumer
+from router.services.all_orgs_consumer import AllOrgsConsumer
+from router.services.consumer import Consumer, ConsumerFields
 from shard.errors import ShardError
+from shard.lease_token import org_of_token
 from shard.queue.coalescer import TooManyWaiting
 from shard.vocabulary import OrgId, QueueName, ShardName
-from windrow.v1 import queue_pb2
+from windrow.v1 import job_pb2, queue_pb2
 
 CREDIT_MAX = 10_000
 # Upper bound for the bytes of jobs that wait to be written; above it the stream stops claiming.
@@ -107,22 +110,25 @@ class Stream:
         self._revocations = fleet.revocations
         self._gate = gate
         self._call = call
-        # From now on its memory counts for the org.
+        # None: all orgs.
+        self._org = OrgId(first.start.org) if first.start.HasField("org") else None
+        # From now on its memory counts for the org, or, like that of calls without an org, for operators.
         call.move(first.start.org)
         # None once `_read` has taken it.
         self._first: Received | None = received
         self._messages = messages
         self._context = context
-        self._org, self._window_us = OrgId(first.start.org), convert.window_us(first.start)
-        self._consumer = Consumer(
-            fleet,
-            self,
-            call,
-            org=self._org,
+        self._window_us = convert.window_us(first.start)
+        fields = ConsumerFields(
             queues=[QueueName(queue) for queue in first.start.queues],
             worker=first.start.worker,
             window_us=self._window_us,
             kinds=tuple(first.start.kinds),
+        )
+        self._consumer = (
+            AllOrgsConsumer(fleet, self, call, **fields)
+            if self._org is None
+            else Consumer(fleet, self, call, org=self._org, **fields)
         )
         # Jobs to be written, each with the time (of the event loop's clock) since which they wait.
         self._jobs: deque[tuple[float, Delivery]] = deque()
@@ -267,13 +273,40 @@ class Stream:
     async def _answers(self, request: queue_pb2.ConsumeRequest) -> Answers:
         window_us = convert.window_us(request, self._window_us)
         acts = [
-            self._leases.settle(self._org, verb, entries, field=verb.stream_field, window_us=window_us)
+            self._answers_to(verb, entries, window_us)
             for verb, entries in zip(VERBS, entries_of(request), strict=True)
             if entries
         ]
         if len(acts) == 1:
             return await acts[0]
         return [answer for answers in await asyncio.gather(*acts) for answer in answers]
+
+    async def _answers_to(self, verb: LeaseVerb, entries: Sequence[Any], window_us: int) -> Answers:
+        if self._org is not None:
+            return await self._leases.settle(self._org, verb, entries, field=verb.stream_field, window_us=window_us)
+        by_org: dict[OrgId | None, list[int]] = {}
+        for at, lease in enumerate(tokens(entries)):
+            by_org.setdefault(org_of_token(lease), []).append(at)
+        # A lease that names no org is none of such a stream.
+        answers = [job_pb2.JOB_ANSWER_NOT_FOUND] * len(entries)
+        by_org.pop(None, None)
+        settled = await asyncio.gather(
+            *(
+                self._leases.settle(
+                    org, verb, [entries[at] for at in there], field=verb.stream_field, window_us=window_us
+                )
+                for org, there in by_org.items()
+                if org is not None
+            ),
+            return_exceptions=True,
+        )
+        # Every org's part has ended before an error is raised: what the others did stays done.
+        for there, outcome in zip(by_org.values(), settled, strict=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            for at, answer in zip(there, outcome, strict=True):
+                answers[at] = answer
+        return answers
 
     # ── What goes out ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -332,7 +365,8 @@ class Stream:
                 # The client may read these jobs even if the stream fails from here on, so they stay leased.
                 await self._context.write(message)
                 self._gate.written(self._call)
-                self._call.give_back(sent_bytes + held + sum(map(len, revoked)))
+                self._call.give_back(held + sum(map(len, revoked)))
+                self._consumer.sent(jobs, sent_bytes)
                 self._room.set()
                 self._settled_one.set()
             self._behind = False

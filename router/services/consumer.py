@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 from router.buffer import Account
 from router.codec import fast_write
@@ -16,6 +16,15 @@ from shard.queue.claim import CLAIM_BYTES_MAX, CLAIM_BYTES_MIN, bytes_most
 from shard.vocabulary import OrgId, QueueName, ShardName
 
 _JOBS_MAX = 1000
+
+
+class ConsumerFields(TypedDict):
+    """What every consumer says about itself."""
+
+    queues: Sequence[QueueName]
+    worker: str
+    window_us: int
+    kinds: Sequence[str]
 
 
 class Receiver(Protocol):
@@ -89,6 +98,13 @@ class Consumer:
             self._tell_ready()
 
     @property
+    def all_orgs(self) -> bool:
+        return False
+
+    def account_of(self, org: OrgId) -> Account:
+        return self.account
+
+    @property
     def takes_once(self) -> bool:
         return self._receiver.takes_once
 
@@ -121,6 +137,10 @@ class Consumer:
         """Releases jobs that were not sent, and gets their credit back."""
         self.release(jobs)
         self.add_credit(len(jobs.ids))
+
+    def sent(self, jobs: Sequence[Delivery], count: int) -> None:
+        """The client has these jobs, `count` bytes."""
+        self.account.give_back(count)
 
     def release(self, jobs: Delivery) -> None:
         """Releases the leases of jobs that were not sent. Their attempts do not count."""

@@ -24,7 +24,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
 from router.gate.admission import Context, Gate
 from router.gate.call import Call, current_call
-from router.gate.calls import ANSWER_HELD_BYTES, Received, check_org, unary
+from router.gate.calls import ANSWER_HELD_BYTES, Received, check_all_orgs, check_org, unary
 from router.gate.tracing import current_trace
 from router.route.by_id import Found, decide, find
 from router.route.by_lease import Leases
@@ -204,7 +204,10 @@ class QueueService:
             if first is not None:
                 if first.message.HasField("start"):
                     # Before the stream counts for that org.
-                    check_org(call, context, first.message.start.org, field="start.org")
+                    if first.message.start.all_orgs:
+                        check_all_orgs(call, context, "windrow.v1.Queue/Consume", field="start.org")
+                    else:
+                        check_org(call, context, first.message.start.org, field="start.org")
                 with self._gate.stream(first.message.start.org):
                     stream = Stream(self._fleet, self._gate, call, first, messages, context)
                     # The stream drops its own reference as soon as it has handled the message.

@@ -54,3 +54,6 @@ RECORD_API_KEY_USE = _load("record_api_key_use")
 SET_LIMIT = _load("set_limit")
 CLEAR_LIMITS = _load("clear_limits")
 READ_LIMITS = _load("read_limits")
+
+SET_WEIGHT = _load("set_weight")
+READ_WEIGHTS = _load("read_weights")

@@ -96,6 +96,8 @@ class Look(NamedTuple):
     revocations: int
     # The version of the limits (shard/admin/limits.py).
     limits: int
+    # The version of the weights (shard/admin/weights.py).
+    weights: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,11 +192,11 @@ async def read(database: Database, known: Catalog | None = None) -> Catalog:
 async def look(database: Database, known: Catalog | None = None) -> Look:
     """Returns what `read` returns, and what else one look at the catalog shows."""
     rows = await database.run(statements.READ_CATALOG, {"since": -1 if known is None else known.epoch})
-    found: Mapping[ShardName, tuple[int, str]] = rows[0][-3] or {}
+    found: Mapping[ShardName, tuple[int, str]] = rows[0][-4] or {}
     marks = {shard: Mark(*mark) for shard, mark in found.items()}
-    revocations, limits = rows[0][-2] or 0, rows[0][-1] or 0
+    versions = tuple(version or 0 for version in rows[0][-3:])
     if known is not None and rows[0][0] == known.epoch:
-        return Look(known, marks, revocations, limits)
+        return Look(known, marks, *versions)
     if known is not None and rows[0][0] < known.epoch:
         _log.warning(
             "the catalog is at epoch %d and was at %d before: it was restored from a backup; reading all of it again",
@@ -222,7 +224,7 @@ async def look(database: Database, known: Catalog | None = None) -> Look:
         slots[slot : slot + 1] = [changed[slot]]
     if len(slots) < SLOTS:
         raise _unplaced(len(slots))
-    return Look(Catalog(epoch=rows[0][0], slots=tuple(slots), pins=pins), marks, revocations, limits)
+    return Look(Catalog(epoch=rows[0][0], slots=tuple(slots), pins=pins), marks, *versions)
 
 
 def _unplaced(slot: int) -> Misconfigured:

@@ -24,6 +24,8 @@ _LATE_US = 10_000_000
 # A queue without claims for this long is forgotten. Its next claim begins at zero.
 _FORGET_AFTER_S = 60.0
 _QUEUES_MAX = 100_000
+# With more queues than this, those that a claim has emptied are forgotten at once: each sweep looks into all queues.
+_EMPTIED_KEPT_MAX = 2_000
 
 
 @dataclass(slots=True)
@@ -90,6 +92,13 @@ class Floors:
                 # The claims that are still under way may have skipped them, too.
                 queue.arrived = self.arrivals
                 queue.floors = [min(pair) for pair in zip(queue.floors, floors, strict=True)]
+
+    def emptied(self, queues: Iterable[QueueId]) -> None:
+        """A claim for consumers of all orgs has found no more jobs in these queues. There may be a hundred thousand of
+        them, of which most get no job soon."""
+        if len(self._queues) > _EMPTIED_KEPT_MAX:
+            for queue_id in queues:
+                self._queues.pop(queue_id, None)
 
     def to_sweep(self) -> list[QueueId]:
         """Forgets the queues that are no longer in use, and returns the others."""

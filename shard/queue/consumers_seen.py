@@ -38,7 +38,7 @@ _CONSUMERS_MAX = 50_000
 # The kind of consumers that take all kinds, or have not said which.
 ANY_KIND = ""
 
-_Seen = tuple[OrgId, QueueName, str]
+_Seen = tuple[OrgId | None, QueueName, str]
 
 
 class ConsumersSeen:
@@ -55,8 +55,9 @@ class ConsumersSeen:
         self._noted_s: dict[int, float] = {}
         self._forgotten_s = -_FORGET_EVERY_S
 
-    def note(self, org: OrgId, queues: Sequence[QueueName], kinds: Sequence[str]) -> None:
-        """A consumer looks for jobs of these queues. `kinds`: those that it takes; none: all."""
+    def note(self, org: OrgId | None, queues: Sequence[QueueName], kinds: Sequence[str]) -> None:
+        """A consumer looks for jobs of these queues. `org` None: of all orgs. `kinds`: those that it takes; none:
+        all."""
         consumer, now_s = hash((org, *queues, ANY_KIND, *kinds)), time.monotonic()
         if now_s - self._noted_s.get(consumer, -math.inf) < _AGAIN_S:
             return
@@ -75,9 +76,10 @@ class ConsumersSeen:
         noted, self._to_write = list(self._to_write), dict[_Seen, None]()
         self.noted.clear()
         began_s = time.monotonic()
-        exist = await self._names.find({(org, queue) for org, queue, _ in noted})
-        seen = [one for one in noted if one[:2] in exist]
-        if len(seen) < len(noted):
+        exist = await self._names.find({(org, queue) for org, queue, _ in noted if org is not None})
+        seen = [one for one in noted if one[0] is not None and one[:2] in exist]
+        of_all_orgs = [one[1:] for one in noted if one[0] is None]
+        if len(seen) + len(of_all_orgs) < len(noted):
             # Whoever looks for a queue that does not exist yet is noted again when it looks again.
             self._noted_s.clear()
         for at in range(0, len(seen), _ROWS_MAX):
@@ -85,6 +87,10 @@ class ConsumersSeen:
             orgs, queues, kinds = zip(*part, strict=True)
             parameters = {"orgs": arrays.texts(orgs), "queues": arrays.names(queues), "kinds": arrays.texts(kinds)}
             await self._database.run(statements.RECORD_CONSUMERS, parameters)
+        for at in range(0, len(of_all_orgs), _ROWS_MAX):
+            names, kinds = zip(*of_all_orgs[at : at + _ROWS_MAX], strict=True)
+            parameters = {"queues": arrays.names(names), "kinds": arrays.texts(kinds)}
+            await self._database.run(statements.RECORD_CONSUMERS_OF_ALL, parameters)
         if began_s - self._forgotten_s >= _FORGET_EVERY_S:
             self._forgotten_s = began_s
             await self._database.run(statements.FORGET_CONSUMERS, {})

@@ -45,6 +45,8 @@ class QueueIds:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._queue_ids: dict[Name, QueueId] = {}
+        # The names of queues whose ids came first: those that a doorbell or a walk named.
+        self._names: dict[QueueId, Name] = {}
         self._locks = row_locks.of_names(database)
 
     async def find(self, queues: Collection[Name]) -> dict[Name, QueueId]:
@@ -68,6 +70,26 @@ class QueueIds:
                     del self._queue_ids[next(iter(self._queue_ids))]
                 found[org, queue] = self._queue_ids[org, queue] = queue_id
         return found
+
+    async def names_of(self, queue_ids: Collection[QueueId]) -> dict[QueueId, Name]:
+        """Returns the names of those of these queues that exist."""
+        found = {number: name for number in queue_ids if (name := self._names.get(number)) is not None}
+        missing = [number for number in queue_ids if number not in found]
+        for at in range(0, len(missing), _BATCH_MAX):
+            parameters = {"queue_ids": arrays.numbers(missing[at : at + _BATCH_MAX])}
+            for number, org, queue in await self._database.run(statements.NAME_QUEUES, parameters):
+                found[number] = org, queue
+                self.remember(number, org, queue)
+        return found
+
+    def remember(self, queue_id: QueueId, org: OrgId, queue: QueueName) -> None:
+        """A statement has just returned that this queue has this id."""
+        if len(self._queue_ids) >= _REMEMBERED_MAX:
+            del self._queue_ids[next(iter(self._queue_ids))]
+        if len(self._names) >= _REMEMBERED_MAX:
+            del self._names[next(iter(self._names))]
+        self._queue_ids[org, queue] = queue_id
+        self._names[queue_id] = org, queue
 
     def known(self, org: OrgId, queues: Collection[QueueName]) -> list[QueueId]:
         """Returns the ids that are remembered, without asking the database."""
@@ -148,6 +170,7 @@ class QueueIds:
     def forget(self) -> None:
         """Forgets all ids, after one proved wrong."""
         self._queue_ids.clear()
+        self._names.clear()
 
 
 def _columns(queues: Collection[Name]) -> dict[str, object]:

@@ -35,6 +35,7 @@ from shard.queue.explain import JobFacts, QueueFacts
 from shard.queue.groups import Groups
 from shard.queue.pending_enqueue import NOTHING_HANDED, Call, Handover
 from shard.queue.queue_ids import QueueIds
+from shard.queue.queue_walk import QueueWalk
 from shard.queue.revocation import Revocation
 from shard.queue.settle import BYTES_PER_WEIGHT, VERBS, LeaseSettler, Settlement
 from shard.queue.token_buckets import Draw, Drawn, TokenBuckets
@@ -98,6 +99,7 @@ class Store:
     def __init__(self, database: Database, *, horizon_days: float = ID_AGE_DAYS_MAX) -> None:
         self.name: ShardName = database.name
         self.names = QueueIds(database)
+        self.walk = QueueWalk(database, self.names)
         self.clock = ShardClock(database)
         self.consumers_seen = ConsumersSeen(database, self.names)
         self.on_visible: Callable[[set[QueueId]], None] = _ignore
@@ -523,6 +525,10 @@ class Store:
     def arrived(self, queues: Collection[QueueId]) -> None:
         """Jobs of these queues have arrived from another shard. They may be older than any job claimed here."""
         self._floors.arrived(queues)
+
+    def emptied(self, queues: Collection[QueueId]) -> None:
+        """A claim for consumers of all orgs has found no more jobs in these queues."""
+        self._floors.emptied(queues)
 
     async def sweep(self, awaited: Iterable[QueueId] = ()) -> Due:
         """Returns when the `awaited` queues, and all queues that claims use, have their next job, also below the floors

@@ -15,6 +15,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from router.gate.auth.scopes import Scope
 from tests.access import (
+    ALL,
+    IN_ORG,
     METHODS,
     OF_JWT,
     REQUESTS,
@@ -185,3 +187,30 @@ def test_a_key_for_all_orgs_may_name_any_org(secured: Secured, channel: grpc.Cha
     for org in ("first", "second"):
         call(channel, "windrow.v1.Queue/Enqueue", REQUESTS["windrow.v1.Queue/Enqueue"](Target(org=org)), key)
         call(channel, "windrow.v1.Admin/ListQueues", admin_pb2.ListQueuesRequest(org=org), key)
+
+
+@pytest.mark.parametrize(
+    ("org", "scopes", "reason"),
+    [
+        ("acme", IN_ORG, "SCOPE_MISSING"),
+        (None, [scope for scope in ALL if scope != "cluster"], "SCOPE_MISSING"),
+        (None, [scope for scope in ALL if scope != "consume"], "SCOPE_MISSING"),
+    ],
+)
+def test_only_a_key_for_all_orgs_with_the_scopes_consume_and_cluster_may_consume_all_orgs(
+    secured: Secured, channel: grpc.Channel, owned: Target, org: str | None, scopes: list[str], reason: str
+) -> None:
+    del owned
+    request = queue_pb2.ConsumeRequest(start=start(None, "mail"), credit=10)
+    key = bearer(secured.new_key(org=org, scopes=scopes))
+    before = secured.rows()
+    with pytest.raises(grpc.RpcError) as refused:
+        call(channel, "windrow.v1.Queue/Consume", request, key)
+    assert refusal(refused.value) == (grpc.StatusCode.PERMISSION_DENIED, reason)
+    assert secured.rows() == before
+
+
+def test_a_key_with_both_scopes_may_consume_all_orgs(secured: Secured, channel: grpc.Channel) -> None:
+    key = bearer(secured.new_key(scopes=["consume", "cluster"]))
+    request = queue_pb2.ConsumeRequest(start=start(None, "nothing-here"))
+    call(channel, "windrow.v1.Queue/Consume", request, key)

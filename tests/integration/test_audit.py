@@ -348,6 +348,7 @@ def test_every_read_of_the_whole_cluster_is_counted_in_one_row_a_minute(cluster:
         "CheckShard": cluster_pb2.CheckShardRequest(shard="s1"),
         "ListOrgs": cluster_pb2.ListOrgsRequest(),
         "ListAllLimits": cluster_pb2.ListAllLimitsRequest(),
+        "ListWeights": cluster_pb2.ListWeightsRequest(),
     }
     wanted = {method: path for method, path in methods(access_pb2.SCOPE_CLUSTER).items() if path not in CLUSTER_CHANGES}
     assert requests.keys() == wanted.keys(), "a method with the scope CLUSTER has no request in this test"
@@ -362,15 +363,19 @@ def test_every_read_of_the_whole_cluster_is_counted_in_one_row_a_minute(cluster:
     assert len(cluster.sql("SELECT FROM windrow.audit WHERE minute IS NOT NULL")) <= 2 * len(wanted)
 
 
-def test_changes_of_limits_are_in_the_log_although_their_scope_is_the_cluster(cluster: Audited, name: str) -> None:
+def test_changes_of_limits_and_weights_are_in_the_log_although_their_scope_is_the_cluster(
+    cluster: Audited, name: str
+) -> None:
     limited: dict[str, Any] = {"org": name, "queue": "mail", "measure": limits_pb2.LIMIT_MEASURE_JOBS}
     interval = Duration(seconds=10)
     send(cluster.stubs, "SetLimit", cluster_pb2.SetLimitRequest(**limited, amount=7, interval=interval))
     send(cluster.stubs, "ClearLimit", cluster_pb2.ClearLimitRequest(**limited))
-    rows = cluster.ended(name, 2)
+    send(cluster.stubs, "SetWeight", cluster_pb2.SetWeightRequest(org=name, weight=2))
+    rows = cluster.ended(name, 3)
     assert sorted((method, outcome, request) for method, outcome, _, request in rows) == [
         ("windrow.v1.Cluster/ClearLimit", "OK", {"measure": 1}),
         ("windrow.v1.Cluster/SetLimit", "OK", {"measure": 1, "amount": 7, "interval": "10s"}),
+        ("windrow.v1.Cluster/SetWeight", "OK", {"weight": 2.0}),
     ]
 
 

@@ -137,7 +137,11 @@ class _Waits:
         self.account = Account(Buffer(2**20), org=org, peer="p")
         self.credit = 10
         self.idle = True
-        self.promised = self.takes_once = self.full = self.looking = False
+        self.promised = self.takes_once = self.full = self.looking = self.all_orgs = False
+
+    def account_of(self, org: OrgId) -> Account:
+        del org
+        return self.account
 
     def wake(self) -> None: ...
 

@@ -21,6 +21,7 @@ from shard.queue.doorbell import Doorbell
 from shard.queue.store import Store
 from shard.vocabulary import OrgId, ShardName
 from tests.jobs import HOUR_US, QUEUE, some_jobs
+from tests.pools import no_pools
 from tests.recorder import Recorder
 from tests.routers import PATIENCE_S
 
@@ -73,10 +74,11 @@ class Room:
 
     def __init__(self, database: Recorder, bytes_max: int = BUFFER_BYTES) -> None:
         self.store = Store(database)
-        self.room = WaitRoom(self.store, cast("Doorbell", _Silent()), sweep_s=NEVER_S)
+        pools, ready_orgs = no_pools(self.store)
+        self.room = WaitRoom(self.store, cast("Doorbell", _Silent()), pools, ready_orgs, sweep_s=NEVER_S)
         self.buffer = Buffer(bytes_max)
         siblings = Siblings(self.buffer, consumers=lambda _: None, ready=list)
-        self.handovers = Handovers(self.store, self.room, siblings)
+        self.handovers = Handovers(self.store, self.room, pools, siblings)
         self._member = SimpleNamespace(store=self.store, room=self.room)
         self._tasks = [asyncio.create_task(self.room.run())]
 

@@ -37,6 +37,7 @@ from shard.vocabulary import Micros, NewJobs, OrgId, QueueId, QueueName, ShardNa
 from tests.conftest import SHARD
 from tests.effort import luck_of, trials
 from tests.jobs import job_id, lease_jobs, some_jobs
+from tests.pools import no_pools
 from tests.postgres import Server
 from tests.recorder import Recorder
 from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
@@ -947,6 +948,11 @@ class _Waits:
         self.takes_once = False
         self.looking = False
         self.woken = 0
+        self.all_orgs = False
+
+    def account_of(self, org: OrgId) -> Account:
+        del org
+        return self.account
 
     def wake(self) -> None:
         self.looking = True
@@ -971,12 +977,14 @@ class _Nothing:
 def room() -> WaitRoom:
     nothing = _Nothing()
     nothing.names = type("Names", (), {"known": lambda *_: []})()
-    return WaitRoom(cast("Store", nothing), cast("Doorbell", nothing), sweep_s=NEVER_S)
+    store = cast("Store", nothing)
+    return WaitRoom(store, cast("Doorbell", nothing), *no_pools(store), sweep_s=NEVER_S)
 
 
 async def offer(room: WaitRoom, jobs: NewJobs) -> Handover | None:
     siblings = Siblings(Buffer(2**20), consumers=lambda _: None, ready=list)
-    return await Handovers(cast("Store", _Nothing()), room, siblings).offer(jobs)
+    store = cast("Store", _Nothing())
+    return await Handovers(store, room, no_pools(store)[0], siblings).offer(jobs)
 
 
 def stored(room: WaitRoom, jobs: NewJobs) -> None:
@@ -1053,7 +1061,8 @@ async def test_a_call_for_whose_jobs_there_is_no_memory_keeps_waiting(room: Wait
 async def test_a_sweep_learns_the_queues_of_all_orgs_by_one_statement(recorder: Recorder, org: str) -> None:
     orgs = [OrgId(f"{org}-{number}") for number in range(20)]
     await asyncio.gather(*(Store(recorder).enqueue(some_jobs(one, 1)) for one in orgs))
-    room = WaitRoom(Store(recorder), cast("Doorbell", _Nothing()), sweep_s=NEVER_S)
+    store = Store(recorder)
+    room = WaitRoom(store, cast("Doorbell", _Nothing()), *no_pools(store), sweep_s=NEVER_S)
     waiting = [_Waits(one, QUEUE, "never-made") for one in orgs]
     for one in waiting:
         room.enter(one)

@@ -147,6 +147,13 @@ class Waits:
         self.account = Account(self.buffer, org=self.org, peer="p")
         self.got: list[Delivery] = []
 
+    @property
+    def all_orgs(self) -> bool:
+        return False
+
+    def account_of(self, org: OrgId) -> Account:
+        return self.account
+
     def wake(self) -> None:
         self.woken += 1
         self.was_woken.set()
@@ -173,7 +180,7 @@ class Process:
         return [QueueKey(SHARD, org, QUEUE) for org in self.awaited]
 
     def deal(self, org: OrgId, queue: QueueName, sizes: Sequence[int]) -> list[Share]:
-        return deal(self.awaited.get(org), sizes) if queue == QUEUE else []
+        return deal(self.awaited.get(org), org, sizes) if queue == QUEUE else []
 
     def waits(self, **fields: Any) -> Waits:
         waiter = Waits(self.buffer, **fields)

@@ -74,7 +74,7 @@ class Copies:
 
     async def _begin(self) -> asyncio.Task[None]:
         """Finds the catalog as a router does that starts."""
-        copy = CatalogCopy(self._dsn, lambda _, after: self._see(after.epoch), lambda _: None, lambda _: None)
+        copy = CatalogCopy(self._dsn, lambda _, after: self._see(after.epoch), *[lambda _: None] * 3)
         await copy.database.open()
         while True:
             try:

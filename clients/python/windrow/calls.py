@@ -252,10 +252,10 @@ class Calls:
         return self._tokens is not None and await self._tokens.renew(refused)
 
     def open(
-        self, method: Callable[[Stub], _StreamMethod[_Sent, _Received]], *, org: str, token: Metadata = ()
+        self, method: Callable[[Stub], _StreamMethod[_Sent, _Received]], *, org: str | None, token: Metadata = ()
     ) -> aio.StreamStreamCall[_Sent, _Received]:
-        """Opens a stream of this org over the next connection. If it breaks, stream_error() makes a WindrowError of the
-        cause."""
+        """Opens a stream of this org (None: of all orgs) over the next connection. If it breaks, stream_error() makes a
+        WindrowError of the cause."""
         return method(self.channels.stub())(metadata=_metadata(org) + token)
 
     def stream_error(self, verb: str, cause: aio.AioRpcError, *, spent_s: float) -> WindrowError:
@@ -296,10 +296,11 @@ class Calls:
         return ""
 
 
-def _metadata(org: str) -> tuple[tuple[str, str], ...]:
-    """Returns the metadata of a call: its org, and the current trace if there is one."""
+def _metadata(org: str | None) -> tuple[tuple[str, str], ...]:
+    """Returns the metadata of a call: its org (None: it is about all orgs), and the current trace if there is one."""
+    named = () if org is None else org_metadata(org)
     trace = tracing.headers()
-    return org_metadata(org) if trace is None else org_metadata(org) + trace
+    return named if trace is None else named + trace
 
 
 def error_of(status: Status, *, first: int = 0) -> WindrowError:

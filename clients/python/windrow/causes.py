@@ -16,7 +16,9 @@ from windrow.jobs import AttemptOutcome, JobState, outcome_of, state_of
 from windrow.payloads import moment
 from windrow.v1 import admin_pb2, cause_pb2, job_pb2
 
-Figure: TypeAlias = bool | int | str | Sequence[str] | datetime | timedelta | Failure | JobState | AttemptOutcome | None
+Figure: TypeAlias = (
+    bool | int | float | str | Sequence[str] | datetime | timedelta | Failure | JobState | AttemptOutcome | None
+)
 _UNKNOWN = "unknown"
 
 
@@ -111,7 +113,7 @@ def _figure(value: Any, *, enum: str | None) -> Figure:
             return read_failure(value)
         case int() if enum is not None:
             return state_of(value) if enum == job_pb2.JobState.DESCRIPTOR.name else outcome_of(value)
-        case bool() | int() | str():
+        case bool() | int() | float() | str():
             return value
         case _:
             return list(cast("Iterable[str]", value))
@@ -248,6 +250,10 @@ _SENTENCES: Mapping[str, Callable[[_Figures], str]] = {
     "router_share": lambda of: (
         f"the org's claims wait for memory of the router: it holds {of['held_bytes']:,} bytes, all orgs hold "
         f"{of['all_held_bytes']:,} of {of['max_bytes']:,}"
+    ),
+    "fair_share": lambda of: (
+        f"other orgs are served first: this one, of weight {of['weight']:g}, has had {_span(of['ahead'])} more of the "
+        "time of the consumers of all orgs"
     ),
     "jobs_ahead": _jobs_ahead,
     "due": _due,

@@ -147,7 +147,8 @@ class ConsumeStream:
         self._unconfirmed.clear()
         self._write_failed = False
         self._token = await self._client.calls.token()
-        call = self._client.calls.open(lambda stub: stub.Consume, org=self._start.org, token=self._token)
+        org = self._start.org if self._start.HasField("org") else None
+        call = self._client.calls.open(lambda stub: stub.Consume, org=org, token=self._token)
         try:
             async with asyncio.TaskGroup() as group:
                 helpers = [

@@ -273,6 +273,8 @@ class Job:
     checkpoint: bytes = b""
     # The run of the schedule that stored the job; None: a producer enqueued it.
     scheduled_run: ScheduledRun | None = None
+    # The org that owns the job: the client's, unless the worker works for all orgs.
+    org: str = ""
     # A Worker sets this when the handler should stop; `job.lost.reason` says why. A `def` handler that runs long should
     # check `job.lost.is_set()` between its steps.
     lost: Lost = field(default_factory=Lost, repr=False, compare=False)
@@ -601,6 +603,7 @@ def read_leased(message: job_pb2.LeasedJob, *, reporter: Reporter = _NOBODY) -> 
     job.lease = message.lease
     job.id = message.id
     job.queue = message.queue
+    job.org = message.org
     job.kind = message.kind
     job.payload = message.payload
     attributes = message.attributes

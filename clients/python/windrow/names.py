@@ -63,9 +63,10 @@ from windrow.signals import run
 from windrow.sync_client import SyncClient
 from windrow.tls import Tls
 from windrow.tokens import Token
-from windrow.worker import Worker
+from windrow.worker import ALL, Worker
 
 __all__ = [
+    "ALL",
     "AlreadyExists",
     "Answer",
     "Attempt",

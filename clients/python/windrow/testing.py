@@ -171,7 +171,7 @@ class _Recorder(Calls):
         # This client may be used in any loop, because it has no connection.
         return asyncio.get_running_loop()
 
-    def open(self, method: Callable[[Stub], Any], *, org: str, token: Metadata = ()) -> Any:
+    def open(self, method: Callable[[Stub], Any], *, org: str | None, token: Metadata = ()) -> Any:
         raise NotImplementedError("a RecordingClient runs no worker: use windrow.testing.run_job")
 
     async def call(

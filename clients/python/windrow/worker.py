@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import enum
 import logging
 import os
 import secrets
@@ -56,6 +57,15 @@ _FLUSH_S, _FLUSH_HURRIED_S = 5.0, 1.0
 _TOO_LATE = "it had ended before the job began"
 
 
+class AllOrgs(enum.Enum):
+    """The orgs that a worker takes jobs of: all of the cluster."""
+
+    ALL = "all"
+
+
+ALL = AllOrgs.ALL
+
+
 class Worker:
     """Runs handlers for the jobs of 1 to 64 queues.
 
@@ -68,6 +78,10 @@ class Worker:
 
     Jobs arrive as they fall due, over one stream to one router. The worker asks only for as many as it has room for.
 
+    - `orgs` (default: the client's org): `windrow.ALL` takes jobs of every org of the cluster; job.org names the org.
+      The client needs a key for all orgs with the scopes consume and cluster. Orgs share the time of all such workers by
+      their weights (`windrow weights`): an org is charged for as long as its jobs are leased. So `prefetch` is 0 by
+      default, and a job is taken when it can begin.
     - `concurrency` (1 to 1,000; default 10): how many handlers run at the same time.
     - `prefetch` (0 to 5,000; default: 5 × concurrency, at least 100): how many jobs may wait in the worker beyond those
       that run, so that handlers need not wait for jobs. The worker prefetches fewer jobs the longer handlers take, so
@@ -112,6 +126,7 @@ class Worker:
         client: Client,
         queues: str | Iterable[str],
         *,
+        orgs: AllOrgs | None = None,
         concurrency: int = 10,
         prefetch: int | None = None,
         visibility_window: Span = 30.0,
@@ -124,9 +139,12 @@ class Worker:
         removes_undeclared: bool = False,
     ) -> None:
         self.client = client
+        self._orgs = orgs
         self.queues = (queues,) if isinstance(queues, str) else tuple(queues)
         self.concurrency = concurrency
-        self.prefetch = max(5 * concurrency, _PREFETCH_MIN) if prefetch is None else prefetch
+        if prefetch is None:
+            prefetch = max(5 * concurrency, _PREFETCH_MIN) if orgs is None else 0
+        self.prefetch = prefetch
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         self._window_s = seconds(visibility_window)
         self._grace_s = seconds(grace)
@@ -158,9 +176,7 @@ class Worker:
         self._settlements = Settlements(self._leases, self._connectivity, backoff=Backoff(_AGAIN_FIRST_S, _AGAIN_MAX_S))
         self._stream = ConsumeStream(
             client,
-            queue_pb2.ConsumeStart(
-                org=client.org, queues=self.queues, visibility_window=duration(self._window_s), worker=self.name
-            ),
+            self._start(),
             settlements=self._settlements,
             connectivity=self._connectivity,
             jobs_wanted=self._jobs_wanted,
@@ -181,6 +197,14 @@ class Worker:
         # Exponentially weighted mean of the worker's time for one job (s); None before the first handler ends. Handlers
         # that suspend run side by side: the time of each counts only as one of `concurrency`.
         self._mean_job_s: float | None = None
+
+    def _start(self) -> queue_pb2.ConsumeStart:
+        start = queue_pb2.ConsumeStart(queues=self.queues, visibility_window=duration(self._window_s), worker=self.name)
+        if self._orgs is ALL:
+            start.all_orgs = True
+        else:
+            start.org = self.client.org
+        return start
 
     def handler(
         self, *kinds: str, timeout: Span | None = None, isolate: Literal["process"] | None = None
@@ -299,7 +323,8 @@ class Worker:
                 await self._serve()
             except BaseExceptionGroup as group:
                 cause = only_cause(group)
-                cause.add_note(f"worker {self.name} of org {self.client.org!r} has ended with this error")
+                of = f"org {self.client.org!r}" if self._orgs is None else "all orgs"
+                cause.add_note(f"worker {self.name} of {of} has ended with this error")
                 raise cause from None
             finally:
                 self._handlers.close()

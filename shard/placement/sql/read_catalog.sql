@@ -1,7 +1,7 @@
 -- What has changed in the catalog since an epoch, from one snapshot: the slots of each placement, those of them that orgs
 -- are pinned to, and their former owners. Thousands of slots have equal placements. If nothing has changed, one row
--- without slots. The first row has the confirmed mark of each shard, how often API keys were revoked, and the version of
--- the limits: read by name from the row's JSON, because commands of this release also read the catalogs of releases
+-- without slots. The first row has the confirmed mark of each shard, how often API keys were revoked, and the versions of
+-- the limits and of the weights: read by name from the row's JSON, because commands of this release also read the catalogs of releases
 -- before, which lack them.
 --
 -- The three tables are put together by UNION ALL and GROUP BY, and not by joins: after thousands of slots have moved, the
@@ -34,7 +34,8 @@ SELECT
         SELECT jsonb_object_agg(s.shard, jsonb_build_array(s.mark, s.mark_token)) FROM windrow.shard s WHERE s.mark IS NOT NULL
     ) END AS marks,
     CASE WHEN row_number() OVER () = 1 THEN (to_jsonb(c) ->> 'revocations')::bigint END AS revocations,
-    CASE WHEN row_number() OVER () = 1 THEN (to_jsonb(c) ->> 'limits_changed')::bigint END AS limits
+    CASE WHEN row_number() OVER () = 1 THEN (to_jsonb(c) ->> 'limits_changed')::bigint END AS limits,
+    CASE WHEN row_number() OVER () = 1 THEN (to_jsonb(c) ->> 'weights_changed')::bigint END AS weights
 FROM windrow.catalog c
 LEFT JOIN (
     SELECT

@@ -3,7 +3,7 @@
 isort:skip_file
 Calls about the whole cluster, for its operators. An answer may name every org: a proxy should let only operators call
 this service. It has the errors of queue.proto, and also NOT_FOUND for an unknown shard. Every call may be repeated:
-all of them read, except SetLimit and ClearLimit, whose repeats change nothing.
+all of them read, except SetLimit, ClearLimit and SetWeight, whose repeats change nothing.
 
 A shard is a Postgres database with some of the orgs. A slot is one of 16,384 ranges of a hash over org names; all
 orgs of a slot live on the same shard. A pinned org has a slot of its own besides these. The catalog is a set of
@@ -756,3 +756,113 @@ class ListAllLimitsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListAllLimitsResponse: _TypeAlias = ListAllLimitsResponse  # noqa: Y015
+
+@_typing.final
+class OrgWeight(_message.Message):
+    """The weight of one org."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORG_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    org: _builtins.str
+    """The org. 1 to 128 bytes, no control characters."""
+    weight: _builtins.float
+    """0.001 to 1,000. An org of weight 2 gets twice as much time of the consumers as one of weight 1."""
+    def __init__(
+        self,
+        *,
+        org: _builtins.str = ...,
+        weight: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["org", b"org", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OrgWeight: _TypeAlias = OrgWeight  # noqa: Y015
+
+@_typing.final
+class SetWeightRequest(_message.Message):
+    """Sets the weight of this org."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORG_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    org: _builtins.str
+    """The org. 1 to 128 bytes, no control characters. It need not exist."""
+    weight: _builtins.float
+    """0.001 to 1,000. 1: as every org that has no weight of its own."""
+    def __init__(
+        self,
+        *,
+        org: _builtins.str = ...,
+        weight: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["org", b"org", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetWeightRequest: _TypeAlias = SetWeightRequest  # noqa: Y015
+
+@_typing.final
+class SetWeightResponse(_message.Message):
+    """The weight was set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetWeightResponse: _TypeAlias = SetWeightResponse  # noqa: Y015
+
+@_typing.final
+class ListWeightsRequest(_message.Message):
+    """Has no fields: the answer has all weights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListWeightsRequest: _TypeAlias = ListWeightsRequest  # noqa: Y015
+
+@_typing.final
+class ListWeightsResponse(_message.Message):
+    """The orgs that have another weight than 1."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def weights(self) -> _containers.RepeatedCompositeFieldContainer[Global___OrgWeight]:
+        """By name."""
+
+    def __init__(
+        self,
+        *,
+        weights: _abc.Iterable[Global___OrgWeight] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListWeightsResponse: _TypeAlias = ListWeightsResponse  # noqa: Y015

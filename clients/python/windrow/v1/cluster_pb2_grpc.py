@@ -65,6 +65,16 @@ class ClusterStub:
                 request_serializer=windrow_dot_v1_dot_cluster__pb2.ListAllLimitsRequest.SerializeToString,
                 response_deserializer=windrow_dot_v1_dot_cluster__pb2.ListAllLimitsResponse.FromString,
                 _registered_method=True)
+        self.SetWeight = channel.unary_unary(
+                '/windrow.v1.Cluster/SetWeight',
+                request_serializer=windrow_dot_v1_dot_cluster__pb2.SetWeightRequest.SerializeToString,
+                response_deserializer=windrow_dot_v1_dot_cluster__pb2.SetWeightResponse.FromString,
+                _registered_method=True)
+        self.ListWeights = channel.unary_unary(
+                '/windrow.v1.Cluster/ListWeights',
+                request_serializer=windrow_dot_v1_dot_cluster__pb2.ListWeightsRequest.SerializeToString,
+                response_deserializer=windrow_dot_v1_dot_cluster__pb2.ListWeightsResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -120,6 +130,22 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetWeight(self, request, context):
+        """Sets the weight of an org: its share of consumers that work for all orgs (ConsumeStart.all_orgs), while other orgs
+        have ready jobs too. It is in force on every router within 2 s, also for jobs that wait already. RESOURCE_EXHAUSTED
+        without RetryInfo if 10,000 orgs have a weight.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListWeights(self, request, context):
+        """Lists the orgs that have another weight than 1, by name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -152,6 +178,16 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.ListAllLimits,
                     request_deserializer=windrow_dot_v1_dot_cluster__pb2.ListAllLimitsRequest.FromString,
                     response_serializer=windrow_dot_v1_dot_cluster__pb2.ListAllLimitsResponse.SerializeToString,
+            ),
+            'SetWeight': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetWeight,
+                    request_deserializer=windrow_dot_v1_dot_cluster__pb2.SetWeightRequest.FromString,
+                    response_serializer=windrow_dot_v1_dot_cluster__pb2.SetWeightResponse.SerializeToString,
+            ),
+            'ListWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListWeights,
+                    request_deserializer=windrow_dot_v1_dot_cluster__pb2.ListWeightsRequest.FromString,
+                    response_serializer=windrow_dot_v1_dot_cluster__pb2.ListWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -317,6 +353,60 @@ class Cluster:
             '/windrow.v1.Cluster/ListAllLimits',
             windrow_dot_v1_dot_cluster__pb2.ListAllLimitsRequest.SerializeToString,
             windrow_dot_v1_dot_cluster__pb2.ListAllLimitsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetWeight(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/windrow.v1.Cluster/SetWeight',
+            windrow_dot_v1_dot_cluster__pb2.SetWeightRequest.SerializeToString,
+            windrow_dot_v1_dot_cluster__pb2.SetWeightResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/windrow.v1.Cluster/ListWeights',
+            windrow_dot_v1_dot_cluster__pb2.ListWeightsRequest.SerializeToString,
+            windrow_dot_v1_dot_cluster__pb2.ListWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

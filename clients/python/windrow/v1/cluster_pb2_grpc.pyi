@@ -3,7 +3,7 @@
 isort:skip_file
 Calls about the whole cluster, for its operators. An answer may name every org: a proxy should let only operators call
 this service. It has the errors of queue.proto, and also NOT_FOUND for an unknown shard. Every call may be repeated:
-all of them read, except SetLimit and ClearLimit, whose repeats change nothing.
+all of them read, except SetLimit, ClearLimit and SetWeight, whose repeats change nothing.
 
 A shard is a Postgres database with some of the orgs. A slot is one of 16,384 ranges of a hash over org names; all
 orgs of a slot live on the same shard. A pinned org has a slot of its own besides these. The catalog is a set of
@@ -64,6 +64,13 @@ class ClusterStub:
     """Removes a limit. Removing it again changes nothing."""
     ListAllLimits: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ListAllLimitsRequest, _cluster_pb2.ListAllLimitsResponse]
     """Lists all limits that are set: the defaults first, then those of orgs by name."""
+    SetWeight: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.SetWeightRequest, _cluster_pb2.SetWeightResponse]
+    """Sets the weight of an org: its share of consumers that work for all orgs (ConsumeStart.all_orgs), while other orgs
+    have ready jobs too. It is in force on every router within 2 s, also for jobs that wait already. RESOURCE_EXHAUSTED
+    without RetryInfo if 10,000 orgs have a weight.
+    """
+    ListWeights: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ListWeightsRequest, _cluster_pb2.ListWeightsResponse]
+    """Lists the orgs that have another weight than 1, by name."""
 
 @_typing.type_check_only
 class ClusterAsyncStub(ClusterStub):
@@ -93,6 +100,13 @@ class ClusterAsyncStub(ClusterStub):
     """Removes a limit. Removing it again changes nothing."""
     ListAllLimits: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ListAllLimitsRequest, _cluster_pb2.ListAllLimitsResponse]  # type: ignore[assignment]
     """Lists all limits that are set: the defaults first, then those of orgs by name."""
+    SetWeight: _aio.UnaryUnaryMultiCallable[_cluster_pb2.SetWeightRequest, _cluster_pb2.SetWeightResponse]  # type: ignore[assignment]
+    """Sets the weight of an org: its share of consumers that work for all orgs (ConsumeStart.all_orgs), while other orgs
+    have ready jobs too. It is in force on every router within 2 s, also for jobs that wait already. RESOURCE_EXHAUSTED
+    without RetryInfo if 10,000 orgs have a weight.
+    """
+    ListWeights: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ListWeightsRequest, _cluster_pb2.ListWeightsResponse]  # type: ignore[assignment]
+    """Lists the orgs that have another weight than 1, by name."""
 
 class ClusterServicer(metaclass=_abc_1.ABCMeta):
     """Shows the state of the shards and the figures of all orgs, checks the books, and limits what orgs may enqueue."""
@@ -155,5 +169,24 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.ListAllLimitsResponse, _abc.Awaitable[_cluster_pb2.ListAllLimitsResponse]]:
         """Lists all limits that are set: the defaults first, then those of orgs by name."""
+
+    @_abc_1.abstractmethod
+    def SetWeight(
+        self,
+        request: _cluster_pb2.SetWeightRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.SetWeightResponse, _abc.Awaitable[_cluster_pb2.SetWeightResponse]]:
+        """Sets the weight of an org: its share of consumers that work for all orgs (ConsumeStart.all_orgs), while other orgs
+        have ready jobs too. It is in force on every router within 2 s, also for jobs that wait already. RESOURCE_EXHAUSTED
+        without RetryInfo if 10,000 orgs have a weight.
+        """
+
+    @_abc_1.abstractmethod
+    def ListWeights(
+        self,
+        request: _cluster_pb2.ListWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.ListWeightsResponse, _abc.Awaitable[_cluster_pb2.ListWeightsResponse]]:
+        """Lists the orgs that have another weight than 1, by name."""
 
 def add_ClusterServicer_to_server(servicer: ClusterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -380,12 +380,21 @@ class ConsumeStart(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ORG_FIELD_NUMBER: _builtins.int
+    ALL_ORGS_FIELD_NUMBER: _builtins.int
     QUEUES_FIELD_NUMBER: _builtins.int
     VISIBILITY_WINDOW_FIELD_NUMBER: _builtins.int
     WORKER_FIELD_NUMBER: _builtins.int
     KINDS_FIELD_NUMBER: _builtins.int
     org: _builtins.str
     """The jobs of this tenant. 1 to 128 bytes, no control characters."""
+    all_orgs: _builtins.bool
+    """The jobs of all orgs of the cluster, including those that get their first job later. Must be true. Needs the scope
+    cluster besides the scope consume. Orgs with ready jobs share the time of the consumers by their weights
+    (Cluster.SetWeight): an org is charged for as long as its leases last, so a consumer should take jobs when it can
+    begin them, and settle them when they end. LeasedJob.org names the org of each job, and its lease names the org
+    too: the stream takes leases of any org that came by such a stream, and answers NOT_FOUND for others. A call such
+    as Ack takes these leases with the job's org.
+    """
     worker: _builtins.str
     """The consumer's name, kept in the attempt history. The router tells the stream of revoked leases by this name: each
     consumer should have one of its own. At most 128 bytes, no control characters; may be empty, and then the stream is
@@ -413,16 +422,17 @@ class ConsumeStart(_message.Message):
         self,
         *,
         org: _builtins.str = ...,
+        all_orgs: _builtins.bool = ...,
         queues: _abc.Iterable[_builtins.str] | None = ...,
         visibility_window: _duration_pb2.Duration | None = ...,
         worker: _builtins.str = ...,
         kinds: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["org", b"org", "orgs", b"orgs", "visibility_window", b"visibility_window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["all_orgs", b"all_orgs", "org", b"org", "orgs", b"orgs", "visibility_window", b"visibility_window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kinds", b"kinds", "org", b"org", "orgs", b"orgs", "queues", b"queues", "visibility_window", b"visibility_window", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_orgs", b"all_orgs", "kinds", b"kinds", "org", b"org", "orgs", b"orgs", "queues", b"queues", "visibility_window", b"visibility_window", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_orgs: _TypeAlias = _typing.Literal["org"]  # noqa: Y015
+    _WhichOneofReturnType_orgs: _TypeAlias = _typing.Literal["org", "all_orgs"]  # noqa: Y015
     _WhichOneofArgType_orgs: _TypeAlias = _typing.Literal["orgs", b"orgs"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_orgs) -> _WhichOneofReturnType_orgs | None: ...
 
@@ -458,7 +468,7 @@ class ConsumeResponse(_message.Message):
     def revoked(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseAnswer]:
         """Leases that have ended without the consumer: CANCELLED (CancelJobs named the job) or STALE (the lease expired, and
         another consumer has the job). The consumer should stop working on these jobs; it need not answer. The router sends
-        them to every stream of the org whose `worker` is the name with which the job was leased, if it is not empty. So a
+        them to every stream of the org, or of all orgs, whose `worker` is the name with which the job was leased, if it is not empty. So a
         stream also hears of leases that came by another stream, and must ignore those that it does not know. This is a hint, which may get lost:
         the answer to an extend says the same.
         """

@@ -1,0 +1,326 @@
+"""Consumers of all orgs: how soon the jobs of small orgs are picked up beside an org with a large backlog, and what a
+job costs when 100,000 orgs have jobs. Each part runs over one router process and one shard."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+
+import grpc
+import psutil
+import psycopg
+from google.protobuf.duration_pb2 import Duration
+
+from bench.report import Found
+from bench.scenario import Bench, Scenario
+from bench.spread import percentile, spread
+from bench.stage import Stage
+from proof.arguments import number, positive
+from proof.table import Table
+from windrow import uuid7
+from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
+
+_PATIENCE_S = 60.0
+_SMALL_ORGS = 50
+# Each small org enqueues a job a second, and each job takes 0.1 s: 50 orgs keep 80 % of these places busy.
+_HANDLER_S = 0.1
+_PLACES = 6
+_PRODUCERS = 20
+_TIME = struct.Struct(">d")
+_MS = 1000.0
+# All orgs' queues of one name, with one job each that is due `in_s` seconds from now.
+_FILL = (
+    "INSERT INTO windrow.org (org, slot) SELECT %(name)s || n, 0 FROM generate_series(1, %(orgs)s) AS n",
+    "INSERT INTO windrow.queue_name (queue) VALUES (%(name)s) ON CONFLICT DO NOTHING",
+    "INSERT INTO windrow.queue (name_id, org_id, org, queue, slot) "
+    "SELECT n.name_id, o.org_id, o.org, n.queue, 0 FROM windrow.org o, windrow.queue_name n "
+    "WHERE starts_with(o.org, %(name)s) AND n.queue = %(name)s",
+    "INSERT INTO windrow.job (id, queue_id, run_at, visible_at, priority, kind, payload) "
+    "SELECT (lpad(to_hex((extract(epoch FROM now()) * 1000)::bigint), 12, '0') || '7000' || '8' || "
+    "lpad(to_hex(%(first)s + o.org_id), 15, '0'))::uuid, q.queue_id, due.at, due.at, 5, 'no-op', '\\x00' "
+    "FROM windrow.queue q JOIN windrow.org o USING (org_id), "
+    "LATERAL (SELECT now() + %(in_s)s * interval '1 s' AS at) due WHERE q.queue = %(name)s",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    seconds: float = 60.0
+    orgs: int = 100_000
+    jobs: int = 20_000
+    runs: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pickup:
+    run: int
+    beside_backlog: bool
+    p50_ms: float
+    p99_ms: float
+    jobs: int
+    large_jobs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    run: int
+    what: str
+    jobs: int
+    us_a_job: float
+    router_cpu_us_a_job: float
+
+
+async def measure(plan: Plan, bench: Bench) -> Found:
+    pickups: list[Pickup] = []
+    costs: list[Cost] = []
+    async with bench.stage(shards=1, routers=1) as stage:
+        for run in range(1, plan.runs + 1):
+            for beside in (False, True) if run % 2 else (True, False):
+                pickups += [await _pickup(plan, bench, stage, run, beside=beside)]
+        for run in range(1, plan.runs + 1):
+            costs += await _costs(plan, bench, stage, run)
+    return Found(
+        scenario="fair",
+        plan=asdict(plan),
+        samples=[
+            *({"sample": "pickup", **asdict(one)} for one in pickups),
+            *({"sample": "cost", **asdict(one)} for one in costs),
+        ],
+        tables=[_pickup_table(plan, pickups), _cost_table(plan, costs)],
+    )
+
+
+# ── Pickup ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _pickup(plan: Plan, bench: Bench, stage: Stage, run: int, *, beside: bool) -> Pickup:
+    queue = f"pickup-{run}-{beside}"
+    large = f"{queue}-large"
+    waited_ms: list[float] = []
+    large_jobs = 0
+    async with AsyncExitStack() as stack:
+        stub = queue_pb2_grpc.QueueStub(await _channel(stack, stage))
+        call = stub.Consume()
+        await call.write(_start(queue, credit=_PLACES))
+        writing = asyncio.Lock()
+        measured_s = time.monotonic() + 3.0
+
+        async def work(job: job_pb2.LeasedJob, arrived_s: float) -> None:
+            nonlocal large_jobs
+            if job.org == large:
+                large_jobs += 1
+            elif arrived_s > measured_s:
+                waited_ms.append((arrived_s - _TIME.unpack(job.payload)[0]) * _MS)
+            await asyncio.sleep(_HANDLER_S)
+            # One write at a time, as gRPC wants it. The stream ends with the run.
+            async with writing:
+                if call.done():
+                    return
+                await call.write(
+                    queue_pb2.ConsumeRequest(request_id=1, credit=1, acks=[queue_pb2.Ack(lease=job.lease)])
+                )
+
+        async def consume(group: asyncio.TaskGroup) -> None:
+            async for message in call:
+                arrived_s = time.monotonic()
+                for job in message.jobs:
+                    group.create_task(work(job, arrived_s))
+
+        async def produce_small(at: int) -> None:
+            await asyncio.sleep(at / _SMALL_ORGS)
+            while True:
+                began_s = time.monotonic()
+                await _enqueue(stub, f"{queue}-{at}", queue, 1)
+                await asyncio.sleep(max(0.0, began_s + 1.0 - time.monotonic()))
+
+        async def produce_large() -> None:
+            while True:
+                # More than the consumers could ever do: a backlog that grows.
+                await _enqueue(stub, large, queue, 10)
+                await asyncio.sleep(1.0)
+
+        try:
+            async with asyncio.timeout(plan.seconds + 3.0), asyncio.TaskGroup() as group:
+                if beside:
+                    for _ in range(10):
+                        await _enqueue(stub, large, queue, 1000)
+                    for _ in range(_PRODUCERS):
+                        group.create_task(produce_large())
+                group.create_task(consume(group))
+                for at in range(_SMALL_ORGS):
+                    group.create_task(produce_small(at))
+        except TimeoutError:
+            call.cancel()
+    ordered = sorted(waited_ms)
+    found = Pickup(
+        run=run,
+        beside_backlog=beside,
+        p50_ms=percentile(ordered, 0.5),
+        p99_ms=percentile(ordered, 0.99),
+        jobs=len(ordered),
+        large_jobs=large_jobs,
+    )
+    bench.say(f"{'beside a backlog' if beside else 'alone'}: p50 {found.p50_ms:.1f} ms, p99 {found.p99_ms:.1f} ms")
+    return found
+
+
+# ── Cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _costs(plan: Plan, bench: Bench, stage: Stage, run: int) -> list[Cost]:
+    """One org with all the jobs; 100,000 orgs with a job each; and ten orgs with all the jobs beside 100,000 others
+    whose jobs are due in an hour."""
+    costs: list[Cost] = []
+    (dsn,) = stage.dsns.values()
+    for what, orgs, in_s, ready in (
+        ("one org", 0, 0, 1),
+        (f"{plan.orgs:,} ready orgs", plan.orgs, -1, 0),
+        (f"10 ready of {plan.orgs:,}", plan.orgs, 3600, 10),
+    ):
+        queue = f"cost-{run}-{orgs}-{in_s}"
+        if orgs:
+            await asyncio.to_thread(_fill, dsn, queue, orgs, in_s, run)
+        async with AsyncExitStack() as stack:
+            stub = queue_pb2_grpc.QueueStub(await _channel(stack, stage))
+            for at in range(ready):
+                for _ in range(plan.jobs // ready // 1000):
+                    await _enqueue(stub, f"{queue}-ready-{at}", queue, 1000)
+            jobs = plan.jobs // 1000 // max(ready, 1) * max(ready, 1) * 1000
+            costs.append(await _drain(stub, stage, queue, jobs, what, run))
+        bench.say(f"{what}: {costs[-1].us_a_job:,.0f} µs a job")
+        await asyncio.to_thread(_delete, dsn, queue)
+    return costs
+
+
+async def _drain(stub: queue_pb2_grpc.QueueAsyncStub, stage: Stage, queue: str, jobs: int, what: str, run: int) -> Cost:
+    """Takes and acks so many jobs, as fast as one stream can. The time counts from the first job on, so that the walk
+    that finds the orgs is not in it."""
+    cpu_before = began_s = 0.0
+    got = 0
+    call = stub.Consume()
+    await call.write(_start(queue, credit=1000))
+    async for message in call:
+        if not message.jobs:
+            continue
+        if not began_s:
+            began_s, cpu_before = time.monotonic(), _router_cpu_s(stage)
+        got += len(message.jobs)
+        if got >= jobs:
+            break
+        acks = [queue_pb2.Ack(lease=job.lease) for job in message.jobs]
+        await call.write(queue_pb2.ConsumeRequest(request_id=got, credit=len(acks), acks=acks))
+    took_s = time.monotonic() - began_s
+    call.cancel()
+    cpu_s = _router_cpu_s(stage) - cpu_before
+    return Cost(run=run, what=what, jobs=got, us_a_job=took_s / got * 1e6, router_cpu_us_a_job=cpu_s / got * 1e6)
+
+
+def _router_cpu_s(stage: Stage) -> float:
+    times = [psutil.Process(pid).cpu_times() for pid in stage.routers.pids()]
+    return sum(one.user + one.system for one in times)
+
+
+def _fill(dsn: str, queue: str, orgs: int, in_s: int, run: int) -> None:
+    parameters = {"name": queue, "orgs": orgs, "in_s": in_s, "first": run * 10**9}
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        for statement in _FILL:
+            connection.execute(statement.encode(), parameters)
+        connection.execute("ANALYZE windrow.job, windrow.queue, windrow.org")
+
+
+def _delete(dsn: str, queue: str) -> None:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute(
+            "DELETE FROM windrow.job WHERE queue_id IN (SELECT queue_id FROM windrow.queue WHERE queue = %s)", [queue]
+        )
+        connection.execute("VACUUM ANALYZE windrow.job")
+
+
+# ── Calls ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _channel(stack: AsyncExitStack, stage: Stage) -> grpc.aio.Channel:
+    channel = await stack.enter_async_context(grpc.aio.insecure_channel(stage.routers.address))
+    await channel.channel_ready()
+    return channel
+
+
+def _start(queue: str, *, credit: int) -> queue_pb2.ConsumeRequest:
+    window = Duration(seconds=60)
+    start = queue_pb2.ConsumeStart(all_orgs=True, queues=[queue], visibility_window=window, worker="fair")
+    return queue_pb2.ConsumeRequest(start=start, credit=credit)
+
+
+async def _enqueue(stub: queue_pb2_grpc.QueueAsyncStub, org: str, queue: str, count: int) -> None:
+    request = queue_pb2.EnqueueRequest(org=org)
+    for _ in range(count):
+        job = request.jobs.add(id=uuid7())
+        job.template.queue, job.template.kind = queue, "no-op"
+        job.template.payload = _TIME.pack(time.monotonic())
+    await stub.Enqueue(request, timeout=_PATIENCE_S)
+
+
+# ── Tables ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _pickup_table(plan: Plan, pickups: Sequence[Pickup]) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for beside in (False, True):
+        own = [one for one in pickups if one.beside_backlog is beside]
+        rows.append(
+            (
+                "beside a backlog" if beside else "alone",
+                spread(one.p50_ms for one in own).text(".1f"),
+                spread(one.p99_ms for one in own).text(".1f"),
+                f"{sum(one.jobs for one in own):,}",
+                f"{sum(one.large_jobs for one in own):,}",
+            )
+        )
+    return Table(
+        title="Pickup of the jobs of 50 small orgs",
+        head=("", "p50, ms", "p99, ms", "their jobs", "jobs of the large org"),
+        rows=rows,
+        note=f"Each enqueues a job a second, of {_HANDLER_S:g} s; {_PLACES} places, of which they keep 80 % busy. The "
+        f"large org begins with 10,000 jobs, and {_PRODUCERS} producers add to them. From the call of the enqueue to the "
+        f"arrival at the consumer. Medians of {plan.runs} runs of {plan.seconds:g} s (least – greatest).",
+    )
+
+
+def _cost_table(plan: Plan, costs: Sequence[Cost]) -> Table:
+    rows: list[tuple[str, ...]] = []
+    base = spread(one.us_a_job for one in costs if one.what == "one org").median
+    for what in dict.fromkeys(one.what for one in costs):
+        own = [one for one in costs if one.what == what]
+        took = spread(one.us_a_job for one in own)
+        cpu = spread(one.router_cpu_us_a_job for one in own)
+        rows.append((what, took.text(), cpu.text(), f"{took.median / base:.2f}"))
+    return Table(
+        title="What a job costs a consumer of all orgs",
+        head=("", "µs a job", "of it CPU of the router", "against one org"),
+        rows=rows,
+        note=f"{plan.jobs:,} jobs are taken and acked by one stream with a credit of 1,000. Medians of {plan.runs} runs "
+        "(least – greatest).",
+    )
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    plan = Plan()
+    parser.add_argument("--seconds", type=positive, default=plan.seconds, help="of each run of small orgs; 60")
+    parser.add_argument("--orgs", type=number(10**6), default=plan.orgs, help="that have jobs at the same time; 100000")
+    parser.add_argument("--jobs", type=number(10**7), default=plan.jobs, help="that are taken; 20000")
+    parser.add_argument("--runs", type=number(100), default=plan.runs, help="of each; 3")
+
+
+SCENARIO = Scenario(
+    help="consumers of all orgs: small orgs beside a backlog, and the cost of a job with 100,000 orgs",
+    options=_options,
+    plan=lambda given: Plan(seconds=given.seconds, orgs=given.orgs, jobs=given.jobs, runs=given.runs),
+    measure=measure,
+    full=lambda _: Plan(),
+    quick=None,
+)

@@ -1,0 +1,298 @@
+"""Decides whose job runs next when one pool of workers serves many orgs. Pure: no I/O and no clock of its own; callers
+pass the time, in seconds of any monotonic clock.
+
+Start-time fair queueing (Goyal, Vin, Cheng: "Start-time fair queueing", 1996). Each org has a tag, a point in virtual
+time. The ready org with the least tag is served next, and its tag then grows by what it was charged, divided by its
+weight. So orgs that always have ready jobs get worker-seconds in proportion to their weights, and if only one has any,
+it gets all of them.
+
+A charge is the time of a lease, from its hand-out to its end. When a job is handed out that is not known yet: the org
+is charged an estimate, which is corrected later. The floor of virtual time is the tag of the job that was handed out last.
+An org that becomes ready starts there at the earliest: it cannot save up credit while it has no jobs.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Collection, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shard.vocabulary import OrgId, ShardName
+
+# The weight of an org that has none of its own.
+WEIGHT_DEFAULT = 1.0
+# A new measurement counts for a fifth of an estimate.
+_NEW_PART = 0.2
+# The estimate before anything was measured.
+_FIRST_ESTIMATE_S = 0.05
+# The interval in which charges are brought up to date, and how much longer it is for each lease.
+_ACCRUE_S = 0.05
+_ACCRUE_LEASE_S = 0.000_05
+# How many orgs are remembered before it is looked which of them can be forgotten.
+_IDLE_KEPT = 1_000
+# How many idle orgs are remembered at most, and how many estimates and leases.
+_ORGS_MAX = 100_000
+_ESTIMATES_MAX = 10_000
+_LEASES_MAX = 200_000
+
+
+@dataclass(slots=True)
+class _Org:
+    tag: float
+    weight: float
+    # The shards on which it has ready jobs.
+    shards: set[ShardName] = field(default_factory=set[ShardName])
+    # How many of its jobs are leased.
+    running: int = 0
+
+
+@dataclass(slots=True)
+class _Lease:
+    org: OrgId
+    since_s: float
+    # When it ends if nobody extends it.
+    until_s: float
+    # What was charged for it so far.
+    charged_s: float
+
+
+class Pick(NamedTuple):
+    """Whose job is handed out next, and from where. `charged_s`: what the org was charged for it, an estimate."""
+
+    org: OrgId
+    shard: ShardName
+    charged_s: float
+
+
+class Schedule:
+    """The orgs of one pool. An org may have ready jobs on several shards; `pick` looks only at those that it
+    is given. `weight_of` returns the weight of an org, more than 0."""
+
+    def __init__(self, weight_of: Callable[[OrgId], float] = lambda _: WEIGHT_DEFAULT) -> None:
+        self._weight_of = weight_of
+        self._orgs: dict[OrgId, _Org] = {}
+        self._ready = 0
+        # For each shard the ready orgs by tag. An entry is stale if the org's tag has changed since, or if the org is no
+        # longer ready on this shard.
+        self._heaps: dict[ShardName, list[tuple[float, int, OrgId]]] = {}
+        self._turns = itertools.count()
+        self._leases: dict[Hashable, _Lease] = {}
+        self._estimates: dict[OrgId, float] = {}
+        self._mean_s = _FIRST_ESTIMATE_S
+        self._accrue_from_s = -math.inf
+        # The highest tag that any org had.
+        self._top = 0.0
+        # With more orgs, those at or below the floor are forgotten.
+        self._forget_above = _IDLE_KEPT
+        self.floor = 0.0
+
+    @property
+    def any_ready(self) -> bool:
+        return self._ready > 0
+
+    @property
+    def size(self) -> int:
+        """How many orgs it remembers."""
+        return len(self._orgs)
+
+    def is_ready(self, org: OrgId) -> bool:
+        known = self._orgs.get(org)
+        return known is not None and bool(known.shards)
+
+    def lead(self, org: OrgId) -> float:
+        """Returns how far the org's tag is above the floor, in seconds of virtual time; 0: it is not."""
+        known = self._orgs.get(org)
+        return 0.0 if known is None else max(0.0, known.tag - self.floor)
+
+    def weight(self, org: OrgId) -> float:
+        return self._weight_of(org)
+
+    # ── Ready jobs ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def ready(self, org: OrgId, shard: ShardName) -> None:
+        """The org has ready jobs on this shard."""
+        known = self._orgs.get(org)
+        if known is None:
+            known = self._orgs[org] = _Org(self.floor, self._weight_of(org))
+        if shard in known.shards:
+            return
+        if not known.shards:
+            known.tag = max(known.tag, self.floor)
+            self._ready += 1
+        known.shards.add(shard)
+        self._push(org, known, (shard,))
+
+    def idle(self, org: OrgId, shard: ShardName) -> None:
+        """The org has no more ready jobs on this shard."""
+        known = self._orgs.get(org)
+        if known is None or shard not in known.shards:
+            return
+        known.shards.discard(shard)
+        if not known.shards:
+            self._ready -= 1
+            if not self._ready:
+                # Nobody waits: whoever comes now starts level with all others.
+                self.floor = self._top = max(self._top, self.floor)
+                self._heaps.clear()
+            self._forget()
+
+    def drop_shard(self, shard: ShardName) -> None:
+        """No org has ready jobs on this shard any more, as far as is known."""
+        for org in [org for org, known in self._orgs.items() if shard in known.shards]:
+            self.idle(org, shard)
+        self._heaps.pop(shard, None)
+
+    def pick(self, shards: Iterable[ShardName]) -> Pick | None:
+        """Returns the org whose job is handed out next, and a shard that has it; None: no org has ready jobs on these
+        shards. The org is charged its estimate. Call `began` when the job is handed out, or else `unused`."""
+        best: tuple[float, int, OrgId] | None = None
+        at: ShardName | None = None
+        for shard in shards:
+            first = self._first(shard)
+            if first is not None and (best is None or first < best):
+                best, at = first, shard
+        if best is None or at is None:
+            return None
+        start, _, org = best
+        self.floor = max(self.floor, start)
+        charged_s = self.estimate_s(org)
+        self._charge(org, charged_s)
+        return Pick(org, at, charged_s)
+
+    def unused(self, org: OrgId, charged_s: float) -> None:
+        """Picks of the org found no job: takes their charges back."""
+        self._charge(org, -charged_s)
+
+    # ── Leases ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def estimate_s(self, org: OrgId) -> float:
+        """Returns how long a lease of this org probably lasts."""
+        return self._estimates.get(org, self._mean_s)
+
+    def began(
+        self, org: OrgId, lease: Hashable, *, now_s: float, until_s: float, charged_s: float | None = None
+    ) -> None:
+        """A job of the org was handed out. `until_s`: when its lease ends if nobody extends it. `charged_s`: what the
+        pick of it charged; None: it was not picked, and is charged now."""
+        if charged_s is None:
+            self._orgs.setdefault(org, _Org(self.floor, self._weight_of(org)))
+            charged_s = self.estimate_s(org)
+            self._charge(org, charged_s)
+        known = self._orgs.get(org)
+        if known is not None and len(self._leases) < _LEASES_MAX:
+            known.running += 1
+            self._leases[lease] = _Lease(org, now_s, until_s, charged_s)
+
+    def extended(self, lease: Hashable, *, until_s: float) -> None:
+        """A lease now ends at `until_s`, unless that is earlier than before."""
+        known = self._leases.get(lease)
+        if known is not None:
+            known.until_s = max(known.until_s, until_s)
+
+    def ended(self, lease: Hashable, *, now_s: float) -> None:
+        """A lease has ended: the org is charged for as long as it lasted. Does nothing for a lease that is unknown
+        here, or has ended before."""
+        known = self._leases.pop(lease, None)
+        if known is None:
+            return
+        lasted_s = max(0.0, min(now_s, known.until_s) - known.since_s)
+        org = self._orgs.get(known.org)
+        if org is not None:
+            org.running -= 1
+        self._charge(known.org, lasted_s - known.charged_s)
+        self._measured(known.org, lasted_s)
+
+    def returned(self, lease: Hashable) -> None:
+        """A lease ended before its job reached a worker: the org is charged nothing for it."""
+        known = self._leases.pop(lease, None)
+        if known is not None:
+            org = self._orgs.get(known.org)
+            if org is not None:
+                org.running -= 1
+            self._charge(known.org, -known.charged_s)
+
+    def accrue(self, *, now_s: float) -> None:
+        """Ends leases that have expired, and charges for what others have lasted beyond their estimates. Call it
+        before jobs are handed out: otherwise an org whose jobs suddenly take hours would be noticed only at their end.
+        It looks at the leases some 20 times a second, less often if there are thousands."""
+        if now_s < self._accrue_from_s:
+            return
+        self._accrue_from_s = now_s + max(_ACCRUE_S, len(self._leases) * _ACCRUE_LEASE_S)
+        for lease, known in list(self._leases.items()):
+            if known.until_s <= now_s:
+                self.ended(lease, now_s=now_s)
+            elif (beyond_s := now_s - known.since_s - known.charged_s) > 0:
+                known.charged_s += beyond_s
+                self._charge(known.org, beyond_s)
+
+    def reweigh(self) -> None:
+        """Takes over changed weights, also for orgs that wait already: what an org is ahead of the floor counts by its
+        new weight."""
+        for org, known in self._orgs.items():
+            self._take_weight(org, known)
+
+    # ── The parts ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _charge(self, org: OrgId, seconds: float) -> None:
+        known = self._orgs.get(org)
+        if known is None or not seconds:
+            return
+        known.tag += seconds / known.weight
+        self._top = max(self._top, known.tag)
+        self._push(org, known, known.shards)
+
+    def _take_weight(self, org: OrgId, known: _Org) -> None:
+        weight = self._weight_of(org)
+        if weight != known.weight:
+            ahead = max(0.0, known.tag - self.floor)
+            known.tag += ahead * known.weight / weight - ahead
+            known.weight = weight
+            self._top = max(self._top, known.tag)
+            self._push(org, known, known.shards)
+
+    def _push(self, org: OrgId, known: _Org, shards: Collection[ShardName]) -> None:
+        for shard in shards:
+            heap = self._heaps.setdefault(shard, [])
+            heapq.heappush(heap, (known.tag, next(self._turns), org))
+            if len(heap) > 4 * self._ready + _IDLE_KEPT:
+                fresh = {entry[2]: entry for entry in heap if self._is_fresh(entry, shard)}
+                self._heaps[shard] = list(fresh.values())
+                heapq.heapify(self._heaps[shard])
+
+    def _first(self, shard: ShardName) -> tuple[float, int, OrgId] | None:
+        heap = self._heaps.get(shard)
+        while heap:
+            if self._is_fresh(heap[0], shard):
+                return heap[0]
+            heapq.heappop(heap)
+        return None
+
+    def _is_fresh(self, entry: tuple[float, int, OrgId], shard: ShardName) -> bool:
+        known = self._orgs.get(entry[2])
+        return known is not None and known.tag == entry[0] and shard in known.shards
+
+    def _measured(self, org: OrgId, lasted_s: float) -> None:
+        before_s = self._estimates.pop(org, None)
+        estimate_s = lasted_s if before_s is None else (1 - _NEW_PART) * before_s + _NEW_PART * lasted_s
+        if len(self._estimates) >= _ESTIMATES_MAX:
+            del self._estimates[next(iter(self._estimates))]
+        # The one that was measured most recently comes last.
+        self._estimates[org] = estimate_s
+        self._mean_s = (1 - _NEW_PART) * self._mean_s + _NEW_PART * lasted_s
+
+    def _forget(self) -> None:
+        """Forgets idle orgs at or below the floor. Nothing is lost with them: they would start there again."""
+        if len(self._orgs) <= self._forget_above:
+            return
+        kept = {o: known for o, known in self._orgs.items() if known.shards or known.running or known.tag > self.floor}
+        idle = [org for org, known in kept.items() if not known.shards and not known.running]
+        if len(idle) > _ORGS_MAX:
+            # Those that are least ahead of the floor lose least by it.
+            idle.sort(key=lambda org: kept[org].tag)
+            for org in idle[: len(idle) // 2]:
+                del kept[org]
+        self._orgs = kept
+        self._forget_above = 2 * len(kept) + _IDLE_KEPT

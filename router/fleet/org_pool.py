@@ -1,0 +1,339 @@
+"""A pool: the consumers of this process that take the same queues for all orgs. It decides whose jobs they get
+(router/fair/schedule.py), claims them, and measures how long each org keeps the consumers busy.
+
+One claim at a time runs on each shard, for up to 16 orgs. So a shard that answers slowly delays only the orgs that live
+on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from router.buffer import Account
+from router.codec import fast_write
+from router.codec.fast_write import Delivery
+from router.fair.schedule import Schedule
+from router.fleet.shares import Share, deal
+from router.fleet.waiter import AwaitedQueue, Waiter
+from shard.errors import ShardUnavailable
+from shard.lease_token import lease_of
+from shard.queue.claim import ClaimResult, bytes_most
+from shard.vocabulary import Lease, OrgId, QueueName, ShardName
+
+if TYPE_CHECKING:
+    from router.fleet.shard_handle import ShardHandle
+
+_log = logging.getLogger(__name__)
+
+# What one claim asks for at most. The claim statement reads all lanes of all its orgs for each of them.
+_ORGS_MAX = 16
+_REQUESTS_MAX = 64
+# Ready orgs that are remembered; the walk finds the others when there is room.
+_READY_MAX = 100_000
+# How long an org waits that has no room in the memory of this process, or whose claim has failed.
+_ASIDE_S = 0.1
+
+
+class PoolConsumer(Waiter, Protocol):
+    """A consumer of all orgs, as its pool sees it."""
+
+    def take(self, jobs: Delivery) -> None:
+        """Takes claimed jobs. Its credit has been reduced already."""
+        ...
+
+
+@dataclass(slots=True)
+class _Request:
+    """Jobs of one org that are claimed for one consumer."""
+
+    org: OrgId
+    consumer: PoolConsumer
+    # What the picks of all its jobs charged.
+    charged_s: float
+    jobs: int
+    queues: Collection[QueueName]
+    # The memory that is reserved for the jobs, and the account that holds it.
+    account: Account | None = None
+    reserved: int = 0
+
+
+class OrgPool:
+    """`shards` returns the shards, `reads` the shards that may have jobs of an org, and `weight_of` an org's weight."""
+
+    def __init__(
+        self,
+        queues: Collection[QueueName],
+        *,
+        shards: Callable[[], Mapping[ShardName, ShardHandle]],
+        reads: Callable[[OrgId], Sequence[ShardName]],
+        weight_of: Callable[[OrgId], float],
+    ) -> None:
+        self.queues = queues
+        self.schedule = Schedule(weight_of)
+        self._shards = shards
+        self._reads = reads
+        self._waiting = AwaitedQueue()
+        # The consumers that may have credit and room. The one that was served most recently comes last.
+        self._able: OrderedDict[PoolConsumer, None] = OrderedDict()
+        # The queues that may have ready jobs, by org and shard.
+        self._ready: dict[OrgId, dict[ShardName, set[QueueName]]] = {}
+        # The shards on which a claim runs.
+        self._claiming: set[ShardName] = set()
+        self._woken = asyncio.Event()
+        # Set while nothing is ready and no claim runs.
+        self.quiet = asyncio.Event()
+        self.quiet.set()
+
+    # ── Consumers ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def consumers(self) -> Collection[Waiter]:
+        return self._waiting.waiters.keys()
+
+    def enter(self, consumer: PoolConsumer) -> None:
+        self._waiting.waiters[consumer] = None
+        self.able(consumer)
+
+    def leave(self, consumer: PoolConsumer) -> None:
+        self._waiting.waiters.pop(consumer, None)
+        self._able.pop(consumer, None)
+
+    def able(self, consumer: PoolConsumer) -> None:
+        """The consumer may have credit and room now."""
+        if consumer.credit > 0 and consumer in self._waiting.waiters:
+            self._able[consumer] = None
+            if self.schedule.any_ready:
+                self._wake()
+
+    def deal(self, org: OrgId, sizes: Sequence[int]) -> list[Share]:
+        """Keeps places for new jobs of an org, if no older jobs wait for this pool."""
+        self._waiting.backlog = not self.quiet.is_set()
+        return deal(self._waiting, org, sizes)
+
+    def room(self) -> int:
+        """Returns for how many jobs the consumers have room."""
+        return sum(consumer.credit for consumer in self._able if not consumer.full)
+
+    # ── Leases ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def handed(self, jobs: Delivery, window_us: int) -> None:
+        """An enqueue has leased these jobs to a consumer of the pool."""
+        self._began(jobs.org, jobs.leases(), window_us, charged_s=None)
+
+    def returned(self, jobs: Delivery) -> None:
+        """Jobs are released, because they did not reach their consumer."""
+        for lease in jobs.leases():
+            self.schedule.returned(lease)
+
+    def _began(self, org: OrgId, leases: Iterable[Lease], window_us: int, *, charged_s: float | None) -> None:
+        now_s = asyncio.get_running_loop().time()
+        until_s = now_s + window_us / 1_000_000
+        for lease in leases:
+            self.schedule.began(org, lease, now_s=now_s, until_s=until_s, charged_s=charged_s)
+
+    # ── Ready jobs ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def found(self, shard: ShardName, org: OrgId, queue: QueueName) -> None:
+        """The org may have ready jobs in this queue of the shard."""
+        by_shard = self._ready.get(org)
+        if by_shard is None:
+            if len(self._ready) >= _READY_MAX:
+                return
+            by_shard = self._ready[org] = {}
+        by_shard.setdefault(shard, set()).add(queue)
+        self.schedule.ready(org, shard)
+        self._wake()
+
+    def lost(self, shard: ShardName) -> None:
+        """The shard does not answer. Its orgs are found again when it does."""
+        for org, by_shard in list(self._ready.items()):
+            by_shard.pop(shard, None)
+            if not by_shard:
+                del self._ready[org]
+        self.schedule.drop_shard(shard)
+
+    def _take_queues(self, org: OrgId, shard: ShardName) -> set[QueueName]:
+        """Returns the queues of an org that may have ready jobs on a shard, and forgets that they have."""
+        by_shard = self._ready.get(org, {})
+        queues = by_shard.pop(shard, set())
+        if not by_shard:
+            self._ready.pop(org, None)
+        return queues
+
+    def _is_found(self, org: OrgId, shard: ShardName) -> bool:
+        return shard in self._ready.get(org, ())
+
+    # ── Claims ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def wake(self) -> None:
+        """Something has changed that may let jobs be handed out."""
+        self._wake()
+
+    def _wake(self) -> None:
+        self.quiet.clear()
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Hands jobs out until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._woken.wait()
+                self._woken.clear()
+                for shard, requests in self._pick().items():
+                    self._claiming.add(shard)
+                    group.create_task(self._claim(self._shards()[shard], requests))
+                if not self._claiming and not self.schedule.any_ready:
+                    self.quiet.set()
+
+    def _pick(self) -> dict[ShardName, list[_Request]]:
+        """Decides whose jobs are claimed now, and for which consumers."""
+        self.schedule.accrue(now_s=asyncio.get_running_loop().time())
+        shards = {
+            name
+            for name, member in self._shards().items()
+            if name not in self._claiming and member.up.is_set() and member.room.gives
+        }
+        picked: dict[ShardName, dict[tuple[OrgId, PoolConsumer], _Request]] = {}
+        taken: dict[tuple[OrgId, ShardName], set[QueueName]] = {}
+        orgs: dict[ShardName, set[OrgId]] = {}
+        while shards and (consumer := self._next_consumer()) is not None:
+            pick = self.schedule.pick(shards)
+            if pick is None:
+                break
+            org, shard, charged_s = pick
+            requests, here = picked.setdefault(shard, {}), orgs.setdefault(shard, set())
+            full = len(requests) >= _REQUESTS_MAX or (len(here) >= _ORGS_MAX and org not in here)
+            if full or shard not in self._reads(org):
+                self.schedule.unused(org, charged_s)
+                if full:
+                    shards.discard(shard)
+                else:
+                    # It has moved away, and left strays at most.
+                    self._take_queues(org, shard)
+                    self.schedule.idle(org, shard)
+                continue
+            if (org, shard) not in taken:
+                taken[org, shard] = self._take_queues(org, shard)
+            here.add(org)
+            consumer.credit -= 1
+            self._able.move_to_end(consumer)
+            request = requests.get((org, consumer))
+            if request is None:
+                request = requests[org, consumer] = _Request(org, consumer, 0.0, 0, taken[org, shard])
+            request.jobs += 1
+            request.charged_s += charged_s
+        return {shard: affordable for shard, of in picked.items() if (affordable := self._reserve(shard, of.values()))}
+
+    def _next_consumer(self) -> PoolConsumer | None:
+        while self._able:
+            consumer = next(iter(self._able))
+            if consumer.credit > 0 and not consumer.full:
+                return consumer
+            del self._able[consumer]
+        return None
+
+    def _reserve(self, shard: ShardName, requests: Iterable[_Request]) -> list[_Request]:
+        """Reserves the memory that the jobs may take, of their orgs' shares, before they are leased. An org that has no
+        room waits for a moment; the others go on."""
+        reserved: list[_Request] = []
+        for request in requests:
+            size, account = bytes_most(request.jobs), request.consumer.account_of(request.org)
+            if account.take_in_turn(size, shard=shard):
+                request.account, request.reserved = account, size
+                reserved.append(request)
+            else:
+                self._give_back(request, 0)
+                self._set_aside(request.org, shard, request.queues)
+        return reserved
+
+    def _give_back(self, request: _Request, got: int) -> None:
+        """Returns the credit and the charges of picks for which no job came."""
+        missing = request.jobs - got
+        consumer = request.consumer
+        if missing:
+            self.schedule.unused(request.org, request.charged_s * missing / request.jobs)
+        consumer.credit += missing
+        self.able(consumer)
+
+    def _set_aside(self, org: OrgId, shard: ShardName, queues: Collection[QueueName]) -> None:
+        """Tries an org again in a moment."""
+
+        def again() -> None:
+            for queue in queues:
+                self.found(shard, org, queue)
+
+        if not self._is_found(org, shard):
+            self.schedule.idle(org, shard)
+        asyncio.get_running_loop().call_later(_ASIDE_S, again)
+
+    async def _claim(self, member: ShardHandle, requests: Sequence[_Request]) -> None:
+        shard = member.name
+        try:
+            results = await asyncio.gather(
+                *(
+                    member.store.claim(
+                        request.org,
+                        list(request.queues),
+                        max_jobs=request.jobs,
+                        window_us=request.consumer.window_us,
+                        worker=request.consumer.worker,
+                    )
+                    for request in requests
+                ),
+                return_exceptions=True,
+            )
+            self._claimed(member, requests, results)
+        finally:
+            self._claiming.discard(shard)
+            for request in requests:
+                if request.account is not None:
+                    request.account.give_back(request.reserved, shard=shard)
+            self._wake()
+
+    def _claimed(
+        self, member: ShardHandle, requests: Sequence[_Request], results: Sequence[ClaimResult | BaseException]
+    ) -> None:
+        """Delivers what came, and takes back what did not."""
+        shard = member.name
+        # By org: whether its queues may have more jobs.
+        more: dict[OrgId, bool] = {}
+        away = False
+        for request, result in zip(requests, results, strict=True):
+            got = 0
+            if isinstance(result, ClaimResult):
+                got = len(result.jobs)
+                is_more = result.cut or got == request.jobs
+                more[request.org] = more.get(request.org, True) and is_more
+                if got:
+                    self._deliver(member, request, result)
+            elif isinstance(result, ShardUnavailable):
+                away = True
+            else:
+                _log.warning("could not claim jobs of org %r on shard %r: %s", request.org, shard, result)
+                self._set_aside(request.org, shard, request.queues)
+            self._give_back(request, got)
+        if away:
+            self.lost(shard)
+            member.ready_orgs.walk_again()
+        queues = {request.org: request.queues for request in requests}
+        for org, is_more in more.items():
+            if is_more and not away:
+                for queue in queues[org]:
+                    self.found(shard, org, queue)
+            elif not is_more:
+                member.ready_orgs.emptied(org, queues[org])
+            if not self._is_found(org, shard):
+                self.schedule.idle(org, shard)
+
+    def _deliver(self, member: ShardHandle, request: _Request, result: ClaimResult) -> None:
+        leases = [lease_of(job.id, job.lease) for job in result.jobs]
+        charged_s = request.charged_s / request.jobs
+        self._began(request.org, leases, request.consumer.window_us, charged_s=charged_s)
+        delivery = fast_write.claimed(member.store, request.org, result.jobs, names_org=True)
+        request.consumer.account_of(request.org).hold(delivery.bytes)
+        request.consumer.take(delivery)

@@ -1,0 +1,166 @@
+"""The pools of this process: consumers that take jobs of all orgs (router/fleet/org_pool.py), by the queues that they
+take."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from router.fair.schedule import WEIGHT_DEFAULT
+from router.fleet.org_pool import OrgPool, PoolConsumer
+from router.fleet.shares import Share
+from router.fleet.waiter import Waiter
+from shard.admin.weights import Weights
+from shard.vocabulary import Lease, OrgId, QueueName, ShardName
+
+if TYPE_CHECKING:
+    from router.fleet.shard_handle import ShardHandle
+
+# How long a pool stays after its last consumer: streams end from time to time, and their consumers come again.
+_KEPT_S = 60.0
+
+
+class OrgPools:
+    """`shards` returns the shards, and `reads` the shards that may have jobs of an org. Call `start` before consumers
+    enter."""
+
+    def __init__(
+        self, shards: Callable[[], Mapping[ShardName, ShardHandle]], reads: Callable[[OrgId], Sequence[ShardName]]
+    ) -> None:
+        self._shards = shards
+        self._reads = reads
+        self._group: asyncio.TaskGroup | None = None
+        self._pools: dict[tuple[QueueName, ...], OrgPool] = {}
+        self._by_queue: dict[QueueName, list[OrgPool]] = {}
+        self.weights = Weights(0, {})
+
+    def start(self, group: asyncio.TaskGroup) -> None:
+        """Pools run in this group from now on."""
+        self._group = group
+
+    # ── Consumers ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def any(self) -> bool:
+        """Whether anybody takes jobs of all orgs."""
+        return bool(self._pools)
+
+    @property
+    def queues(self) -> list[QueueName]:
+        """The queues that are taken for all orgs."""
+        return list(self._by_queue)
+
+    def serves(self, queue: QueueName) -> bool:
+        return queue in self._by_queue
+
+    def enter(self, consumer: PoolConsumer) -> OrgPool:
+        """Adds a consumer to the pool of its queues."""
+        key = tuple(sorted(consumer.queues))
+        pool = self._pools.get(key)
+        if pool is None:
+            assert self._group is not None
+            pool = self._pools[key] = OrgPool(
+                key,
+                shards=self._shards,
+                reads=self._reads,
+                weight_of=lambda org: self.weights.of.get(org, WEIGHT_DEFAULT),
+            )
+            for queue in key:
+                self._by_queue.setdefault(queue, []).append(pool)
+            task = self._group.create_task(pool.run())
+            asyncio.get_running_loop().call_later(_KEPT_S, self._end_unused, key, task)
+        for member in self._shards().values():
+            member.ready_orgs.serve(key)
+            member.store.consumers_seen.note(None, key, consumer.kinds)
+        pool.enter(consumer)
+        return pool
+
+    def _end_unused(self, key: tuple[QueueName, ...], task: asyncio.Task[None]) -> None:
+        pool = self._pools[key]
+        if pool.consumers and not task.done():
+            asyncio.get_running_loop().call_later(_KEPT_S, self._end_unused, key, task)
+            return
+        task.cancel()
+        del self._pools[key]
+        for queue in key:
+            self._by_queue[queue].remove(pool)
+            if not self._by_queue[queue]:
+                del self._by_queue[queue]
+                for member in self._shards().values():
+                    member.ready_orgs.leave([queue])
+
+    def waiters(self, queue: QueueName) -> Iterator[Waiter]:
+        """Returns the consumers that take this queue for all orgs."""
+        for pool in self._by_queue.get(queue, ()):
+            yield from pool.consumers
+
+    def note(self, member: ShardHandle) -> None:
+        """Notes all consumers as being there (shard/queue/consumers_seen.py)."""
+        for pool in self._pools.values():
+            for consumer in pool.consumers:
+                member.store.consumers_seen.note(None, consumer.queues, consumer.kinds)
+
+    # ── Jobs ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def found(self, shard: ShardName, org: OrgId, queue: QueueName) -> None:
+        """The org may have ready jobs in this queue of the shard."""
+        for pool in self._by_queue.get(queue, ()):
+            pool.found(shard, org, queue)
+
+    def room(self, queue: QueueName) -> int:
+        """Returns for how many jobs of this queue consumers of all orgs have room."""
+        return sum(pool.room() for pool in self._by_queue.get(queue, ()))
+
+    def deal(self, org: OrgId, queue: QueueName, sizes: Sequence[int]) -> list[Share]:
+        """Keeps places for new jobs with payloads of these sizes: see router.fleet.shares."""
+        shares: list[Share] = []
+        dealt = 0
+        for pool in self._by_queue.get(queue, ()):
+            if dealt < len(sizes):
+                more = pool.deal(org, sizes[dealt:])
+                dealt += sum(share.count for share in more)
+                shares += more
+        return shares
+
+    def ended(self, leases: Iterable[Lease]) -> None:
+        """These leases have ended, if they were of a pool."""
+        now_s = asyncio.get_running_loop().time()
+        for lease in leases:
+            for pool in self._pools.values():
+                pool.schedule.ended(lease, now_s=now_s)
+
+    def extended(self, leases: Iterable[Lease], *, window_us: int) -> None:
+        """These leases now last for this long, if they are of a pool."""
+        until_s = asyncio.get_running_loop().time() + window_us / 1_000_000
+        for lease in leases:
+            for pool in self._pools.values():
+                pool.schedule.extended(lease, until_s=until_s)
+
+    def lost(self, shard: ShardName) -> None:
+        """The shard is not used any more, or does not answer."""
+        for pool in self._pools.values():
+            pool.lost(shard)
+
+    def wake(self) -> None:
+        """Shards, or where orgs live, have changed."""
+        for pool in self._pools.values():
+            pool.wake()
+
+    # ── Shares ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def reweigh(self, weights: Weights) -> None:
+        """Puts these weights in force. An org that is not named has the weight 1."""
+        self.weights = weights
+        for pool in self._pools.values():
+            pool.schedule.reweigh()
+            pool.wake()
+
+    def ahead(self, org: OrgId, queue: QueueName) -> tuple[float, float] | None:
+        """Returns how far the tag of an org is above the floor (s), and the org's weight, if it has ready jobs that
+        wait for that reason; None: they do not."""
+        for pool in self._by_queue.get(queue, ()):
+            lead_s = pool.schedule.lead(org)
+            if pool.schedule.is_ready(org) and lead_s > 0:
+                return lead_s, pool.schedule.weight(org)
+        return None

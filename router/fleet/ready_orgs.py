@@ -1,0 +1,270 @@
+"""Finds the orgs that have ready jobs in queues which consumers of this process take for all orgs, on one shard. This
+is only a set of hints (I7), like the wait room's; what they are wrong about, a claim and the sweep correct.
+
+Nothing is written for them. New jobs are known from the enqueues of this process and from the doorbells of other
+routers, which ring anyway; a probe says when jobs fall due later. A walk over the ready index finds what was there
+before, once; after that each sweep walks on from where the last one ended, for some milliseconds, and so finds every
+lost hint. While nobody takes jobs of all orgs, nothing of this runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from shard.errors import ShardError
+from shard.queue.queue_walk import Found, name_id_of
+from shard.queue.store import Store
+from shard.vocabulary import Micros, OrgId, QueueId, QueueName
+
+_log = logging.getLogger(__name__)
+
+# Queues of one statement of a walk. One takes about 5 ms.
+_STEP_QUEUES = 500
+# For how long the statements of one sweep may walk in all.
+_SWEEP_S = 0.060
+# The pause after probes; queues that come meanwhile go with the next one. And after a failure.
+_PAUSE_S = 0.010
+_FAILED_PAUSE_S = 0.5
+# Jobs that fall due later than after so many sweeps are not remembered: a later sweep finds them in time.
+_SOON_SWEEPS = 3
+# With more queues to probe, or with more that fall due soon, the walk begins again instead.
+_QUEUES_MAX = 100_000
+
+
+@dataclass(slots=True)
+class _Name:
+    """A queue name that is taken for all orgs."""
+
+    # None: no queue of the shard has this name yet, as far as is known.
+    name_id: int | None = None
+    # Where its walk goes on. None: at the beginning.
+    after: QueueId | None = None
+    # Whether a walk has come to the end since this name is taken, and since the shard is there.
+    walked: bool = False
+    walk_began_s: float = 0.0
+    # How long the last walk took from one end to the other.
+    cycle_s: float = 0.0
+
+
+class ReadyOrgs:
+    """`on_ready` is called with an org and a queue that may have ready jobs. Its owner runs `run`
+    while the shard is up, and calls `sweep` every `sweep_s` seconds."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        sweep_s: float,
+        on_ready: Callable[[OrgId, QueueName], None],
+    ) -> None:
+        self._store = store
+        self._soon_s = _SOON_SWEEPS * sweep_s
+        self._on_ready = on_ready
+        self._names: dict[QueueName, _Name] = {}
+        self._by_name_id: dict[int, QueueName] = {}
+        # Ids of queue names that a doorbell has named and that nobody here takes.
+        self._others: set[int] = set()
+        self._find_names = False
+        self._to_probe: set[QueueId] = set()
+        # Queues whose next job is due soon, and when, by the event loop's clock. An entry of the heap counts if it is
+        # the queue's entry in `_due_s`.
+        self._due_s: dict[QueueId, float] = {}
+        self._dues: list[tuple[float, QueueId]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._has_work = asyncio.Event()
+
+    # ── What is taken for all orgs ───────────────────────────────────────────────────────────────────────────────────
+
+    def serve(self, queues: Iterable[QueueName]) -> None:
+        """Finds the orgs of these queues from now on."""
+        for queue in queues:
+            self._names.setdefault(queue, _Name())
+        self._find_names = True
+        self._has_work.set()
+
+    def leave(self, queues: Iterable[QueueName]) -> None:
+        """Nobody takes these queues for all orgs any more."""
+        for queue in queues:
+            name = self._names.pop(queue, None)
+            if name is not None and name.name_id is not None:
+                self._by_name_id.pop(name.name_id, None)
+                self._others.add(name.name_id)
+
+    def walk_again(self) -> None:
+        """Hints may have been lost: walks over all queues from the beginning."""
+        for name in self._names.values():
+            name.after, name.walked = None, False
+        self._find_names = bool(self._names)
+        self._others.clear()
+        if self._names:
+            self._has_work.set()
+
+    # ── Hints ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def rang(self, numbers: Collection[QueueId] | None) -> None:
+        """These queues may have new jobs, now or later. None: any queue may."""
+        if not self._names:
+            return
+        if numbers is None:
+            self.walk_again()
+            return
+        for number in numbers:
+            name_id = name_id_of(number)
+            if name_id in self._by_name_id:
+                self._to_probe.add(number)
+            elif name_id not in self._others:
+                if len(self._others) >= _QUEUES_MAX:
+                    self._others.clear()
+                self._others.add(name_id)
+                if any(name.name_id is None for name in self._names.values()):
+                    # It may be the first queue of a name that is taken here.
+                    self._find_names = True
+        if len(self._to_probe) > _QUEUES_MAX:
+            self._to_probe.clear()
+            self.walk_again()
+        elif self._to_probe or self._find_names:
+            self._has_work.set()
+
+    def stored(self, org: OrgId, queue: QueueName, *, later: bool) -> None:
+        """This process has stored jobs of a queue that is taken for all orgs. `later`: some may be due later."""
+        numbers = self._store.names.known(org, [queue])
+        if later and numbers:
+            self.rang(numbers)
+        else:
+            self._on_ready(org, queue)
+
+    def emptied(self, org: OrgId, queues: Iterable[QueueName]) -> None:
+        """A claim has found no more ready jobs in these queues: finds out when the next ones are due."""
+        numbers = self._store.names.known(org, list(queues))
+        self._store.emptied(numbers)
+        self.rang(numbers)
+
+    # ── Looking ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def run(self) -> None:
+        """Looks for what the hints name until cancelled."""
+        self.walk_again()
+        try:
+            while True:
+                await self._has_work.wait()
+                self._has_work.clear()
+                pause_s = _PAUSE_S
+                try:
+                    await self._find()
+                except ShardError:
+                    # What the hints said is lost. When the shard answers again, the walk finds it.
+                    self.walk_again()
+                    pause_s = _FAILED_PAUSE_S
+                except Exception:  # noqa: BLE001 - an error of one shard must not end this router
+                    _log.exception("could not look for orgs with ready jobs on shard %r", self._store.name)
+                    pause_s = _FAILED_PAUSE_S
+                await asyncio.sleep(pause_s)
+        finally:
+            self._to_probe.clear()
+            self._due_s.clear()
+            self._dues.clear()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    async def _find(self) -> None:
+        if self._find_names:
+            self._find_names = False
+            await self._name()
+        if self._to_probe:
+            numbers, self._to_probe = self._to_probe, set()
+            await self._probe(numbers)
+        for queue, name in list(self._names.items()):
+            if not name.walked and name.name_id is not None:
+                await self._step(queue, name)
+                if not name.walked:
+                    self._has_work.set()
+
+    async def _name(self) -> None:
+        unknown = [queue for queue, name in self._names.items() if name.name_id is None]
+        if unknown:
+            for queue, name_id in (await self._store.walk.name_ids(unknown)).items():
+                if (name := self._names.get(queue)) is not None:
+                    name.name_id = name_id
+                    self._by_name_id[name_id] = queue
+                    self._others.discard(name_id)
+                    # A queue of it had jobs before its name was known here.
+                    name.walked = False
+
+    async def _probe(self, numbers: Collection[QueueId]) -> None:
+        due = await self._store.probe(numbers)
+        names = await self._store.names.names_of(due.first.keys())
+        self._expect(due.now, [Found(number, names[number][0], due.first[number]) for number in names])
+
+    async def sweep(self) -> None:
+        """Walks on, and finds what every hint has missed. Raises ShardUnavailable."""
+        names = [(queue, name) for queue, name in self._names.items() if name.walked]
+        if any(name.name_id is None for name in self._names.values()):
+            self._find_names = True
+            self._has_work.set()
+        clock = asyncio.get_running_loop().time
+        for queue, name in names:
+            until_s = clock() + _SWEEP_S / len(names)
+            while name.name_id is not None and name.walked:
+                await self._step(queue, name)
+                if name.after is None or clock() > until_s:
+                    break
+
+    async def _step(self, queue: QueueName, name: _Name) -> None:
+        """Makes the next step of a walk."""
+        assert name.name_id is not None
+        clock = asyncio.get_running_loop().time
+        if name.after is None:
+            name.walk_began_s = clock()
+        walked = await self._store.walk.walk(queue, name.name_id, after=name.after, queues_max=_STEP_QUEUES)
+        self._expect(walked.now, walked.found)
+        name.after = walked.after
+        if walked.after is None:
+            name.cycle_s = clock() - name.walk_began_s
+            name.walked = True
+
+    def _expect(self, now: Micros, found: Iterable[Found]) -> None:
+        """Reports the queues with ready jobs, and remembers those with jobs that fall due soon."""
+        now_s = asyncio.get_running_loop().time()
+        for queue_id, org, first_us in found:
+            queue = self._by_name_id.get(name_id_of(queue_id))
+            if first_us is None or queue is None:
+                continue
+            # Both times are by the shard's clock: only their difference is used with this machine's clock.
+            left_s = (first_us - now) / 1_000_000
+            if left_s <= 0:
+                self._due_s.pop(queue_id, None)
+                self._on_ready(org, queue)
+            elif left_s <= self._soon_s + 2 * self._names[queue].cycle_s and len(self._due_s) < _QUEUES_MAX:
+                self._due_s[queue_id] = now_s + left_s
+                heapq.heappush(self._dues, (now_s + left_s, queue_id))
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if len(self._dues) > 2 * len(self._due_s) + 1000:
+            self._dues = [(due_s, number) for number, due_s in self._due_s.items()]
+            heapq.heapify(self._dues)
+        while self._dues and self._due_s.get(self._dues[0][1]) != self._dues[0][0]:
+            heapq.heappop(self._dues)
+        if self._dues:
+            self._timer = asyncio.get_running_loop().call_at(self._dues[0][0], self._fall_due)
+
+    def _fall_due(self) -> None:
+        self._timer = None
+        now_s = asyncio.get_running_loop().time()
+        fallen: set[QueueId] = set()
+        while self._dues and self._dues[0][0] <= now_s:
+            due_s, number = heapq.heappop(self._dues)
+            if self._due_s.get(number) == due_s:
+                del self._due_s[number]
+                fallen.add(number)
+        # A probe, because its answer names the org.
+        self.rang(fallen)
+        self._set_timer()

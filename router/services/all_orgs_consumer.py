@@ -1,0 +1,114 @@
+"""A consumer of all orgs. It claims nothing itself: its pool decides whose jobs it gets (router/fleet/org_pool.py)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from router.buffer import Account
+from router.codec.fast_write import Delivery
+from router.fleet.fleet import Fleet
+from router.fleet.org_pool import OrgPool
+from router.services.consumer import Receiver
+from shard.vocabulary import OrgId, QueueName
+
+# The waiter protocol wants an org; jobs of all orgs are of none.
+_NO_ORG = OrgId("")
+
+
+class AllOrgsConsumer:
+    """Takes jobs of all orgs for one receiver while `serve` runs, as Consumer does for one org. `account` is the
+    receiver's own; received jobs are held by accounts of their orgs, so that no org can fill the memory with them."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        receiver: Receiver,
+        account: Account,
+        *,
+        queues: Sequence[QueueName],
+        worker: str,
+        window_us: int,
+        kinds: Sequence[str] = (),
+        credit: int = 0,
+    ) -> None:
+        self.org = _NO_ORG
+        self.queues = queues
+        self.kinds = kinds
+        self.worker = worker
+        self.window_us = window_us
+        self.credit = credit
+        self.account = account
+        self.idle = True
+        self.promised = False
+        self._pools = fleet.pools
+        self._receiver = receiver
+        self._pool: OrgPool | None = None
+        self._closed = False
+
+    @property
+    def all_orgs(self) -> bool:
+        return True
+
+    @property
+    def takes_once(self) -> bool:
+        return False
+
+    @property
+    def full(self) -> bool:
+        return self._receiver.is_full()
+
+    @property
+    def looking(self) -> bool:
+        return False
+
+    def account_of(self, org: OrgId) -> Account:
+        return self.account.of(org)
+
+    async def serve(self) -> None:
+        """Gets jobs until cancelled."""
+        self._pool = self._pools.enter(self)
+        await asyncio.Event().wait()
+
+    def add_credit(self, jobs: int) -> None:
+        self.credit += jobs
+        self.wake()
+
+    def wake(self) -> None:
+        if self._pool is not None and not self._closed:
+            self._pool.able(self)
+
+    def give(self, jobs: Delivery) -> None:
+        if self._pool is not None:
+            self._pool.handed(jobs, self.window_us)
+        self.take(jobs)
+
+    def take(self, jobs: Delivery) -> None:
+        if self._closed:
+            self.release(jobs)
+            return
+        self._receiver.receive(jobs)
+
+    def sent(self, jobs: Sequence[Delivery], count: int) -> None:
+        """The client has these jobs, `count` bytes."""
+        for delivery in jobs:
+            self.account_of(delivery.org).give_back(delivery.bytes)
+        self.wake()
+
+    def take_back(self, jobs: Delivery) -> None:
+        """Releases jobs that were not sent, and gets their credit back."""
+        self.release(jobs)
+        self.add_credit(len(jobs.ids))
+
+    def release(self, jobs: Delivery) -> None:
+        """Releases the leases of jobs that were not sent. Their attempts do not count, and their orgs pay nothing."""
+        jobs.store.release_soon(jobs.org, jobs.leases())
+        if self._pool is not None:
+            self._pool.returned(jobs)
+        self.account_of(jobs.org).give_back(jobs.bytes)
+
+    def close(self) -> None:
+        self._closed = True
+        self.idle = False
+        if self._pool is not None:
+            self._pool.leave(self)

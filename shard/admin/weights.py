@@ -1,0 +1,36 @@
+"""The weights of orgs in the catalog: how they are set and read. `database` is always the catalog's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from shard.admin import statements
+from shard.errors import TooManyWeights
+from shard.postgres.pool import Database
+from shard.vocabulary import OrgId
+
+# Routers read all weights when one has changed.
+WEIGHTS_MAX = 10_000
+# The weight of an org that has none of its own.
+WEIGHT_DEFAULT = 1.0
+
+
+class Weights(NamedTuple):
+    """The weights of a cluster, as of a version: of the orgs that have another one than 1, by name."""
+
+    version: int
+    of: Mapping[OrgId, float]
+
+
+async def set_weight(database: Database, org: OrgId, weight: float) -> None:
+    """Sets the weight of an org, 0.001 to 1,000; 1 removes it. Raises TooManyWeights."""
+    parameters = {"org": org, "weight": None if weight == WEIGHT_DEFAULT else weight, "weights_max": WEIGHTS_MAX}
+    if not await database.run(statements.SET_WEIGHT, parameters):
+        raise TooManyWeights(weights_max=WEIGHTS_MAX)
+
+
+async def read(database: Database) -> Weights:
+    """Returns all weights."""
+    rows = await database.run(statements.READ_WEIGHTS, {})
+    return Weights(rows[0][0], {org: weight for _, org, weight in rows if org is not None})

@@ -1,0 +1,5 @@
+-- Returns the orgs and names of those of these queues that exist.
+SELECT n.queue_id, q.org, q.queue
+FROM unnest(%(queue_ids)s::bigint[]) AS n (queue_id)
+-- OFFSET 0 fence: finds the queue by its id, as in claim.sql.
+CROSS JOIN LATERAL (SELECT q.org, q.queue FROM windrow.queue q WHERE q.queue_id = n.queue_id OFFSET 0) q

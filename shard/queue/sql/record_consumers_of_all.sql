@@ -1,0 +1,17 @@
+-- Records that consumers look for jobs of these queues of all orgs, as record_consumers.sql does. Their rows have the id that
+-- a queue of the org 0 would have; no org has this number.
+INSERT INTO windrow.consumer_seen (queue_id, kind, at)
+SELECT DISTINCT q.queue_id, CASE WHEN q.seen_at IS NULL AND q.kinds >= 100 THEN '' ELSE n.kind END, now()
+FROM unnest(%(queues)s::text[], %(kinds)s::text[]) AS n (queue, kind)
+-- OFFSET 0 fence: finds the name by its text, never by a scan of all names.
+CROSS JOIN LATERAL (
+    SELECT
+        every.queue_id,
+        (SELECT s.at FROM windrow.consumer_seen s WHERE s.queue_id = every.queue_id AND s.kind = n.kind) AS seen_at,
+        (SELECT count(*) FROM windrow.consumer_seen s WHERE s.queue_id = every.queue_id) AS kinds
+    FROM (SELECT w.name_id::bigint << 32 AS queue_id FROM windrow.queue_name w WHERE w.queue = n.queue OFFSET 0) every
+    OFFSET 0
+) q
+WHERE q.seen_at IS NULL OR q.seen_at < now() - interval '45 s'
+ORDER BY 1, 2
+ON CONFLICT (queue_id, kind) DO UPDATE SET at = excluded.at

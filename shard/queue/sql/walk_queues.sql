@@ -1,0 +1,54 @@
+-- Returns the first `queues` queues with live jobs whose ids are from `first` to `last`, by id: all orgs' queues of one
+-- name are such a range. Each comes with its org, whether it gives jobs, and when its first job is or becomes visible, from
+-- the beginning of time, so that this also finds jobs that committed late (I7). Steps in the ready index from each queue
+-- to the next one, and from each lane of a queue to the next one, as sweep.sql does: however many jobs there are.
+SELECT now() AS now, head.queue_id, q.org, q.gives_jobs, first.visible_at
+FROM (
+    WITH RECURSIVE step AS (
+        (
+            SELECT j.queue_id
+            FROM windrow.job j
+            WHERE j.queue_id BETWEEN %(first)s::bigint AND %(last)s::bigint
+            ORDER BY j.queue_id
+            LIMIT 1
+        )
+        UNION ALL
+        SELECT next.queue_id
+        FROM step
+        CROSS JOIN LATERAL (
+            SELECT j.queue_id
+            FROM windrow.job j
+            WHERE j.queue_id > step.queue_id AND j.queue_id <= %(last)s::bigint
+            ORDER BY j.queue_id
+            LIMIT 1
+        ) next
+    )
+    -- The recursion ends with the last row that is asked for.
+    SELECT step.queue_id FROM step LIMIT %(queues)s::bigint
+) head
+-- OFFSET 0 fence: finds the queue by its id, as in claim.sql.
+LEFT JOIN LATERAL (
+    SELECT q.org, {{gives_jobs(q)}} AS gives_jobs FROM windrow.queue q WHERE q.queue_id = head.queue_id OFFSET 0
+) q ON true
+CROSS JOIN LATERAL (
+    WITH RECURSIVE lane AS (
+        (
+            SELECT j.priority, j.visible_at
+            FROM windrow.job j
+            WHERE j.queue_id = head.queue_id
+            ORDER BY j.priority, j.visible_at
+            LIMIT 1
+        )
+        UNION ALL
+        SELECT next.priority, next.visible_at
+        FROM lane
+        CROSS JOIN LATERAL (
+            SELECT j.priority, j.visible_at
+            FROM windrow.job j
+            WHERE j.queue_id = head.queue_id AND j.priority > lane.priority
+            ORDER BY j.priority, j.visible_at
+            LIMIT 1
+        ) next
+    )
+    SELECT min(lane.visible_at) AS visible_at FROM lane
+) first

@@ -1,0 +1,14 @@
+"""Pools of consumers of all orgs, for tests."""
+
+from __future__ import annotations
+
+from router.fleet.org_pools import OrgPools
+from router.fleet.ready_orgs import ReadyOrgs
+from shard.queue.store import Store
+
+
+def no_pools(store: Store) -> tuple[OrgPools, ReadyOrgs]:
+    """What a wait room needs where nobody takes jobs of all orgs."""
+    pools = OrgPools(shards=dict, reads=lambda _: ())
+    ready = ReadyOrgs(store, sweep_s=3600.0, on_ready=lambda _org, _queue: None)
+    return pools, ready
