@@ -8,8 +8,8 @@ from bench.scenario import Scenario
 from bench.scenarios import (
     archive,
     depth,
-    groups,
     fair,
+    groups,
     hostile,
     idle,
     latency,

@@ -261,6 +261,8 @@ class BadSchedule(ShardError):
         super().__init__(f"{field}: {description}")
         self.field = field
         self.description = description
+
+
 class TooManyWeights(ShardError):
     def __init__(self, *, weights_max: int) -> None:
         super().__init__(f"{weights_max:,} orgs have a weight, and no more may: set some of them back to 1")

@@ -12,8 +12,8 @@ from router.fleet.end_waits import EndWaits
 from router.fleet.handover import Handovers
 from router.fleet.org_pools import OrgPools
 from router.fleet.periodic import attempt, every
-from router.fleet.schedules import Scheduler
 from router.fleet.ready_orgs import ReadyOrgs
+from router.fleet.schedules import Scheduler
 from router.fleet.siblings.frame import QueueKey
 from router.fleet.siblings.siblings import Siblings
 from router.fleet.wait_room import WaitRoom
