@@ -28,13 +28,15 @@ _PAUSE_S = 1.0
 _UNDECIDED_S = 0.1
 # For how long it is believed what other shards have answered about a job.
 _KNOWN_S = 2.0
+# While no schedule sleeps with a time, the shard is asked this often. Whoever creates one looks at once.
+_NONE_S = 10.0
 _REASON = "replaced by the next run of its schedule"
 
 
 class Scheduler:
     """`may_fire`: whether the shard's state lets it store jobs. `elsewhere`: the other shards that may have live jobs
     of an org; None: not known now. While no schedule is due, the shard is asked every `sweep_s` seconds for the
-    earliest one: a read of one index entry."""
+    earliest one, and more rarely if there is none: a read of one index entry."""
 
     def __init__(
         self,
@@ -89,7 +91,9 @@ class Scheduler:
             if not is_more:
                 wake = await self._firing.next_wake()
                 # Both are times of the shard's clock: only their difference is used here.
-                left_s = self._sweep_s if wake.at is None else (wake.at - wake.now) / 1_000_000
+                if wake.at is None:
+                    return _NONE_S * random.uniform(0.9, 1.1)
+                left_s = (wake.at - wake.now) / 1_000_000
                 if left_s > 0:
                     return min(left_s, self._sweep_s * random.uniform(0.9, 1.1))
             loop = asyncio.get_running_loop()

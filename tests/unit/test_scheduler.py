@@ -36,6 +36,7 @@ class Shard:
         self.cancelled: list[JobId] = []
         self.asleep = asyncio.Event()
         self.failures = 0
+        self.postponed = False
 
     async def next_wake(self) -> Wake:
         self.looks += 1
@@ -43,8 +44,9 @@ class Shard:
             self.failures -= 1
             raise ShardUnavailable(self.name, "as the test wants")
         due = not self.told or self.needed is not None
-        if due and self.told and self.looks % 2:
+        if due and self.told and not self.postponed:
             # The schedule that waits is looked at again in a moment.
+            self.postponed = True
             return Wake(Micros(0), Micros(1_000))
         if not due:
             self.asleep.set()
