@@ -1,5 +1,6 @@
-"""Compares groups with k = 1 with a model, for any order of calls that Hypothesis generates, through two routers: a claim
-gets exactly the first job of each group, and only if that job is ready. No sweep runs, so nothing repairs a group."""
+"""Compares groups with k = 1 with a model, for any order of calls that Hypothesis generates, through two routers: a
+claim gets exactly the first job of each group, and only if that job is ready. No sweep runs, so nothing repairs a
+group."""
 
 from __future__ import annotations
 
