@@ -38,6 +38,8 @@ async def make_due(database: Database, org: OrgId) -> int:
         b"""
         UPDATE windrow.job j SET visible_at = now(), run_at = now() FROM windrow.queue q
         WHERE q.queue_id = j.queue_id AND q.org = %(org)s AND j.lease IS NULL AND j.visible_at > now()
+            -- A job that waits for a slot of its group is due.
+            AND j.visible_at < 'infinity'
         RETURNING j.id
         """,
         {"org": org},

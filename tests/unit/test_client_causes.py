@@ -37,7 +37,7 @@ def test_each_cause_has_a_sentence_and_advice_also_without_figures(name: str) ->
 
 
 def test_the_cause_of_a_later_release_is_unknown_and_no_error() -> None:
-    later = Cause.FromString(b"\xf2\x01\x02\x08\x01")
+    later = Cause.FromString(b"\x8a\x03\x02\x08\x01")
     (cause,) = read_causes([later])
     assert (cause.name, dict(cause.figures)) == ("unknown", {})
     assert "upgrade the client" in str(cause)
