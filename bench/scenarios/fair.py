@@ -27,8 +27,8 @@ from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 _PATIENCE_S = 60.0
 _SMALL_ORGS = 50
-# Each small org enqueues a job a second, and each job takes 0.1 s: 50 orgs need 5 places, and some time passes between two jobs of a
-# place.
+# Each small org enqueues a job a second, and each job takes 0.1 s: they need 5 places, and some time passes between two
+# jobs of a place.
 _HANDLER_S = 0.1
 _PLACES = 8
 _PRODUCERS = 20
@@ -286,9 +286,10 @@ def _pickup_table(plan: Plan, pickups: Sequence[Pickup]) -> Table:
         title="Pickup of the jobs of 50 small orgs",
         head=("", "p50, ms", "p99, ms", "their jobs", "jobs of the large org"),
         rows=rows,
-        note=f"Each enqueues a job a second, of {_HANDLER_S:g} s; {_PLACES} places, of which they need 5 and the time between two jobs. The "
-        f"large org begins with 10,000 jobs, and {_PRODUCERS} producers add to them. From the call of the enqueue to "
-        f"the arrival at the consumer. Medians of {plan.runs} runs of {plan.seconds:g} s (least – greatest).",
+        note=f"Each enqueues a job a second, of {_HANDLER_S:g} s; {_PLACES} places, of which they need 5 and the time "
+        f"between two jobs. The large org begins with 10,000 jobs, and {_PRODUCERS} producers add to them. From the call "
+        "of the enqueue to the arrival at the consumer. "
+        f"Medians of {plan.runs} runs of {plan.seconds:g} s (least – greatest).",
     )
 
 
