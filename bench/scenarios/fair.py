@@ -287,8 +287,8 @@ def _pickup_table(plan: Plan, pickups: Sequence[Pickup]) -> Table:
         head=("", "p50, ms", "p99, ms", "their jobs", "jobs of the large org"),
         rows=rows,
         note=f"Each enqueues a job a second, of {_HANDLER_S:g} s; {_PLACES} places, of which they need 5 and the time "
-        f"between two jobs. The large org begins with 10,000 jobs, and {_PRODUCERS} producers add to them. From the call "
-        "of the enqueue to the arrival at the consumer. "
+        f"between two jobs. The large org begins with 10,000 jobs, and {_PRODUCERS} producers add to them. From the "
+        "call of the enqueue to the arrival at the consumer. "
         f"Medians of {plan.runs} runs of {plan.seconds:g} s (least – greatest).",
     )
 
