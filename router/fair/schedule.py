@@ -7,7 +7,7 @@ weight. So orgs that always have ready jobs get worker-seconds in proportion to 
 it gets all of them.
 
 A charge is the time of a lease, from its hand-out to its end. When a job is handed out that is not known yet: the org
-is charged an estimate, which is corrected later. The floor of virtual time is the tag of the job that was handed out last.
+is charged an estimate, which is corrected later. The floor of virtual time is the tag of the org that was served last.
 An org that becomes ready starts there at the earliest: it cannot save up credit while it has no jobs.
 """
 
@@ -75,8 +75,8 @@ class Schedule:
         self._weight_of = weight_of
         self._orgs: dict[OrgId, _Org] = {}
         self._ready = 0
-        # For each shard the ready orgs by tag. An entry is stale if the org's tag has changed since, or if the org is no
-        # longer ready on this shard.
+        # For each shard the ready orgs by tag. An entry is stale if the org's tag has changed since, or if the org is
+        # not ready on this shard any more.
         self._heaps: dict[ShardName, list[tuple[float, int, OrgId]]] = {}
         self._turns = itertools.count()
         self._leases: dict[Hashable, _Lease] = {}

@@ -22,7 +22,7 @@ class Revocations:
         self._consumers: dict[tuple[OrgId | None, str], dict[Told, None]] = {}
 
     def join(self, org: OrgId | None, worker: str, told: Told) -> None:
-        """Calls `told` with encoded ConsumeResponses from now on, until `leave`. `org` None: about those of all orgs."""
+        """Calls `told` with encoded ConsumeResponses until `leave`. `org` None: about those of all orgs."""
         self._consumers.setdefault((org, worker), {})[told] = None
 
     def leave(self, org: OrgId | None, worker: str, told: Told) -> None:

@@ -79,7 +79,7 @@ class Worker:
     Jobs arrive as they fall due, over one stream to one router. The worker asks only for as many as it has room for.
 
     - `orgs` (default: the client's org): `windrow.ALL` takes jobs of every org of the cluster; job.org names the org.
-      The client needs a key for all orgs with the scopes consume and cluster. Orgs share the time of all such workers by
+      The client needs a key for all orgs with the scopes consume and cluster. Orgs share the time of such workers by
       their weights (`windrow weights`): an org is charged for as long as its jobs are leased. So `prefetch` is 0 by
       default, and a job is taken when it can begin.
     - `concurrency` (1 to 1,000; default 10): how many handlers run at the same time.
