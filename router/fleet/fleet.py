@@ -15,14 +15,16 @@ from collections.abc import Set as AbstractSet
 from typing import TypeVar
 
 from router.buffer import Buffer
+from router.fleet.buckets import GIVE_BACK_S
 from router.fleet.catalog_copy import CatalogCopy
 from router.fleet.handover import Handovers
-from router.fleet.limits import GIVE_BACK_S, Limits
+from router.fleet.limits import Limits
 from router.fleet.periodic import every
 from router.fleet.revocations import Revocations
 from router.fleet.shard_handle import ShardHandle
 from router.fleet.siblings.frame import QueueKey
 from router.fleet.siblings.siblings import Siblings
+from router.fleet.starts import Starts
 from shard.admin import api_keys
 from shard.admin.api_keys import FoundKeys
 from shard.errors import Misconfigured, NotOwned, PlacementChanging, ShardError, ShardUnavailable, UnknownShard
@@ -66,8 +68,11 @@ class Fleet:
         self._identities: dict[ShardName, Identity | None] = {}
         # The newest mark that each shard's history must contain, by the catalog (shard/placement/marks.py).
         self._marks: Mapping[ShardName, Mark] = {}
+        # All limits in force.
+        self.limit_table = LimitTable()
         self.limits = Limits()
-        self._catalog = CatalogCopy(cluster.catalog_dsn, self._catalog_changed, self._marked, self.limits.replace)
+        self.starts = Starts(lambda org: self.writer(self.placement(org)).store, self._end_holds)
+        self._catalog = CatalogCopy(cluster.catalog_dsn, self._catalog_changed, self._marked, self._limits_changed)
         # Owns the tasks of all shard handles.
         self._group = asyncio.TaskGroup()
 
@@ -79,7 +84,8 @@ class Fleet:
             await self._found_catalog()
             async with self._group as group:
                 group.create_task(self._catalog.run())
-                group.create_task(every(GIVE_BACK_S, "give tokens back", self.limits.give_back))
+                for buckets in (self.limits, self.starts):
+                    group.create_task(every(GIVE_BACK_S, "give tokens back", buckets.give_back))
                 self._take_up(self._cluster)
                 contacted = [member for member in self._members.values() if member.entry.state is not ShardState.OFF]
                 first_tries = [group.create_task(member.up.wait()) for member in contacted]
@@ -94,7 +100,7 @@ class Fleet:
 
     async def finish(self) -> None:
         """Gives unused tokens back. Returns once every shard has ended the calls that it was given."""
-        await self.limits.finish()
+        await asyncio.gather(self.limits.finish(), self.starts.finish())
         await asyncio.gather(*(member.finish() for member in self._members.values()))
 
     # ── A cluster file that changes ──────────────────────────────────────────────────────────────────────────────────
@@ -151,6 +157,7 @@ class Fleet:
                     confirm=self._confirm,
                     revoked=self.revocations.tell,
                     siblings=self.siblings,
+                    starts=self.starts,
                 )
                 member.start(self._group)
             self._members[entry.name] = member
@@ -197,7 +204,7 @@ class Fleet:
     async def newest_limits(self) -> LimitTable:
         """Reads the limits, and puts them in force here. Returns those in force while the catalog does not answer."""
         await self.newest_catalog()
-        return self.limits.table
+        return self.limit_table
 
     async def is_current(self, org: OrgId, placement: Placement) -> bool:
         """Returns whether the org's placement in the catalog is still this one. Raises ShardUnavailable."""
@@ -244,6 +251,16 @@ class Fleet:
                 except TimeoutError:
                     why = f"{error}; no other shard was found to take them within {_UNOWNED_S_MAX:g} s"
                     raise PlacementChanging(member.name, why) from error
+
+    def _limits_changed(self, table: LimitTable) -> None:
+        self.limit_table = table
+        self.limits.replace(table)
+        self.starts.replace(table)
+
+    def _end_holds(self) -> None:
+        """Wakes the consumers that limits held back."""
+        for member in self._members.values():
+            member.room.end_holds()
 
     def _catalog_changed(self, before: Catalog, after: Catalog) -> None:
         """Wakes the consumers of orgs whose shards have changed: they may have to wait on other shards."""

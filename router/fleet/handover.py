@@ -13,6 +13,7 @@ from router.codec.fast_write import Delivery
 from router.fleet.shares import Share, deal
 from router.fleet.siblings.asks import Promise
 from router.fleet.siblings.siblings import Siblings
+from router.fleet.starts import Permit, Starts
 from router.fleet.wait_room import WaitRoom
 from shard.lease_token import lease_of
 from shard.queue.pending_enqueue import Handed, Handover, Taker
@@ -23,10 +24,11 @@ from shard.vocabulary import PRIORITY_DEFAULT, Lease, NewJobs, OrgId, QueueName
 class Handovers:
     """Finds consumers for the new jobs of one shard."""
 
-    def __init__(self, store: Store, room: WaitRoom, siblings: Siblings) -> None:
+    def __init__(self, store: Store, room: WaitRoom, siblings: Siblings, starts: Starts) -> None:
         self.store = store
         self._room = room
         self._siblings = siblings
+        self._starts = starts
 
     def deal(self, org: OrgId, queue: QueueName, sizes: Sequence[int]) -> list[Share]:
         """Keeps places for jobs with payloads of these sizes at consumers of this process."""
@@ -37,13 +39,20 @@ class Handovers:
         handles (plain_jobs in router/codec/validate.py). Returns None if no consumer can take any. Offered jobs count
         against the credit until the handover is done.
 
-        Consumers of this process come first. Only if they are too few, siblings are asked."""
+        Consumers of this process come first. Only if they are too few, siblings are asked. If a limit of starts counts
+        for a queue, jobs are only offered for tokens that this process has drawn before; the consumers claim the
+        others."""
         if self._room.is_empty and not self._siblings.any_ready():
             return None
         dealt: list[tuple[Share, Sequence[int]]] = []
         left: dict[QueueName, Sequence[int]] = {}
+        permits: list[tuple[Permit, Sequence[int]]] = []
         positions: Sequence[int]
         for queue, positions in _by_queue(jobs).items():
+            permit = self._starts.take(jobs.org, queue, len(positions))
+            if permit is not None:
+                positions = positions[: permit.jobs]
+                permits.append((permit, positions))
             start = 0
             for share in self.deal(jobs.org, queue, [len(jobs.payloads[at]) for at in positions]):
                 dealt.append((share, positions[start : start + share.count]))
@@ -58,6 +67,8 @@ class Handovers:
             except asyncio.CancelledError:
                 for share, _ in dealt:
                     share.end(None)
+                for permit, positions in permits:
+                    permit.put_back(len(positions))
                 raise
         takers: dict[int, Taker] = {}
         for share, positions in dealt:
@@ -65,11 +76,16 @@ class Handovers:
         for promise in promises:
             for taker, positions in promise.takers:
                 takers.update(dict.fromkeys(positions, taker))
+        charged: list[tuple[Permit, Sequence[int]]] = []
+        for permit, positions in permits:
+            offered = [at for at in positions if at in takers]
+            permit.put_back(len(positions) - len(offered))
+            charged.append((permit, offered))
         if not takers:
             return None
         return Handover(
             takers=takers,
-            done=lambda handed: self._end(jobs, dealt, promises, handed),
+            done=lambda handed: self._end(jobs, dealt, promises, charged, handed),
             until_s=min((promise.until_s for promise in promises), default=math.inf),
         )
 
@@ -78,6 +94,7 @@ class Handovers:
         jobs: NewJobs,
         dealt: Sequence[tuple[Share, Sequence[int]]],
         promises: Sequence[Promise],
+        permits: Sequence[tuple[Permit, Sequence[int]]],
         handed: Handed,
     ) -> None:
         """Gives each waiter the jobs that were leased to it, and returns the credit for the others."""
@@ -94,6 +111,9 @@ class Handovers:
             share.end(delivery(share.taker, positions))
         for promise in promises:
             promise.end([delivery(taker, positions) for taker, positions in promise.takers])
+        if handed.sure:
+            for permit, positions in permits:
+                permit.put_back(sum(at not in leased for at in positions))
         self.store.release_soon(jobs.org, unsure)
 
 

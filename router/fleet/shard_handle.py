@@ -13,6 +13,7 @@ from router.fleet.handover import Handovers
 from router.fleet.periodic import attempt, every
 from router.fleet.siblings.frame import QueueKey
 from router.fleet.siblings.siblings import Siblings
+from router.fleet.starts import Starts
 from router.fleet.wait_room import WaitRoom
 from shard.admin.queue_admin import QueueAdmin
 from shard.errors import Misconfigured, ShardError, ShardUnavailable
@@ -57,6 +58,7 @@ class ShardHandle:
         confirm: Callable[[ShardName, Made], Awaitable[bool]],
         revoked: Callable[[ShardName, Sequence[Revocation]], None],
         siblings: Siblings,
+        starts: Starts,
     ) -> None:
         # The shard's entry in the current cluster file.
         self.entry = entry
@@ -95,7 +97,7 @@ class ShardHandle:
         self.room.gives = entry.state.gives_jobs
         self.room.on_ready = lambda org, queue: siblings.tell_ready(QueueKey(entry.name, org, queue))
         self.room.on_gone = lambda org, queue: siblings.tell_gone(QueueKey(entry.name, org, queue))
-        self.handovers = Handovers(self.store, self.room, siblings)
+        self.handovers = Handovers(self.store, self.room, siblings, starts)
         self.ends: EndWaits = EndWaits(self.store, self._doorbell)
         self._keeping: asyncio.Task[None] | None = None
         # Switches to the entry's new DSN.

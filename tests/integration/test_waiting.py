@@ -22,6 +22,7 @@ from router.buffer import Account, Buffer
 from router.fleet.end_waits import EndWaits
 from router.fleet.handover import Handovers
 from router.fleet.siblings.siblings import Siblings
+from router.fleet.starts import Starts
 from router.fleet.wait_room import WaitRoom
 from shard.errors import ShardUnavailable
 from shard.history import erasure
@@ -950,7 +951,8 @@ def room() -> WaitRoom:
 
 async def offer(room: WaitRoom, jobs: NewJobs) -> Handover | None:
     siblings = Siblings(Buffer(2**20), consumers=lambda _: None, ready=list)
-    return await Handovers(cast("Store", _Nothing()), room, siblings).offer(jobs)
+    store = cast("Store", _Nothing())
+    return await Handovers(store, room, siblings, Starts(lambda _: store, lambda: None)).offer(jobs)
 
 
 def stored(room: WaitRoom, jobs: NewJobs) -> None:
