@@ -139,6 +139,11 @@ class Bucket:
         # While the bucket is empty, drawing ahead would only empty it for other processes.
         self._low = ahead // 2 if drawn.granted == wanted else 0
 
+    async def look(self, store: Store) -> float:
+        """Asks the shard how many tokens there are, with those of this process. Raises RowLocked, ShardUnavailable,
+        TooManyWaiting."""
+        return (await store.draw(Draw(self._org, self.limit, 0, 0))).left + self.tokens
+
     def give_back_excess(self) -> None:
         """Gives the tokens back now if this process has more of them than the shard has left for others."""
         if self.tokens > max(self.left, self.block_max) and not self.waiting and self._drawing is None:

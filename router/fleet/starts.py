@@ -10,10 +10,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from router.fleet.buckets import PAUSE_S, Bucket, Buckets
-from shard.errors import RowLocked
-from shard.limits import ALL_QUEUES, LimitTable, Measure
+from shard.errors import RowLocked, ShardUnavailable
+from shard.limits import ALL_QUEUES, Limit, LimitTable, Measure
 from shard.queue.coalescer import TooManyWaiting
 from shard.queue.store import Store
 from shard.vocabulary import OrgId, QueueName
@@ -46,6 +47,13 @@ class Permit:
         for bucket in self.buckets:
             bucket.put_back(jobs)
             bucket.give_back_excess()
+
+
+class SpentLimit(NamedTuple):
+    """A limit without tokens. `next_s`: in how many seconds its bucket has the next one."""
+
+    limit: Limit
+    next_s: float
 
 
 class Starts(Buckets):
@@ -106,6 +114,19 @@ class Starts(Buckets):
             return None
         buckets = (*self.of(org, ALL_QUEUES), *self.of(org, queue))
         return self._take(org, buckets, wanted) if buckets else None
+
+    async def spent(self, org: OrgId, queue: QueueName) -> list[SpentLimit]:
+        """Returns the limits that hold the jobs of this queue back now. A shard that does not answer has none."""
+        found: list[SpentLimit] = []
+        if self.table.is_limited(org):
+            for bucket in (*self.of(org, ALL_QUEUES), *self.of(org, queue)):
+                try:
+                    tokens = await bucket.look(self._store_of(org))
+                except (ShardUnavailable, TooManyWaiting):
+                    continue
+                if tokens < 1:
+                    found.append(SpentLimit(bucket.limit, (1 - tokens) / bucket.limit.tokens_per_s))
+        return found
 
     def _take(self, org: OrgId, buckets: Sequence[Bucket], wanted: int) -> Permit:
         jobs = min(wanted, *(bucket.tokens for bucket in buckets))

@@ -178,6 +178,25 @@ async def test_consumers_get_the_next_job_when_its_token_comes(cluster: Cluster,
     assert seconds >= 2.9
 
 
+async def test_a_spent_limit_is_the_cause_why_a_job_waits(cluster: Cluster, near: Client) -> None:
+    org = await near.org_on("s1")
+    await limit(near, org, 2, queue=QUEUE)
+    await in_force(cluster, org)
+    ids = await store(near, org, 3)
+    leased = {job.id for job in await near.dequeue(org)}
+    (waiting,) = set(ids) - leased
+    async with near.stream(org, credit=1):
+        job = await near.admin.ExplainJob(admin_pb2.ExplainJobRequest(org=org, id=waiting), timeout=PATIENCE_S)
+        queue = await near.admin.ExplainQueue(admin_pb2.ExplainQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
+    for causes in (job.causes, queue.causes):
+        (spent,) = [cause.start_limit for cause in causes if cause.HasField("start_limit")]
+        assert (spent.queue, spent.amount, spent.usage, spent.interval) == (QUEUE, 2, 2, Duration(seconds=DAY_S))
+        assert 0 < spent.next_start.seconds <= DAY_S / 2
+    assert not job.HasField("runs_at")
+    done = windrow("jobs", "why", org, waiting, "--address", cluster.near.address)
+    assert "queue 'mail' may have 2 starts per" in done.out
+
+
 # ── What is charged ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 

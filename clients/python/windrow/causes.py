@@ -219,6 +219,12 @@ def _backlog(of: _Figures) -> str:
     return f"{least}{_jobs(of['ready'])} ready; {first}{waits}"
 
 
+def _start_limit(of: _Figures) -> str:
+    whose = f"queue {of['queue']!r}" if of["queue"] else "the org"
+    limit = f"{of['amount']:,} starts per {_span(of['interval'])}"
+    return f"{whose} may have {limit}, and {of['usage']:,} are in use; the next job starts in {_span(of['next_start'])}"
+
+
 _SENTENCES: Mapping[str, Callable[[_Figures], str]] = {
     "finished": _finished,
     "dead": _dead,
@@ -243,4 +249,5 @@ _SENTENCES: Mapping[str, Callable[[_Figures], str]] = {
     "empty": lambda _: "the queue has no jobs that wait or run",
     "in_flight": _in_flight,
     "backlog": _backlog,
+    "start_limit": _start_limit,
 }
