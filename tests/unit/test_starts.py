@@ -6,6 +6,9 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from router.fleet.starts import Starts, look_again_s
 from shard.errors import RowLocked
 from shard.limits import ALL_QUEUES, EVERY_ORG, Limit, LimitKey, LimitTable, Measure
@@ -151,3 +154,41 @@ def test_a_change_of_start_limits_is_reported_once() -> None:
     assert changes == [1]
     starts.replace(LimitTable([of_jobs], version=3))
     assert changes == [1, 1]
+
+
+# ── Any order of claims ──────────────────────────────────────────────────────────────────────────────────────────────
+
+# A process, what it wants, how much of that it finds, and whether it is a hand-over.
+_CLAIMS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 30), st.floats(0, 1), st.booleans()), max_size=40)
+
+
+@given(amount=st.integers(1, 100), claims=_CLAIMS)
+def test_in_any_order_of_claims_no_token_is_used_twice_or_lost(
+    amount: int, claims: list[tuple[int, int, float, bool]]
+) -> None:
+    async def run() -> None:
+        shard = Shard(amount)
+        processes = [starts_of(shard, limit(amount)) for _ in range(3)]
+        started = 0
+        for process, wanted, share, hands in claims:
+            starts = processes[process]
+            ((_, buckets),) = starts.split(ACME, [MAIL])
+            permit = starts.take(ACME, MAIL, wanted) if hands else await starts.draw(ACME, buckets, wanted)
+            if permit is None:
+                continue
+            assert permit.jobs <= wanted
+            used = int(permit.jobs * share)
+            started += used
+            if hands:
+                permit.put_back(permit.jobs - used)
+            else:
+                permit.claimed(used)
+            # What is given back now goes back before the next claim, or after it.
+            if wanted % 2:
+                await asyncio.sleep(0)
+        for starts in processes:
+            await starts.finish()
+        await asyncio.sleep(0)
+        assert started + shard.tokens == amount
+
+    asyncio.run(run())
