@@ -55,7 +55,9 @@ class GrpcServer:
 
     async def ended(self) -> None:
         """Returns once the server has stopped. Raises the error that has ended it, if it ended by itself."""
-        await self._server.wait_for_termination(None)
+        # Without a timeout, a caller that is cancelled would cancel the future that `stop` waits for.
+        while await self._server.wait_for_termination(3600.0):
+            pass
 
 
 class _Acceptor(cygrpc.AioServer):  # type: ignore[misc]

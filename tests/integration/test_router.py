@@ -944,3 +944,11 @@ def test_a_lease_that_ended_is_stale_over_the_wire(running: Running) -> None:
     assert list(both.queue.Release(release, timeout=PATIENCE_S).answers) == [OK]
     ack = queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=one.lease) for one in (first, second)])
     assert list(both.queue.Ack(ack, timeout=PATIENCE_S).answers) == [STALE, OK]
+
+
+def test_a_router_that_stops_says_so_and_writes_no_traceback(tmp_path: Path, fresh_dsn: str) -> None:
+    with running_routers(write_cluster(tmp_path / "cluster.toml", {"s1": fresh_dsn})) as routers:
+        pass
+    said = routers.log.read_text()
+    assert "draining: calls in flight have" in said
+    assert "Traceback" not in said
