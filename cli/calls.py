@@ -30,7 +30,7 @@ from windrow.v1.schedules_pb2_grpc import SchedulesStub
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 _DETAILS = "grpc-status-details-bin"
-# Submessages of requests, and fields whose option or argument has another name.
+# Submessages of requests, and fields, or their paths, whose option or argument has another name.
 _WITHIN = ("jobs", "template", "dedup", "acks", "nacks", "extends", "snoozes", "failure", "config", "spec", "job")
 _TYPED = {
     "org": "ORG",
@@ -41,7 +41,8 @@ _TYPED = {
     "ids": "ID",
     "name": "NAME",
     "timing": "--cron / --every / --at",
-    "interval": "--every",
+    "interval": "--per",
+    "spec.interval": "--every",
     "time_zone": "--tz",
     "visibility_window": "--window",
     "max_jobs": "--max",
@@ -268,7 +269,7 @@ def _as_typed(field: str) -> str:
         # Violations do not quote leases, which are bytes: name the lease by its position.
         _, _, index = parts[0]
         return f"LEASE number {int(index.rstrip(']')) + 1}"
-    return _TYPED.get(name) or f"--{name.replace('_', '-')}"
+    return _TYPED.get(field) or _TYPED.get(name) or f"--{name.replace('_', '-')}"
 
 
 def _retry_after_s(details: status_pb2.Status) -> float | None:

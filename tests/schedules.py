@@ -32,6 +32,7 @@ def template(*, queue: str = "mail", payload: bytes = b"hello") -> Template:
         "attributes": '{"from": "schedule"}',
         "retry": None,
         "max_runtime_us": None,
+        "group_key": None,
     }
 
 

@@ -530,7 +530,7 @@ def test_the_keys_of_a_job_are_the_documented_ones(windrow: Windrow) -> None:
     assert set(job) == {
         *("id", "queue", "kind", "state", "priority", "attempt", "max_attempts", "enqueued_at", "run_at", "expires_at"),
         *("lease_deadline", "finished_at", "worker", "reason", "dedup_key", "attributes", "retry", "attempts", "shard"),
-        *("progress", "log", "dedup_while_live", "max_runtime_s", "scheduled_run"),
+        *("progress", "log", "dedup_while_live", "max_runtime_s", "scheduled_run", "group"),
     }
     assert job["state"] == "dead"
     (attempt,) = windrow("jobs", "get", "keys", str(job["id"]), "--json").documents[0]["attempts"]

@@ -731,7 +731,7 @@ async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str, c
     text = (CHECKOUT / "clients" / "python" / "README.md").read_text()
     examples = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     # test_readme.py runs the others: they are about workers, and need nothing to do.
-    enqueue, many, plain, cancel, keyed, admin, _schedules, *rest = examples
+    enqueue, many, grouped, plain, cancel, keyed, admin, _schedules, *rest = examples
     work, _middleware, _batch, stop, _timeout, _process, _tests, relay, traced = rest
     environ = os.environ | {
         "WINDROW_ADDRESS": cluster.address,
@@ -758,6 +758,7 @@ async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str, c
 
     await run(enqueue, b"False")
     await run(many, b"5000 0")
+    await run(grouped, b"")
     await run(plain, b"")
     await run(cancel, b"Answer.OK")
     await run(keyed, b"True")

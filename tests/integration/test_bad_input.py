@@ -531,6 +531,19 @@ def limit_cases() -> Iterator[Bad]:
     for field, values in (names | amounts).items():
         yield from each("SetLimit", cluster_pb2.SetLimitRequest, field, values, whole)
     yield Bad("SetLimit", "interval", "absent", cluster_pb2.SetLimitRequest(**limited, amount=1))
+    weights: dict[str, dict[str, Any]] = {
+        "org": ORGS,
+        "weight": {
+            "zero": 0.0,
+            "negative": -1.0,
+            "huge": 1000.1,
+            "tiny": 0.000_9,
+            "no number": math.nan,
+            "inf": math.inf,
+        },
+    }
+    for field, values in weights.items():
+        yield from each("SetWeight", cluster_pb2.SetWeightRequest, field, values, {"org": ORG, "weight": 1.0})
 
 
 # ── The cluster ──────────────────────────────────────────────────────────────────────────────────────────────────────

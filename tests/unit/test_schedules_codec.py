@@ -24,6 +24,7 @@ FULL_JOB = job_pb2.JobTemplate(
     max_attempts=7,
     retry=job_pb2.RetryPolicy(fixed=job_pb2.FixedRetry(delay=Duration(seconds=9))),
     max_runtime=Duration(seconds=60),
+    group="order-7",
 )
 FULL_SPEC = pb.ScheduleSpec(
     cron="0 8 * * *",

@@ -113,6 +113,7 @@ def as_message(job: Claimed) -> job_pb2.LeasedJob:
         max_runtime=None if job.max_runtime_us is None else convert.duration(job.max_runtime_us),
         checkpoint=job.checkpoint or b"",
         scheduled_run=None if job.scheduled_run is None else convert.scheduled_run(job.scheduled_run),
+        group=job.group_key or "",
     )
 
 
