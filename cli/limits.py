@@ -1,4 +1,4 @@
-"""`windrow limits`: how much orgs may enqueue, and how many of their jobs may start."""
+"""`windrow limits`: how much orgs may enqueue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cli.output import Column
 if TYPE_CHECKING:
     from windrow.v1 import limits_pb2
 
-app = App(help="Limits how much orgs may enqueue, and how many of their jobs may start.")
+app = App(help="Limits how much orgs may enqueue.")
 
 _OrgOption: TypeAlias = Annotated[
     str | None, typer.Option("--org", metavar="ORG", show_default=False, help="The org that is limited.")
@@ -43,9 +43,6 @@ def set_limit(
             "--bytes", metavar="N", show_default=False, help="So many bytes of payloads and attributes per interval."
         ),
     ] = None,
-    starts: Annotated[
-        int | None, typer.Option("--starts", metavar="N", show_default=False, help="So many leased jobs per interval.")
-    ] = None,
     per: Annotated[
         timedelta,
         typer.Option(
@@ -60,23 +57,23 @@ def set_limit(
 
     After a pause an org may enqueue the whole amount at once, and then goes on at its rate: 1,000 jobs per 10s allow
     1,000 at once, 100 jobs per 1s only 100. Jobs above the limit are refused with the time to wait.
-
-    A limit of starts refuses nothing: ready jobs wait until it has room.
     """
     from cli.calls import connect
-    from windrow.v1 import cluster_pb2
+    from windrow.v1 import cluster_pb2, limits_pb2
 
     of_org = _org(org, every_org=every_org)
-    amounts = {"jobs": jobs, "bytes": byte_count, "starts": starts}
-    given = [(measure, amount) for measure, amount in amounts.items() if amount is not None]
-    if len(given) != 1:
-        raise CommandFailed("give either --jobs N, --bytes N or --starts N", ExitCode.USAGE)
-    ((measure, amount),) = given
-    request = cluster_pb2.SetLimitRequest(org=of_org, queue=queue, measure=_number(measure))
+    if (jobs is None) == (byte_count is None):
+        raise CommandFailed("give either --jobs N or --bytes N", ExitCode.USAGE)
+    amount = jobs if jobs is not None else byte_count or 0
+    request = cluster_pb2.SetLimitRequest(
+        org=of_org,
+        queue=queue,
+        measure=limits_pb2.LIMIT_MEASURE_BYTES if jobs is None else limits_pb2.LIMIT_MEASURE_JOBS,
+    )
     try:
         request.amount = amount
     except ValueError:
-        raise CommandFailed(f"--{measure} {amount}: is too large", ExitCode.USAGE) from None
+        raise CommandFailed(f"--{'bytes' if jobs is None else 'jobs'} {amount}: is too large", ExitCode.USAGE) from None
     request.interval.FromTimedelta(per)
     with connect(address, timeout) as router:
         limit = router.call(router.cluster.SetLimit, request).limit
@@ -93,7 +90,6 @@ def clear(
     queue: _QueueOption = "",
     jobs: Annotated[bool, typer.Option("--jobs", help="The limit of jobs.")] = False,
     of_bytes: Annotated[bool, typer.Option("--bytes", help="The limit of bytes.")] = False,
-    starts: Annotated[bool, typer.Option("--starts", help="The limit of starts.")] = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
@@ -102,13 +98,13 @@ def clear(
     Exit code 4: there is no such limit.
     """
     from cli.calls import connect
-    from windrow.v1 import cluster_pb2
+    from windrow.v1 import cluster_pb2, limits_pb2
 
     of_org = _org(org, every_org=every_org)
-    given = [measure for measure, named in {"jobs": jobs, "bytes": of_bytes, "starts": starts}.items() if named]
-    if len(given) != 1:
-        raise CommandFailed("give either --jobs, --bytes or --starts", ExitCode.USAGE)
-    request = cluster_pb2.ClearLimitRequest(org=of_org, queue=queue, measure=_number(given[0]))
+    if jobs == of_bytes:
+        raise CommandFailed("give either --jobs or --bytes", ExitCode.USAGE)
+    measure = limits_pb2.LIMIT_MEASURE_JOBS if jobs else limits_pb2.LIMIT_MEASURE_BYTES
+    request = cluster_pb2.ClearLimitRequest(org=of_org, queue=queue, measure=measure)
     with connect(address, timeout) as router:
         cleared = router.call(router.cluster.ClearLimit, request).cleared
     if not cleared:
@@ -142,7 +138,7 @@ def list_limits(
     if as_json:
         output.say_json(map(_json, found))
     elif not found:
-        output.note("there is no limit: orgs may enqueue and start as much as their shards take")
+        output.note("there is no limit: orgs may enqueue as much as their shards take")
     else:
         columns = [
             Column(title="org"),
@@ -163,16 +159,9 @@ def _org(org: str | None, *, every_org: bool) -> str:
 
 
 def _measure(limit: limits_pb2.Limit) -> str:
-    """Returns what the limit counts: jobs, bytes or starts."""
     from windrow.v1 import limits_pb2
 
-    return limits_pb2.LimitMeasure.Name(limit.measure).removeprefix("LIMIT_MEASURE_").lower()
-
-
-def _number(measure: str) -> limits_pb2.LimitMeasure.ValueType:
-    from windrow.v1 import limits_pb2
-
-    return limits_pb2.LimitMeasure.Value(f"LIMIT_MEASURE_{measure.upper()}")
+    return "bytes" if limit.measure == limits_pb2.LIMIT_MEASURE_BYTES else "jobs"
 
 
 def _terms(limit: limits_pb2.Limit) -> str:

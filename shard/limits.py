@@ -1,10 +1,9 @@
-"""Limits of how much orgs may enqueue, and of how many of their jobs start: what operators set, and which limit counts
-for whom. Pure: no I/O, no clock."""
+"""Limits of how much orgs may enqueue: what operators set, and which limit counts for whom. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from shard.vocabulary import OrgId, QueueName
@@ -23,12 +22,6 @@ class Measure(enum.StrEnum):
     JOBS = "jobs"
     # The bytes of payloads and attributes.
     BYTES = "bytes"
-    # Leases: jobs that are given to consumers.
-    STARTS = "starts"
-
-
-# What an enqueue is charged for. The other limits hold jobs back, and refuse no call.
-ENQUEUED = (Measure.JOBS, Measure.BYTES)
 
 
 class LimitKey(NamedTuple):
@@ -73,11 +66,6 @@ class LimitTable:
         self._every = self._queues.get(EVERY_ORG, set())
         # The orgs that have limits of single queues.
         self._by_queue = {org for org, queues in self._queues.items() if queues != {ALL_QUEUES}}
-
-    def only(self, measures: Collection[Measure]) -> LimitTable:
-        """Returns the limits that count one of these measures."""
-        limits = [limit for limit in self.limits.values() if limit.key.measure in measures]
-        return LimitTable(limits, version=self.version)
 
     def is_limited(self, org: OrgId) -> bool:
         """Returns whether any limit counts for the org or for a queue of it."""

@@ -12,7 +12,6 @@ from windrow.v1 import cluster_pb2, limits_pb2
 _MEASURES: dict[Measure, limits_pb2.LimitMeasure.ValueType] = {
     Measure.JOBS: limits_pb2.LIMIT_MEASURE_JOBS,
     Measure.BYTES: limits_pb2.LIMIT_MEASURE_BYTES,
-    Measure.STARTS: limits_pb2.LIMIT_MEASURE_STARTS,
 }
 _BY_NUMBER = {number: measure for measure, number in _MEASURES.items()}
 

@@ -19,7 +19,6 @@ from router.codec import fast_write
 from router.codec.fast_write import Delivery
 from router.fair.schedule import Schedule
 from router.fleet.shares import Share, deal
-from router.fleet.starts import Starts, hold_s, look_again_s
 from router.fleet.waiter import AwaitedQueue, Waiter
 from shard.errors import ShardUnavailable
 from shard.lease_token import lease_of
@@ -38,8 +37,6 @@ _REQUESTS_MAX = 64
 _READY_MAX = 100_000
 # How long an org waits that has no room in the memory of this process, or whose claim has failed.
 _ASIDE_S = 0.1
-# How long a limit of starts may hold jobs back before it is looked at again: it may have changed.
-_HELD_S_MAX = 1.0
 
 
 class PoolConsumer(Waiter, Protocol):
@@ -59,16 +56,14 @@ class _Request:
     # What the picks of all its jobs charged.
     charged_s: float
     jobs: int
-    # Those that may have ready jobs. A queue that is held back is taken out.
-    queues: set[QueueName]
+    queues: Collection[QueueName]
     # The memory that is reserved for the jobs, and the account that holds it.
     account: Account | None = None
     reserved: int = 0
 
 
 class OrgPool:
-    """`shards` returns the shards, `reads` the shards that may have jobs of an org, and `weight_of` an org's weight.
-    `starts`: the limits of starts."""
+    """`shards` returns the shards, `reads` the shards that may have jobs of an org, and `weight_of` an org's weight."""
 
     def __init__(
         self,
@@ -77,10 +72,8 @@ class OrgPool:
         shards: Callable[[], Mapping[ShardName, ShardHandle]],
         reads: Callable[[OrgId], Sequence[ShardName]],
         weight_of: Callable[[OrgId], float],
-        starts: Starts,
     ) -> None:
         self.queues = queues
-        self._starts = starts
         self.schedule = Schedule(weight_of)
         self._shards = shards
         self._reads = reads
@@ -267,10 +260,8 @@ class OrgPool:
         consumer.credit += missing
         self.able(consumer)
 
-    def _set_aside(
-        self, org: OrgId, shard: ShardName, queues: Collection[QueueName], *, for_s: float = _ASIDE_S
-    ) -> None:
-        """Tries these queues of an org again later."""
+    def _set_aside(self, org: OrgId, shard: ShardName, queues: Collection[QueueName]) -> None:
+        """Tries an org again in a moment."""
 
         def again() -> None:
             for queue in queues:
@@ -278,13 +269,23 @@ class OrgPool:
 
         if not self._is_found(org, shard):
             self.schedule.idle(org, shard)
-        asyncio.get_running_loop().call_later(for_s, again)
+        asyncio.get_running_loop().call_later(_ASIDE_S, again)
 
     async def _claim(self, member: ShardHandle, requests: Sequence[_Request]) -> None:
         shard = member.name
         try:
             results = await asyncio.gather(
-                *(self._lease(member, request) for request in requests), return_exceptions=True
+                *(
+                    member.store.claim(
+                        request.org,
+                        list(request.queues),
+                        max_jobs=request.jobs,
+                        window_us=request.consumer.window_us,
+                        worker=request.consumer.worker,
+                    )
+                    for request in requests
+                ),
+                return_exceptions=True,
             )
             self._claimed(member, requests, results)
         finally:
@@ -293,41 +294,6 @@ class OrgPool:
                 if request.account is not None:
                     request.account.give_back(request.reserved, shard=shard)
             self._wake()
-
-    async def _lease(self, member: ShardHandle, request: _Request) -> ClaimResult:
-        """Leases the jobs of a request. Queues that a limit of starts holds back are set aside."""
-        taken = ClaimResult(b"", [])
-        for queues, buckets in self._starts.split(request.org, list(request.queues)):
-            wanted = room = request.jobs - len(taken.jobs)
-            if room <= 0:
-                return taken._replace(cut=True)
-            permit = None
-            if buckets:
-                permit = None if hold_s(buckets) > 0 else await self._starts.draw(request.org, buckets, room)
-                if permit is None:
-                    request.queues.difference_update(queues)
-                    held_s = min(look_again_s(buckets), _HELD_S_MAX)
-                    self._set_aside(request.org, member.name, list(queues), for_s=held_s)
-                    continue
-                wanted = permit.jobs
-            try:
-                result = await member.store.claim(
-                    request.org,
-                    list(queues),
-                    max_jobs=wanted,
-                    window_us=request.consumer.window_us,
-                    worker=request.consumer.worker,
-                )
-            except ShardUnavailable:
-                if taken.jobs:
-                    # Deliver what was leased before. The next claim finds out whether the shard is away.
-                    return taken._replace(cut=True)
-                raise
-            if permit is not None:
-                permit.claimed(len(result.jobs))
-            is_more = result.cut or len(result.jobs) == wanted < room
-            taken = ClaimResult(result.prefix, [*taken.jobs, *result.jobs], cut=taken.cut or is_more)
-        return taken
 
     def _claimed(
         self, member: ShardHandle, requests: Sequence[_Request], results: Sequence[ClaimResult | BaseException]

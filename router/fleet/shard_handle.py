@@ -16,7 +16,6 @@ from router.fleet.ready_orgs import ReadyOrgs
 from router.fleet.schedules import Scheduler
 from router.fleet.siblings.frame import QueueKey
 from router.fleet.siblings.siblings import Siblings
-from router.fleet.starts import Starts
 from router.fleet.wait_room import WaitRoom
 from shard.admin.queue_admin import QueueAdmin
 from shard.errors import Misconfigured, ShardError, ShardUnavailable
@@ -66,7 +65,6 @@ class ShardHandle:
         siblings: Siblings,
         elsewhere: Callable[[OrgId, ShardName], Sequence[ShardHandle] | None],
         pools: OrgPools,
-        starts: Starts,
     ) -> None:
         # The shard's entry in the current cluster file.
         self.entry = entry
@@ -113,7 +111,7 @@ class ShardHandle:
         self.room.gives = entry.state.gives_jobs
         self.room.on_ready = lambda org, queue: siblings.tell_ready(QueueKey(entry.name, org, queue))
         self.room.on_gone = lambda org, queue: siblings.tell_gone(QueueKey(entry.name, org, queue))
-        self.handovers = Handovers(self.store, self.room, pools, siblings, starts)
+        self.handovers = Handovers(self.store, self.room, pools, siblings)
         self.scheduler: Scheduler = Scheduler(
             Firing(self._queue_database, self.store),
             self.store,

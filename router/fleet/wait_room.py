@@ -13,7 +13,7 @@ import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from router.fleet.org_pools import OrgPools
 from router.fleet.ready_orgs import ReadyOrgs
@@ -83,9 +83,8 @@ class WaitRoom:
                 continue
             awaited.waiters.pop(waiter, None)
             if not awaited.waiters:
-                for timer in (awaited.due_timer, awaited.hold_timer):
-                    if timer is not None:
-                        timer.cancel()
+                if awaited.due_timer is not None:
+                    awaited.due_timer.cancel()
                 if awaited.number is not None:
                     self._by_number.pop(awaited.number, None)
                 del self._queues[key]
@@ -141,69 +140,39 @@ class WaitRoom:
                 for waiter in awaited.waiters:
                     waiter.wake()
 
-    def hold(self, org: OrgId, queues: Iterable[QueueName], for_s: float) -> None:
-        """A limit holds the jobs of these queues back: wakes no consumer for them before `for_s` seconds are over, and
-        one of each queue then."""
-        loop = asyncio.get_running_loop()
-        for queue in queues:
-            awaited = self._queues.get((org, queue))
-            if awaited is not None:
-                # What was not looked at counts as backlog: nothing is handed over past it.
-                awaited.backlog = True
-                if awaited.hold_timer is None:
-                    awaited.hold_timer = loop.call_later(for_s, self._end_hold, (org, queue))
-
-    def end_holds(self) -> None:
-        """Wakes a consumer of each queue whose jobs were held back: the limits have changed."""
-        for key, awaited in self._queues.items():
-            if awaited.hold_timer is not None:
-                awaited.hold_timer.cancel()
-                self._end_hold(key)
-
-    def _end_hold(self, key: _Key) -> None:
-        awaited = self._queues.get(key)
-        if awaited is not None:
-            awaited.hold_timer = None
-            self._wake(key, 1)
-
-    def found_all(self, waiter: Waiter, queues: Sequence[QueueName], *, woken: bool) -> None:
-        """The waiter has taken all due jobs of these queues. A probe then finds out when the next one is due. `woken`:
-        something had woken the waiter, perhaps just a job that is due later, so the probe must not be skipped."""
-        for queue in queues:
+    def found_all(self, waiter: Waiter, *, woken: bool) -> None:
+        """The waiter has taken all due jobs. A probe then finds out when the next one is due. `woken`: something had
+        woken the waiter, perhaps just a job that is due later, so the probe must not be skipped."""
+        for queue in waiter.queues:
             awaited = self._queues.get((waiter.org, queue))
             if awaited is not None:
                 awaited.backlog = False
         if woken:
-            self._probe_soon([(waiter.org, queue) for queue in queues])
+            self._probe_soon([(waiter.org, queue) for queue in waiter.queues])
         else:
             self._probe_old(waiter)
 
-    def found_more(self, waiter: Waiter, queues: Sequence[QueueName]) -> None:
-        """The waiter took as many jobs of these queues as it could, and there may be more: wakes another consumer."""
-        for queue in queues:
+    def found_more(self, waiter: Waiter) -> None:
+        """The waiter took as many jobs as it could, and there may be more: wakes another consumer."""
+        for queue in waiter.queues:
             awaited = self._queues.get((waiter.org, queue))
             if awaited is not None:
                 awaited.backlog = True
                 self._wake((waiter.org, queue), 1)
 
     def is_empty_for(self, waiter: Waiter) -> bool:
-        """Returns whether, for each of its queues, another consumer has found no jobs and still waits, or the jobs are
-        held back."""
+        """Returns whether, for each of its queues, another consumer has found no jobs and still waits."""
         for queue in waiter.queues:
             awaited = self._queues.get((waiter.org, queue))
-            if awaited is not None and awaited.hold_timer is not None:
-                continue
             if awaited is None or awaited.backlog or not next(iter(awaited.waiters)).idle:
                 return False
         self._probe_old(waiter)
         return True
 
     def has_backlog(self, waiter: Waiter) -> bool:
-        """Returns whether one of its queues may have jobs that no consumer had room for, and that are not held back."""
+        """Returns whether one of its queues may have jobs that no consumer had room for."""
         return any(
-            awaited.backlog and awaited.hold_timer is None
-            for queue in waiter.queues
-            if (awaited := self._queues.get((waiter.org, queue))) is not None
+            awaited.backlog for queue in waiter.queues if (awaited := self._queues.get((waiter.org, queue))) is not None
         )
 
     # ── New jobs ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -283,9 +252,6 @@ class WaitRoom:
         """Wakes consumers until they have room for `jobs` jobs. Returns how many jobs they have room for."""
         awaited = self._queues.get(key)
         if awaited is None:
-            return 0
-        if awaited.hold_timer is not None:
-            awaited.backlog = True
             return 0
         room = 0
         for waiter in list(awaited.waiters):

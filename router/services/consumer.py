@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Sequence
-from itertools import product
 from typing import Protocol, TypedDict
 
 from router.buffer import Account
@@ -13,7 +11,6 @@ from router.codec import fast_write
 from router.codec.fast_write import Delivery
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
-from router.fleet.starts import hold_s, look_again_s
 from shard.errors import ShardUnavailable
 from shard.queue.claim import CLAIM_BYTES_MAX, CLAIM_BYTES_MIN, bytes_most
 from shard.vocabulary import OrgId, QueueName, ShardName
@@ -209,18 +206,13 @@ class Consumer:
     async def claim(self, members: Sequence[ShardHandle], *, woken: bool = False) -> bool:
         """Claims jobs from these shards, up to the credit. Returns whether there may be more. `woken`: something woke
         this consumer, which may have been a job that is due later. Raises ShardUnavailable if no shard answers."""
-        unavailable = set[ShardName]()
+        unavailable = 0
         brought = False
         most = min(self.credit, _JOBS_MAX)
         # One limit for all shards together: the jobs of a Dequeue go into one message.
         room = CLAIM_BYTES_MAX
-        turns = deque(product(members, self._fleet.starts.split(self.org, self.queues)))
-        while turns:
-            member, (queues, buckets) = turns.popleft()
+        for member in members:
             if not member.room.gives:
-                continue
-            if hold_s(buckets) > 0:
-                member.room.hold(self.org, queues, look_again_s(buckets))
                 continue
             # The memory that the jobs may take is reserved before they are leased, so what is leased is never refused
             # for lack of room. Afterwards the account holds what they really take.
@@ -232,26 +224,17 @@ class Consumer:
                 # Jobs that have come from another shard do not wait for this one.
                 return True
             try:
-                wanted = room_for = min(self.credit, most)
+                wanted = min(self.credit, most)
                 if wanted <= 0:
                     return True
-                permit = None
-                if buckets:
-                    permit = await self._fleet.starts.draw(self.org, buckets, wanted)
-                    if permit is None:
-                        member.room.hold(self.org, queues, look_again_s(buckets))
-                        continue
-                    wanted = permit.jobs
                 taken = await member.store.claim(
                     self.org,
-                    queues,
+                    self.queues,
                     max_jobs=wanted,
                     window_us=self.window_us,
                     worker=self.worker,
                     bytes_max=room,
                 )
-                if permit is not None:
-                    permit.claimed(len(taken.jobs))
                 if taken.jobs:
                     brought = True
                     self.credit -= len(taken.jobs)
@@ -261,8 +244,8 @@ class Consumer:
                     self.give(delivery)
             except ShardUnavailable:
                 # Take the jobs of the other shards. When this one is back, its sweep wakes the consumer.
-                unavailable.add(shard)
-                if len(unavailable) == len(members):
+                unavailable += 1
+                if unavailable == len(members):
                     raise
                 continue
             finally:
@@ -270,13 +253,10 @@ class Consumer:
             # The claim ended at a limit (credit, bytes or statements): there may be more jobs.
             if len(taken.jobs) == wanted or taken.cut or (room := room - taken.bytes) < CLAIM_BYTES_MIN:
                 if self._entered:
-                    member.room.found_more(self, queues)
-                if taken.cut or wanted == room_for or room < CLAIM_BYTES_MIN:
-                    return True
-                # The permit was used up. The next one may be larger; the other queues have their turn before.
-                turns.append((member, (queues, buckets)))
-            elif self._entered:
-                member.room.found_all(self, queues, woken=woken)
+                    member.room.found_more(self)
+                return True
+            if self._entered:
+                member.room.found_all(self, woken=woken)
         return False
 
     def close(self) -> None:

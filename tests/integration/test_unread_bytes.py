@@ -13,7 +13,6 @@ from router.codec.fast_write import Delivery
 from router.fleet.fleet import Fleet
 from router.fleet.handover import Handovers
 from router.fleet.siblings.siblings import Siblings
-from router.fleet.starts import Starts
 from router.fleet.wait_room import WaitRoom
 from router.services.consumer import Consumer
 from shard.queue import statements
@@ -79,8 +78,7 @@ class Room:
         self.room = WaitRoom(self.store, cast("Doorbell", _Silent()), pools, ready_orgs, sweep_s=NEVER_S)
         self.buffer = Buffer(bytes_max)
         siblings = Siblings(self.buffer, consumers=lambda _: None, ready=list)
-        self.starts = Starts(lambda _: self.store, lambda: None)
-        self.handovers = Handovers(self.store, self.room, pools, siblings, self.starts)
+        self.handovers = Handovers(self.store, self.room, pools, siblings)
         self._member = SimpleNamespace(store=self.store, room=self.room)
         self._tasks = [asyncio.create_task(self.room.run())]
 

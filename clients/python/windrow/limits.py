@@ -1,5 +1,4 @@
-"""Limits of how much an org may enqueue, and of how many of its jobs start, as the client shows them
-(windrow/v1/limits.proto)."""
+"""Limits of how much an org may enqueue, as the client shows them (windrow/v1/limits.proto)."""
 
 from __future__ import annotations
 
@@ -19,15 +18,12 @@ class LimitMeasure(enum.Enum):
     JOBS = "jobs"
     # The bytes of payloads, and of attributes as JSON.
     BYTES = "bytes"
-    # Jobs that are leased. Such a limit refuses nothing: jobs wait until it has room.
-    STARTS = "starts"
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """How much may be enqueued, or how many jobs may start, in each interval. After a pause, the whole amount may be
-    used at once."""
+    """How much may be enqueued in each interval. After a pause, the whole amount may be enqueued at once."""
 
     # Empty: the default for all orgs, each by itself.
     org: str
@@ -71,6 +67,5 @@ def measure_number(measure: LimitMeasure) -> limits_pb2.LimitMeasure.ValueType:
 _NUMBERS = {
     LimitMeasure.JOBS: limits_pb2.LIMIT_MEASURE_JOBS,
     LimitMeasure.BYTES: limits_pb2.LIMIT_MEASURE_BYTES,
-    LimitMeasure.STARTS: limits_pb2.LIMIT_MEASURE_STARTS,
 }
 _BY_NUMBER = {number: measure for measure, number in _NUMBERS.items()}
