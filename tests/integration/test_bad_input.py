@@ -533,14 +533,7 @@ def limit_cases() -> Iterator[Bad]:
     yield Bad("SetLimit", "interval", "absent", cluster_pb2.SetLimitRequest(**limited, amount=1))
     weights: dict[str, dict[str, Any]] = {
         "org": ORGS,
-        "weight": {
-            "zero": 0.0,
-            "negative": -1.0,
-            "huge": 1000.1,
-            "tiny": 0.000_9,
-            "no number": math.nan,
-            "inf": math.inf,
-        },
+        "weight": {"zero": 0.0, "negative": -1.0, "tiny": 0.000_9, "huge": 1000.1, "NaN": math.nan, "inf": math.inf},
     }
     for field, values in weights.items():
         yield from each("SetWeight", cluster_pb2.SetWeightRequest, field, values, {"org": ORG, "weight": 1.0})

@@ -24,7 +24,6 @@ from router.codec.status import InvalidRequest
 from router.fleet.fleet import Fleet
 from router.fleet.org_pools import OrgPools
 from router.fleet.revocations import Revocations
-from router.fleet.starts import Starts
 from router.gate.admission import Context, Gate
 from router.gate.call import Call
 from router.gate.calls import Methods, Received
@@ -34,7 +33,7 @@ from router.services.queue import QueueService
 from shard.lease_token import lease_of, token, token_prefix
 from shard.placement.slots import Placement
 from shard.queue.store import Store
-from shard.vocabulary import Lease, Micros, OrgId, ShardName
+from shard.vocabulary import Lease, Micros, ShardName
 from tests.jobs import job_id
 from tests.postgres import Server, kill
 from tests.routers import PATIENCE_S, Routers, ending, running_routers, write_cluster
@@ -797,8 +796,7 @@ class _NoShards:
 
     def __init__(self) -> None:
         self.revocations = Revocations()
-        self.starts = Starts(cast("Callable[[OrgId], Store]", None), lambda: None)
-        self.pools = OrgPools(dict, lambda _: (), self.starts)
+        self.pools = OrgPools(dict, lambda _: ())
 
     def by_tag(self, tag: int) -> None:
         del tag

@@ -58,5 +58,14 @@ def test_every_setting_but_the_pause_is_a_field_of_the_configuration() -> None:
 
 def test_statements_ask_in_one_way_whether_a_queue_gives_jobs() -> None:
     using = {path.stem for path in (SHARD / "queue" / "sql").glob("*.sql") if "{{gives_jobs" in path.read_text()}
-    assert using == {"claim", "enqueue", "enqueue_plain", "explain_job", "explain_queue", "probe", "sweep"}
+    assert using == {
+        "claim",
+        "enqueue",
+        "enqueue_plain",
+        "explain_job",
+        "explain_queue",
+        "probe",
+        "walk_queues",
+        "sweep",
+    }
     assert not [path for path in (SHARD / "queue" / "sql").glob("*.sql") if "paused" in path.read_text()]
