@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from proof.checker.evidence import Owned, Placed
 from proof.postgres import Shard, ask
 
-_PLACED, _OWNED = "writes, reads, epoch", "state, epoch, chunk"
+_PLACED, _OWNED = "writes, reads, epoch", "state, epoch, chunk, arriving"
 
 
 def install(catalog: Shard, shards: Iterable[Shard]) -> None:
@@ -42,8 +42,8 @@ def owned_in(dsn: str, shard: str) -> list[Owned]:
     """Returns the journal of one database of a shard, in order."""
     ahead_s = time.time() - time.monotonic()
     return [
-        Owned(shard=shard, at_s=at_s - ahead_s, slots=slots, state=state, epoch=epoch, chunk=chunk)
-        for at_s, slots, state, epoch, chunk in ask(dsn, _read("owned_slot", _OWNED))
+        Owned(shard=shard, at_s=at_s - ahead_s, slots=slots, state=state, epoch=epoch, chunk=chunk, arriving=arriving)
+        for at_s, slots, state, epoch, chunk, arriving in ask(dsn, _read("owned_slot", _OWNED))
     ]
 
 

@@ -81,6 +81,8 @@ class Owned:
     state: str
     epoch: int
     chunk: int
+    # The slot arrives by a move, and the source has jobs of it left.
+    arriving: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,9 +92,14 @@ def _epochs(owned: Sequence[Owned], restored: Restored | None = None) -> Iterato
                 wrong[f"went from {before.state} to {now.state} under epoch {now.epoch}"].append(slot)
             elif now.chunk > before.chunk and restored is not None and _is_accepted(now, restored):
                 continue
-            elif now.chunk != before.chunk + 1:
+            elif now.chunk != before.chunk + 1 and not _ends_arrival(before, now):
                 wrong[f"went from chunk {before.chunk} to {now.chunk} of epoch {now.epoch}"].append(slot)
         yield from (_violation(f"on {now.shard} slots {_some(slots)} {what}") for what, slots in wrong.items())
+
+
+def _ends_arrival(before: Owned, now: Owned) -> bool:
+    """The source has no job of the slot left, so groups get their slots here. Nothing else changes."""
+    return before.arriving and not now.arriving and now.chunk == before.chunk
 
 
 @dataclass(slots=True, kw_only=True)
