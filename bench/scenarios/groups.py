@@ -26,7 +26,7 @@ from proof.table import Table
 from windrow import uuid7
 from windrow.v1 import admin_pb2, admin_pb2_grpc, queue_pb2, queue_pb2_grpc
 
-# Of the jobs a second with groups to those without.
+# The ratio of jobs a second with groups to those without.
 _BAR = 0.85
 _PRODUCERS = 4
 _CONSUMERS = 4

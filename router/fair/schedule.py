@@ -55,12 +55,12 @@ class _Lease:
     since_s: float
     # When it ends if nobody extends it.
     until_s: float
-    # What was charged for it so far.
+    # The time that the org was charged for it so far.
     charged_s: float
 
 
 class Pick(NamedTuple):
-    """Whose job is handed out next, and from where. `charged_s`: what the org was charged for it, an estimate."""
+    """The org whose job is handed out next, and the shard. `charged_s`: the estimate that the org was charged."""
 
     org: OrgId
     shard: ShardName

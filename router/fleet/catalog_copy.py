@@ -34,9 +34,9 @@ class CatalogCopy:
     """Keeps a copy of the catalog.
 
     `on_change` is called with the old and the new copy when it has changed, `on_limits` with the limits when they
-    have, and `on_weights` with the weights. `on_marks` is called after each look with
-    the confirmed marks of the shards (shard/placement/marks.py), and `on_revocations` with how often API keys were
-    revoked, and with the time (of the event loop's clock) at which the look began. `database` is the catalog's.
+    have, and `on_weights` with the weights. `on_marks` is called after each look with the confirmed marks of the shards
+    (shard/placement/marks.py), and `on_revocations` with how often API keys were revoked, and with the time (of the
+    event loop's clock) at which the look began. `database` is the catalog's.
     """
 
     def __init__(

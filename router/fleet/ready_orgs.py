@@ -87,7 +87,7 @@ class ReadyOrgs:
         self._has_work.set()
 
     def leave(self, queues: Iterable[QueueName]) -> None:
-        """Nobody takes these queues for all orgs any more."""
+        """Call this when no consumer takes these queues for all orgs any more."""
         for queue in queues:
             name = self._names.pop(queue, None)
             if name is not None and name.name_id is not None:

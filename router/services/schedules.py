@@ -196,6 +196,6 @@ def _info(found: Found, member: ShardHandle) -> schedules_pb2.ScheduleInfo:
     schedule, now = found
     upcoming: Sequence[Micros] = ()
     if schedule.paused_at is None:
-        # What is due already is about to be decided.
+        # An instant that is due already is about to be decided.
         upcoming = list(islice(calendar.after(schedule.spec.timing, now), _NEXT))
     return codec.info(schedule, upcoming, member.name)
