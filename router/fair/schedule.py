@@ -90,8 +90,9 @@ class Schedule:
         self.floor = 0.0
 
     @property
-    def any_ready(self) -> bool:
-        return self._ready > 0
+    def ready_count(self) -> int:
+        """How many orgs have ready jobs."""
+        return self._ready
 
     @property
     def size(self) -> int:

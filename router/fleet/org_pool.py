@@ -1,7 +1,7 @@
 """A pool: the consumers of this process that take the same queues for all orgs. It decides whose jobs they get
 (router/fair/schedule.py), claims them, and measures how long each org keeps the consumers busy.
 
-One claim at a time runs on each shard, for up to 16 orgs. So a shard that answers slowly delays only the orgs that live
+One claim at a time runs on each shard, for up to 64 orgs. So a shard that answers slowly delays only the orgs that live
 on it.
 """
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# What one claim asks for at most. The claim statement reads all lanes of all its orgs for each of them.
-_ORGS_MAX = 16
+# What one claim asks for at most.
+_ORGS_MAX = 64
 _REQUESTS_MAX = 64
 # Ready orgs that are remembered; the walk finds the others when there is room.
 _READY_MAX = 100_000
@@ -107,7 +107,7 @@ class OrgPool:
         """The consumer may have credit and room now."""
         if consumer.credit > 0 and consumer in self._waiting.waiters:
             self._able[consumer] = None
-            if self.schedule.any_ready:
+            if self.schedule.ready_count:
                 self._wake()
 
     def deal(self, org: OrgId, sizes: Sequence[int]) -> list[Share]:
@@ -187,7 +187,7 @@ class OrgPool:
                 for shard, requests in self._pick().items():
                     self._claiming.add(shard)
                     group.create_task(self._claim(self._shards()[shard], requests))
-                if not self._claiming and not self.schedule.any_ready:
+                if not self._claiming and not self.schedule.ready_count:
                     self.quiet.set()
 
     def _pick(self) -> dict[ShardName, list[_Request]]:
@@ -322,10 +322,14 @@ class OrgPool:
             member.ready_orgs.walk_again()
         queues = {request.org: request.queues for request in requests}
         for org, is_more in more.items():
-            if is_more and not away:
+            if away:
+                pass
+            elif is_more and self.schedule.ready_count < _ORGS_MAX:
                 for queue in queues[org]:
                     self.found(shard, org, queue)
-            elif not is_more:
+            else:
+                # If many orgs are ready, each gets few jobs at a time, and most then have no more: to ask whether they
+                # do is cheaper than a claim that finds nothing.
                 member.ready_orgs.emptied(org, queues[org])
             if not self._is_found(org, shard):
                 self.schedule.idle(org, shard)

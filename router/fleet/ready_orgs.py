@@ -138,7 +138,7 @@ class ReadyOrgs:
             self._on_ready(org, queue)
 
     def emptied(self, org: OrgId, queues: Iterable[QueueName]) -> None:
-        """A claim has found no more ready jobs in these queues: finds out when the next ones are due."""
+        """A claim has probably taken the last ready jobs of these queues: finds out when the next ones are due."""
         numbers = self._store.names.known(org, list(queues))
         self._store.emptied(numbers)
         self.rang(numbers)

@@ -22,8 +22,8 @@ from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, Answer, Claimed, Lease, OrgId
 # Statements of one act. Each serves all its takers, except if it took jobs that were expired or out of attempts, or if
 # the jobs are large: two of 1 MiB fill a statement.
 _RUNS_MAX = 8
-# Groups (sets of queues) in one statement. The statement reads all lanes of the batch for each group.
-_GROUPS_MAX = 32
+# Groups (sets of queues) in one statement.
+_GROUPS_MAX = 64
 # A claim ends with the job that fills this many bytes of payload, attributes and checkpoint. Together with the largest
 # job (1 MiB of payload, 36 KiB of attributes, 64 KiB of checkpoint), the other fields of 1,000 jobs (up to 1,081 bytes
 # each) and the answers to 1,000 acks (37 bytes each), the answer stays below 4 MiB, the default limit of gRPC clients.

@@ -94,8 +94,8 @@ class Floors:
                 queue.floors = [min(pair) for pair in zip(queue.floors, floors, strict=True)]
 
     def emptied(self, queues: Iterable[QueueId]) -> None:
-        """A claim for consumers of all orgs has found no more jobs in these queues. There may be a hundred thousand of
-        them, of which most get no job soon."""
+        """A claim for consumers of all orgs has probably taken the last jobs of these queues. There may be a hundred
+        thousand of them, of which most get no job soon."""
         if len(self._queues) > _EMPTIED_KEPT_MAX:
             for queue_id in queues:
                 self._queues.pop(queue_id, None)

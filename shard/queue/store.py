@@ -527,7 +527,7 @@ class Store:
         self._floors.arrived(queues)
 
     def emptied(self, queues: Collection[QueueId]) -> None:
-        """A claim for consumers of all orgs has found no more jobs in these queues."""
+        """A claim for consumers of all orgs has probably taken the last jobs of these queues."""
         self._floors.emptied(queues)
 
     async def sweep(self, awaited: Iterable[QueueId] = ()) -> Due:

@@ -13,21 +13,33 @@ WITH source AS MATERIALIZED (
     ) q
     -- A wrong remembered queue_id, which names a queue of another org (I4) or another queue, gives no jobs.
     WHERE q.org = s.org AND q.queue = s.queue AND q.gives_jobs
-), lane AS MATERIALIZED (
+), lanes AS MATERIALIZED (
+    -- One row for each group, with its lanes in the order in which they are scanned.
     SELECT
-        source.grp, source.queue_id, p.priority::smallint AS priority,
-        timestamptz 'epoch' + (%(floors_us)s::bigint[])[(source.turn - 1) * 9 + p.priority] * interval '1 us' AS floor
+        source.grp,
+        array_agg(source.queue_id ORDER BY p.priority, source.turn) AS queue_ids,
+        array_agg(p.priority::smallint ORDER BY p.priority, source.turn) AS priorities,
+        array_agg(
+            timestamptz 'epoch' + (%(floors_us)s::bigint[])[(source.turn - 1) * 9 + p.priority] * interval '1 us'
+            ORDER BY p.priority, source.turn
+        ) AS floors
     FROM source
     CROSS JOIN generate_series(1, 9) AS p (priority)
-    ORDER BY source.grp, p.priority, source.turn
+    GROUP BY source.grp
+    ORDER BY source.grp
 ), taken AS MATERIALIZED (
     -- MATERIALIZED fence, and no ORDER BY at this level: the lanes are scanned lazily, one after another, so that no
     -- more than max_jobs rows are locked.
     SELECT g.first, visible.ctid, visible.bytes, visible.id, visible.lease, visible.worker
-    FROM unnest(%(max_jobs)s::integer[], %(firsts)s::integer[]) WITH ORDINALITY AS g (max_jobs, first, grp)
+    FROM (
+        SELECT
+            (%(firsts)s::integer[])[lanes.grp] AS first, (%(max_jobs)s::integer[])[lanes.grp] AS max_jobs,
+            lanes.queue_ids, lanes.priorities, lanes.floors
+        FROM lanes
+    ) g
     CROSS JOIN LATERAL (
         SELECT v.*
-        FROM lane
+        FROM unnest(g.queue_ids, g.priorities, g.floors) AS lane (queue_id, priority, floor)
         CROSS JOIN LATERAL (
             SELECT
                 j.ctid, j.id, j.lease, j.worker,
@@ -40,7 +52,6 @@ WITH source AS MATERIALIZED (
             LIMIT g.max_jobs
             FOR UPDATE SKIP LOCKED
         ) v
-        WHERE lane.grp = g.grp
         LIMIT g.max_jobs
     ) visible
 ), fitting AS (
