@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
+import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Generator
 from dataclasses import dataclass
@@ -15,6 +16,10 @@ import grpc
 import pytest
 
 import windrow
+from shard.history import erasure
+from shard.postgres.pool import Database
+from shard.vocabulary import OrgId, ShardName
+from tests import moves
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
 from tests.streams import NOT_FOUND, STALE, Client, acks, client, new_job, sql, start, until, window
@@ -58,6 +63,24 @@ async def far(cluster: Cluster) -> AsyncGenerator[Client, None]:
 def queue() -> str:
     """A queue name that no other test uses: streams of all orgs get the jobs of every org of the cluster."""
     return f"mail-{next(_numbers)}"
+
+
+def erase(shard: str, dsn: str, org: str) -> bool:
+    """Erases an org on its shard, as an archiver does. Returns whether there was anything to erase."""
+
+    async def run() -> bool:
+        database = Database(ShardName(shard), dsn, connections=1)
+        await database.open()
+        try:
+            began = await erasure.begin(database, OrgId(org), erasure=str(uuid.uuid4()))
+            for one in await erasure.unfinished(database):
+                while await erasure.go_on(database, one):
+                    pass
+            return began
+        finally:
+            await database.close()
+
+    return asyncio.run(run())
 
 
 async def shard_of(near: Client, org: str, queue: str) -> str:
@@ -337,6 +360,73 @@ async def test_leases_of_a_killed_router_come_back_and_lost_hints_are_found_by_t
             )
             assert len(moved) == 1
             await until(lambda: moved[0][0] in {one.id for one in stream.jobs}, "the job without a hint")
+
+
+async def test_no_job_is_missing_or_comes_twice_while_its_org_moves(
+    cluster: Cluster, near: Client, far: Client, queue: str
+) -> None:
+    (org,) = orgs(1)
+    await near.enqueue(org, *(new_job(queue=queue) for _ in range(20)), new_job(queue=queue, delay=window(2)))
+    source = await shard_of(near, org, queue)
+    async with near.stream(None, queue, credit=10) as stream, far.stream(None, queue, credit=0) as other:
+        leased = await stream.until_jobs(10)
+        (target,) = set(SHARDS) - {source}
+        move = await asyncio.to_thread(moves.begin_move, cluster.dsns, org, to=target)
+        await asyncio.to_thread(move.switch)
+        # The source no longer takes jobs, and still has ten leases and ten jobs that nobody has taken.
+        await far.enqueue(org, *(new_job(queue=queue) for _ in range(5)))
+        finishing = asyncio.create_task(asyncio.to_thread(move.finish))
+        assert await stream.settle(1, acks=acks(leased), credit=10) == []
+        await other.send(credit=100)
+        await until(lambda: len(stream.jobs) + len(other.jobs) >= 26, "all jobs")
+        # The move ends when the leases on the source have ended.
+        assert await stream.settle(2, acks=acks(stream.jobs[10:])) == []
+        assert await other.settle(1, acks=acks(other.jobs)) == []
+        await finishing
+        assert await shard_of(near, org, queue) == target
+        arrived = Counter(job.id for job in (*stream.jobs, *other.jobs))
+        assert len(arrived) == 26
+        assert set(arrived.values()) == {1}
+
+
+async def test_a_stream_goes_on_when_an_org_is_erased_and_comes_again(
+    cluster: Cluster, near: Client, queue: str
+) -> None:
+    (org, other) = orgs(2)
+    await near.enqueue(org, *(new_job(queue=queue) for _ in range(3)))
+    async with near.stream(None, queue, credit=1) as stream:
+        (job,) = await stream.until_jobs(1)
+        shard = await shard_of(near, org, queue)
+        assert await asyncio.to_thread(erase, shard, cluster.dsns[shard], org)
+        # Its lease is gone with its job, and its other jobs never come.
+        await near.enqueue(other, new_job(queue=queue))
+        assert await stream.settle(1, acks=acks([job]), credit=10) == [NOT_FOUND]
+        jobs = await stream.until_jobs(2)
+        assert [one.org for one in jobs[1:]] == [other]
+        (again,) = await near.enqueue(org, new_job(queue=queue))
+        jobs = await stream.until_jobs(3)
+        assert (jobs[2].org, jobs[2].id) == (org, again)
+        assert await stream.settle(2, acks=acks(jobs[1:])) == []
+
+
+async def test_a_router_that_drains_ends_its_streams_and_gives_no_more_jobs(
+    cluster: Cluster, far: Client, queue: str
+) -> None:
+    (org,) = orgs(1)
+    await far.enqueue(org, new_job(queue=queue), new_job(queue=queue))
+    with running_routers(cluster.config) as ending:
+        async with client(ending.address) as near, near.stream(None, queue, credit=1) as stream:
+            (job,) = await stream.until_jobs(1)
+            for pid in ending.pids:
+                os.kill(pid, signal.SIGTERM)
+            await stream.until(lambda: stream.draining, "the announcement")
+            assert await stream.settle(1, acks=acks([job])) == []
+            await stream.half_close()
+            assert await stream.end() is grpc.StatusCode.OK
+            assert len(stream.jobs) == 1
+    async with far.stream(None, queue, credit=10) as other:
+        (rest,) = await other.until_jobs(1)
+        assert rest.id != job.id
 
 
 async def test_a_shard_that_is_away_delays_no_org_of_another_one(postgres: Server, tmp_path: Path, queue: str) -> None:
