@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from router.codec import convert
 from router.codec.limits import limit_key, limit_message
+from router.codec.status import InvalidRequest, Violation
 from router.fleet.fleet import Fleet
 from router.fleet.reload import Reloader
 from router.fleet.shard_handle import ShardHandle
@@ -17,6 +18,7 @@ from router.route.all_orgs import list_orgs
 from shard.admin import limits, weights
 from shard.admin.queue_admin import OrgBooks
 from shard.errors import DiskFull, ShardError
+from shard.limits import Measure
 from shard.placement.catalog import Catalog, Holding
 from shard.vocabulary import OrgId, ShardName
 from windrow.v1 import cluster_pb2
@@ -80,6 +82,10 @@ class ClusterService:
     @unary()
     async def SetLimit(self, request: cluster_pb2.SetLimitRequest) -> cluster_pb2.SetLimitResponse:
         key, interval_us = limit_key(request), convert.micros(request.interval)
+        if key.measure is Measure.IN_FLIGHT and request.HasField("interval"):
+            raise InvalidRequest([Violation("interval", "is given: a limit of jobs in flight has none")])
+        if key.measure is not Measure.IN_FLIGHT and not request.HasField("interval"):
+            raise InvalidRequest([Violation("interval", "is missing")])
         limit = await limits.set_limit(
             self._fleet.catalog_database, key, amount=request.amount, interval_us=interval_us
         )

@@ -24,7 +24,7 @@ WITH source AS MATERIALIZED (
     -- MATERIALIZED fence, and no ORDER BY at this level: the lanes are scanned lazily, one after another, so that no
     -- more than max_jobs rows are locked.
     SELECT g.first, visible.ctid, visible.bytes, visible.id, visible.lease, visible.worker
-    FROM unnest(%(max_jobs)s::integer[], %(firsts)s::integer[]) WITH ORDINALITY AS g (max_jobs, first, grp)
+    FROM {{claim_groups}} AS g (max_jobs, first, grp)
     CROSS JOIN LATERAL (
         SELECT v.*
         FROM lane
