@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 app = App(help="Limits how much orgs may enqueue, how many of their jobs may start, and how many run at a time.")
 
-_IN_FLIGHT = "in_flight"
+# Measures of what there is at a time: their limits have no interval.
+_AT_A_TIME = {
+    "in_flight": "jobs in flight",
+    "backlog": "jobs of backlog",
+    "backlog_bytes": "bytes of backlog",
+}
+_GIVE = "give either --jobs{0}, --bytes{0}, --starts{0}, --in-flight{0}, --backlog{0} or --backlog-bytes{0}"
 _OrgOption: TypeAlias = Annotated[
     str | None, typer.Option("--org", metavar="ORG", show_default=False, help="The org that is limited.")
 ]
@@ -51,6 +57,13 @@ def set_limit(
         int | None,
         typer.Option("--in-flight", metavar="N", show_default=False, help="So many leased jobs at a time."),
     ] = None,
+    backlog: Annotated[
+        int | None, typer.Option("--backlog", metavar="N", show_default=False, help="So many jobs that have not ended.")
+    ] = None,
+    backlog_bytes: Annotated[
+        int | None,
+        typer.Option("--backlog-bytes", metavar="N", show_default=False, help="So many bytes of such jobs."),
+    ] = None,
     per: Annotated[
         timedelta | None,
         typer.Option(
@@ -66,26 +79,27 @@ def set_limit(
     After a pause an org may enqueue the whole amount at once, and then goes on at its rate: 1,000 jobs per 10s allow
     1,000 at once, 100 jobs per 1s only 100. Jobs above the limit are refused with the time to wait.
 
-    A limit of starts, or of jobs in flight, refuses nothing: ready jobs wait until it has room. A limit of jobs in
-    flight has no interval.
+    A limit of starts, or of jobs in flight, refuses nothing: ready jobs wait until it has room. A limit of the backlog
+    refuses jobs while too many have not ended. Limits of jobs in flight and of the backlog have no interval.
     """
     from cli.calls import connect
     from windrow.v1 import cluster_pb2
 
     of_org = _org(org, every_org=every_org)
-    amounts = {"jobs": jobs, "bytes": byte_count, "starts": starts, _IN_FLIGHT: in_flight}
+    amounts = {"jobs": jobs, "bytes": byte_count, "starts": starts}
+    amounts |= {"in_flight": in_flight, "backlog": backlog, "backlog_bytes": backlog_bytes}
     given = [(measure, amount) for measure, amount in amounts.items() if amount is not None]
     if len(given) != 1:
-        raise CommandFailed("give either --jobs N, --bytes N, --starts N or --in-flight N", ExitCode.USAGE)
+        raise CommandFailed(_GIVE.format(" N"), ExitCode.USAGE)
     ((measure, amount),) = given
-    if measure == _IN_FLIGHT and per is not None:
-        raise CommandFailed("--per: a limit of jobs in flight has no interval", ExitCode.USAGE)
+    if measure in _AT_A_TIME and per is not None:
+        raise CommandFailed(f"--per: a limit of {_AT_A_TIME[measure]} has no interval", ExitCode.USAGE)
     request = cluster_pb2.SetLimitRequest(org=of_org, queue=queue, measure=_number(measure))
     try:
         request.amount = amount
     except ValueError:
         raise CommandFailed(f"--{measure.replace('_', '-')} {amount}: is too large", ExitCode.USAGE) from None
-    if measure != _IN_FLIGHT:
+    if measure not in _AT_A_TIME:
         request.interval.FromTimedelta(per or timedelta(seconds=1))
     with connect(address, timeout) as router:
         limit = router.call(router.cluster.SetLimit, request).limit
@@ -104,6 +118,8 @@ def clear(
     of_bytes: Annotated[bool, typer.Option("--bytes", help="The limit of bytes.")] = False,
     starts: Annotated[bool, typer.Option("--starts", help="The limit of starts.")] = False,
     in_flight: Annotated[bool, typer.Option("--in-flight", help="The limit of jobs in flight.")] = False,
+    backlog: Annotated[bool, typer.Option("--backlog", help="The limit of jobs that have not ended.")] = False,
+    backlog_bytes: Annotated[bool, typer.Option("--backlog-bytes", help="The limit of bytes of such jobs.")] = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
@@ -115,10 +131,11 @@ def clear(
     from windrow.v1 import cluster_pb2
 
     of_org = _org(org, every_org=every_org)
-    named = {"jobs": jobs, "bytes": of_bytes, "starts": starts, _IN_FLIGHT: in_flight}
+    named = {"jobs": jobs, "bytes": of_bytes, "starts": starts}
+    named |= {"in_flight": in_flight, "backlog": backlog, "backlog_bytes": backlog_bytes}
     given = [measure for measure, is_given in named.items() if is_given]
     if len(given) != 1:
-        raise CommandFailed("give either --jobs, --bytes, --starts or --in-flight", ExitCode.USAGE)
+        raise CommandFailed(_GIVE.format(""), ExitCode.USAGE)
     request = cluster_pb2.ClearLimitRequest(org=of_org, queue=queue, measure=_number(given[0]))
     with connect(address, timeout) as router:
         cleared = router.call(router.cluster.ClearLimit, request).cleared
@@ -174,7 +191,7 @@ def _org(org: str | None, *, every_org: bool) -> str:
 
 
 def _measure(limit: limits_pb2.Limit) -> str:
-    """Returns what the limit counts: jobs, bytes, starts or in_flight."""
+    """Returns what the limit counts, such as jobs or in_flight."""
     from windrow.v1 import limits_pb2
 
     return limits_pb2.LimitMeasure.Name(limit.measure).removeprefix("LIMIT_MEASURE_").lower()
@@ -193,7 +210,7 @@ def _terms(limit: limits_pb2.Limit) -> str:
 
 def _amount(limit: limits_pb2.Limit) -> str:
     measure = _measure(limit)
-    return f"{limit.amount:,} {'jobs in flight' if measure == _IN_FLIGHT else measure}"
+    return f"{limit.amount:,} {_AT_A_TIME.get(measure, measure)}"
 
 
 def _interval(limit: limits_pb2.Limit) -> timedelta | None:

@@ -227,7 +227,7 @@ class LimitReached(ShardError):
             if retry_after_s is not None
             else f"the call has {asked:,} and can never succeed; send at most {limit.amount:,} at a time"
         )
-        super().__init__(f"{of} may enqueue {limit}: {why}")
+        super().__init__(f"{of} may {'enqueue' if limit.key.measure.has_interval else 'have'} {limit}: {why}")
         self.limit = limit
         self.asked = asked
         self.usage = usage

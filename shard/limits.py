@@ -1,9 +1,10 @@
-"""Limits of how much orgs may enqueue, of how many of their jobs start, and of how many are leased at a time: what
-operators set, and which limit counts for whom. Pure: no I/O, no clock."""
+"""Limits of how much orgs may enqueue, of how many of their jobs start, and of how many are leased, or have not ended,
+at a time: what operators set, and which limit counts for whom. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
@@ -27,10 +28,26 @@ class Measure(enum.StrEnum):
     STARTS = "starts"
     # Leases at a time.
     IN_FLIGHT = "in_flight"
+    # Jobs that have not ended, and the bytes of their payloads and attributes.
+    BACKLOG = "backlog"
+    BACKLOG_BYTES = "backlog_bytes"
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether a limit bounds how much comes in an interval, and not how much there is at a time."""
+        return self not in _AT_A_TIME
 
 
-# What an enqueue is charged for. The other limits hold jobs back, and refuse no call.
+# What an enqueue is charged for, by buckets. Beside them, BACKLOG bounds enqueues. The other limits hold jobs back, and
+# refuse no call.
 ENQUEUED = (Measure.JOBS, Measure.BYTES)
+BACKLOG = (Measure.BACKLOG, Measure.BACKLOG_BYTES)
+# In words, after a number.
+_AT_A_TIME = {
+    Measure.IN_FLIGHT: "jobs in flight",
+    Measure.BACKLOG: "jobs that have not ended",
+    Measure.BACKLOG_BYTES: "bytes of jobs that have not ended",
+}
 
 
 class LimitKey(NamedTuple):
@@ -46,8 +63,8 @@ class LimitKey(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """A limit. A bucket holds up to `amount` tokens, and an empty one is full after `interval_us`. A limit of jobs in
-    flight has no bucket, and no interval: 0."""
+    """A limit. A bucket holds up to `amount` tokens, and an empty one is full after `interval_us`. A limit of what
+    there is at a time has no bucket, and no interval: 0."""
 
     key: LimitKey
     amount: int
@@ -57,11 +74,11 @@ class Limit(NamedTuple):
 
     @property
     def tokens_per_s(self) -> float:
-        return self.amount * 1e6 / self.interval_us
+        return self.amount * 1e6 / self.interval_us if self.interval_us else math.inf
 
     def __str__(self) -> str:
-        if not self.interval_us:
-            return f"{self.amount:,} jobs in flight"
+        if not self.key.measure.has_interval:
+            return f"{self.amount:,} {_AT_A_TIME[self.key.measure]}"
         return f"{self.amount:,} {self.key.measure} per {self.interval_us / 1e6:g} s"
 
 

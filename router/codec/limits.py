@@ -14,6 +14,8 @@ _MEASURES: dict[Measure, limits_pb2.LimitMeasure.ValueType] = {
     Measure.BYTES: limits_pb2.LIMIT_MEASURE_BYTES,
     Measure.STARTS: limits_pb2.LIMIT_MEASURE_STARTS,
     Measure.IN_FLIGHT: limits_pb2.LIMIT_MEASURE_IN_FLIGHT,
+    Measure.BACKLOG: limits_pb2.LIMIT_MEASURE_BACKLOG,
+    Measure.BACKLOG_BYTES: limits_pb2.LIMIT_MEASURE_BACKLOG_BYTES,
 }
 _BY_NUMBER = {number: measure for measure, number in _MEASURES.items()}
 

@@ -1,5 +1,5 @@
 """The limits of enqueues, as one router process enforces them: what a call is charged, and when it is refused
-(docs/decisions/0045-tokens-are-drawn-in-blocks.md)."""
+(docs/decisions/0045-tokens-are-drawn-in-blocks.md, 0053-backlogs-are-counted-by-those-who-add-to-them.md)."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeAlias
 
+from router.fleet.backlog import Backlog
 from router.fleet.buckets import PAUSE_S, Bucket, Buckets
 from shard.errors import LimitReached
-from shard.limits import ALL_QUEUES, ENQUEUED
+from shard.limits import ALL_QUEUES, BACKLOG, ENQUEUED, Limit, LimitTable
 from shard.queue.store import Store
-from shard.vocabulary import NewJobs
+from shard.vocabulary import NewJobs, OrgId, QueueName
 
 # How often a call asks the shard: other calls may take what it drew.
 _TRIES_MAX = 20
 
 
-# What jobs of a call cost in one bucket: the bucket, the positions of the jobs (None: all of them), and the tokens. A
-# plain tuple, because each call makes some.
-_Cost: TypeAlias = tuple[Bucket, Sequence[int] | None, int]
+# What jobs of a call cost in one bucket, or one backlog: this, the positions of the jobs (None: all of them), and the
+# tokens. A plain tuple, because each call makes some.
+_Cost: TypeAlias = tuple[Bucket | Backlog, Sequence[int] | None, int]
+# So many backlogs this process remembers; above that it forgets those that it can count again.
+_BACKLOGS_MAX = 20_000
 
 
 class Charge:
@@ -36,6 +39,12 @@ class Charge:
         for bucket, _, tokens in self._costs:
             bucket.put_back(tokens)
 
+    def settled(self) -> None:
+        """The call has ended. Comes after a refund, if there is one."""
+        for bucket, _, tokens in self._costs:
+            if isinstance(bucket, Backlog):
+                bucket.settled(tokens)
+
     def refund_jobs(self, known: Collection[int]) -> None:
         """Puts the tokens of the jobs at these positions back: they had been stored before."""
         for bucket, positions, _ in self._costs:
@@ -48,6 +57,17 @@ class Limits(Buckets):
 
     def __init__(self) -> None:
         super().__init__(ENQUEUED)
+        self._backlog_table = LimitTable()
+        self._backlogs: dict[tuple[OrgId, Limit], Backlog] = {}
+
+    def replace(self, table: LimitTable) -> None:
+        super().replace(table)
+        self._backlog_table = of_backlogs = table.only(BACKLOG)
+        self._backlogs = {
+            (org, limit): one
+            for (org, limit), one in self._backlogs.items()
+            if of_backlogs.limits.get(limit.key) == limit
+        }
 
     async def charge(self, store: Store, jobs: NewJobs, *, independent: bool) -> Charge | None:
         """Uses the tokens that these jobs cost, in all buckets that count for them. Returns None if nothing limits
@@ -74,20 +94,32 @@ class Limits(Buckets):
 
     def _costs(self, jobs: NewJobs) -> list[_Cost]:
         """Returns what these jobs cost, for each bucket that counts for them."""
-        org, table = jobs.org, self.table
-        if not table.is_limited(org):
+        org, table, of_backlogs = jobs.org, self.table, self._backlog_table
+        if not table.is_limited(org) and not of_backlogs.is_limited(org):
             return []
-        costs: list[_Cost] = [(bucket, None, _cost(bucket, jobs)) for bucket in self.of(org, ALL_QUEUES)]
-        if table.limits_queues(org):
+        costs: list[_Cost] = [(bucket, None, _cost(bucket, jobs)) for bucket in self._all_of(org, ALL_QUEUES)]
+        if table.limits_queues(org) or of_backlogs.limits_queues(org):
             queues = jobs.queues
             for queue in dict.fromkeys(queues):
-                buckets = self.of(org, queue)
+                buckets = self._all_of(org, queue)
                 if buckets:
                     positions = None
                     if queues.count(queue) < len(queues):
                         positions = [at for at, of in enumerate(queues) if of == queue]
                     costs += [(bucket, positions, _cost(bucket, jobs, positions)) for bucket in buckets]
         return costs
+
+    def _all_of(self, org: OrgId, queue: QueueName) -> Sequence[Bucket | Backlog]:
+        """Returns the buckets and the backlogs of an org as a whole, or of one of its queues."""
+        return [*self.of(org, queue), *(self._backlog(org, limit) for limit in self._backlog_table.of(org, queue))]
+
+    def _backlog(self, org: OrgId, limit: Limit) -> Backlog:
+        backlog = self._backlogs.get((org, limit))
+        if backlog is None:
+            if len(self._backlogs) >= _BACKLOGS_MAX:
+                self._backlogs = {key: one for key, one in self._backlogs.items() if not one.is_idle}
+            backlog = self._backlogs[org, limit] = Backlog(org, limit)
+        return backlog
 
 
 def _wait_s(cost: _Cost) -> float:
@@ -97,7 +129,7 @@ def _wait_s(cost: _Cost) -> float:
 
 
 def _reached(
-    jobs: NewJobs, bucket: Bucket, positions: Sequence[int] | None, asked: int, *, independent: bool
+    jobs: NewJobs, bucket: Bucket | Backlog, positions: Sequence[int] | None, asked: int, *, independent: bool
 ) -> LimitReached:
     limit = bucket.limit
     if positions is None:
@@ -113,7 +145,7 @@ def _reached(
             positions = _without_room(each, min(limit.amount, bucket.tokens + bucket.left))
             asked = min(each[at] for at in positions)
             # The others take what is left now.
-            retry_after_s = max(PAUSE_S, asked / limit.tokens_per_s)
+            retry_after_s = max(PAUSE_S, asked / limit.tokens_per_s if limit.interval_us else bucket.ready_in_s(asked))
     if retry_after_s is not None:
         # The shard computes with other rounding errors.
         retry_after_s = max(retry_after_s, 0.001)
@@ -133,7 +165,7 @@ def _without_room(each: Mapping[int, int], room: float) -> list[int]:
     return left or list(each)[-1:]
 
 
-def _cost(bucket: Bucket, jobs: NewJobs, positions: Collection[int] | None = None) -> int:
+def _cost(bucket: Bucket | Backlog, jobs: NewJobs, positions: Collection[int] | None = None) -> int:
     """Returns how many tokens of this bucket the jobs at these positions cost. None: all jobs."""
     if not bucket.in_bytes:
         return len(jobs.ids if positions is None else positions)

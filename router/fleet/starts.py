@@ -5,7 +5,8 @@
 A start limit holds back and refuses nothing. Whoever leases jobs of a limited queue takes tokens first, then leases at
 most that many, and puts back what it did not use. While there are no tokens, the queue counts as one without due jobs.
 
-A limit of jobs in flight is enforced by the claim itself, on the shard. This module only says which limits a claim obeys.
+A limit of jobs in flight is enforced by the claim itself, on the shard. This module only says which limits a claim
+obeys.
 """
 
 from __future__ import annotations
@@ -81,9 +82,9 @@ class SpentLimit(NamedTuple):
 
 
 class Starts(Buckets):
-    """The limits of starts, and the buckets from which this process draws; the limits of jobs in flight. `store_of` returns the shard that has the
-    buckets of an org, or raises ShardUnavailable. `changed` is called when these limits have changed, so that consumers
-    that were held back look again."""
+    """The limits of starts, and the buckets from which this process draws; the limits of jobs in flight. `store_of`
+    returns the shard that has the buckets of an org, or raises ShardUnavailable. `changed` is called when these
+    limits have changed, so that consumers that were held back look again."""
 
     def __init__(self, store_of: Callable[[OrgId], Store], changed: Callable[[], None]) -> None:
         super().__init__((Measure.STARTS,))

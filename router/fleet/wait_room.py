@@ -195,8 +195,8 @@ class WaitRoom:
         return (org, queue) in self._full
 
     def lease_ended(self, numbers: Collection[QueueId] | None) -> None:
-        """Leases of these queues have ended, or may have: a limit of jobs in flight may have room again, of the queue or
-        of its org. None: of any queue."""
+        """Leases of these queues have ended, or may have: a limit of jobs in flight may have room again, of the queue
+        or of its org. None: of any queue."""
         if not self._full:
             return
         orgs = None if numbers is None else {org_number(number) for number in numbers}

@@ -18,7 +18,6 @@ from router.route.all_orgs import list_orgs
 from shard.admin import limits, weights
 from shard.admin.queue_admin import OrgBooks
 from shard.errors import DiskFull, ShardError
-from shard.limits import Measure
 from shard.placement.catalog import Catalog, Holding
 from shard.vocabulary import OrgId, ShardName
 from windrow.v1 import cluster_pb2
@@ -82,10 +81,9 @@ class ClusterService:
     @unary()
     async def SetLimit(self, request: cluster_pb2.SetLimitRequest) -> cluster_pb2.SetLimitResponse:
         key, interval_us = limit_key(request), convert.micros(request.interval)
-        if key.measure is Measure.IN_FLIGHT and request.HasField("interval"):
-            raise InvalidRequest([Violation("interval", "is given: a limit of jobs in flight has none")])
-        if key.measure is not Measure.IN_FLIGHT and not request.HasField("interval"):
-            raise InvalidRequest([Violation("interval", "is missing")])
+        if key.measure.has_interval != request.HasField("interval"):
+            why = "is missing" if key.measure.has_interval else f"is given: a limit of {key.measure} has none"
+            raise InvalidRequest([Violation("interval", why)])
         limit = await limits.set_limit(
             self._fleet.catalog_database, key, amount=request.amount, interval_us=interval_us
         )

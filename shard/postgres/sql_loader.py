@@ -150,8 +150,10 @@ _WRITES = re.compile(rb"\b(?:INSERT INTO|UPDATE|DELETE FROM) windrow\.")
 class Statement(bytes):
     """One SQL statement, and how it may be run."""
 
-    # The name of its file. Traces use it as the name of the operation.
+    # Traces use it as the name of the operation.
     name: str
+    # The same, except if several statements come from one file.
+    file: str
     # True if the statement may run again after a lost connection, when nobody knows whether the first run committed.
     # Most statements may: they name the ids or the lease that they change.
     repeatable: bool
@@ -169,18 +171,21 @@ def load(
     repeatable: bool = True,
     shared: bool = False,
     hint: bool = False,
+    file: str | None = None,
     includes: Mapping[str, str] | None = None,
 ) -> Statement:
-    """Reads `folder`/`name`.sql and expands its includes. Comments are removed: psycopg caches how it parsed a
-    statement only up to 4,096 bytes. `hint`: what the statement writes may be lost, so the shard's history needs no
+    """Reads `folder`/`name`.sql, or `folder`/`file`.sql, and expands its includes. Comments are removed: psycopg caches
+    how it parsed a statement only up to 4,096 bytes. `hint`: what the statement writes may be lost, so the shard's history needs no
     mark for it. `includes`: texts for includes of this statement that differ from the usual ones. Raises KeyError for
     an unknown include."""
-    lines = (folder / f"{name}.sql").read_text().splitlines()
+    file = file or name
+    lines = (folder / f"{file}.sql").read_text().splitlines()
     text = "\n".join(bare for line in lines if not (bare := line.strip()).startswith("--"))
     for include, other in (includes or {}).items():
         text = text.replace(f"{{{{{include}}}}}", other)
     statement = Statement(_INCLUDE.sub(_expand, text).encode())
     statement.name = name
+    statement.file = file
     statement.repeatable = repeatable
     statement.shared = shared
     statement.writes = not hint and _WRITES.search(statement) is not None

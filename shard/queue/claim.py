@@ -343,12 +343,11 @@ def _next_batch(takers: Sequence[_Taker]) -> tuple[list[_Taker], list[_Taker]]:
     groups: set[tuple[OrgId, tuple[QueueName, ...]]] = set()
     for taker in takers:
         org, queues = group = taker.request.org, taker.request.queues
-        if len(groups) == _GROUPS_MAX and group not in groups:
+        is_alone = batch and (taker.request.in_flight is not None or batch[0].request.in_flight is not None)
+        if group not in groups and (len(groups) == _GROUPS_MAX or is_alone):
             later.append(taker)
-        elif batch and (
-            taker.request.in_flight != batch[0].request.in_flight
-            or (taker.request.in_flight is not None and group not in groups)
-        ):
+        elif is_alone and taker.request.in_flight != batch[0].request.in_flight:
+            # The limits have changed between the two.
             later.append(taker)
         elif all(owners.get((org, queue), queues) == queues for queue in queues):
             groups.add(group)

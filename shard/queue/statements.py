@@ -25,7 +25,8 @@ WALK_QUEUES = _load("walk_queues", shared=True)
 CLAIM = _load("claim", shared=True)
 # For one group, whose org or queue has a limit of jobs in flight.
 CLAIM_WITHIN_LIMITS = _load(
-    "claim",
+    "claim_within_limits",
+    file="claim",
     shared=True,
     includes={
         "claim_groups": (
@@ -35,6 +36,7 @@ CLAIM_WITHIN_LIMITS = _load(
     },
 )
 COUNT_IN_FLIGHT = _load("count_in_flight", shared=True)
+COUNT_BACKLOG = _load("count_backlog", shared=True)
 PROBE = _load("probe", shared=True)
 SWEEP = _load("sweep", shared=True)
 FIND_WAITING_GROUPS = _load("find_waiting_groups", shared=True)
@@ -67,5 +69,5 @@ FOLD_TALLY = _load("fold_tally")
 
 DRAW_TOKENS = _load("draw_tokens", shared=True)
 # Tokens must not be given back twice.
-RETURN_TOKENS = _load("draw_tokens", shared=True, repeatable=False)
+RETURN_TOKENS = _load("return_tokens", file="draw_tokens", shared=True, repeatable=False)
 FORGET_FULL_BUCKETS = _load("forget_full_buckets")

@@ -19,7 +19,7 @@ from shard.errors import IdsOutsideHorizon, RowLocked, ShardUnavailable, Unknown
 from shard.job_id import made_at_ms, to_hex
 from shard.job_record import ANSWER_BYTES_MAX, JobRecord
 from shard.lease_token import lease_of
-from shard.limits import InFlightLimits
+from shard.limits import InFlightLimits, Limit, Measure
 from shard.placement.slots import FIRST_EPOCH
 from shard.postgres import arrays, partitions
 from shard.postgres import statements as postgres_statements
@@ -215,6 +215,23 @@ class Store:
         """Draws tokens from a bucket of this shard, or gives tokens back. Raises RowLocked, ShardUnavailable,
         TooManyWaiting."""
         return await self._draws.submit(draw)
+
+    async def count_backlog(self, org: OrgId, limit: Limit) -> int:
+        """Returns how many of the org's jobs that count for this limit have not ended, or how many bytes they have, but
+        no more than the limit. Raises ShardUnavailable, TooManyWaiting."""
+
+        async def count() -> int:
+            parameters = {
+                "org": org,
+                "queue": limit.key.queue,
+                "in_bytes": limit.key.measure is Measure.BACKLOG_BYTES,
+                "counted_max": limit.amount,
+            }
+            ((counted,),) = await self._database.run(statements.COUNT_BACKLOG, parameters)
+            return int(counted)
+
+        counted: int = await self._single_calls.submit(SingleCall(org, 1, count))
+        return counted
 
     # ── Consumers ────────────────────────────────────────────────────────────────────────────────────────────────────
 

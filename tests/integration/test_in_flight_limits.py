@@ -1,5 +1,5 @@
-"""Limits of jobs in flight, over gRPC: two sets of routers with two processes each. They sweep once an hour only, so that
-nothing but the end of a lease wakes a consumer."""
+"""Limits of jobs in flight, over gRPC: two sets of routers with two processes each. They sweep once an hour only, so
+that nothing but the end of a lease wakes a consumer."""
 
 from __future__ import annotations
 
@@ -95,8 +95,7 @@ class Work:
         is a part of its lease."""
         seen = 0
         while True:
-            await stream.until(lambda: len(stream.jobs) > seen, "more jobs")
-            jobs = stream.jobs[seen:]
+            jobs = (await stream.until_jobs(seen + 1))[seen:]
             seen += len(jobs)
             self.held += len(jobs)
             self.held_max = max(self.held_max, self.held)
@@ -144,10 +143,12 @@ async def test_consumers_of_all_processes_never_have_more_jobs_than_the_limit_an
     assert done.held_max <= 5
     # Consumers do run side by side.
     assert done.held_max > 1
-    assert cluster.leased(org) == 0
+    await until(lambda: cluster.leased(org) == 0, "all are acked")
 
 
-async def test_a_queues_limit_does_not_hold_up_the_orgs_other_queues(cluster: Cluster, near: Client, far: Client) -> None:
+async def test_a_queues_limit_does_not_hold_up_the_orgs_other_queues(
+    cluster: Cluster, near: Client, far: Client
+) -> None:
     org = await near.org_on("s1")
     await limit(cluster, near, org, 2, queue=QUEUE)
     async with near.stream(org, QUEUE, OTHER, credit=1000) as stream:

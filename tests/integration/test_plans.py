@@ -45,7 +45,7 @@ from shard.queue.store import Store
 from shard.queue.token_buckets import Draw, TokenBuckets
 from shard.vocabulary import PRIORITIES, Alteration, Claimed, Failure, JobState, Lease, OrgId, QueueId, QueueName, Slot
 from tests.conftest import SHARD
-from tests.jobs import HOUR_US, ids_of, job_id, lease_jobs, some_jobs
+from tests.jobs import HOUR_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs
 from tests.recorder import Recorder, Run
 from tests.timemachine import NO_HURRY, make_day, pass_time
 

@@ -235,8 +235,8 @@ async def test_the_removal_of_another_limit_costs_no_tokens(shard_first: bool) -
 
 # ── Any order of claims ──────────────────────────────────────────────────────────────────────────────────────────────
 
-# A process, what it wants, how much of that it finds (None: the claim fails), whether it is a hand-over, and whether the
-# bucket is locked when tokens are given back.
+# A process, what it wants, how much of that it finds (None: the claim fails), whether it is a hand-over, and whether
+# the bucket is locked when tokens are given back.
 _CLAIMS = st.lists(
     st.tuples(st.integers(0, 2), st.integers(1, 30), st.none() | st.floats(0, 1), st.booleans(), st.booleans()),
     max_size=40,

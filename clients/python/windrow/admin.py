@@ -334,7 +334,8 @@ class AdminCalls:
         self, measure: LimitMeasure, amount: int, *, per: Span | None = None, queue: str = "", every_org: bool = False
     ) -> Limit:
         """Limits what the org, or one of its queues, may enqueue or start: `amount` (at least 1) in each interval `per`
-        (s, or timedelta; 1 s to 24 h); or how many jobs it may have leased at a time (IN_FLIGHT, without `per`).
+        (s, or timedelta; 1 s to 24 h); or how many jobs it may have leased at a time (IN_FLIGHT), or how
+        many jobs or bytes that have not ended (BACKLOG, BACKLOG_BYTES), without `per`.
         `every_org`: the default for all orgs without such a limit of their own, each
         by itself.
 

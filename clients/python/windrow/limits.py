@@ -23,13 +23,16 @@ class LimitMeasure(enum.Enum):
     STARTS = "starts"
     # Jobs that are leased at a time. Such a limit refuses nothing: jobs wait until a lease ends.
     IN_FLIGHT = "in_flight"
+    # Jobs that have not ended, and the bytes of their payloads and attributes.
+    BACKLOG = "backlog"
+    BACKLOG_BYTES = "backlog_bytes"
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
     """How much may be enqueued, or how many jobs may start, in each interval. After a pause, the whole amount may be
-    used at once. Or how many jobs may be leased at a time."""
+    used at once. Or how many jobs may be leased, or there, at a time."""
 
     # Empty: the default for all orgs, each by itself.
     org: str
@@ -37,7 +40,7 @@ class Limit:
     queue: str
     measure: LimitMeasure
     amount: int
-    # None: a limit of jobs in flight.
+    # None: a limit of jobs in flight, or of the backlog.
     interval: timedelta | None
 
 
@@ -76,5 +79,7 @@ _NUMBERS = {
     LimitMeasure.BYTES: limits_pb2.LIMIT_MEASURE_BYTES,
     LimitMeasure.STARTS: limits_pb2.LIMIT_MEASURE_STARTS,
     LimitMeasure.IN_FLIGHT: limits_pb2.LIMIT_MEASURE_IN_FLIGHT,
+    LimitMeasure.BACKLOG: limits_pb2.LIMIT_MEASURE_BACKLOG,
+    LimitMeasure.BACKLOG_BYTES: limits_pb2.LIMIT_MEASURE_BACKLOG_BYTES,
 }
 _BY_NUMBER = {number: measure for measure, number in _NUMBERS.items()}

@@ -1,11 +1,17 @@
--- Limits of how many jobs are leased at a time (docs/decisions/0052-leases-in-flight-are-counted.md).
+-- Limits of how many jobs are leased at a time (docs/decisions/0052-leases-in-flight-are-counted.md), and of how many have
+-- not ended (docs/decisions/0053-backlogs-are-counted-by-those-who-add-to-them.md).
 ALTER TABLE windrow.enqueue_limit
     DROP CONSTRAINT enqueue_limit_measure_check,
-    ADD CONSTRAINT enqueue_limit_measure_check CHECK (measure IN ('jobs', 'bytes', 'starts', 'in_flight')),
+    ADD CONSTRAINT enqueue_limit_measure_check CHECK (
+        measure IN ('jobs', 'bytes', 'starts', 'in_flight', 'backlog', 'backlog_bytes')
+    ),
     DROP CONSTRAINT enqueue_limit_interval_us_check,
-    -- A limit of jobs in flight has no interval: 0.
+    -- A limit of what there is at a time has no interval: 0.
     ADD CONSTRAINT enqueue_limit_interval_us_check CHECK (
-        CASE WHEN measure = 'in_flight' THEN interval_us = 0 ELSE interval_us BETWEEN 1000000 AND 86400000000 END
+        CASE
+            WHEN measure IN ('in_flight', 'backlog', 'backlog_bytes') THEN interval_us = 0
+            ELSE interval_us BETWEEN 1000000 AND 86400000000
+        END
     );
 
 -- The leases that count for such a limit: those with negative numbers (shard/lease_token.py). Other leases have no entry
@@ -54,5 +60,45 @@ BEGIN
         room := least(room, queue_max - windrow.count_in_flight(of_queue, false, queue_max));
     END IF;
     RETURN greatest(room, 0);
+END
+$$;
+
+-- How many jobs of an org, or of one of its queues ('': all), have not ended, or how many bytes of payload and attributes
+-- they have; but at most `counted_max`. Reads the ready index, and stops there.
+CREATE FUNCTION windrow.count_backlog(of_org text, of_queue text, in_bytes boolean, counted_max bigint) RETURNS bigint
+LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    total bigint := 0;
+    number bigint;
+    size bigint;
+BEGIN
+    FOR number IN
+        SELECT q.queue_id FROM windrow.queue q WHERE q.org = of_org AND (of_queue = '' OR q.queue = of_queue)
+    LOOP
+        IF in_bytes THEN
+            FOR size IN
+                SELECT octet_length(j.payload) + coalesce(octet_length(j.attributes::text), 0)
+                FROM windrow.job j
+                WHERE j.queue_id = number
+                ORDER BY j.queue_id, j.priority, j.visible_at
+            LOOP
+                total := total + size;
+                EXIT WHEN total >= counted_max;
+            END LOOP;
+        ELSE
+            total := total + (
+                SELECT count(*)
+                FROM (
+                    SELECT
+                    FROM windrow.job j
+                    WHERE j.queue_id = number
+                    ORDER BY j.queue_id, j.priority, j.visible_at
+                    LIMIT counted_max - total
+                ) counted
+            );
+        END IF;
+        EXIT WHEN total >= counted_max;
+    END LOOP;
+    RETURN least(total, counted_max);
 END
 $$;
