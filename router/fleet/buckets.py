@@ -207,7 +207,8 @@ class Buckets:
         for (org, queue), buckets in before.items():
             known = {_terms(bucket.limit): bucket for bucket in buckets}
             if limits := self.table.of(org, queue):
-                self._buckets[org, queue] = now = []
+                now: list[Bucket] = []
+                self._buckets[org, queue] = now
                 for limit in limits:
                     bucket = known.get(_terms(limit)) or Bucket(org, limit)
                     bucket.limit = limit

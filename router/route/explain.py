@@ -110,7 +110,7 @@ async def _in_flight_limits(
             continue
         for whose, most, count in ((ALL_QUEUES, limits.of_org, of_org), (queue, limits.of_queue, of_queue)):
             if most is not None and count == most:
-                found[whose] = InFlightLimitCause(queue=whose, amount=most, usage=count)
+                found[whose] = InFlightLimitCause(queue=whose, amount=most, usage=most)
     return list(found.values())
 
 

@@ -175,9 +175,9 @@ def load(
     includes: Mapping[str, str] | None = None,
 ) -> Statement:
     """Reads `folder`/`name`.sql, or `folder`/`file`.sql, and expands its includes. Comments are removed: psycopg caches
-    how it parsed a statement only up to 4,096 bytes. `hint`: what the statement writes may be lost, so the shard's history needs no
-    mark for it. `includes`: texts for includes of this statement that differ from the usual ones. Raises KeyError for
-    an unknown include."""
+    how it parsed a statement only up to 4,096 bytes. `hint`: what the statement writes may be lost, so the shard's
+    history needs no mark for it. `includes`: texts for includes of this statement that differ from the usual ones.
+    Raises KeyError for an unknown include."""
     file = file or name
     lines = (folder / f"{file}.sql").read_text().splitlines()
     text = "\n".join(bare for line in lines if not (bare := line.strip()).startswith("--"))

@@ -57,8 +57,9 @@ class Doorbell:
     any queue may have jobs. `on_lease_ended` is called before it if leases of these queues have ended. `on_arrival` is
     called with the queues in which jobs arrived from another shard, and `on_revoked` with leases that ended at another
     router. `on_awaited` is called with the jobs (as 32 hexadecimal digits) whose ends another router awaits, and
-    `on_ended` with awaited jobs that may have ended there. `on_schedules` is called when a schedule was changed at another
-    router, and when notifications may have been missed. `on_migration` is called after a migration, and when notifications may have been missed."""
+    `on_ended` with awaited jobs that may have ended there. `on_schedules` is called when a schedule was changed at
+    another router, and when notifications may have been missed. `on_migration` is called after a migration, and when
+    notifications may have been missed."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from tests.command import windrow
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
 from tests.streams import QUEUE, Client, Stream, acks, client, new_job, until
-from windrow.v1 import admin_pb2, cluster_pb2, limits_pb2, queue_pb2
+from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, limits_pb2, queue_pb2
 
 OTHER = "files"
 IN_FLIGHT = limits_pb2.LIMIT_MEASURE_IN_FLIGHT
@@ -175,7 +175,7 @@ async def test_the_end_of_a_lease_wakes_a_consumer_of_another_router_and_queue(
         elif end == "acks":
             await one.settle(1, acks=acks([job]))
         elif end == "nacks":
-            await one.settle(1, nacks=[queue_pb2.Nack(lease=job.lease, failure={"permanent": True})])
+            await one.settle(1, nacks=[queue_pb2.Nack(lease=job.lease, failure=job_pb2.Failure(permanent=True))])
         else:
             await one.settle(1, releases=[job.lease])
         await two.until_jobs(1)

@@ -4,7 +4,7 @@ and when it looks again."""
 from __future__ import annotations
 
 import asyncio
-from typing import NoReturn, cast
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from router.fleet.starts import Starts, look_again_s
 from shard.errors import InDoubt, RowLocked, ShardUnavailable
 from shard.limits import ALL_QUEUES, EVERY_ORG, Limit, LimitKey, LimitTable, Measure
+from shard.queue.claim import ClaimResult
 from shard.queue.coalescer import TooManyWaiting
 from shard.queue.store import Store
 from shard.queue.token_buckets import Draw, Drawn
@@ -168,12 +169,12 @@ def test_a_change_of_start_limits_is_reported_once() -> None:
 async def test_a_claim_that_fails_or_is_cancelled_puts_all_its_tokens_back() -> None:
     shard = Shard(10)
     starts = starts_of(shard, limit(10))
-    for end in (_fail, asyncio.sleep):
+    for end in (_fail, _hang):
         ((_, buckets, _),) = starts.split(ACME, [MAIL])
         permit = await starts.draw(ACME, buckets, 10)
         assert permit is not None
         assert permit.jobs == 10
-        claim = asyncio.create_task(permit.spend(end(3600.0)))
+        claim = asyncio.create_task(permit.spend(end()))
         await asyncio.sleep(0)
         claim.cancel()
         await asyncio.gather(claim, return_exceptions=True)
@@ -181,8 +182,13 @@ async def test_a_claim_that_fails_or_is_cancelled_puts_all_its_tokens_back() -> 
         assert shard.tokens == 10
 
 
-async def _fail(_seconds: float) -> NoReturn:
+async def _fail() -> ClaimResult:
     raise ShardUnavailable(ShardName("s1"), "the test says so")
+
+
+async def _hang() -> ClaimResult:
+    await asyncio.Event().wait()
+    raise AssertionError("it is cancelled")
 
 
 @pytest.mark.parametrize("error", [RowLocked(ShardName("s1"), "a bucket"), TooManyWaiting()])
@@ -264,7 +270,7 @@ def test_in_any_order_of_claims_no_token_is_used_twice_or_lost(
             if hands:
                 permit.put_back(permit.jobs - used)
             elif share is None:
-                await asyncio.gather(permit.spend(_fail(0)), return_exceptions=True)
+                await asyncio.gather(permit.spend(_fail()), return_exceptions=True)
             else:
                 permit.claimed(used)
             # What is given back now goes back before the next claim, or after it.
