@@ -1,4 +1,4 @@
-"""`windrow limits`: how much orgs may enqueue."""
+"""`windrow limits`: how much orgs may enqueue, how many of their jobs may start, and how many may run at a time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,15 @@ from cli.output import Column
 if TYPE_CHECKING:
     from windrow.v1 import limits_pb2
 
-app = App(help="Limits how much orgs may enqueue.")
+app = App(help="Limits how much orgs may enqueue, how many of their jobs may start, and how many run at a time.")
 
+# Measures of what there is at a time: their limits have no interval.
+_AT_A_TIME = {
+    "in_flight": "jobs in flight",
+    "backlog": "jobs of backlog",
+    "backlog_bytes": "bytes of backlog",
+}
+_GIVE = "give either --jobs{0}, --bytes{0}, --starts{0}, --in-flight{0}, --backlog{0} or --backlog-bytes{0}"
 _OrgOption: TypeAlias = Annotated[
     str | None, typer.Option("--org", metavar="ORG", show_default=False, help="The org that is limited.")
 ]
@@ -43,12 +50,26 @@ def set_limit(
             "--bytes", metavar="N", show_default=False, help="So many bytes of payloads and attributes per interval."
         ),
     ] = None,
+    starts: Annotated[
+        int | None, typer.Option("--starts", metavar="N", show_default=False, help="So many leased jobs per interval.")
+    ] = None,
+    in_flight: Annotated[
+        int | None,
+        typer.Option("--in-flight", metavar="N", show_default=False, help="So many leased jobs at a time."),
+    ] = None,
+    backlog: Annotated[
+        int | None, typer.Option("--backlog", metavar="N", show_default=False, help="So many jobs that have not ended.")
+    ] = None,
+    backlog_bytes: Annotated[
+        int | None,
+        typer.Option("--backlog-bytes", metavar="N", show_default=False, help="So many bytes of such jobs."),
+    ] = None,
     per: Annotated[
-        timedelta,
+        timedelta | None,
         typer.Option(
             "--per", parser=values.duration, metavar="DURATION", show_default="1s", help="The interval: 1s to 24h."
         ),
-    ] = timedelta(seconds=1),
+    ] = None,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
@@ -57,24 +78,29 @@ def set_limit(
 
     After a pause an org may enqueue the whole amount at once, and then goes on at its rate: 1,000 jobs per 10s allow
     1,000 at once, 100 jobs per 1s only 100. Jobs above the limit are refused with the time to wait.
+
+    A limit of starts, or of jobs in flight, refuses nothing: ready jobs wait until it has room. A limit of the backlog
+    refuses jobs while too many have not ended. Limits of jobs in flight and of the backlog have no interval.
     """
     from cli.calls import connect
-    from windrow.v1 import cluster_pb2, limits_pb2
+    from windrow.v1 import cluster_pb2
 
     of_org = _org(org, every_org=every_org)
-    if (jobs is None) == (byte_count is None):
-        raise CommandFailed("give either --jobs N or --bytes N", ExitCode.USAGE)
-    amount = jobs if jobs is not None else byte_count or 0
-    request = cluster_pb2.SetLimitRequest(
-        org=of_org,
-        queue=queue,
-        measure=limits_pb2.LIMIT_MEASURE_BYTES if jobs is None else limits_pb2.LIMIT_MEASURE_JOBS,
-    )
+    amounts = {"jobs": jobs, "bytes": byte_count, "starts": starts}
+    amounts |= {"in_flight": in_flight, "backlog": backlog, "backlog_bytes": backlog_bytes}
+    given = [(measure, amount) for measure, amount in amounts.items() if amount is not None]
+    if len(given) != 1:
+        raise CommandFailed(_GIVE.format(" N"), ExitCode.USAGE)
+    ((measure, amount),) = given
+    if measure in _AT_A_TIME and per is not None:
+        raise CommandFailed(f"--per: a limit of {_AT_A_TIME[measure]} has no interval", ExitCode.USAGE)
+    request = cluster_pb2.SetLimitRequest(org=of_org, queue=queue, measure=_number(measure))
     try:
         request.amount = amount
     except ValueError:
-        raise CommandFailed(f"--{'bytes' if jobs is None else 'jobs'} {amount}: is too large", ExitCode.USAGE) from None
-    request.interval.FromTimedelta(per)
+        raise CommandFailed(f"--{measure.replace('_', '-')} {amount}: is too large", ExitCode.USAGE) from None
+    if measure not in _AT_A_TIME:
+        request.interval.FromTimedelta(per or timedelta(seconds=1))
     with connect(address, timeout) as router:
         limit = router.call(router.cluster.SetLimit, request).limit
     if as_json:
@@ -90,6 +116,10 @@ def clear(
     queue: _QueueOption = "",
     jobs: Annotated[bool, typer.Option("--jobs", help="The limit of jobs.")] = False,
     of_bytes: Annotated[bool, typer.Option("--bytes", help="The limit of bytes.")] = False,
+    starts: Annotated[bool, typer.Option("--starts", help="The limit of starts.")] = False,
+    in_flight: Annotated[bool, typer.Option("--in-flight", help="The limit of jobs in flight.")] = False,
+    backlog: Annotated[bool, typer.Option("--backlog", help="The limit of jobs that have not ended.")] = False,
+    backlog_bytes: Annotated[bool, typer.Option("--backlog-bytes", help="The limit of bytes of such jobs.")] = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
@@ -98,13 +128,15 @@ def clear(
     Exit code 4: there is no such limit.
     """
     from cli.calls import connect
-    from windrow.v1 import cluster_pb2, limits_pb2
+    from windrow.v1 import cluster_pb2
 
     of_org = _org(org, every_org=every_org)
-    if jobs == of_bytes:
-        raise CommandFailed("give either --jobs or --bytes", ExitCode.USAGE)
-    measure = limits_pb2.LIMIT_MEASURE_JOBS if jobs else limits_pb2.LIMIT_MEASURE_BYTES
-    request = cluster_pb2.ClearLimitRequest(org=of_org, queue=queue, measure=measure)
+    named = {"jobs": jobs, "bytes": of_bytes, "starts": starts}
+    named |= {"in_flight": in_flight, "backlog": backlog, "backlog_bytes": backlog_bytes}
+    given = [measure for measure, is_given in named.items() if is_given]
+    if len(given) != 1:
+        raise CommandFailed(_GIVE.format(""), ExitCode.USAGE)
+    request = cluster_pb2.ClearLimitRequest(org=of_org, queue=queue, measure=_number(given[0]))
     with connect(address, timeout) as router:
         cleared = router.call(router.cluster.ClearLimit, request).cleared
     if not cleared:
@@ -138,7 +170,7 @@ def list_limits(
     if as_json:
         output.say_json(map(_json, found))
     elif not found:
-        output.note("there is no limit: orgs may enqueue as much as their shards take")
+        output.note("there is no limit: orgs may enqueue and start as much as their shards take")
     else:
         columns = [
             Column(title="org"),
@@ -159,13 +191,30 @@ def _org(org: str | None, *, every_org: bool) -> str:
 
 
 def _measure(limit: limits_pb2.Limit) -> str:
+    """Returns what the limit counts, such as jobs or in_flight."""
     from windrow.v1 import limits_pb2
 
-    return "bytes" if limit.measure == limits_pb2.LIMIT_MEASURE_BYTES else "jobs"
+    return limits_pb2.LimitMeasure.Name(limit.measure).removeprefix("LIMIT_MEASURE_").lower()
+
+
+def _number(measure: str) -> limits_pb2.LimitMeasure.ValueType:
+    from windrow.v1 import limits_pb2
+
+    return limits_pb2.LimitMeasure.Value(f"LIMIT_MEASURE_{measure.upper()}")
 
 
 def _terms(limit: limits_pb2.Limit) -> str:
-    return f"{limit.amount:,} {_measure(limit)} per {values.exact(limit.interval.ToTimedelta())}"
+    interval = _interval(limit)
+    return _amount(limit) + (f" per {values.exact(interval)}" if interval is not None else "")
+
+
+def _amount(limit: limits_pb2.Limit) -> str:
+    measure = _measure(limit)
+    return f"{limit.amount:,} {_AT_A_TIME.get(measure, measure)}"
+
+
+def _interval(limit: limits_pb2.Limit) -> timedelta | None:
+    return limit.interval.ToTimedelta() if limit.HasField("interval") else None
 
 
 def _whose(limit: limits_pb2.Limit) -> str:
@@ -177,8 +226,8 @@ def _row(limit: limits_pb2.Limit) -> Sequence[str]:
     return (
         limit.org or "each org",
         limit.queue or "all together",
-        f"{limit.amount:,} {_measure(limit)}",
-        values.exact(limit.interval.ToTimedelta()),
+        _amount(limit),
+        "" if (interval := _interval(limit)) is None else values.exact(interval),
     )
 
 
@@ -188,5 +237,5 @@ def _json(limit: limits_pb2.Limit) -> dict[str, object]:
         "queue": limit.queue or None,
         "measure": _measure(limit),
         "amount": limit.amount,
-        "interval_s": limit.interval.ToTimedelta().total_seconds(),
+        "interval_s": None if (interval := _interval(limit)) is None else interval.total_seconds(),
     }

@@ -3,6 +3,7 @@ routers meet to gRPC statuses.
 
 ShardError
 ├── ShardUnavailable      possibly nothing was done: try again later
+│   ├── InDoubt           the change may have been made: find out, or make one that may be repeated
 │   ├── RowLocked         try again, or end the transaction that holds the lock
 │   ├── PlacementChanging try again: the org is moving to another shard
 │   ├── ClockSetBack      try again; an operator corrects the server's clock, or accepts what it shows
@@ -77,6 +78,10 @@ class ShardUnavailable(ShardError):
         self.shard = shard
         self.why = why
         self.retry_after_s = retry_after_s
+
+
+class InDoubt(ShardUnavailable):
+    """The connection was lost before the answer to a change that must not be repeated. It may have been made."""
 
 
 class RowLocked(ShardUnavailable):
@@ -222,7 +227,7 @@ class LimitReached(ShardError):
             if retry_after_s is not None
             else f"the call has {asked:,} and can never succeed; send at most {limit.amount:,} at a time"
         )
-        super().__init__(f"{of} may enqueue {limit}: {why}")
+        super().__init__(f"{of} may {'enqueue' if limit.key.measure.has_interval else 'have'} {limit}: {why}")
         self.limit = limit
         self.asked = asked
         self.usage = usage

@@ -34,10 +34,12 @@ def shard_tag(shard: ShardName) -> int:
     return xxhash.xxh32_intdigest(shard.encode())
 
 
-def draw_number() -> int:
+def draw_number(*, counted: bool = False) -> int:
     """Returns a number for new leases. It is random, so that a lease that was lost in a failover never matches a later
-    one."""
-    return secrets.randbits(63)
+    one. `counted`: the leases count for a limit of jobs in flight. Their numbers are negative, and only they are in
+    the index that counts them."""
+    number = secrets.randbits(63)
+    return -1 - number if counted else number
 
 
 def token_prefix(shard: ShardName, number: int, *, names_org: bool = False) -> bytes:

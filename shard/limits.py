@@ -1,9 +1,11 @@
-"""Limits of how much orgs may enqueue: what operators set, and which limit counts for whom. Pure: no I/O, no clock."""
+"""Limits of how much orgs may enqueue, of how many of their jobs start, and of how many are leased, or have not ended,
+at a time: what operators set, and which limit counts for whom. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from shard.vocabulary import OrgId, QueueName
@@ -22,6 +24,30 @@ class Measure(enum.StrEnum):
     JOBS = "jobs"
     # The bytes of payloads and attributes.
     BYTES = "bytes"
+    # Leases: jobs that are given to consumers.
+    STARTS = "starts"
+    # Leases at a time.
+    IN_FLIGHT = "in_flight"
+    # Jobs that have not ended, and the bytes of their payloads and attributes.
+    BACKLOG = "backlog"
+    BACKLOG_BYTES = "backlog_bytes"
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether a limit bounds how much comes in an interval, and not how much there is at a time."""
+        return self not in _AT_A_TIME
+
+
+# What an enqueue is charged for, by buckets. Beside them, BACKLOG bounds enqueues. The other limits hold jobs back, and
+# refuse no call.
+ENQUEUED = (Measure.JOBS, Measure.BYTES)
+BACKLOG = (Measure.BACKLOG, Measure.BACKLOG_BYTES)
+# In words, after a number.
+_AT_A_TIME = {
+    Measure.IN_FLIGHT: "jobs in flight",
+    Measure.BACKLOG: "jobs that have not ended",
+    Measure.BACKLOG_BYTES: "bytes of jobs that have not ended",
+}
 
 
 class LimitKey(NamedTuple):
@@ -37,7 +63,8 @@ class LimitKey(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """A limit. A bucket holds up to `amount` tokens, and an empty one is full after `interval_us`."""
+    """A limit. A bucket holds up to `amount` tokens, and an empty one is full after `interval_us`. A limit of what
+    there is at a time has no bucket, and no interval: 0."""
 
     key: LimitKey
     amount: int
@@ -47,10 +74,19 @@ class Limit(NamedTuple):
 
     @property
     def tokens_per_s(self) -> float:
-        return self.amount * 1e6 / self.interval_us
+        return self.amount * 1e6 / self.interval_us if self.interval_us else math.inf
 
     def __str__(self) -> str:
+        if not self.key.measure.has_interval:
+            return f"{self.amount:,} {_AT_A_TIME[self.key.measure]}"
         return f"{self.amount:,} {self.key.measure} per {self.interval_us / 1e6:g} s"
+
+
+class InFlightLimits(NamedTuple):
+    """How many jobs may be leased at a time, of an org and of one of its queues. None: no limit."""
+
+    of_org: int | None
+    of_queue: int | None
 
 
 class LimitTable:
@@ -66,6 +102,11 @@ class LimitTable:
         self._every = self._queues.get(EVERY_ORG, set())
         # The orgs that have limits of single queues.
         self._by_queue = {org for org, queues in self._queues.items() if queues != {ALL_QUEUES}}
+
+    def only(self, measures: Collection[Measure]) -> LimitTable:
+        """Returns the limits that count one of these measures."""
+        limits = [limit for limit in self.limits.values() if limit.key.measure in measures]
+        return LimitTable(limits, version=self.version)
 
     def is_limited(self, org: OrgId) -> bool:
         """Returns whether any limit counts for the org or for a queue of it."""

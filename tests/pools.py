@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from router.fleet.org_pools import OrgPools
 from router.fleet.ready_orgs import ReadyOrgs
+from router.fleet.starts import Starts
 from shard.queue.store import Store
 
 
 def no_pools(store: Store) -> tuple[OrgPools, ReadyOrgs]:
     """What a wait room needs where nobody takes jobs of all orgs."""
-    pools = OrgPools(shards=dict, reads=lambda _: ())
+    pools = OrgPools(dict, lambda _: (), Starts(lambda _: store, lambda: None))
     ready = ReadyOrgs(store, sweep_s=3600.0, on_ready=lambda _org, _queue: None)
     return pools, ready

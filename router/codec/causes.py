@@ -50,6 +50,10 @@ class Surroundings:
     share: causes.RouterShareCause | None = None
     # How far the org is ahead of others that consumers of all orgs serve first. None: they serve nobody before it.
     fair_share: causes.FairShareCause | None = None
+    # The limits of starts that have no room.
+    start_limits: Sequence[causes.StartLimitCause] = ()
+    # The limits of jobs in flight that have no room.
+    in_flight_limits: Sequence[causes.InFlightLimitCause] = ()
 
 
 def of_job(facts: JobFacts, shard: ShardName, around: Surroundings) -> admin_pb2.ExplainJobResponse:
@@ -272,6 +276,8 @@ def _holding(
     found = _down(around)
     if not gives_jobs:
         found.append(Cause(paused=causes.PausedCause()))
+    found += [Cause(in_flight_limit=limit) for limit in around.in_flight_limits]
+    found += [Cause(start_limit=limit) for limit in around.start_limits]
     since, within = now - SEEN_US, convert.duration(SEEN_US)
     if not around.waiting.kinds and (consumers.any_at is None or consumers.any_at < since):
         last_seen = None if consumers.any_at is None else convert.timestamp(consumers.any_at)

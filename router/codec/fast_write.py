@@ -7,7 +7,7 @@ An embedded message is its tag, its length and its bytes; fields may be in any o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -57,6 +57,8 @@ class Delivery(NamedTuple):
     jobs: list[bytes]
     # Only consumers of all orgs need it.
     org: OrgId = OrgId("")
+    # Called with the number of jobs that are released because they were not sent. None: nobody needs to know.
+    on_unsent: Callable[[int], None] | None = None
 
     @property
     def bytes(self) -> int:

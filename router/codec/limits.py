@@ -12,13 +12,19 @@ from windrow.v1 import cluster_pb2, limits_pb2
 _MEASURES: dict[Measure, limits_pb2.LimitMeasure.ValueType] = {
     Measure.JOBS: limits_pb2.LIMIT_MEASURE_JOBS,
     Measure.BYTES: limits_pb2.LIMIT_MEASURE_BYTES,
+    Measure.STARTS: limits_pb2.LIMIT_MEASURE_STARTS,
+    Measure.IN_FLIGHT: limits_pb2.LIMIT_MEASURE_IN_FLIGHT,
+    Measure.BACKLOG: limits_pb2.LIMIT_MEASURE_BACKLOG,
+    Measure.BACKLOG_BYTES: limits_pb2.LIMIT_MEASURE_BACKLOG_BYTES,
 }
 _BY_NUMBER = {number: measure for measure, number in _MEASURES.items()}
 
 
 def limit_message(limit: Limit) -> limits_pb2.Limit:
-    interval = Duration()
-    interval.FromMicroseconds(limit.interval_us)
+    interval: Duration | None = None
+    if limit.interval_us:
+        interval = Duration()
+        interval.FromMicroseconds(limit.interval_us)
     return limits_pb2.Limit(
         org=limit.key.org,
         queue=limit.key.queue,

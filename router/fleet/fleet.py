@@ -15,15 +15,17 @@ from collections.abc import Set as AbstractSet
 from typing import TypeVar
 
 from router.buffer import Buffer
+from router.fleet.buckets import GIVE_BACK_S
 from router.fleet.catalog_copy import CatalogCopy
 from router.fleet.handover import Handovers
-from router.fleet.limits import GIVE_BACK_S, Limits
+from router.fleet.limits import Limits
 from router.fleet.org_pools import OrgPools
 from router.fleet.periodic import every
 from router.fleet.revocations import Revocations
 from router.fleet.shard_handle import ShardHandle
 from router.fleet.siblings.frame import QueueKey
 from router.fleet.siblings.siblings import Siblings
+from router.fleet.starts import Starts
 from shard.admin import api_keys
 from shard.admin.api_keys import FoundKeys
 from shard.admin.weights import Weights
@@ -62,16 +64,19 @@ class Fleet:
         self._sweep_s = sweep_s
         self.revocations = Revocations()
         self.siblings = Siblings(buffer, consumers=self._consumers, ready=self._ready)
-        self.pools = OrgPools(shards=self.shards, reads=lambda org: self.placement(org).reads)
+        # All limits in force.
+        self.limit_table = LimitTable()
+        self.limits = Limits()
+        self.starts = Starts(lambda org: self.writer(self.placement(org)).store, self._end_holds)
+        self.pools = OrgPools(self.shards, lambda org: self.placement(org).reads, self.starts)
         self._members: dict[ShardName, ShardHandle] = {}
         self._by_tag: dict[int, ShardHandle] = {}
         # The identity that each shard's database was last found to have.
         self._identities: dict[ShardName, Identity | None] = {}
         # The newest mark that each shard's history must contain, by the catalog (shard/placement/marks.py).
         self._marks: Mapping[ShardName, Mark] = {}
-        self.limits = Limits()
         self._catalog = CatalogCopy(
-            cluster.catalog_dsn, self._catalog_changed, self._marked, self.limits.replace, self.pools.reweigh
+            cluster.catalog_dsn, self._catalog_changed, self._marked, self._limits_changed, self.pools.reweigh
         )
         # Owns the tasks of all shard handles.
         self._group = asyncio.TaskGroup()
@@ -85,7 +90,8 @@ class Fleet:
             async with self._group as group:
                 self.pools.start(group)
                 group.create_task(self._catalog.run())
-                group.create_task(every(GIVE_BACK_S, "give tokens back", self.limits.give_back))
+                for buckets in (self.limits, self.starts):
+                    group.create_task(every(GIVE_BACK_S, "give tokens back", buckets.give_back))
                 self._take_up(self._cluster)
                 contacted = [member for member in self._members.values() if member.entry.state is not ShardState.OFF]
                 first_tries = [group.create_task(member.up.wait()) for member in contacted]
@@ -100,7 +106,7 @@ class Fleet:
 
     async def finish(self) -> None:
         """Gives unused tokens back. Returns once every shard has ended the calls that it was given."""
-        await self.limits.finish()
+        await asyncio.gather(self.limits.finish(), self.starts.finish())
         await asyncio.gather(*(member.finish() for member in self._members.values()))
 
     # ── A cluster file that changes ──────────────────────────────────────────────────────────────────────────────────
@@ -159,6 +165,7 @@ class Fleet:
                     siblings=self.siblings,
                     elsewhere=self._elsewhere,
                     pools=self.pools,
+                    starts=self.starts,
                 )
                 member.start(self._group)
             self._members[entry.name] = member
@@ -205,7 +212,7 @@ class Fleet:
     async def newest_limits(self) -> LimitTable:
         """Reads the limits, and puts them in force here. Returns those in force while the catalog does not answer."""
         await self.newest_catalog()
-        return self.limits.table
+        return self.limit_table
 
     async def newest_weights(self) -> Weights:
         """Reads the weights of orgs, and puts them in force here. Returns those in force while the catalog does not
@@ -266,6 +273,16 @@ class Fleet:
         if name not in placement.writes:
             return None
         return [self.placed(source) for source in placement.sources]
+
+    def _limits_changed(self, table: LimitTable) -> None:
+        self.limit_table = table
+        self.limits.replace(table)
+        self.starts.replace(table)
+
+    def _end_holds(self) -> None:
+        """Wakes the consumers that limits held back."""
+        for member in self._members.values():
+            member.room.end_holds()
 
     def _catalog_changed(self, before: Catalog, after: Catalog) -> None:
         """Wakes the consumers of orgs whose shards have changed: they may have to wait on other shards."""

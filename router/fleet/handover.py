@@ -14,6 +14,7 @@ from router.fleet.org_pools import OrgPools
 from router.fleet.shares import Share, deal
 from router.fleet.siblings.asks import Promise
 from router.fleet.siblings.siblings import Siblings
+from router.fleet.starts import Permit, Starts
 from router.fleet.wait_room import WaitRoom
 from shard.lease_token import lease_of
 from shard.queue.pending_enqueue import Handed, Handover, Taker
@@ -24,11 +25,12 @@ from shard.vocabulary import PRIORITY_DEFAULT, Lease, NewJobs, OrgId, QueueName
 class Handovers:
     """Finds consumers for the new jobs of one shard."""
 
-    def __init__(self, store: Store, room: WaitRoom, pools: OrgPools, siblings: Siblings) -> None:
+    def __init__(self, store: Store, room: WaitRoom, pools: OrgPools, siblings: Siblings, starts: Starts) -> None:
         self.store = store
         self._room = room
         self._pools = pools
         self._siblings = siblings
+        self._starts = starts
 
     def deal(self, org: OrgId, queue: QueueName, sizes: Sequence[int]) -> list[Share]:
         """Keeps places for jobs with payloads of these sizes at consumers of this process."""
@@ -40,13 +42,19 @@ class Handovers:
         against the credit until the handover is done.
 
         Consumers of this process come first: those of the org, then those of all orgs. Only if they are too few,
-        siblings are asked."""
+        siblings are asked. If a limit of starts counts for a queue, jobs are only offered for tokens that this process
+        has drawn before; the consumers claim the others."""
         if self._room.is_empty and not self._pools.any and not self._siblings.any_ready():
             return None
         dealt: list[tuple[Share, Sequence[int]]] = []
         left: dict[QueueName, Sequence[int]] = {}
+        permits: list[tuple[Permit, Sequence[int]]] = []
         positions: Sequence[int]
         for queue, positions in _by_queue(jobs).items():
+            permit = self._starts.take(jobs.org, queue, len(positions))
+            if permit is not None:
+                positions = positions[: permit.jobs]
+                permits.append((permit, positions))
             start = 0
             for share in self.deal(jobs.org, queue, [len(jobs.payloads[at]) for at in positions]):
                 dealt.append((share, positions[start : start + share.count]))
@@ -65,6 +73,8 @@ class Handovers:
             except asyncio.CancelledError:
                 for share, _ in dealt:
                     share.end(None)
+                for permit, positions in permits:
+                    permit.put_back(len(positions))
                 raise
         takers: dict[int, Taker] = {}
         for share, positions in dealt:
@@ -72,11 +82,16 @@ class Handovers:
         for promise in promises:
             for taker, positions in promise.takers:
                 takers.update(dict.fromkeys(positions, taker))
+        charged: list[tuple[Permit, Sequence[int]]] = []
+        for permit, positions in permits:
+            offered = [at for at in positions if at in takers]
+            permit.put_back(len(positions) - len(offered))
+            charged.append((permit, offered))
         if not takers:
             return None
         return Handover(
             takers=takers,
-            done=lambda handed: self._end(jobs, dealt, promises, handed),
+            done=lambda handed: self._end(jobs, dealt, promises, charged, handed),
             until_s=min((promise.until_s for promise in promises), default=math.inf),
         )
 
@@ -85,11 +100,13 @@ class Handovers:
         jobs: NewJobs,
         dealt: Sequence[tuple[Share, Sequence[int]]],
         promises: Sequence[Promise],
+        permits: Sequence[tuple[Permit, Sequence[int]]],
         handed: Handed,
     ) -> None:
         """Gives each waiter the jobs that were leased to it, and returns the credit for the others."""
         leased = set(handed.positions)
         unsure: list[Lease] = []
+        permit_of = {jobs.queues[positions[0]]: permit for permit, positions in permits if positions}
 
         def delivery(taker: Taker, positions: Sequence[int], *, names_org: bool = False) -> Delivery | None:
             got = [at for at in positions if at in leased]
@@ -98,9 +115,15 @@ class Handovers:
             return fast_write.handed(self.store, jobs, got, taker, handed, names_org=names_org) if got else None
 
         for share, positions in dealt:
-            share.end(delivery(share.taker, positions, names_org=share.waiter.all_orgs))
+            got = delivery(share.taker, positions, names_org=share.waiter.all_orgs)
+            permit = permit_of.get(jobs.queues[positions[0]])
+            if got is not None and permit is not None:
+                got = got._replace(on_unsent=permit.put_back)
+            share.end(got)
         for promise in promises:
             promise.end([delivery(taker, positions) for taker, positions in promise.takers])
+        for permit, positions in permits:
+            permit.put_back(sum(at not in leased for at in positions))
         self.store.release_soon(jobs.org, unsure)
 
 

@@ -18,9 +18,11 @@ from router.buffer import Account
 from router.codec import fast_write
 from router.codec.fast_write import Delivery
 from router.fair.schedule import Schedule
+from router.fleet.buckets import Bucket
 from router.fleet.shares import Share, deal
+from router.fleet.starts import Permit, Starts, hold_s, look_again_s
 from router.fleet.waiter import AwaitedQueue, Waiter
-from shard.errors import ShardUnavailable
+from shard.errors import RowLocked, ShardUnavailable
 from shard.lease_token import lease_of
 from shard.queue.claim import ClaimResult, bytes_most
 from shard.vocabulary import Lease, OrgId, QueueName, ShardName
@@ -37,6 +39,8 @@ _REQUESTS_MAX = 64
 _READY_MAX = 100_000
 # How long an org waits that has no room in the memory of this process, or whose claim has failed.
 _ASIDE_S = 0.1
+# How long a limit of starts may hold jobs back before it is looked at again: it may have changed.
+_HELD_S_MAX = 1.0
 
 
 class PoolConsumer(Waiter, Protocol):
@@ -56,14 +60,18 @@ class _Request:
     # What the picks of all its jobs charged.
     charged_s: float
     jobs: int
-    queues: Collection[QueueName]
+    # Those that may have ready jobs. A queue that is held back is taken out.
+    queues: set[QueueName]
     # The memory that is reserved for the jobs, and the account that holds it.
     account: Account | None = None
     reserved: int = 0
+    # How many of the jobs came.
+    got: int = 0
 
 
 class OrgPool:
-    """`shards` returns the shards, `reads` the shards that may have jobs of an org, and `weight_of` an org's weight."""
+    """`shards` returns the shards, `reads` the shards that may have jobs of an org, and `weight_of` an org's weight.
+    `starts`: the limits of starts."""
 
     def __init__(
         self,
@@ -72,8 +80,10 @@ class OrgPool:
         shards: Callable[[], Mapping[ShardName, ShardHandle]],
         reads: Callable[[OrgId], Sequence[ShardName]],
         weight_of: Callable[[OrgId], float],
+        starts: Starts,
     ) -> None:
         self.queues = queues
+        self._starts = starts
         self.schedule = Schedule(weight_of)
         self._shards = shards
         self._reads = reads
@@ -247,21 +257,23 @@ class OrgPool:
                 request.account, request.reserved = account, size
                 reserved.append(request)
             else:
-                self._give_back(request, 0)
+                self._give_back(request)
                 self._set_aside(request.org, shard, request.queues)
         return reserved
 
-    def _give_back(self, request: _Request, got: int) -> None:
+    def _give_back(self, request: _Request) -> None:
         """Returns the credit and the charges of picks for which no job came."""
-        missing = request.jobs - got
+        missing = request.jobs - request.got
         consumer = request.consumer
         if missing:
             self.schedule.unused(request.org, request.charged_s * missing / request.jobs)
         consumer.credit += missing
         self.able(consumer)
 
-    def _set_aside(self, org: OrgId, shard: ShardName, queues: Collection[QueueName]) -> None:
-        """Tries an org again in a moment."""
+    def _set_aside(
+        self, org: OrgId, shard: ShardName, queues: Collection[QueueName], *, for_s: float = _ASIDE_S
+    ) -> None:
+        """Tries these queues of an org again later."""
 
         def again() -> None:
             for queue in queues:
@@ -269,23 +281,13 @@ class OrgPool:
 
         if not self._is_found(org, shard):
             self.schedule.idle(org, shard)
-        asyncio.get_running_loop().call_later(_ASIDE_S, again)
+        asyncio.get_running_loop().call_later(for_s, again)
 
     async def _claim(self, member: ShardHandle, requests: Sequence[_Request]) -> None:
         shard = member.name
         try:
             results = await asyncio.gather(
-                *(
-                    member.store.claim(
-                        request.org,
-                        list(request.queues),
-                        max_jobs=request.jobs,
-                        window_us=request.consumer.window_us,
-                        worker=request.consumer.worker,
-                    )
-                    for request in requests
-                ),
-                return_exceptions=True,
+                *(self._lease(member, request) for request in requests), return_exceptions=True
             )
             self._claimed(member, requests, results)
         finally:
@@ -295,28 +297,74 @@ class OrgPool:
                     request.account.give_back(request.reserved, shard=shard)
             self._wake()
 
+    async def _lease(self, member: ShardHandle, request: _Request) -> bool:
+        """Leases the jobs of a request, and delivers them. Queues that a limit of starts holds back are set aside.
+        Returns whether there may be more jobs."""
+        is_more = False
+        for queues, buckets, in_flight in self._starts.split(request.org, list(request.queues)):
+            wanted = room = request.jobs - request.got
+            if room <= 0:
+                return True
+            permit = None
+            if buckets:
+                permit = await self._draw(request.org, buckets, room)
+                if permit is None:
+                    request.queues.difference_update(queues)
+                    held_s = min(look_again_s(buckets), _HELD_S_MAX)
+                    self._set_aside(request.org, member.name, list(queues), for_s=held_s)
+                    continue
+                wanted = permit.jobs
+            claim = member.store.claim(
+                request.org,
+                list(queues),
+                max_jobs=wanted,
+                window_us=request.consumer.window_us,
+                worker=request.consumer.worker,
+                in_flight=in_flight,
+            )
+            try:
+                result = await (claim if permit is None else permit.spend(claim))
+            except RowLocked:
+                if in_flight is None:
+                    raise
+                # Other claims of this org take long: they count, too.
+                request.queues.difference_update(queues)
+                self._set_aside(request.org, member.name, list(queues))
+                continue
+            if result.jobs:
+                self._deliver(member, request, result, permit)
+            is_short = len(result.jobs) < wanted and not result.cut
+            if in_flight is not None and is_short and await member.room.hold_if_full(request.org, queues, in_flight):
+                request.queues.difference_update(queues)
+            is_more = is_more or result.cut or len(result.jobs) == wanted < room
+        return is_more or request.got == request.jobs
+
+    async def _draw(self, org: OrgId, buckets: Sequence[Bucket], wanted: int) -> Permit | None:
+        """Returns None if a limit holds the jobs back, or the shard that has its bucket does not answer."""
+        if hold_s(buckets) > 0:
+            return None
+        try:
+            return await self._starts.draw(org, buckets, wanted)
+        except ShardUnavailable:
+            return None
+
     def _claimed(
-        self, member: ShardHandle, requests: Sequence[_Request], results: Sequence[ClaimResult | BaseException]
+        self, member: ShardHandle, requests: Sequence[_Request], results: Sequence[bool | BaseException]
     ) -> None:
-        """Delivers what came, and takes back what did not."""
+        """Takes back what did not come."""
         shard = member.name
         # By org: whether its queues may have more jobs.
         more: dict[OrgId, bool] = {}
         away = False
         for request, result in zip(requests, results, strict=True):
-            got = 0
-            if isinstance(result, ClaimResult):
-                got = len(result.jobs)
-                is_more = result.cut or got == request.jobs
-                more[request.org] = more.get(request.org, True) and is_more
-                if got:
-                    self._deliver(member, request, result)
+            if isinstance(result, bool):
+                more[request.org] = more.get(request.org, True) and result
             elif isinstance(result, ShardUnavailable):
                 away = True
             else:
                 _log.warning("could not claim jobs of org %r on shard %r: %s", request.org, shard, result)
                 self._set_aside(request.org, shard, request.queues)
-            self._give_back(request, got)
+            self._give_back(request)
         if away:
             self.lost(shard)
             member.ready_orgs.walk_again()
@@ -334,10 +382,13 @@ class OrgPool:
             if not self._is_found(org, shard):
                 self.schedule.idle(org, shard)
 
-    def _deliver(self, member: ShardHandle, request: _Request, result: ClaimResult) -> None:
+    def _deliver(self, member: ShardHandle, request: _Request, result: ClaimResult, permit: Permit | None) -> None:
         leases = [lease_of(job.id, job.lease) for job in result.jobs]
         charged_s = request.charged_s / request.jobs
         self._began(request.org, leases, request.consumer.window_us, charged_s=charged_s)
         delivery = fast_write.claimed(member.store, request.org, result.jobs, names_org=True)
+        if permit is not None:
+            delivery = delivery._replace(on_unsent=permit.put_back)
+        request.got += len(result.jobs)
         request.consumer.account_of(request.org).hold(delivery.bytes)
         request.consumer.take(delivery)

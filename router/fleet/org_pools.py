@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from router.fair.schedule import WEIGHT_DEFAULT
 from router.fleet.org_pool import OrgPool, PoolConsumer
 from router.fleet.shares import Share
+from router.fleet.starts import Starts
 from router.fleet.waiter import Waiter
 from shard.admin.weights import Weights
 from shard.vocabulary import Lease, OrgId, QueueName, ShardName
@@ -22,12 +23,16 @@ _KEPT_S = 60.0
 
 
 class OrgPools:
-    """`shards` returns the shards, and `reads` the shards that may have jobs of an org. Call `start` before consumers
-    enter."""
+    """`shards` returns the shards, and `reads` the shards that may have jobs of an org. `starts`: the limits of starts.
+    Call `start` before consumers enter."""
 
     def __init__(
-        self, shards: Callable[[], Mapping[ShardName, ShardHandle]], reads: Callable[[OrgId], Sequence[ShardName]]
+        self,
+        shards: Callable[[], Mapping[ShardName, ShardHandle]],
+        reads: Callable[[OrgId], Sequence[ShardName]],
+        starts: Starts,
     ) -> None:
+        self._starts = starts
         self._shards = shards
         self._reads = reads
         self._group: asyncio.TaskGroup | None = None
@@ -65,6 +70,7 @@ class OrgPools:
                 shards=self._shards,
                 reads=self._reads,
                 weight_of=lambda org: self.weights.of.get(org, WEIGHT_DEFAULT),
+                starts=self._starts,
             )
             for queue in key:
                 self._by_queue.setdefault(queue, []).append(pool)

@@ -16,6 +16,7 @@ from router.fleet.ready_orgs import ReadyOrgs
 from router.fleet.schedules import Scheduler
 from router.fleet.siblings.frame import QueueKey
 from router.fleet.siblings.siblings import Siblings
+from router.fleet.starts import Starts
 from router.fleet.wait_room import WaitRoom
 from shard.admin.queue_admin import QueueAdmin
 from shard.errors import Misconfigured, ShardError, ShardUnavailable
@@ -65,6 +66,7 @@ class ShardHandle:
         siblings: Siblings,
         elsewhere: Callable[[OrgId, ShardName], Sequence[ShardHandle] | None],
         pools: OrgPools,
+        starts: Starts,
     ) -> None:
         # The shard's entry in the current cluster file.
         self.entry = entry
@@ -93,6 +95,7 @@ class ShardHandle:
             on_awaited=lambda jobs: self.ends.awaited_elsewhere(jobs),
             on_ended=lambda jobs: self.ends.ended(jobs),
             on_schedules=lambda: self.scheduler.look(),
+            on_lease_ended=lambda queues: self.room.lease_ended(queues),
         )
 
         def tell_all(revocations: Sequence[Revocation]) -> None:
@@ -104,14 +107,14 @@ class ShardHandle:
         self.ready_orgs = ReadyOrgs(
             self.store,
             sweep_s=sweep_s,
-            on_ready=lambda org, queue: pools.found(entry.name, org, queue),
+            on_ready=lambda org, queue: None if self.room.is_full(org, queue) else pools.found(entry.name, org, queue),
         )
         self.ready_orgs.serve(pools.queues)
         self.room = WaitRoom(self.store, self._doorbell, pools, self.ready_orgs, sweep_s=sweep_s)
         self.room.gives = entry.state.gives_jobs
         self.room.on_ready = lambda org, queue: siblings.tell_ready(QueueKey(entry.name, org, queue))
         self.room.on_gone = lambda org, queue: siblings.tell_gone(QueueKey(entry.name, org, queue))
-        self.handovers = Handovers(self.store, self.room, pools, siblings)
+        self.handovers = Handovers(self.store, self.room, pools, siblings, starts)
         self.scheduler: Scheduler = Scheduler(
             Firing(self._queue_database, self.store),
             self.store,

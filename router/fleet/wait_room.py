@@ -13,14 +13,17 @@ import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from router.fleet.org_pools import OrgPools
 from router.fleet.ready_orgs import ReadyOrgs
 from router.fleet.waiter import AwaitedQueue, Waiter
-from shard.errors import ShardError
+from shard.errors import ShardError, ShardUnavailable
+from shard.limits import InFlightLimits
+from shard.queue.coalescer import TooManyWaiting
 from shard.queue.doorbell import Doorbell
 from shard.queue.pending_enqueue import Handover
+from shard.queue.queue_walk import org_number
 from shard.queue.store import Due, Store
 from shard.vocabulary import NewJobs, OrgId, QueueId, QueueName
 
@@ -60,6 +63,8 @@ class WaitRoom:
         # Queues that no consumer here waited for when another router's doorbell named them.
         self._unawaited: set[QueueId] = set()
         self._to_probe: set[_Key] = set()
+        # The queues for which a limit of jobs in flight has no room, with the number of their org.
+        self._full: dict[_Key, int] = {}
         # Called when a consumer of a queue can be handed jobs, and when nobody waits for the queue any more.
         self.on_ready: Callable[[OrgId, QueueName], None] = _ignore
         self.on_gone: Callable[[OrgId, QueueName], None] = _ignore
@@ -83,8 +88,9 @@ class WaitRoom:
                 continue
             awaited.waiters.pop(waiter, None)
             if not awaited.waiters:
-                if awaited.due_timer is not None:
-                    awaited.due_timer.cancel()
+                for timer in (awaited.due_timer, awaited.hold_timer):
+                    if timer is not None:
+                        timer.cancel()
                 if awaited.number is not None:
                     self._by_number.pop(awaited.number, None)
                 del self._queues[key]
@@ -140,40 +146,114 @@ class WaitRoom:
                 for waiter in awaited.waiters:
                     waiter.wake()
 
-    def found_all(self, waiter: Waiter, *, woken: bool) -> None:
-        """The waiter has taken all due jobs. A probe then finds out when the next one is due. `woken`: something had
-        woken the waiter, perhaps just a job that is due later, so the probe must not be skipped."""
-        for queue in waiter.queues:
+    def hold(self, org: OrgId, queues: Iterable[QueueName], for_s: float) -> None:
+        """A limit holds the jobs of these queues back: wakes no consumer for them before `for_s` seconds are over, and
+        one of each queue then."""
+        loop = asyncio.get_running_loop()
+        for queue in queues:
+            awaited = self._queues.get((org, queue))
+            if awaited is not None:
+                # What was not looked at counts as backlog: nothing is handed over past it.
+                awaited.backlog = True
+                if awaited.hold_timer is None:
+                    awaited.hold_timer = loop.call_later(for_s, self._end_hold, (org, queue))
+
+    def end_holds(self) -> None:
+        """Wakes a consumer of each queue whose jobs were held back: the limits have changed."""
+        for key, awaited in self._queues.items():
+            if awaited.hold_timer is not None:
+                awaited.hold_timer.cancel()
+                self._end_hold(key)
+        self.lease_ended(None)
+
+    async def hold_if_full(self, org: OrgId, queues: Sequence[QueueName], limits: InFlightLimits) -> bool:
+        """A claim of these queues got fewer jobs than it had room for. If these limits have no room, wakes no consumer
+        for them before a lease of the org has ended, and returns True."""
+        number = next(iter(self._store.names.known(org, queues)), None)
+        if number is None:
+            return False
+        keys = [(org, queue) for queue in queues]
+        # First, so that the end of a lease is not missed while the shard counts.
+        self._full.update(dict.fromkeys(keys, org_number(number)))
+        is_full = False
+        try:
+            counts = await self._store.count_in_flight(org, queues[0], limits)
+            is_full = any(most is not None and most == count for most, count in zip(limits, counts, strict=True))
+        except (ShardUnavailable, TooManyWaiting):
+            # The caller looks for jobs again, and finds out.
+            pass
+        finally:
+            for key in keys:
+                if not is_full:
+                    self._full.pop(key, None)
+                elif (awaited := self._queues.get(key)) is not None:
+                    awaited.backlog = True
+        return is_full
+
+    def is_full(self, org: OrgId, queue: QueueName) -> bool:
+        """Returns whether a limit of jobs in flight holds the jobs of this queue back."""
+        return (org, queue) in self._full
+
+    def lease_ended(self, numbers: Collection[QueueId] | None) -> None:
+        """Leases of these queues have ended, or may have: a limit of jobs in flight may have room again, of the queue
+        or of its org. None: of any queue."""
+        if not self._full:
+            return
+        orgs = None if numbers is None else {org_number(number) for number in numbers}
+        for key in [key for key, number in self._full.items() if orgs is None or number in orgs]:
+            del self._full[key]
+            self._wake(key, 1)
+            if self._pools.serves(key[1]):
+                self._pools.found(self._store.name, *key)
+
+    def _end_hold(self, key: _Key) -> None:
+        awaited = self._queues.get(key)
+        if awaited is not None:
+            awaited.hold_timer = None
+            self._wake(key, 1)
+
+    def found_all(self, waiter: Waiter, queues: Sequence[QueueName], *, woken: bool) -> None:
+        """The waiter has taken all due jobs of these queues. A probe then finds out when the next one is due. `woken`:
+        something had woken the waiter, perhaps just a job that is due later, so the probe must not be skipped."""
+        for queue in queues:
             awaited = self._queues.get((waiter.org, queue))
             if awaited is not None:
                 awaited.backlog = False
         if woken:
-            self._probe_soon([(waiter.org, queue) for queue in waiter.queues])
+            self._probe_soon([(waiter.org, queue) for queue in queues])
         else:
             self._probe_old(waiter)
 
-    def found_more(self, waiter: Waiter) -> None:
-        """The waiter took as many jobs as it could, and there may be more: wakes another consumer."""
-        for queue in waiter.queues:
+    def found_more(self, waiter: Waiter, queues: Sequence[QueueName]) -> None:
+        """The waiter took as many jobs of these queues as it could, and there may be more: wakes another consumer."""
+        for queue in queues:
             awaited = self._queues.get((waiter.org, queue))
             if awaited is not None:
                 awaited.backlog = True
                 self._wake((waiter.org, queue), 1)
 
     def is_empty_for(self, waiter: Waiter) -> bool:
-        """Returns whether, for each of its queues, another consumer has found no jobs and still waits."""
+        """Returns whether, for each of its queues, another consumer has found no jobs and still waits, or the jobs are
+        held back."""
         for queue in waiter.queues:
             awaited = self._queues.get((waiter.org, queue))
+            if awaited is not None and self._is_held((waiter.org, queue), awaited):
+                continue
             if awaited is None or awaited.backlog or not next(iter(awaited.waiters)).idle:
                 return False
         self._probe_old(waiter)
         return True
 
     def has_backlog(self, waiter: Waiter) -> bool:
-        """Returns whether one of its queues may have jobs that no consumer had room for."""
+        """Returns whether one of its queues may have jobs that no consumer had room for, and that are not held back."""
         return any(
-            awaited.backlog for queue in waiter.queues if (awaited := self._queues.get((waiter.org, queue))) is not None
+            awaited.backlog and not self._is_held((waiter.org, queue), awaited)
+            for queue in waiter.queues
+            if (awaited := self._queues.get((waiter.org, queue))) is not None
         )
+
+    def _is_held(self, key: _Key, awaited: AwaitedQueue) -> bool:
+        return awaited.hold_timer is not None or self.is_full(*key)
 
     # ── New jobs ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -197,7 +277,7 @@ class WaitRoom:
                 if later:
                     self._probe_soon([key])
                 room = self._wake(key, count)
-                if room < count and self._pools.serves(queue):
+                if room < count and self._pools.serves(queue) and not self.is_full(*key):
                     room += self._pools.room(queue)
                     self._ready_orgs.stored(jobs.org, queue, later=later)
                 if room < count or later:
@@ -244,7 +324,8 @@ class WaitRoom:
         """Jobs of these queues can be claimed again."""
         if not numbers:
             return
-        self._doorbell.ring(numbers)
+        self._doorbell.ring(numbers, lease_ended=True)
+        self.lease_ended(numbers)
         self._ready_orgs.rang(numbers)
         self._probe_soon([key for number in numbers if (key := self._by_number.get(number)) is not None])
 
@@ -252,6 +333,9 @@ class WaitRoom:
         """Wakes consumers until they have room for `jobs` jobs. Returns how many jobs they have room for."""
         awaited = self._queues.get(key)
         if awaited is None:
+            return 0
+        if self._is_held(key, awaited):
+            awaited.backlog = True
             return 0
         room = 0
         for waiter in list(awaited.waiters):
@@ -285,7 +369,9 @@ class WaitRoom:
             await asyncio.sleep(_PAUSE_S)
 
     async def sweep(self) -> None:
-        """Finds due jobs that every hint has missed, and corrects the store's claim floors."""
+        """Finds due jobs that every hint has missed, and corrects the store's claim floors. A lease may have expired:
+        that makes room, too."""
+        self.lease_ended(None)
         await self._numbers(list(self._queues))
         self._expect(await self._store.sweep(self._by_number), within_s=self._soon_s)
 

@@ -88,3 +88,5 @@ class AwaitedQueue:
     number: QueueId | None = None
     # Fires when the next job is due.
     due_timer: asyncio.TimerHandle | None = None
+    # While it runs, a limit holds the jobs of this queue back.
+    hold_timer: asyncio.TimerHandle | None = None

@@ -66,8 +66,12 @@ async def store(fleet: Fleet, jobs: NewJobs, *, hand: bool, independent: bool = 
             if before and isinstance(error, BadIds):
                 error.positions = [remaining[at] for at in error.positions]
             raise
-        if charge is not None and duplicates:
-            charge.refund_jobs(duplicates)
+        else:
+            if charge is not None and duplicates:
+                charge.refund_jobs(duplicates)
+        finally:
+            if charge is not None:
+                charge.settled()
         member.room.stored(new, duplicates, handover)
         return before | {remaining[at]: known_as for at, known_as in duplicates.items()} if before else duplicates
 

@@ -3,6 +3,7 @@ its own consumers. router/codec/causes.py decides which causes hold."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 from router.buffer import Buffer
@@ -10,13 +11,16 @@ from router.codec import causes, convert
 from router.codec.causes import Surroundings, Waiting
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
+from router.fleet.starts import SpentLimit
 from router.route.by_id import Found, find
 from router.route.by_org import Asked, ask_readers
 from shard.errors import ShardUnavailable, UnknownJob
+from shard.limits import ALL_QUEUES
+from shard.queue.coalescer import TooManyWaiting
 from shard.queue.explain import COUNTED_MAX, ConsumersOf, JobFacts, QueueFacts
 from shard.vocabulary import CATALOG, JobId, OrgId, QueueName, ShardName
 from windrow.v1 import admin_pb2
-from windrow.v1.cause_pb2 import FairShareCause, RouterShareCause
+from windrow.v1.cause_pb2 import FairShareCause, InFlightLimitCause, RouterShareCause, StartLimitCause
 
 
 async def explain_job(fleet: Fleet, buffer: Buffer, org: OrgId, job_id: JobId) -> admin_pb2.ExplainJobResponse:
@@ -36,7 +40,7 @@ async def explain_job(fleet: Fleet, buffer: Buffer, org: OrgId, job_id: JobId) -
         return causes.of_unknown_job(Surroundings(troubles=_troubles(fleet, found.unavailable)))
     member, facts = found.answers[0]
     queue = None if facts.record is None else facts.record.queue
-    return causes.of_job(facts, member.name, _surroundings(fleet, buffer, org, queue, [member], away=()))
+    return causes.of_job(facts, member.name, await _surroundings(fleet, buffer, org, queue, [member], away=()))
 
 
 async def explain_queue(fleet: Fleet, buffer: Buffer, org: OrgId, queue: QueueName) -> admin_pb2.ExplainQueueResponse:
@@ -47,11 +51,11 @@ async def explain_queue(fleet: Fleet, buffer: Buffer, org: OrgId, queue: QueueNa
         reads = fleet.placement(org).reads
         return causes.of_queue(None, Surroundings(troubles=_troubles(fleet, reads)))
     members = [fleet.placed(name) for name, _ in asked.answers]
-    around = _surroundings(fleet, buffer, org, queue, members, away=asked.unavailable)
+    around = await _surroundings(fleet, buffer, org, queue, members, away=asked.unavailable)
     return causes.of_queue(_together(asked), around)
 
 
-def _surroundings(
+async def _surroundings(
     fleet: Fleet,
     buffer: Buffer,
     org: OrgId,
@@ -87,6 +91,37 @@ def _surroundings(
         fair_share=None
         if ahead is None
         else FairShareCause(ahead=convert.duration(round(ahead[0] * 1e6)), weight=ahead[1]),
+        start_limits=[] if queue is None else [_start_limit(spent) for spent in await fleet.starts.spent(org, queue)],
+        in_flight_limits=[] if queue is None else await _in_flight_limits(fleet, org, queue, members),
+    )
+
+
+async def _in_flight_limits(
+    fleet: Fleet, org: OrgId, queue: QueueName, members: Sequence[ShardHandle]
+) -> list[InFlightLimitCause]:
+    """Returns the limits that have no room on one of these shards. A shard that does not answer has none."""
+    found: dict[QueueName, InFlightLimitCause] = {}
+    limits = fleet.starts.in_flight(org, queue)
+    for member in members if limits is not None else ():
+        assert limits is not None
+        try:
+            of_org, of_queue = await member.store.count_in_flight(org, queue, limits)
+        except (ShardUnavailable, TooManyWaiting):
+            continue
+        for whose, most, count in ((ALL_QUEUES, limits.of_org, of_org), (queue, limits.of_queue, of_queue)):
+            if most is not None and count == most:
+                found[whose] = InFlightLimitCause(queue=whose, amount=most, usage=most)
+    return list(found.values())
+
+
+def _start_limit(spent: SpentLimit) -> StartLimitCause:
+    limit = spent.limit
+    return StartLimitCause(
+        queue=limit.key.queue,
+        amount=limit.amount,
+        interval=convert.duration(limit.interval_us),
+        usage=limit.amount,
+        next_start=convert.duration(math.ceil(spent.next_s * 1e6)),
     )
 
 

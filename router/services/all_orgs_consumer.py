@@ -103,6 +103,8 @@ class AllOrgsConsumer:
     def release(self, jobs: Delivery) -> None:
         """Releases the leases of jobs that were not sent. Their attempts do not count, and their orgs pay nothing."""
         jobs.store.release_soon(jobs.org, jobs.leases())
+        if jobs.on_unsent is not None:
+            jobs.on_unsent(len(jobs.ids))
         if self._pool is not None:
             self._pool.returned(jobs)
         self.account_of(jobs.org).give_back(jobs.bytes)

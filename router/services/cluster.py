@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from router.codec import convert
 from router.codec.limits import limit_key, limit_message
+from router.codec.status import InvalidRequest, Violation
 from router.fleet.fleet import Fleet
 from router.fleet.reload import Reloader
 from router.fleet.shard_handle import ShardHandle
@@ -80,6 +81,9 @@ class ClusterService:
     @unary()
     async def SetLimit(self, request: cluster_pb2.SetLimitRequest) -> cluster_pb2.SetLimitResponse:
         key, interval_us = limit_key(request), convert.micros(request.interval)
+        if key.measure.has_interval != request.HasField("interval"):
+            why = "is missing" if key.measure.has_interval else f"is given: a limit of {key.measure} has none"
+            raise InvalidRequest([Violation("interval", why)])
         limit = await limits.set_limit(
             self._fleet.catalog_database, key, amount=request.amount, interval_us=interval_us
         )

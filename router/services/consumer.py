@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
+from itertools import product
 from typing import Protocol, TypedDict
 
 from router.buffer import Account
 from router.codec import fast_write
 from router.codec.fast_write import Delivery
+from router.fleet.buckets import PAUSE_S
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
-from shard.errors import ShardUnavailable
+from router.fleet.starts import hold_s, look_again_s
+from shard.errors import RowLocked, ShardUnavailable
 from shard.queue.claim import CLAIM_BYTES_MAX, CLAIM_BYTES_MIN, bytes_most
 from shard.vocabulary import OrgId, QueueName, ShardName
 
@@ -143,8 +147,10 @@ class Consumer:
         self.account.give_back(count)
 
     def release(self, jobs: Delivery) -> None:
-        """Releases the leases of jobs that were not sent. Their attempts do not count."""
+        """Releases the leases of jobs that were not sent. Their attempts do not count, and they have not started."""
         jobs.store.release_soon(self.org, jobs.leases())
+        if jobs.on_unsent is not None:
+            jobs.on_unsent(len(jobs.ids))
         self.account.give_back(jobs.bytes)
 
     async def serve(self) -> None:
@@ -206,13 +212,19 @@ class Consumer:
     async def claim(self, members: Sequence[ShardHandle], *, woken: bool = False) -> bool:
         """Claims jobs from these shards, up to the credit. Returns whether there may be more. `woken`: something woke
         this consumer, which may have been a job that is due later. Raises ShardUnavailable if no shard answers."""
-        unavailable = 0
+        unavailable = set[ShardName]()
         brought = False
         most = min(self.credit, _JOBS_MAX)
         # One limit for all shards together: the jobs of a Dequeue go into one message.
         room = CLAIM_BYTES_MAX
-        for member in members:
+        turns = deque(product(members, self._fleet.starts.split(self.org, self.queues)))
+        while turns:
+            member, part = turns.popleft()
+            queues, buckets, in_flight = part
             if not member.room.gives:
+                continue
+            if hold_s(buckets) > 0:
+                member.room.hold(self.org, queues, look_again_s(buckets))
                 continue
             # The memory that the jobs may take is reserved before they are leased, so what is leased is never refused
             # for lack of room. Afterwards the account holds what they really take.
@@ -224,28 +236,45 @@ class Consumer:
                 # Jobs that have come from another shard do not wait for this one.
                 return True
             try:
-                wanted = min(self.credit, most)
+                wanted = room_for = min(self.credit, most)
                 if wanted <= 0:
                     return True
-                taken = await member.store.claim(
+                permit = None
+                if buckets:
+                    permit = await self._fleet.starts.draw(self.org, buckets, wanted)
+                    if permit is None:
+                        member.room.hold(self.org, queues, look_again_s(buckets))
+                        continue
+                    wanted = permit.jobs
+                claim = member.store.claim(
                     self.org,
-                    self.queues,
+                    queues,
                     max_jobs=wanted,
                     window_us=self.window_us,
                     worker=self.worker,
                     bytes_max=room,
+                    in_flight=in_flight,
                 )
+                taken = await (claim if permit is None else permit.spend(claim))
                 if taken.jobs:
                     brought = True
                     self.credit -= len(taken.jobs)
                     most -= len(taken.jobs)
                     delivery = fast_write.claimed(member.store, self.org, taken.jobs)
+                    if permit is not None:
+                        delivery = delivery._replace(on_unsent=permit.put_back)
                     self.account.hold(delivery.bytes)
                     self.give(delivery)
+            except RowLocked:
+                if in_flight is None:
+                    raise
+                # Other claims of this org take long: they count, too.
+                member.room.hold(self.org, queues, PAUSE_S)
+                continue
             except ShardUnavailable:
                 # Take the jobs of the other shards. When this one is back, its sweep wakes the consumer.
-                unavailable += 1
-                if unavailable == len(members):
+                unavailable.add(shard)
+                if len(unavailable) == len(members):
                     raise
                 continue
             finally:
@@ -253,10 +282,17 @@ class Consumer:
             # The claim ended at a limit (credit, bytes or statements): there may be more jobs.
             if len(taken.jobs) == wanted or taken.cut or (room := room - taken.bytes) < CLAIM_BYTES_MIN:
                 if self._entered:
-                    member.room.found_more(self)
-                return True
-            if self._entered:
-                member.room.found_all(self, woken=woken)
+                    member.room.found_more(self, queues)
+                if taken.cut or wanted == room_for or room < CLAIM_BYTES_MIN:
+                    return True
+                # The permit was used up. The next one may be larger; the other queues have their turn before.
+                turns.append((member, part))
+            elif self._entered:
+                if in_flight is None:
+                    member.room.found_all(self, queues, woken=woken)
+                elif not await member.room.hold_if_full(self.org, queues, in_flight):
+                    # Perhaps a lease has ended since the claim: only a probe tells whether there are more jobs.
+                    member.room.found_all(self, queues, woken=True)
         return False
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ import psycopg
 from opentelemetry import trace
 from psycopg.conninfo import make_conninfo
 
-from shard.errors import DiskFull, RowLocked, ShardUnavailable, lost_history
+from shard.errors import DiskFull, InDoubt, RowLocked, ShardUnavailable, lost_history
 from shard.postgres import statements
 from shard.postgres.breaker import OVERDUE_S, Breaker, first_line
 from shard.postgres.connection import CONNECT_OPTIONS, CONNECT_S_MAX, Connection, hang_up
@@ -154,7 +154,7 @@ class Database:
                     if shared and isinstance(error, psycopg.errors.LockNotAvailable):
                         raise RowLocked(self.name, "something that this needs") from error
                     if not getattr(statement, "repeatable", True) and _in_doubt(error):
-                        raise ShardUnavailable(
+                        raise InDoubt(
                             self.name, f"{first_line(error)}; the change may have been made nevertheless"
                         ) from error
                     if isinstance(error, psycopg.errors.DiskFull):

@@ -19,6 +19,7 @@ What several statements share is written once, here, and included by name:
     {{setting_arrays}}   the same as parameters, for many queues: an array of texts for each setting
     {{altered_settings(q)}}  the SET items that change the given settings and put back to the default what `reset` names
     {{default_settings}}  the SET items that put back all of them
+    {{claim_room(s)}}    how many jobs the group of the row s gets from claim.sql at most
     {{gives_jobs(q)}}    GIVES_JOBS in shard/queue_settings.py: whether the queue q gives jobs now
     {{is_due(j)}}        whether the row j of windrow.job is due: it is visible, or it waits
     {{is_later(j)}}      whether it becomes visible later, by its time or at the end of its lease
@@ -46,6 +47,7 @@ JobRecord have a field of that name.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from shard.job_record import JobRecord
@@ -116,6 +118,7 @@ _EXPRESSIONS = {
     ),
     "template_values": ", ".join(f"%({name})s::{_type_of(name)}" for name in TEMPLATE_COLUMNS),
     "template_content": ", ".join(f"{{0}}.{name}" if name in TEMPLATE_COLUMNS else "NULL" for name in JOB_CONTENT),
+    "claim_room": "(%(max_jobs)s::integer[])[{0}.grp]",
     "gives_jobs": GIVES_JOBS,
     "is_due": "({0}.visible_at <= now() OR {0}.visible_at = 'infinity')",
     "is_later": "({0}.visible_at > now() AND {0}.visible_at < 'infinity')",
@@ -147,8 +150,10 @@ _WRITES = re.compile(rb"\b(?:INSERT INTO|UPDATE|DELETE FROM) windrow\.")
 class Statement(bytes):
     """One SQL statement, and how it may be run."""
 
-    # The name of its file. Traces use it as the name of the operation.
+    # Traces use it as the name of the operation.
     name: str
+    # The same, except if several statements come from one file.
+    file: str
     # True if the statement may run again after a lost connection, when nobody knows whether the first run committed.
     # Most statements may: they name the ids or the lease that they change.
     repeatable: bool
@@ -159,14 +164,28 @@ class Statement(bytes):
     writes: bool
 
 
-def load(folder: Path, name: str, *, repeatable: bool = True, shared: bool = False, hint: bool = False) -> Statement:
-    """Reads `folder`/`name`.sql and expands its includes. Comments are removed: psycopg caches how it parsed a
-    statement only up to 4,096 bytes. `hint`: what the statement writes may be lost, so the shard's history needs no
-    mark for it. Raises KeyError for an unknown include."""
-    lines = (folder / f"{name}.sql").read_text().splitlines()
+def load(
+    folder: Path,
+    name: str,
+    *,
+    repeatable: bool = True,
+    shared: bool = False,
+    hint: bool = False,
+    file: str | None = None,
+    includes: Mapping[str, str] | None = None,
+) -> Statement:
+    """Reads `folder`/`name`.sql, or `folder`/`file`.sql, and expands its includes. Comments are removed: psycopg caches
+    how it parsed a statement only up to 4,096 bytes. `hint`: what the statement writes may be lost, so the shard's
+    history needs no mark for it. `includes`: texts for includes of this statement that differ from the usual ones.
+    Raises KeyError for an unknown include."""
+    file = file or name
+    lines = (folder / f"{file}.sql").read_text().splitlines()
     text = "\n".join(bare for line in lines if not (bare := line.strip()).startswith("--"))
+    for include, other in (includes or {}).items():
+        text = text.replace(f"{{{{{include}}}}}", other)
     statement = Statement(_INCLUDE.sub(_expand, text).encode())
     statement.name = name
+    statement.file = file
     statement.repeatable = repeatable
     statement.shared = shared
     statement.writes = not hint and _WRITES.search(statement) is not None

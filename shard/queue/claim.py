@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from shard.errors import ShardUnavailable
 from shard.lease_token import draw_number, lease_of, token_prefix
+from shard.limits import InFlightLimits
 from shard.postgres import arrays, partitions
 from shard.postgres.pool import Database
 from shard.queue import statements
@@ -53,6 +54,8 @@ class ClaimRequest(NamedTuple):
     worker: str
     # The last job may exceed it. A claim may end when less than CLAIM_BYTES_MIN of it is left.
     bytes_max: int = CLAIM_BYTES_MAX
+    # The limits of jobs in flight that count for these queues together. None: there are none.
+    in_flight: InFlightLimits | None = None
 
 
 class ClaimResult(NamedTuple):
@@ -75,7 +78,7 @@ class _Taker:
 
     request: ClaimRequest
     # The number of its leases.
-    number: int = field(default_factory=draw_number)
+    number: int
     jobs: list[Claimed] = field(default_factory=list[Claimed])
     # True if the statement must run again for it: some jobs that it received were expired or out of attempts, or the
     # batch had no room for its jobs.
@@ -114,7 +117,9 @@ class Claimer:
     async def claim(self, requests: Sequence[ClaimRequest]) -> list[ClaimResult | Exception]:
         """Leases jobs to each request. Returns the result or the error of each, in order. A request that has jobs gets
         a result even if an error followed: nobody else could run those jobs before their window ends."""
-        takers = [_Taker(request=request) for request in requests]
+        takers = [
+            _Taker(request=request, number=draw_number(counted=request.in_flight is not None)) for request in requests
+        ]
         unavailable: ShardUnavailable | None = None
         # Whoever is not served by then claims again, in another act: until then every taker of this one waits.
         runs = 0
@@ -168,7 +173,12 @@ class Claimer:
         bytes_max = min(taker.remaining_bytes for taker in takers)
         arrivals = self._floors.arrivals
         floors = {queue_id: list(self._floors.of(queue_id)) for queue_id in queue_names}
-        rows = await self._database.run(statements.CLAIM, {**columns.parameters(), "bytes_max": bytes_max})
+        parameters = {**columns.parameters(), "bytes_max": bytes_max}
+        statement = statements.CLAIM
+        if (in_flight := takers[0].request.in_flight) is not None:
+            statement = statements.CLAIM_WITHIN_LIMITS
+            parameters.update(in_flight._asdict())
+        rows = await self._database.run(statement, parameters)
         by_lease = {taker.number: taker for taker in takers}
         began_to_wait = any(row[7] is None for row in rows)
         if began_to_wait:
@@ -325,14 +335,19 @@ def _unserved(takers: Sequence[_Taker]) -> list[_Taker]:
 def _next_batch(takers: Sequence[_Taker]) -> tuple[list[_Taker], list[_Taker]]:
     """Splits takers into those for the next statement and those for a later one. A taker waits if there are too many
     groups, or if its queues overlap with those of another group without being equal: SKIP LOCKED does not skip rows
-    that the same statement has locked, so the statement would take such rows twice."""
+    that the same statement has locked, so the statement would take such rows twice. A group with a limit of jobs in
+    flight has a statement of its own: it may have to wait for other claims of the org, and counts once."""
     batch: list[_Taker] = []
     later: list[_Taker] = []
     owners: dict[tuple[OrgId, QueueName], tuple[QueueName, ...]] = {}
     groups: set[tuple[OrgId, tuple[QueueName, ...]]] = set()
     for taker in takers:
         org, queues = group = taker.request.org, taker.request.queues
-        if len(groups) == _GROUPS_MAX and group not in groups:
+        is_alone = batch and (taker.request.in_flight is not None or batch[0].request.in_flight is not None)
+        if group not in groups and (len(groups) == _GROUPS_MAX or is_alone):
+            later.append(taker)
+        elif is_alone and taker.request.in_flight != batch[0].request.in_flight:
+            # The limits have changed between the two.
             later.append(taker)
         elif all(owners.get((org, queue), queues) == queues for queue in queues):
             groups.add(group)

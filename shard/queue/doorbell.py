@@ -41,6 +41,8 @@ _REVOKED = "-"
 # Sent before the ids of jobs whose ends this router awaits, and of jobs that may have ended.
 _AWAITED = "?"
 _ENDED = "!"
+# Sent as the first of the queue ids: leases of these queues have ended. No queue has it.
+_LEASE_ENDED = QueueId(0)
 # Sent alone: a schedule may be due earlier than before.
 _SCHEDULES = "@"
 # How many ids fit into one notification, and how many wait to be sent; further ones are dropped.
@@ -52,11 +54,12 @@ _REVOKED_LEASES_MAX = 10_000
 
 class Doorbell:
     """Rings and listens on one shard. `on_ring` is called with the queues that another router rang for; None means that
-    any queue may have jobs. `on_arrival` is called with the queues in which jobs arrived from another shard, and
-    `on_revoked` with leases that ended at another router. `on_awaited` is called with the jobs (as 32 hexadecimal
-    digits) whose ends another router awaits, and `on_ended` with awaited jobs that may have ended there.
-    `on_schedules` is called when a schedule was changed at another router, and when notifications may have been missed.
-    `on_migration` is called after a migration, and when notifications may have been missed."""
+    any queue may have jobs. `on_lease_ended` is called before it if leases of these queues have ended. `on_arrival` is
+    called with the queues in which jobs arrived from another shard, and `on_revoked` with leases that ended at another
+    router. `on_awaited` is called with the jobs (as 32 hexadecimal digits) whose ends another router awaits, and
+    `on_ended` with awaited jobs that may have ended there. `on_schedules` is called when a schedule was changed at
+    another router, and when notifications may have been missed. `on_migration` is called after a migration, and when
+    notifications may have been missed."""
 
     def __init__(
         self,
@@ -69,9 +72,11 @@ class Doorbell:
         on_awaited: Callable[[Collection[str]], None] = lambda _: None,
         on_ended: Callable[[Collection[str]], None] = lambda _: None,
         on_schedules: Callable[[], None] = lambda: None,
+        on_lease_ended: Callable[[Collection[QueueId] | None], None] = lambda _: None,
     ) -> None:
         self._database = database
         self._on_ring = on_ring
+        self._on_lease_ended = on_lease_ended
         self._on_arrival = on_arrival
         self._on_revoked = on_revoked
         self._on_migration = on_migration
@@ -82,6 +87,7 @@ class Doorbell:
         database.went_away = self._listener.hang_up
         self._me = secrets.token_hex(8)
         self._queues: set[QueueId] = set()
+        self._lease_ended: set[QueueId] = set()
         self._revoked: list[Revocation] = []
         self._revoked_leases = 0
         # By the sign that is sent before them.
@@ -91,11 +97,11 @@ class Doorbell:
         self._has_news = asyncio.Event()
         self._sending = asyncio.Lock()
 
-    def ring(self, queues: Collection[QueueId]) -> None:
-        """Notifies the other routers soon. The jobs must have been committed."""
+    def ring(self, queues: Collection[QueueId], *, lease_ended: bool = False) -> None:
+        """Notifies the other routers soon. The jobs, or the ends of leases, must have been committed."""
         if not queues:
             return
-        self._queues.update(queues)
+        (self._lease_ended if lease_ended else self._queues).update(queues)
         self._calls += 1
         self._has_news.set()
 
@@ -154,6 +160,7 @@ class Doorbell:
         async with self._sending:
             self._has_news.clear()
             queues, self._queues = self._queues, set()
+            ended, self._lease_ended = self._lease_ended, set()
             revoked, self._revoked, self._revoked_leases = self._revoked, [], 0
             texts = [_REVOKED + text for text in revocation.texts(revoked)]
             for sign, jobs in self._jobs.items():
@@ -165,6 +172,11 @@ class Doorbell:
                 texts.append(_SCHEDULES)
             if queues:
                 texts.append(",".join(map(str, queues)) if len(queues) <= _QUEUES_MAX else _ALL)
+            if ended:
+                numbers = [_LEASE_ENDED, *ended] if len(ended) < _QUEUES_MAX else [_LEASE_ENDED]
+                texts.append(",".join(map(str, numbers)))
+                if len(numbers) == 1:
+                    texts.append(_ALL)
             if not texts:
                 return
             try:
@@ -177,6 +189,7 @@ class Doorbell:
 
     def _on_message(self, message: str | None) -> None:
         if message is None:
+            self._on_lease_ended(None)
             self._on_ring(None)
             self._on_schedules()
             self._on_migration()
@@ -197,8 +210,14 @@ class Doorbell:
                 self._on_awaited(text.removeprefix(_AWAITED).split(","))
             elif text.startswith(_ENDED):
                 self._on_ended(text.removeprefix(_ENDED).split(","))
+            elif text == _ALL:
+                self._on_ring(None)
             else:
-                self._on_ring(None if text == _ALL else _queue_ids(text))
+                queues = _queue_ids(text)
+                if queues[0] == _LEASE_ENDED:
+                    queues = queues[1:]
+                    self._on_lease_ended(queues or None)
+                self._on_ring(queues)
         except ValueError:
             _log.warning("a notification on windrow_work is not from a router: %.100r", message)
 

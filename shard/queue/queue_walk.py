@@ -66,3 +66,8 @@ class QueueWalk:
 def name_id_of(queue_id: QueueId) -> int:
     """Returns the id of a queue's name."""
     return queue_id >> _ORG_BITS
+
+
+def org_number(queue_id: QueueId) -> int:
+    """Returns the id of the org that the queue belongs to."""
+    return queue_id & (1 << _ORG_BITS) - 1

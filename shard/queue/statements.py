@@ -23,6 +23,20 @@ NAME_QUEUES = _load("name_queues", shared=True)
 WALK_QUEUES = _load("walk_queues", shared=True)
 
 CLAIM = _load("claim", shared=True)
+# For one group, whose org or queue has a limit of jobs in flight.
+CLAIM_WITHIN_LIMITS = _load(
+    "claim_within_limits",
+    file="claim",
+    shared=True,
+    includes={
+        "claim_room": (
+            "least((%(max_jobs)s::integer[])[{0}.grp], windrow.room_in_flight((%(queue_ids)s::bigint[])[1], "
+            "%(of_org)s::bigint, %(of_queue)s::bigint))"
+        )
+    },
+)
+COUNT_IN_FLIGHT = _load("count_in_flight", shared=True)
+COUNT_BACKLOG = _load("count_backlog", shared=True)
 PROBE = _load("probe", shared=True)
 SWEEP = _load("sweep", shared=True)
 FIND_WAITING_GROUPS = _load("find_waiting_groups", shared=True)
@@ -54,4 +68,6 @@ FORGET_CONSUMERS = _load("forget_consumers", hint=True)
 FOLD_TALLY = _load("fold_tally")
 
 DRAW_TOKENS = _load("draw_tokens", shared=True)
+# Tokens must not be given back twice.
+RETURN_TOKENS = _load("return_tokens", file="draw_tokens", shared=True, repeatable=False)
 FORGET_FULL_BUCKETS = _load("forget_full_buckets")

@@ -19,6 +19,7 @@ from shard.errors import IdsOutsideHorizon, RowLocked, ShardUnavailable, Unknown
 from shard.job_id import made_at_ms, to_hex
 from shard.job_record import ANSWER_BYTES_MAX, JobRecord
 from shard.lease_token import lease_of
+from shard.limits import InFlightLimits, Limit, Measure
 from shard.placement.slots import FIRST_EPOCH
 from shard.postgres import arrays, partitions
 from shard.postgres import statements as postgres_statements
@@ -215,6 +216,23 @@ class Store:
         TooManyWaiting."""
         return await self._draws.submit(draw)
 
+    async def count_backlog(self, org: OrgId, limit: Limit) -> int:
+        """Returns how many of the org's jobs that count for this limit have not ended, or how many bytes they have, but
+        no more than the limit. Raises ShardUnavailable, TooManyWaiting."""
+
+        async def count() -> int:
+            parameters = {
+                "org": org,
+                "queue": limit.key.queue,
+                "in_bytes": limit.key.measure is Measure.BACKLOG_BYTES,
+                "counted_max": limit.amount,
+            }
+            ((counted,),) = await self._database.run(statements.COUNT_BACKLOG, parameters)
+            return int(counted)
+
+        counted: int = await self._single_calls.submit(SingleCall(org, 1, count))
+        return counted
+
     # ── Consumers ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def claim(
@@ -226,11 +244,13 @@ class Store:
         window_us: int,
         worker: str,
         bytes_max: int = CLAIM_BYTES_MAX,
+        in_flight: InFlightLimits | None = None,
     ) -> ClaimResult:
-        """Leases up to `max_jobs` due jobs for `window_us` (microseconds), fewer if they fill `bytes_max`. Raises
-        ShardUnavailable, TooManyWaiting."""
+        """Leases up to `max_jobs` due jobs for `window_us` (microseconds), fewer if they fill `bytes_max` or these
+        limits of jobs in flight. Raises ShardUnavailable, TooManyWaiting; RowLocked if other claims of a limited org
+        take long."""
         self.clock.check()
-        request = ClaimRequest(org, tuple(queues), max_jobs, window_us, worker, bytes_max)
+        request = ClaimRequest(org, tuple(queues), max_jobs, window_us, worker, bytes_max, in_flight)
         while True:
             result = self._claims.submit(request)
             try:
@@ -242,6 +262,24 @@ class Store:
                 raise
             if claimed.jobs or not claimed.cut:
                 return claimed
+
+    async def count_in_flight(
+        self, org: OrgId, queue: QueueName, limits: InFlightLimits
+    ) -> tuple[int | None, int | None]:
+        """Returns how many jobs of the org, and of this queue, are leased and count for these limits, but no more than
+        the limits. None: there is no such limit. Raises ShardUnavailable, TooManyWaiting."""
+
+        async def count() -> tuple[int | None, int | None]:
+            numbers = await self.names.find([(org, queue)])
+            for number in numbers.values():
+                ((of_org, of_queue),) = await self._database.run(
+                    statements.COUNT_IN_FLIGHT, {"queue_id": number, **limits._asdict()}
+                )
+                return of_org, of_queue
+            return (None if limits.of_org is None else 0, None if limits.of_queue is None else 0)
+
+        counts: tuple[int | None, int | None] = await self._single_calls.submit(SingleCall(org, 1, count))
+        return counts
 
     async def settle(self, call: Settlement) -> list[Answer]:
         """Ends or extends leases. Returns an answer for each. Raises RowLocked, ShardUnavailable, TooManyWaiting."""

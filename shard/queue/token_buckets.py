@@ -28,7 +28,8 @@ class Draw(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What a draw got. `left`: what the bucket has then."""
+    """What a draw got. `left`: what the bucket has then. Tokens that are given back are a negative number, or 0 if the
+    bucket did not take them because it fills by a newer limit."""
 
     granted: int
     left: float
@@ -57,8 +58,9 @@ class TokenBuckets:
 
     async def _draw(self, draws: Sequence[Draw]) -> Sequence[Drawn]:
         limits = [draw.limit for draw in draws]
+        gives_back = any(draw.wanted < 0 for draw in draws)
         rows = await self._database.run(
-            statements.DRAW_TOKENS,
+            statements.RETURN_TOKENS if gives_back else statements.DRAW_TOKENS,
             {
                 "orgs": arrays.texts([draw.org for draw in draws]),
                 "queues": arrays.texts([limit.key.queue for limit in limits]),

@@ -28,6 +28,7 @@ from shard.admin.job_counts import WantedCount
 from shard.admin.job_pages import Wanted
 from shard.admin.queue_admin import QueueAdmin
 from shard.history.days import days_over, turn_cold
+from shard.limits import InFlightLimits, Limit, LimitKey, Measure
 from shard.placement import catalog, move_steps
 from shard.placement import statements as placement_statements
 from shard.placement.slots import SLOTS, slot_of
@@ -41,9 +42,10 @@ from shard.queue.explain import COUNTED_MAX
 from shard.queue.pending_enqueue import Handover, Taker
 from shard.queue.settle import Nack, Settlement, _LeaseColumns
 from shard.queue.store import Store
+from shard.queue.token_buckets import Draw, TokenBuckets
 from shard.vocabulary import PRIORITIES, Alteration, Claimed, Failure, JobState, Lease, OrgId, QueueId, QueueName, Slot
 from tests.conftest import SHARD
-from tests.jobs import HOUR_US, ids_of, job_id, lease_jobs, some_jobs
+from tests.jobs import HOUR_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs
 from tests.recorder import Recorder, Run
 from tests.timemachine import NO_HURRY, make_day, pass_time
 
@@ -821,3 +823,72 @@ async def test_a_look_at_the_catalog_reads_each_row_a_few_times_whatever_the_sta
             assert read <= 2 * SLOTS, (since, plan.root)
             assert plan.rows_read("placement") <= SLOTS, (since, plan.root)
             assert plan.rows_read("former_owner") <= (SLOTS if since < newest else 0), (since, plan.root)
+
+
+# Buckets
+
+
+async def test_a_draw_reads_only_its_buckets(fresh_dsn: str) -> None:
+    async with recording(fresh_dsn) as recorder, recorder.transaction() as connection:
+        await connection.execute(NO_HURRY)
+        await recorder.run(
+            b"INSERT INTO windrow.token_bucket SELECT 'org-' || n, '', 'starts', 5, now(), 0, 10, 86400000000, 1 "
+            b"FROM generate_series(1, 50000) AS n",
+            {},
+        )
+        draws = [Draw(OrgId(f"org-{n * 1000}"), _limit(n), 1, 3) for n in range(1, 21)]
+        assert not any(isinstance(drawn, Exception) for drawn in await TokenBuckets(recorder).draw(draws))
+        drawn = recorder.last(queue_statements.DRAW_TOKENS)
+        for _ in range(SETTLED):
+            await run(connection, drawn)
+        plan = await explain(connection, drawn)
+    assert plan.scans("token_bucket") == []
+    # For each: down the index, to the row and to a page for its new version.
+    assert plan.buffers <= 15 * len(draws), plan.root
+
+
+async def test_a_claim_within_limits_reads_its_leases_and_no_job_that_waits(fresh_dsn: str) -> None:
+    org, leased_max = OrgId("acme"), 20
+    async with recording(fresh_dsn) as recorder:
+        store = Store(recorder)
+        for _ in range(3):
+            await store.enqueue(some_jobs(org, 1000))
+        await recorder.run(
+            b"INSERT INTO windrow.job (id, queue_id, run_at, visible_at, priority, kind, payload) "
+            b"SELECT gen_random_uuid(), q.queue_id, now() + interval '1 hour', now() + interval '1 hour', 5, 'k', '' "
+            b"FROM windrow.queue q CROSS JOIN generate_series(1, 20000)",
+            {},
+        )
+
+        async def claim() -> int:
+            result = await store.claim(
+                org, [QUEUE], max_jobs=100, window_us=HOUR_US, worker="w", in_flight=InFlightLimits(None, leased_max)
+            )
+            return len(result.jobs)
+
+        assert await claim() == leased_max
+        assert await claim() == 0
+        full = recorder.last(queue_statements.CLAIM_WITHIN_LIMITS)
+        assert await store.count_in_flight(org, QUEUE, InFlightLimits(leased_max, None)) == (leased_max, None)
+        async with recorder.transaction() as connection:
+            await connection.execute(NO_HURRY)
+            for _ in range(SETTLED):
+                await run(connection, full)
+            plan = await explain(connection, full)
+    assert plan.rows_read("job") == 0, plan.root
+    # For each lease an index entry and its row, and the queue.
+    assert plan.buffers <= 4 * leased_max, plan.root
+
+
+def _limit(number: int) -> Limit:
+    return Limit(LimitKey(OrgId(f"org-{number * 1000}"), QueueName(""), Measure.STARTS), 10, 86_400_000_000, 1)
+
+
+@contextlib.asynccontextmanager
+async def recording(dsn: str) -> AsyncGenerator[Recorder, None]:
+    recorder = Recorder(SHARD, dsn, connections=3)
+    await recorder.open()
+    try:
+        yield recorder
+    finally:
+        await recorder.close()

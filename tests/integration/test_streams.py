@@ -24,12 +24,14 @@ from router.codec.status import InvalidRequest
 from router.fleet.fleet import Fleet
 from router.fleet.org_pools import OrgPools
 from router.fleet.revocations import Revocations
+from router.fleet.starts import Starts
 from router.gate.admission import Context, Gate
 from router.gate.call import Call
 from router.gate.calls import Methods, Received
 from router.gate.tracing import Tracing
 from router.services.consume_stream import Stream as RoutersStream
 from router.services.queue import QueueService
+from shard.errors import ShardUnavailable
 from shard.lease_token import lease_of, token, token_prefix
 from shard.placement.slots import Placement
 from shard.queue.store import Store
@@ -796,7 +798,11 @@ class _NoShards:
 
     def __init__(self) -> None:
         self.revocations = Revocations()
-        self.pools = OrgPools(dict, lambda _: ())
+        self.starts = Starts(self._store_of, lambda: None)
+        self.pools = OrgPools(dict, lambda _: (), self.starts)
+
+    def _store_of(self, org: str) -> Store:
+        raise ShardUnavailable(ShardName("none"), "there are no shards")
 
     def by_tag(self, tag: int) -> None:
         del tag

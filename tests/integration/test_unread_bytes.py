@@ -13,6 +13,7 @@ from router.codec.fast_write import Delivery
 from router.fleet.fleet import Fleet
 from router.fleet.handover import Handovers
 from router.fleet.siblings.siblings import Siblings
+from router.fleet.starts import Starts
 from router.fleet.wait_room import WaitRoom
 from router.services.consumer import Consumer
 from shard.queue import statements
@@ -78,9 +79,11 @@ class Room:
         self.room = WaitRoom(self.store, cast("Doorbell", _Silent()), pools, ready_orgs, sweep_s=NEVER_S)
         self.buffer = Buffer(bytes_max)
         siblings = Siblings(self.buffer, consumers=lambda _: None, ready=list)
-        self.handovers = Handovers(self.store, self.room, pools, siblings)
+        self.starts = Starts(lambda _: self.store, lambda: None)
+        self.handovers = Handovers(self.store, self.room, pools, siblings, self.starts)
         self._member = SimpleNamespace(store=self.store, room=self.room)
         self._tasks = [asyncio.create_task(self.room.run())]
+        self._serving: dict[Reader, tuple[Consumer, asyncio.Task[None]]] = {}
 
     def shards_to_claim_from(self, org: OrgId) -> list[object]:
         del org
@@ -92,8 +95,15 @@ class Room:
         consumer = Consumer(
             cast("Fleet", self), reader, account, org=org, queues=[QUEUE], worker=peer, window_us=HOUR_US, credit=credit
         )
-        self._tasks.append(asyncio.create_task(consumer.serve()))
+        task = asyncio.create_task(consumer.serve())
+        self._tasks.append(task)
+        self._serving[reader] = consumer, task
         return reader
+
+    def end_consumer(self, reader: Reader) -> None:
+        consumer, task = self._serving.pop(reader)
+        task.cancel()
+        consumer.close()
 
     async def enqueue(self, org: OrgId, count: int, payload: bytes) -> None:
         jobs = some_jobs(org, count)

@@ -22,6 +22,7 @@ from router.buffer import Account, Buffer
 from router.fleet.end_waits import EndWaits
 from router.fleet.handover import Handovers
 from router.fleet.siblings.siblings import Siblings
+from router.fleet.starts import Starts
 from router.fleet.wait_room import WaitRoom
 from shard.errors import ShardUnavailable
 from shard.history import erasure
@@ -985,7 +986,8 @@ def room() -> WaitRoom:
 async def offer(room: WaitRoom, jobs: NewJobs) -> Handover | None:
     siblings = Siblings(Buffer(2**20), consumers=lambda _: None, ready=list)
     store = cast("Store", _Nothing())
-    return await Handovers(store, room, no_pools(store)[0], siblings).offer(jobs)
+    starts = Starts(lambda _: store, lambda: None)
+    return await Handovers(store, room, no_pools(store)[0], siblings, starts).offer(jobs)
 
 
 def stored(room: WaitRoom, jobs: NewJobs) -> None:

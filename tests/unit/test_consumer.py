@@ -12,8 +12,10 @@ from router.buffer import Account, Buffer
 from router.codec.fast_write import Delivery
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
+from router.fleet.starts import Starts
 from router.services.consumer import Consumer
 from shard.queue.claim import CLAIM_BYTES_MAX, CLAIM_BYTES_MIN, ClaimResult, bytes_most
+from shard.queue.store import Store
 from shard.vocabulary import Claimed, OrgId, QueueName, ShardName
 from tests.jobs import MINUTE_US, QUEUE
 from tests.routers import PATIENCE_S
@@ -62,10 +64,14 @@ class Stream:
         await self.account.reserve(count, patiently=True, shard=shard)
 
 
+def _no_store(org: OrgId) -> Store:
+    raise AssertionError(f"no limit counts for org {org!r}")
+
+
 def claim(buffer: Buffer, org: str, *shards: Shard, credit: int = 100) -> asyncio.Task[bool]:
     stream = Stream(buffer, org)
     consumer = Consumer(
-        cast("Fleet", None),
+        cast("Fleet", SimpleNamespace(starts=Starts(_no_store, lambda: None))),
         stream,
         stream.account,
         org=OrgId(org),

@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from router.fleet import limits as module
-from router.fleet.limits import Bucket, Limits
+from router.fleet import buckets as module
+from router.fleet.buckets import Bucket
+from router.fleet.limits import Limits
 from shard.errors import LimitReached, ShardUnavailable
 from shard.limits import ALL_QUEUES, EVERY_ORG, Limit, LimitKey, LimitTable, Measure
 from shard.queue.store import Store

@@ -48,7 +48,7 @@ def loaded(package: str) -> dict[str, Statement]:
 def test_every_sql_file_is_loaded_under_its_own_name() -> None:
     for package in PACKAGES:
         files = {path.stem for path in (SHARD / package / "sql").glob("*.sql")}
-        assert files == {statement.name for statement in loaded(package).values()}
+        assert files == {statement.file for statement in loaded(package).values()}
         assert all(name == statement.name.upper() for name, statement in loaded(package).items())
 
 

@@ -331,11 +331,13 @@ class AdminCalls:
         return [read_limit(limit) for limit in (await self._ask(lambda stub: stub.ListLimits, request)).limits]
 
     async def set_limit(
-        self, measure: LimitMeasure, amount: int, *, per: Span, queue: str = "", every_org: bool = False
+        self, measure: LimitMeasure, amount: int, *, per: Span | None = None, queue: str = "", every_org: bool = False
     ) -> Limit:
-        """Limits what the org, or one of its queues, may enqueue: `amount` (at least 1) in each interval `per` (s, or
-        timedelta; 1 s to 24 h). `every_org`: the default for all orgs without such a limit of their own, each by
-        itself.
+        """Limits what the org, or one of its queues, may enqueue or start: `amount` (at least 1) in each interval `per`
+        (s, or timedelta; 1 s to 24 h); or how many jobs it may have leased at a time (IN_FLIGHT), or how
+        many jobs or bytes that have not ended (BACKLOG, BACKLOG_BYTES), without `per`.
+        `every_org`: the default for all orgs without such a limit of their own, each
+        by itself.
 
         It is in force on every router within 2 s. Needs the scope cluster. Raises ResourceExhausted if the cluster has
         10,000 limits."""
@@ -345,7 +347,8 @@ class AdminCalls:
         except (TypeError, ValueError) as error:
             raise invalid_argument("amount", error) from error
         try:
-            request.interval.CopyFrom(duration(per))
+            if per is not None:
+                request.interval.CopyFrom(duration(per))
         except (TypeError, ValueError) as error:
             raise invalid_argument("per", error) from error
         return read_limit((await self._ask(lambda stub: stub.SetLimit, request)).limit)
@@ -388,9 +391,7 @@ def _measure(measure: LimitMeasure) -> limits_pb2.LimitMeasure.ValueType:
     try:
         return measure_number(measure)
     except KeyError as error:
-        raise invalid_argument(
-            "measure", f"must be LimitMeasure.JOBS or LimitMeasure.BYTES, not {measure!r}"
-        ) from error
+        raise invalid_argument("measure", f"must be LimitMeasure.JOBS, BYTES or STARTS, not {measure!r}") from error
 
 
 def _config(

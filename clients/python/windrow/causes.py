@@ -232,6 +232,17 @@ def _group(of: _Figures) -> str:
     return f"{held}: job {of['holder_id']} by {worker} until {_time(of['until'])}, and {ahead}"
 
 
+def _start_limit(of: _Figures) -> str:
+    whose = f"queue {of['queue']!r}" if of["queue"] else "the org"
+    limit = f"{of['amount']:,} starts per {_span(of['interval'])}"
+    return f"{whose} may have {limit}, and {of['usage']:,} are in use; the next job starts in {_span(of['next_start'])}"
+
+
+def _in_flight_limit(of: _Figures) -> str:
+    whose = f"queue {of['queue']!r}" if of["queue"] else "the org"
+    return f"{whose} may have {_jobs(of['amount'])} leased at a time, and has {of['usage']:,}: one must end first"
+
+
 _SENTENCES: Mapping[str, Callable[[_Figures], str]] = {
     "finished": _finished,
     "dead": _dead,
@@ -264,4 +275,6 @@ _SENTENCES: Mapping[str, Callable[[_Figures], str]] = {
     "group_backlog": lambda of: (
         f"{'more than ' if of['at_least'] else ''}{_jobs(of['jobs'])} wait for others of their groups to end"
     ),
+    "start_limit": _start_limit,
+    "in_flight_limit": _in_flight_limit,
 }

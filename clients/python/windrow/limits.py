@@ -1,4 +1,5 @@
-"""Limits of how much an org may enqueue, as the client shows them (windrow/v1/limits.proto)."""
+"""Limits of how much an org may enqueue, of how many of its jobs start, and of how many are leased at a time, as the
+client shows them (windrow/v1/limits.proto)."""
 
 from __future__ import annotations
 
@@ -18,12 +19,20 @@ class LimitMeasure(enum.Enum):
     JOBS = "jobs"
     # The bytes of payloads, and of attributes as JSON.
     BYTES = "bytes"
+    # Jobs that are leased. Such a limit refuses nothing: jobs wait until it has room.
+    STARTS = "starts"
+    # Jobs that are leased at a time. Such a limit refuses nothing: jobs wait until a lease ends.
+    IN_FLIGHT = "in_flight"
+    # Jobs that have not ended, and the bytes of their payloads and attributes.
+    BACKLOG = "backlog"
+    BACKLOG_BYTES = "backlog_bytes"
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """How much may be enqueued in each interval. After a pause, the whole amount may be enqueued at once."""
+    """How much may be enqueued, or how many jobs may start, in each interval. After a pause, the whole amount may be
+    used at once. Or how many jobs may be leased, or there, at a time."""
 
     # Empty: the default for all orgs, each by itself.
     org: str
@@ -31,7 +40,8 @@ class Limit:
     queue: str
     measure: LimitMeasure
     amount: int
-    interval: timedelta
+    # None: a limit of jobs in flight, or of the backlog.
+    interval: timedelta | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +61,7 @@ def read_limit(message: limits_pb2.Limit) -> Limit:
         queue=message.queue,
         measure=_BY_NUMBER.get(message.measure, LimitMeasure.UNKNOWN),
         amount=message.amount,
-        interval=message.interval.ToTimedelta(),
+        interval=message.interval.ToTimedelta() if message.HasField("interval") else None,
     )
 
 
@@ -67,5 +77,9 @@ def measure_number(measure: LimitMeasure) -> limits_pb2.LimitMeasure.ValueType:
 _NUMBERS = {
     LimitMeasure.JOBS: limits_pb2.LIMIT_MEASURE_JOBS,
     LimitMeasure.BYTES: limits_pb2.LIMIT_MEASURE_BYTES,
+    LimitMeasure.STARTS: limits_pb2.LIMIT_MEASURE_STARTS,
+    LimitMeasure.IN_FLIGHT: limits_pb2.LIMIT_MEASURE_IN_FLIGHT,
+    LimitMeasure.BACKLOG: limits_pb2.LIMIT_MEASURE_BACKLOG,
+    LimitMeasure.BACKLOG_BYTES: limits_pb2.LIMIT_MEASURE_BACKLOG_BYTES,
 }
 _BY_NUMBER = {number: measure for measure, number in _NUMBERS.items()}

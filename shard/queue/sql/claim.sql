@@ -14,9 +14,10 @@ WITH source AS MATERIALIZED (
     -- A wrong remembered queue_id, which names a queue of another org (I4) or another queue, gives no jobs.
     WHERE q.org = s.org AND q.queue = s.queue AND q.gives_jobs
 ), lanes AS MATERIALIZED (
-    -- One row for each group, with its lanes in the order in which they are scanned.
+    -- One row for each group: how many jobs it gets at most, and its lanes in the order in which they are scanned.
     SELECT
         source.grp,
+        {{claim_room(source)}} AS max_jobs,
         array_agg(source.queue_id ORDER BY p.priority, source.turn) AS queue_ids,
         array_agg(p.priority::smallint ORDER BY p.priority, source.turn) AS priorities,
         array_agg(
@@ -30,13 +31,8 @@ WITH source AS MATERIALIZED (
 ), taken AS MATERIALIZED (
     -- MATERIALIZED fence, and no ORDER BY at this level: the lanes are scanned lazily, one after another, so that no
     -- more than max_jobs rows are locked.
-    SELECT g.first, visible.ctid, visible.bytes, visible.id, visible.lease, visible.worker
-    FROM (
-        SELECT
-            (%(firsts)s::integer[])[lanes.grp] AS first, (%(max_jobs)s::integer[])[lanes.grp] AS max_jobs,
-            lanes.queue_ids, lanes.priorities, lanes.floors
-        FROM lanes
-    ) g
+    SELECT (%(firsts)s::integer[])[g.grp] AS first, visible.ctid, visible.bytes, visible.id, visible.lease, visible.worker
+    FROM lanes g
     CROSS JOIN LATERAL (
         SELECT v.*
         FROM unnest(g.queue_ids, g.priorities, g.floors) AS lane (queue_id, priority, floor)

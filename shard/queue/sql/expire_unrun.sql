@@ -15,4 +15,4 @@ SELECT
     {{finish_time}},
     {{retention_of(e)}}
 FROM ended e
-RETURNING id::text, CASE WHEN group_key > '' THEN queue_id END AS freed_in
+RETURNING id::text, CASE WHEN group_key > '' OR %(lease)s::bigint < 0 THEN queue_id END AS freed_in

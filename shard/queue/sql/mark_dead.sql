@@ -30,4 +30,4 @@ SELECT
     END,
     e.reason
 FROM ended e
-RETURNING id::text, lease, CASE WHEN group_key > '' THEN queue_id END AS freed_in
+RETURNING id::text, lease, CASE WHEN group_key > '' OR lease < 0 THEN queue_id END AS freed_in

@@ -53,6 +53,8 @@ class Cause(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     GROUP_BACKLOG_FIELD_NUMBER: _builtins.int
     FAIR_SHARE_FIELD_NUMBER: _builtins.int
+    START_LIMIT_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_LIMIT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def finished(self) -> Global___FinishedCause:
         """The job has ended, and nothing will run it again."""
@@ -137,6 +139,14 @@ class Cause(_message.Message):
     def fair_share(self) -> Global___FairShareCause:
         """Consumers work for all orgs, and other orgs are served first: they have had less of the consumers' time."""
 
+    @_builtins.property
+    def start_limit(self) -> Global___StartLimitCause:
+        """A limit of starts has no room: ready jobs wait for its next token."""
+
+    @_builtins.property
+    def in_flight_limit(self) -> Global___InFlightLimitCause:
+        """A limit of jobs in flight has no room: ready jobs wait until a lease ends."""
+
     def __init__(
         self,
         *,
@@ -161,12 +171,14 @@ class Cause(_message.Message):
         group: Global___GroupCause | None = ...,
         group_backlog: Global___GroupBacklogCause | None = ...,
         fair_share: Global___FairShareCause | None = ...,
+        start_limit: Global___StartLimitCause | None = ...,
+        in_flight_limit: Global___InFlightLimitCause | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["backing_off", b"backing_off", "backlog", b"backlog", "cause", b"cause", "dead", b"dead", "due", b"due", "empty", b"empty", "expired", b"expired", "fair_share", b"fair_share", "finished", b"finished", "group", b"group", "group_backlog", b"group_backlog", "in_flight", b"in_flight", "jobs_ahead", b"jobs_ahead", "kind_not_taken", b"kind_not_taken", "leased", b"leased", "moving", b"moving", "no_consumer", b"no_consumer", "out_of_attempts", b"out_of_attempts", "paused", b"paused", "router_share", b"router_share", "scheduled", b"scheduled", "shard_down", b"shard_down"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["backing_off", b"backing_off", "backlog", b"backlog", "cause", b"cause", "dead", b"dead", "due", b"due", "empty", b"empty", "expired", b"expired", "fair_share", b"fair_share", "finished", b"finished", "group", b"group", "group_backlog", b"group_backlog", "in_flight", b"in_flight", "in_flight_limit", b"in_flight_limit", "jobs_ahead", b"jobs_ahead", "kind_not_taken", b"kind_not_taken", "leased", b"leased", "moving", b"moving", "no_consumer", b"no_consumer", "out_of_attempts", b"out_of_attempts", "paused", b"paused", "router_share", b"router_share", "scheduled", b"scheduled", "shard_down", b"shard_down", "start_limit", b"start_limit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backing_off", b"backing_off", "backlog", b"backlog", "cause", b"cause", "dead", b"dead", "due", b"due", "empty", b"empty", "expired", b"expired", "fair_share", b"fair_share", "finished", b"finished", "group", b"group", "group_backlog", b"group_backlog", "in_flight", b"in_flight", "jobs_ahead", b"jobs_ahead", "kind_not_taken", b"kind_not_taken", "leased", b"leased", "moving", b"moving", "no_consumer", b"no_consumer", "out_of_attempts", b"out_of_attempts", "paused", b"paused", "router_share", b"router_share", "scheduled", b"scheduled", "shard_down", b"shard_down"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backing_off", b"backing_off", "backlog", b"backlog", "cause", b"cause", "dead", b"dead", "due", b"due", "empty", b"empty", "expired", b"expired", "fair_share", b"fair_share", "finished", b"finished", "group", b"group", "group_backlog", b"group_backlog", "in_flight", b"in_flight", "in_flight_limit", b"in_flight_limit", "jobs_ahead", b"jobs_ahead", "kind_not_taken", b"kind_not_taken", "leased", b"leased", "moving", b"moving", "no_consumer", b"no_consumer", "out_of_attempts", b"out_of_attempts", "paused", b"paused", "router_share", b"router_share", "scheduled", b"scheduled", "shard_down", b"shard_down", "start_limit", b"start_limit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_cause: _TypeAlias = _typing.Literal["finished", "dead", "expired", "out_of_attempts", "leased", "scheduled", "backing_off", "shard_down", "moving", "paused", "no_consumer", "kind_not_taken", "router_share", "jobs_ahead", "due", "empty", "in_flight", "backlog", "group", "group_backlog", "fair_share"]  # noqa: Y015
+    _WhichOneofReturnType_cause: _TypeAlias = _typing.Literal["finished", "dead", "expired", "out_of_attempts", "leased", "scheduled", "backing_off", "shard_down", "moving", "paused", "no_consumer", "kind_not_taken", "router_share", "jobs_ahead", "due", "empty", "in_flight", "backlog", "group", "group_backlog", "fair_share", "start_limit", "in_flight_limit"]  # noqa: Y015
     _WhichOneofArgType_cause: _TypeAlias = _typing.Literal["cause", b"cause"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_cause) -> _WhichOneofReturnType_cause | None: ...
 
@@ -849,3 +861,75 @@ class FairShareCause(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FairShareCause: _TypeAlias = FairShareCause  # noqa: Y015
+
+@_typing.final
+class StartLimitCause(_message.Message):
+    """See Cause.start_limit."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_FIELD_NUMBER: _builtins.int
+    AMOUNT_FIELD_NUMBER: _builtins.int
+    INTERVAL_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    NEXT_START_FIELD_NUMBER: _builtins.int
+    queue: _builtins.str
+    """The queue that the limit counts for. Empty: the org as a whole."""
+    amount: _builtins.int
+    """How many jobs may start in each interval."""
+    usage: _builtins.int
+    """How much of the amount is in use."""
+    @_builtins.property
+    def interval(self) -> _duration_pb2.Duration:
+        """The time in which an empty bucket becomes full."""
+
+    @_builtins.property
+    def next_start(self) -> _duration_pb2.Duration:
+        """When the limit has room for the next job, from now on."""
+
+    def __init__(
+        self,
+        *,
+        queue: _builtins.str = ...,
+        amount: _builtins.int = ...,
+        interval: _duration_pb2.Duration | None = ...,
+        usage: _builtins.int = ...,
+        next_start: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["interval", b"interval", "next_start", b"next_start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "interval", b"interval", "next_start", b"next_start", "queue", b"queue", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartLimitCause: _TypeAlias = StartLimitCause  # noqa: Y015
+
+@_typing.final
+class InFlightLimitCause(_message.Message):
+    """See Cause.in_flight_limit."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_FIELD_NUMBER: _builtins.int
+    AMOUNT_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    queue: _builtins.str
+    """The queue that the limit counts for. Empty: the org as a whole."""
+    amount: _builtins.int
+    """How many jobs may be leased at a time."""
+    usage: _builtins.int
+    """How many are leased."""
+    def __init__(
+        self,
+        *,
+        queue: _builtins.str = ...,
+        amount: _builtins.int = ...,
+        usage: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "queue", b"queue", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InFlightLimitCause: _TypeAlias = InFlightLimitCause  # noqa: Y015

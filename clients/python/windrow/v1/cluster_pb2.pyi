@@ -621,7 +621,7 @@ class SetLimitRequest(_message.Message):
     """1 to 1,000,000,000,000."""
     @_builtins.property
     def interval(self) -> _duration_pb2.Duration:
-        """1 s to 24 h."""
+        """1 s to 24 h. Required, except for jobs in flight and backlogs, which have none."""
 
     def __init__(
         self,

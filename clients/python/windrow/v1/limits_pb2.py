@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17windrow/v1/limits.proto\x12\nwindrow.v1\x1a\x1egoogle/protobuf/duration.proto\"\xb2\x01\n\x05Limit\x12\x10\n\x03org\x18\x01 \x01(\tR\x03org\x12\x14\n\x05queue\x18\x02 \x01(\tR\x05queue\x12\x32\n\x07measure\x18\x03 \x01(\x0e\x32\x18.windrow.v1.LimitMeasureR\x07measure\x12\x16\n\x06\x61mount\x18\x04 \x01(\x03R\x06\x61mount\x12\x35\n\x08interval\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationR\x08interval\"c\n\x0cLimitReached\x12\'\n\x05limit\x18\x01 \x01(\x0b\x32\x11.windrow.v1.LimitR\x05limit\x12\x14\n\x05usage\x18\x02 \x01(\x03R\x05usage\x12\x14\n\x05\x61sked\x18\x03 \x01(\x03R\x05\x61sked*^\n\x0cLimitMeasure\x12\x1d\n\x19LIMIT_MEASURE_UNSPECIFIED\x10\x00\x12\x16\n\x12LIMIT_MEASURE_JOBS\x10\x01\x12\x17\n\x13LIMIT_MEASURE_BYTES\x10\x02\x42\x83\x01\n\x0e\x64\x65v.windrow.v1B\x0bLimitsProtoP\x01Z:github.com/windrow-dev/windrow/gen/go/windrow/v1;windrowv1\xaa\x02\nWindrow.V1\xca\x02\nWindrow\\V1\xea\x02\x0bWindrow::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17windrow/v1/limits.proto\x12\nwindrow.v1\x1a\x1egoogle/protobuf/duration.proto\"\xb2\x01\n\x05Limit\x12\x10\n\x03org\x18\x01 \x01(\tR\x03org\x12\x14\n\x05queue\x18\x02 \x01(\tR\x05queue\x12\x32\n\x07measure\x18\x03 \x01(\x0e\x32\x18.windrow.v1.LimitMeasureR\x07measure\x12\x16\n\x06\x61mount\x18\x04 \x01(\x03R\x06\x61mount\x12\x35\n\x08interval\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationR\x08interval\"c\n\x0cLimitReached\x12\'\n\x05limit\x18\x01 \x01(\x0b\x32\x11.windrow.v1.LimitR\x05limit\x12\x14\n\x05usage\x18\x02 \x01(\x03R\x05usage\x12\x14\n\x05\x61sked\x18\x03 \x01(\x03R\x05\x61sked*\xd1\x01\n\x0cLimitMeasure\x12\x1d\n\x19LIMIT_MEASURE_UNSPECIFIED\x10\x00\x12\x16\n\x12LIMIT_MEASURE_JOBS\x10\x01\x12\x17\n\x13LIMIT_MEASURE_BYTES\x10\x02\x12\x18\n\x14LIMIT_MEASURE_STARTS\x10\x03\x12\x1b\n\x17LIMIT_MEASURE_IN_FLIGHT\x10\x04\x12\x19\n\x15LIMIT_MEASURE_BACKLOG\x10\x05\x12\x1f\n\x1bLIMIT_MEASURE_BACKLOG_BYTES\x10\x06\x42\x83\x01\n\x0e\x64\x65v.windrow.v1B\x0bLimitsProtoP\x01Z:github.com/windrow-dev/windrow/gen/go/windrow/v1;windrowv1\xaa\x02\nWindrow.V1\xca\x02\nWindrow\\V1\xea\x02\x0bWindrow::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'windrow.v1.limits_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\016dev.windrow.v1B\013LimitsProtoP\001Z:github.com/windrow-dev/windrow/gen/go/windrow/v1;windrowv1\252\002\nWindrow.V1\312\002\nWindrow\\V1\352\002\013Windrow::V1'
-  _globals['_LIMITMEASURE']._serialized_start=353
-  _globals['_LIMITMEASURE']._serialized_end=447
+  _globals['_LIMITMEASURE']._serialized_start=354
+  _globals['_LIMITMEASURE']._serialized_end=563
   _globals['_LIMIT']._serialized_start=72
   _globals['_LIMIT']._serialized_end=250
   _globals['_LIMITREACHED']._serialized_start=252

@@ -1,0 +1,95 @@
+"""The backlog of an org or a queue under a limit, as one router process knows it
+(docs/decisions/0053-backlogs-are-counted-by-those-who-add-to-them.md).
+
+This process counts the jobs on the shard, and adds what it has let through since. It does not know what others have let
+through since then, so it counts again after a second, or later if counting takes long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+
+from shard.limits import Limit, Measure
+from shard.queue.store import Store
+from shard.vocabulary import OrgId
+
+# How long a count is used: this long, and so many times as long as it took.
+_USED_S = 1.0
+_USED_TIMES = 50.0
+
+
+class Backlog:
+    """Has the methods of a Bucket that a Charge needs: a token is the right to one more job, or byte, that has not
+    ended."""
+
+    def __init__(self, org: OrgId, limit: Limit) -> None:
+        self.limit = limit
+        self.in_bytes = limit.key.measure is Measure.BACKLOG_BYTES
+        self._org = org
+        self._counted = 0
+        # What was let through since the count, or is not in it for certain.
+        self._added = 0
+        # What was let through and may not have been stored yet: a count may miss it.
+        self._unsettled = 0
+        self._used_until_s = 0.0
+        self._counting: asyncio.Task[None] | None = None
+
+    @property
+    def tokens(self) -> int:
+        return 0 if self._is_old else max(0, self.limit.amount - self._counted - self._added)
+
+    @property
+    def left(self) -> float:
+        """Returns how many tokens there may be beside these."""
+        return math.inf if self._is_old else 0.0
+
+    @property
+    def _is_old(self) -> bool:
+        return time.monotonic() >= self._used_until_s
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is lost if this object is forgotten."""
+        return not self._unsettled and self._counting is None
+
+    def take(self, cost: int, store: Store) -> None:
+        del store
+        self._added += cost
+        self._unsettled += cost
+
+    def put_back(self, cost: int) -> None:
+        self._added -= cost
+
+    def settled(self, cost: int) -> None:
+        """What a `take` let through has been stored, or not: a count that begins now shows it."""
+        self._unsettled -= cost
+
+    def ready_in_s(self, lack: int) -> float:
+        """Returns in how many seconds the jobs are counted again."""
+        del lack
+        return max(0.0, self._used_until_s - time.monotonic())
+
+    def usage(self) -> int:
+        return min(self.limit.amount, self._counted + self._added)
+
+    async def draw(self, store: Store, lack: int) -> None:
+        """Counts, or waits for the count that is under way. Raises ShardUnavailable, TooManyWaiting."""
+        del lack
+        if self._counting is None:
+            self._counting = asyncio.get_running_loop().create_task(self._count(store))
+            # If all callers are cancelled, nobody sees its error.
+            self._counting.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.shield(self._counting)
+
+    async def _count(self, store: Store) -> None:
+        began_s = time.monotonic()
+        # Nothing is taken before the count is there, because the one before is not used any more.
+        self._added = self._unsettled
+        try:
+            self._counted = await store.count_backlog(self._org, self.limit)
+        finally:
+            self._counting = None
+        now_s = time.monotonic()
+        self._used_until_s = now_s + max(_USED_S, _USED_TIMES * (now_s - began_s))

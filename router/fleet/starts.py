@@ -1,0 +1,187 @@
+"""The limits that hold jobs back, as one router process enforces them: how many jobs may start in an interval
+(docs/decisions/0049-starts-are-held-back.md), and how many may be leased at a time
+(docs/decisions/0052-leases-in-flight-are-counted.md).
+
+A start limit holds back and refuses nothing. Whoever leases jobs of a limited queue takes tokens first, then leases at
+most that many, and puts back what it did not use. While there are no tokens, the queue counts as one without due jobs.
+
+A limit of jobs in flight is enforced by the claim itself, on the shard. This module only says which limits a claim
+obeys.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from router.fleet.buckets import PAUSE_S, Bucket, Buckets
+from shard.errors import RowLocked, ShardUnavailable
+from shard.limits import ALL_QUEUES, InFlightLimits, Limit, LimitTable, Measure
+from shard.queue.claim import ClaimResult
+from shard.queue.coalescer import TooManyWaiting
+from shard.queue.store import Store
+from shard.vocabulary import OrgId, QueueName
+
+# How often a claim asks the shard: other claims may take what it drew.
+_TRIES_MAX = 20
+# A bucket is asked again after so long, even if its next token comes later: another process may have given tokens back.
+_HOLD_S_MAX = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Permit:
+    """Tokens for `jobs` starts. A job has started when it was leased and its consumer may have it. Its owner puts back
+    all other tokens, also those of jobs whose lease nobody knows because the answer of the shard was lost: no consumer
+    has them, and they are claimed again when that lease ends."""
+
+    buckets: Sequence[Bucket]
+    jobs: int
+
+    async def spend(self, claim: Awaitable[ClaimResult]) -> ClaimResult:
+        """Makes a claim of up to `jobs` jobs. If it fails or is cancelled, no consumer gets any: all tokens are put
+        back."""
+        try:
+            result = await claim
+        except BaseException:
+            self.put_back(self.jobs)
+            raise
+        self.claimed(len(result.jobs))
+        return result
+
+    def claimed(self, started: int) -> None:
+        """Puts back what a claim did not use. If it found few jobs, the next one takes few tokens: tokens that lie here
+        for nothing hold up other processes."""
+        for bucket in self.buckets:
+            if started < self.jobs:
+                bucket.at_once = max(1, 2 * started, bucket.block_max)
+            else:
+                bucket.at_once = max(bucket.at_once, 2 * started)
+        self.put_back(self.jobs - started)
+
+    def put_back(self, jobs: int) -> None:
+        for bucket in self.buckets:
+            bucket.put_back(jobs)
+            bucket.give_back_excess()
+
+
+class Part(NamedTuple):
+    """Queues of one org that a claim may take together, and what limits it."""
+
+    queues: Sequence[QueueName]
+    buckets: Sequence[Bucket] = ()
+    in_flight: InFlightLimits | None = None
+
+
+class SpentLimit(NamedTuple):
+    """A limit without tokens. `next_s`: in how many seconds its bucket has the next one."""
+
+    limit: Limit
+    next_s: float
+
+
+class Starts(Buckets):
+    """The limits of starts, and the buckets from which this process draws; the limits of jobs in flight. `store_of`
+    returns the shard that has the buckets of an org, or raises ShardUnavailable. `changed` is called when these
+    limits have changed, so that consumers that were held back look again."""
+
+    def __init__(self, store_of: Callable[[OrgId], Store], changed: Callable[[], None]) -> None:
+        super().__init__((Measure.STARTS,))
+        self._store_of = store_of
+        self._changed = changed
+        self._in_flight = LimitTable()
+
+    def replace(self, table: LimitTable) -> None:
+        before = self.table.limits, self._in_flight.limits
+        super().replace(table)
+        self._in_flight = table.only((Measure.IN_FLIGHT,))
+        if (self.table.limits, self._in_flight.limits) != before:
+            self._changed()
+
+    def split(self, org: OrgId, queues: Sequence[QueueName]) -> list[Part]:
+        """Splits the queues of one claim into those with the same limits: each queue with a limit of its own is by
+        itself, and all others are together."""
+        if not self.table.is_limited(org) and not self._in_flight.is_limited(org):
+            return [Part(queues)]
+        of_org = self.of(org, ALL_QUEUES)
+        parts: list[Part] = []
+        others: list[QueueName] = []
+        for queue in queues:
+            of_queue = self.of(org, queue)
+            if of_queue or self._in_flight.of(org, queue):
+                parts.append(Part((queue,), (*of_org, *of_queue), self.in_flight(org, queue)))
+            else:
+                others.append(queue)
+        if others:
+            parts.append(Part(others, of_org, self.in_flight(org, ALL_QUEUES)))
+        # Otherwise a busy queue that is named first would starve one that is named last.
+        random.shuffle(parts)
+        return parts
+
+    def in_flight(self, org: OrgId, queue: QueueName) -> InFlightLimits | None:
+        """Returns the limits of jobs in flight that count for a queue. None: there are none."""
+        if not self._in_flight.is_limited(org):
+            return None
+        of_org = next((limit.amount for limit in self._in_flight.of(org)), None)
+        of_queue = next((limit.amount for limit in self._in_flight.of(org, queue)), None) if queue else None
+        return None if of_org is None and of_queue is None else InFlightLimits(of_org, of_queue)
+
+    async def draw(self, org: OrgId, buckets: Sequence[Bucket], wanted: int) -> Permit | None:
+        """Takes tokens for up to `wanted` starts. Returns None if there is none now; `hold_s` then says for how long.
+        Raises ShardUnavailable."""
+        wanted = min(wanted, *(bucket.at_once for bucket in buckets))
+        for _ in range(_TRIES_MAX):
+            short = next((bucket for bucket in buckets if bucket.tokens < 1), None)
+            if short is None:
+                return self._take(org, buckets, wanted)
+            # Nothing is drawn for a claim that another bucket holds back.
+            if hold_s(buckets) > 0:
+                return None
+            try:
+                await short.draw(self._store_of(org), 1, wanted)
+            except (RowLocked, TooManyWaiting):
+                return None
+        return None
+
+    def take(self, org: OrgId, queue: QueueName, wanted: int) -> Permit | None:
+        """Takes tokens that this process has drawn before, for up to `wanted` starts of a hand-over. None: nothing
+        limits them. Jobs with a limit of jobs in flight are not handed over: only a claim counts them."""
+        if self.in_flight(org, queue) is not None:
+            return Permit((), 0)
+        if not self.table.is_limited(org):
+            return None
+        buckets = (*self.of(org, ALL_QUEUES), *self.of(org, queue))
+        return self._take(org, buckets, wanted) if buckets else None
+
+    async def spent(self, org: OrgId, queue: QueueName) -> list[SpentLimit]:
+        """Returns the limits that hold the jobs of this queue back now. A shard that does not answer has none."""
+        found: list[SpentLimit] = []
+        if self.table.is_limited(org):
+            for bucket in (*self.of(org, ALL_QUEUES), *self.of(org, queue)):
+                try:
+                    tokens = await bucket.look(self._store_of(org))
+                except (ShardUnavailable, TooManyWaiting):
+                    continue
+                if tokens < 1:
+                    found.append(SpentLimit(bucket.limit, (1 - tokens) / bucket.limit.tokens_per_s))
+        return found
+
+    def _take(self, org: OrgId, buckets: Sequence[Bucket], wanted: int) -> Permit:
+        jobs = min(wanted, *(bucket.tokens for bucket in buckets))
+        if jobs <= 0:
+            return Permit((), 0)
+        store = self._store_of(org)
+        for bucket in buckets:
+            bucket.take(jobs, store)
+        return Permit(buckets, jobs)
+
+
+def hold_s(buckets: Sequence[Bucket]) -> float:
+    """Returns in how many seconds all of these buckets may have a token, as far as this process knows; at most 3 s."""
+    return max((bucket.ready_in_s(1, within_s=_HOLD_S_MAX) for bucket in buckets if bucket.tokens < 1), default=0.0)
+
+
+def look_again_s(buckets: Sequence[Bucket]) -> float:
+    """Returns in how many seconds to look again after a draw that got nothing."""
+    return max(hold_s(buckets), PAUSE_S)
