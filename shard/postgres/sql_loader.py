@@ -19,7 +19,7 @@ What several statements share is written once, here, and included by name:
     {{setting_arrays}}   the same as parameters, for many queues: an array of texts for each setting
     {{altered_settings(q)}}  the SET items that change the given settings and put back to the default what `reset` names
     {{default_settings}}  the SET items that put back all of them
-    {{claim_room(s)}}    how many jobs the group of the row s gets from claim.sql at most
+    {{claim_room}}       how many jobs a group gets from claim.sql at most
     {{gives_jobs(q)}}    GIVES_JOBS in shard/queue_settings.py: whether the queue q gives jobs now
     {{is_due(j)}}        whether the row j of windrow.job is due: it is visible, or it waits
     {{is_later(j)}}      whether it becomes visible later, by its time or at the end of its lease
@@ -118,7 +118,7 @@ _EXPRESSIONS = {
     ),
     "template_values": ", ".join(f"%({name})s::{_type_of(name)}" for name in TEMPLATE_COLUMNS),
     "template_content": ", ".join(f"{{0}}.{name}" if name in TEMPLATE_COLUMNS else "NULL" for name in JOB_CONTENT),
-    "claim_room": "(%(max_jobs)s::integer[])[{0}.grp]",
+    "claim_room": "(%(max_jobs)s::integer[])[source.grp]",
     "gives_jobs": GIVES_JOBS,
     "is_due": "({0}.visible_at <= now() OR {0}.visible_at = 'infinity')",
     "is_later": "({0}.visible_at > now() AND {0}.visible_at < 'infinity')",

@@ -30,7 +30,7 @@ CLAIM_WITHIN_LIMITS = _load(
     shared=True,
     includes={
         "claim_room": (
-            "least((%(max_jobs)s::integer[])[{0}.grp], windrow.room_in_flight((%(queue_ids)s::bigint[])[1], "
+            "least((%(max_jobs)s::integer[])[source.grp], windrow.room_in_flight((%(queue_ids)s::bigint[])[1], "
             "%(of_org)s::bigint, %(of_queue)s::bigint))"
         )
     },

@@ -17,7 +17,7 @@ WITH source AS MATERIALIZED (
     -- One row for each group: how many jobs it gets at most, and its lanes in the order in which they are scanned.
     SELECT
         source.grp,
-        {{claim_room(source)}} AS max_jobs,
+        {{claim_room}} AS max_jobs,
         array_agg(source.queue_id ORDER BY p.priority, source.turn) AS queue_ids,
         array_agg(p.priority::smallint ORDER BY p.priority, source.turn) AS priorities,
         array_agg(
