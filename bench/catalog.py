@@ -7,6 +7,7 @@ from types import MappingProxyType
 from bench.scenario import Scenario
 from bench.scenarios import (
     archive,
+    bulk,
     depth,
     fair,
     groups,
@@ -40,6 +41,7 @@ SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
         "rotations": rotations.SCENARIO,
         "lookup": lookup.SCENARIO,
         "why": why.SCENARIO,
+        "bulk": bulk.SCENARIO,
         "placement": placement.SCENARIO,
         "limits": limits.SCENARIO,
         "schedules": schedules.SCENARIO,

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 # gRPC's log lines would mix with our output, and the errors have the same information.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -29,6 +29,8 @@ from windrow.v1.schedules_pb2_grpc import SchedulesStub
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
+# The most that a list gives at once.
+_PAGE_MAX = 1000
 _DETAILS = "grpc-status-details-bin"
 # Submessages of requests, and fields, or their paths, whose option or argument has another name.
 _WITHIN = ("jobs", "template", "dedup", "acks", "nacks", "extends", "snoozes", "failure", "config", "spec", "job")
@@ -65,6 +67,19 @@ _CODES = {
     grpc.StatusCode.PERMISSION_DENIED: ExitCode.REFUSED,
     grpc.StatusCode.UNAUTHENTICATED: ExitCode.REFUSED,
 }
+
+
+class _PageRequest(Protocol):
+    page_size: int
+    page_token: str
+
+
+class _Page(Protocol):
+    next_page_token: str
+
+
+_AnyPageRequest = TypeVar("_AnyPageRequest", bound=_PageRequest)
+_AnyPage = TypeVar("_AnyPage", bound=_Page)
 
 
 class Router:
@@ -104,6 +119,18 @@ class Router:
             return method(request, timeout=self._timeout_s + wait_s, metadata=self._metadata(request))
         except grpc.RpcError as error:
             raise self._failed(error, wait_s) from error
+
+    def pages(
+        self, method: grpc.UnaryUnaryMultiCallable[_AnyPageRequest, _AnyPage], request: _AnyPageRequest
+    ) -> Iterator[_AnyPage]:
+        """Calls a list's method for one page after another, to its end. Changes the request."""
+        request.page_size = _PAGE_MAX
+        while True:
+            page = self.call(method, request)
+            yield page
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
 
     def stream(
         self, method: grpc.UnaryStreamMultiCallable[_Request, _Response], request: _Request

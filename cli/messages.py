@@ -11,8 +11,10 @@ from datetime import UTC, datetime, timedelta
 from enum import Enum
 from typing import Any
 
+import typer
 from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -54,6 +56,16 @@ def timestamp(value: datetime) -> Timestamp:
     message = Timestamp()
     message.FromDatetime(value)
     return message
+
+
+def update_mask(changed: Message, reset: Iterable[str]) -> FieldMask:
+    """Returns the fields that `changed` has, and those to reset: a field of the mask that the message does not have is
+    reset. Raises BadParameter."""
+    given = [field.name for field, _ in changed.ListFields()]
+    for name in reset:
+        if name in given:
+            raise typer.BadParameter(f"{name} is given a value and reset too", param_hint="'--reset'")
+    return FieldMask(paths=[*given, *reset])
 
 
 def retry_message(policy: values.Retry) -> job_pb2.RetryPolicy:

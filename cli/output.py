@@ -92,6 +92,14 @@ def say_json(documents: Iterable[Mapping[str, object]]) -> None:
         say("\n".join(lines))
 
 
+def say_deleted(org: str, noun: str, name: str, *, as_json: bool) -> None:
+    """Says that the org's queue or schedule of this name is deleted."""
+    if as_json:
+        say_json([{"org": org, noun: name, "deleted": True}])
+    else:
+        say(f"{noun} {name} is deleted")
+
+
 def note(text: str) -> None:
     """Prints a remark on standard error."""
     with contextlib.suppress(BrokenPipeError):

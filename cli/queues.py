@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,10 +12,7 @@ from cli.layout import App
 from cli.output import Column
 
 if TYPE_CHECKING:
-    from cli.calls import Router
     from windrow.v1 import admin_pb2
-
-_PAGE = 1000
 
 app = App(help="Lists, configures, pauses and deletes queues.")
 
@@ -38,13 +34,14 @@ def list_queues(
     """Lists an org's queues by name."""
     from cli.calls import connect
     from cli.messages import no_queues
+    from windrow.v1 import admin_pb2
 
     queues: list[admin_pb2.QueueInfo] = []
     with connect(address, timeout) as router:
-        for page in _pages(router, org):
+        for page in router.pages(router.admin.ListQueues, admin_pb2.ListQueuesRequest(org=org)):
             if as_json:
-                output.say_json(_json(queue) for queue in page)
-            queues += page
+                output.say_json(_json(queue) for queue in page.queues)
+            queues += page.queues
     if as_json:
         return
     if not queues:
@@ -61,19 +58,6 @@ def list_queues(
         Column(title="shard"),
     ]
     output.table(columns, [tuple(_facts(queue).values()) for queue in queues])
-
-
-def _pages(router: Router, org: str) -> Iterator[list[admin_pb2.QueueInfo]]:
-    from windrow.v1 import admin_pb2
-
-    token = ""
-    while True:
-        request = admin_pb2.ListQueuesRequest(org=org, page_size=_PAGE, page_token=token)
-        response = router.call(router.admin.ListQueues, request)
-        yield list(response.queues)
-        token = response.next_page_token
-        if not token:
-            return
 
 
 @app.command()
@@ -170,31 +154,20 @@ def update(
 
     --retention applies to jobs that finish from now on.
     """
-    given = {
-        "retry": retry,
-        "max_attempts": max_attempts,
-        "retention_days": retention,
-        "group_concurrency": group_concurrency,
-    }
-    if all(value is None for value in given.values()) and not reset:
+    from cli.calls import connect
+    from cli.messages import update_mask
+    from windrow.v1 import admin_pb2
+
+    config = _config(retry, max_attempts, retention, group_concurrency)
+    if not config.ListFields() and not reset:
         raise typer.BadParameter(
             "give a setting to change",
             param_hint="'--retry' / '--max-attempts' / '--retention' / '--group-concurrency' / '--reset'",
         )
-    for name in reset or ():
-        if given[name] is not None:
-            raise typer.BadParameter(f"{name} is given a value and reset too", param_hint="'--reset'")
-
-    from google.protobuf.field_mask_pb2 import FieldMask
-
-    from cli.calls import connect
-    from windrow.v1 import admin_pb2
-
+    request = admin_pb2.UpdateQueueRequest(
+        org=org, queue=queue, config=config, update_mask=update_mask(config, reset or ())
+    )
     with connect(address, timeout) as router:
-        config = _config(retry, max_attempts, retention, group_concurrency)
-        # A field of the mask that the configuration does not have is reset.
-        mask = FieldMask(paths=[*(field.name for field, _ in config.ListFields()), *(reset or ())])
-        request = admin_pb2.UpdateQueueRequest(org=org, queue=queue, config=config, update_mask=mask)
         _print(router.call(router.admin.UpdateQueue, request).queue, as_json=as_json)
 
 
@@ -246,10 +219,7 @@ def delete(
 
     with connect(address, timeout) as router:
         router.call(router.admin.DeleteQueue, admin_pb2.DeleteQueueRequest(org=org, queue=queue))
-    if as_json:
-        output.say_json([{"org": org, "queue": queue, "deleted": True}])
-    else:
-        output.say(f"queue {queue} is deleted")
+    output.say_deleted(org, "queue", queue, as_json=as_json)
 
 
 def _config(

@@ -163,7 +163,7 @@ class Account:
         self._closed = False
         # How much of `held` is reserved for claims, by shard.
         self._claims = Counter[ShardName]()
-        # What is held for other orgs.
+        # Accounts of the memory that this call or stream holds for other orgs, by org.
         self._parts: dict[str, Account] = {}
         self.org = org
         self.peer = peer

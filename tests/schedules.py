@@ -10,7 +10,7 @@ from shard.queue.settle import Settlement
 from shard.queue.store import Store
 from shard.schedule import Run, ScheduleName, ScheduleSpec, Template, Timing
 from shard.schedules import calendar
-from shard.schedules.firing import Fired, Firing
+from shard.schedules.due_schedules import DueSchedules, Fired
 from shard.schedules.schedule_admin import Found, ScheduleAdmin
 from shard.vocabulary import Answer, JobId, Micros, OrgId
 from tests.jobs import lease_jobs
@@ -52,7 +52,7 @@ class Shard:
         self.database = database
         self.store = Store(database)
         self.admin = ScheduleAdmin(database, self.store)
-        self.firing = Firing(database, self.store)
+        self.due = DueSchedules(database, self.store)
 
     async def hourly(self, **more: Any) -> Timing:
         """Each hour for the last 40 days, the latest half an hour ago: a test ends long before the next one."""
@@ -68,7 +68,7 @@ class Shard:
         """Fires all that is due. Returns the sum."""
         total = Fired()
         while True:
-            fired = await self.firing.fire()
+            fired = await self.due.fire()
             total.taken += fired.taken
             total.jobs += fired.jobs
             total.needed += fired.needed

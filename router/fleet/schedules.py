@@ -1,5 +1,5 @@
 """Fires the schedules of one shard, beside the other routers: when the next one is due, when one was changed, and with
-every sweep. This is only a set of hints (I7); the shard decides what is due (shard/schedules/firing.py).
+every sweep. This is only a set of hints (I7); the shard decides what is due (shard/schedules/due_schedules.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shard.errors import ClockSetBack, ShardError
 from shard.job_id import to_hex
 from shard.queue.coalescer import TooManyWaiting
 from shard.queue.store import Store
-from shard.schedules.firing import BATCH_MAX, Firing, Needed
+from shard.schedules.due_schedules import BATCH_MAX, DueSchedules, Needed
 from shard.vocabulary import Answer, JobId, OrgId
 
 if TYPE_CHECKING:
@@ -40,14 +40,14 @@ class Scheduler:
 
     def __init__(
         self,
-        firing: Firing,
+        due: DueSchedules,
         store: Store,
         *,
         sweep_s: float,
         may_fire: Callable[[], bool],
         elsewhere: Callable[[OrgId], Sequence[ShardHandle] | None],
     ) -> None:
-        self._firing = firing
+        self._due = due
         self._store = store
         self._sweep_s = sweep_s
         self._may_fire = may_fire
@@ -89,7 +89,7 @@ class Scheduler:
         is_more = False
         while self._may_fire():
             if not is_more:
-                wake = await self._firing.next_wake()
+                wake = await self._due.next_wake()
                 # Both are times of the shard's clock: only their difference is used here.
                 if wake.at is None:
                     return _NONE_S * random.uniform(0.9, 1.1)
@@ -99,7 +99,7 @@ class Scheduler:
             loop = asyncio.get_running_loop()
             self._known = {job: found for job, found in self._known.items() if loop.time() < found[1]}
             known = {job: is_live for job, (is_live, _) in self._known.items()}
-            fired = await self._firing.fire(is_whole=self._is_whole, known=known)
+            fired = await self._due.fire(is_whole=self._is_whole, known=known)
             until_s = loop.time() + _KNOWN_S
             learned = await self._learn(fired.needed)
             self._known.update((job, (is_live, until_s)) for job, is_live in learned.items())

@@ -28,7 +28,7 @@ from shard.queue import consumers_seen
 from shard.queue.doorbell import Doorbell
 from shard.queue.revocation import Revocation
 from shard.queue.store import Store
-from shard.schedules.firing import Firing
+from shard.schedules.due_schedules import DueSchedules
 from shard.schedules.schedule_admin import ScheduleAdmin
 from shard.vocabulary import OrgId, ShardName
 
@@ -116,7 +116,7 @@ class ShardHandle:
         self.room.on_gone = lambda org, queue: siblings.tell_gone(QueueKey(entry.name, org, queue))
         self.handovers = Handovers(self.store, self.room, pools, siblings, starts)
         self.scheduler: Scheduler = Scheduler(
-            Firing(self._queue_database, self.store),
+            DueSchedules(self._queue_database, self.store),
             self.store,
             sweep_s=sweep_s,
             may_fire=lambda: self.entry.state.takes_enqueues,

@@ -58,7 +58,7 @@ CLUSTER_CHANGES = frozenset(
 )
 # The log keeps only the names of these: their values belong to the job.
 NAMES_ONLY = frozenset({"attributes"})
-# Of these templates of jobs, it keeps queue and kind only.
+# The log keeps only queue and kind of these job templates.
 TEMPLATES = frozenset({"job"})
 _ITEMS_MAX = 10
 _READS_S = 1.0

@@ -20,9 +20,9 @@ class Call(Account):
 
     def __init__(self, buffer: Buffer, *, peer: str) -> None:
         super().__init__(buffer, org="", peer=peer)
-        # When it began (router/gate/arrivals.py).
+        # How many rounds of Arrivals.catch_up had begun before this call did (router/gate/arrivals.py).
         self.round = 0
-        # Who makes it; None if the cluster does not ask, or if anybody may make it.
+        # The caller. None if the cluster does not authenticate, or if the method is open to everybody.
         self.principal: Principal | None = None
         # Whether it is counted among its org's calls.
         self.counted = False

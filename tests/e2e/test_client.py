@@ -522,6 +522,12 @@ async def test_queues_are_configured_paused_and_deleted(client: Client) -> None:
     assert isinstance(changed.retry, ExponentialRetry)
     with pytest.raises(InvalidRequest, match="'max_attempts', which is given a value too"):
         await client.update_queue("mail", max_attempts=5, reset=["max_attempts"])
+    put = await client.put_queue("mail", group_concurrency=3)
+    assert (put.max_attempts, put.group_concurrency) == (4, 3)
+    assert await client.put_queue("mail", group_concurrency=1) == changed
+    assert await client.put_queue("mail") == changed
+    others = await asyncio.gather(*(client.put_queue("other", max_attempts=2) for _ in range(3)))
+    assert {queue.max_attempts for queue in others} == {2}
     assert (await client.pause_queue("mail")).paused
     assert not (await client.resume_queue("mail")).paused
     await client.enqueue("other", "k")

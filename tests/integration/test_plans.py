@@ -43,7 +43,20 @@ from shard.queue.pending_enqueue import Handover, Taker
 from shard.queue.settle import Nack, Settlement, _LeaseColumns
 from shard.queue.store import Store
 from shard.queue.token_buckets import Draw, TokenBuckets
-from shard.vocabulary import PRIORITIES, Alteration, Claimed, Failure, JobState, Lease, OrgId, QueueId, QueueName, Slot
+from shard.vocabulary import (
+    PRIORITIES,
+    Alteration,
+    Answer,
+    Claimed,
+    Failure,
+    JobId,
+    JobState,
+    Lease,
+    OrgId,
+    QueueId,
+    QueueName,
+    Slot,
+)
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs
 from tests.recorder import Recorder, Run
@@ -502,6 +515,52 @@ async def assert_all_bounded(when: str, connection: Connection, runs: Mapping[st
             assert plan.root["Node Type"] == "ModifyTable"
             assert plan.indexes() & {"job_ready", "job_id"} == {"job_ready"}
             assert sorted(n["Node Type"] for n in plan.scans("job")) == ["Index Scan", "Tid Scan"]
+
+
+async def test_a_call_by_id_reads_no_row_of_another_org_so_its_time_does_not_tell_what_that_org_has(
+    recorder: Recorder, org: OrgId
+) -> None:
+    store, owner = Store(recorder), others_of(org)[0]
+    await store.enqueue(some_jobs(org, BATCH, queue="queue-7"))
+    await fill(recorder)
+    waiting, dead, finished = (some_jobs(owner, BATCH, queue=f"queue-{n}") for n in range(3))
+    for jobs in (waiting, dead, finished):
+        await store.enqueue(jobs)
+    held = leases(await lease_jobs(store, owner, queue="queue-1", max_jobs=BATCH))
+    await store.settle(Settlement.nack(owner, [Nack(lease=lease, failure=Failure(permanent=True)) for lease in held]))
+    held = leases(await lease_jobs(store, owner, queue="queue-2", max_jobs=BATCH))
+    await store.settle(Settlement.ack(owner, held, [None] * BATCH))
+    theirs = [*ids_of(waiting), *ids_of(dead), *ids_of(finished)]
+    # Next to the others in each index.
+    unknown = [JobId(one[:-1] + ("0" if one[-1] != "0" else "1")) for one in theirs]
+
+    async def runs_for(ids: list[JobId]) -> dict[str, Run]:
+        await store.get(org, ids, include_payload=True)
+        assert set(await store.cancel(org, ids, reason="")) == {Answer.NOT_FOUND}
+        assert set(await store.alter(org, ids, Alteration(priority=1))) == {Answer.NOT_FOUND}
+        assert set(await store.redrive(org, ids)) == {Answer.NOT_FOUND}
+        names = ("GET_JOBS", "CANCEL", "ALTER", "REDRIVE")
+        return {name: recorder.last(getattr(queue_statements, name)) for name in names}
+
+    of_owner, of_nobody = await runs_for(theirs), await runs_for(unknown)
+    async with recorder.transaction() as connection:
+        await connection.execute(NO_HURRY)
+        await settle(connection, of_nobody)
+        for name in of_owner:
+            plans: list[Plan] = []
+            for each in (of_owner[name], of_nobody[name]):
+                with undone(connection):
+                    plans.append(await explain(connection, each))
+            for plan in plans:
+                read = {
+                    node["Relation Name"]: plan.rows_read(node["Relation Name"])
+                    for node in plan.nodes()
+                    if "Relation Name" in node
+                }
+                of_jobs = {
+                    table: rows for table, rows in read.items() if table in ("job", "dead") or "finished" in table
+                }
+                assert set(of_jobs.values()) == {0}, (name, read)
 
 
 # A snapshot that somebody holds

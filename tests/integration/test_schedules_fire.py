@@ -24,7 +24,7 @@ from shard.schedule import (
     Timing,
 )
 from shard.schedules import schedule_admin
-from shard.schedules.firing import Firing
+from shard.schedules.due_schedules import DueSchedules
 from shard.vocabulary import JobId, Micros, OrgId
 from tests.conftest import SHARD
 from tests.schedules import DAILY, DAY_US, HALF_US, HOUR_US, Shard, template
@@ -302,15 +302,15 @@ async def test_with_cancel_running_the_job_is_cancelled_first(shard: Shard, org:
     await shard.create(org, spec)
     running, _ = await shard.admin.trigger(org, DAILY, request=None, epoch=1)
     await shard.set_back(org, HOUR_US)
-    fired = await shard.firing.fire()
+    fired = await shard.due.fire()
     assert [(one.job, one.cancel) for one in fired.needed] == [(running, True)]
     assert fired.jobs == 0
     # A router that dies here has changed nothing: the next one is told the same.
     await shard.wake(org)
-    assert [one.job for one in (await shard.firing.fire()).needed] == [running]
+    assert [one.job for one in (await shard.due.fire()).needed] == [running]
     await shard.store.cancel(org, [running], reason="replaced")
     await shard.wake(org)
-    assert (await shard.firing.fire()).jobs == 1
+    assert (await shard.due.fire()).jobs == 1
     assert running not in [job.id for job in await shard.jobs(org)]
 
 
@@ -326,11 +326,11 @@ async def test_a_job_that_another_shard_may_have_is_asked_for_before_a_run_is_de
             b"WHERE org_id = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)",
             {"org": org, "job": elsewhere},
         )
-        fired = await shard.firing.fire(is_whole=lambda _: False)
+        fired = await shard.due.fire(is_whole=lambda _: False)
         assert ([one.job for one in fired.needed], fired.jobs) == ([elsewhere], 0)
         assert await shard.runs(org) == []
         await shard.wake(org)
-        await shard.firing.fire(is_whole=lambda _: False, known={elsewhere: is_live})
+        await shard.due.fire(is_whole=lambda _: False, known={elsewhere: is_live})
         assert outcomes(await shard.runs(org)) == [outcome]
 
 
@@ -444,7 +444,7 @@ async def test_a_shard_that_does_not_own_the_slot_neither_fires_nor_changes(
     await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
     await shard.set_back(org, HOUR_US)
     await fresh_database.run(b"UPDATE windrow.owned_slot SET state = 'draining', epoch = 7", {})
-    assert (await shard.firing.next_wake()).at is None
+    assert (await shard.due.next_wake()).at is None
     assert (await shard.fire()).taken == 0
     for refused in (
         shard.admin.trigger(org, DAILY, request=None, epoch=7),
@@ -496,6 +496,6 @@ async def test_a_firing_needs_no_more_than_one_connection(module_dsn: str, shard
     await single.open()
     try:
         router = Shard(single)
-        assert (await Firing(single, router.store).fire()).jobs >= 1
+        assert (await DueSchedules(single, router.store).fire()).jobs >= 1
     finally:
         await single.close()

@@ -13,7 +13,7 @@ import pytest
 from shard.errors import ShardUnavailable, UnknownSchedule
 from shard.postgres.pool import Database
 from shard.schedule import CatchUp, Overlap, RunOutcome, ScheduleName, ScheduleSpec
-from shard.schedules import firing
+from shard.schedules import due_schedules
 from shard.vocabulary import Micros, OrgId
 from tests.conftest import SHARD
 from tests.pair import A, B, Died, Fate, Mortal, Pair, deaths, mortal_mover, open_pair
@@ -66,7 +66,7 @@ async def test_a_move_takes_schedules_with_their_runs_and_nothing_is_left(pair: 
 async def test_both_shards_fire_at_every_step_of_a_move_and_each_run_is_stored_once(
     pair: Pair, org: OrgId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(firing, "BATCH_MAX", 2)
+    monkeypatch.setattr(due_schedules, "BATCH_MAX", 2)
     shards = [Shard(pair.databases[name]) for name in (A, B)]
     names = await make_due(shards[0], org, 20)
     move = await pair.begin([org], target=B)
@@ -75,7 +75,7 @@ async def test_both_shards_fire_at_every_step_of_a_move_and_each_run_is_stored_o
     fired = [0, 0]
     while going:
         for at, shard in enumerate(shards):
-            fired[at] += (await shard.firing.fire()).jobs
+            fired[at] += (await shard.due.fire()).jobs
         going = await mover.step()
     fired[1] += (await shards[1].fire()).jobs
     assert min(fired) > 0
@@ -88,7 +88,7 @@ async def test_both_shards_fire_at_every_step_of_a_move_and_each_run_is_stored_o
 async def test_balancers_die_at_every_step_and_each_run_is_stored_once(
     pair: Pair, org: OrgId, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(firing, "BATCH_MAX", 1)
+    monkeypatch.setattr(due_schedules, "BATCH_MAX", 1)
     shards = [Shard(pair.databases[name]) for name in (A, B)]
     names = await make_due(shards[0], org, 12)
     move = await pair.begin([org], target=B)
@@ -98,13 +98,13 @@ async def test_balancers_die_at_every_step_and_each_run_is_stored_once(
             with contextlib.suppress(Died):
                 await mover.finish()
         for shard in shards:
-            await shard.firing.fire()
+            await shard.due.fire()
         if fate.acts < at:
             break
     await shards[1].fire()
     counts = await stored([shard.database for shard in shards], org)
     assert (len(counts), set(counts.values())) == (RUNS, {len(names)})
-    assert (await shards[0].firing.next_wake()).at is None
+    assert (await shards[0].due.next_wake()).at is None
 
 
 @pytest.mark.parametrize("how", ["before", "rolled back", "unheard", "cancelled", "cut"])
@@ -118,7 +118,7 @@ async def test_a_router_dies_while_it_fires_and_each_run_is_stored_once(
     await dying.open()
     try:
         router = Shard(dying)
-        task = asyncio.create_task(router.firing.fire())
+        task = asyncio.create_task(router.due.fire())
         with contextlib.suppress(Died, asyncio.CancelledError, ShardUnavailable):
             await task
     finally:
@@ -142,7 +142,7 @@ async def test_a_commit_that_nobody_heard_of_is_found_done(module_dsn: str, data
     await dying.open()
     try:
         with pytest.raises(Died):
-            await Shard(dying).firing.fire()
+            await Shard(dying).due.fire()
     finally:
         await dying.close()
     runs = await shard.runs(org, name)
@@ -163,10 +163,10 @@ async def test_a_leased_job_that_stays_on_the_source_counts_as_running(pair: Pai
         assert await mover.step()
     await target.set_back(org, 2 * HOUR_US)
     await target.database.run(b"DELETE FROM windrow.schedule_run", {})
-    needed = (await target.firing.fire(is_whole=lambda _: False)).needed
+    needed = (await target.due.fire(is_whole=lambda _: False)).needed
     assert [one.job for one in needed] == [job.id]
     # The router asks the source: the job is live there.
     assert await source.store.find_ended([(org, job.id.replace("-", ""))]) == []
     await target.wake(org)
-    assert (await target.firing.fire(is_whole=lambda _: False, known={job.id: True})).jobs == 0
+    assert (await target.due.fire(is_whole=lambda _: False, known={job.id: True})).jobs == 0
     assert [run.outcome for run in await target.runs(org)][-1] is RunOutcome.SKIPPED

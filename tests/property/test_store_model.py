@@ -34,7 +34,7 @@ from shard.queue.store import Store
 from shard.queue_settings import QueueSettings
 from shard.retry_policy import Fixed, to_json
 from shard.schedule import TEMPLATE_COLUMNS, ScheduleName, ScheduleSpec, Timing
-from shard.schedules.firing import Firing
+from shard.schedules.due_schedules import DueSchedules
 from shard.schedules.schedule_admin import ScheduleAdmin
 from shard.vocabulary import (
     MAX_ATTEMPTS_DEFAULT,
@@ -769,7 +769,7 @@ class StoreMachine(RuleBasedStateMachine):
     def fire(self, org: int, queue: QueueName, store: Store) -> None:
         """A schedule stores a job, and a router that comes after finds nothing to do."""
         tenant, name = self.orgs[org], ScheduleName(f"s{next(_numbers)}")
-        admin, firing = ScheduleAdmin(self.world.database, store), Firing(self.world.database, store)
+        admin, schedules = ScheduleAdmin(self.world.database, store), DueSchedules(self.world.database, store)
         spec = ScheduleSpec(timing=Timing(at=Micros(1_700_000_000_000_000)))
         template = {
             **dict.fromkeys(TEMPLATE_COLUMNS),
@@ -781,8 +781,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.do(admin.create(tenant, name, spec, template, paused=False, epoch=1))
         due = b"UPDATE windrow.schedule SET next_at = once_at, wake_at = now() WHERE name = %(name)s"
         self.do(self.world.database.run(due, {"name": name}))
-        assert self.do(firing.fire()).jobs == 1
-        assert self.do(firing.fire()).jobs == 0
+        assert self.do(schedules.fire()).jobs == 1
+        assert self.do(schedules.fire()).jobs == 0
         stored = self.do(admin.get(tenant, name)).schedule.last_job
         assert stored is not None
         self.queues.add((tenant, queue))

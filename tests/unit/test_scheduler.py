@@ -13,7 +13,7 @@ from router.fleet.schedules import Scheduler
 from router.fleet.shard_handle import ShardHandle
 from shard.errors import ShardUnavailable
 from shard.queue.store import Store
-from shard.schedules.firing import Fired, Firing, Needed, Wake
+from shard.schedules.due_schedules import DueSchedules, Fired, Needed, Wake
 from shard.vocabulary import Answer, JobId, Micros, OrgId, ShardName
 
 ACME, JOB = OrgId("acme"), JobId("019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55")
@@ -83,7 +83,7 @@ async def until_asleep(
     sweep_s: float = 3600,
 ) -> None:
     scheduler = Scheduler(
-        cast("Firing", shard),
+        cast("DueSchedules", shard),
         cast("Store", shard),
         sweep_s=sweep_s,
         may_fire=may_fire,
@@ -127,7 +127,7 @@ async def test_after_a_failure_it_tries_again(monkeypatch: pytest.MonkeyPatch) -
 async def test_a_change_wakes_it() -> None:
     shard = Shard()
     scheduler = Scheduler(
-        cast("Firing", shard), cast("Store", shard), sweep_s=3600, may_fire=lambda: True, elsewhere=lambda _: ()
+        cast("DueSchedules", shard), cast("Store", shard), sweep_s=3600, may_fire=lambda: True, elsewhere=lambda _: ()
     )
     task = asyncio.create_task(scheduler.run())
     await asyncio.wait_for(shard.asleep.wait(), PATIENCE_S)

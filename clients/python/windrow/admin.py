@@ -15,7 +15,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from windrow.calls import ADMIN_FINAL, Calls, Method
 from windrow.causes import JobExplanation, QueueExplanation, read_job, read_queue
 from windrow.channels import Stub
-from windrow.errors import Span, Unavailable, invalid_argument
+from windrow.errors import AlreadyExists, Span, Unavailable, invalid_argument
 from windrow.ids import uuid7
 from windrow.jobs import JobRecord, JobState, RetryPolicy, read_record, read_retry, retry_message, state_value
 from windrow.limits import Limit, LimitMeasure, measure_number, read_limit
@@ -148,7 +148,9 @@ class AdminCalls:
         """Gives a queue its settings before its first job, which would create it with the defaults. None: the default.
 
         Raises AlreadyExists, also if the first try of this call created the queue and its answer was lost."""
-        config = _config(retry, max_attempts, retention_days, group_concurrency)
+        return await self._create_queue(queue, _config(retry, max_attempts, retention_days, group_concurrency))
+
+    async def _create_queue(self, queue: str, config: admin_pb2.QueueConfig) -> QueueRecord:
         request = admin_pb2.CreateQueueRequest(org=self.org, queue=queue, config=config)
         return _read_queue((await self._ask(lambda stub: stub.CreateQueue, request)).queue)
 
@@ -172,6 +174,32 @@ class AdminCalls:
         mask = FieldMask(paths=[*given, *resets])
         request = admin_pb2.UpdateQueueRequest(org=self.org, queue=queue, config=config, update_mask=mask)
         return _read_queue((await self._ask(lambda stub: stub.UpdateQueue, request)).queue)
+
+    async def put_queue(
+        self,
+        queue: str,
+        *,
+        retry: RetryPolicy | None = None,
+        max_attempts: int | None = None,
+        retention_days: int | None = None,
+        group_concurrency: int | None = None,
+    ) -> QueueRecord:
+        """Creates a queue with these settings, or gives them to the queue that exists: for programs that set up their
+        queues when they start. None: the default in a new queue; an existing one keeps what it has. Several processes
+        may do this at the same time. Raises NotFound if somebody deletes the queue meanwhile."""
+        settings = (retry, max_attempts, retention_days, group_concurrency)
+        try:
+            return await self._create_queue(queue, _config(*settings))
+        except AlreadyExists:
+            if all(setting is None for setting in settings):
+                return await self.get_queue(queue)
+            return await self.update_queue(
+                queue,
+                retry=retry,
+                max_attempts=max_attempts,
+                retention_days=retention_days,
+                group_concurrency=group_concurrency,
+            )
 
     async def pause_queue(self, queue: str) -> QueueRecord:
         """Stops giving the queue's jobs to consumers; enqueues, acks and leases go on. Raises NotFound."""

@@ -93,17 +93,17 @@ class Schedule:
     # With CatchUp.WINDOW.
     catch_up_window: Span | None = None
     note: str = ""
-    # Who keeps it in code: see Worker.every.
+    # The program that declares the schedule in its code. Worker.every sets it.
     declared_by: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRecord:
-    """A schedule as a shard has it."""
+    """A schedule that exists, with its state."""
 
     name: str
     schedule: Schedule
-    # What each of its jobs is like. Its id means nothing. Lists have no payloads.
+    # The template of its jobs. Its id means nothing. Lists have no payloads.
     job: NewJob
     paused: bool
     paused_at: datetime | None

@@ -125,6 +125,7 @@ class SyncClient:
     get_queue = _blocking(Client.get_queue)
     create_queue = _blocking(Client.create_queue)
     update_queue = _blocking(Client.update_queue)
+    put_queue = _blocking(Client.put_queue)
     pause_queue = _blocking(Client.pause_queue)
     resume_queue = _blocking(Client.resume_queue)
     delete_queue = _blocking(Client.delete_queue)

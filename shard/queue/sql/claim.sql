@@ -31,10 +31,10 @@ WITH source AS MATERIALIZED (
 ), taken AS MATERIALIZED (
     -- MATERIALIZED fence, and no ORDER BY at this level: the lanes are scanned lazily, one after another, so that no
     -- more than max_jobs rows are locked.
-    SELECT (%(firsts)s::integer[])[g.grp] AS first, visible.ctid, visible.bytes, visible.id, visible.lease, visible.worker
+    SELECT (%(firsts)s::integer[])[g.grp] AS first, v.ctid, v.bytes, v.id, v.lease, v.worker
     FROM lanes g
     CROSS JOIN LATERAL (
-        SELECT v.*
+        SELECT free.*
         FROM unnest(g.queue_ids, g.priorities, g.floors) AS lane (queue_id, priority, floor)
         CROSS JOIN LATERAL (
             SELECT
@@ -47,31 +47,31 @@ WITH source AS MATERIALIZED (
             ORDER BY j.visible_at
             LIMIT g.max_jobs
             FOR UPDATE SKIP LOCKED
-        ) v
+        ) free
         LIMIT g.max_jobs
-    ) visible
+    ) v
 ), fitting AS (
     -- The jobs that fit into bytes_max, at least one. The other rows were locked, but are not changed.
     SELECT
-        sized.ctid, sized.id, sized.lease, sized.worker,
+        s.ctid, s.id, s.lease, s.worker,
         -- The position in the list of all jobs that all groups asked for. taker_firsts maps it to a taker.
-        sized.first + sized.turn - min(sized.turn) OVER (PARTITION BY sized.first) AS place
+        s.first + s.turn - min(s.turn) OVER (PARTITION BY s.first) AS place
     FROM (
         SELECT
-            numbered.*,
-            sum(numbered.bytes) OVER (ORDER BY numbered.turn ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS bytes_before
-        FROM (SELECT taken.*, row_number() OVER () AS turn FROM taken) numbered
-    ) sized
-    WHERE coalesce(sized.bytes_before, 0) < %(bytes_max)s
+            n.*,
+            sum(n.bytes) OVER (ORDER BY n.turn ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS bytes_before
+        FROM (SELECT taken.*, row_number() OVER () AS turn FROM taken) n
+    ) s
+    WHERE coalesce(s.bytes_before, 0) < %(bytes_max)s
 ), chosen AS MATERIALIZED (
     SELECT
-        array_agg(fitting.ctid ORDER BY fitting.ctid) AS ctids,
-        array_agg(width_bucket(fitting.place::integer, %(taker_firsts)s::integer[]) ORDER BY fitting.ctid) AS takers,
+        array_agg(f.ctid ORDER BY f.ctid) AS ctids,
+        array_agg(width_bucket(f.place::integer, %(taker_firsts)s::integer[]) ORDER BY f.ctid) AS takers,
         -- Leases that have expired; NULL if there are none.
-        array_agg(fitting.id ORDER BY fitting.ctid) FILTER (WHERE fitting.lease IS NOT NULL) AS expired_ids,
-        array_agg(fitting.lease ORDER BY fitting.ctid) FILTER (WHERE fitting.lease IS NOT NULL) AS expired_leases,
-        array_agg(fitting.worker ORDER BY fitting.ctid) FILTER (WHERE fitting.lease IS NOT NULL) AS expired_workers
-    FROM fitting
+        array_agg(f.id ORDER BY f.ctid) FILTER (WHERE f.lease IS NOT NULL) AS expired_ids,
+        array_agg(f.lease ORDER BY f.ctid) FILTER (WHERE f.lease IS NOT NULL) AS expired_leases,
+        array_agg(f.worker ORDER BY f.ctid) FILTER (WHERE f.lease IS NOT NULL) AS expired_workers
+    FROM fitting f
 )
 UPDATE windrow.job AS j
 SET

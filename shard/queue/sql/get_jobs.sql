@@ -1,6 +1,7 @@
 -- Returns jobs by id, from every table of this shard: live, dead, departing, finished and cold jobs, in the order of
--- the ids. Jobs after the one that fills bytes_max are not whole: they come without their large columns. The other
--- columns of a job have less than 1 KiB.
+-- the ids. The org is a condition of each index search, so that no row of another org is read: how long a call takes must
+-- not tell whether another org has an id. Jobs after the one that fills bytes_max are not whole: they come without their
+-- large columns. The other columns of a job have less than 1 KiB.
 SELECT
     k.id::text, k.queue, k.state, k.priority, k.enqueued_at, k.run_at, k.expires_at, k.attempt,
     coalesce(k.max_attempts, CASE WHEN NOT %(as_stored)s THEN k.queue_max_attempts END) AS max_attempts,
@@ -39,12 +40,14 @@ FROM (
             {{seen_history(j)}} AS history
         FROM windrow.job j
         WHERE j.id = ANY (%(ids)s::uuid[])
+            AND {{org_of(j)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
         UNION ALL
         SELECT
             d.id, d.queue_id, 'dead', {{answer_columns(d)}}, NULL, d.worker, d.leased_at, d.finished_at, NULL, d.reason,
             d.history
         FROM windrow.dead d
         WHERE d.id = ANY (%(ids)s::uuid[])
+            AND {{org_of(d)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
         UNION ALL
         SELECT
             d.id, d.queue_id,
@@ -52,12 +55,14 @@ FROM (
             {{answer_columns(d)}}, NULL, d.worker, d.leased_at, d.finished_at, NULL, d.reason, d.history
         FROM windrow.departing d
         WHERE d.id = ANY (%(ids)s::uuid[])
+            AND {{org_of(d)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
         UNION ALL
         SELECT
             f.id, f.queue_id, f.state, {{answer_columns(f)}}, NULL, f.worker, f.leased_at, f.finished_at, f.result, f.reason,
             f.history
         FROM windrow.finished f
         WHERE f.id = ANY (%(ids)s::uuid[])
+            AND {{org_of(f)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
             AND f.finished_at >= least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '2 hours'
         UNION ALL
         SELECT

@@ -140,7 +140,7 @@ class _SkipReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SkipReason
     SKIP_REASON_OVERLAP: _SkipReason.ValueType  # 1
     """The job of the run before was live, or too many runs waited for it."""
     SKIP_REASON_CATCH_UP: _SkipReason.ValueType  # 2
-    """Nobody could store it in time, and the catch-up policy leaves it out."""
+    """No router could store it in time, and the catch-up policy excludes it."""
     SKIP_REASON_PAUSE: _SkipReason.ValueType  # 3
     """The schedule was paused."""
 
@@ -152,14 +152,14 @@ SKIP_REASON_UNSPECIFIED: SkipReason.ValueType  # 0
 SKIP_REASON_OVERLAP: SkipReason.ValueType  # 1
 """The job of the run before was live, or too many runs waited for it."""
 SKIP_REASON_CATCH_UP: SkipReason.ValueType  # 2
-"""Nobody could store it in time, and the catch-up policy leaves it out."""
+"""No router could store it in time, and the catch-up policy excludes it."""
 SKIP_REASON_PAUSE: SkipReason.ValueType  # 3
 """The schedule was paused."""
 Global___SkipReason: _TypeAlias = SkipReason  # noqa: Y015
 
 @_typing.final
 class ScheduleSpec(_message.Message):
-    """The configuration of a schedule, besides what its jobs are like. In an answer, every field that has a default is set."""
+    """The configuration of a schedule, without its job template. In an answer, every field that has a default is set."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -189,8 +189,8 @@ class ScheduleSpec(_message.Message):
     note: _builtins.str
     """For people. At most 1,024 bytes without control characters."""
     declared_by: _builtins.str
-    """Who keeps this schedule in code, so that what is declared no longer can be found. At most 128 bytes without control
-    characters; empty: nobody.
+    """The program that declares this schedule in its code. By this name it finds the schedules that it declares no longer.
+    At most 128 bytes without control characters; empty: no program.
     """
     @_builtins.property
     def interval(self) -> _duration_pb2.Duration:
@@ -267,7 +267,7 @@ Global___ScheduleSpec: _TypeAlias = ScheduleSpec  # noqa: Y015
 
 @_typing.final
 class ScheduleInfo(_message.Message):
-    """A schedule as the shard has it that takes the org's new jobs."""
+    """A schedule, read from the shard that takes the org's new jobs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -298,7 +298,7 @@ class ScheduleInfo(_message.Message):
 
     @_builtins.property
     def job(self) -> _job_pb2.JobTemplate:
-        """What each of its jobs is like. Without payload in lists."""
+        """The template of its jobs. Lists leave out the payload."""
 
     @_builtins.property
     def paused_at(self) -> _timestamp_pb2.Timestamp:
@@ -424,7 +424,7 @@ class CreateScheduleRequest(_message.Message):
 
     @_builtins.property
     def job(self) -> _job_pb2.JobTemplate:
-        """What each of its jobs is like. Required. The payload may have 64 KiB."""
+        """The template of its jobs. Required. The payload may have 64 KiB."""
 
     def __init__(
         self,

@@ -99,8 +99,8 @@ class Due(NamedTuple):
         return cls._make([*row[:6], spec_of(row[6:first]), *row[first:]])
 
 
-class Firing:
-    """The schedules of one shard, as a router fires them. All methods may raise ShardUnavailable."""
+class DueSchedules:
+    """The schedules of one shard that are due, and when the next one is. All methods may raise ShardUnavailable."""
 
     def __init__(self, database: Database, store: Store) -> None:
         self._database = database
