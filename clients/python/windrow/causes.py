@@ -232,6 +232,17 @@ def _group(of: _Figures) -> str:
     return f"{held}: job {of['holder_id']} by {worker} until {_time(of['until'])}, and {ahead}"
 
 
+def _blocked(of: _Figures) -> str:
+    where = f"node {of['node']!r} of workflow {of['workflow_id']}"
+    if of["paused"]:
+        return f"{where} waits because the workflow is paused"
+    if not of["left"]:
+        return f"{where} waits for the end of the workflow"
+    names = ", ".join(map(repr, of["waits_for"])) + (", …" if of["left"] > len(of["waits_for"]) else "")
+    least = "more than " if of["at_least"] else ""
+    return f"{where} waits for {least}{of['left']:,} {'node' if of['left'] == 1 else 'nodes'}: {names}"
+
+
 _SENTENCES: Mapping[str, Callable[[_Figures], str]] = {
     "finished": _finished,
     "dead": _dead,
@@ -261,6 +272,7 @@ _SENTENCES: Mapping[str, Callable[[_Figures], str]] = {
     "in_flight": _in_flight,
     "backlog": _backlog,
     "group": _group,
+    "blocked": _blocked,
     "group_backlog": lambda of: (
         f"{'more than ' if of['at_least'] else ''}{_jobs(of['jobs'])} wait for others of their groups to end"
     ),
