@@ -45,7 +45,7 @@ States = Annotated[
         "--state",
         metavar="STATE",
         show_default="ready, leased, scheduled, blocked, dead",
-        help="blocked, scheduled, ready, leased, dead, succeeded or cancelled; may be repeated. all: any, newest first.",
+        help="blocked, scheduled, ready, leased, dead, succeeded, cancelled; may be repeated. all: any, newest first.",
     ),
 ]
 

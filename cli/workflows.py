@@ -55,7 +55,9 @@ def start(
     ] = None,
     workflow_id: Annotated[
         str,
-        typer.Option("--id", metavar="UUID", help="A UUIDv7, so that a repeated start stores nothing.", show_default="a new one"),
+        typer.Option(
+            "--id", metavar="UUID", help="A UUIDv7, so that a repeated start stores nothing.", show_default="a new one"
+        ),
     ] = "",
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
@@ -63,9 +65,9 @@ def start(
 ) -> None:
     """Stores a workflow with all its jobs, and prints its id.
 
-    FILE has {"name": ..., "nodes": [...]}. A node has "queue" and "kind"; and if it needs them "name", "payload" (a text,
-    or any other JSON), "after" (names of nodes), "on_failed" (cancel, ignore or run), "callback" (on_success, on_failure
-    or on_end), "priority", "max_attempts", "delay_s", "group" and "attributes".
+    FILE has {"name": ..., "nodes": [...]}. A node has "queue" and "kind"; and if it needs them "name", "payload" (a
+    text, or any other JSON), "after" (names of nodes), "on_failed" (cancel, ignore or run), "callback" (on_success,
+    on_failure or on_end), "priority", "max_attempts", "delay_s", "group" and "attributes".
 
     Exit code 5: another workflow has this id.
     """
@@ -287,9 +289,7 @@ def _nodes(router: Router, org: str, workflow_id: str) -> Iterator[workflows_pb2
             return
 
 
-def _workflows(
-    router: Router, org: str, state: State | None, limit: int
-) -> Iterator[workflows_pb2.WorkflowInfo]:
+def _workflows(router: Router, org: str, state: State | None, limit: int) -> Iterator[workflows_pb2.WorkflowInfo]:
     from windrow.v1 import workflows_pb2
 
     number = (
@@ -382,8 +382,10 @@ def _say(workflow: workflows_pb2.WorkflowInfo, *, as_json: bool) -> None:
 def _print(workflow: workflows_pb2.WorkflowInfo, counts: workflows_pb2.NodeCounts | None) -> None:
     from cli.messages import time_shown
 
-    told = "" if counts is None else ", ".join(
-        f"{getattr(counts, state):,} {state}" for state in _COUNTS if getattr(counts, state)
+    told = (
+        ""
+        if counts is None
+        else ", ".join(f"{getattr(counts, state):,} {state}" for state in _COUNTS if getattr(counts, state))
     )
     output.facts(
         [
@@ -410,8 +412,8 @@ def _levels(nodes: Sequence[workflows_pb2.NodeInfo]) -> dict[str, int]:
 
 
 def _drawn(nodes: Sequence[workflows_pb2.NodeInfo]) -> Iterator[list[str]]:
-    """Draws a tree: each node one step to the right of those that it waits for. More than a few nodes in a row that wait
-    for the same nodes and are in the same state become one line."""
+    """Draws a tree: each node one step to the right of those that it waits for. More than a few nodes in a row that
+    wait for the same nodes and are in the same state become one line."""
     levels = _levels(nodes)
     at = 0
     plain = sorted((node for node in nodes if not node.callback), key=lambda node: levels[node.name])

@@ -166,9 +166,7 @@ REQUESTS: Mapping[str, Callable[[Target], Message]] = {
     "windrow.v1.Workflows/SkipNode": lambda it: workflows_pb2.SkipNodeRequest(
         org=it.org, id=it.workflow, node="second"
     ),
-    "windrow.v1.Workflows/ListParents": lambda it: workflows_pb2.ListParentsRequest(
-        org=it.org, id=it.workflow, node=1
-    ),
+    "windrow.v1.Workflows/ListParents": lambda it: workflows_pb2.ListParentsRequest(org=it.org, id=it.workflow, node=1),
     "windrow.v1.Admin/ListLimits": lambda it: admin_pb2.ListLimitsRequest(org=it.org),
     "windrow.v1.Cluster/ListShards": lambda _: cluster_pb2.ListShardsRequest(),
     "windrow.v1.Cluster/CheckShard": lambda _: cluster_pb2.CheckShardRequest(shard="s1"),

@@ -20,7 +20,14 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from windrow.v1 import admin_pb2_grpc, cluster_pb2, cluster_pb2_grpc, queue_pb2_grpc, schedules_pb2_grpc, workflows_pb2_grpc
+from windrow.v1 import (
+    admin_pb2_grpc,
+    cluster_pb2,
+    cluster_pb2_grpc,
+    queue_pb2_grpc,
+    schedules_pb2_grpc,
+    workflows_pb2_grpc,
+)
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 # The upper bound for all waits in a test.

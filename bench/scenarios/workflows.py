@@ -1,5 +1,4 @@
-"""What workflows cost: the whole life of jobs in graphs beside plain jobs, and acks of the parents of a node with 10,000
-of them."""
+"""What workflows cost: the whole life of jobs in graphs beside plain jobs, and acks of 10,000 parents of one node."""
 
 from __future__ import annotations
 

@@ -56,7 +56,9 @@ def check_start(request: workflows_pb2.StartWorkflowRequest) -> None:
     if len(nodes) > NODES_MAX:
         raise InvalidRequest([Violation("nodes", f"must have at most {NODES_MAX:,} items, not {len(nodes):,}")])
     if edges > EDGES_MAX:
-        raise InvalidRequest([Violation("nodes", f"must wait for at most {EDGES_MAX:,} others together, not {edges:,}")])
+        raise InvalidRequest(
+            [Violation("nodes", f"must wait for at most {EDGES_MAX:,} others together, not {edges:,}")]
+        )
     violations = violations_of(request, items_max=NODES_MAX) or _job_violations(request.org, nodes)
     violations = violations or _node_violations(nodes) or _graph_violations(nodes)
     if violations:
@@ -134,8 +136,8 @@ def _graph_violations(nodes: Sequence[workflows_pb2.NewNode]) -> list[Violation]
 
 
 def _ordered(nodes: Sequence[workflows_pb2.NewNode]) -> list[int]:
-    """Returns the positions of the nodes so that each comes after those that it waits for; callbacks come last. An order
-    that is right already stays as it is. Raises CycleError."""
+    """Returns the positions of the nodes so that each comes after those that it waits for; callbacks come last. An
+    order that is right already stays as it is. Raises CycleError."""
     numbers = {node.name: at for at, node in enumerate(nodes)}
     callbacks = [at for at, node in enumerate(nodes) if node.callback]
     plain = [at for at, node in enumerate(nodes) if not node.callback]
@@ -207,7 +209,9 @@ def node(record: NodeRecord) -> workflows_pb2.NodeInfo:
             workflows_pb2.WorkflowEdge(node=name, on_failed=_POLICIES[OnFailed(policy)])
             for name, policy in zip(record.after or (), record.policies or (), strict=True)
         ],
-        callback=None if record.callback is None else _CALLBACKS[Callback(record.callback)],
+        callback=workflows_pb2.CALLBACK_UNSPECIFIED
+        if record.callback is None
+        else _CALLBACKS[Callback(record.callback)],
         ended_at=None if record.ended_at is None else timestamp(record.ended_at),
     )
 

@@ -49,7 +49,20 @@ ANONYMOUS = "anonymous"
 # author decides.
 RECORDED = frozenset(
     {"amount", "begin", "config", "delay", "died_after", "died_before", "end", "id", "ids", "include_dead", "interval"}
-    | {"jobs", "kind", "limit", "measure", "name", "node", "overlap", "paused", "priority", "reason", "request_id", "run_at"}
+    | {
+        "jobs",
+        "kind",
+        "limit",
+        "measure",
+        "name",
+        "node",
+        "overlap",
+        "paused",
+        "priority",
+        "reason",
+        "request_id",
+        "run_at",
+    }
     | {"spec", "update_mask", "weight"}
 )
 # The methods with the scope CLUSTER that change something.

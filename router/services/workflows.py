@@ -36,9 +36,7 @@ class WorkflowsService:
         self._fleet = fleet
 
     @unary(codec.check_start)
-    async def StartWorkflow(
-        self, request: workflows_pb2.StartWorkflowRequest
-    ) -> workflows_pb2.StartWorkflowResponse:
+    async def StartWorkflow(self, request: workflows_pb2.StartWorkflowRequest) -> workflows_pb2.StartWorkflowResponse:
         workflow, numbers = codec.new_workflow(request, trace=current_trace())
 
         async def start(member: ShardHandle, placement: Placement) -> bool:
@@ -76,9 +74,7 @@ class WorkflowsService:
         member = await self._home(org)
         record = await member.workflows.get(org, workflow)
         counts = await member.workflows.count(org, workflow)
-        return workflows_pb2.GetWorkflowResponse(
-            workflow=codec.info(record, member.name), counts=codec.counts(counts)
-        )
+        return workflows_pb2.GetWorkflowResponse(workflow=codec.info(record, member.name), counts=codec.counts(counts))
 
     @unary(answer_bytes=ANSWER_HELD_BYTES)
     async def ListNodes(self, request: workflows_pb2.ListNodesRequest) -> workflows_pb2.ListNodesResponse:
@@ -93,7 +89,7 @@ class WorkflowsService:
     async def ListWorkflows(self, request: workflows_pb2.ListWorkflowsRequest) -> workflows_pb2.ListWorkflowsResponse:
         org = OrgId(request.org)
         member = await self._home(org)
-        found, token = await member.workflows.list(
+        found, token = await member.workflows.list_workflows(
             org,
             state=codec.wanted_state(request.state),
             page_size=request.page_size or _PAGE_DEFAULT,

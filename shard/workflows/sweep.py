@@ -31,7 +31,10 @@ class WorkflowSweep:
         found = await self._database.run(statements.FIND_UNFOLDED, {"rows": _ROWS})
         for at in range(0, len(found), _WORKFLOWS_AT_ONCE):
             part = found[at : at + _WORKFLOWS_AT_ONCE]
-            parameters = {"org_ids": arrays.numbers(org for org, _ in part), "ids": arrays.plain(id_ for _, id_ in part)}
+            parameters = {
+                "org_ids": arrays.numbers(org for org, _ in part),
+                "ids": arrays.plain(id_ for _, id_ in part),
+            }
             ((released,),) = await partitions.finish(self._database, placement_statements.FOLD_WORKFLOWS, parameters)
             if released:
                 self._store.jobs_stored(set(released))

@@ -153,7 +153,7 @@ class WorkflowAdmin:
             counts[state] = counts.get(state, 0) + nodes
         return counts
 
-    async def list(
+    async def list_workflows(
         self, org: OrgId, *, state: WorkflowState | None, page_size: int, page_token: str
     ) -> tuple[list[WorkflowRecord], str]:
         """Returns a page of workflows, the newest first, and the token of the next page (empty on the last one). Raises

@@ -72,7 +72,9 @@ async def test_a_kill_strands_no_node_and_doubles_no_callback(
                     await asyncio.sleep(0.05)
             for one in started:
                 for name in ("won", "over"):
-                    while not (await client.get_jobs([one.job_ids[name]]))[one.job_ids[name]].state.value == "succeeded":
+                    while (
+                        not (await client.get_jobs([one.job_ids[name]]))[one.job_ids[name]].state.value == "succeeded"
+                    ):
                         await asyncio.sleep(0.05)
         first = {job: at for at, job in reversed(list(enumerate(ended)))}
         for flow, one in zip(flows, started, strict=True):

@@ -739,7 +739,9 @@ def refusal(call: Callable[[], object]) -> grpc.RpcError:
 
 
 def send(both: Stubs, rpc: str, request: Message) -> object:
-    service = next(one for one in (both.queue, both.admin, both.cluster, both.schedules, both.workflows) if hasattr(one, rpc))
+    service = next(
+        one for one in (both.queue, both.admin, both.cluster, both.schedules, both.workflows) if hasattr(one, rpc)
+    )
     answer = getattr(service, rpc)(request, timeout=PATIENCE_S)
     return list(answer) if rpc == "CheckShard" else answer
 

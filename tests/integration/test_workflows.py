@@ -24,7 +24,7 @@ from tests.conftest import SHARD
 from tests.effort import luck_of, trials
 from tests.jobs import HOUR_US, QUEUE, job_id
 from tests.timemachine import make_due, until_blocked
-from tests.workflows import IGNORE, RUN, Flows, chain, fan_in, new_workflow
+from tests.workflows import IGNORE, RUN, Flows, Graph, chain, fan_in, new_workflow
 
 DIAMOND = {"a": [], "b": ["a"], "c": ["a"], "d": ["b", "c"]}
 CALLBACKS = {"won": Callback.SUCCESS, "lost": Callback.FAILURE, "over": Callback.END}
@@ -348,21 +348,21 @@ async def test_two_orgs_may_use_one_id(database: Database, org: OrgId, other_org
 
 
 async def test_workflows_are_listed_by_their_age_and_state(flows: Flows) -> None:
-    ids = [(await flows.start(chain(1))).id for _ in range(3)]
+    ids = [(await flows.start({f"f{number}": []})).id for number in range(3)]
     await flows.run_all()
     ids.append((await flows.start(chain(1))).id)
-    page, token = await flows.admin.list(flows.org, state=None, page_size=3, page_token="")
-    rest, last = await flows.admin.list(flows.org, state=None, page_size=3, page_token=token)
+    page, token = await flows.admin.list_workflows(flows.org, state=None, page_size=3, page_token="")
+    rest, last = await flows.admin.list_workflows(flows.org, state=None, page_size=3, page_token=token)
     assert [one.id for one in [*page, *rest]] == sorted(ids, reverse=True)
     assert last == ""
-    running, _ = await flows.admin.list(flows.org, state=None, page_size=1000, page_token="")
+    running, _ = await flows.admin.list_workflows(flows.org, state=None, page_size=1000, page_token="")
     assert [one.id for one in running if one.state == "running"] == ids[3:]
     with pytest.raises(UnknownWorkflow):
         await flows.admin.get(flows.org, WorkflowId(job_id()))
 
 
 async def test_old_workflows_are_forgotten(flows: Flows, database: Database) -> None:
-    kept, old = await flows.start(chain(1)), await flows.start(chain(2))
+    kept, old = await flows.start({"kept": []}), await flows.start({"old": []})
     await flows.run_all()
     await database.run(
         b"UPDATE windrow.workflow SET ended_at = now() - interval '31 days' WHERE id = %(id)s::uuid RETURNING id",
@@ -473,7 +473,7 @@ async def test_a_blocked_job_keeps_its_place_when_it_is_altered(flows: Flows) ->
 
 @pytest.mark.thorough
 async def test_acks_cancels_and_alterations_at_the_same_time_deadlock_never(two: list[Flows], org: OrgId) -> None:
-    graph = {**fan_in(6), **{f"after{n}": [("last", IGNORE)] for n in range(4)}}
+    graph: Graph = {**fan_in(6), **{f"after{n}": [("last", IGNORE)] for n in range(4)}}
     for _ in range(trials(15, thorough=500)):
         flow = await two[0].start(graph, group="g" if luck.random() < 0.5 else None)
         two[1].know(flow)
@@ -484,7 +484,9 @@ async def test_acks_cancels_and_alterations_at_the_same_time_deadlock_never(two:
             ]
             victims = luck.sample(flow.jobs.ids, 2)
             calls.append(luck.choice(two).store.cancel(org, [JobId(victims[0])], reason=""))
-            calls.append(luck.choice(two).store.alter(org, [JobId(victims[1])], Alteration(priority=luck.randint(1, 9))))
+            calls.append(
+                luck.choice(two).store.alter(org, [JobId(victims[1])], Alteration(priority=luck.randint(1, 9)))
+            )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PATIENCE_S):
                     await asyncio.gather(*calls)

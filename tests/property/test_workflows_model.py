@@ -34,9 +34,7 @@ def graphs(draw: st.DrawFn) -> Edges:
     count = draw(st.integers(1, NODES_MAX))
     policies = st.sampled_from(OnFailed)
     return {
-        f"n{node}": {
-            f"n{parent}": draw(policies) for parent in range(node) if draw(st.integers(0, 2)) == 0
-        }
+        f"n{node}": {f"n{parent}": draw(policies) for parent in range(node) if draw(st.integers(0, 2)) == 0}
         for node in range(count)
     }
 
@@ -120,11 +118,20 @@ class WorkflowsMachine(RuleBasedStateMachine):
         assert {node: state for node, state in told.items() if state not in ("released", "blocked")} == self.model.ended
         state = self.do(first.state(self.flow))
         assert state == self.model.state
-        expected = {"running": set[str](), "succeeded": {"won", "over"}, "failed": {"lost", "over"}, "cancelled": {"over"}}
+        expected = {
+            "running": set[str](),
+            "succeeded": {"won", "over"},
+            "failed": {"lost", "over"},
+            "cancelled": {"over"},
+        }
         assert self.callbacks == expected[state]
         self.do(first.check())
 
-    @rule(number=st.integers(0, 99), how=st.sampled_from(("ack", "ack", "ack", "kill", "cancel", "skip")), router=st.integers(0, 1))
+    @rule(
+        number=st.integers(0, 99),
+        how=st.sampled_from(("ack", "ack", "ack", "kill", "cancel", "skip")),
+        router=st.integers(0, 1),
+    )
     def end(self, number: int, how: str, router: int) -> None:
         live = sorted(self.model.free)
         if not live:

@@ -13,7 +13,9 @@ from windrow.v1 import workflows_pb2 as pb
 ID = "019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55"
 
 
-def node(name: str, *after: str, callback: pb.Callback.ValueType | None = None, **job: object) -> pb.NewNode:
+def node(
+    name: str, *after: str, callback: pb.Callback.ValueType = pb.CALLBACK_UNSPECIFIED, **job: object
+) -> pb.NewNode:
     template = job_pb2.JobTemplate(queue="q", kind="k")
     return pb.NewNode(
         name=name,
@@ -62,10 +64,14 @@ def test_a_long_cycle_is_shortened() -> None:
         ([node("a", callback=pb.CALLBACK_ON_END)], "nodes", "at least one that is not a callback"),
         ([node("a"), node("b", "a", callback=pb.CALLBACK_ON_END)], "nodes[1].after", "must be empty"),
         ([node("a", "b"), node("b", callback=pb.CALLBACK_ON_END)], "nodes[0].after[0].node", "is a callback"),
-        ([node("a"), *(node(f"c{n}", callback=pb.CALLBACK_ON_END) for n in range(11))], "nodes", "at most 10 callbacks"),
+        (
+            [node("a"), *(node(f"c{n}", callback=pb.CALLBACK_ON_END) for n in range(11))],
+            "nodes",
+            "at most 10 callbacks",
+        ),
         ([node("a", id=ID)], "nodes[0].job.id", "must not be set"),
         ([node("a", dedup=job_pb2.Dedup(key="k"))], "nodes[0].job.dedup", "must not be set"),
-        ([], "nodes", "at least 1 items"),
+        ([], "nodes", "must not be empty"),
     ],
 )
 def test_a_fault_is_told_with_its_place(nodes: list[pb.NewNode], field: str, words: str) -> None:
@@ -78,7 +84,7 @@ def test_too_many_nodes_edges_and_links_are_refused() -> None:
     assert "at most 10,000 items" in refusal(*(node(f"n{at}") for at in range(NODES_MAX + 1)))[1]
     wide = [node(f"p{at}") for at in range(1000)]
     names = [one.name for one in wide]
-    assert EDGES_MAX == 100 * len(names)
+    assert 100 * len(names) == EDGES_MAX
     edges = [*wide, *(node(f"c{at}", *names) for at in range(101))]
     assert "at most 100,000 others together" in refusal(*edges)[1]
     chain = [node("n0"), *(node(f"n{at}", f"n{at - 1}") for at in range(1, DEPTH_MAX + 1))]

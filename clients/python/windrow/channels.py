@@ -30,8 +30,12 @@ if TYPE_CHECKING:
     from windrow.v1.schedules_pb2_grpc import SchedulesAsyncStub
     from windrow.v1.workflows_pb2_grpc import WorkflowsAsyncStub
 
-    class Stub(  # pyright: ignore[reportGeneralTypeIssues]
-        QueueAsyncStub, AdminAsyncStub, ClusterAsyncStub, SchedulesAsyncStub, WorkflowsAsyncStub
+    class Stub(
+        QueueAsyncStub,  # pyright: ignore[reportGeneralTypeIssues]
+        AdminAsyncStub,  # pyright: ignore[reportGeneralTypeIssues]
+        ClusterAsyncStub,  # pyright: ignore[reportGeneralTypeIssues]
+        SchedulesAsyncStub,  # pyright: ignore[reportGeneralTypeIssues]
+        WorkflowsAsyncStub,  # pyright: ignore[reportGeneralTypeIssues]
     ):
         """The methods of the services on one channel."""
 

@@ -121,7 +121,7 @@ class Workflow:
         on_failed: FailurePolicy = FailurePolicy.CANCEL,
         **options: Unpack[JobOptions],
     ) -> Node:
-        """Adds a job that runs after other ones. `on_failed` says what becomes of it if one of them fails. `options` are
+        """Adds a job that runs after other ones. `on_failed` says what becomes of it if one of them fails. `options`:
         the other fields of NewJob, without `id` and the dedup key: a `delay` counts from the end of the last node that
         it waits for.
 
@@ -248,7 +248,7 @@ class WorkflowCalls:
         """Returns a workflow, and how many of its nodes are in which state. Raises NotFound."""
         request = workflows_pb2.GetWorkflowRequest(org=self.org, id=workflow_id)
         response = await self._ask_workflows(lambda stub: stub.GetWorkflow, request)
-        counts = {
+        counts: dict[NodeState, int] = {
             state: getattr(response.counts, state.value) for state in NodeState if state is not NodeState.UNKNOWN
         }
         return _read(response.workflow), counts
@@ -319,9 +319,7 @@ class WorkflowCalls:
     async def _parents(self, of: WorkflowNode) -> AsyncIterator[Parent]:
         token = ""
         while True:
-            request = workflows_pb2.ListParentsRequest(
-                org=self.org, id=of.workflow_id, node=of.node, page_token=token
-            )
+            request = workflows_pb2.ListParentsRequest(org=self.org, id=of.workflow_id, node=of.node, page_token=token)
             response = await self._ask_workflows(lambda stub: stub.ListParents, request)
             for message in response.parents:
                 yield Parent(

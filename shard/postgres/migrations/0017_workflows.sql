@@ -383,15 +383,20 @@ CREATE FUNCTION windrow.queues_behind(ended text, org bigint) RETURNS SETOF bigi
 LANGUAGE sql STABLE AS $$
     SELECT DISTINCT j.queue_id
     FROM (
-        SELECT n.job_id
-        FROM windrow.workflow w
-        JOIN windrow.workflow_node n ON n.flow = w.flow
-            AND (
-                n.waits_on = substr(ended, 38)::integer
-                OR w.open_node = substr(ended, 38)::integer AND n.node >= w.nodes
-            )
-        WHERE w.org_id = org AND w.id = left(ended, 36)::uuid
-        LIMIT 100
+        (
+            SELECT n.job_id
+            FROM windrow.workflow w
+            JOIN windrow.workflow_node n ON n.flow = w.flow AND n.waits_on = substr(ended, 38)::integer
+            WHERE w.org_id = org AND w.id = left(ended, 36)::uuid
+            LIMIT 100
+        )
+        UNION ALL
+        (
+            SELECT n.job_id
+            FROM windrow.workflow w
+            JOIN windrow.workflow_node n ON n.flow = w.flow AND n.node >= w.nodes
+            WHERE w.org_id = org AND w.id = left(ended, 36)::uuid AND w.open_node = substr(ended, 38)::integer
+        )
     ) b
     CROSS JOIN LATERAL (
         SELECT j.queue_id FROM windrow.job j WHERE j.id = b.job_id AND j.queue_id & 4294967295 = org OFFSET 0
@@ -411,11 +416,11 @@ DECLARE
     noted text := current_setting('windrow.workflows_noted', true);
     entry text := ',[' || org || ',"' || left(NEW.workflow_node, 36) || '"]';
 BEGIN
-    INSERT INTO windrow.workflow_arrival (org_id, workflow, node, how)
-    VALUES (org, left(NEW.workflow_node, 36)::uuid, substr(NEW.workflow_node, 38)::integer, TG_ARGV[0]);
     IF noted IS NULL OR strpos(noted, entry) = 0 THEN
         PERFORM set_config('windrow.workflows_noted', concat(noted, entry), true);
     END IF;
+    INSERT INTO windrow.workflow_arrival (org_id, workflow, node, how)
+    VALUES (org, left(NEW.workflow_node, 36)::uuid, substr(NEW.workflow_node, 38)::integer, TG_ARGV[0]);
     RETURN NULL;
 END
 $$;

@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from windrow.v1 import job_pb2 as windrow_dot_v1_dot_job__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16windrow/v1/cause.proto\x12\nwindrow.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x14windrow/v1/job.proto\"\xcc\t\n\x05\x43\x61use\x12\x37\n\x08\x66inished\x18\x01 \x01(\x0b\x32\x19.windrow.v1.FinishedCauseH\x00R\x08\x66inished\x12+\n\x04\x64\x65\x61\x64\x18\x02 \x01(\x0b\x32\x15.windrow.v1.DeadCauseH\x00R\x04\x64\x65\x61\x64\x12\x34\n\x07\x65xpired\x18\x03 \x01(\x0b\x32\x18.windrow.v1.ExpiredCauseH\x00R\x07\x65xpired\x12H\n\x0fout_of_attempts\x18\x04 \x01(\x0b\x32\x1e.windrow.v1.OutOfAttemptsCauseH\x00R\routOfAttempts\x12\x31\n\x06leased\x18\x05 \x01(\x0b\x32\x17.windrow.v1.LeasedCauseH\x00R\x06leased\x12:\n\tscheduled\x18\x06 \x01(\x0b\x32\x1a.windrow.v1.ScheduledCauseH\x00R\tscheduled\x12>\n\x0b\x62\x61\x63king_off\x18\x07 \x01(\x0b\x32\x1b.windrow.v1.BackingOffCauseH\x00R\nbackingOff\x12;\n\nshard_down\x18\x08 \x01(\x0b\x32\x1a.windrow.v1.ShardDownCauseH\x00R\tshardDown\x12\x31\n\x06moving\x18\t \x01(\x0b\x32\x17.windrow.v1.MovingCauseH\x00R\x06moving\x12\x31\n\x06paused\x18\n \x01(\x0b\x32\x17.windrow.v1.PausedCauseH\x00R\x06paused\x12>\n\x0bno_consumer\x18\x0b \x01(\x0b\x32\x1b.windrow.v1.NoConsumerCauseH\x00R\nnoConsumer\x12\x45\n\x0ekind_not_taken\x18\x0c \x01(\x0b\x32\x1d.windrow.v1.KindNotTakenCauseH\x00R\x0ckindNotTaken\x12\x41\n\x0crouter_share\x18\r \x01(\x0b\x32\x1c.windrow.v1.RouterShareCauseH\x00R\x0brouterShare\x12;\n\njobs_ahead\x18\x0e \x01(\x0b\x32\x1a.windrow.v1.JobsAheadCauseH\x00R\tjobsAhead\x12(\n\x03\x64ue\x18\x0f \x01(\x0b\x32\x14.windrow.v1.DueCauseH\x00R\x03\x64ue\x12.\n\x05\x65mpty\x18\x10 \x01(\x0b\x32\x16.windrow.v1.EmptyCauseH\x00R\x05\x65mpty\x12\x38\n\tin_flight\x18\x11 \x01(\x0b\x32\x19.windrow.v1.InFlightCauseH\x00R\x08inFlight\x12\x34\n\x07\x62\x61\x63klog\x18\x12 \x01(\x0b\x32\x18.windrow.v1.BacklogCauseH\x00R\x07\x62\x61\x63klog\x12.\n\x05group\x18\x1e \x01(\x0b\x32\x16.windrow.v1.GroupCauseH\x00R\x05group\x12\x44\n\rgroup_backlog\x18\x1f \x01(\x0b\x32\x1d.windrow.v1.GroupBacklogCauseH\x00R\x0cgroupBacklog\x12;\n\nfair_share\x18  \x01(\x0b\x32\x1a.windrow.v1.FairShareCauseH\x00R\tfairShareB\x07\n\x05\x63\x61use\"\x7f\n\rFinishedCause\x12*\n\x05state\x18\x01 \x01(\x0e\x32\x14.windrow.v1.JobStateR\x05state\x12*\n\x02\x61t\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x02\x61t\x12\x16\n\x06reason\x18\x03 \x01(\tR\x06reason\"\xfa\x01\n\tDeadCause\x12*\n\x02\x61t\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x02\x61t\x12\x18\n\x07\x61ttempt\x18\x02 \x01(\x05R\x07\x61ttempt\x12!\n\x0cmax_attempts\x18\x03 \x01(\x05R\x0bmaxAttempts\x12=\n\x0clast_outcome\x18\x04 \x01(\x0e\x32\x1a.windrow.v1.AttemptOutcomeR\x0blastOutcome\x12-\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x13.windrow.v1.FailureR\x07\x66\x61ilure\x12\x16\n\x06reason\x18\x06 \x01(\tR\x06reason\"I\n\x0c\x45xpiredCause\x12\x39\n\nexpires_at\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\texpiresAt\"Q\n\x12OutOfAttemptsCause\x12\x18\n\x07\x61ttempt\x18\x01 \x01(\x05R\x07\x61ttempt\x12!\n\x0cmax_attempts\x18\x02 \x01(\x05R\x0bmaxAttempts\"\xd3\x01\n\x0bLeasedCause\x12\x16\n\x06worker\x18\x01 \x01(\tR\x06worker\x12\x37\n\tleased_at\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x08leasedAt\x12\x36\n\x08\x64\x65\x61\x64line\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x08\x64\x65\x61\x64line\x12\x18\n\x07\x61ttempt\x18\x04 \x01(\x05R\x07\x61ttempt\x12!\n\x0cmax_attempts\x18\x05 \x01(\x05R\x0bmaxAttempts\"Z\n\x0eScheduledCause\x12\x30\n\x05until\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x05until\x12\x16\n\x06reason\x18\x02 \x01(\tR\x06reason\"\xb4\x01\n\x0f\x42\x61\x63kingOffCause\x12\x18\n\x07\x61ttempt\x18\x01 \x01(\x05R\x07\x61ttempt\x12!\n\x0cmax_attempts\x18\x02 \x01(\x05R\x0bmaxAttempts\x12-\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x13.windrow.v1.FailureR\x07\x66\x61ilure\x12\x35\n\x08next_try\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x07nextTry\">\n\x0eShardDownCause\x12\x14\n\x05shard\x18\x01 \x01(\tR\x05shard\x12\x16\n\x06reason\x18\x02 \x01(\tR\x06reason\"[\n\x0bMovingCause\x12\x16\n\x06source\x18\x01 \x01(\tR\x06source\x12\x16\n\x06target\x18\x02 \x01(\tR\x06target\x12\x1c\n\non_its_way\x18\x03 \x01(\x08R\x08onItsWay\"\r\n\x0bPausedCause\"\x86\x01\n\x0fNoConsumerCause\x12:\n\x0bseen_within\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationR\nseenWithin\x12\x37\n\tlast_seen\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x08lastSeen\"\xbd\x01\n\x11KindNotTakenCause\x12\x12\n\x04kind\x18\x01 \x01(\tR\x04kind\x12\x1f\n\x0btaken_kinds\x18\x02 \x03(\tR\ntakenKinds\x12:\n\x0bseen_within\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationR\nseenWithin\x12\x37\n\tlast_seen\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x08lastSeen\"t\n\x10RouterShareCause\x12\x1d\n\nheld_bytes\x18\x01 \x01(\x03R\theldBytes\x12$\n\x0e\x61ll_held_bytes\x18\x02 \x01(\x03R\x0c\x61llHeldBytes\x12\x1b\n\tmax_bytes\x18\x03 \x01(\x03R\x08maxBytes\"f\n\x0eJobsAheadCause\x12\x1f\n\x0bmore_urgent\x18\x01 \x01(\x05R\nmoreUrgent\x12\x18\n\x07\x65\x61rlier\x18\x02 \x01(\x05R\x07\x65\x61rlier\x12\x19\n\x08\x61t_least\x18\x03 \x01(\x08R\x07\x61tLeast\"1\n\x08\x44ueCause\x12%\n\x0e\x63onsumer_waits\x18\x01 \x01(\x08R\rconsumerWaits\"\x0c\n\nEmptyCause\"\x85\x01\n\rInFlightCause\x12\x16\n\x06leased\x18\x01 \x01(\x05R\x06leased\x12\x19\n\x08\x61t_least\x18\x02 \x01(\x08R\x07\x61tLeast\x12\x41\n\x0e\x66irst_deadline\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\rfirstDeadline\"\xc9\x01\n\x0c\x42\x61\x63klogCause\x12\x14\n\x05ready\x18\x01 \x01(\x05R\x05ready\x12\x19\n\x08\x61t_least\x18\x02 \x01(\x08R\x07\x61tLeast\x12\x19\n\x08\x66irst_id\x18\x03 \x01(\tR\x07\x66irstId\x12\x46\n\x11\x66irst_ready_since\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x0f\x66irstReadySince\x12%\n\x0e\x63onsumer_waits\x18\x05 \x01(\x08R\rconsumerWaits\"\x8a\x02\n\nGroupCause\x12\x14\n\x05group\x18\x01 \x01(\tR\x05group\x12 \n\x0b\x63oncurrency\x18\x02 \x01(\x05R\x0b\x63oncurrency\x12\x14\n\x05taken\x18\x03 \x01(\x05R\x05taken\x12\x16\n\x06leased\x18\x04 \x01(\x05R\x06leased\x12\x1b\n\tholder_id\x18\x05 \x01(\tR\x08holderId\x12\x16\n\x06worker\x18\x06 \x01(\tR\x06worker\x12\x30\n\x05until\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x05until\x12\x14\n\x05\x61head\x18\x08 \x01(\x05R\x05\x61head\x12\x19\n\x08\x61t_least\x18\t \x01(\x08R\x07\x61tLeast\"B\n\x11GroupBacklogCause\x12\x12\n\x04jobs\x18\x01 \x01(\x05R\x04jobs\x12\x19\n\x08\x61t_least\x18\x02 \x01(\x08R\x07\x61tLeast\"Y\n\x0e\x46\x61irShareCause\x12/\n\x05\x61head\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationR\x05\x61head\x12\x16\n\x06weight\x18\x02 \x01(\x01R\x06weightB\x82\x01\n\x0e\x64\x65v.windrow.v1B\nCauseProtoP\x01Z:github.com/windrow-dev/windrow/gen/go/windrow/v1;windrowv1\xaa\x02\nWindrow.V1\xca\x02\nWindrow\\V1\xea\x02\x0bWindrow::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16windrow/v1/cause.proto\x12\nwindrow.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x14windrow/v1/job.proto\"\x82\n\n\x05\x43\x61use\x12\x37\n\x08\x66inished\x18\x01 \x01(\x0b\x32\x19.windrow.v1.FinishedCauseH\x00R\x08\x66inished\x12+\n\x04\x64\x65\x61\x64\x18\x02 \x01(\x0b\x32\x15.windrow.v1.DeadCauseH\x00R\x04\x64\x65\x61\x64\x12\x34\n\x07\x65xpired\x18\x03 \x01(\x0b\x32\x18.windrow.v1.ExpiredCauseH\x00R\x07\x65xpired\x12H\n\x0fout_of_attempts\x18\x04 \x01(\x0b\x32\x1e.windrow.v1.OutOfAttemptsCauseH\x00R\routOfAttempts\x12\x31\n\x06leased\x18\x05 \x01(\x0b\x32\x17.windrow.v1.LeasedCauseH\x00R\x06leased\x12:\n\tscheduled\x18\x06 \x01(\x0b\x32\x1a.windrow.v1.ScheduledCauseH\x00R\tscheduled\x12>\n\x0b\x62\x61\x63king_off\x18\x07 \x01(\x0b\x32\x1b.windrow.v1.BackingOffCauseH\x00R\nbackingOff\x12;\n\nshard_down\x18\x08 \x01(\x0b\x32\x1a.windrow.v1.ShardDownCauseH\x00R\tshardDown\x12\x31\n\x06moving\x18\t \x01(\x0b\x32\x17.windrow.v1.MovingCauseH\x00R\x06moving\x12\x31\n\x06paused\x18\n \x01(\x0b\x32\x17.windrow.v1.PausedCauseH\x00R\x06paused\x12>\n\x0bno_consumer\x18\x0b \x01(\x0b\x32\x1b.windrow.v1.NoConsumerCauseH\x00R\nnoConsumer\x12\x45\n\x0ekind_not_taken\x18\x0c \x01(\x0b\x32\x1d.windrow.v1.KindNotTakenCauseH\x00R\x0ckindNotTaken\x12\x41\n\x0crouter_share\x18\r \x01(\x0b\x32\x1c.windrow.v1.RouterShareCauseH\x00R\x0brouterShare\x12;\n\njobs_ahead\x18\x0e \x01(\x0b\x32\x1a.windrow.v1.JobsAheadCauseH\x00R\tjobsAhead\x12(\n\x03\x64ue\x18\x0f \x01(\x0b\x32\x14.windrow.v1.DueCauseH\x00R\x03\x64ue\x12.\n\x05\x65mpty\x18\x10 \x01(\x0b\x32\x16.windrow.v1.EmptyCauseH\x00R\x05\x65mpty\x12\x38\n\tin_flight\x18\x11 \x01(\x0b\x32\x19.windrow.v1.InFlightCauseH\x00R\x08inFlight\x12\x34\n\x07\x62\x61\x63klog\x18\x12 \x01(\x0b\x32\x18.windrow.v1.BacklogCauseH\x00R\x07\x62\x61\x63klog\x12.\n\x05group\x18\x1e \x01(\x0b\x32\x16.windrow.v1.GroupCauseH\x00R\x05group\x12\x44\n\rgroup_backlog\x18\x1f \x01(\x0b\x32\x1d.windrow.v1.GroupBacklogCauseH\x00R\x0cgroupBacklog\x12;\n\nfair_share\x18  \x01(\x0b\x32\x1a.windrow.v1.FairShareCauseH\x00R\tfairShare\x12\x34\n\x07\x62locked\x18\x32 \x01(\x0b\x32\x18.windrow.v1.BlockedCauseH\x00R\x07\x62lockedB\x07\n\x05\x63\x61use\"\x7f\n\rFinishedCause\x12*\n\x05state\x18\x01 \x01(\x0e\x32\x14.windrow.v1.JobStateR\x05state\x12*\n\x02\x61t\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x02\x61t\x12\x16\n\x06reason\x18\x03 \x01(\tR\x06reason\"\xfa\x01\n\tDeadCause\x12*\n\x02\x61t\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x02\x61t\x12\x18\n\x07\x61ttempt\x18\x02 \x01(\x05R\x07\x61ttempt\x12!\n\x0cmax_attempts\x18\x03 \x01(\x05R\x0bmaxAttempts\x12=\n\x0clast_outcome\x18\x04 \x01(\x0e\x32\x1a.windrow.v1.AttemptOutcomeR\x0blastOutcome\x12-\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x13.windrow.v1.FailureR\x07\x66\x61ilure\x12\x16\n\x06reason\x18\x06 \x01(\tR\x06reason\"I\n\x0c\x45xpiredCause\x12\x39\n\nexpires_at\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\texpiresAt\"Q\n\x12OutOfAttemptsCause\x12\x18\n\x07\x61ttempt\x18\x01 \x01(\x05R\x07\x61ttempt\x12!\n\x0cmax_attempts\x18\x02 \x01(\x05R\x0bmaxAttempts\"\xd3\x01\n\x0bLeasedCause\x12\x16\n\x06worker\x18\x01 \x01(\tR\x06worker\x12\x37\n\tleased_at\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x08leasedAt\x12\x36\n\x08\x64\x65\x61\x64line\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x08\x64\x65\x61\x64line\x12\x18\n\x07\x61ttempt\x18\x04 \x01(\x05R\x07\x61ttempt\x12!\n\x0cmax_attempts\x18\x05 \x01(\x05R\x0bmaxAttempts\"Z\n\x0eScheduledCause\x12\x30\n\x05until\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x05until\x12\x16\n\x06reason\x18\x02 \x01(\tR\x06reason\"\xb4\x01\n\x0f\x42\x61\x63kingOffCause\x12\x18\n\x07\x61ttempt\x18\x01 \x01(\x05R\x07\x61ttempt\x12!\n\x0cmax_attempts\x18\x02 \x01(\x05R\x0bmaxAttempts\x12-\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x13.windrow.v1.FailureR\x07\x66\x61ilure\x12\x35\n\x08next_try\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x07nextTry\">\n\x0eShardDownCause\x12\x14\n\x05shard\x18\x01 \x01(\tR\x05shard\x12\x16\n\x06reason\x18\x02 \x01(\tR\x06reason\"[\n\x0bMovingCause\x12\x16\n\x06source\x18\x01 \x01(\tR\x06source\x12\x16\n\x06target\x18\x02 \x01(\tR\x06target\x12\x1c\n\non_its_way\x18\x03 \x01(\x08R\x08onItsWay\"\r\n\x0bPausedCause\"\x86\x01\n\x0fNoConsumerCause\x12:\n\x0bseen_within\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationR\nseenWithin\x12\x37\n\tlast_seen\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x08lastSeen\"\xbd\x01\n\x11KindNotTakenCause\x12\x12\n\x04kind\x18\x01 \x01(\tR\x04kind\x12\x1f\n\x0btaken_kinds\x18\x02 \x03(\tR\ntakenKinds\x12:\n\x0bseen_within\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationR\nseenWithin\x12\x37\n\tlast_seen\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x08lastSeen\"t\n\x10RouterShareCause\x12\x1d\n\nheld_bytes\x18\x01 \x01(\x03R\theldBytes\x12$\n\x0e\x61ll_held_bytes\x18\x02 \x01(\x03R\x0c\x61llHeldBytes\x12\x1b\n\tmax_bytes\x18\x03 \x01(\x03R\x08maxBytes\"f\n\x0eJobsAheadCause\x12\x1f\n\x0bmore_urgent\x18\x01 \x01(\x05R\nmoreUrgent\x12\x18\n\x07\x65\x61rlier\x18\x02 \x01(\x05R\x07\x65\x61rlier\x12\x19\n\x08\x61t_least\x18\x03 \x01(\x08R\x07\x61tLeast\"1\n\x08\x44ueCause\x12%\n\x0e\x63onsumer_waits\x18\x01 \x01(\x08R\rconsumerWaits\"\x0c\n\nEmptyCause\"\x85\x01\n\rInFlightCause\x12\x16\n\x06leased\x18\x01 \x01(\x05R\x06leased\x12\x19\n\x08\x61t_least\x18\x02 \x01(\x08R\x07\x61tLeast\x12\x41\n\x0e\x66irst_deadline\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\rfirstDeadline\"\xc9\x01\n\x0c\x42\x61\x63klogCause\x12\x14\n\x05ready\x18\x01 \x01(\x05R\x05ready\x12\x19\n\x08\x61t_least\x18\x02 \x01(\x08R\x07\x61tLeast\x12\x19\n\x08\x66irst_id\x18\x03 \x01(\tR\x07\x66irstId\x12\x46\n\x11\x66irst_ready_since\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x0f\x66irstReadySince\x12%\n\x0e\x63onsumer_waits\x18\x05 \x01(\x08R\rconsumerWaits\"\x8a\x02\n\nGroupCause\x12\x14\n\x05group\x18\x01 \x01(\tR\x05group\x12 \n\x0b\x63oncurrency\x18\x02 \x01(\x05R\x0b\x63oncurrency\x12\x14\n\x05taken\x18\x03 \x01(\x05R\x05taken\x12\x16\n\x06leased\x18\x04 \x01(\x05R\x06leased\x12\x1b\n\tholder_id\x18\x05 \x01(\tR\x08holderId\x12\x16\n\x06worker\x18\x06 \x01(\tR\x06worker\x12\x30\n\x05until\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x05until\x12\x14\n\x05\x61head\x18\x08 \x01(\x05R\x05\x61head\x12\x19\n\x08\x61t_least\x18\t \x01(\x08R\x07\x61tLeast\"B\n\x11GroupBacklogCause\x12\x12\n\x04jobs\x18\x01 \x01(\x05R\x04jobs\x12\x19\n\x08\x61t_least\x18\x02 \x01(\x08R\x07\x61tLeast\"Y\n\x0e\x46\x61irShareCause\x12/\n\x05\x61head\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationR\x05\x61head\x12\x16\n\x06weight\x18\x02 \x01(\x01R\x06weight\"\xa7\x01\n\x0c\x42lockedCause\x12\x1f\n\x0bworkflow_id\x18\x01 \x01(\tR\nworkflowId\x12\x12\n\x04node\x18\x02 \x01(\tR\x04node\x12\x1b\n\twaits_for\x18\x03 \x03(\tR\x08waitsFor\x12\x12\n\x04left\x18\x04 \x01(\x05R\x04left\x12\x19\n\x08\x61t_least\x18\x05 \x01(\x08R\x07\x61tLeast\x12\x16\n\x06paused\x18\x06 \x01(\x08R\x06pausedB\x82\x01\n\x0e\x64\x65v.windrow.v1B\nCauseProtoP\x01Z:github.com/windrow-dev/windrow/gen/go/windrow/v1;windrowv1\xaa\x02\nWindrow.V1\xca\x02\nWindrow\\V1\xea\x02\x0bWindrow::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,47 +36,49 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\016dev.windrow.v1B\nCauseProtoP\001Z:github.com/windrow-dev/windrow/gen/go/windrow/v1;windrowv1\252\002\nWindrow.V1\312\002\nWindrow\\V1\352\002\013Windrow::V1'
   _globals['_CAUSE']._serialized_start=126
-  _globals['_CAUSE']._serialized_end=1354
-  _globals['_FINISHEDCAUSE']._serialized_start=1356
-  _globals['_FINISHEDCAUSE']._serialized_end=1483
-  _globals['_DEADCAUSE']._serialized_start=1486
-  _globals['_DEADCAUSE']._serialized_end=1736
-  _globals['_EXPIREDCAUSE']._serialized_start=1738
-  _globals['_EXPIREDCAUSE']._serialized_end=1811
-  _globals['_OUTOFATTEMPTSCAUSE']._serialized_start=1813
-  _globals['_OUTOFATTEMPTSCAUSE']._serialized_end=1894
-  _globals['_LEASEDCAUSE']._serialized_start=1897
-  _globals['_LEASEDCAUSE']._serialized_end=2108
-  _globals['_SCHEDULEDCAUSE']._serialized_start=2110
-  _globals['_SCHEDULEDCAUSE']._serialized_end=2200
-  _globals['_BACKINGOFFCAUSE']._serialized_start=2203
-  _globals['_BACKINGOFFCAUSE']._serialized_end=2383
-  _globals['_SHARDDOWNCAUSE']._serialized_start=2385
-  _globals['_SHARDDOWNCAUSE']._serialized_end=2447
-  _globals['_MOVINGCAUSE']._serialized_start=2449
-  _globals['_MOVINGCAUSE']._serialized_end=2540
-  _globals['_PAUSEDCAUSE']._serialized_start=2542
-  _globals['_PAUSEDCAUSE']._serialized_end=2555
-  _globals['_NOCONSUMERCAUSE']._serialized_start=2558
-  _globals['_NOCONSUMERCAUSE']._serialized_end=2692
-  _globals['_KINDNOTTAKENCAUSE']._serialized_start=2695
-  _globals['_KINDNOTTAKENCAUSE']._serialized_end=2884
-  _globals['_ROUTERSHARECAUSE']._serialized_start=2886
-  _globals['_ROUTERSHARECAUSE']._serialized_end=3002
-  _globals['_JOBSAHEADCAUSE']._serialized_start=3004
-  _globals['_JOBSAHEADCAUSE']._serialized_end=3106
-  _globals['_DUECAUSE']._serialized_start=3108
-  _globals['_DUECAUSE']._serialized_end=3157
-  _globals['_EMPTYCAUSE']._serialized_start=3159
-  _globals['_EMPTYCAUSE']._serialized_end=3171
-  _globals['_INFLIGHTCAUSE']._serialized_start=3174
-  _globals['_INFLIGHTCAUSE']._serialized_end=3307
-  _globals['_BACKLOGCAUSE']._serialized_start=3310
-  _globals['_BACKLOGCAUSE']._serialized_end=3511
-  _globals['_GROUPCAUSE']._serialized_start=3514
-  _globals['_GROUPCAUSE']._serialized_end=3780
-  _globals['_GROUPBACKLOGCAUSE']._serialized_start=3782
-  _globals['_GROUPBACKLOGCAUSE']._serialized_end=3848
-  _globals['_FAIRSHARECAUSE']._serialized_start=3850
-  _globals['_FAIRSHARECAUSE']._serialized_end=3939
+  _globals['_CAUSE']._serialized_end=1408
+  _globals['_FINISHEDCAUSE']._serialized_start=1410
+  _globals['_FINISHEDCAUSE']._serialized_end=1537
+  _globals['_DEADCAUSE']._serialized_start=1540
+  _globals['_DEADCAUSE']._serialized_end=1790
+  _globals['_EXPIREDCAUSE']._serialized_start=1792
+  _globals['_EXPIREDCAUSE']._serialized_end=1865
+  _globals['_OUTOFATTEMPTSCAUSE']._serialized_start=1867
+  _globals['_OUTOFATTEMPTSCAUSE']._serialized_end=1948
+  _globals['_LEASEDCAUSE']._serialized_start=1951
+  _globals['_LEASEDCAUSE']._serialized_end=2162
+  _globals['_SCHEDULEDCAUSE']._serialized_start=2164
+  _globals['_SCHEDULEDCAUSE']._serialized_end=2254
+  _globals['_BACKINGOFFCAUSE']._serialized_start=2257
+  _globals['_BACKINGOFFCAUSE']._serialized_end=2437
+  _globals['_SHARDDOWNCAUSE']._serialized_start=2439
+  _globals['_SHARDDOWNCAUSE']._serialized_end=2501
+  _globals['_MOVINGCAUSE']._serialized_start=2503
+  _globals['_MOVINGCAUSE']._serialized_end=2594
+  _globals['_PAUSEDCAUSE']._serialized_start=2596
+  _globals['_PAUSEDCAUSE']._serialized_end=2609
+  _globals['_NOCONSUMERCAUSE']._serialized_start=2612
+  _globals['_NOCONSUMERCAUSE']._serialized_end=2746
+  _globals['_KINDNOTTAKENCAUSE']._serialized_start=2749
+  _globals['_KINDNOTTAKENCAUSE']._serialized_end=2938
+  _globals['_ROUTERSHARECAUSE']._serialized_start=2940
+  _globals['_ROUTERSHARECAUSE']._serialized_end=3056
+  _globals['_JOBSAHEADCAUSE']._serialized_start=3058
+  _globals['_JOBSAHEADCAUSE']._serialized_end=3160
+  _globals['_DUECAUSE']._serialized_start=3162
+  _globals['_DUECAUSE']._serialized_end=3211
+  _globals['_EMPTYCAUSE']._serialized_start=3213
+  _globals['_EMPTYCAUSE']._serialized_end=3225
+  _globals['_INFLIGHTCAUSE']._serialized_start=3228
+  _globals['_INFLIGHTCAUSE']._serialized_end=3361
+  _globals['_BACKLOGCAUSE']._serialized_start=3364
+  _globals['_BACKLOGCAUSE']._serialized_end=3565
+  _globals['_GROUPCAUSE']._serialized_start=3568
+  _globals['_GROUPCAUSE']._serialized_end=3834
+  _globals['_GROUPBACKLOGCAUSE']._serialized_start=3836
+  _globals['_GROUPBACKLOGCAUSE']._serialized_end=3902
+  _globals['_FAIRSHARECAUSE']._serialized_start=3904
+  _globals['_FAIRSHARECAUSE']._serialized_end=3993
+  _globals['_BLOCKEDCAUSE']._serialized_start=3996
+  _globals['_BLOCKEDCAUSE']._serialized_end=4163
 # @@protoc_insertion_point(module_scope)
