@@ -1,7 +1,7 @@
 """Calls about the workflows of one shard: start, look, cancel, pause, skip.
 
-A change locks the workflow first, in a statement of its own, so that the statements after it see all ends that were taken
-in before (docs/decisions/0054-ends-of-nodes-are-appended-and-folded.md).
+A change locks the workflow first, in a statement of its own, so that the statements after it see all ends that were
+taken in before (docs/decisions/0054-ends-of-nodes-are-appended-and-folded.md).
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class _Locked(NamedTuple):
 
 
 class WorkflowAdmin:
-    """The workflows of one shard. All methods may raise ShardUnavailable and TooManyWaiting; those that change something
-    also NotOwned and ClockSetBack. `epoch`: that of the placement by which this shard is the org's writer."""
+    """The workflows of one shard. All methods may raise ShardUnavailable and TooManyWaiting; those that change
+    something also NotOwned and ClockSetBack. `epoch`: that of the placement by which this shard is the org's writer."""
 
     def __init__(self, database: Database, store: Store) -> None:
         self._database = database

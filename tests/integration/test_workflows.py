@@ -425,8 +425,9 @@ async def test_a_parent_waits_for_the_commit_of_the_other_one(
         await other.execute(
             "WITH gone AS (DELETE FROM windrow.job WHERE id = %s::uuid RETURNING *) "
             "INSERT INTO windrow.finished (id, queue_id, enqueued_at, run_at, priority, attempt, state, kind, payload, "
-            "retention, lease, workflow_node) SELECT id, queue_id, enqueued_at, run_at, priority, attempt, 'succeeded', "
-            "kind, payload, 30, lease, workflow_node FROM gone",
+            "retention, lease, workflow_node) "
+            "SELECT id, queue_id, enqueued_at, run_at, priority, attempt, 'succeeded', kind, payload, 30, lease, "
+            "workflow_node FROM gone",
             [job_of(flows, "a")],
         )
         ack = asyncio.create_task(flows.ack("b"))

@@ -128,8 +128,12 @@ async def test_balancers_die_at_every_step_and_every_end_counts_once(pair: Pair,
     await target.sweep.sweep()
     assert await target.run_all() == [{"ignores"}]
     assert await target.states(flow) == {
-        **{"p0": "failed", "p1": "succeeded", "p2": "succeeded", "p3": "succeeded"},
-        **{"last": "cancelled", "ignores": "succeeded"},
+        "p0": "failed",
+        "p1": "succeeded",
+        "p2": "succeeded",
+        "p3": "succeeded",
+        "last": "cancelled",
+        "ignores": "succeeded",
     }
     assert await target.state(flow) == "failed"
     await target.check()

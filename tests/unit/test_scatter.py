@@ -163,7 +163,7 @@ def test_a_page_ends_where_one_shard_has_looked_no_further() -> None:
 
 
 def counts(queue: str, **more: int | None) -> QueueCounts:
-    whole: dict[str, int | None] = dict.fromkeys(QueueCounts._fields[1:7], 0)
+    whole: dict[str, int | None] = dict.fromkeys(QueueCounts._fields[1:8], 0)
     whole |= {"oldest_ready_age_us": None, "next_due": None} | more
     return QueueCounts(queue=QueueName(queue), paused=False, **whole)  # type: ignore[arg-type]
 

@@ -248,9 +248,8 @@ class WorkflowCalls:
         """Returns a workflow, and how many of its nodes are in which state. Raises NotFound."""
         request = workflows_pb2.GetWorkflowRequest(org=self.org, id=workflow_id)
         response = await self._ask_workflows(lambda stub: stub.GetWorkflow, request)
-        counts: dict[NodeState, int] = {
-            state: getattr(response.counts, state.value) for state in NodeState if state is not NodeState.UNKNOWN
-        }
+        known = [state for state in NodeState if state is not NodeState.UNKNOWN]
+        counts: dict[NodeState, int] = {state: getattr(response.counts, state.value) for state in known}
         return _read(response.workflow), counts
 
     async def list_nodes(self, workflow_id: str) -> list[NodeRecord]:
