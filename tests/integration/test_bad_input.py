@@ -458,7 +458,7 @@ def admin_cases() -> Iterator[Bad]:
     yield from of("ListJobs", "page_token", LIVE_TOKENS)
     for state in (job_pb2.JOB_STATE_DEAD, job_pb2.JOB_STATE_SUCCEEDED):
         yield from of("ListJobs", "page_token", UUID_TOKENS, state=state)
-    yield from of("ListJobs", "state", {"unknown": 7, "negative": -1, "unspecified": 0})
+    yield from of("ListJobs", "state", {"unknown": 8, "negative": -1, "unspecified": 0})
     yield from of("CountJobs", "page_token", UUID_TOKENS)
     listing, ready = admin_pb2.ListJobsRequest, job_pb2.JOB_STATE_READY
     for rpc in ("ListJobs", "CountJobs"):
@@ -466,7 +466,7 @@ def admin_cases() -> Iterator[Bad]:
             yield from of(rpc, field, TIMESTAMPS)
         yield from of(rpc, "attributes", {"too many": {str(at): "" for at in range(33)}})
         make, _ = requests[rpc]
-        for why, bad_state in {"unknown": 7, "negative": -1, "unspecified": 0}.items():
+        for why, bad_state in {"unknown": 8, "negative": -1, "unspecified": 0}.items():
             yield Bad(rpc, "states[1]", why, make(org=ORG, states=[ready, job_pb2.JobState.ValueType(bad_state)]))
         yield Bad(rpc, "states", "too many", make(org=ORG, states=[ready] * 7))
     for rpc in ("ListJobs", "CountJobs", "RedriveQueue"):

@@ -243,7 +243,7 @@ class StartWorkflowRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     org: _builtins.str
-    """The tenant. 1 to 128 of the visible ASCII characters."""
+    """The tenant that owns the workflow. 1 to 128 bytes without control characters."""
     id: _builtins.str
     """A UUIDv7 in canonical lower-case text, made by the client, not older than 7 days."""
     name: _builtins.str
@@ -407,7 +407,7 @@ class GetWorkflowRequest(_message.Message):
     ORG_FIELD_NUMBER: _builtins.int
     ID_FIELD_NUMBER: _builtins.int
     org: _builtins.str
-    """The tenant. 1 to 128 of the visible ASCII characters."""
+    """The tenant that owns the workflow. 1 to 128 bytes without control characters."""
     id: _builtins.str
     """The workflow's id: a UUIDv7."""
     def __init__(
@@ -465,7 +465,7 @@ class ListNodesRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     org: _builtins.str
-    """The tenant. 1 to 128 of the visible ASCII characters."""
+    """The tenant that owns the workflow. 1 to 128 bytes without control characters."""
     id: _builtins.str
     """The workflow's id: a UUIDv7."""
     page_size: _builtins.int
@@ -577,7 +577,7 @@ class ListWorkflowsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     org: _builtins.str
-    """The tenant. 1 to 128 of the visible ASCII characters."""
+    """The tenant that owns the workflow. 1 to 128 bytes without control characters."""
     state: Global___WorkflowState.ValueType
     """Only those in this state. Absent: all."""
     page_size: _builtins.int
@@ -638,7 +638,7 @@ class CancelWorkflowRequest(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     org: _builtins.str
-    """The tenant. 1 to 128 of the visible ASCII characters."""
+    """The tenant that owns the workflow. 1 to 128 bytes without control characters."""
     id: _builtins.str
     """The workflow's id: a UUIDv7."""
     reason: _builtins.str
@@ -691,7 +691,7 @@ class PauseWorkflowRequest(_message.Message):
     ORG_FIELD_NUMBER: _builtins.int
     ID_FIELD_NUMBER: _builtins.int
     org: _builtins.str
-    """The tenant. 1 to 128 of the visible ASCII characters."""
+    """The tenant that owns the workflow. 1 to 128 bytes without control characters."""
     id: _builtins.str
     """The workflow's id: a UUIDv7."""
     def __init__(
@@ -741,7 +741,7 @@ class ResumeWorkflowRequest(_message.Message):
     ORG_FIELD_NUMBER: _builtins.int
     ID_FIELD_NUMBER: _builtins.int
     org: _builtins.str
-    """The tenant. 1 to 128 of the visible ASCII characters."""
+    """The tenant that owns the workflow. 1 to 128 bytes without control characters."""
     id: _builtins.str
     """The workflow's id: a UUIDv7."""
     def __init__(
@@ -792,7 +792,7 @@ class SkipNodeRequest(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
     org: _builtins.str
-    """The tenant. 1 to 128 of the visible ASCII characters."""
+    """The tenant that owns the workflow. 1 to 128 bytes without control characters."""
     id: _builtins.str
     """The workflow's id: a UUIDv7."""
     node: _builtins.str
@@ -848,7 +848,7 @@ class ListParentsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     org: _builtins.str
-    """The tenant. 1 to 128 of the visible ASCII characters."""
+    """The tenant that owns the workflow. 1 to 128 bytes without control characters."""
     id: _builtins.str
     """The workflow's id: a UUIDv7."""
     node: _builtins.int
