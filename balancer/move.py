@@ -127,11 +127,19 @@ class Mover:
                 queues = await move_steps.read_queues(source, move.slots)
                 buckets = await move_steps.read_buckets(source, move.slots)
                 schedules = await move_steps.read_schedules(source, move.slots)
+                workflows = await move_steps.read_workflows(source, move.slots)
                 await move_steps.open_slots(
-                    target, move.slots, epoch=move.epoch, queues=queues, buckets=buckets, schedules=schedules
+                    target,
+                    move.slots,
+                    epoch=move.epoch,
+                    queues=queues,
+                    buckets=buckets,
+                    schedules=schedules,
+                    workflows=workflows,
                 )
             case "switch":
                 await move_steps.delete_schedules(source, move.slots, epoch=move.epoch)
+                await move_steps.delete_workflows(source, move.slots, epoch=move.epoch)
                 await catalog.switch_writer(self._catalog, move)
                 self._closed = False
             case "jobs":
@@ -185,8 +193,12 @@ class Mover:
         none, puts empty slots to rest; if there are none of these either, waits."""
         self._remaining = await move_steps.count_remaining(source, move.slots)
         self._report_progress(move)
+        told_of = [row.slot for row in self._remaining if row.arrivals]
+        if told_of:
+            await move_steps.carry_arrivals(source, target, told_of, epoch=move.epoch)
         departing = [row.slot for row in self._remaining if row.departing]
         free = [row.slot for row in self._remaining if row.free or row.dead]
+        # Without those whose last ends were carried just now: others may have come since.
         empty = set(move.slots).difference(row.slot for row in self._remaining)
         if departing:
             await self._hand_over(move, source, target, departing)

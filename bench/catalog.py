@@ -21,6 +21,7 @@ from bench.scenarios import (
     rotations,
     schedules,
     why,
+    workflows,
 )
 from bench.scenarios.grow import scenario as grow
 from bench.scenarios.outage import scenario as outage
@@ -46,6 +47,7 @@ SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
         "limits": limits.SCENARIO,
         "schedules": schedules.SCENARIO,
         "groups": groups.SCENARIO,
+        "workflows": workflows.SCENARIO,
         "fair": fair.SCENARIO,
         "scale": scale.SCENARIO,
     }

@@ -26,6 +26,7 @@ from windrow.v1.admin_pb2_grpc import AdminStub
 from windrow.v1.cluster_pb2_grpc import ClusterStub
 from windrow.v1.queue_pb2_grpc import QueueStub
 from windrow.v1.schedules_pb2_grpc import SchedulesStub
+from windrow.v1.workflows_pb2_grpc import WorkflowsStub
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -103,6 +104,7 @@ class Router:
         self.admin = AdminStub(channel)
         self.cluster = ClusterStub(channel)
         self.schedules = SchedulesStub(channel)
+        self.workflows = WorkflowsStub(channel)
         self._check_health: grpc.UnaryUnaryMultiCallable[
             health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
         ] = channel.unary_unary(

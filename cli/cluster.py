@@ -62,6 +62,7 @@ class _Books:
 
     shard: str
     orgs: list[cluster_pb2.OrgBooks] = field(default_factory=list["cluster_pb2.OrgBooks"])
+    workflow_faults: list[cluster_pb2.WorkflowFault] = field(default_factory=list["cluster_pb2.WorkflowFault"])
     # Why it did not answer; empty if it did.
     trouble: str = ""
 
@@ -121,6 +122,7 @@ def check(
                 try:
                     for part in router.stream(router.cluster.CheckShard, cluster_pb2.CheckShardRequest(shard=name)):
                         books.orgs += part.orgs
+                        books.workflow_faults += part.workflow_faults
                         if status is not None:
                             status.update(f"checking shard {name}, orgs: {len(books.orgs):,}")
                 except CommandFailed as error:
@@ -141,7 +143,11 @@ def check(
                 f"shard {books.shard} has {jobs}, whose orgs live on other shards: "
                 f"`windrow shards recover {books.shard}` moves them there"
             )
-    if any(books.unbalanced or books.astray for books in checked):
+    for books in checked:
+        for fault in books.workflow_faults:
+            where = f"workflow {fault.workflow_id} of org {fault.org!r} on shard {books.shard}"
+            output.note(f"{where}{f', node {fault.node}' if fault.node >= 0 else ''}: {fault.what}")
+    if any(books.unbalanced or books.astray or books.workflow_faults for books in checked):
         raise typer.Exit(ExitCode.NO)
     if any(books.trouble for books in checked):
         raise typer.Exit(ExitCode.UNAVAILABLE)
@@ -227,6 +233,10 @@ def _books_json(books: _Books, *, every_org: bool) -> dict[str, object]:
         "orgs": len(books.orgs),
         **_sums(books.orgs),
         "unbalanced": [_org_json(org) for org in books.unbalanced],
+        "workflow_faults": [
+            {"org": fault.org, "workflow": fault.workflow_id, "node": fault.node, "what": fault.what}
+            for fault in books.workflow_faults
+        ],
         "stray": [{"org": org.org, "jobs": org.stray, "home_shard": org.home_shard} for org in books.astray],
     }
     if every_org:

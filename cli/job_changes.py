@@ -260,7 +260,7 @@ def purge(
 
     with connect(address, timeout) as router:
         stats = router.call(router.admin.GetStats, admin_pb2.GetStatsRequest(org=org, queue=queue)).queues[0]
-        waiting = min(stats.ready + stats.scheduled + (stats.dead if dead else 0), limit or sys.maxsize)
+        waiting = min(stats.ready + stats.scheduled + stats.blocked + (stats.dead if dead else 0), limit or sys.maxsize)
         if not yes and waiting:
             if not sys.stdin.isatty():
                 would = f"this would cancel {output.counted(waiting, 'job')} of queue {queue!r}"

@@ -27,6 +27,7 @@ _WATCH_S = 1
 
 
 class State(StrEnum):
+    BLOCKED = "blocked"
     SCHEDULED = "scheduled"
     READY = "ready"
     LEASED = "leased"
@@ -37,14 +38,14 @@ class State(StrEnum):
 
 
 _ENDED = (State.SUCCEEDED, State.DEAD, State.CANCELLED)
-_UNFINISHED = (State.READY, State.LEASED, State.SCHEDULED, State.DEAD)
+_UNFINISHED = (State.READY, State.LEASED, State.SCHEDULED, State.BLOCKED, State.DEAD)
 States = Annotated[
     list[State] | None,
     typer.Option(
         "--state",
         metavar="STATE",
-        show_default="ready, leased, scheduled, dead",
-        help="scheduled, ready, leased, dead, succeeded or cancelled; may be repeated. all: any, newest first.",
+        show_default="ready, leased, scheduled, blocked, dead",
+        help="blocked, scheduled, ready, leased, dead, succeeded, cancelled; may be repeated. all: any, newest first.",
     ),
 ]
 

@@ -41,6 +41,7 @@ from cli import (
     token,
     up,
     weights,
+    workflows,
 )
 from cli.exits import EPILOG, CommandFailed, ExitCode
 from cli.layout import App
@@ -143,6 +144,7 @@ for command in leases.COMMANDS:
 app.add_typer(jobs.app, name="jobs", rich_help_panel=_OPERATE)
 app.add_typer(queues.app, name="queues", rich_help_panel=_OPERATE)
 app.add_typer(schedules.app, name="schedules", rich_help_panel=_OPERATE)
+app.add_typer(workflows.app, name="workflows", rich_help_panel=_OPERATE)
 app.add_typer(orgs.app, name="orgs", rich_help_panel=_OPERATE)
 app.add_typer(limits.app, name="limits", rich_help_panel=_OPERATE)
 app.add_typer(weights.app, name="weights", rich_help_panel=_OPERATE)

@@ -234,6 +234,10 @@ def _progress_json(progress: job_pb2.Progress | str | None) -> dict[str, object]
     return {"done": stored.get("done", 0), "total": stored.get("total") or None, "note": stored.get("note") or None}
 
 
+def _workflow_json(of: job_pb2.WorkflowNode | None) -> dict[str, object] | None:
+    return None if of is None else {"id": of.workflow_id, "node": of.node}
+
+
 def _scheduled_run_json(run: job_pb2.ScheduledRun | str | None) -> dict[str, object] | None:
     """Returns which run of a schedule has stored a job; None: a producer enqueued it. An exported job has it as the
     shard stores it: as JSON, with times in microseconds."""
@@ -280,6 +284,8 @@ _JOB_JSON: Mapping[str, Callable[[Any], object] | None] = {
     "progress": _progress_json,
     "log": _text_json,
     "scheduled_run": _scheduled_run_json,
+    "workflow": _workflow_json,
+    "workflow_node": _text_json,
     "attempts": lambda attempts: list(map(_attempt_json, attempts)),
     "history": lambda history: json.loads(history or "[]"),
     "shard": None,
@@ -339,6 +345,7 @@ def job_facts(job: job_pb2.LeasedJob | job_pb2.Job) -> list[tuple[str, str]]:
         ("log", shown("log")),
         ("finished", shown("finished_at", time)),
         ("schedule", shown("scheduled_run", lambda run: f"{run.schedule}, run of {time(run.at)}")),
+        ("workflow", shown("workflow", lambda of: f"{of.workflow_id}, node {of.node}")),
         ("group", shown("group")),
         ("dedup key", shown("dedup_key") + (" (while live)" if fields.get("dedup_while_live") else "")),
         ("attributes", "\n".join(f"{key}={value}" for key, value in sorted(job.attributes.items()))),

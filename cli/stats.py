@@ -65,7 +65,8 @@ def stats(
             if as_json:
                 output.say_json([_json(org, seen, finished=finished)])
             elif seen.queues:
-                output.table(_columns(finished=finished), _rows(seen.queues, finished=finished))
+                counts = _shown(seen.queues, finished=finished)
+                output.table(_columns(counts), _rows(seen.queues, counts))
             else:
                 output.note(no_queues(org))
             if not watch:
@@ -85,7 +86,8 @@ def _watch(
     seen, trouble = look(), ""
     with Live(console=Console(highlight=False), auto_refresh=False) as live:
         while True:
-            lines = output.table_lines(_columns(finished=finished), _rows(seen.queues, finished=finished))
+            counts = _shown(seen.queues, finished=finished)
+            lines = output.table_lines(_columns(counts), _rows(seen.queues, counts))
             if seen.unavailable_shards and not trouble:
                 trouble = f"not counted, because these shards did not answer: {', '.join(seen.unavailable_shards)}"
             head = Text(f"{org}, every {values.exact(interval)}, {datetime.now(UTC):%H:%M:%SZ}", "dim")
@@ -100,8 +102,13 @@ def _watch(
                 trouble = str(error)
 
 
-def _columns(*, finished: bool) -> list[Column]:
+def _shown(queues: Sequence[admin_pb2.QueueStats], *, finished: bool) -> Sequence[str]:
+    """Returns the states to be shown. Few orgs have workflows."""
     counts = (*_LIVE, *_FINISHED) if finished else _LIVE
+    return ("blocked", *counts) if any(queue.blocked for queue in queues) else counts
+
+
+def _columns(counts: Sequence[str]) -> list[Column]:
     return [
         Column(title="queue"),
         *(Column(title=state, right=True) for state in counts),
@@ -110,10 +117,9 @@ def _columns(*, finished: bool) -> list[Column]:
     ]
 
 
-def _rows(queues: Sequence[admin_pb2.QueueStats], *, finished: bool) -> list[list[str]]:
+def _rows(queues: Sequence[admin_pb2.QueueStats], counts: Sequence[str]) -> list[list[str]]:
     from cli.messages import time_shown
 
-    counts = (*_LIVE, *_FINISHED) if finished else _LIVE
     rows = [
         [
             f"{queue.queue} (paused)" if queue.paused else queue.queue,
@@ -132,7 +138,7 @@ def _rows(queues: Sequence[admin_pb2.QueueStats], *, finished: bool) -> list[lis
 def _json(org: str, seen: admin_pb2.GetStatsResponse, *, finished: bool) -> dict[str, object]:
     from cli.messages import time_json
 
-    counts = (*_LIVE, *_FINISHED) if finished else _LIVE
+    counts = ("blocked", *_LIVE, *(_FINISHED if finished else ()))
     return {
         "org": org,
         "queues": [

@@ -25,7 +25,9 @@ CONFIG = PROTO / PACKAGE / "service_config.json"
 # The unary calls that are safe to repeat, whatever the request has. Enqueue is not: it would store jobs that have no id
 # once more. The router runs changes by Admin at most once. A repeated RedriveJobs may also redrive a job that has died
 # again.
-REPEATABLE = re.compile(r"windrow\.v1\.(Queue/(?!Enqueue$)|(Admin|Cluster|Schedules)/(Explain|Get|List|Preview))")
+REPEATABLE = re.compile(
+    r"windrow\.v1\.(Queue/(?!Enqueue$)|(Admin|Cluster|Schedules|Workflows)/(Explain|Get|List|Preview))"
+)
 
 
 def protoc(*arguments: str) -> None:

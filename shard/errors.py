@@ -24,6 +24,10 @@ ShardError
 ├── ScheduleExists        update the schedule instead
 ├── TooManySchedules      delete some first, or let one schedule do the work of several
 ├── BadSchedule           correct the field that it names
+├── UnknownWorkflow       name another workflow
+├── WorkflowExists        make another id: the org has a workflow of this one with other content
+├── UnknownNode           name another node: the workflow has none of this name
+├── NodeEnded             nothing to do: the node has ended
 ├── TooManyWeights        set a weight back to 1 first
 ├── UnknownShard          name a shard that ListShards lists
 ├── SlotMoves             pin the org when its slot no longer moves
@@ -257,6 +261,26 @@ class TooManySchedules(ShardError):
         super().__init__(
             f"org {org!r} has {schedules_max:,} schedules, the most that an org may have: delete some first"
         )
+
+
+class UnknownWorkflow(ShardError):
+    def __init__(self, org: OrgId, workflow: str) -> None:
+        super().__init__(f"org {org!r} has no workflow {workflow}, or has it no longer")
+
+
+class WorkflowExists(ShardError):
+    def __init__(self, org: OrgId, workflow: str) -> None:
+        super().__init__(f"org {org!r} has a workflow {workflow} with other content: make a new id")
+
+
+class UnknownNode(ShardError):
+    def __init__(self, org: OrgId, workflow: str, node: str) -> None:
+        super().__init__(f"workflow {workflow} of org {org!r} has no node {node!r}")
+
+
+class NodeEnded(ShardError):
+    def __init__(self, workflow: str, node: str) -> None:
+        super().__init__(f"node {node!r} of workflow {workflow} has ended")
 
 
 class BadSchedule(ShardError):

@@ -55,6 +55,8 @@ class JobRecord(NamedTuple):
     max_runtime_us: int | None
     # JSON, as in shard/schedule.py.
     scheduled_run: str | None
+    # As in shard/workflow.py.
+    workflow_node: str | None
     group_key: str | None
     deadline: Micros | None
     worker: str | None

@@ -40,6 +40,8 @@ STANDARD_RETENTIONS = (0, 1, 7, 30, 90, 365, 2557)
 class JobState(enum.Enum):
     """The state of a job. proto/windrow/v1/job.proto says which calls move a job out of each state."""
 
+    # It waits for other nodes of its workflow.
+    BLOCKED = "blocked"
     SCHEDULED = "scheduled"
     READY = "ready"
     LEASED = "leased"
@@ -48,7 +50,7 @@ class JobState(enum.Enum):
     CANCELLED = "cancelled"
 
 
-LIVE = frozenset({JobState.SCHEDULED, JobState.READY, JobState.LEASED})
+LIVE = frozenset({JobState.BLOCKED, JobState.SCHEDULED, JobState.READY, JobState.LEASED})
 # Finished jobs stay on the shard where they finished, even if their org moves to another one.
 FINISHED = frozenset({JobState.SUCCEEDED, JobState.CANCELLED})
 
@@ -195,6 +197,8 @@ JOB_CONTENT: Mapping[str, str] = {
 REPORTED = ("progress", "checkpoint")
 # What the schedule that stored a job tells about the run: columns of the tables of jobs (shard/schedule.py).
 OF_SCHEDULES = ("scheduled_run",)
+# Which node of a workflow a job is: a column of the tables of jobs (shard/workflow.py).
+OF_WORKFLOWS = ("workflow_node",)
 
 
 class Alteration(NamedTuple):
@@ -230,6 +234,7 @@ class Claimed(NamedTuple):
     group_key: str | None = None
     checkpoint: bytes | None = None
     scheduled_run: str | None = None
+    workflow_node: str | None = None
     # The lease before this one, and its consumer, if that lease expired.
     expired_lease: int | None = None
     expired_worker: str | None = None

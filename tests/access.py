@@ -31,7 +31,7 @@ from tests.issuers import token as signed_token
 from tests.jobs import job_id
 from tests.routers import PATIENCE_S, Routers, detail
 from tests.streams import QUEUE, acks, extends, new_job, start, window
-from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, limits_pb2, queue_pb2, schedules_pb2, server_pb2
+from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, limits_pb2, queue_pb2, schedules_pb2, server_pb2, workflows_pb2
 
 Metadata = tuple[tuple[str, str], ...]
 SERVICES = (
@@ -39,6 +39,7 @@ SERVICES = (
     admin_pb2.DESCRIPTOR.services_by_name["Admin"],
     cluster_pb2.DESCRIPTOR.services_by_name["Cluster"],
     schedules_pb2.DESCRIPTOR.services_by_name["Schedules"],
+    workflows_pb2.DESCRIPTOR.services_by_name["Workflows"],
 )
 METHODS = {f"{service.full_name}/{method.name}": method for service in SERVICES for method in service.methods}
 IN_ORG = [scope.value for scope in Scope if scope is not Scope.CLUSTER]
@@ -70,6 +71,10 @@ class Target:
     # A schedule, and the page token of a ListSchedules.
     schedule: str = "daily"
     schedule_page_token: str = ""
+    # A workflow whose node "second" waits for "first", and the page tokens of its nodes and of a ListWorkflows.
+    workflow: str = field(default_factory=job_id)
+    node_page_token: str = ""
+    workflow_page_token: str = ""
 
     def told_to(self, org: str) -> Target:
         """Returns the same things as another org would name them."""
@@ -81,6 +86,16 @@ def new_schedule(org: str, name: str) -> schedules_pb2.CreateScheduleRequest:
     spec = schedules_pb2.ScheduleSpec(cron="0 0 1 1 *", start=Timestamp(seconds=int(time.time()) + 86_400))
     job = job_pb2.JobTemplate(queue=QUEUE, kind="send")
     return schedules_pb2.CreateScheduleRequest(org=org, name=name, spec=spec, job=job)
+
+
+def new_workflow(org: str, workflow: str) -> workflows_pb2.StartWorkflowRequest:
+    job = job_pb2.NewJob(template=job_pb2.JobTemplate(queue="flows", kind="send"))
+    after = [workflows_pb2.WorkflowEdge(node="first")]
+    nodes = [
+        workflows_pb2.NewNode(name="first", job=job),
+        workflows_pb2.NewNode(name="second", job=job, after=after),
+    ]
+    return workflows_pb2.StartWorkflowRequest(org=org, id=workflow, nodes=nodes)
 
 
 # A request of each method that is allowed to callers of the org and changes something, if the method does.
@@ -141,6 +156,17 @@ REQUESTS: Mapping[str, Callable[[Target], Message]] = {
     "windrow.v1.Schedules/PreviewSchedule": lambda it: schedules_pb2.PreviewScheduleRequest(
         org=it.org, name=it.schedule
     ),
+    "windrow.v1.Workflows/StartWorkflow": lambda it: new_workflow(it.org, job_id()),
+    "windrow.v1.Workflows/GetWorkflow": lambda it: workflows_pb2.GetWorkflowRequest(org=it.org, id=it.workflow),
+    "windrow.v1.Workflows/ListNodes": lambda it: workflows_pb2.ListNodesRequest(org=it.org, id=it.workflow),
+    "windrow.v1.Workflows/ListWorkflows": lambda it: workflows_pb2.ListWorkflowsRequest(org=it.org),
+    "windrow.v1.Workflows/CancelWorkflow": lambda it: workflows_pb2.CancelWorkflowRequest(org=it.org, id=it.workflow),
+    "windrow.v1.Workflows/PauseWorkflow": lambda it: workflows_pb2.PauseWorkflowRequest(org=it.org, id=it.workflow),
+    "windrow.v1.Workflows/ResumeWorkflow": lambda it: workflows_pb2.ResumeWorkflowRequest(org=it.org, id=it.workflow),
+    "windrow.v1.Workflows/SkipNode": lambda it: workflows_pb2.SkipNodeRequest(
+        org=it.org, id=it.workflow, node="second"
+    ),
+    "windrow.v1.Workflows/ListParents": lambda it: workflows_pb2.ListParentsRequest(org=it.org, id=it.workflow, node=1),
     "windrow.v1.Admin/ListLimits": lambda it: admin_pb2.ListLimitsRequest(org=it.org),
     "windrow.v1.Cluster/ListShards": lambda _: cluster_pb2.ListShardsRequest(),
     "windrow.v1.Cluster/CheckShard": lambda _: cluster_pb2.CheckShardRequest(shard="s1"),
@@ -403,6 +429,13 @@ def things_of(channel: grpc.Channel, org: str, metadata: Metadata) -> Target:
         do("Schedules/CreateSchedule", new_schedule(org, name))
     schedules = do("Schedules/ListSchedules", schedules_pb2.ListSchedulesRequest(org=org, page_size=1))
     assert schedules.next_page_token
+    workflow = job_id()
+    for one in (job_id(ahead_ms=-1000), workflow):
+        do("Workflows/StartWorkflow", new_workflow(org, one))
+    workflows = do("Workflows/ListWorkflows", workflows_pb2.ListWorkflowsRequest(org=org, page_size=1))
+    assert workflows.next_page_token
+    nodes = do("Workflows/ListNodes", workflows_pb2.ListNodesRequest(org=org, id=workflow, page_size=1))
+    assert nodes.next_page_token
     page = do("Admin/ListJobs", admin_pb2.ListJobsRequest(org=org, page_size=1))
     queues = do("Admin/ListQueues", admin_pb2.ListQueuesRequest(org=org, page_size=1))
     assert page.next_page_token
@@ -416,4 +449,7 @@ def things_of(channel: grpc.Channel, org: str, metadata: Metadata) -> Target:
         page_token=page.next_page_token,
         queue_page_token=queues.next_page_token,
         schedule_page_token=schedules.next_page_token,
+        workflow=workflow,
+        node_page_token=nodes.next_page_token,
+        workflow_page_token=workflows.next_page_token,
     )

@@ -20,7 +20,14 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from windrow.v1 import admin_pb2_grpc, cluster_pb2, cluster_pb2_grpc, queue_pb2_grpc, schedules_pb2_grpc
+from windrow.v1 import (
+    admin_pb2_grpc,
+    cluster_pb2,
+    cluster_pb2_grpc,
+    queue_pb2_grpc,
+    schedules_pb2_grpc,
+    workflows_pb2_grpc,
+)
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 # The upper bound for all waits in a test.
@@ -52,6 +59,7 @@ class Stubs:
     admin: admin_pb2_grpc.AdminStub
     cluster: cluster_pb2_grpc.ClusterStub
     schedules: schedules_pb2_grpc.SchedulesStub
+    workflows: workflows_pb2_grpc.WorkflowsStub
 
     def books(self, *shards: str) -> dict[tuple[str, str], cluster_pb2.OrgBooks]:
         """Returns the books of every org, by shard and org; asserts that they balance (I5)."""
@@ -153,6 +161,7 @@ def stubs(address: str, *options: tuple[str, object]) -> Generator[Stubs, None, 
             admin=admin_pb2_grpc.AdminStub(channel),
             cluster=cluster_pb2_grpc.ClusterStub(channel),
             schedules=schedules_pb2_grpc.SchedulesStub(channel),
+            workflows=workflows_pb2_grpc.WorkflowsStub(channel),
         )
 
 

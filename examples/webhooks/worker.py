@@ -24,7 +24,7 @@ _log = logging.getLogger("webhooks")
 
 
 def deliver(job: windrow.Job) -> dict[str, int]:
-    """Sends an event to its endpoint. Any answer but 2xx fails the attempt. Retry, because a traceback in the log for each
+    """Sends an event to its endpoint. Any answer but 2xx fails the attempt, by Retry: a traceback in the log for each
     failure of somebody else's server would help nobody."""
     event = job.json()
     request = Request(

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from router.codec import convert
 from shard.job_record import Attempt, JobRecord
 from shard.queue.consumers_seen import SEEN_US
-from shard.queue.explain import COUNTED_MAX, ConsumersOf, GroupFacts, JobFacts, LiveFacts, QueueFacts
+from shard.queue.explain import COUNTED_MAX, BlockedFacts, ConsumersOf, GroupFacts, JobFacts, LiveFacts, QueueFacts
 from shard.vocabulary import LIVE, MAX_ATTEMPTS_DEFAULT, Failure, JobState, Micros, Outcome, ShardName
+from shard.workflow import NodeOf
 from windrow.v1 import admin_pb2, job_pb2
 from windrow.v1 import cause_pb2 as causes
 from windrow.v1.cause_pb2 import Cause
@@ -70,6 +71,8 @@ def of_job(facts: JobFacts, shard: ShardName, around: Surroundings) -> admin_pb2
         found, runs_at = _of_live(record, facts.live, facts.group, around)
     elif state is JobState.DEAD:
         found = [_dead(record)]
+    elif state is JobState.BLOCKED:
+        found = [_blocked(record, facts.blocked), *_moving(around)]
     else:
         assert state not in LIVE
         found = _finished(record, state)
@@ -191,6 +194,18 @@ def _group(group: GroupFacts) -> Cause:
             at_least=group.ahead > COUNTED_MAX,
         )
     )
+
+
+def _blocked(record: JobRecord, blocked: BlockedFacts | None) -> Cause:
+    """`blocked` None: the workflow is on another shard."""
+    message = causes.BlockedCause()
+    if record.workflow_node is not None:
+        message.workflow_id = NodeOf.parse(record.workflow_node).workflow
+    if blocked is not None:
+        message.node, message.paused = blocked.node, blocked.paused and not blocked.left
+        message.waits_for.extend(blocked.waits_for or ())
+        message.left, message.at_least = min(blocked.left, COUNTED_MAX), blocked.left > COUNTED_MAX
+    return Cause(blocked=message)
 
 
 def _ahead(live: LiveFacts) -> Cause:

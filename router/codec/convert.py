@@ -40,6 +40,7 @@ from shard.vocabulary import (
     QueueName,
     ShardName,
 )
+from shard.workflow import Fault, NodeOf
 from windrow.ids import uuid7
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
@@ -302,6 +303,8 @@ def leased_job(job: Claimed, org: OrgId) -> job_pb2.LeasedJob:
         message.checkpoint = job.checkpoint
     if job.scheduled_run is not None:
         message.scheduled_run.CopyFrom(scheduled_run(job.scheduled_run))
+    if job.workflow_node is not None:
+        message.workflow.CopyFrom(workflow_node(job.workflow_node))
     return message
 
 
@@ -315,7 +318,8 @@ def job(record: JobRecord, shard: ShardName) -> job_pb2.Job:
         attributes=json.loads(record.attributes or "{}"),
         priority=record.priority,
         enqueued_at=timestamp(record.enqueued_at),
-        run_at=timestamp(record.run_at),
+        # A blocked job has no time.
+        run_at=None if record.state == JobState.BLOCKED.value else timestamp(record.run_at),
         attempt=record.attempt,
         max_attempts=record.max_attempts or MAX_ATTEMPTS_DEFAULT,
         retry=policy_message(retry_policy.from_json(record.retry)),
@@ -337,6 +341,8 @@ def job(record: JobRecord, shard: ShardName) -> job_pb2.Job:
         message.max_runtime.CopyFrom(duration(record.max_runtime_us))
     if record.scheduled_run is not None:
         message.scheduled_run.CopyFrom(scheduled_run(record.scheduled_run))
+    if record.workflow_node is not None:
+        message.workflow.CopyFrom(workflow_node(record.workflow_node))
     if record.state == "leased" and record.deadline is not None:
         message.lease_deadline.CopyFrom(timestamp(record.deadline))
     if record.finished_at is not None:
@@ -363,6 +369,16 @@ def scheduled_run(stored: str) -> job_pb2.ScheduledRun:
     return message
 
 
+def workflow_node(stored: str) -> job_pb2.WorkflowNode:
+    """Returns what a job has of its workflow."""
+    of = NodeOf.parse(stored)
+    return job_pb2.WorkflowNode(workflow_id=of.workflow, node=of.node)
+
+
+def workflow_fault(fault: Fault) -> cluster_pb2.WorkflowFault:
+    return cluster_pb2.WorkflowFault(org=fault.org, workflow_id=fault.workflow, node=fault.node, what=fault.what)
+
+
 # ── Queues and counts out ────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -387,6 +403,7 @@ def queue_info(org: OrgId, record: QueueRecord, shard: ShardName) -> admin_pb2.Q
 def queue_stats(counts: QueueCounts) -> admin_pb2.QueueStats:
     message = admin_pb2.QueueStats(
         queue=counts.queue,
+        blocked=counts.blocked,
         scheduled=counts.scheduled,
         ready=counts.ready,
         leased=counts.leased,

@@ -51,6 +51,10 @@ CODES: dict[reasons.ErrorReason.ValueType, int] = {
     reasons.ERROR_REASON_SCHEDULE_NOT_FOUND: code_pb2.NOT_FOUND,
     reasons.ERROR_REASON_SCHEDULE_EXISTS: code_pb2.ALREADY_EXISTS,
     reasons.ERROR_REASON_TOO_MANY_SCHEDULES: RESOURCE_EXHAUSTED,
+    reasons.ERROR_REASON_WORKFLOW_NOT_FOUND: code_pb2.NOT_FOUND,
+    reasons.ERROR_REASON_WORKFLOW_EXISTS: code_pb2.ALREADY_EXISTS,
+    reasons.ERROR_REASON_NODE_NOT_FOUND: code_pb2.NOT_FOUND,
+    reasons.ERROR_REASON_NODE_ENDED: code_pb2.FAILED_PRECONDITION,
     reasons.ERROR_REASON_SHARD_NOT_FOUND: code_pb2.NOT_FOUND,
     reasons.ERROR_REASON_SHARD_UNAVAILABLE: code_pb2.UNAVAILABLE,
     reasons.ERROR_REASON_DISK_FULL: code_pb2.UNAVAILABLE,
@@ -238,6 +242,14 @@ def status_of(error: BaseException) -> status_pb2.Status:
             return _status(reasons.ERROR_REASON_TOO_MANY_SCHEDULES, str(error))
         case errors.BadSchedule():
             return status_of(InvalidRequest([Violation(error.field, error.description)]))
+        case errors.UnknownWorkflow():
+            return _status(reasons.ERROR_REASON_WORKFLOW_NOT_FOUND, str(error))
+        case errors.WorkflowExists():
+            return _status(reasons.ERROR_REASON_WORKFLOW_EXISTS, str(error))
+        case errors.UnknownNode():
+            return _status(reasons.ERROR_REASON_NODE_NOT_FOUND, str(error))
+        case errors.NodeEnded():
+            return _status(reasons.ERROR_REASON_NODE_ENDED, str(error))
         case errors.UnknownShard():
             return _status(reasons.ERROR_REASON_SHARD_NOT_FOUND, str(error))
         case errors.BadPageToken():

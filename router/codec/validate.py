@@ -85,13 +85,13 @@ def check(request: Message) -> None:
         raise InvalidRequest(violations)
 
 
-def violations_of(request: Message) -> list[Violation]:
-    """Returns every violation of the contract's rules. If a list has more than twice the allowed items, returns only
+def violations_of(request: Message, *, items_max: int = _JOBS_MAX) -> list[Violation]:
+    """Returns every violation of the contract's rules. If a list has more than twice `items_max` items, returns only
     that violation, since checking the items could take very long."""
     too_long = [
-        Violation(field.name, _RULES["repeated.max_items"].format(rule=_JOBS_MAX) + f", not {len(value):,}")
+        Violation(field.name, _RULES["repeated.max_items"].format(rule=items_max) + f", not {len(value):,}")
         for field, value in request.ListFields()
-        if field.is_repeated and len(value) > 2 * _JOBS_MAX
+        if field.is_repeated and len(value) > 2 * items_max
     ]
     if too_long:
         return too_long

@@ -31,6 +31,8 @@ from shard.queue.store import Store
 from shard.schedules.due_schedules import DueSchedules
 from shard.schedules.schedule_admin import ScheduleAdmin
 from shard.vocabulary import OrgId, ShardName
+from shard.workflows.sweep import WorkflowSweep
+from shard.workflows.workflow_admin import WorkflowAdmin
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ _RECORD_TIME_S = 3.0
 _FOLD_TALLY_S = 60.0
 _FORGET_BUCKETS_S = 60.0
 _MAKE_PARTITIONS_S = 3600.0
+_FORGET_WORKFLOWS_S = 3600.0
 _RETRY_OPEN_S = 1.0
 _FINISH_S_MAX = 3.0
 
@@ -128,6 +131,8 @@ class ShardHandle:
             self._doorbell.tell_schedules()
 
         self.schedule_admin = ScheduleAdmin(self._admin_database, self.store, schedule_changed)
+        self.workflows = WorkflowAdmin(self._queue_database, self.store)
+        self._workflow_sweep = WorkflowSweep(self._queue_database, self.store)
         self.ends: EndWaits = EndWaits(self.store, self._doorbell)
         self._keeping: asyncio.Task[None] | None = None
         # Switches to the entry's new DSN.
@@ -242,6 +247,8 @@ class ShardHandle:
                 for interval_s, what, act in (
                     (self._sweep_s, "sweep the lanes", self.room.sweep),
                     (self._sweep_s, "look for orgs with ready jobs", self.ready_orgs.sweep),
+                    (self._sweep_s, "sweep the workflows", self._workflow_sweep.sweep),
+                    (_FORGET_WORKFLOWS_S, "forget workflows", self._workflow_sweep.forget),
                     (_RECORD_TIME_S, "look at the clock", self.store.clock.record),
                     (_FOLD_TALLY_S, "fold the tally", self.store.fold_tally),
                     (consumers_seen.NOTE_S, "note the consumers", self._note_consumers),

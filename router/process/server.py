@@ -34,12 +34,13 @@ from router.services.cluster import ClusterService
 from router.services.health import HealthService
 from router.services.queue import QueueService
 from router.services.schedules import SchedulesService
+from router.services.workflows import WorkflowsService
 from router.settings import RouterSettings
 from router.tls_settings import TlsSettings, tls_settings
 from shard.admin import audit as audit_log
 from shard.placement.cluster_file import Cluster
 from shard.placement.file_watcher import WatchedFile
-from windrow.v1 import admin_pb2, cluster_pb2, queue_pb2, schedules_pb2
+from windrow.v1 import admin_pb2, cluster_pb2, queue_pb2, schedules_pb2, workflows_pb2
 
 if TYPE_CHECKING:
     from router.process.certificates import Certificates
@@ -58,6 +59,7 @@ SERVICES = (
     AdminService.service_name,
     ClusterService.service_name,
     SchedulesService.service_name,
+    WorkflowsService.service_name,
 )
 
 
@@ -248,6 +250,7 @@ def _server(
     methods.add(AdminService(fleet, gate.buffer), admin_pb2.DESCRIPTOR.services_by_name["Admin"])
     methods.add(ClusterService(fleet, reloader), cluster_pb2.DESCRIPTOR.services_by_name["Cluster"])
     methods.add(SchedulesService(fleet), schedules_pb2.DESCRIPTOR.services_by_name["Schedules"])
+    methods.add(WorkflowsService(fleet), workflows_pb2.DESCRIPTOR.services_by_name["Workflows"])
     # The generated code of these services adds handlers to a server; `methods` takes the server's place.
     to_methods = cast("grpc.aio.Server", methods)
     health_pb2_grpc.add_HealthServicer_to_server(checks, to_methods)

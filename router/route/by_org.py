@@ -219,6 +219,7 @@ def _includes(chunk: Chunk, imported: Chunk) -> bool:
 def _with_leaving(counts: QueueCounts, leaving: LeavingCounts) -> QueueCounts:
     also = QueueCounts(
         queue=counts.queue,
+        blocked=leaving.blocked,
         scheduled=leaving.scheduled,
         ready=leaving.ready,
         leased=0,
@@ -239,6 +240,7 @@ def _sum(counts: Sequence[QueueCounts]) -> QueueCounts:
     dues = [part.next_due for part in counts if part.next_due is not None]
     return QueueCounts(
         queue=counts[0].queue,
+        blocked=sum(part.blocked for part in counts),
         scheduled=sum(part.scheduled for part in counts),
         ready=sum(part.ready for part in counts),
         leased=sum(part.leased for part in counts),

@@ -50,6 +50,7 @@ class ClusterService:
         member = self._fleet.member(request.shard)
         before = await self._fleet.newest_catalog()
         books = await member.queue_admin.check()
+        faults = await member.workflows.check()
         after = await self._fleet.newest_catalog()
         homes = _homes_of_strays(member.name, books, before, after)
         for at in range(0, len(books), _BOOKS_A_MESSAGE):
@@ -59,6 +60,8 @@ class ClusterService:
                     for org_books in books[at : at + _BOOKS_A_MESSAGE]
                 ]
             )
+        if faults:
+            yield cluster_pb2.CheckShardResponse(workflow_faults=map(convert.workflow_fault, faults))
 
     @unary()
     async def ListOrgs(self, request: cluster_pb2.ListOrgsRequest) -> cluster_pb2.ListOrgsResponse:

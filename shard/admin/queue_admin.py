@@ -60,6 +60,7 @@ class LeavingCounts(NamedTuple):
     """Counts of a queue's exported jobs, which are about to leave a shard, in the order of stats.sql's columns. If the
     other shard has imported their chunk, it counts them too."""
 
+    blocked: int
     scheduled: int
     ready: int
     dead: int
@@ -72,6 +73,7 @@ class QueueCounts(NamedTuple):
     """Counts of one queue's jobs, in the order of stats.sql's columns."""
 
     queue: QueueName
+    blocked: int
     scheduled: int
     ready: int
     leased: int
@@ -92,6 +94,7 @@ class OrgBooks(NamedTuple):
 
     org: str
     accepted: int
+    # Blocked ones too.
     scheduled: int
     ready: int
     leased: int
@@ -390,9 +393,9 @@ def _counts(row: Sequence[Any]) -> QueueCounts:
     *counts, leaving_epoch, leaving_chunk, epoch, number = row
     leaving = None
     if leaving_epoch is not None:
-        leaving = LeavingCounts._make([*counts[10:], Chunk(leaving_epoch, leaving_chunk)])
+        leaving = LeavingCounts._make([*counts[11:], Chunk(leaving_epoch, leaving_chunk)])
     chunk = None if epoch is None else Chunk(epoch, number)
-    return QueueCounts._make([*counts[:10], leaving, chunk])
+    return QueueCounts._make([*counts[:11], leaving, chunk])
 
 
 def _pack(name: QueueName) -> str:

@@ -70,6 +70,7 @@ class ColdJob(NamedTuple):
     max_runtime_us: int | None = None
     scheduled_run: str | None = None
     group_key: str | None = None
+    workflow_node: str | None = None
 
 
 _ID = ColdJob._fields.index("id")

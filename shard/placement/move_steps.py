@@ -15,7 +15,7 @@ import psycopg
 
 from shard.errors import Misconfigured, ShardUnavailable
 from shard.placement import statements
-from shard.postgres import arrays
+from shard.postgres import arrays, partitions
 from shard.postgres.connection import Connection
 from shard.postgres.pool import Database
 from shard.queue_settings import SETTING_COLUMNS, QueueSettings
@@ -24,6 +24,7 @@ from shard.vocabulary import Micros, OrgId, QueueName, Slot
 T = TypeVar("T")
 
 _ROWS_MAX = 1000
+_WORKFLOWS_AT_ONCE = 100
 
 
 class SlotState(NamedTuple):
@@ -75,6 +76,27 @@ class Schedules(NamedTuple):
     runs: Sequence[SchedulesOfSlot] = ()
 
 
+class WorkflowOfSlot(NamedTuple):
+    """A workflow with its nodes and edges, as Postgres writes their rows."""
+
+    slot: Slot
+    org: OrgId
+    workflow: str
+    nodes: str
+    # None: it has none.
+    edges: str | None
+
+
+class Arrival(NamedTuple):
+    """An end of a node that was not taken in where it happened, in the order of read_arrivals.sql's columns."""
+
+    number: int
+    org: OrgId
+    workflow: str
+    node: int
+    how: str
+
+
 class Remaining(NamedTuple):
     """How many unfinished jobs of a slot remain on a shard, in the order of count_remaining.sql's columns."""
 
@@ -85,6 +107,8 @@ class Remaining(NamedTuple):
     dead: int
     # Exported jobs that are not deleted yet.
     departing: int
+    # Ends of nodes that the target has not been told of.
+    arrivals: int
 
 
 class ExportedJobs(NamedTuple):
@@ -132,6 +156,40 @@ async def delete_schedules(database: Database, slots: Sequence[Slot], *, epoch: 
     await database.run(statements.DELETE_SCHEDULES, parameters)
 
 
+async def read_workflows(database: Database, slots: Sequence[Slot]) -> list[WorkflowOfSlot]:
+    """Returns the workflows of the orgs of these slots."""
+    rows = await database.run(statements.READ_WORKFLOWS, {"slots": arrays.numbers(slots)})
+    return list(map(WorkflowOfSlot._make, rows))
+
+
+async def delete_workflows(database: Database, slots: Sequence[Slot], *, epoch: int) -> None:
+    """Deletes the workflows of these slots on the source, after the target has stored them. Ends of nodes that come on
+    the source after its close stay appended there, for `carry_arrivals`."""
+    parameters = {"slots": arrays.numbers(slots), "state": "draining", "epoch": epoch}
+    await database.run(statements.DELETE_WORKFLOWS, parameters)
+
+
+async def carry_arrivals(source: Database, target: Database, slots: Sequence[Slot], *, epoch: int) -> int:
+    """Tells the target of ends of nodes that came on the source. An end that the target is told of twice counts once.
+    Returns how many there were."""
+    rows = await source.run(statements.READ_ARRIVALS, {"slots": arrays.numbers(slots), "epoch": epoch})
+    arrivals = list(map(Arrival._make, rows))
+    for batch in _batches(arrivals):
+        told = await target.run(
+            statements.WRITE_ARRIVALS,
+            {
+                "orgs": arrays.texts([one.org for one in batch]),
+                "workflows": arrays.plain(one.workflow for one in batch),
+                "nodes": arrays.numbers(one.node for one in batch),
+                "hows": arrays.names(one.how for one in batch),
+            },
+        )
+        org_ids, ids = arrays.numbers(org_id for org_id, _ in told), arrays.plain(id_ for _, id_ in told)
+        await partitions.finish(target, statements.FOLD_WORKFLOWS, {"org_ids": org_ids, "ids": ids})
+        await source.run(statements.DELETE_ARRIVALS, {"numbers": arrays.numbers(one.number for one in batch)})
+    return len(arrivals)
+
+
 async def make_queues(database: Database, queues: Sequence[QueueOfSlot]) -> None:
     """Creates those of the queues that do not exist here, with the default configuration. Existing queues, even deleted
     ones, stay as they are, so this may be called at any time."""
@@ -172,9 +230,10 @@ async def open_slots(
     queues: Sequence[QueueOfSlot],
     buckets: Sequence[BucketOfSlot] = (),
     schedules: Schedules | None = None,
+    workflows: Sequence[WorkflowOfSlot] = (),
 ) -> None:
-    """Lets the target take jobs of these slots, and gives its queues the configuration, and its orgs the buckets and
-    schedules, that they have on the closed source."""
+    """Lets the target take jobs of these slots, and gives its queues the configuration, and its orgs the buckets,
+    schedules and workflows, that they have on the closed source."""
     await make_queues(database, queues)
     async with database.transaction() as connection:
         # This comes first because it locks the slots: a second caller then finds nothing to do.
@@ -193,6 +252,7 @@ async def open_slots(
             )
         if opened:
             await _write_schedules(connection, sorted(opened), schedules or Schedules(), epoch=epoch)
+            await _write_workflows(connection, sorted(opened), workflows, epoch=epoch)
 
 
 async def _write_schedules(connection: Connection, slots: Sequence[Slot], schedules: Schedules, *, epoch: int) -> None:
@@ -208,6 +268,27 @@ async def _write_schedules(connection: Connection, slots: Sequence[Slot], schedu
     for part in schedules.runs:
         if part.slot in slots:
             await connection.run(statements.WRITE_SCHEDULE_RUNS, {"rows": arrays.texts([part.rows])})
+
+
+async def _write_workflows(
+    connection: Connection, slots: Sequence[Slot], workflows: Sequence[WorkflowOfSlot], *, epoch: int
+) -> None:
+    """Stores the workflows of slots that were opened in this transaction."""
+    # As for schedules.
+    parameters = {"slots": arrays.numbers(slots), "state": "owned", "epoch": epoch}
+    await connection.run(statements.DELETE_WORKFLOWS, parameters)
+    opened = [one for one in workflows if one.slot in slots]
+    for at in range(0, len(opened), _WORKFLOWS_AT_ONCE):
+        part = opened[at : at + _WORKFLOWS_AT_ONCE]
+        await connection.run(
+            statements.WRITE_WORKFLOWS,
+            {
+                "orgs": arrays.texts([one.org for one in part]),
+                "workflows": arrays.texts([one.workflow for one in part]),
+                "nodes": arrays.texts([one.nodes for one in part]),
+                "edges": arrays.texts([one.edges or "{}" for one in part]),
+            },
+        )
 
 
 async def count_remaining(database: Database, slots: Sequence[Slot]) -> list[Remaining]:

@@ -21,7 +21,8 @@ What several statements share is written once, here, and included by name:
     {{default_settings}}  the SET items that put back all of them
     {{claim_room}}       how many jobs a group gets from claim.sql at most
     {{gives_jobs(q)}}    GIVES_JOBS in shard/queue_settings.py: whether the queue q gives jobs now
-    {{is_due(j)}}        whether the row j of windrow.job is due: it is visible, or it waits
+    {{is_due(j)}}        whether the row j of windrow.job is due: it is visible, or it waits for a group slot
+    {{is_blocked(j)}}    whether it waits for other nodes of its workflow
     {{is_later(j)}}      whether it becomes visible later, by its time or at the end of its lease
     {{history_with_lost(j)}}  the history of row j; if its lease ended at its deadline unnoticed, with an entry for that
     {{seen_history(j)}}  the history of row j, and what the attempt under way has logged (JobRecord.history)
@@ -53,9 +54,9 @@ from pathlib import Path
 from shard.job_record import JobRecord
 from shard.queue_settings import GIVES_JOBS, SETTING_COLUMNS
 from shard.schedule import SPEC_COLUMNS, TEMPLATE_COLUMNS
-from shard.vocabulary import JOB_CONTENT, OF_SCHEDULES, REPORTED, RETENTION_DEFAULT, Claimed
+from shard.vocabulary import JOB_CONTENT, OF_SCHEDULES, OF_WORKFLOWS, REPORTED, RETENTION_DEFAULT, Claimed
 
-_KEPT = (*JOB_CONTENT, *REPORTED, *OF_SCHEDULES)
+_KEPT = (*JOB_CONTENT, *REPORTED, *OF_SCHEDULES, *OF_WORKFLOWS)
 # The other columns of these are texts.
 _BINARY, _JSON, _NUMBERS = {"payload", "checkpoint"}, {"attributes", "retry", "progress"}, {"max_runtime_us"}
 _CLAIMED = tuple(column for column in Claimed._fields if column in JOB_CONTENT)
@@ -120,7 +121,8 @@ _EXPRESSIONS = {
     "template_content": ", ".join(f"{{0}}.{name}" if name in TEMPLATE_COLUMNS else "NULL" for name in JOB_CONTENT),
     "claim_room": "(%(max_jobs)s::integer[])[source.grp]",
     "gives_jobs": GIVES_JOBS,
-    "is_due": "({0}.visible_at <= now() OR {0}.visible_at = 'infinity')",
+    "is_due": "({0}.visible_at <= now() OR {0}.visible_at = 'infinity' AND {0}.run_at < 'infinity')",
+    "is_blocked": "{0}.run_at = 'infinity'",
     "is_later": "({0}.visible_at > now() AND {0}.visible_at < 'infinity')",
     "history_with_lost": (
         "CASE WHEN {0}.lease IS NULL THEN {0}.history ELSE windrow.remember({0}.history, {0}.attempt, {0}.worker, "

@@ -263,7 +263,7 @@ class Claimer:
                     ),
                 },
             )
-        freed_in = {row[-1] for row in rows if row[-1] is not None}
+        freed_in = {queue_id for row in rows for queue_id in row[-1] or ()}
         if freed_in:
             self._visible(freed_in)
 

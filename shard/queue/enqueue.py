@@ -31,7 +31,7 @@ _TRIES_MAX = 6
 _HOUR_US = 3_600_000_000
 _HOUR_MS = 3_600_000
 # How each sparse column of NewJobs is sent.
-_SPARSE_ENCODERS = {
+SPARSE_ENCODERS = {
     name: arrays.sparse_texts if of is str else arrays.sparse_numbers for name, of in SPARSE_COLUMNS.items()
 }
 # The sparse columns that enqueue_plain.sql takes. Jobs with any other one need enqueue.sql.
@@ -212,7 +212,7 @@ class Enqueuer:
                 "queue_ids": _queue_ids(calls, numbers),
                 "kinds": arrays.names(columns.kinds),
                 "payloads": arrays.blobs(columns.payloads),
-                **{name: _SPARSE_ENCODERS[name](getattr(columns, name), count) for name in sparse},
+                **{name: SPARSE_ENCODERS[name](getattr(columns, name), count) for name in sparse},
                 **_takers(calls, count),
             }
             try:

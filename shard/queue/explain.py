@@ -11,6 +11,7 @@ from shard.postgres.pool import Database
 from shard.queue import statements
 from shard.queue.consumers_seen import SEEN_US
 from shard.vocabulary import JobId, Micros, OrgId, QueueName
+from shard.workflow import NodeOf
 
 # Ready jobs are counted up to this number, so that the call takes no longer for a large backlog.
 COUNTED_MAX = 1_000
@@ -45,6 +46,19 @@ class GroupFacts(NamedTuple):
     ahead: int
 
 
+class BlockedFacts(NamedTuple):
+    """What a blocked job waits for, in the order of explain_blocked.sql's columns."""
+
+    # The name of its node.
+    node: str
+    # Its workflow is paused.
+    paused: bool
+    # Some of the nodes that have not ended. None: there is none.
+    waits_for: Sequence[str] | None
+    # How many there are; at most COUNTED_MAX + 1.
+    left: int
+
+
 class LiveFacts(NamedTuple):
     """What decides when a live job is leased, at one moment."""
 
@@ -73,6 +87,8 @@ class JobFacts(NamedTuple):
     departing: bool = False
     # Only of a job that waits for a slot of its group.
     group: GroupFacts | None = None
+    # Only of a blocked job.
+    blocked: BlockedFacts | None = None
 
 
 class QueueFacts(NamedTuple):
@@ -118,6 +134,15 @@ async def read_group(database: Database, org: OrgId, queue: QueueName, job_id: J
     parameters = {"org": org, "queue": queue, "id": job_id, "jobs_max": COUNTED_MAX + 1}
     for row in await database.run(statements.EXPLAIN_GROUP, parameters):
         return GroupFacts._make(row)
+    return None
+
+
+async def read_blocked(database: Database, org: OrgId, of: NodeOf) -> BlockedFacts | None:
+    """Returns what the job of this node waits for; None if this shard does not have its workflow. Raises
+    ShardUnavailable."""
+    parameters = {"org": org, "workflow": of.workflow, "node": of.node, "left_max": COUNTED_MAX + 1}
+    for row in await database.run(statements.EXPLAIN_BLOCKED, parameters):
+        return BlockedFacts._make(row)
     return None
 
 

@@ -220,7 +220,7 @@ class LeaseSettler:
         )
         acked, acked_ids, acked_leases, freed_in = rows[0]
         if freed_in is not None:
-            # The next jobs of the groups have got the slots.
+            # The next jobs of the groups have got the slots, and workflows may have released jobs.
             self._visible(set(freed_in))
         return None if acked == len(columns.leases) else set(zip(acked_ids or (), acked_leases or (), strict=True))
 
@@ -267,9 +267,9 @@ class LeaseSettler:
                 "logs": arrays.sparse_texts(deaths.logs, len(deaths.nacks)),
                 "reasons": arrays.texts(deaths.fates),
             }
-            rows = await self._database.run(statements.MARK_DEAD, parameters)
+            rows = await partitions.finish(self._database, statements.MARK_DEAD, parameters)
             done.update((job_id, number) for job_id, number, _ in rows)
-            freed_in = {queue_id for _, _, queue_id in rows if queue_id is not None}
+            freed_in = {queue_id for *_, freed in rows for queue_id in freed or ()}
             if freed_in:
                 self._visible(freed_in)
         return done

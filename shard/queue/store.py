@@ -56,6 +56,7 @@ from shard.vocabulary import (
     QueueName,
     ShardName,
 )
+from shard.workflow import NodeOf
 
 _log = logging.getLogger(__name__)
 
@@ -361,7 +362,7 @@ class Store:
             ended = [(worker, lease_of(name, lease)) for name, _, lease, worker, _ in rows if lease is not None]
             if ended:
                 self.on_revoked(Revocation.by_worker(org, Answer.CANCELLED, ended))
-            freed_in = {queue_id for *_, queue_id in rows if queue_id is not None}
+            freed_in = {queue_id for *_, freed in rows for queue_id in freed or ()}
             if freed_in:
                 self.on_visible(freed_in)
             return {JobId(name): Answer.DEPARTING if departing else Answer.OK for name, departing, *_ in rows}
@@ -371,12 +372,12 @@ class Store:
 
     async def _alter(self, org: OrgId, ids: Sequence[JobId], alteration: Alteration) -> list[Answer]:
         act = partial(self._show, statements.ALTER, {"org": org, **alteration._asdict()})
-        stale = dict.fromkeys(("leased", "dead", "succeeded"), Answer.STALE)
+        stale = dict.fromkeys(("blocked", "leased", "dead", "succeeded"), Answer.STALE)
         return await self._change(org, ids, act, {"cancelled": Answer.CANCELLED, **stale})
 
     async def _redrive(self, org: OrgId, ids: Sequence[JobId]) -> list[Answer]:
         act = partial(self._show, statements.REDRIVE, {"org": org})
-        stale = dict.fromkeys(("scheduled", "ready", "leased", "succeeded"), Answer.STALE)
+        stale = dict.fromkeys(("blocked", "scheduled", "ready", "leased", "succeeded"), Answer.STALE)
         return await self._change(org, ids, act, {"cancelled": Answer.CANCELLED, **stale})
 
     async def _show(
@@ -496,6 +497,9 @@ class Store:
             (record,) = records
             if JobState(record.state) in FINISHED:
                 return JobFacts(record)
+            if JobState(record.state) is JobState.BLOCKED and record.workflow_node is not None:
+                of = NodeOf.parse(record.workflow_node)
+                return JobFacts(record, blocked=await explain.read_blocked(self._database, org, of))
             floors = self._late_floors(org, record.queue)
             live, departing = await explain.read_live(self._database, org, record.queue, job_id, floors=floors)
             if departing or (live is None and JobState(record.state) is JobState.DEAD):
@@ -539,8 +543,8 @@ class Store:
         await self._draws.finish()
         await self._single_calls.finish()
 
-    def runs_stored(self, queues: set[QueueId]) -> None:
-        """Schedules have stored jobs in these queues of this shard. That must have been committed."""
+    def jobs_stored(self, queues: set[QueueId]) -> None:
+        """Schedules or workflows have stored or released jobs in these queues. That must have been committed."""
         self._accepted_since_fold = True
         self.on_visible(queues)
 

@@ -140,7 +140,7 @@ class DueSchedules:
                     writer.postpone(schedule, _AGAIN_LATER_US)
             fired.jobs, fired.queues = await writer.write(connection)
         if fired.jobs:
-            self._store.runs_stored(fired.queues)
+            self._store.jobs_stored(fired.queues)
         return fired
 
 

@@ -268,7 +268,7 @@ class ScheduleAdmin:
                     return JobId(rows[0][0]), True
             run = Run(now, RunCause.TRIGGER, RunOutcome.STORED)
             queues = await self._store_runs(connection, found, [run], buffered=schedule.buffered, request=request)
-        self._store.runs_stored(queues)
+        self._store.jobs_stored(queues)
         return job_id_of(schedule.id, now, now), False
 
     async def backfill(
@@ -301,7 +301,7 @@ class ScheduleAdmin:
                 running = not ended
             runs, buffered = plan.backfill(new, overlap, running=running, buffered=schedule.buffered)
             queues = await self._store_runs(connection, found, runs, buffered=buffered)
-        self._store.runs_stored(queues)
+        self._store.jobs_stored(queues)
         self._changed()
         outcomes = [run.outcome for run in runs]
         return Backfilled(

@@ -229,6 +229,9 @@ def test_the_documentation_shows_what_the_command_prints(
     monkeypatch.chdir(tmp_path)
     documented = steps((ROOT / "docs/cli.md").read_text())
     shutil.copy(running.config, tmp_path / "cluster.toml")
+    page = (ROOT / "docs/cli.md").read_text()
+    (workflow,) = re.findall(r"`etl.json`:\n\n```json\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "etl.json").write_text(workflow)
     names = Names()
     assert len(documented) > 30
     for step in documented:
@@ -530,7 +533,7 @@ def test_the_keys_of_a_job_are_the_documented_ones(windrow: Windrow) -> None:
     assert set(job) == {
         *("id", "queue", "kind", "state", "priority", "attempt", "max_attempts", "enqueued_at", "run_at", "expires_at"),
         *("lease_deadline", "finished_at", "worker", "reason", "dedup_key", "attributes", "retry", "attempts", "shard"),
-        *("progress", "log", "dedup_while_live", "max_runtime_s", "scheduled_run", "group"),
+        *("progress", "log", "dedup_while_live", "max_runtime_s", "scheduled_run", "workflow", "group"),
     }
     assert job["state"] == "dead"
     (attempt,) = windrow("jobs", "get", "keys", str(job["id"]), "--json").documents[0]["attempts"]
@@ -1097,7 +1100,7 @@ def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
         (["ack", "a", "not/a lease!"], 2, "'not/a lease!' is not a lease"),
         (["ack", "a", "AAAA"], 2, "LEASE number 1: "),
         (["jobs", "get", "a", "123"], 2, "'123' is not a job id"),
-        (["jobs", "list", "a", "q", "--state", "done"], 2, ": 'done' is not one of 'scheduled', 'ready'"),
+        (["jobs", "list", "a", "q", "--state", "done"], 2, ": 'done' is not one of 'blocked', 'scheduled', 'ready'"),
         (["jobs", "list", "a", "nope"], 4, "org 'a' has no queue 'nope'"),
         (["jobs", "why", "a", "123"], 2, "'123' is not a job id"),
         (["jobs", "why", "a", ID_OF_NONE], 4, "has no job 019a9f5e"),

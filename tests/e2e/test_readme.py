@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import RunningCluster
-from windrow import SyncClient
+from windrow import NodeState, SyncClient
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_S = 120.0
@@ -74,6 +74,16 @@ def test_the_program_of_the_page_about_schedules_declares_them(cluster: RunningC
             "refresh-prices",
             "send_digest",
         ]
+
+
+def test_the_program_of_the_page_about_workflows_starts_one(cluster: RunningCluster) -> None:
+    program = blocks("docs/workflows.md", "python")[0]
+    done = run([sys.executable, "-c", program], cluster)
+    assert done.returncode == 0, done.stderr
+    with SyncClient(cluster.address, org="acme") as client:
+        workflow, counts = client.get_workflow(done.stdout.strip())
+        assert (workflow.name, workflow.nodes, counts[NodeState.BLOCKED]) == ("nightly", 101, 1)
+        client.cancel_workflow(workflow.id)
 
 
 @pytest.mark.parametrize(("at", "says"), [(0, "the stream ended with OK"), (1, "a card to ada")])

@@ -37,7 +37,7 @@ from tests.issuers import jwks, jwt_table, put, signing_key
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, running_routers, write_cluster
 from tests.streams import start
-from windrow.v1 import admin_pb2, queue_pb2, schedules_pb2
+from windrow.v1 import admin_pb2, queue_pb2, schedules_pb2, workflows_pb2
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +118,8 @@ NAMING: dict[str, Callable[[Target], Message]] = {
             *("Admin/ExplainJob", "Admin/ExplainQueue", "Schedules/GetSchedule", "Schedules/UpdateSchedule"),
             *("Schedules/DeleteSchedule", "Schedules/PauseSchedule", "Schedules/ResumeSchedule"),
             *("Schedules/TriggerSchedule", "Schedules/BackfillSchedule", "Schedules/PreviewSchedule"),
+            *("Workflows/GetWorkflow", "Workflows/CancelWorkflow", "Workflows/PauseWorkflow", "Workflows/SkipNode"),
+            *("Workflows/ResumeWorkflow", "Workflows/ListParents"),
         )
     },
     "Queue/Consume": lambda it: queue_pb2.ConsumeRequest(
@@ -130,6 +132,12 @@ NAMING: dict[str, Callable[[Target], Message]] = {
     "Admin/CountJobs": lambda it: admin_pb2.CountJobsRequest(org=it.org, page_token=it.page_token),
     "Schedules/ListSchedules": lambda it: schedules_pb2.ListSchedulesRequest(
         org=it.org, page_token=it.schedule_page_token
+    ),
+    "Workflows/ListWorkflows": lambda it: workflows_pb2.ListWorkflowsRequest(
+        org=it.org, page_token=it.workflow_page_token
+    ),
+    "Workflows/ListNodes": lambda it: workflows_pb2.ListNodesRequest(
+        org=it.org, id=it.workflow, page_token=it.node_page_token
     ),
 }
 
@@ -162,6 +170,8 @@ def test_what_is_another_orgs_is_answered_as_what_does_not_exist(
         lease=owned.lease[:-16] + secrets.token_bytes(16),
         page_token=owned.page_token,
         queue_page_token=owned.queue_page_token,
+        node_page_token=owned.node_page_token,
+        workflow_page_token=owned.workflow_page_token,
     )
     assert answer == told(nobodys)
     assert owned.org not in str(answer)

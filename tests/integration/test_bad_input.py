@@ -36,7 +36,7 @@ from tests.postgres import Server
 from tests.routers import PATIENCE_S, Stubs, fields_of, running_routers, stubs, violated_fields, write_cluster
 from tests.streams import extends
 from tests.verbs import lease_request
-from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2, schedules_pb2
+from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2, schedules_pb2, workflows_pb2
 
 SHARDS = ("s1", "s2")
 ORG = "seeded"
@@ -458,7 +458,7 @@ def admin_cases() -> Iterator[Bad]:
     yield from of("ListJobs", "page_token", LIVE_TOKENS)
     for state in (job_pb2.JOB_STATE_DEAD, job_pb2.JOB_STATE_SUCCEEDED):
         yield from of("ListJobs", "page_token", UUID_TOKENS, state=state)
-    yield from of("ListJobs", "state", {"unknown": 7, "negative": -1, "unspecified": 0})
+    yield from of("ListJobs", "state", {"unknown": 8, "negative": -1, "unspecified": 0})
     yield from of("CountJobs", "page_token", UUID_TOKENS)
     listing, ready = admin_pb2.ListJobsRequest, job_pb2.JOB_STATE_READY
     for rpc in ("ListJobs", "CountJobs"):
@@ -466,7 +466,7 @@ def admin_cases() -> Iterator[Bad]:
             yield from of(rpc, field, TIMESTAMPS)
         yield from of(rpc, "attributes", {"too many": {str(at): "" for at in range(33)}})
         make, _ = requests[rpc]
-        for why, bad_state in {"unknown": 7, "negative": -1, "unspecified": 0}.items():
+        for why, bad_state in {"unknown": 8, "negative": -1, "unspecified": 0}.items():
             yield Bad(rpc, "states[1]", why, make(org=ORG, states=[ready, job_pb2.JobState.ValueType(bad_state)]))
         yield Bad(rpc, "states", "too many", make(org=ORG, states=[ready] * 7))
     for rpc in ("ListJobs", "CountJobs", "RedriveQueue"):
@@ -569,7 +569,8 @@ def seed(both: Stubs) -> None:
             queue_pb2.GetJobsRequest(org=ORG, ids=[result.id for result in stored.results]), timeout=PATIENCE_S
         ).jobs
     }
-    assert states == set(job_pb2.JobState.values()) - {job_pb2.JOB_STATE_UNSPECIFIED}
+    # Workflows have jobs that are BLOCKED.
+    assert states == set(job_pb2.JobState.values()) - {job_pb2.JOB_STATE_UNSPECIFIED, job_pb2.JOB_STATE_BLOCKED}
 
 
 def schedule_cases() -> Iterator[Bad]:
@@ -659,6 +660,74 @@ def schedule_cases() -> Iterator[Bad]:
         yield Bad("CreateSchedule", f"spec.{field}", "bad", make(**{**fields, "spec": {**spec, field: value}}))
 
 
+def workflow_cases() -> Iterator[Bad]:
+    """test_workflows_codec.py has what is wrong with a graph."""
+    good: dict[str, Any] = {"org": ORG, "id": SECOND_JOB}
+    job = {"template": {"queue": QUEUE, "kind": "send"}}
+    node = {"name": "first", "job": job}
+    requests: dict[str, tuple[type[Message], dict[str, Any]]] = {
+        "StartWorkflow": (workflows_pb2.StartWorkflowRequest, {**good, "nodes": [node]}),
+        "GetWorkflow": (workflows_pb2.GetWorkflowRequest, good),
+        "ListNodes": (workflows_pb2.ListNodesRequest, good),
+        "ListWorkflows": (workflows_pb2.ListWorkflowsRequest, {"org": ORG}),
+        "CancelWorkflow": (workflows_pb2.CancelWorkflowRequest, good),
+        "PauseWorkflow": (workflows_pb2.PauseWorkflowRequest, good),
+        "ResumeWorkflow": (workflows_pb2.ResumeWorkflowRequest, good),
+        "SkipNode": (workflows_pb2.SkipNodeRequest, {**good, "node": "first"}),
+        "ListParents": (workflows_pb2.ListParentsRequest, good),
+    }
+
+    def of(rpc: str, field: str, values: dict[str, Any]) -> Iterator[Bad]:
+        make, fields = requests[rpc]
+        yield from each(rpc, make, field, values, fields)
+
+    texts = {"too long": "x" * 129, "with a line break": "a\n", "with NUL": "a\0b"}
+    for rpc in requests:
+        yield from of(rpc, "org", ORGS)
+        if rpc != "ListWorkflows":
+            yield from of(rpc, "id", IDS)
+    yield from of("StartWorkflow", "name", texts)
+    yield from of("StartWorkflow", "nodes", {"empty": []})
+    yield from of("SkipNode", "node", {"empty": "", **texts})
+    yield from of("CancelWorkflow", "reason", {"too long": "x" * 1025, "with NUL": "a\0b"})
+    yield from of("ListWorkflows", "state", {"unknown": 99})
+    for rpc in ("ListNodes", "ListWorkflows"):
+        yield from of(rpc, "page_size", PAGE_SIZES)
+    yield from of("ListParents", "page_size", {**NUMBERS_BELOW_0, "above 100": 101})
+    yield from of("ListParents", "node", {**NUMBERS_BELOW_0, "above 10,000": 10_001})
+    forged = {
+        "no base64": "what's this?",
+        "half base64": "abc",
+        "no UTF-8": base64.urlsafe_b64encode(b"\xff\xfe").decode(),
+        "of a word": base64.urlsafe_b64encode(b"mail").decode(),
+        "of a negative number": base64.urlsafe_b64encode(b"-1").decode(),
+        "of a large number": base64.urlsafe_b64encode(b"9" * 20).decode(),
+        "too long": "x" * 100,
+    }
+    for rpc in ("ListNodes", "ListWorkflows", "ListParents"):
+        yield from of(rpc, "page_token", forged)
+    make, fields = requests["StartWorkflow"]
+    nodes: dict[str, dict[str, Any]] = {
+        "nodes[0].name": {**node, "name": "a\nb"},
+        "nodes[0].job": {"name": "first"},
+        "nodes[0].job.template.queue": {"name": "first", "job": {"template": {"queue": "", "kind": "send"}}},
+        "nodes[0].job.id": {**node, "job": {**job, "id": SECOND_JOB}},
+        "nodes[0].job.dedup": {**node, "job": {**job, "dedup": {"key": "k"}}},
+        "nodes[0].job.run_at": {**node, "job": {**job, "run_at": Timestamp(seconds=2 * TEN_YEARS_S + 10**9 * 2)}},
+        "nodes[0].after[0].node": {**node, "after": [{"node": "first"}]},
+        "nodes[0].after[0].on_failed": {**node, "after": [{"node": "other", "on_failed": 99}]},
+        "nodes[0].callback": {**node, "callback": 99},
+    }
+    for path, bad in nodes.items():
+        yield Bad("StartWorkflow", path, "bad", make(**{**fields, "nodes": [bad]}))
+    yield Bad(
+        "StartWorkflow",
+        "id",
+        "too old",
+        make(**{**fields, "id": "01000000-0000-7000-8000-000000000000"}),
+    )
+
+
 def books_of(both: Stubs) -> dict[tuple[str, str], bytes]:
     return {place: one.SerializeToString() for place, one in both.books(*SHARDS).items()}
 
@@ -670,12 +739,14 @@ def refusal(call: Callable[[], object]) -> grpc.RpcError:
 
 
 def send(both: Stubs, rpc: str, request: Message) -> object:
-    service = next(one for one in (both.queue, both.admin, both.cluster, both.schedules) if hasattr(one, rpc))
+    service = next(
+        one for one in (both.queue, both.admin, both.cluster, both.schedules, both.workflows) if hasattr(one, rpc)
+    )
     answer = getattr(service, rpc)(request, timeout=PATIENCE_S)
     return list(answer) if rpc == "CheckShard" else answer
 
 
-CASES = [*queue_cases(), *admin_cases(), *schedule_cases()]
+CASES = [*queue_cases(), *admin_cases(), *schedule_cases(), *workflow_cases()]
 
 
 @pytest.fixture(scope="module")
@@ -700,6 +771,7 @@ def test_every_rpc_that_takes_input_is_among_the_bad_requests() -> None:
         admin_pb2.DESCRIPTOR.services_by_name["Admin"],
         cluster_pb2.DESCRIPTOR.services_by_name["Cluster"],
         schedules_pb2.DESCRIPTOR.services_by_name["Schedules"],
+        workflows_pb2.DESCRIPTOR.services_by_name["Workflows"],
     )
     takes_input = {
         (method.name, field.name)

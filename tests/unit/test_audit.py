@@ -10,7 +10,7 @@ from google.protobuf.descriptor import Descriptor
 from router.codec.status import InvalidRequest, Violation
 from router.gate.audit import CLUSTER_CHANGES, NAMES_ONLY, RECORDED, TEMPLATES, outcome_of, recorded_of
 from shard.admin import audit
-from windrow.v1 import access_pb2, admin_pb2, cluster_pb2, job_pb2, queue_pb2, schedules_pb2
+from windrow.v1 import access_pb2, admin_pb2, cluster_pb2, job_pb2, queue_pb2, schedules_pb2, workflows_pb2
 
 # Fields of these names must never be in the log, wherever they are.
 SECRET = {"payload", "result", "token", "secret", "password", "checkpoint", "log"}
@@ -22,6 +22,7 @@ def audited_requests() -> list[Descriptor]:
         admin_pb2.DESCRIPTOR.services_by_name["Admin"],
         cluster_pb2.DESCRIPTOR.services_by_name["Cluster"],
         schedules_pb2.DESCRIPTOR.services_by_name["Schedules"],
+        workflows_pb2.DESCRIPTOR.services_by_name["Workflows"],
     )
     return [
         method.input_type

@@ -53,6 +53,10 @@ RAISED: dict[str, Callable[[], BaseException]] = {
     "SCHEDULE_NOT_FOUND": lambda: errors.UnknownSchedule(ACME, "daily"),
     "SCHEDULE_EXISTS": lambda: errors.ScheduleExists(ACME, "daily"),
     "TOO_MANY_SCHEDULES": lambda: errors.TooManySchedules(ACME, schedules_max=10_000),
+    "WORKFLOW_NOT_FOUND": lambda: errors.UnknownWorkflow(ACME, "019a9f5e"),
+    "WORKFLOW_EXISTS": lambda: errors.WorkflowExists(ACME, "019a9f5e"),
+    "NODE_NOT_FOUND": lambda: errors.UnknownNode(ACME, "019a9f5e", "load"),
+    "NODE_ENDED": lambda: errors.NodeEnded("019a9f5e", "load"),
     "LIMIT_REACHED": lambda: errors.LimitReached(
         ACME,
         Limit(LimitKey(ACME, MAIL, Measure.JOBS), 10, 1_000_000, 1),

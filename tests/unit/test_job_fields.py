@@ -17,6 +17,7 @@ from shard.schedules.statements import STORE_RUNS
 from shard.vocabulary import (
     JOB_CONTENT,
     OF_SCHEDULES,
+    OF_WORKFLOWS,
     REPORTED,
     SPARSE_COLUMNS,
     Claimed,
@@ -27,6 +28,7 @@ from shard.vocabulary import (
     QueueName,
     ShardName,
 )
+from shard.workflows.statements import STORE_WORKFLOW
 from tests.jobs import fullest_job
 from tests.unit.test_statements import PACKAGES, SHARD, loaded
 from windrow.v1 import job_pb2
@@ -52,6 +54,7 @@ RECORD = JobRecord(
     history=None,
     progress='{"done": 3}',
     scheduled_run='{"schedule":"daily","at":5,"previous":4,"cause":"schedule"}',
+    workflow_node="019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55/3",
     checkpoint=b"checkpoint",
     **{
         column: getattr(fullest_job(ORG), array)[0]
@@ -73,6 +76,7 @@ CLAIMED = Claimed(
     expired=False,
     checkpoint=b"checkpoint",
     scheduled_run=RECORD.scheduled_run,
+    workflow_node=RECORD.workflow_node,
     **{
         column: getattr(fullest_job(ORG), array)[0]
         for column, array in JOB_CONTENT.items()
@@ -96,14 +100,19 @@ def test_every_insert_of_a_stored_job_names_what_consumers_reported() -> None:
         for statement in loaded(package).values():
             for columns in INSERT.findall(statement.decode()):
                 # These make new jobs.
-                if statement not in (statements.ENQUEUE, statements.ENQUEUE_PLAIN, STORE_RUNS):
-                    assert set(re.findall(r"\w+", columns)) >= {*REPORTED, *OF_SCHEDULES}, statement.name
+                if statement not in (statements.ENQUEUE, statements.ENQUEUE_PLAIN, STORE_RUNS, STORE_WORKFLOW):
+                    named = set(re.findall(r"\w+", columns))
+                    assert named >= {*REPORTED, *OF_SCHEDULES, *OF_WORKFLOWS}, statement.name
 
 
 def test_other_inserts_of_jobs_copy_whole_rows() -> None:
     paths = [path for path in Path(SHARD).rglob("*") if path.suffix == ".py" or path.parent.name == "migrations"]
     found = [line for path in paths for line in path.read_text().splitlines() if INSERT.search(line)]
-    assert [line.partition("INSERT")[2] for line in found] == [' INTO windrow.cold SELECT * FROM {}", day.name)']
+    assert {line.partition("INSERT")[2] for line in found} == {
+        ' INTO windrow.cold SELECT * FROM {}", day.name)',
+        # It reads the names of the columns from the catalog.
+        " INTO windrow.finished (' || names || ', run_at, state, reason, finished_at, retention) '",
+    }
 
 
 def test_every_column_of_new_jobs_is_sent_to_the_shard() -> None:
@@ -167,7 +176,8 @@ def test_a_field_of_a_new_job_is_in_its_columns(kind: type[Message]) -> None:
 
 
 @pytest.mark.parametrize(
-    "column", [column for column in (*JOB_CONTENT, *REPORTED, *OF_SCHEDULES) if column in JobRecord._fields]
+    "column",
+    [column for column in (*JOB_CONTENT, *REPORTED, *OF_SCHEDULES, *OF_WORKFLOWS) if column in JobRecord._fields],
 )
 def test_a_column_of_a_record_is_in_its_message(column: str) -> None:
     shard = ShardName("s1")
@@ -177,7 +187,8 @@ def test_a_column_of_a_record_is_in_its_message(column: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "column", [column for column in (*JOB_CONTENT, *REPORTED, *OF_SCHEDULES) if column in Claimed._fields]
+    "column",
+    [column for column in (*JOB_CONTENT, *REPORTED, *OF_SCHEDULES, *OF_WORKFLOWS) if column in Claimed._fields],
 )
 def test_a_column_of_a_claim_is_in_its_message(column: str) -> None:
     if column == "payload":

@@ -20,7 +20,7 @@ import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 from google.protobuf.message import Message
 
-from windrow.v1 import admin_pb2, cluster_pb2, queue_pb2, queue_pb2_grpc, schedules_pb2
+from windrow.v1 import admin_pb2, cluster_pb2, queue_pb2, queue_pb2_grpc, schedules_pb2, workflows_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
 PROTO = ROOT / "proto"
@@ -186,7 +186,13 @@ def test_the_files_for_errors_are_those_that_the_python_client_uses() -> None:
 
 _UNARY = {
     f"{service.full_name}/{method.name}"
-    for file in (queue_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR, cluster_pb2.DESCRIPTOR, schedules_pb2.DESCRIPTOR)
+    for file in (
+        queue_pb2.DESCRIPTOR,
+        admin_pb2.DESCRIPTOR,
+        cluster_pb2.DESCRIPTOR,
+        schedules_pb2.DESCRIPTOR,
+        workflows_pb2.DESCRIPTOR,
+    )
     for service in file.services_by_name.values()
     for method in service.methods
     if not (method.client_streaming or method.server_streaming)
@@ -196,7 +202,7 @@ _UNARY = {
 def test_the_service_config_names_every_unary_call_that_is_safe_to_repeat_whatever_the_request_has() -> None:
     (policy,) = json.loads(CONFIG.read_text())["methodConfig"]
     named = {f"{name['service']}/{name['method']}" for name in policy["name"]}
-    reads = re.compile(r"windrow\.v1\.(Admin|Cluster|Schedules)/(Explain|Get|List|Preview)")
+    reads = re.compile(r"windrow\.v1\.(Admin|Cluster|Schedules|Workflows)/(Explain|Get|List|Preview)")
     queue = {call for call in _UNARY if call.startswith("windrow.v1.Queue/")}
     # Jobs without an id would be stored twice.
     assert named == queue - {"windrow.v1.Queue/Enqueue"} | set(filter(reads.match, _UNARY))

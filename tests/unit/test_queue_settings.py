@@ -68,4 +68,6 @@ def test_statements_ask_in_one_way_whether_a_queue_gives_jobs() -> None:
         "walk_queues",
         "sweep",
     }
-    assert not [path for path in (SHARD / "queue" / "sql").glob("*.sql") if "paused" in path.read_text()]
+    # This one is about workflows, which can be paused too.
+    others = [path for path in (SHARD / "queue" / "sql").glob("*.sql") if path.stem != "explain_blocked"]
+    assert not [path for path in others if "paused" in path.read_text()]

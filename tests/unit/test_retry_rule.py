@@ -64,7 +64,8 @@ def test_pages_and_examples_name_the_four_that_end_a_call_everywhere(file: str, 
 
 
 def test_the_page_about_other_languages_names_what_else_ends_calls_of_the_other_services() -> None:
-    assert codes(part("docs/clients.md", "Calls of `Admin`, `Cluster` and `Schedules` also end with", ".")) == ANSWERS
+    begin = "Calls of `Admin`, `Cluster`, `Schedules` and `Workflows` also end with"
+    assert codes(part("docs/clients.md", begin, ".")) == ANSWERS
 
 
 def test_grpc_itself_repeats_nothing_that_the_rule_does_not_repeat() -> None:

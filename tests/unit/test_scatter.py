@@ -163,7 +163,7 @@ def test_a_page_ends_where_one_shard_has_looked_no_further() -> None:
 
 
 def counts(queue: str, **more: int | None) -> QueueCounts:
-    whole: dict[str, int | None] = dict.fromkeys(QueueCounts._fields[1:7], 0)
+    whole: dict[str, int | None] = dict.fromkeys(QueueCounts._fields[1:8], 0)
     whole |= {"oldest_ready_age_us": None, "next_due": None} | more
     return QueueCounts(queue=QueueName(queue), paused=False, **whole)  # type: ignore[arg-type]
 
@@ -183,9 +183,11 @@ def test_counts_are_summed_by_queue_and_times_are_the_extreme_ones() -> None:
 
 def test_what_is_on_its_way_is_counted_once() -> None:
     chunk = Chunk(7, 2)
-    leaving = LeavingCounts(scheduled=1, ready=2, dead=3, oldest_ready_age_us=9, next_due=Micros(60), chunk=chunk)
+    leaving = LeavingCounts(
+        blocked=1, scheduled=1, ready=2, dead=3, oldest_ready_age_us=9, next_due=Micros(60), chunk=chunk
+    )
     source = [counts("a", ready=1)._replace(leaving=leaving, chunk=chunk)]
-    also = counts("a", scheduled=1, ready=3, dead=3, oldest_ready_age_us=9, next_due=60)
+    also = counts("a", blocked=1, scheduled=1, ready=3, dead=3, oldest_ready_age_us=9, next_due=60)
     before = [counts("b")._replace(chunk=Chunk(7, 1)), counts("c")._replace(chunk=None)]
     assert summed([source, before]) == [also, counts("b"), counts("c")]
     # A chunk of an earlier move does not count.

@@ -16,6 +16,7 @@ from shard.postgres import statements as postgres
 from shard.postgres.sql_loader import Statement, load
 from shard.queue import statements as queue
 from shard.schedules import statements as schedules
+from shard.workflows import statements as workflows
 
 SHARD = Path(__file__).resolve().parents[2] / "shard"
 PACKAGES = {
@@ -26,6 +27,7 @@ PACKAGES = {
     "postgres": postgres,
     "queue": queue,
     "schedules": schedules,
+    "workflows": workflows,
 }
 # Statements of other packages that a package may run, by the package that owns them.
 SHARED = {
@@ -38,6 +40,7 @@ SHARED = {
     ("placement", "postgres"): {"COMPARE_MARK", "LOCK_EXCLUSIVE", "READ_IDENTITY"},
     ("queue", "placement"): {"INSERT_NAMES", "INSERT_QUEUES"},
     ("queue", "postgres"): {"WAIT_FOR_STANDBY"},
+    ("workflows", "placement"): {"FOLD_WORKFLOWS"},
 }
 
 

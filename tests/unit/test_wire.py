@@ -90,6 +90,7 @@ def claimed_jobs(lease: int) -> st.SearchStrategy[Claimed]:
         max_runtime_us=st.none() | st.integers(1_000_000, 2_592_000_000_000),
         checkpoint=st.none() | PAYLOADS,
         scheduled_run=st.none() | RUNS,
+        workflow_node=st.none() | st.builds("{}/{}".format, IDS, st.integers(0, 10_000)),
     )
 
 
@@ -113,6 +114,7 @@ def as_message(job: Claimed) -> job_pb2.LeasedJob:
         max_runtime=None if job.max_runtime_us is None else convert.duration(job.max_runtime_us),
         checkpoint=job.checkpoint or b"",
         scheduled_run=None if job.scheduled_run is None else convert.scheduled_run(job.scheduled_run),
+        workflow=None if job.workflow_node is None else convert.workflow_node(job.workflow_node),
         group=job.group_key or "",
     )
 

@@ -65,6 +65,7 @@ class QueueStats:
     """How many jobs of a queue are in each state."""
 
     queue: str
+    blocked: int
     scheduled: int
     ready: int
     leased: int
@@ -469,6 +470,7 @@ def _read_queue(message: admin_pb2.QueueInfo) -> QueueRecord:
 def _read_stats(message: admin_pb2.QueueStats, *, with_finished: bool) -> QueueStats:
     return QueueStats(
         queue=message.queue,
+        blocked=message.blocked,
         scheduled=message.scheduled,
         ready=message.ready,
         leased=message.leased,

@@ -243,6 +243,17 @@ def _in_flight_limit(of: _Figures) -> str:
     return f"{whose} may have {_jobs(of['amount'])} leased at a time, and has {of['usage']:,}: one must end first"
 
 
+def _blocked(of: _Figures) -> str:
+    where = f"node {of['node']!r} of workflow {of['workflow_id']}"
+    if of["paused"]:
+        return f"{where} waits because the workflow is paused"
+    if not of["left"]:
+        return f"{where} waits for the end of the workflow"
+    names = ", ".join(map(repr, of["waits_for"])) + (", …" if of["left"] > len(of["waits_for"]) else "")
+    least = "more than " if of["at_least"] else ""
+    return f"{where} waits for {least}{of['left']:,} {'node' if of['left'] == 1 else 'nodes'}: {names}"
+
+
 _SENTENCES: Mapping[str, Callable[[_Figures], str]] = {
     "finished": _finished,
     "dead": _dead,
@@ -272,6 +283,7 @@ _SENTENCES: Mapping[str, Callable[[_Figures], str]] = {
     "in_flight": _in_flight,
     "backlog": _backlog,
     "group": _group,
+    "blocked": _blocked,
     "group_backlog": lambda of: (
         f"{'more than ' if of['at_least'] else ''}{_jobs(of['jobs'])} wait for others of their groups to end"
     ),

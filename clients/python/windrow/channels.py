@@ -20,6 +20,7 @@ from windrow.v1.admin_pb2_grpc import AdminStub
 from windrow.v1.cluster_pb2_grpc import ClusterStub
 from windrow.v1.queue_pb2_grpc import QueueStub
 from windrow.v1.schedules_pb2_grpc import SchedulesStub
+from windrow.v1.workflows_pb2_grpc import WorkflowsStub
 
 if TYPE_CHECKING:
     # Only the stubs know them.
@@ -27,19 +28,27 @@ if TYPE_CHECKING:
     from windrow.v1.cluster_pb2_grpc import ClusterAsyncStub
     from windrow.v1.queue_pb2_grpc import QueueAsyncStub
     from windrow.v1.schedules_pb2_grpc import SchedulesAsyncStub
+    from windrow.v1.workflows_pb2_grpc import WorkflowsAsyncStub
 
-    class Stub(QueueAsyncStub, AdminAsyncStub, ClusterAsyncStub, SchedulesAsyncStub):  # pyright: ignore[reportGeneralTypeIssues]
+    class Stub(
+        QueueAsyncStub,  # pyright: ignore[reportGeneralTypeIssues]
+        AdminAsyncStub,  # pyright: ignore[reportGeneralTypeIssues]
+        ClusterAsyncStub,  # pyright: ignore[reportGeneralTypeIssues]
+        SchedulesAsyncStub,  # pyright: ignore[reportGeneralTypeIssues]
+        WorkflowsAsyncStub,  # pyright: ignore[reportGeneralTypeIssues]
+    ):
         """The methods of the services on one channel."""
 
         def __init__(self, channel: aio.Channel) -> None: ...
 else:
 
-    class Stub(QueueStub, AdminStub, ClusterStub, SchedulesStub):
+    class Stub(QueueStub, AdminStub, ClusterStub, SchedulesStub, WorkflowsStub):
         def __init__(self, channel):
             QueueStub.__init__(self, channel)
             AdminStub.__init__(self, channel)
             ClusterStub.__init__(self, channel)
             SchedulesStub.__init__(self, channel)
+            WorkflowsStub.__init__(self, channel)
 
 
 # The contract allows requests of 16 MiB; the margin is for the envelope around one.

@@ -1,6 +1,6 @@
 """The asyncio client: one method for each call of the queue service. admin.py has those of the admin service,
-job_changes.py those that change jobs by hand, schedules.py those about schedules; calls.py has retries and
-connections."""
+job_changes.py those that change jobs by hand, schedules.py those about schedules, workflows.py those about
+workflows; calls.py has retries and connections."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ from windrow.tls import Tls
 from windrow.tokens import Token, tokens_of
 from windrow.tracing import Tracing
 from windrow.v1 import job_pb2, queue_pb2, server_pb2
+from windrow.workflows import WorkflowCalls
 
 ADDRESS_DEFAULT = "127.0.0.1:7419"
 ADDRESS_VARIABLE = "WINDROW_ADDRESS"
@@ -96,7 +97,7 @@ CallNext = Callable[[Sequence[NewJob]], Awaitable[list[Enqueued]]]
 Middleware = Callable[[Sequence[NewJob], CallNext], Awaitable[list[Enqueued]]]
 
 
-class Client(JobChanges, ScheduleCalls):
+class Client(JobChanges, ScheduleCalls, WorkflowCalls):
     """The queues and jobs of one org. Make one client for each event loop and share it: calls run concurrently.
 
     - `address`: HOST:PORT, or grpcs://HOST:PORT for TLS; default $WINDROW_ADDRESS, or 127.0.0.1:7419 if that is not

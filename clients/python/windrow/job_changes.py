@@ -28,7 +28,7 @@ _PRIORITY_MAX = 9
 _FIRST_MAX = 5
 _WAITING = frozenset({JobState.SCHEDULED, JobState.READY})
 _DEAD = frozenset({JobState.DEAD})
-_UNFINISHED = _WAITING | _DEAD | {JobState.LEASED}
+_UNFINISHED = _WAITING | _DEAD | {JobState.LEASED, JobState.BLOCKED}
 
 # The conditions of a JobFilter that are times, as CountJobsRequest names them too.
 _TIMES = ("created_after", "created_before", "died_after", "died_before")

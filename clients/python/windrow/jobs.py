@@ -32,6 +32,8 @@ _LOST_LOCK = threading.Lock()
 class JobState(enum.Enum):
     """The state of a job."""
 
+    # It waits for other nodes of its workflow.
+    BLOCKED = "blocked"
     SCHEDULED = "scheduled"
     READY = "ready"
     LEASED = "leased"
@@ -81,6 +83,14 @@ class ScheduledRun:
     # The nominal time of the run that was stored before; None: there is none.
     previous_at: datetime | None
     cause: RunCause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkflowNode:
+    """Which node of a workflow a job is."""
+
+    workflow_id: str
+    node: int
 
 
 class LostReason(enum.Enum):
@@ -273,6 +283,8 @@ class Job:
     checkpoint: bytes = b""
     # The run of the schedule that stored the job; None: a producer enqueued it.
     scheduled_run: ScheduledRun | None = None
+    # Its node in a workflow: Client.parents returns the results of the nodes that it waited for. None: it has none.
+    workflow: WorkflowNode | None = None
     # The org that owns the job: the client's, unless the worker works for all orgs.
     org: str = ""
     # A Worker sets this when the handler should stop; `job.lost.reason` says why. A `def` handler that runs long should
@@ -385,6 +397,8 @@ class JobRecord:
     log: str = ""
     # The run of the schedule that stored the job; None: a producer enqueued it.
     scheduled_run: ScheduledRun | None = None
+    # Its node in a workflow; None: it has none.
+    workflow: WorkflowNode | None = None
 
 
 # The fields of a NewJob that must be a str or an int.
@@ -623,6 +637,7 @@ def read_leased(message: job_pb2.LeasedJob, *, reporter: Reporter = _NOBODY) -> 
     job.group = message.group
     job.checkpoint = message.checkpoint
     job.scheduled_run = read_scheduled_run(message.scheduled_run) if message.HasField("scheduled_run") else None
+    job.workflow = read_workflow_node(message.workflow) if message.HasField("workflow") else None
     job.reporter = reporter
     job.logged = JobLog()
     return job
@@ -669,7 +684,7 @@ def read_record(message: job_pb2.Job, *, with_payload: bool) -> JobRecord:
         max_runtime=message.max_runtime.ToTimedelta() if message.HasField("max_runtime") else None,
         group=message.group,
         enqueued_at=moment(message.enqueued_at),
-        run_at=moment(message.run_at),
+        run_at=moment(message.run_at if message.HasField("run_at") else message.enqueued_at),
         expires_at=moment(message.expires_at) if message.HasField("expires_at") else None,
         lease_deadline=moment(message.lease_deadline) if message.HasField("lease_deadline") else None,
         finished_at=moment(message.finished_at) if message.HasField("finished_at") else None,
@@ -692,7 +707,12 @@ def read_record(message: job_pb2.Job, *, with_payload: bool) -> JobRecord:
         checkpoint=message.checkpoint if with_payload else None,
         log=message.log,
         scheduled_run=read_scheduled_run(message.scheduled_run) if message.HasField("scheduled_run") else None,
+        workflow=read_workflow_node(message.workflow) if message.HasField("workflow") else None,
     )
+
+
+def read_workflow_node(message: job_pb2.WorkflowNode) -> WorkflowNode:
+    return WorkflowNode(workflow_id=message.workflow_id, node=message.node)
 
 
 def read_scheduled_run(message: job_pb2.ScheduledRun) -> ScheduledRun:

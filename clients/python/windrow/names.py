@@ -42,6 +42,7 @@ from windrow.jobs import (
     RetryPolicy,
     RunCause,
     ScheduledRun,
+    WorkflowNode,
 )
 from windrow.limits import Limit, LimitMeasure, LimitReached
 from windrow.outcomes import Kill, Retry, Snooze
@@ -64,9 +65,25 @@ from windrow.sync_client import SyncClient
 from windrow.tls import Tls
 from windrow.tokens import Token
 from windrow.worker import ALL, Worker
+from windrow.workflows import (
+    IGNORE,
+    RUN_ANYWAY,
+    Callback,
+    FailurePolicy,
+    Node,
+    NodeRecord,
+    NodeState,
+    Parent,
+    Started,
+    Workflow,
+    WorkflowRecord,
+    WorkflowState,
+)
 
 __all__ = [
     "ALL",
+    "IGNORE",
+    "RUN_ANYWAY",
     "AlreadyExists",
     "Answer",
     "Attempt",
@@ -74,6 +91,7 @@ __all__ = [
     "Backfilled",
     "Batch",
     "BulkChange",
+    "Callback",
     "CatchUp",
     "Cause",
     "Client",
@@ -84,6 +102,7 @@ __all__ = [
     "ExponentialRetry",
     "FailedPrecondition",
     "Failure",
+    "FailurePolicy",
     "FixedRetry",
     "InvalidJob",
     "InvalidRequest",
@@ -101,8 +120,12 @@ __all__ = [
     "Lost",
     "LostReason",
     "NewJob",
+    "Node",
+    "NodeRecord",
+    "NodeState",
     "NotFound",
     "Overlap",
+    "Parent",
     "Payload",
     "PermissionDenied",
     "Progress",
@@ -125,6 +148,7 @@ __all__ = [
     "ServerInfo",
     "SkipReason",
     "Snooze",
+    "Started",
     "Stats",
     "SyncClient",
     "TimedOut",
@@ -136,6 +160,10 @@ __all__ = [
     "Violation",
     "WindrowError",
     "Worker",
+    "Workflow",
+    "WorkflowNode",
+    "WorkflowRecord",
+    "WorkflowState",
     "nth_id",
     "run",
     "uuid7",

@@ -2,14 +2,14 @@
 WITH live AS (
     SELECT
         {{org_of(j)}} AS org_id,
-        count(*) FILTER (WHERE {{is_later(j)}} AND j.lease IS NULL) AS scheduled,
+        count(*) FILTER (WHERE ({{is_later(j)}} OR {{is_blocked(j)}}) AND j.lease IS NULL) AS scheduled,
         count(*) FILTER (WHERE {{is_due(j)}}) AS ready,
         count(*) FILTER (WHERE j.visible_at > now() AND j.lease IS NOT NULL) AS leased
     FROM (
-        SELECT j.queue_id, j.visible_at, j.lease FROM windrow.job j
+        SELECT j.queue_id, j.visible_at, j.lease, j.run_at FROM windrow.job j
         UNION ALL
         -- Until it is deleted here, an exported job counts in its state before the export.
-        SELECT d.queue_id, d.run_at, NULL FROM windrow.departing d WHERE d.reason IS NULL
+        SELECT d.queue_id, d.run_at, NULL, d.run_at FROM windrow.departing d WHERE d.reason IS NULL
     ) j
     GROUP BY 1
 ), aside AS (

@@ -12,9 +12,10 @@ FROM (
         AND j.id >= %(from_id)s::uuid AND j.id < %(before_id)s::uuid
         AND (%(kind)s = '' OR j.kind = %(kind)s)
         AND (%(attributes)s::jsonb IS NULL OR j.attributes @> %(attributes)s::jsonb)
-        AND %(states)s::text[] && '{scheduled,ready,leased}'
+        AND %(states)s::text[] && '{blocked,scheduled,ready,leased}'
         AND CASE
             WHEN {{is_due(j)}} THEN 'ready'
+            WHEN {{is_blocked(j)}} THEN 'blocked'
             WHEN j.lease IS NULL THEN 'scheduled'
             ELSE 'leased'
         END = ANY (%(states)s::text[])
@@ -35,6 +36,7 @@ FROM (
             CASE
                 WHEN g.reason IS NOT NULL THEN 'dead'
                 WHEN g.run_at <= now() THEN 'ready'
+                WHEN {{is_blocked(g)}} THEN 'blocked'
                 ELSE 'scheduled'
             END AS state
         FROM windrow.departing g

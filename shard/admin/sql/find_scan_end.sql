@@ -8,7 +8,7 @@ FROM (
         FROM windrow.job j
         WHERE {{org_of(j)}} = %(org_id)s::bigint AND (%(queue)s = '' OR j.queue_id = ANY (%(queue_ids)s::bigint[]))
             AND j.id >= %(from_id)s::uuid AND j.id < %(before_id)s::uuid
-            AND %(states)s::text[] && '{scheduled,ready,leased}'
+            AND %(states)s::text[] && '{blocked,scheduled,ready,leased}'
             -- The jobs of a small org are found by its queues, and not among those of all orgs.
             AND %(rows)s < (
                 SELECT count(*)

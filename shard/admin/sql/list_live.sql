@@ -1,4 +1,4 @@
--- One page of a queue's scheduled, ready or leased jobs, including exported ones, in the order in which they will be
+-- One page of a queue's blocked, scheduled, ready or leased jobs, including exported ones, in the order in which they will be
 -- claimed. It ends with the job that fills bytes_max; `found` counts the jobs without that limit. A job's other columns
 -- have less than 1 KiB.
 SELECT
@@ -45,6 +45,7 @@ FROM (
                         )
                     AND CASE %(state)s::text
                         WHEN 'ready' THEN {{is_due(j)}}
+                        WHEN 'blocked' THEN {{is_blocked(j)}}
                         WHEN 'scheduled' THEN {{is_later(j)}} AND j.lease IS NULL
                         WHEN 'leased' THEN j.visible_at > now() AND j.lease IS NOT NULL
                     END
@@ -62,7 +63,8 @@ FROM (
                         > (%(after_priority)s::smallint, timestamptz 'epoch' + %(after_us)s * interval '1 us', %(after_id)s::uuid)
                     AND CASE %(state)s::text
                         WHEN 'ready' THEN d.run_at <= now()
-                        WHEN 'scheduled' THEN d.run_at > now()
+                        WHEN 'blocked' THEN {{is_blocked(d)}}
+                        WHEN 'scheduled' THEN d.run_at > now() AND d.run_at < 'infinity'
                         ELSE false
                     END
                 ORDER BY d.priority, d.run_at, d.id

@@ -4,11 +4,11 @@
 -- finds out whether both count the same jobs.
 SELECT
     q.queue,
-    coalesce(live.scheduled, 0) AS scheduled, coalesce(live.ready, 0) AS ready, coalesce(live.leased, 0) AS leased,
+    coalesce(live.blocked, 0) AS blocked, coalesce(live.scheduled, 0) AS scheduled, coalesce(live.ready, 0) AS ready, coalesce(live.leased, 0) AS leased,
     (SELECT count(*) FROM windrow.dead d WHERE d.queue_id = q.queue_id) AS dead,
     coalesce(done.succeeded, 0) AS succeeded, coalesce(done.cancelled, 0) AS cancelled,
     (extract(epoch FROM now() - live.oldest_ready) * 1000000)::bigint AS oldest_ready_age_us, live.next_due, q.paused,
-    coalesce(leaving.scheduled, 0) AS leaving_scheduled, coalesce(leaving.ready, 0) AS leaving_ready,
+    coalesce(leaving.blocked, 0) AS leaving_blocked, coalesce(leaving.scheduled, 0) AS leaving_scheduled, coalesce(leaving.ready, 0) AS leaving_ready,
     coalesce(leaving.dead, 0) AS leaving_dead,
     (extract(epoch FROM now() - leaving.oldest_ready) * 1000000)::bigint AS leaving_oldest_ready_age_us,
     leaving.next_due AS leaving_next_due, leaving.epoch AS leaving_epoch, leaving.chunk AS leaving_chunk,
@@ -18,17 +18,19 @@ LEFT JOIN windrow.owned_slot slot ON slot.slot = q.slot
 LEFT JOIN (
     SELECT
         d.slot, d.queue_id, max(d.epoch) AS epoch, max(d.chunk) AS chunk,
-        count(*) FILTER (WHERE d.reason IS NULL AND d.run_at > now()) AS scheduled,
+        count(*) FILTER (WHERE d.reason IS NULL AND {{is_blocked(d)}}) AS blocked,
+        count(*) FILTER (WHERE d.reason IS NULL AND d.run_at > now() AND NOT {{is_blocked(d)}}) AS scheduled,
         count(*) FILTER (WHERE d.reason IS NULL AND d.run_at <= now()) AS ready,
         count(*) FILTER (WHERE d.reason IS NOT NULL) AS dead,
         min(d.run_at) FILTER (WHERE d.reason IS NULL AND d.run_at <= now()) AS oldest_ready,
-        min(d.run_at) FILTER (WHERE d.reason IS NULL AND d.run_at > now()) AS next_due
+        min(d.run_at) FILTER (WHERE d.reason IS NULL AND d.run_at > now() AND NOT {{is_blocked(d)}}) AS next_due
     FROM windrow.departing d
     WHERE d.slot = (SELECT o.slot FROM windrow.org o WHERE o.org = %(org)s)
     GROUP BY d.slot, d.queue_id
 ) leaving ON leaving.slot = q.slot AND leaving.queue_id = q.queue_id
 LEFT JOIN LATERAL (
     SELECT
+        count(*) FILTER (WHERE {{is_blocked(j)}}) AS blocked,
         count(*) FILTER (WHERE {{is_later(j)}} AND j.lease IS NULL) AS scheduled,
         count(*) FILTER (WHERE {{is_due(j)}}) AS ready,
         count(*) FILTER (WHERE j.visible_at > now() AND j.lease IS NOT NULL) AS leased,

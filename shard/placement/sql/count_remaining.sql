@@ -1,6 +1,7 @@
 -- For each of these slots that has any, counts the unfinished jobs that remain on this shard: jobs that may be
--- exported, leased jobs, dead jobs, and exported jobs that are not deleted yet.
-SELECT n.slot, coalesce(there.free, 0), coalesce(there.leased, 0), coalesce(there.dead, 0), away.departing
+-- exported, leased jobs, dead jobs, and exported jobs that are not deleted yet; and the ends of nodes of workflows that
+-- were not taken in.
+SELECT n.slot, coalesce(there.free, 0), coalesce(there.leased, 0), coalesce(there.dead, 0), away.departing, ends.arrivals
 FROM unnest(%(slots)s::smallint[]) AS n (slot)
 CROSS JOIN LATERAL (
     SELECT sum(live.free)::bigint AS free, sum(live.leased)::bigint AS leased, sum(aside.dead)::bigint AS dead
@@ -17,7 +18,12 @@ CROSS JOIN LATERAL (
     CROSS JOIN LATERAL (SELECT count(*) AS dead FROM windrow.dead d WHERE d.queue_id = q.queue_id) aside
 ) there
 CROSS JOIN LATERAL (SELECT count(*) AS departing FROM windrow.departing d WHERE d.slot = n.slot) away
-WHERE (there.free > 0 OR there.leased > 0 OR there.dead > 0 OR away.departing > 0)
+CROSS JOIN LATERAL (
+    SELECT count(*) AS arrivals
+    FROM (SELECT o.org_id FROM windrow.org o WHERE o.slot = n.slot OFFSET 0) o
+    CROSS JOIN LATERAL (SELECT FROM windrow.workflow_arrival a WHERE a.org_id = o.org_id OFFSET 0) a
+) ends
+WHERE (there.free > 0 OR there.leased > 0 OR there.dead > 0 OR away.departing > 0 OR ends.arrivals > 0)
     -- Other shards act on this answer, so it must survive a failover: force it to the standby first. See
     -- find_known.sql.
     AND (SELECT pg_logical_emit_message(true, 'windrow', '')) IS NOT NULL

@@ -1,7 +1,7 @@
 -- Finishes leased jobs: moves them from the table job to the day's partition of the table finished. An attempt that has
 -- logged something gets an entry in the history; lookups make that of another one from the job's columns. Returns one
--- row: the number of finished jobs, if not all jobs were found, which ones were finished, and the queues in which jobs of
--- groups were finished, or jobs whose leases counted for a limit.
+-- row: the number of finished jobs, if not all jobs were found, which ones were finished, and the queues in which other
+-- jobs may have been released: by groups, by workflows, and by limits that the leases counted for.
 WITH ended AS (
     DELETE FROM windrow.job j
     USING (
@@ -34,5 +34,12 @@ SELECT
     -- Subqueries, because aggregates beside the count would be made of all rows even if they are not needed.
     CASE WHEN count(*) < %(jobs)s THEN (SELECT array_agg(m.id::text) FROM moved m) END AS acked_ids,
     CASE WHEN count(*) < %(jobs)s THEN (SELECT array_agg(m.lease) FROM moved m) END AS acked_leases,
-    (SELECT array_agg(DISTINCT e.queue_id) FROM ended e WHERE e.group_key > '' OR e.lease < 0) AS freed_in
+    (
+        SELECT array_agg(DISTINCT f.queue_id)
+        FROM (
+            SELECT e.queue_id FROM ended e WHERE e.group_key > '' OR e.lease < 0
+            UNION ALL
+            SELECT windrow.queues_behind(e.workflow_node, {{org_of(e)}}) FROM ended e WHERE e.workflow_node > ''
+        ) f
+    ) AS freed_in
 FROM moved

@@ -1,6 +1,6 @@
 -- Cancels jobs that have not finished, also leased and dead ones. Returns the cancelled jobs, with the leases that ended,
--- the jobs on their way to another shard (departing), which are not changed, and the queues of live jobs of groups, or with leases
--- that counted for a limit.
+-- the jobs on their way to another shard (departing), which are not changed, and the queues in which other jobs may have
+-- been released: by groups, by workflows, and by limits that the leases counted for.
 WITH live AS (
     DELETE FROM windrow.job j
     WHERE j.id = ANY (%(ids)s::uuid[])
@@ -33,7 +33,9 @@ WITH live AS (
 -- No join of these: 1,000 jobs would be compared with each other.
 SELECT
     l.id::text, false AS departing, CASE WHEN l.visible_at > now() THEN l.lease END AS ended_lease, l.worker,
-    CASE WHEN l.group_key > '' OR l.lease < 0 THEN l.queue_id END AS freed_in
+    CASE WHEN l.group_key > '' OR l.lease < 0 THEN ARRAY[l.queue_id] END
+        || CASE WHEN l.workflow_node > '' THEN ARRAY(SELECT windrow.queues_behind(l.workflow_node, l.queue_id & 4294967295)) END
+        AS freed_in
 FROM live l
 UNION ALL
 SELECT a.id::text, false, NULL, NULL, NULL FROM aside a

@@ -105,6 +105,6 @@ RETURNING
     j.id::text, j.queue_id, j.priority, j.attempt,
     coalesce(j.max_attempts, (SELECT source.max_attempts FROM source WHERE source.queue_id = j.queue_id)) AS max_attempts,
     j.enqueued_at, j.run_at, j.lease, j.leased_at, j.visible_at AS deadline,
-    coalesce(j.expires_at <= now(), false) AS expired, {{claimed_content(j)}}, j.checkpoint, j.scheduled_run,
+    coalesce(j.expires_at <= now(), false) AS expired, {{claimed_content(j)}}, j.checkpoint, j.scheduled_run, j.workflow_node,
     (SELECT c.expired_leases[array_position(c.expired_ids, j.id)] FROM chosen c) AS expired_lease,
     (SELECT c.expired_workers[array_position(c.expired_ids, j.id)] FROM chosen c) AS expired_worker

@@ -20,6 +20,7 @@ CROSS JOIN LATERAL (
         j.queue_id, j.kind, j.payload,
         CASE
             WHEN {{is_due(j)}} THEN 'ready'
+            WHEN {{is_blocked(j)}} THEN 'blocked'
             WHEN j.lease IS NULL THEN 'scheduled'
             ELSE 'leased'
         END AS state
@@ -32,7 +33,7 @@ CROSS JOIN LATERAL (
     UNION ALL
     SELECT
         d.queue_id, d.kind, d.payload,
-        CASE WHEN d.reason IS NOT NULL THEN 'dead' WHEN d.run_at <= now() THEN 'ready' ELSE 'scheduled' END
+        CASE WHEN d.reason IS NOT NULL THEN 'dead' WHEN d.run_at <= now() THEN 'ready' WHEN {{is_blocked(d)}} THEN 'blocked' ELSE 'scheduled' END
     FROM windrow.departing d
     WHERE d.id = n.id AND {{org_of(d)}} = {{org_id_of(n)}}
     UNION ALL

@@ -15,4 +15,6 @@ SELECT
     {{finish_time}},
     {{retention_of(e)}}
 FROM ended e
-RETURNING id::text, CASE WHEN group_key > '' OR %(lease)s::bigint < 0 THEN queue_id END AS freed_in
+RETURNING id::text, CASE WHEN group_key > '' OR %(lease)s::bigint < 0 THEN ARRAY[queue_id] END
+    || CASE WHEN workflow_node > '' THEN ARRAY(SELECT windrow.queues_behind(workflow_node, queue_id & 4294967295)) END
+    AS freed_in

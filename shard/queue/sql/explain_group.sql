@@ -32,10 +32,10 @@ CROSS JOIN LATERAL (
         SELECT
         FROM windrow.job w
         WHERE w.queue_id = q.queue_id AND w.group_key = j.group_key AND w.group_slot IS NULL
-            AND NOT isfinite(w.visible_at) AND (w.run_at, w.id) < (j.run_at, j.id)
+            AND NOT isfinite(w.visible_at) AND isfinite(w.run_at) AND (w.run_at, w.id) < (j.run_at, j.id)
         ORDER BY w.run_at, w.id
         LIMIT %(jobs_max)s::bigint
     ) before
 ) ahead
 WHERE q.org = %(org)s AND q.queue = %(queue)s AND j.queue_id = q.queue_id
-    AND j.group_slot IS NULL AND j.visible_at = 'infinity'
+    AND j.group_slot IS NULL AND j.visible_at = 'infinity' AND j.run_at < 'infinity'

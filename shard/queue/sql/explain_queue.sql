@@ -45,6 +45,7 @@ CROSS JOIN LATERAL (
         SELECT
         FROM windrow.job j
         WHERE j.queue_id = q.queue_id AND j.group_key IS NOT NULL AND j.group_slot IS NULL AND NOT isfinite(j.visible_at)
+            AND isfinite(j.run_at)
         LIMIT %(jobs_max)s::bigint
     ) counted
 ) waiting

@@ -25,6 +25,7 @@ FROM (
                 FROM windrow.job j
                 WHERE j.queue_id = q.queue_id AND j.group_key > CASE WHEN q.turn = 1 THEN %(after)s::text ELSE '' END
                     AND j.group_key IS NOT NULL AND j.group_slot IS NULL AND NOT isfinite(j.visible_at)
+                    AND isfinite(j.run_at)
                 ORDER BY j.group_key
                 LIMIT 1
             )
@@ -36,6 +37,7 @@ FROM (
                 FROM windrow.job j
                 WHERE j.queue_id = q.queue_id AND j.group_key > waiting.group_key
                     AND j.group_key IS NOT NULL AND j.group_slot IS NULL AND NOT isfinite(j.visible_at)
+                    AND isfinite(j.run_at)
                 ORDER BY j.group_key
                 LIMIT 1
             ) next

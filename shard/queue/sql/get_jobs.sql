@@ -32,6 +32,7 @@ FROM (
             j.id, j.queue_id,
             CASE
                 WHEN {{is_due(j)}} THEN 'ready'
+                WHEN {{is_blocked(j)}} THEN 'blocked'
                 WHEN j.lease IS NULL THEN 'scheduled'
                 ELSE 'leased'
             END AS state,
@@ -51,7 +52,7 @@ FROM (
         UNION ALL
         SELECT
             d.id, d.queue_id,
-            CASE WHEN d.reason IS NOT NULL THEN 'dead' WHEN d.run_at <= now() THEN 'ready' ELSE 'scheduled' END,
+            CASE WHEN d.reason IS NOT NULL THEN 'dead' WHEN d.run_at <= now() THEN 'ready' WHEN {{is_blocked(d)}} THEN 'blocked' ELSE 'scheduled' END,
             {{answer_columns(d)}}, NULL, d.worker, d.leased_at, d.finished_at, NULL, d.reason, d.history
         FROM windrow.departing d
         WHERE d.id = ANY (%(ids)s::uuid[])

@@ -30,4 +30,6 @@ SELECT
     END,
     e.reason
 FROM ended e
-RETURNING id::text, lease, CASE WHEN group_key > '' OR lease < 0 THEN queue_id END AS freed_in
+RETURNING id::text, lease, CASE WHEN group_key > '' OR lease < 0 THEN ARRAY[queue_id] END
+    || CASE WHEN workflow_node > '' THEN ARRAY(SELECT windrow.queues_behind(workflow_node, queue_id & 4294967295)) END
+    AS freed_in

@@ -1134,6 +1134,7 @@ class QueueStats(_message.Message):
     OLDEST_READY_AGE_FIELD_NUMBER: _builtins.int
     NEXT_DUE_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
+    BLOCKED_FIELD_NUMBER: _builtins.int
     queue: _builtins.str
     """The queue that the counts are of."""
     scheduled: _builtins.int
@@ -1150,6 +1151,8 @@ class QueueStats(_message.Message):
     """Jobs that were cancelled and are still kept. 0 without include_finished."""
     paused: _builtins.bool
     """True: the queue gives no jobs to consumers until ResumeQueue."""
+    blocked: _builtins.int
+    """Jobs that wait for other nodes of their workflows."""
     @_builtins.property
     def oldest_ready_age(self) -> _duration_pb2.Duration:
         """How long the oldest ready job has been due, by the shard's clock; for a job whose lease expired, since then.
@@ -1173,10 +1176,11 @@ class QueueStats(_message.Message):
         oldest_ready_age: _duration_pb2.Duration | None = ...,
         next_due: _timestamp_pb2.Timestamp | None = ...,
         paused: _builtins.bool = ...,
+        blocked: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["next_due", b"next_due", "oldest_ready_age", b"oldest_ready_age"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "dead", b"dead", "leased", b"leased", "next_due", b"next_due", "oldest_ready_age", b"oldest_ready_age", "paused", b"paused", "queue", b"queue", "ready", b"ready", "scheduled", b"scheduled", "succeeded", b"succeeded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocked", b"blocked", "cancelled", b"cancelled", "dead", b"dead", "leased", b"leased", "next_due", b"next_due", "oldest_ready_age", b"oldest_ready_age", "paused", b"paused", "queue", b"queue", "ready", b"ready", "scheduled", b"scheduled", "succeeded", b"succeeded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -55,6 +55,7 @@ class Cause(_message.Message):
     FAIR_SHARE_FIELD_NUMBER: _builtins.int
     START_LIMIT_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_LIMIT_FIELD_NUMBER: _builtins.int
+    BLOCKED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def finished(self) -> Global___FinishedCause:
         """The job has ended, and nothing will run it again."""
@@ -147,6 +148,10 @@ class Cause(_message.Message):
     def in_flight_limit(self) -> Global___InFlightLimitCause:
         """A limit of jobs in flight has no room: ready jobs wait until a lease ends."""
 
+    @_builtins.property
+    def blocked(self) -> Global___BlockedCause:
+        """The job is BLOCKED: it waits for other nodes of its workflow."""
+
     def __init__(
         self,
         *,
@@ -173,12 +178,13 @@ class Cause(_message.Message):
         fair_share: Global___FairShareCause | None = ...,
         start_limit: Global___StartLimitCause | None = ...,
         in_flight_limit: Global___InFlightLimitCause | None = ...,
+        blocked: Global___BlockedCause | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["backing_off", b"backing_off", "backlog", b"backlog", "cause", b"cause", "dead", b"dead", "due", b"due", "empty", b"empty", "expired", b"expired", "fair_share", b"fair_share", "finished", b"finished", "group", b"group", "group_backlog", b"group_backlog", "in_flight", b"in_flight", "in_flight_limit", b"in_flight_limit", "jobs_ahead", b"jobs_ahead", "kind_not_taken", b"kind_not_taken", "leased", b"leased", "moving", b"moving", "no_consumer", b"no_consumer", "out_of_attempts", b"out_of_attempts", "paused", b"paused", "router_share", b"router_share", "scheduled", b"scheduled", "shard_down", b"shard_down", "start_limit", b"start_limit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["backing_off", b"backing_off", "backlog", b"backlog", "blocked", b"blocked", "cause", b"cause", "dead", b"dead", "due", b"due", "empty", b"empty", "expired", b"expired", "fair_share", b"fair_share", "finished", b"finished", "group", b"group", "group_backlog", b"group_backlog", "in_flight", b"in_flight", "in_flight_limit", b"in_flight_limit", "jobs_ahead", b"jobs_ahead", "kind_not_taken", b"kind_not_taken", "leased", b"leased", "moving", b"moving", "no_consumer", b"no_consumer", "out_of_attempts", b"out_of_attempts", "paused", b"paused", "router_share", b"router_share", "scheduled", b"scheduled", "shard_down", b"shard_down", "start_limit", b"start_limit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backing_off", b"backing_off", "backlog", b"backlog", "cause", b"cause", "dead", b"dead", "due", b"due", "empty", b"empty", "expired", b"expired", "fair_share", b"fair_share", "finished", b"finished", "group", b"group", "group_backlog", b"group_backlog", "in_flight", b"in_flight", "in_flight_limit", b"in_flight_limit", "jobs_ahead", b"jobs_ahead", "kind_not_taken", b"kind_not_taken", "leased", b"leased", "moving", b"moving", "no_consumer", b"no_consumer", "out_of_attempts", b"out_of_attempts", "paused", b"paused", "router_share", b"router_share", "scheduled", b"scheduled", "shard_down", b"shard_down", "start_limit", b"start_limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backing_off", b"backing_off", "backlog", b"backlog", "blocked", b"blocked", "cause", b"cause", "dead", b"dead", "due", b"due", "empty", b"empty", "expired", b"expired", "fair_share", b"fair_share", "finished", b"finished", "group", b"group", "group_backlog", b"group_backlog", "in_flight", b"in_flight", "in_flight_limit", b"in_flight_limit", "jobs_ahead", b"jobs_ahead", "kind_not_taken", b"kind_not_taken", "leased", b"leased", "moving", b"moving", "no_consumer", b"no_consumer", "out_of_attempts", b"out_of_attempts", "paused", b"paused", "router_share", b"router_share", "scheduled", b"scheduled", "shard_down", b"shard_down", "start_limit", b"start_limit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_cause: _TypeAlias = _typing.Literal["finished", "dead", "expired", "out_of_attempts", "leased", "scheduled", "backing_off", "shard_down", "moving", "paused", "no_consumer", "kind_not_taken", "router_share", "jobs_ahead", "due", "empty", "in_flight", "backlog", "group", "group_backlog", "fair_share", "start_limit", "in_flight_limit"]  # noqa: Y015
+    _WhichOneofReturnType_cause: _TypeAlias = _typing.Literal["finished", "dead", "expired", "out_of_attempts", "leased", "scheduled", "backing_off", "shard_down", "moving", "paused", "no_consumer", "kind_not_taken", "router_share", "jobs_ahead", "due", "empty", "in_flight", "backlog", "group", "group_backlog", "fair_share", "start_limit", "in_flight_limit", "blocked"]  # noqa: Y015
     _WhichOneofArgType_cause: _TypeAlias = _typing.Literal["cause", b"cause"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_cause) -> _WhichOneofReturnType_cause | None: ...
 
@@ -933,3 +939,49 @@ class InFlightLimitCause(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InFlightLimitCause: _TypeAlias = InFlightLimitCause  # noqa: Y015
+
+@_typing.final
+class BlockedCause(_message.Message):
+    """What a job waits for that is a node of a workflow."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKFLOW_ID_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
+    AT_LEAST_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    workflow_id: _builtins.str
+    """The workflow's id."""
+    node: _builtins.str
+    """The job's node."""
+    left: _builtins.int
+    """How many nodes it waits for that have not ended, up to 1,000."""
+    at_least: _builtins.bool
+    """True: there are more."""
+    paused: _builtins.bool
+    """True: nothing holds the node, but the workflow is paused."""
+    @_builtins.property
+    def waits_for(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Some of the nodes that it waits for and that have not ended, by name, at most 10. None: it is a callback, and waits
+        for the end of the workflow.
+        """
+
+    def __init__(
+        self,
+        *,
+        workflow_id: _builtins.str = ...,
+        node: _builtins.str = ...,
+        waits_for: _abc.Iterable[_builtins.str] | None = ...,
+        left: _builtins.int = ...,
+        at_least: _builtins.bool = ...,
+        paused: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_least", b"at_least", "left", b"left", "node", b"node", "paused", b"paused", "waits_for", b"waits_for", "workflow_id", b"workflow_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockedCause: _TypeAlias = BlockedCause  # noqa: Y015

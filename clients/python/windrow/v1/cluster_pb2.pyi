@@ -383,7 +383,7 @@ class OrgBooks(_message.Message):
     those that moved away or were erased.
     """
     scheduled: _builtins.int
-    """Jobs that wait for their run_at: SCHEDULED."""
+    """Jobs that wait for their run_at, or for other nodes of their workflows: SCHEDULED or BLOCKED."""
     ready: _builtins.int
     """Jobs that may be dequeued now: READY."""
     leased: _builtins.int
@@ -441,22 +441,64 @@ class CheckShardResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ORGS_FIELD_NUMBER: _builtins.int
+    WORKFLOW_FAULTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def orgs(self) -> _containers.RepeatedCompositeFieldContainer[Global___OrgBooks]:
         """Ordered by org, at most 500 per message."""
+
+    @_builtins.property
+    def workflow_faults(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkflowFault]:
+        """What is wrong with workflows, at most 100, in the last message. Empty: every blocked job has a cause that will end,
+        and every end of a node was counted once.
+        """
 
     def __init__(
         self,
         *,
         orgs: _abc.Iterable[Global___OrgBooks] | None = ...,
+        workflow_faults: _abc.Iterable[Global___WorkflowFault] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["orgs", b"orgs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["orgs", b"orgs", "workflow_faults", b"workflow_faults"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CheckShardResponse: _TypeAlias = CheckShardResponse  # noqa: Y015
+
+@_typing.final
+class WorkflowFault(_message.Message):
+    """Something that is wrong with a workflow on one shard."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORG_FIELD_NUMBER: _builtins.int
+    WORKFLOW_ID_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    WHAT_FIELD_NUMBER: _builtins.int
+    org: _builtins.str
+    """The tenant that owns the workflow."""
+    workflow_id: _builtins.str
+    """The workflow's id."""
+    node: _builtins.int
+    """The number of the node. −1: it concerns the workflow as a whole."""
+    what: _builtins.str
+    """A text for people: what is wrong."""
+    def __init__(
+        self,
+        *,
+        org: _builtins.str = ...,
+        workflow_id: _builtins.str = ...,
+        node: _builtins.int = ...,
+        what: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "org", b"org", "what", b"what", "workflow_id", b"workflow_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkflowFault: _TypeAlias = WorkflowFault  # noqa: Y015
 
 @_typing.final
 class ListOrgsRequest(_message.Message):

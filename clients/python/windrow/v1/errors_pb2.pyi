@@ -91,6 +91,14 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """ALREADY_EXISTS. The org has a schedule of this name already."""
     ERROR_REASON_TOO_MANY_SCHEDULES: _ErrorReason.ValueType  # 40
     """RESOURCE_EXHAUSTED without RetryInfo. The org has 10,000 schedules, the most that it may have."""
+    ERROR_REASON_WORKFLOW_NOT_FOUND: _ErrorReason.ValueType  # 50
+    """NOT_FOUND. The org has no workflow of this id, or has it no longer: workflows are forgotten 30 days after their end."""
+    ERROR_REASON_WORKFLOW_EXISTS: _ErrorReason.ValueType  # 51
+    """ALREADY_EXISTS. The org has a workflow of this id with other content."""
+    ERROR_REASON_NODE_NOT_FOUND: _ErrorReason.ValueType  # 52
+    """NOT_FOUND. The workflow has no node of this name."""
+    ERROR_REASON_NODE_ENDED: _ErrorReason.ValueType  # 53
+    """FAILED_PRECONDITION. The node has ended. Nothing was done."""
     ERROR_REASON_SHARD_NOT_FOUND: _ErrorReason.ValueType  # 9
     """NOT_FOUND. The cluster has no shard of this name."""
     ERROR_REASON_SHARD_UNAVAILABLE: _ErrorReason.ValueType  # 10
@@ -206,6 +214,14 @@ ERROR_REASON_SCHEDULE_EXISTS: ErrorReason.ValueType  # 39
 """ALREADY_EXISTS. The org has a schedule of this name already."""
 ERROR_REASON_TOO_MANY_SCHEDULES: ErrorReason.ValueType  # 40
 """RESOURCE_EXHAUSTED without RetryInfo. The org has 10,000 schedules, the most that it may have."""
+ERROR_REASON_WORKFLOW_NOT_FOUND: ErrorReason.ValueType  # 50
+"""NOT_FOUND. The org has no workflow of this id, or has it no longer: workflows are forgotten 30 days after their end."""
+ERROR_REASON_WORKFLOW_EXISTS: ErrorReason.ValueType  # 51
+"""ALREADY_EXISTS. The org has a workflow of this id with other content."""
+ERROR_REASON_NODE_NOT_FOUND: ErrorReason.ValueType  # 52
+"""NOT_FOUND. The workflow has no node of this name."""
+ERROR_REASON_NODE_ENDED: ErrorReason.ValueType  # 53
+"""FAILED_PRECONDITION. The node has ended. Nothing was done."""
 ERROR_REASON_SHARD_NOT_FOUND: ErrorReason.ValueType  # 9
 """NOT_FOUND. The cluster has no shard of this name."""
 ERROR_REASON_SHARD_UNAVAILABLE: ErrorReason.ValueType  # 10

@@ -58,6 +58,11 @@ class _JobStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobState.Val
     """Cancelled, purged, found past its expires_at, or dead for too long: Job.reason says which. Final; the job is
     deleted at the end of its retention.
     """
+    JOB_STATE_BLOCKED: _JobState.ValueType  # 7
+    """Waits for other nodes of its workflow. It becomes READY, or SCHEDULED if it has a time or a delay, when they have
+    ended; or CANCELLED, if one of them failed and the workflow does not say otherwise. CancelJobs or PurgeQueue move it
+    to CANCELLED, and so does the archiver if its expires_at has passed.
+    """
 
 class JobState(_JobState, metaclass=_JobStateEnumTypeWrapper):
     """The state of a job. Each comment says which calls or events move a job out of the state. Where these comments name
@@ -88,6 +93,11 @@ include_dead, to CANCELLED. The archiver moves it to CANCELLED after 90 days, un
 JOB_STATE_CANCELLED: JobState.ValueType  # 6
 """Cancelled, purged, found past its expires_at, or dead for too long: Job.reason says which. Final; the job is
 deleted at the end of its retention.
+"""
+JOB_STATE_BLOCKED: JobState.ValueType  # 7
+"""Waits for other nodes of its workflow. It becomes READY, or SCHEDULED if it has a time or a delay, when they have
+ended; or CANCELLED, if one of them failed and the workflow does not say otherwise. CancelJobs or PurgeQueue move it
+to CANCELLED, and so does the archiver if its expires_at has passed.
 """
 Global___JobState: _TypeAlias = JobState  # noqa: Y015
 
@@ -574,6 +584,32 @@ class ScheduledRun(_message.Message):
 Global___ScheduledRun: _TypeAlias = ScheduledRun  # noqa: Y015
 
 @_typing.final
+class WorkflowNode(_message.Message):
+    """Which node of a workflow a job is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKFLOW_ID_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    workflow_id: _builtins.str
+    """The workflow's id."""
+    node: _builtins.int
+    """The node's number in it."""
+    def __init__(
+        self,
+        *,
+        workflow_id: _builtins.str = ...,
+        node: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "workflow_id", b"workflow_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkflowNode: _TypeAlias = WorkflowNode  # noqa: Y015
+
+@_typing.final
 class LeasedJob(_message.Message):
     """A job as a consumer gets it: together with its lease."""
 
@@ -616,6 +652,7 @@ class LeasedJob(_message.Message):
     MAX_RUNTIME_FIELD_NUMBER: _builtins.int
     SCHEDULED_RUN_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    WORKFLOW_FIELD_NUMBER: _builtins.int
     lease: _builtins.bytes
     """Names this lease in Ack, Nack, Extend and Release. At most 255 bytes. It is opaque to callers; the router finds the
     job's shard by it.
@@ -672,6 +709,10 @@ class LeasedJob(_message.Message):
     def scheduled_run(self) -> Global___ScheduledRun:
         """The run of the schedule that stored the job. Absent: a producer enqueued it."""
 
+    @_builtins.property
+    def workflow(self) -> Global___WorkflowNode:
+        """Set if the job is a node of a workflow. Workflows.ListParents returns the results of the nodes that it waited for."""
+
     def __init__(
         self,
         *,
@@ -692,10 +733,11 @@ class LeasedJob(_message.Message):
         max_runtime: _duration_pb2.Duration | None = ...,
         scheduled_run: Global___ScheduledRun | None = ...,
         group: _builtins.str = ...,
+        workflow: Global___WorkflowNode | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["enqueued_at", b"enqueued_at", "max_runtime", b"max_runtime", "run_at", b"run_at", "scheduled_run", b"scheduled_run", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["enqueued_at", b"enqueued_at", "max_runtime", b"max_runtime", "run_at", b"run_at", "scheduled_run", b"scheduled_run", "trace", b"trace", "workflow", b"workflow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attributes", b"attributes", "checkpoint", b"checkpoint", "enqueued_at", b"enqueued_at", "group", b"group", "id", b"id", "kind", b"kind", "lease", b"lease", "max_attempts", b"max_attempts", "max_runtime", b"max_runtime", "org", b"org", "payload", b"payload", "priority", b"priority", "queue", b"queue", "run_at", b"run_at", "scheduled_run", b"scheduled_run", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attributes", b"attributes", "checkpoint", b"checkpoint", "enqueued_at", b"enqueued_at", "group", b"group", "id", b"id", "kind", b"kind", "lease", b"lease", "max_attempts", b"max_attempts", "max_runtime", b"max_runtime", "org", b"org", "payload", b"payload", "priority", b"priority", "queue", b"queue", "run_at", b"run_at", "scheduled_run", b"scheduled_run", "trace", b"trace", "workflow", b"workflow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -874,6 +916,7 @@ class Job(_message.Message):
     MAX_RUNTIME_FIELD_NUMBER: _builtins.int
     LOG_FIELD_NUMBER: _builtins.int
     SCHEDULED_RUN_FIELD_NUMBER: _builtins.int
+    WORKFLOW_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """A UUIDv7 in canonical lower-case text. The time in it is when the id was made, by its maker's clock."""
@@ -955,6 +998,10 @@ class Job(_message.Message):
     def scheduled_run(self) -> Global___ScheduledRun:
         """The run of the schedule that stored the job. Absent: a producer enqueued it."""
 
+    @_builtins.property
+    def workflow(self) -> Global___WorkflowNode:
+        """Set if the job is a node of a workflow."""
+
     def __init__(
         self,
         *,
@@ -985,11 +1032,12 @@ class Job(_message.Message):
         max_runtime: _duration_pb2.Duration | None = ...,
         log: _builtins.str = ...,
         scheduled_run: Global___ScheduledRun | None = ...,
+        workflow: Global___WorkflowNode | None = ...,
         group: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "lease_deadline", b"lease_deadline", "max_runtime", b"max_runtime", "progress", b"progress", "retry", b"retry", "run_at", b"run_at", "scheduled_run", b"scheduled_run"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "lease_deadline", b"lease_deadline", "max_runtime", b"max_runtime", "progress", b"progress", "retry", b"retry", "run_at", b"run_at", "scheduled_run", b"scheduled_run", "workflow", b"workflow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attempts", b"attempts", "attributes", b"attributes", "checkpoint", b"checkpoint", "dedup_key", b"dedup_key", "dedup_while_live", b"dedup_while_live", "enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "group", b"group", "id", b"id", "kind", b"kind", "lease_deadline", b"lease_deadline", "log", b"log", "max_attempts", b"max_attempts", "max_runtime", b"max_runtime", "payload", b"payload", "priority", b"priority", "progress", b"progress", "queue", b"queue", "reason", b"reason", "result", b"result", "retry", b"retry", "run_at", b"run_at", "scheduled_run", b"scheduled_run", "shard", b"shard", "state", b"state", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attempts", b"attempts", "attributes", b"attributes", "checkpoint", b"checkpoint", "dedup_key", b"dedup_key", "dedup_while_live", b"dedup_while_live", "enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "group", b"group", "id", b"id", "kind", b"kind", "lease_deadline", b"lease_deadline", "log", b"log", "max_attempts", b"max_attempts", "max_runtime", b"max_runtime", "payload", b"payload", "priority", b"priority", "progress", b"progress", "queue", b"queue", "reason", b"reason", "result", b"result", "retry", b"retry", "run_at", b"run_at", "scheduled_run", b"scheduled_run", "shard", b"shard", "state", b"state", "worker", b"worker", "workflow", b"workflow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,475 @@
+"""`windrow workflows`: graphs of jobs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
+
+import typer
+
+from cli import options, output
+from cli.exits import CommandFailed, ExitCode
+from cli.layout import App
+from cli.output import Column
+
+if TYPE_CHECKING:
+    from cli.calls import Router
+    from windrow import FailurePolicy, Workflow
+    from windrow.v1 import workflows_pb2
+
+_PAGE = 1000
+_COUNTS = ("blocked", "released", "succeeded", "failed", "cancelled", "skipped")
+# How many nodes of one level are drawn alike as one line.
+_ALIKE_MAX = 3
+
+app = App(help="Starts and shows graphs of jobs, and acts on them.")
+
+
+class State(StrEnum):
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Format(StrEnum):
+    TEXT = "text"
+    MERMAID = "mermaid"
+    DOT = "dot"
+    JSON = "json"
+
+
+_Id: TypeAlias = Annotated[str, typer.Argument(metavar="ID", help="The workflow's id.", show_default=False)]
+
+
+@app.command()
+def start(
+    org: options.Org,
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="The workflow as JSON; default: standard input.", show_default=False),
+    ] = None,
+    workflow_id: Annotated[
+        str,
+        typer.Option(
+            "--id", metavar="UUID", help="A UUIDv7, so that a repeated start stores nothing.", show_default="a new one"
+        ),
+    ] = "",
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Stores a workflow with all its jobs, and prints its id.
+
+    FILE has {"name": ..., "nodes": [...]}. A node has "queue" and "kind"; and if it needs them "name", "payload" (a
+    text, or any other JSON), "after" (names of nodes), "on_failed" (cancel, ignore or run), "callback" (on_success,
+    on_failure or on_end), "priority", "max_attempts", "delay_s", "group" and "attributes".
+
+    Exit code 5: another workflow has this id.
+    """
+    flow = _read_file(file, workflow_id)
+
+    from cli.calls import connect
+
+    request = flow.request(org)
+    with connect(address, timeout) as router:
+        response = router.call(router.workflows.StartWorkflow, request)
+    if as_json:
+        jobs = {node.name: job for node, job in zip(flow.nodes, response.job_ids, strict=True)}
+        output.say_json([{"org": org, "id": flow.id, "duplicate": response.duplicate, "jobs": jobs}])
+    else:
+        output.say(flow.id)
+
+
+@app.command()
+def show(
+    org: options.Org,
+    workflow_id: _Id,
+    form: Annotated[
+        Format, typer.Option("--format", help="text: a drawing for the terminal; mermaid and dot: for other programs.")
+    ] = Format.TEXT,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Shows how far a workflow is, and draws it: each node below those that it waits for."""
+    from cli.calls import connect
+    from windrow.v1 import workflows_pb2
+
+    with connect(address, timeout) as router:
+        request = workflows_pb2.GetWorkflowRequest(org=org, id=workflow_id)
+        found = router.call(router.workflows.GetWorkflow, request)
+        nodes = list(_nodes(router, org, workflow_id))
+    if as_json or form is Format.JSON:
+        counts = {state: getattr(found.counts, state) for state in _COUNTS}
+        document = {**_json(found.workflow), "counts": counts, "graph": [_node_json(node) for node in nodes]}
+        output.say_json([document])
+    elif form is Format.MERMAID:
+        output.say("\n".join(_mermaid(nodes)))
+    elif form is Format.DOT:
+        output.say("\n".join(_dot(nodes)))
+    else:
+        _print(found.workflow, found.counts)
+        output.say("")
+        output.table(
+            [Column(title="node"), Column(title="state", coloured=True), Column(title="after"), Column(title="job")],
+            list(_drawn(nodes)),
+        )
+
+
+@app.command("list")
+def list_workflows(
+    org: options.Org,
+    state: Annotated[
+        State | None, typer.Option("--state", show_default="all", help="Only those in this state.")
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="How many, the newest first.")] = 100,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Lists an org's workflows, the newest first."""
+    from cli.calls import connect
+
+    with connect(address, timeout) as router:
+        found = list(_workflows(router, org, state, limit))
+    if as_json:
+        output.say_json(map(_json, found))
+    elif not found:
+        output.note(f"org {org!r} has no such workflows")
+    else:
+        columns = [Column(title="workflow"), Column(title="name"), Column(title="state", coloured=True)]
+        columns += [Column(title="nodes", right=True), Column(title="started"), Column(title="ended")]
+        output.table(columns, [_row(workflow) for workflow in found])
+
+
+@app.command()
+def cancel(
+    org: options.Org,
+    workflow_id: _Id,
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Stored with its jobs.")] = "cancelled",
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Cancels all jobs of a workflow that have not ended, also those that run."""
+    from cli.calls import connect
+    from windrow.v1 import workflows_pb2
+
+    with connect(address, timeout) as router:
+        request = workflows_pb2.CancelWorkflowRequest(org=org, id=workflow_id, reason=reason)
+        _say(router.call(router.workflows.CancelWorkflow, request).workflow, as_json=as_json)
+
+
+@app.command()
+def pause(
+    org: options.Org,
+    workflow_id: _Id,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Releases no more jobs of a workflow. Jobs that need not wait for others run."""
+    from cli.calls import connect
+    from windrow.v1 import workflows_pb2
+
+    with connect(address, timeout) as router:
+        request = workflows_pb2.PauseWorkflowRequest(org=org, id=workflow_id)
+        _say(router.call(router.workflows.PauseWorkflow, request).workflow, as_json=as_json)
+
+
+@app.command()
+def resume(
+    org: options.Org,
+    workflow_id: _Id,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Ends a pause."""
+    from cli.calls import connect
+    from windrow.v1 import workflows_pb2
+
+    with connect(address, timeout) as router:
+        request = workflows_pb2.ResumeWorkflowRequest(org=org, id=workflow_id)
+        _say(router.call(router.workflows.ResumeWorkflow, request).workflow, as_json=as_json)
+
+
+@app.command()
+def skip(
+    org: options.Org,
+    workflow_id: _Id,
+    node: Annotated[str, typer.Argument(metavar="NODE", help="The node's name.", show_default=False)],
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Ends a node as if it had succeeded, and cancels its job.
+
+    Exit code 5: the node has ended.
+    """
+    from cli.calls import connect
+    from windrow.v1 import workflows_pb2
+
+    with connect(address, timeout) as router:
+        request = workflows_pb2.SkipNodeRequest(org=org, id=workflow_id, node=node)
+        _say(router.call(router.workflows.SkipNode, request).workflow, as_json=as_json)
+
+
+# ── Files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _read_file(file: Path | None, workflow_id: str) -> Workflow:
+    from windrow import Workflow
+
+    where = "standard input" if file is None else str(file)
+    text = sys.stdin.read() if file is None else file.read_text()
+    try:
+        document = json.loads(text)
+        flow = Workflow(document.get("name", ""), id=workflow_id)
+        for at, node in enumerate(document["nodes"]):
+            try:
+                _add(flow, node)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+                raise CommandFailed(f"{where}: nodes[{at}]: {what}", ExitCode.USAGE) from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise CommandFailed(f"{where} is not a workflow: {what}", ExitCode.USAGE) from error
+    return flow
+
+
+def _add(flow: Workflow, node: Mapping[str, Any]) -> None:
+    """Adds a node of the file. Raises KeyError, TypeError, ValueError."""
+    from windrow import FailurePolicy
+
+    unknown = set(node) - {
+        *("queue", "kind", "name", "payload", "after", "on_failed", "callback", "priority", "max_attempts", "delay_s"),
+        *("group", "attributes"),
+    }
+    if unknown:
+        raise ValueError(f"has unknown keys: {', '.join(sorted(unknown))}")
+    payload = node.get("payload", "")
+    given = {name: node[name] for name in ("priority", "max_attempts", "group", "attributes") if name in node}
+    if "delay_s" in node:
+        given["delay"] = node["delay_s"]
+    content = payload if isinstance(payload, str) else json.dumps(payload)
+    add = {
+        None: flow.job,
+        "on_success": flow.on_success,
+        "on_failure": flow.on_failure,
+        "on_end": flow.on_end,
+    }.get(node.get("callback"))
+    if add is None:
+        raise ValueError(f"its callback must be on_success, on_failure or on_end, not {node['callback']!r}")
+    added = add(node["queue"], node["kind"], content.encode(), name=node.get("name", ""), **given)
+    policy: FailurePolicy = FailurePolicy(node.get("on_failed", "cancel"))
+    for name in cast("list[str]", node.get("after", [])):
+        # The router tells of names that no node has.
+        added.waits_for[name] = policy
+
+
+# ── Answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _nodes(router: Router, org: str, workflow_id: str) -> Iterator[workflows_pb2.NodeInfo]:
+    from windrow.v1 import workflows_pb2
+
+    token = ""
+    while True:
+        request = workflows_pb2.ListNodesRequest(org=org, id=workflow_id, page_size=_PAGE, page_token=token)
+        response = router.call(router.workflows.ListNodes, request)
+        yield from response.nodes
+        token = response.next_page_token
+        if not token:
+            return
+
+
+def _workflows(router: Router, org: str, state: State | None, limit: int) -> Iterator[workflows_pb2.WorkflowInfo]:
+    from windrow.v1 import workflows_pb2
+
+    number = (
+        workflows_pb2.WORKFLOW_STATE_UNSPECIFIED
+        if state is None
+        else workflows_pb2.WorkflowState.Value(f"WORKFLOW_STATE_{state.name}")
+    )
+    token = ""
+    while limit > 0:
+        request = workflows_pb2.ListWorkflowsRequest(
+            org=org, state=number, page_size=min(limit, _PAGE), page_token=token
+        )
+        response = router.call(router.workflows.ListWorkflows, request)
+        yield from response.workflows
+        limit -= len(response.workflows)
+        token = response.next_page_token
+        if not token:
+            return
+
+
+def _state(workflow: workflows_pb2.WorkflowInfo) -> str:
+    from windrow.v1 import workflows_pb2
+
+    return workflows_pb2.WorkflowState.Name(workflow.state).removeprefix("WORKFLOW_STATE_").lower()
+
+
+def _node_state(node: workflows_pb2.NodeInfo) -> str:
+    from windrow.v1 import workflows_pb2
+
+    return workflows_pb2.NodeState.Name(node.state).removeprefix("NODE_STATE_").lower()
+
+
+def _policy(edge: workflows_pb2.WorkflowEdge) -> str:
+    from windrow.v1 import workflows_pb2
+
+    return workflows_pb2.FailurePolicy.Name(edge.on_failed).removeprefix("FAILURE_POLICY_").lower()
+
+
+def _callback(node: workflows_pb2.NodeInfo) -> str | None:
+    from windrow.v1 import workflows_pb2
+
+    return workflows_pb2.Callback.Name(node.callback).removeprefix("CALLBACK_").lower() if node.callback else None
+
+
+def _json(workflow: workflows_pb2.WorkflowInfo) -> dict[str, object]:
+    from cli.messages import time_json
+
+    return {
+        "org": workflow.org,
+        "id": workflow.id,
+        "name": workflow.name,
+        "state": _state(workflow),
+        "paused": workflow.paused,
+        "created_at": time_json(workflow, "created_at"),
+        "ended_at": time_json(workflow, "ended_at"),
+        "nodes": workflow.nodes,
+        "shard": workflow.shard,
+    }
+
+
+def _node_json(node: workflows_pb2.NodeInfo) -> dict[str, object]:
+    from cli.messages import time_json
+
+    return {
+        "number": node.number,
+        "name": node.name,
+        "job_id": node.job_id,
+        "state": _node_state(node),
+        "after": {edge.node: _policy(edge) for edge in node.after},
+        "callback": _callback(node),
+        "ended_at": time_json(node, "ended_at"),
+    }
+
+
+def _row(workflow: workflows_pb2.WorkflowInfo) -> list[str]:
+    from cli.messages import time_shown
+
+    state = "paused" if workflow.paused else _state(workflow)
+    times = (time_shown(workflow, "created_at"), time_shown(workflow, "ended_at"))
+    return [workflow.id, workflow.name, state, f"{workflow.nodes:,}", *times]
+
+
+def _say(workflow: workflows_pb2.WorkflowInfo, *, as_json: bool) -> None:
+    if as_json:
+        output.say_json([_json(workflow)])
+    else:
+        _print(workflow, None)
+
+
+def _print(workflow: workflows_pb2.WorkflowInfo, counts: workflows_pb2.NodeCounts | None) -> None:
+    from cli.messages import time_shown
+
+    told = (
+        ""
+        if counts is None
+        else ", ".join(f"{getattr(counts, state):,} {state}" for state in _COUNTS if getattr(counts, state))
+    )
+    output.facts(
+        [
+            ("workflow", workflow.id),
+            ("name", workflow.name),
+            ("state", f"{_state(workflow)} (paused)" if workflow.paused else _state(workflow)),
+            ("nodes", f"{workflow.nodes:,}" + (f": {told}" if told else "")),
+            ("started", time_shown(workflow, "created_at")),
+            ("ended", time_shown(workflow, "ended_at")),
+            ("shard", workflow.shard),
+        ]
+    )
+
+
+# ── Drawings ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _levels(nodes: Sequence[workflows_pb2.NodeInfo]) -> dict[str, int]:
+    """Returns how many nodes in a row each node waits for. Nodes come after those that they wait for."""
+    levels: dict[str, int] = {}
+    for node in nodes:
+        levels[node.name] = max((levels[edge.node] + 1 for edge in node.after), default=0)
+    return levels
+
+
+def _drawn(nodes: Sequence[workflows_pb2.NodeInfo]) -> Iterator[list[str]]:
+    """Draws a tree: each node one step to the right of those that it waits for. More than a few nodes in a row that
+    wait for the same nodes and are in the same state become one line."""
+    levels = _levels(nodes)
+    at = 0
+    plain = sorted((node for node in nodes if not node.callback), key=lambda node: levels[node.name])
+    while at < len(plain):
+        node = plain[at]
+        alike = [node]
+        for other in plain[at + 1 :]:
+            if _sort(other, levels) != _sort(node, levels):
+                break
+            alike.append(other)
+        if len(alike) <= _ALIKE_MAX:
+            alike = [node]
+        at += len(alike)
+        indent = "  " * levels[node.name] + ("└ " if levels[node.name] else "")
+        more = f" … {alike[-1].name} ({len(alike):,} nodes)" if len(alike) > 1 else ""
+        yield [f"{indent}{node.name}{more}", _node_state(node), _after(node), "" if more else node.job_id]
+    for node in nodes:
+        if node.callback:
+            yield [f"{_callback(node)}: {node.name}", _node_state(node), "", node.job_id]
+
+
+def _sort(node: workflows_pb2.NodeInfo, levels: Mapping[str, int]) -> tuple[object, ...]:
+    return levels[node.name], node.state, [(edge.node, edge.on_failed) for edge in node.after]
+
+
+def _after(node: workflows_pb2.NodeInfo) -> str:
+    edges = list(node.after)
+    shown = [edge.node + ("" if _policy(edge) == "cancel" else f" ({_policy(edge)})") for edge in edges[:_ALIKE_MAX]]
+    more = f", … ({len(edges):,})" if len(edges) > _ALIKE_MAX else ""
+    return ", ".join(shown) + more
+
+
+def _mermaid(nodes: Sequence[workflows_pb2.NodeInfo]) -> Iterator[str]:
+    numbers = {node.name: node.number for node in nodes}
+    yield "flowchart TD"
+    for node in nodes:
+        label = f"{node.name}<br/>{_node_state(node)}".replace('"', "#quot;")
+        shape = (f'(["{label}"])') if node.callback else f'["{label}"]'
+        yield f"    n{node.number}{shape}"
+    for node in nodes:
+        for edge in node.after:
+            policy = _policy(edge)
+            arrow = "-->" if policy == "cancel" else f"-. {policy} .->"
+            yield f"    n{numbers[edge.node]} {arrow} n{node.number}"
+
+
+def _dot(nodes: Sequence[workflows_pb2.NodeInfo]) -> Iterator[str]:
+    numbers = {node.name: node.number for node in nodes}
+    yield "digraph workflow {"
+    for node in nodes:
+        label = json.dumps(f"{node.name}\n{_node_state(node)}", ensure_ascii=False)
+        shape = "ellipse" if node.callback else "box"
+        yield f"    n{node.number} [label={label}, shape={shape}];"
+    for node in nodes:
+        for edge in node.after:
+            policy = _policy(edge)
+            style = "" if policy == "cancel" else f' [label="{policy}", style=dashed]'
+            yield f"    n{numbers[edge.node]} -> n{node.number}{style};"
+    yield "}"

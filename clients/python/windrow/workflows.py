@@ -1,0 +1,389 @@
+"""Workflows: graphs of jobs, the calls about them, which Client has as methods of its own, and what they return."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TypeVar, Unpack
+
+from google.protobuf.message import Message
+
+from windrow.calls import ADMIN_FINAL, Calls, Method
+from windrow.channels import Stub
+from windrow.errors import InvalidRequest, Violation, invalid_argument
+from windrow.ids import uuid7
+from windrow.jobs import Job, JobOptions, NewJob, WorkflowNode, new_message
+from windrow.payloads import Payload, moment
+from windrow.v1 import workflows_pb2
+
+_PAGE_MAX = 1000
+
+_Request = TypeVar("_Request", bound=Message)
+_Response = TypeVar("_Response")
+
+
+class FailurePolicy(enum.Enum):
+    """What becomes of a node if one that it waits for fails: its job is dead or was cancelled."""
+
+    # It is cancelled, and so is what waits for it with this policy.
+    CANCEL = "cancel"
+    # It runs as if the other had succeeded. A failure that all nodes after it ignore does not let the workflow fail.
+    IGNORE = "ignore"
+    # It runs, and the workflow fails.
+    RUN = "run"
+    UNKNOWN = "unknown"
+
+
+IGNORE = FailurePolicy.IGNORE
+RUN_ANYWAY = FailurePolicy.RUN
+
+
+class Callback(enum.Enum):
+    """For which end of the workflow a callback runs."""
+
+    ON_SUCCESS = "on_success"
+    ON_FAILURE = "on_failure"
+    ON_END = "on_end"
+    UNKNOWN = "unknown"
+
+
+class WorkflowState(enum.Enum):
+    """Whether a workflow runs, or how it has ended."""
+
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    UNKNOWN = "unknown"
+
+
+class NodeState(enum.Enum):
+    """How far a node is."""
+
+    # It waits for others, or, as a callback, for the end of the workflow.
+    BLOCKED = "blocked"
+    # Its job is scheduled, ready or leased.
+    RELEASED = "released"
+    SUCCEEDED = "succeeded"
+    # Its job was dead.
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    SKIPPED = "skipped"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """A node of a Workflow that is being written."""
+
+    name: str
+    job: NewJob = field(repr=False)
+    callback: Callback | None = None
+    # What it waits for, by name.
+    waits_for: dict[str, FailurePolicy] = field(default_factory=dict[str, FailurePolicy], repr=False)
+
+    def after(self, *nodes: Node, on_failed: FailurePolicy = FailurePolicy.CANCEL) -> Node:
+        """Lets this node wait for other ones of the same workflow too. Returns this node."""
+        self.waits_for.update((node.name, on_failed) for node in nodes)
+        return self
+
+
+class Workflow:
+    """A graph of jobs, to be stored by Client.start.
+
+    - `name`: for people; need not be unique.
+    - `org`: if given, must be that of the client.
+    - `id`: a UUIDv7; default: a new one. A workflow that is started again, by whomever, is stored once.
+    """
+
+    def __init__(self, name: str = "", *, org: str = "", id: str = "") -> None:  # noqa: A002 - as in NewJob
+        self.name = name
+        self.org = org
+        self.id = id or uuid7()
+        self._nodes: list[Node] = []
+        self._names: dict[str, int] = {}
+
+    @property
+    def nodes(self) -> Sequence[Node]:
+        """All nodes, in the order in which they were added."""
+        return self._nodes
+
+    def job(
+        self,
+        queue: str,
+        kind: str,
+        payload: Payload = b"",
+        *,
+        name: str = "",
+        after: Node | Iterable[Node] = (),
+        on_failed: FailurePolicy = FailurePolicy.CANCEL,
+        **options: Unpack[JobOptions],
+    ) -> Node:
+        """Adds a job that runs after other ones. `on_failed` says what becomes of it if one of them fails. `options`:
+        the other fields of NewJob, without `id` and the dedup key: a `delay` counts from the end of the last node that
+        it waits for.
+
+        `name` names the node in answers, and must be unique in the workflow; default: its kind, with a number from the
+        second one on."""
+        node = self._add(NewJob(queue, kind, payload, **options), name, None)
+        return node.after(*([after] if isinstance(after, Node) else after), on_failed=on_failed)
+
+    def on_success(
+        self, queue: str, kind: str, payload: Payload = b"", *, name: str = "", **options: Unpack[JobOptions]
+    ) -> Node:
+        """Adds a job that runs once when all nodes have ended and none has failed."""
+        return self._add(NewJob(queue, kind, payload, **options), name, Callback.ON_SUCCESS)
+
+    def on_failure(
+        self, queue: str, kind: str, payload: Payload = b"", *, name: str = "", **options: Unpack[JobOptions]
+    ) -> Node:
+        """Adds a job that runs once when all nodes have ended and one has failed."""
+        return self._add(NewJob(queue, kind, payload, **options), name, Callback.ON_FAILURE)
+
+    def on_end(
+        self, queue: str, kind: str, payload: Payload = b"", *, name: str = "", **options: Unpack[JobOptions]
+    ) -> Node:
+        """Adds a job that runs once when all nodes have ended, also if the workflow was cancelled."""
+        return self._add(NewJob(queue, kind, payload, **options), name, Callback.ON_END)
+
+    def _add(self, job: NewJob, name: str, callback: Callback | None) -> Node:
+        if not name:
+            count = self._names[job.kind] = self._names.get(job.kind, 0) + 1
+            name = job.kind if count == 1 else f"{job.kind}-{count}"
+        node = Node(name, job, callback)
+        self._nodes.append(node)
+        return node
+
+    def request(self, org: str) -> workflows_pb2.StartWorkflowRequest:
+        """Returns the request that stores the workflow. Raises InvalidJob, InvalidRequest."""
+        if self.org not in ("", org):
+            why = f"is {self.org!r}, and the client is of org {org!r}"
+            raise InvalidRequest(f"org: {why}", [Violation("org", why)])
+        request = workflows_pb2.StartWorkflowRequest(org=org, id=self.id, name=self.name)
+        for node in self._nodes:
+            job = new_message(node.job)
+            # The router makes it, from the workflow's id.
+            job.ClearField("id")
+            message = request.nodes.add(name=node.name, job=job)
+            if node.callback is not None:
+                message.callback = _CALLBACK_NUMBERS[node.callback]
+            for other, policy in node.waits_for.items():
+                try:
+                    message.after.add(node=other, on_failed=_POLICY_NUMBERS[policy])
+                except KeyError as error:
+                    raise invalid_argument("on_failed", f"must be a FailurePolicy, not {policy!r}") from error
+        return request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A workflow that is stored."""
+
+    id: str
+    # True: it was stored before.
+    duplicate: bool
+    # The id of each node's job, by the node's name.
+    job_ids: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkflowRecord:
+    """A workflow as a shard has it."""
+
+    id: str
+    name: str
+    state: WorkflowState
+    paused: bool
+    created_at: datetime
+    ended_at: datetime | None
+    # Without callbacks.
+    nodes: int
+    shard: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRecord:
+    """A node as a shard has it."""
+
+    number: int
+    name: str
+    job_id: str
+    state: NodeState
+    # What it waits for, by name.
+    after: Mapping[str, FailurePolicy]
+    callback: Callback | None
+    ended_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parent:
+    """A node that another one waited for."""
+
+    name: str
+    job_id: str
+    state: NodeState
+    # What its handler returned, as bytes.
+    result: bytes
+    # Why it failed or was cancelled.
+    reason: str
+
+
+class WorkflowCalls:
+    """The workflows of one org."""
+
+    org: str
+    calls: Calls
+
+    async def start(self, workflow: Workflow) -> Started:
+        """Stores a workflow with all its jobs, at most 10,000 (16 MiB). It may be repeated: it is stored once. Raises
+        InvalidJob, InvalidRequest, for example for a cycle, and AlreadyExists if another workflow has its id."""
+        request = workflow.request(self.org)
+        response = await self.calls.call(lambda stub: stub.StartWorkflow, request)
+        ids = dict(zip((node.name for node in workflow.nodes), response.job_ids, strict=True))
+        return Started(id=workflow.id, duplicate=response.duplicate, job_ids=ids)
+
+    async def get_workflow(self, workflow_id: str) -> tuple[WorkflowRecord, dict[NodeState, int]]:
+        """Returns a workflow, and how many of its nodes are in which state. Raises NotFound."""
+        request = workflows_pb2.GetWorkflowRequest(org=self.org, id=workflow_id)
+        response = await self._ask_workflows(lambda stub: stub.GetWorkflow, request)
+        known = [state for state in NodeState if state is not NodeState.UNKNOWN]
+        counts: dict[NodeState, int] = {state: getattr(response.counts, state.value) for state in known}
+        return _read(response.workflow), counts
+
+    async def list_nodes(self, workflow_id: str) -> list[NodeRecord]:
+        """Returns all nodes of a workflow, each after those that it waits for. Raises NotFound."""
+        nodes: list[NodeRecord] = []
+        token = ""
+        while True:
+            request = workflows_pb2.ListNodesRequest(
+                org=self.org, id=workflow_id, page_size=_PAGE_MAX, page_token=token
+            )
+            response = await self._ask_workflows(lambda stub: stub.ListNodes, request)
+            nodes += map(_read_node, response.nodes)
+            token = response.next_page_token
+            if not token:
+                return nodes
+
+    async def list_workflows(self, *, state: WorkflowState | None = None, limit: int = 1000) -> list[WorkflowRecord]:
+        """Returns the newest workflows of the org, at most `limit`; or only those in one state."""
+        number = workflows_pb2.WORKFLOW_STATE_UNSPECIFIED
+        if state is not None:
+            try:
+                number = _STATE_NUMBERS[state]
+            except KeyError as error:
+                raise invalid_argument("state", f"must be a WorkflowState, not {state!r}") from error
+        found: list[WorkflowRecord] = []
+        token = ""
+        while len(found) < limit:
+            request = workflows_pb2.ListWorkflowsRequest(
+                org=self.org, state=number, page_size=min(limit - len(found), _PAGE_MAX), page_token=token
+            )
+            response = await self._ask_workflows(lambda stub: stub.ListWorkflows, request)
+            found += map(_read, response.workflows)
+            token = response.next_page_token
+            if not token:
+                break
+        return found
+
+    async def cancel_workflow(self, workflow_id: str, *, reason: str = "") -> WorkflowRecord:
+        """Cancels all jobs of a workflow that have not ended. Handlers that run learn it as by cancel(). Raises
+        NotFound."""
+        request = workflows_pb2.CancelWorkflowRequest(org=self.org, id=workflow_id, reason=reason)
+        return _read((await self._ask_workflows(lambda stub: stub.CancelWorkflow, request)).workflow)
+
+    async def pause_workflow(self, workflow_id: str) -> WorkflowRecord:
+        """Releases no more jobs of a workflow until resume_workflow. Raises NotFound."""
+        request = workflows_pb2.PauseWorkflowRequest(org=self.org, id=workflow_id)
+        return _read((await self._ask_workflows(lambda stub: stub.PauseWorkflow, request)).workflow)
+
+    async def resume_workflow(self, workflow_id: str) -> WorkflowRecord:
+        """Ends the pause of a workflow. Raises NotFound."""
+        request = workflows_pb2.ResumeWorkflowRequest(org=self.org, id=workflow_id)
+        return _read((await self._ask_workflows(lambda stub: stub.ResumeWorkflow, request)).workflow)
+
+    async def skip_node(self, workflow_id: str, node: str) -> WorkflowRecord:
+        """Ends a node as if it had succeeded, and cancels its job. Raises NotFound, and FailedPrecondition if it has
+        ended, also if the first try of this call skipped it and its answer was lost."""
+        request = workflows_pb2.SkipNodeRequest(org=self.org, id=workflow_id, node=node)
+        return _read((await self._ask_workflows(lambda stub: stub.SkipNode, request)).workflow)
+
+    async def parents(self, job: Job | WorkflowNode) -> list[Parent]:
+        """Returns the nodes that the node of this job waited for, with the results of their jobs. Empty if it is in no
+        workflow."""
+        of = job.workflow if isinstance(job, Job) else job
+        return [] if of is None else [parent async for parent in self._parents(of)]
+
+    async def _parents(self, of: WorkflowNode) -> AsyncIterator[Parent]:
+        token = ""
+        while True:
+            request = workflows_pb2.ListParentsRequest(org=self.org, id=of.workflow_id, node=of.node, page_token=token)
+            response = await self._ask_workflows(lambda stub: stub.ListParents, request)
+            for message in response.parents:
+                yield Parent(
+                    name=message.name,
+                    job_id=message.job_id,
+                    state=_NODE_STATES.get(message.state, NodeState.UNKNOWN),
+                    result=message.result,
+                    reason=message.reason,
+                )
+            token = response.next_page_token
+            if not token:
+                return
+
+    async def _ask_workflows(
+        self, method: Callable[[Stub], Method[_Request, _Response]], request: _Request
+    ) -> _Response:
+        return await self.calls.call(method, request, final=ADMIN_FINAL)
+
+
+def _read(message: workflows_pb2.WorkflowInfo) -> WorkflowRecord:
+    return WorkflowRecord(
+        id=message.id,
+        name=message.name,
+        state=_STATES.get(message.state, WorkflowState.UNKNOWN),
+        paused=message.paused,
+        created_at=moment(message.created_at),
+        ended_at=moment(message.ended_at) if message.HasField("ended_at") else None,
+        nodes=message.nodes,
+        shard=message.shard,
+    )
+
+
+def _read_node(message: workflows_pb2.NodeInfo) -> NodeRecord:
+    return NodeRecord(
+        number=message.number,
+        name=message.name,
+        job_id=message.job_id,
+        state=_NODE_STATES.get(message.state, NodeState.UNKNOWN),
+        after={edge.node: _POLICIES.get(edge.on_failed, FailurePolicy.UNKNOWN) for edge in message.after},
+        callback=_CALLBACKS.get(message.callback, Callback.UNKNOWN) if message.callback else None,
+        ended_at=moment(message.ended_at) if message.HasField("ended_at") else None,
+    )
+
+
+# By the numbers of the contract's enums, which have the same names after a prefix.
+_POLICY_NUMBERS: dict[FailurePolicy, workflows_pb2.FailurePolicy.ValueType] = {
+    policy: workflows_pb2.FailurePolicy.Value(f"FAILURE_POLICY_{policy.name}")
+    for policy in FailurePolicy
+    if policy is not FailurePolicy.UNKNOWN
+}
+_CALLBACK_NUMBERS: dict[Callback, workflows_pb2.Callback.ValueType] = {
+    callback: workflows_pb2.Callback.Value(f"CALLBACK_{callback.name}")
+    for callback in Callback
+    if callback is not Callback.UNKNOWN
+}
+_STATE_NUMBERS: dict[WorkflowState, workflows_pb2.WorkflowState.ValueType] = {
+    state: workflows_pb2.WorkflowState.Value(f"WORKFLOW_STATE_{state.name}")
+    for state in WorkflowState
+    if state is not WorkflowState.UNKNOWN
+}
+_POLICIES: dict[int, FailurePolicy] = {number: policy for policy, number in _POLICY_NUMBERS.items()}
+_CALLBACKS: dict[int, Callback] = {number: callback for callback, number in _CALLBACK_NUMBERS.items()}
+_STATES: dict[int, WorkflowState] = {number: state for state, number in _STATE_NUMBERS.items()}
+_NODE_STATES: dict[int, NodeState] = {
+    workflows_pb2.NodeState.Value(f"NODE_STATE_{state.name}"): state
+    for state in NodeState
+    if state is not NodeState.UNKNOWN
+}

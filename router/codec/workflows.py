@@ -1,0 +1,227 @@
+"""Converts between the messages of workflows.proto and the records of the shard, and checks what protovalidate cannot:
+that the nodes and edges of a new workflow make a graph without cycles. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+
+from router.codec import convert
+from router.codec.convert import timestamp
+from router.codec.status import InvalidRequest, Violation
+from router.codec.validate import enqueue_violations, violations_of
+from shard.job_record import JobRecord
+from shard.vocabulary import JobId, OrgId, ShardName
+from shard.workflow import (
+    CALLBACKS_MAX,
+    DEPTH_MAX,
+    EDGES_MAX,
+    NODES_MAX,
+    Callback,
+    Edge,
+    NewWorkflow,
+    NodeName,
+    NodeRecord,
+    NodeState,
+    OnFailed,
+    ParentRecord,
+    WorkflowId,
+    WorkflowRecord,
+    WorkflowState,
+    job_id_of,
+    node_state,
+)
+from windrow.v1 import queue_pb2, workflows_pb2
+
+_VIOLATIONS_MAX = 20
+_CYCLE_SHOWN_MAX = 10
+_STATES = {state: workflows_pb2.WorkflowState.Value(f"WORKFLOW_STATE_{state.name}") for state in WorkflowState}
+_STATES_BY_NUMBER: Mapping[int, WorkflowState] = {number: state for state, number in _STATES.items()}
+_NODE_STATES = {state: workflows_pb2.NodeState.Value(f"NODE_STATE_{state.name}") for state in NodeState}
+_POLICIES = {policy: workflows_pb2.FailurePolicy.Value(f"FAILURE_POLICY_{policy.name}") for policy in OnFailed}
+_POLICIES_BY_NUMBER: Mapping[int, OnFailed] = {number: policy for policy, number in _POLICIES.items()}
+_CALLBACKS = {callback: workflows_pb2.Callback.Value(f"CALLBACK_ON_{callback.name}") for callback in Callback}
+_CALLBACKS_BY_NUMBER: Mapping[int, Callback] = {number: callback for callback, number in _CALLBACKS.items()}
+
+
+# ── In ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_start(request: workflows_pb2.StartWorkflowRequest) -> None:
+    """Raises InvalidRequest with the violations of the contract's rules, or else with those of the graph."""
+    nodes = list(request.nodes)
+    edges = sum(len(node.after) for node in nodes)
+    # First, because to check that many would take long.
+    if len(nodes) > NODES_MAX:
+        raise InvalidRequest([Violation("nodes", f"must have at most {NODES_MAX:,} items, not {len(nodes):,}")])
+    if edges > EDGES_MAX:
+        raise InvalidRequest(
+            [Violation("nodes", f"must wait for at most {EDGES_MAX:,} others together, not {edges:,}")]
+        )
+    violations = violations_of(request, items_max=NODES_MAX) or _job_violations(request.org, nodes)
+    violations = violations or _node_violations(nodes) or _graph_violations(nodes)
+    if violations:
+        raise InvalidRequest(violations[:_VIOLATIONS_MAX])
+
+
+def _job_violations(org: str, nodes: Sequence[workflows_pb2.NewNode]) -> list[Violation]:
+    violations: list[Violation] = []
+    for at, node in enumerate(nodes):
+        for field, is_set in (("id", bool(node.job.id)), ("dedup", node.job.HasField("dedup"))):
+            if is_set:
+                violations.append(Violation(f"nodes[{at}].job.{field}", "must not be set in a node of a workflow"))
+        if node.job.HasField("run_at") or node.job.HasField("expires_at"):
+            # Rules that depend on the present time.
+            alone = queue_pb2.EnqueueRequest(org=org, jobs=[node.job])
+            violations += [
+                violation._replace(field=violation.field.replace("jobs[0]", f"nodes[{at}].job", 1))
+                for violation in enqueue_violations(alone)
+            ]
+    return violations
+
+
+def _node_violations(nodes: Sequence[workflows_pb2.NewNode]) -> list[Violation]:
+    violations: list[Violation] = []
+    numbers: dict[str, int] = {}
+    callbacks = 0
+    for at, node in enumerate(nodes):
+        first = numbers.setdefault(node.name, at)
+        if first != at:
+            violations.append(Violation(f"nodes[{at}].name", f"is that of nodes[{first}] too: {node.name!r}"))
+        if node.callback:
+            callbacks += 1
+            if node.after:
+                violations.append(Violation(f"nodes[{at}].after", "must be empty: the node is a callback"))
+    if callbacks > CALLBACKS_MAX:
+        violations.append(Violation("nodes", f"must have at most {CALLBACKS_MAX} callbacks, not {callbacks:,}"))
+    if callbacks == len(nodes):
+        violations.append(Violation("nodes", "must have at least one that is not a callback"))
+    for at, node in enumerate(nodes):
+        seen: set[str] = set()
+        for number, edge in enumerate(node.after):
+            field = f"nodes[{at}].after[{number}].node"
+            if edge.node == node.name:
+                violations.append(Violation(field, f"is the node itself: {edge.node!r}"))
+            elif edge.node not in numbers:
+                violations.append(Violation(field, f"names no node of the workflow: {edge.node!r}"))
+            elif nodes[numbers[edge.node]].callback:
+                violations.append(Violation(field, f"is a callback, which runs after the workflow: {edge.node!r}"))
+            elif edge.node in seen:
+                violations.append(Violation(field, f"is named twice: {edge.node!r}"))
+            seen.add(edge.node)
+            if len(violations) >= _VIOLATIONS_MAX:
+                return violations
+    return violations
+
+
+def _graph_violations(nodes: Sequence[workflows_pb2.NewNode]) -> list[Violation]:
+    """Returns the violation of a graph with a cycle, or with a chain that is too long. All names are known."""
+    numbers = {node.name: at for at, node in enumerate(nodes)}
+    try:
+        order = _ordered(nodes)
+    except CycleError as error:
+        # Each waits for the next one; the first is once more at the end.
+        path: list[str] = error.args[1][::-1]
+        shown = path if len(path) <= _CYCLE_SHOWN_MAX else [*path[: _CYCLE_SHOWN_MAX - 1], "…", path[-1]]
+        why = "waits for itself: " + " after ".join(map(repr, shown))
+        return [Violation(f"nodes[{numbers[path[0]]}].after", why)]
+    depths: dict[str, int] = {}
+    for at in order:
+        node = nodes[at]
+        depths[node.name] = depth = 1 + max((depths[edge.node] for edge in node.after), default=0)
+        if depth > DEPTH_MAX:
+            return [Violation(f"nodes[{at}].after", f"ends a chain of more than {DEPTH_MAX:,} nodes: {node.name!r}")]
+    return []
+
+
+def _ordered(nodes: Sequence[workflows_pb2.NewNode]) -> list[int]:
+    """Returns the positions of the nodes so that each comes after those that it waits for; callbacks come last. An
+    order that is right already stays as it is. Raises CycleError."""
+    numbers = {node.name: at for at, node in enumerate(nodes)}
+    callbacks = [at for at, node in enumerate(nodes) if node.callback]
+    plain = [at for at, node in enumerate(nodes) if not node.callback]
+    if all(numbers[edge.node] < at for at in plain for edge in nodes[at].after):
+        return [*plain, *callbacks]
+    sorter = TopologicalSorter({nodes[at].name: [edge.node for edge in nodes[at].after] for at in plain})
+    return [*(numbers[name] for name in sorter.static_order()), *callbacks]
+
+
+def new_workflow(request: workflows_pb2.StartWorkflowRequest, *, trace: str | None) -> tuple[NewWorkflow, list[int]]:
+    """Returns the workflow of a checked request, and the number of each of the request's nodes."""
+    nodes = list(request.nodes)
+    order = _ordered(nodes)
+    numbers = {nodes[at].name: number for number, at in enumerate(order)}
+    workflow = WorkflowId(request.id)
+    jobs = convert.new_jobs(OrgId(request.org), [nodes[at].job for at in order], trace=trace)
+    jobs.ids = [job_id_of(workflow, number) for number in range(len(order))]
+    edges = [
+        Edge(number, numbers[edge.node], _POLICIES_BY_NUMBER.get(edge.on_failed, OnFailed.CANCEL))
+        for number, at in enumerate(order)
+        for edge in nodes[at].after
+    ]
+    new = NewWorkflow(
+        id=workflow,
+        name=request.name,
+        digest=hashlib.sha256(request.SerializeToString(deterministic=True)).digest(),
+        names=[NodeName(nodes[at].name) for at in order],
+        jobs=jobs,
+        edges=sorted(edges),
+        callbacks={
+            number: _CALLBACKS_BY_NUMBER[nodes[at].callback] for number, at in enumerate(order) if nodes[at].callback
+        },
+    )
+    return new, [numbers[node.name] for node in nodes]
+
+
+def wanted_state(number: int) -> WorkflowState | None:
+    return _STATES_BY_NUMBER.get(number)
+
+
+# ── Out ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def info(record: WorkflowRecord, shard: ShardName) -> workflows_pb2.WorkflowInfo:
+    return workflows_pb2.WorkflowInfo(
+        org=record.org,
+        id=record.id,
+        name=record.name,
+        state=_STATES[WorkflowState(record.state)],
+        paused=record.paused_at is not None and record.ended_at is None,
+        created_at=timestamp(record.created_at),
+        ended_at=None if record.ended_at is None else timestamp(record.ended_at),
+        nodes=record.nodes,
+        shard=shard,
+    )
+
+
+def counts(found: Mapping[NodeState, int]) -> workflows_pb2.NodeCounts:
+    return workflows_pb2.NodeCounts(**{state.value: nodes for state, nodes in found.items()})
+
+
+def node(record: NodeRecord) -> workflows_pb2.NodeInfo:
+    return workflows_pb2.NodeInfo(
+        number=record.number,
+        name=record.name,
+        job_id=record.job_id,
+        state=_NODE_STATES[node_state(record.state)],
+        after=[
+            workflows_pb2.WorkflowEdge(node=name, on_failed=_POLICIES[OnFailed(policy)])
+            for name, policy in zip(record.after or (), record.policies or (), strict=True)
+        ],
+        callback=workflows_pb2.CALLBACK_UNSPECIFIED
+        if record.callback is None
+        else _CALLBACKS[Callback(record.callback)],
+        ended_at=None if record.ended_at is None else timestamp(record.ended_at),
+    )
+
+
+def parent(record: ParentRecord, jobs: Mapping[JobId, JobRecord]) -> workflows_pb2.ParentInfo:
+    job = jobs.get(record.job_id)
+    return workflows_pb2.ParentInfo(
+        name=record.name,
+        job_id=record.job_id,
+        state=_NODE_STATES[node_state(record.state)],
+        result=b"" if job is None else job.result or b"",
+        reason="" if job is None else job.reason or "",
+    )

@@ -1,0 +1,198 @@
+"""Calls about the workflows of one org (proto/windrow/v1/workflows.proto)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from router.codec import workflows as codec
+from router.codec.status import InvalidRequest, Violation
+from router.fleet.fleet import Fleet
+from router.fleet.shard_handle import ShardHandle
+from router.gate.calls import ANSWER_HELD_BYTES, unary
+from router.gate.tracing import current_trace
+from router.route import by_id
+from shard.errors import BadIds, LimitReached, NotOwned, RowLocked, ShardUnavailable, TooManyQueues, WorkflowExists
+from shard.job_record import ANSWER_BYTES_MAX, JobRecord
+from shard.placement.slots import Placement
+from shard.queue.coalescer import TooManyWaiting
+from shard.vocabulary import Answer, JobId, OrgId
+from shard.workflow import NewWorkflow, NodeName, WorkflowId
+from shard.workflows.workflow_admin import parents_from, parents_token
+from windrow.v1 import workflows_pb2
+
+_PAGE_DEFAULT = 100
+_NODES_DEFAULT = 1000
+_PARENTS_DEFAULT = 100
+# Jobs of one cancel.
+_JOBS_AT_ONCE = 1000
+_SKIPPED = "its node was skipped"
+
+
+class WorkflowsService:
+    service_name = "windrow.v1.Workflows"
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    @unary(codec.check_start)
+    async def StartWorkflow(self, request: workflows_pb2.StartWorkflowRequest) -> workflows_pb2.StartWorkflowResponse:
+        workflow, numbers = codec.new_workflow(request, trace=current_trace())
+
+        async def start(member: ShardHandle, placement: Placement) -> bool:
+            return await self._start(member.require_open(), placement, workflow)
+
+        try:
+            duplicate = await self._fleet.write(OrgId(request.org), start)
+        except BadIds as error:
+            raise InvalidRequest([Violation("id", error.about(workflow.id))]) from error
+        ids = workflow.jobs.ids
+        return workflows_pb2.StartWorkflowResponse(duplicate=duplicate, job_ids=[ids[number] for number in numbers])
+
+    async def _start(self, member: ShardHandle, placement: Placement, workflow: NewWorkflow) -> bool:
+        try:
+            charge = await self._fleet.limits.charge(member.store, workflow.jobs, independent=False)
+        except LimitReached:
+            # A repeated call costs nothing, so it must not be refused.
+            if await member.workflows.is_known(workflow):
+                return True
+            raise
+        try:
+            duplicate = await member.workflows.start(workflow, epoch=placement.epoch)
+        except (BadIds, NotOwned, RowLocked, TooManyQueues, TooManyWaiting, WorkflowExists):
+            # Nothing was stored. After other errors that is not certain, and the charge stands.
+            if charge is not None:
+                charge.refund()
+            raise
+        if duplicate and charge is not None:
+            charge.refund()
+        return duplicate
+
+    @unary()
+    async def GetWorkflow(self, request: workflows_pb2.GetWorkflowRequest) -> workflows_pb2.GetWorkflowResponse:
+        org, workflow = OrgId(request.org), WorkflowId(request.id)
+        member = await self._home(org)
+        record = await member.workflows.get(org, workflow)
+        counts = await member.workflows.count(org, workflow)
+        return workflows_pb2.GetWorkflowResponse(workflow=codec.info(record, member.name), counts=codec.counts(counts))
+
+    @unary(answer_bytes=ANSWER_HELD_BYTES)
+    async def ListNodes(self, request: workflows_pb2.ListNodesRequest) -> workflows_pb2.ListNodesResponse:
+        org = OrgId(request.org)
+        member = await self._home(org)
+        nodes, token = await member.workflows.nodes(
+            org, WorkflowId(request.id), page_size=request.page_size or _NODES_DEFAULT, page_token=request.page_token
+        )
+        return workflows_pb2.ListNodesResponse(nodes=map(codec.node, nodes), next_page_token=token)
+
+    @unary()
+    async def ListWorkflows(self, request: workflows_pb2.ListWorkflowsRequest) -> workflows_pb2.ListWorkflowsResponse:
+        org = OrgId(request.org)
+        member = await self._home(org)
+        found, token = await member.workflows.list_workflows(
+            org,
+            state=codec.wanted_state(request.state),
+            page_size=request.page_size or _PAGE_DEFAULT,
+            page_token=request.page_token,
+        )
+        return workflows_pb2.ListWorkflowsResponse(
+            workflows=[codec.info(record, member.name) for record in found], next_page_token=token
+        )
+
+    @unary()
+    async def CancelWorkflow(
+        self, request: workflows_pb2.CancelWorkflowRequest
+    ) -> workflows_pb2.CancelWorkflowResponse:
+        org, workflow = OrgId(request.org), WorkflowId(request.id)
+        reason = request.reason or "cancelled"
+
+        async def doom(member: ShardHandle, placement: Placement) -> list[JobId]:
+            admin = member.require_writable().workflows
+            return await admin.doom(org, workflow, reason=reason, epoch=placement.epoch)
+
+        jobs = await self._fleet.write(org, doom)
+        for at in range(0, len(jobs), _JOBS_AT_ONCE):
+            await self._cancel(org, jobs[at : at + _JOBS_AT_ONCE], reason)
+        return workflows_pb2.CancelWorkflowResponse(workflow=await self._info(org, workflow))
+
+    @unary()
+    async def PauseWorkflow(self, request: workflows_pb2.PauseWorkflowRequest) -> workflows_pb2.PauseWorkflowResponse:
+        info = await self._set_paused(request.org, request.id, paused=True)
+        return workflows_pb2.PauseWorkflowResponse(workflow=info)
+
+    @unary()
+    async def ResumeWorkflow(
+        self, request: workflows_pb2.ResumeWorkflowRequest
+    ) -> workflows_pb2.ResumeWorkflowResponse:
+        info = await self._set_paused(request.org, request.id, paused=False)
+        return workflows_pb2.ResumeWorkflowResponse(workflow=info)
+
+    @unary()
+    async def SkipNode(self, request: workflows_pb2.SkipNodeRequest) -> workflows_pb2.SkipNodeResponse:
+        org, workflow = OrgId(request.org), WorkflowId(request.id)
+
+        async def skip(member: ShardHandle, placement: Placement) -> JobId:
+            admin = member.require_writable().workflows
+            return await admin.skip(org, workflow, NodeName(request.node), epoch=placement.epoch)
+
+        job = await self._fleet.write(org, skip)
+        await self._cancel(org, [job], _SKIPPED)
+        return workflows_pb2.SkipNodeResponse(workflow=await self._info(org, workflow))
+
+    @unary(answer_bytes=ANSWER_HELD_BYTES)
+    async def ListParents(self, request: workflows_pb2.ListParentsRequest) -> workflows_pb2.ListParentsResponse:
+        org, workflow = OrgId(request.org), WorkflowId(request.id)
+        member = await self._home(org)
+        rows = request.page_size or _PARENTS_DEFAULT
+        parents = await member.workflows.parents(
+            org, workflow, request.node, from_node=parents_from(request.page_token), rows=rows + 1
+        )
+        jobs = await self._jobs(org, [parent.job_id for parent in parents[:rows]])
+        # The page ends before the first job whose result did not fit.
+        whole = next((at for at, one in enumerate(parents[:rows]) if not _is_whole(jobs, one.job_id)), rows)
+        return workflows_pb2.ListParentsResponse(
+            parents=[codec.parent(parent, jobs) for parent in parents[:whole]],
+            next_page_token=parents_token(parents[whole:]),
+        )
+
+    async def _jobs(self, org: OrgId, ids: Sequence[JobId]) -> dict[JobId, JobRecord]:
+        """Raises ShardUnavailable, also if a shard that may have one of the jobs does not answer."""
+
+        async def ask(member: ShardHandle, positions: Sequence[int]) -> dict[int, JobRecord]:
+            wanted = [ids[at] for at in positions]
+            records = await member.store.get(org, wanted, include_payload=True, bytes_max=ANSWER_BYTES_MAX)
+            return {ids.index(record.id): record for record in records}
+
+        if not ids:
+            return {}
+        found = await by_id.find(self._fleet, org, ids, ask)
+        found.require(len(ids))
+        return {record.id: record for record in found.answers.values()}
+
+    async def _cancel(self, org: OrgId, ids: Sequence[JobId], reason: str) -> None:
+        async def cancel(member: ShardHandle, positions: Sequence[int]) -> list[Answer]:
+            return await member.store.cancel(org, [ids[at] for at in positions], reason=reason)
+
+        await by_id.decide(self._fleet, org, ids, cancel)
+
+    async def _set_paused(self, org: str, workflow: str, *, paused: bool) -> workflows_pb2.WorkflowInfo:
+        async def act(member: ShardHandle, placement: Placement) -> None:
+            admin = member.require_writable().workflows
+            await admin.set_paused(OrgId(org), WorkflowId(workflow), paused=paused, epoch=placement.epoch)
+
+        await self._fleet.write(OrgId(org), act)
+        return await self._info(OrgId(org), WorkflowId(workflow))
+
+    async def _info(self, org: OrgId, workflow: WorkflowId) -> workflows_pb2.WorkflowInfo:
+        member = await self._home(org)
+        return codec.info(await member.workflows.get(org, workflow), member.name)
+
+    async def _home(self, org: OrgId) -> ShardHandle:
+        """Returns the shard that has the org's workflows. See AdminService._home."""
+        with contextlib.suppress(ShardUnavailable):
+            await self._fleet.is_current(org, self._fleet.placement(org))
+        return self._fleet.writer(self._fleet.placement(org)).require_up()
+
+
+def _is_whole(jobs: dict[JobId, JobRecord], job: JobId) -> bool:
+    return job not in jobs or jobs[job].whole

@@ -1,0 +1,17 @@
+-- Returns what a blocked job waits for: its node, whether its workflow is paused, the names of some nodes that have not
+-- ended, and how many there are, counted up to left_max. No row: the workflow or the node is not here.
+SELECT n.name, w.paused_at IS NOT NULL AS paused, open.names[1:10] AS names, coalesce(open.count, 0) AS count
+FROM windrow.org o
+JOIN windrow.workflow w ON w.org_id = o.org_id AND w.id = %(workflow)s::uuid
+JOIN windrow.workflow_node n ON n.flow = w.flow AND n.node = %(node)s
+CROSS JOIN LATERAL (
+    SELECT array_agg(p.name ORDER BY p.node) AS names, count(*) AS count
+    FROM (
+        SELECT p.node, p.name
+        FROM windrow.workflow_edge e
+        JOIN windrow.workflow_node p ON p.flow = e.flow AND p.node = e.parent AND p.ended_at IS NULL
+        WHERE e.flow = n.flow AND e.node = n.node
+        LIMIT %(left_max)s
+    ) p
+) open
+WHERE o.org = %(org)s

@@ -1,0 +1,164 @@
+"""A workflow: a graph of jobs of one org. Pure: no I/O.
+
+What becomes of a workflow when a node ends is decided by functions in its shard's database
+(shard/postgres/migrations/0019_workflows.sql).
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, NewType
+from uuid import UUID
+
+from shard.vocabulary import JobId, Micros, NewJobs, OrgId
+
+# A UUIDv7 as canonical lower-case text.
+WorkflowId = NewType("WorkflowId", str)
+NodeName = NewType("NodeName", str)
+
+NODES_MAX = 10_000
+EDGES_MAX = 100_000
+CALLBACKS_MAX = 10
+# How many nodes may wait for each other in a row.
+DEPTH_MAX = 1_000
+# For how many days a workflow is known after its end: longer than the ids of workflows count.
+KEPT_DAYS = 30
+
+
+class WorkflowState(enum.Enum):
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class NodeState(enum.Enum):
+    """The state of a node, as callers see it."""
+
+    BLOCKED = "blocked"
+    RELEASED = "released"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    SKIPPED = "skipped"
+
+
+# The states that a shard stores besides: decided, and not done yet, because the job is locked, on another shard, or its
+# workflow paused.
+STORED_AS = {"due": NodeState.BLOCKED, "doomed": NodeState.BLOCKED}
+
+
+def node_state(stored: str) -> NodeState:
+    return STORED_AS.get(stored) or NodeState(stored)
+
+
+class OnFailed(enum.Enum):
+    """What becomes of a node if one that it waits for fails or is cancelled."""
+
+    CANCEL = "cancel"
+    IGNORE = "ignore"
+    RUN = "run"
+
+
+class Callback(enum.Enum):
+    """For which end of the workflow a callback runs."""
+
+    SUCCESS = "success"
+    FAILURE = "failure"
+    END = "end"
+
+
+class NodeOf(NamedTuple):
+    """What a job knows of its workflow."""
+
+    workflow: WorkflowId
+    node: int
+
+    @classmethod
+    def parse(cls, stored: str) -> NodeOf:
+        workflow, _, node = stored.partition("/")
+        return cls(WorkflowId(workflow), int(node))
+
+    def __str__(self) -> str:
+        return f"{self.workflow}/{self.node}"
+
+
+class Edge(NamedTuple):
+    """`node` waits for `parent`, which has a smaller number."""
+
+    node: int
+    parent: int
+    on_failed: OnFailed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewWorkflow:
+    """A workflow to be stored. Nodes have the positions of `names` and `jobs` as their numbers; callbacks come last."""
+
+    id: WorkflowId
+    name: str
+    # Of all that the request says.
+    digest: bytes
+    names: Sequence[NodeName]
+    # Their ids are those of `job_id_of`.
+    jobs: NewJobs
+    edges: Sequence[Edge]
+    # By number.
+    callbacks: Mapping[int, Callback]
+
+
+class WorkflowRecord(NamedTuple):
+    """A workflow as a shard has it, in the order of get_workflow.sql's columns."""
+
+    id: WorkflowId
+    org: OrgId
+    name: str
+    state: str
+    created_at: Micros
+    paused_at: Micros | None
+    ended_at: Micros | None
+    nodes: int
+
+
+class NodeRecord(NamedTuple):
+    """A node as a shard has it, in the order of list_nodes.sql's columns."""
+
+    number: int
+    name: NodeName
+    job_id: JobId
+    state: str
+    callback: str | None
+    ended_at: Micros | None
+    # The names of the nodes that it waits for, and the policies.
+    after: Sequence[NodeName] | None
+    policies: Sequence[str] | None
+
+
+class ParentRecord(NamedTuple):
+    """A node that another one waited for, in the order of list_parents.sql's columns."""
+
+    number: int
+    name: NodeName
+    job_id: JobId
+    state: str
+
+
+class Fault(NamedTuple):
+    """Something that is wrong with a workflow, in the order of check_workflows.sql's columns."""
+
+    org: str
+    workflow: WorkflowId
+    # −1: it concerns the workflow as a whole.
+    node: int
+    what: str
+
+
+def job_id_of(workflow: WorkflowId, node: int) -> JobId:
+    """Returns the id of a node's job. Its time is that of the workflow's id."""
+    digest = int.from_bytes(hashlib.blake2b(f"{workflow}/{node}".encode(), digest_size=10).digest())
+    made = UUID(workflow).int >> 80
+    number = made << 80 | 0x7 << 76 | (digest >> 62 & 0xFFF) << 64 | 0b10 << 62 | digest & (1 << 62) - 1
+    return JobId(str(UUID(int=number)))

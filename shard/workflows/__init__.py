@@ -1,0 +1,1 @@
+"""Workflows of one shard: stored, looked at, changed and swept."""

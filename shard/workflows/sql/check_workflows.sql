@@ -1,0 +1,73 @@
+-- Finds what is wrong with workflows, in one snapshot: blocked jobs that nothing will release, nodes that wait for ended
+-- ones, and ends that were counted wrongly. Leaves out orgs that move, because their jobs may be on the other shard.
+WITH settled AS MATERIALIZED (
+    SELECT o.org_id, o.org
+    FROM windrow.org o
+    JOIN windrow.owned_slot s ON s.slot = o.slot AND s.state = 'owned' AND NOT s.arriving
+), blocked AS (
+    SELECT o.org, left(j.workflow_node, 36) AS workflow, substr(j.workflow_node, 38)::integer AS node, n.state
+    FROM windrow.job j
+    JOIN settled o ON o.org_id = {{org_of(j)}}
+    LEFT JOIN windrow.workflow w ON w.org_id = o.org_id AND w.id = left(j.workflow_node, 36)::uuid
+    LEFT JOIN windrow.workflow_node n ON n.flow = w.flow AND n.node = substr(j.workflow_node, 38)::integer
+        AND n.job_id = j.id
+    WHERE {{is_blocked(j)}}
+), waiting AS (
+    SELECT
+        o.org, w.id::text AS workflow, n.node, n.state, n.job_id, n.waits_on, p.ended_at IS NOT NULL AS parent_ended,
+        (
+            SELECT max(e.parent)
+            FROM windrow.workflow_edge e
+            JOIN windrow.workflow_node q ON q.flow = e.flow AND q.node = e.parent
+            WHERE e.flow = n.flow AND e.node = n.node AND q.ended_at IS NULL
+        ) AS last_open,
+        EXISTS (
+            SELECT FROM windrow.job j WHERE j.id = n.job_id AND {{org_of(j)}} = o.org_id AND {{is_blocked(j)}}
+        ) AS has_job
+    FROM settled o
+    JOIN windrow.workflow w ON w.org_id = o.org_id
+    JOIN windrow.workflow_node n ON n.flow = w.flow AND n.state = 'blocked'
+    LEFT JOIN windrow.workflow_node p ON p.flow = n.flow AND p.node = n.waits_on
+)
+SELECT f.org, f.workflow, f.node, f.what
+FROM (
+    SELECT b.org, b.workflow, b.node, 'its job is blocked, and nothing will release it' AS what
+    FROM blocked b
+    WHERE b.state IS NULL OR b.state NOT IN ('blocked', 'due', 'doomed')
+    UNION ALL
+    SELECT w.org, w.workflow, w.node, 'it waits for node ' || w.waits_on || ', which has ended'
+    FROM waiting w
+    WHERE w.parent_ended
+    UNION ALL
+    SELECT w.org, w.workflow, w.node, 'it waits for node ' || w.waits_on || ' instead of ' || coalesce(w.last_open::text, 'none')
+    FROM waiting w
+    WHERE w.waits_on IS DISTINCT FROM w.last_open
+    UNION ALL
+    SELECT w.org, w.workflow, w.node, 'it is blocked, and its job is not'
+    FROM waiting w
+    WHERE NOT w.has_job
+    UNION ALL
+    SELECT
+        o.org, w.id::text, -1,
+        'it is ' || w.state || ', and ' || coalesce('node ' || n.last_open || ' has not ended', 'all nodes have ended')
+    FROM settled o
+    JOIN windrow.workflow w ON w.org_id = o.org_id
+    CROSS JOIN LATERAL (
+        SELECT max(n.node) AS last_open
+        FROM windrow.workflow_node n
+        WHERE n.flow = w.flow AND n.node < w.nodes AND n.ended_at IS NULL
+    ) n
+    WHERE w.open_node IS DISTINCT FROM n.last_open
+    UNION ALL
+    SELECT o.org, a.workflow::text, a.node, 'its end was not taken in'
+    FROM settled o
+    JOIN windrow.workflow_arrival a ON a.org_id = o.org_id
+    UNION ALL
+    SELECT o.org, w.id::text, n.node, 'it was released, and its job is nowhere to be found'
+    FROM settled o
+    JOIN windrow.workflow w ON w.org_id = o.org_id
+    JOIN windrow.workflow_node n ON n.flow = w.flow AND n.state = 'released'
+    WHERE NOT EXISTS (SELECT FROM windrow.job j WHERE j.id = n.job_id AND {{org_of(j)}} = o.org_id)
+) f
+ORDER BY f.org, f.workflow, f.node
+LIMIT %(rows)s

@@ -1,0 +1,16 @@
+-- Forgets up to `rows` workflows that ended `days` ago. Their jobs have a retention of their own.
+WITH gone AS (
+    DELETE FROM windrow.workflow w
+    WHERE w.flow = ANY (ARRAY(
+        SELECT old.flow FROM windrow.workflow old WHERE old.ended_at <= now() - %(days)s * interval '1 day'
+        ORDER BY old.ended_at
+        LIMIT %(rows)s
+        FOR UPDATE SKIP LOCKED
+    ))
+    RETURNING w.flow
+), nodes AS (
+    DELETE FROM windrow.workflow_node n USING gone WHERE n.flow = gone.flow
+), edges AS (
+    DELETE FROM windrow.workflow_edge e USING gone WHERE e.flow = gone.flow
+)
+SELECT count(*) FROM gone

@@ -1,0 +1,12 @@
+-- A page of an org's workflows, the newest id first, with ids before `before`.
+SELECT w.id::text, o.org, w.name, w.state, w.created_at, w.paused_at, w.ended_at, w.nodes
+FROM windrow.org o
+CROSS JOIN LATERAL (
+    SELECT w.*
+    FROM windrow.workflow w
+    WHERE w.org_id = o.org_id AND w.id < %(before)s::uuid AND (%(state)s = '' OR w.state = %(state)s)
+    ORDER BY w.id DESC
+    LIMIT %(rows)s
+) w
+WHERE o.org = %(org)s
+ORDER BY w.id DESC

@@ -1,0 +1,76 @@
+-- Stores a workflow with its nodes, edges and jobs, if the shard owns the org's slot and all queues of the jobs are
+-- right, once: an org has one workflow with an id. Returns whether the time of its id is acceptable, how many of the
+-- queues were admitted, and whether it was stored.
+WITH clock AS (
+    -- See enqueue.sql.
+    SELECT
+        to_timestamp(%(made_ms)s / 1e3) >= now() - %(horizon_us)s * interval '1 us'
+            AND to_timestamp(%(made_ms)s / 1e3) <= now() + interval '1 hour' AS id_fits
+), lane AS (
+    SELECT l.queue_id
+    FROM unnest(%(lane_ids)s::bigint[], %(lane_queues)s::text[]) AS l (queue_id, queue)
+    CROSS JOIN LATERAL (
+        SELECT q.org, q.queue, q.slot FROM windrow.queue q WHERE q.queue_id = l.queue_id OFFSET 0
+    ) q
+    CROSS JOIN LATERAL (SELECT s.state, s.epoch FROM windrow.owned_slot s WHERE s.slot = q.slot OFFSET 0) s
+    WHERE q.org = %(org)s AND q.queue = l.queue AND s.state = 'owned' AND s.epoch <= %(epoch)s
+), made AS (
+    INSERT INTO windrow.workflow AS w (org_id, id, name, digest, nodes, open_node)
+    SELECT o.org_id, %(id)s::uuid, %(name)s, %(digest)b::bytea, %(nodes)s, %(nodes)s - 1
+    FROM windrow.org o
+    WHERE o.org = %(org)s AND (SELECT clock.id_fits FROM clock)
+        AND (SELECT count(*) FROM lane) = cardinality(%(lane_ids)s::bigint[])
+    ON CONFLICT (org_id, id) DO NOTHING
+    RETURNING w.flow
+), incoming AS (
+    SELECT
+        made.flow, n.at - 1 AS node, n.name, n.id, n.callback, n.waits_on, n.queue_id, n.priority, n.max_attempts,
+        timestamptz 'epoch' + n.run_at_us * interval '1 us' AS run_at, n.delay_us,
+        timestamptz 'epoch' + n.expires_at_us * interval '1 us' AS expires_at,
+        n.waits_on IS NULL AND n.callback IS NULL AS is_free, {{new_job_values(n)}}
+    FROM made
+    CROSS JOIN unnest(
+        %(names)s::text[], %(ids)s::uuid[], %(callbacks)s::text[], %(waits_on)s::integer[], %(queue_ids)s::bigint[],
+        %(priorities)s::smallint[], %(max_attempts)s::smallint[], %(run_at_us)s::bigint[], %(delay_us)s::bigint[],
+        %(expires_at_us)s::bigint[], {{new_job_arrays}}
+    ) WITH ORDINALITY AS n (
+        name, id, callback, waits_on, queue_id, priority, max_attempts, run_at_us, delay_us, expires_at_us,
+        {{job_content}}, at
+    )
+), node AS (
+    INSERT INTO windrow.workflow_node (flow, node, name, job_id, callback, run_at, delay_us, waits_on, state)
+    SELECT
+        i.flow, i.node, i.name, i.id, i.callback, i.run_at, i.delay_us, i.waits_on,
+        CASE WHEN i.is_free THEN 'released' ELSE 'blocked' END
+    FROM incoming i
+), edge AS (
+    INSERT INTO windrow.workflow_edge (flow, node, parent, on_failed)
+    SELECT made.flow, e.node, e.parent, e.on_failed
+    FROM made
+    CROSS JOIN unnest(%(edge_nodes)s::integer[], %(edge_parents)s::integer[], %(edge_policies)s::text[])
+        AS e (node, parent, on_failed)
+), stored AS (
+    INSERT INTO windrow.job (
+        id, queue_id, priority, max_attempts, {{job_content}}, run_at, visible_at, expires_at, workflow_node
+    )
+    SELECT
+        i.id, i.queue_id, coalesce(i.priority, 5), i.max_attempts, {{job_content(i)}}, due.at, due.at, i.expires_at,
+        %(id)s::uuid::text || '/' || i.node
+    FROM incoming i
+    CROSS JOIN LATERAL (
+        SELECT
+            CASE
+                WHEN i.is_free THEN greatest(now(), i.run_at, now() + i.delay_us * interval '1 us')
+                ELSE 'infinity'
+            END AS at
+    ) due
+    -- As in enqueue.sql.
+    ORDER BY i.id
+    RETURNING queue_id
+), counted AS (
+    INSERT INTO windrow.tally (org_id, accepted)
+    SELECT ({{org_of(s)}})::integer, count(*) FROM stored s GROUP BY 1
+)
+SELECT
+    now() AS now, clock.id_fits, (SELECT count(*) FROM lane) AS admitted, (SELECT count(*) FROM made) = 1 AS was_stored
+FROM clock

@@ -1,0 +1,31 @@
+"""The SQL statements of this package, one file in sql/ each. Other packages run them only where
+tests/unit/test_statements.py allows it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from shard.postgres.sql_loader import load
+
+_load = partial(load, Path(__file__).parent / "sql")
+
+STORE_WORKFLOW = _load("store_workflow")
+FIND_DIGEST = _load("find_digest")
+GET_WORKFLOW = _load("get_workflow")
+COUNT_NODES = _load("count_nodes")
+LIST_WORKFLOWS = _load("list_workflows")
+LIST_NODES = _load("list_nodes")
+LIST_PARENTS = _load("list_parents")
+
+BEGIN_CHANGE = _load("begin_change")
+FIND_FLOW = _load("find_flow")
+FIND_NODE = _load("find_node")
+SET_PAUSED = _load("set_paused")
+DOOM_NODES = _load("doom_nodes")
+FIND_RELEASED = _load("find_released")
+APPEND_SKIP = _load("append_skip")
+
+FIND_UNFOLDED = _load("find_unfolded")
+FORGET_WORKFLOWS = _load("forget_workflows")
+CHECK_WORKFLOWS = _load("check_workflows")

@@ -1,0 +1,360 @@
+"""Calls about the workflows of one shard: start, look, cancel, pause, skip.
+
+A change locks the workflow first, in a statement of its own, so that the statements after it see all ends that were
+taken in before (docs/decisions/0054-ends-of-nodes-are-appended-and-folded.md).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import psycopg
+
+from shard.errors import (
+    BadPageToken,
+    IdsOutsideHorizon,
+    NodeEnded,
+    ShardUnavailable,
+    TooManyQueues,
+    UnknownNode,
+    UnknownWorkflow,
+    WorkflowExists,
+)
+from shard.job_id import made_at_ms
+from shard.placement import statements as placement_statements
+from shard.postgres import arrays, partitions
+from shard.postgres.connection import Connection
+from shard.postgres.pool import Database
+from shard.queue.coalescer import Coalescer, SingleCall, one_by_one
+from shard.queue.enqueue import SPARSE_ENCODERS, find_refused
+from shard.queue.queue_ids import QUEUES_MAX
+from shard.queue.store import ID_AGE_DAYS_MAX, Store
+from shard.vocabulary import SPARSE_COLUMNS, JobId, Micros, OrgId, QueueId, QueueName
+from shard.workflow import (
+    Fault,
+    NewWorkflow,
+    NodeName,
+    NodeRecord,
+    NodeState,
+    ParentRecord,
+    WorkflowId,
+    WorkflowRecord,
+    WorkflowState,
+    node_state,
+)
+from shard.workflows import statements
+
+_T = TypeVar("_T")
+_DAY_US = 86_400_000_000
+_TRIES_MAX = 6
+_FAULTS_MAX = 100
+_LAST_ID = WorkflowId("ffffffff-ffff-7fff-bfff-ffffffffffff")
+# What a page of nodes may wait for, together.
+_PAGE_EDGES_MAX = 20_000
+
+
+class _Locked(NamedTuple):
+    """A workflow whose lock this transaction has."""
+
+    connection: Connection
+    flow: int
+    org_id: int
+    state: WorkflowState
+
+
+class WorkflowAdmin:
+    """The workflows of one shard. All methods may raise ShardUnavailable and TooManyWaiting; those that change
+    something also NotOwned and ClockSetBack. `epoch`: that of the placement by which this shard is the org's writer."""
+
+    def __init__(self, database: Database, store: Store) -> None:
+        self._database = database
+        self._store = store
+        # Orgs in turn (I4), and never all connections.
+        self._calls = Coalescer[SingleCall, Any](
+            one_by_one,
+            weight=lambda call: call.weight,
+            key=lambda call: call.org,
+            on_timeout=lambda: ShardUnavailable(database.name, "earlier calls about workflows take long"),
+            acts_max=2,
+            weight_max=1,
+        )
+
+    # ── Start ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def start(self, workflow: NewWorkflow, *, epoch: int) -> bool:
+        """Stores a workflow. Returns whether it was stored before. Raises WorkflowExists, IdsOutsideHorizon,
+        TooManyQueues."""
+        return await self._in_turn(workflow.jobs.org, partial(self._start, workflow, epoch))
+
+    async def _start(self, workflow: NewWorkflow, epoch: int) -> bool:
+        self._store.clock.check()
+        org = workflow.jobs.org
+        if await self._is_known(workflow):
+            return True
+        await self._refuse_unowned(org, epoch)
+        queues = sorted(set(workflow.jobs.queues))
+        for _ in range(_TRIES_MAX):
+            numbers = await self._store.names.make([(org, queue) for queue in queues])
+            if len(numbers) < len(queues):
+                missing = [queue for queue in queues if (org, queue) not in numbers]
+                raise TooManyQueues(self._database.name, org, missing, queues_max=QUEUES_MAX)
+            ids = {queue: numbers[org, queue] for queue in queues}
+            try:
+                rows = await self._database.run(statements.STORE_WORKFLOW, _parameters(workflow, ids, epoch=epoch))
+            except psycopg.errors.UniqueViolation as error:
+                # Another call stores the same workflow now, or somebody has taken the id of one of its jobs.
+                if await self._is_known(workflow):
+                    return True
+                raise WorkflowExists(org, workflow.id) from error
+            ((now, id_fits, admitted, was_stored),) = rows
+            if was_stored:
+                self._store.jobs_stored(set(ids.values()))
+                return False
+            if not id_fits:
+                raise IdsOutsideHorizon([0], now=Micros(now), horizon_days=ID_AGE_DAYS_MAX)
+            if admitted == len(queues):
+                if not await self._is_known(workflow):
+                    raise ShardUnavailable(self._database.name, f"org {org!r} was moved or erased meanwhile")
+                return True
+            await self._refuse_unowned(org, epoch)
+            self._store.names.forget()
+        raise ShardUnavailable(self._database.name, "the ids of its queues keep changing")
+
+    async def is_known(self, workflow: NewWorkflow) -> bool:
+        """Returns whether the workflow is stored. Raises WorkflowExists if the org has another one of this id."""
+        return await self._in_turn(workflow.jobs.org, partial(self._is_known, workflow))
+
+    async def _is_known(self, workflow: NewWorkflow) -> bool:
+        parameters = {"org": workflow.jobs.org, "id": workflow.id}
+        rows = await self._database.run(statements.FIND_DIGEST, parameters)
+        if rows and bytes(rows[0][0]) != workflow.digest:
+            raise WorkflowExists(workflow.jobs.org, workflow.id)
+        return bool(rows)
+
+    # ── Look ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def get(self, org: OrgId, workflow: WorkflowId) -> WorkflowRecord:
+        """Raises UnknownWorkflow."""
+        rows = await self._read(org, statements.GET_WORKFLOW, {"org": org, "id": workflow})
+        if not rows:
+            raise UnknownWorkflow(org, workflow)
+        return WorkflowRecord._make(rows[0])
+
+    async def count(self, org: OrgId, workflow: WorkflowId) -> dict[NodeState, int]:
+        """Counts the nodes of a workflow, without callbacks; empty if it is not known."""
+        counts: dict[NodeState, int] = {}
+        for stored, nodes in await self._read(org, statements.COUNT_NODES, {"org": org, "id": workflow}):
+            state = node_state(stored)
+            counts[state] = counts.get(state, 0) + nodes
+        return counts
+
+    async def list_workflows(
+        self, org: OrgId, *, state: WorkflowState | None, page_size: int, page_token: str
+    ) -> tuple[list[WorkflowRecord], str]:
+        """Returns a page of workflows, the newest first, and the token of the next page (empty on the last one). Raises
+        BadPageToken."""
+        parameters = {
+            "org": org,
+            "before": _unpack_id(page_token) if page_token else _LAST_ID,
+            "state": "" if state is None else state.value,
+            "rows": page_size + 1,
+        }
+        found = list(map(WorkflowRecord._make, await self._read(org, statements.LIST_WORKFLOWS, parameters)))
+        page = found[:page_size]
+        return page, _pack(page[-1].id) if len(found) > page_size else ""
+
+    async def nodes(
+        self, org: OrgId, workflow: WorkflowId, *, page_size: int, page_token: str
+    ) -> tuple[list[NodeRecord], str]:
+        """Returns a page of nodes by number, and the token of the next page. Raises UnknownWorkflow, BadPageToken."""
+        first = _unpack_number(page_token) if page_token else 0
+        parameters = {"org": org, "id": workflow, "from_node": first, "rows": page_size + 1}
+        rows = await self._read(org, statements.LIST_NODES, parameters)
+        if not rows:
+            await self.get(org, workflow)
+        page: list[NodeRecord] = []
+        edges = 0
+        for row in rows:
+            node = NodeRecord._make(row)
+            edges += len(node.after or ())
+            if page and (len(page) == page_size or edges > _PAGE_EDGES_MAX):
+                return page, _pack(str(node.number))
+            page.append(node)
+        return page, ""
+
+    async def parents(
+        self, org: OrgId, workflow: WorkflowId, node: int, *, from_node: int, rows: int
+    ) -> list[ParentRecord]:
+        """Returns nodes that a node waited for, by number, from `from_node` on."""
+        parameters = {"org": org, "id": workflow, "node": node, "from_node": from_node, "rows": rows}
+        return list(map(ParentRecord._make, await self._read(org, statements.LIST_PARENTS, parameters)))
+
+    async def check(self) -> list[Fault]:
+        """Returns what is wrong with the workflows of this shard, at most 100 faults. Reads all open workflows."""
+        return list(map(Fault._make, await self._database.run(statements.CHECK_WORKFLOWS, {"rows": _FAULTS_MAX})))
+
+    # ── Change ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def set_paused(self, org: OrgId, workflow: WorkflowId, *, paused: bool, epoch: int) -> None:
+        """Pauses a workflow, or ends its pause; does nothing if it has ended. Raises UnknownWorkflow."""
+
+        async def act(locked: _Locked) -> None:
+            await locked.connection.run(statements.SET_PAUSED, {"flow": locked.flow, "paused": paused})
+
+        await self._change(org, workflow, act, epoch=epoch)
+
+    async def doom(self, org: OrgId, workflow: WorkflowId, *, reason: str, epoch: int) -> list[JobId]:
+        """Cancels the blocked jobs of a workflow. Returns its other jobs that have not ended, for the caller to cancel:
+        they may be on another shard. Raises UnknownWorkflow."""
+
+        async def act(locked: _Locked) -> None:
+            await locked.connection.run(statements.DOOM_NODES, {"flow": locked.flow, "reason": reason or None})
+
+        await self._change(org, workflow, act, epoch=epoch)
+        rows = await self._read(org, statements.FIND_RELEASED, {"org": org, "id": workflow})
+        return [JobId(job) for (job,) in rows]
+
+    async def skip(self, org: OrgId, workflow: WorkflowId, node: NodeName, *, epoch: int) -> JobId:
+        """Ends a node as if it had succeeded. Returns its job, which the caller cancels. Raises UnknownWorkflow,
+        UnknownNode, NodeEnded."""
+        found: list[JobId] = []
+
+        async def act(locked: _Locked) -> None:
+            rows = await locked.connection.run(statements.FIND_NODE, {"flow": locked.flow, "name": node})
+            if not rows:
+                raise UnknownNode(org, workflow, node)
+            ((number, job, has_ended),) = rows
+            if has_ended:
+                raise NodeEnded(workflow, node)
+            found.append(JobId(job))
+            parameters = {"org_id": locked.org_id, "id": workflow, "node": number}
+            await locked.connection.run(statements.APPEND_SKIP, parameters)
+
+        await self._change(org, workflow, act, epoch=epoch)
+        return found[0]
+
+    async def _change(
+        self, org: OrgId, workflow: WorkflowId, act: Callable[[_Locked], Awaitable[None]], *, epoch: int
+    ) -> None:
+        """Runs `act` under the workflow's lock, and does what follows from it in the same transaction."""
+
+        async def change() -> set[QueueId]:
+            async with self._locked(org, workflow, epoch=epoch) as locked:
+                await act(locked)
+                parameters = {"org_ids": arrays.numbers([locked.org_id]), "ids": arrays.plain([workflow])}
+                ((released,),) = await locked.connection.run(placement_statements.FOLD_WORKFLOWS, parameters)
+            return set(released)
+
+        released = await self._in_turn(org, partial(self._with_partitions, change))
+        if released:
+            self._store.jobs_stored(released)
+
+    async def _with_partitions(self, change: Callable[[], Awaitable[_T]]) -> _T:
+        try:
+            return await change()
+        except psycopg.errors.CheckViolation as error:
+            # As in partitions.finish.
+            if error.diag.constraint_name is not None:
+                raise
+            await partitions.make_ahead(self._database)
+            return await change()
+
+    @contextlib.asynccontextmanager
+    async def _locked(self, org: OrgId, workflow: WorkflowId, *, epoch: int) -> AsyncGenerator[_Locked, None]:
+        self._store.clock.check()
+        parameters = {"org": org, "id": workflow, "epoch": epoch}
+        async with self._database.transaction() as connection:
+            await connection.run(statements.BEGIN_CHANGE, parameters)
+            rows = await connection.run(statements.FIND_FLOW, parameters)
+            if not rows:
+                await self._refuse_unowned(org, epoch)
+                raise UnknownWorkflow(org, workflow)
+            ((flow, org_id, state),) = rows
+            yield _Locked(connection, flow, org_id, WorkflowState(state))
+
+    async def _refuse_unowned(self, org: OrgId, epoch: int) -> None:
+        for error in (await find_refused(self._database, [(org, epoch)])).values():
+            raise error
+
+    async def _read(self, org: OrgId, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
+        return await self._in_turn(org, partial(self._database.run, statement, parameters))
+
+    async def _in_turn(self, org: OrgId, act: Callable[[], Awaitable[_T]]) -> _T:
+        answer: _T = await self._calls.submit(SingleCall(org, 1, act))
+        return answer
+
+
+def _parameters(workflow: NewWorkflow, ids: Mapping[QueueName, QueueId], *, epoch: int) -> dict[str, object]:
+    jobs = workflow.jobs
+    count = len(jobs)
+    # Edges are in the order of nodes and parents, so the last one of each node remains.
+    waits_on = {edge.node: edge.parent for edge in workflow.edges}
+    callbacks = {at: callback.value for at, callback in workflow.callbacks.items()}
+    return {
+        "made_ms": made_at_ms(workflow.id),
+        "horizon_us": round(ID_AGE_DAYS_MAX * _DAY_US),
+        "org": jobs.org,
+        "epoch": epoch,
+        "id": workflow.id,
+        "name": workflow.name,
+        "digest": workflow.digest,
+        "nodes": count - len(callbacks),
+        "lane_ids": arrays.numbers(ids.values()),
+        "lane_queues": arrays.names(ids),
+        "names": arrays.texts(list(workflow.names)),
+        "ids": arrays.plain(jobs.ids),
+        "callbacks": arrays.sparse_texts(callbacks, count),
+        "waits_on": arrays.sparse_numbers(waits_on, count),
+        "queue_ids": arrays.numbers(ids[queue] for queue in jobs.queues),
+        "kinds": arrays.names(jobs.kinds),
+        "payloads": arrays.blobs(jobs.payloads),
+        "edge_nodes": arrays.numbers(edge.node for edge in workflow.edges),
+        "edge_parents": arrays.numbers(edge.parent for edge in workflow.edges),
+        "edge_policies": arrays.names(edge.on_failed.value for edge in workflow.edges),
+        **{name: SPARSE_ENCODERS[name](getattr(jobs, name), count) for name in SPARSE_COLUMNS},
+    }
+
+
+def _pack(key: str) -> str:
+    return base64.urlsafe_b64encode(key.encode()).decode()
+
+
+def _unpack(token: str) -> str:
+    """Returns the text in a page token, which a caller may have forged. Raises BadPageToken."""
+    try:
+        return base64.urlsafe_b64decode(token.encode()).decode()
+    except (ValueError, binascii.Error) as error:
+        raise BadPageToken(token) from error
+
+
+def _unpack_id(token: str) -> WorkflowId:
+    text = _unpack(token)
+    try:
+        made_at_ms(text)
+    except ValueError as error:
+        raise BadPageToken(token) from error
+    if len(text) != len(_LAST_ID) or not set(text) <= set("0123456789abcdef-"):
+        raise BadPageToken(token)
+    return WorkflowId(text)
+
+
+def _unpack_number(token: str) -> int:
+    text = _unpack(token)
+    if not text.isascii() or not text.isdigit() or len(text) > len("10000"):
+        raise BadPageToken(token)
+    return int(text)
+
+
+def parents_token(parents: Sequence[ParentRecord]) -> str:
+    """Returns the token of the page that begins with the first of these."""
+    return _pack(str(parents[0].number)) if parents else ""
+
+
+def parents_from(token: str) -> int:
+    """Returns the number with which a page of parents begins. Raises BadPageToken."""
+    return _unpack_number(token) if token else 0

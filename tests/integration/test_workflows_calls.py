@@ -1,0 +1,210 @@
+"""Workflows through a router: the calls, the Python client, workers and causes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Generator
+
+import grpc
+import pytest
+
+import windrow
+from shard.vocabulary import OrgId
+from tests.conftest import SHARD
+from tests.routers import PATIENCE_S, Routers, Stubs, running_routers, stubs, write_cluster
+from windrow.ids import uuid7
+from windrow.v1 import admin_pb2
+from windrow.v1 import workflows_pb2 as pb
+
+
+@pytest.fixture(scope="module")
+def routers(module_dsn: str, tmp_path_factory: pytest.TempPathFactory) -> Generator[Routers, None, None]:
+    config = write_cluster(tmp_path_factory.mktemp("workflows") / "cluster.toml", {SHARD: module_dsn})
+    with running_routers(config, processes=2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def router(routers: Routers) -> Generator[Stubs, None, None]:
+    with stubs(routers.address) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def client(routers: Routers, org: OrgId) -> AsyncGenerator[windrow.Client, None]:
+    async with windrow.Client(routers.address, org=org) as opened:
+        yield opened
+
+
+async def until_ended(client: windrow.Client, workflow: str) -> windrow.WorkflowRecord:
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            record, _ = await client.get_workflow(workflow)
+            if record.state is not windrow.WorkflowState.RUNNING:
+                return record
+            await asyncio.sleep(0.02)
+
+
+async def test_a_workflow_runs_through_workers(client: windrow.Client, org: OrgId) -> None:
+    worker = windrow.Worker(client, ["crawl", "ops"])
+    seen: list[str] = []
+
+    @worker.handler("fetch")
+    async def fetch(job: windrow.Job) -> bytes:
+        page = job.json()["page"]
+        if page == 3:
+            raise windrow.Kill("no such page")
+        return str(page).encode()
+
+    @worker.handler("index")
+    async def index(job: windrow.Job) -> None:
+        parents = await client.parents(job)
+        seen.extend(f"{parent.state.value} {parent.result.decode()}" for parent in parents)
+
+    @worker.handler("page_someone")
+    async def page_someone(_: windrow.Job) -> None:
+        seen.append("paged")
+
+    flow = windrow.Workflow("nightly", org=org)
+    pages = [flow.job("crawl", "fetch", {"page": number}) for number in range(5)]
+    flow.job("crawl", "index", after=pages, on_failed=windrow.IGNORE)
+    flow.on_failure("ops", "page_someone")
+    running = asyncio.create_task(worker.run())
+    started = await client.start(flow)
+    record = await until_ended(client, started.id)
+    assert record.state is windrow.WorkflowState.SUCCEEDED
+    assert seen == [f"succeeded {page}" if page != 3 else "failed " for page in range(5)]
+    nodes = await client.list_nodes(started.id)
+    assert [node.name for node in nodes] == ["fetch", *(f"fetch-{n}" for n in range(2, 6)), "index", "page_someone"]
+    assert nodes[5].after == dict.fromkeys((node.name for node in nodes[:5]), windrow.IGNORE)
+    assert nodes[6].callback is windrow.Callback.ON_FAILURE
+    assert nodes[6].state is windrow.NodeState.CANCELLED
+    assert {name: node.job_id for name, node in zip(started.job_ids, nodes, strict=True)} == started.job_ids
+    running.cancel()
+    await asyncio.wait({running})
+
+
+async def test_a_started_workflow_is_known(client: windrow.Client) -> None:
+    flow = windrow.Workflow("twice")
+    flow.job("q", "k")
+    assert not (await client.start(flow)).duplicate
+    again = await client.start(flow)
+    assert again.duplicate
+    other = windrow.Workflow("twice", id=flow.id)
+    other.job("q", "another")
+    with pytest.raises(windrow.AlreadyExists):
+        await client.start(other)
+    assert [record.id for record in await client.list_workflows()] == [flow.id]
+    assert await client.list_workflows(state=windrow.WorkflowState.FAILED) == []
+
+
+async def test_a_bad_graph_is_refused_with_its_fault(client: windrow.Client) -> None:
+    flow = windrow.Workflow()
+    first = flow.job("q", "k", name="first")
+    second = flow.job("q", "k", name="second", after=first)
+    first.after(second)
+    with pytest.raises(windrow.InvalidRequest, match=r"waits for itself: .*first.*second"):
+        await client.start(flow)
+    old = windrow.Workflow(id="01000000-0000-7000-8000-000000000000")
+    old.job("q", "k")
+    with pytest.raises(windrow.InvalidRequest, match=r"id: .* was made at 2004") as refused:
+        await client.start(old)
+    assert [violation.field for violation in refused.value.violations] == ["id"]
+    with pytest.raises(windrow.InvalidRequest, match="the client is of org"):
+        await client.start(windrow.Workflow(org="another"))
+    assert await client.list_workflows() == []
+
+
+async def test_a_blocked_job_says_what_it_waits_for(client: windrow.Client) -> None:
+    flow = windrow.Workflow()
+    parents = [flow.job("q", "k", name=f"p{number}") for number in range(12)]
+    flow.job("q", "k", name="last", after=parents)
+    flow.on_end("q", "k", name="over")
+    started = await client.start(flow)
+    explained = await client.explain_job(started.job_ids["last"])
+    assert explained.state is windrow.JobState.BLOCKED
+    cause = explained.causes[0]
+    assert (cause.name, cause.figures["left"], len(cause.figures["waits_for"])) == ("blocked", 12, 10)  # type: ignore[arg-type]
+    assert "node 'last'" in str(cause)
+    assert "waits for 12 nodes: 'p0'" in str(cause)
+    over = (await client.explain_job(started.job_ids["over"])).causes[0]
+    assert "waits for the end of the workflow" in str(over)
+    stats = (await client.stats()).queues["q"]
+    assert (stats.blocked, stats.ready, stats.scheduled) == (2, 12, 0)
+    page = await client.list_jobs(states=[windrow.JobState.BLOCKED])
+    assert {job.id for job in page.jobs} == {started.job_ids[name] for name in ("last", "over")}
+    assert all(job.workflow is not None and job.workflow.workflow_id == flow.id for job in page.jobs)
+
+
+async def test_a_cancelled_workflow_tells_its_workers(client: windrow.Client) -> None:
+    worker = windrow.Worker(client, "q")
+    begun, lost = asyncio.Event(), asyncio.Event()
+
+    @worker.handler("long")
+    async def long(job: windrow.Job) -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(PATIENCE_S)
+        finally:
+            lost.set()
+
+    flow = windrow.Workflow()
+    flow.job("q", "rest", after=flow.job("q", "long"))
+    running = asyncio.create_task(worker.run())
+    started = await client.start(flow)
+    async with asyncio.timeout(PATIENCE_S):
+        await begun.wait()
+        record = await client.cancel_workflow(started.id, reason="not needed")
+        await lost.wait()
+    assert record.state is windrow.WorkflowState.CANCELLED
+    jobs = await client.get_jobs(started.job_ids.values())
+    assert {job.reason for job in jobs.values()} == {"not needed"}
+    running.cancel()
+    await asyncio.wait({running})
+
+
+async def test_nodes_are_skipped_and_workflows_paused(client: windrow.Client) -> None:
+    flow = windrow.Workflow()
+    flow.job("q", "k", name="last", after=flow.job("q", "k", name="first"))
+    started = await client.start(flow)
+    assert (await client.pause_workflow(started.id)).paused
+    await client.skip_node(started.id, "first")
+    record, counts = await client.get_workflow(started.id)
+    assert (record.paused, counts[windrow.NodeState.SKIPPED], counts[windrow.NodeState.BLOCKED]) == (True, 1, 1)
+    assert not (await client.resume_workflow(started.id)).paused
+    (job,) = await client.dequeue("q")
+    assert job.id == started.job_ids["last"]
+    await client.ack(job)
+    assert (await until_ended(client, started.id)).state is windrow.WorkflowState.SUCCEEDED
+    with pytest.raises(windrow.FailedPrecondition):
+        await client.skip_node(started.id, "first")
+    with pytest.raises(windrow.NotFound):
+        await client.skip_node(uuid7(), "first")
+
+
+async def test_ten_thousand_nodes_start_and_are_listed(client: windrow.Client) -> None:
+    flow = windrow.Workflow("large")
+    nodes = [flow.job("wide", "k") for _ in range(9_999)]
+    flow.job("wide", "k", name="last", after=nodes)
+    started = await client.start(flow)
+    listed = await client.list_nodes(started.id)
+    assert len(listed) == 10_000
+    assert len(listed[-1].after) == 9_999
+    record, counts = await client.get_workflow(started.id)
+    assert (record.nodes, counts[windrow.NodeState.RELEASED], counts[windrow.NodeState.BLOCKED]) == (10_000, 9_999, 1)
+    assert (await client.cancel_workflow(started.id)).state is windrow.WorkflowState.CANCELLED
+
+
+def test_the_parents_of_another_orgs_node_are_not_told(router: Stubs, org: OrgId, other_org: OrgId) -> None:
+    flow = windrow.Workflow()
+    flow.job("q", "k", name="last", after=flow.job("q", "k", name="first"))
+    router.workflows.StartWorkflow(flow.request(org), timeout=PATIENCE_S)
+    mine = router.workflows.ListParents(pb.ListParentsRequest(org=org, id=flow.id, node=1), timeout=PATIENCE_S)
+    assert [parent.name for parent in mine.parents] == ["first"]
+    theirs = router.workflows.ListParents(pb.ListParentsRequest(org=other_org, id=flow.id, node=1), timeout=PATIENCE_S)
+    assert list(theirs.parents) == []
+    with pytest.raises(grpc.RpcError) as refused:
+        router.workflows.GetWorkflow(pb.GetWorkflowRequest(org=other_org, id=flow.id), timeout=PATIENCE_S)
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+    purged = router.admin.PurgeQueue(admin_pb2.PurgeQueueRequest(org=org, queue="q"), timeout=PATIENCE_S)
+    assert purged.cancelled == 2

@@ -1,0 +1,140 @@
+"""Workflows while their org moves to another shard: whole, with ends that come on the source."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from shard.errors import NotOwned, UnknownWorkflow
+from shard.queue.settle import Settlement
+from shard.vocabulary import Answer, OrgId
+from shard.workflow import Callback
+from tests.pair import A, B, Died, Fate, Pair, deaths, mortal_mover, open_pair
+from tests.workflows import IGNORE, Flows, Graph, chain, fan_in, new_workflow
+
+GRAPH: Graph = {"a": [], "b": [], "c": ["a"], "d": ["c", ("b", IGNORE)], "e": ["b"]}
+
+
+@pytest.fixture
+async def pair(fresh_dsn: str, spare_dsn: str) -> AsyncGenerator[Pair, None]:
+    async with open_pair(fresh_dsn, spare_dsn) as opened:
+        yield opened
+
+
+def both(pair: Pair, org: OrgId) -> tuple[Flows, Flows]:
+    source, target = Flows(pair.databases[A], org), Flows(pair.databases[B], org)
+    # Both know the names of the same nodes.
+    target._names = source._names
+    return source, target
+
+
+async def test_a_move_takes_whole_workflows_and_back(pair: Pair, org: OrgId) -> None:
+    source, target = both(pair, org)
+    flow = await source.start(GRAPH, callbacks={"over": Callback.END})
+    ended = await source.start(chain(1))
+    await source.claim()
+    await source.ack("a", "n0")
+    states = {"a": "succeeded", "b": "released", "c": "released", "d": "blocked", "e": "blocked", "over": "blocked"}
+    await source.store.settle(Settlement.release(org, [source.leases.pop("b")]))
+    move = await pair.move([org], target=B)
+    assert await target.states(flow) == states
+    assert await target.state(ended) == "succeeded"
+    with pytest.raises(UnknownWorkflow):
+        await source.state(flow)
+    with pytest.raises(NotOwned):
+        await source.admin.start(new_workflow(org, chain(1)), epoch=1)
+    assert await target.admin.start(flow, epoch=move.epoch) is True
+    await pair.move([org], target=A)
+    assert await source.states(flow) == states
+    assert await source.run_all() == [{"b", "c"}, {"d", "e"}, {"over"}]
+    await pair.balance()
+    await source.check()
+    for database in pair.databases.values():
+        assert await database.run(b"SELECT count(*) FROM windrow.workflow_arrival", {}) == [(0,)]
+    assert await pair.databases[B].run(b"SELECT count(*) FROM windrow.workflow_node", {}) == [(0,)]
+
+
+async def test_an_end_on_the_source_releases_on_the_target(pair: Pair, org: OrgId) -> None:
+    source, target = both(pair, org)
+    flow = await source.start(GRAPH)
+    assert await source.claim() == {"a", "b"}
+    move = await pair.begin([org], target=B)
+    mover = pair.mover(move)
+    while (await pair.placement(org))[0] != (B,):
+        assert await mover.step()
+    await source.ack("a")
+    await source.kill("b")
+    # Nobody has told the target.
+    assert await target.states(flow) == {
+        "a": "released",
+        "b": "released",
+        "c": "blocked",
+        "d": "blocked",
+        "e": "blocked",
+    }
+    await mover.finish()
+    await target.sweep.sweep()
+    assert await target.run_all() == [{"c"}, {"d"}]
+    assert await target.states(flow) == {
+        "a": "succeeded", "b": "failed", "c": "succeeded", "d": "succeeded", "e": "cancelled"
+    }  # fmt: skip
+    await target.check()
+    await pair.balance()
+
+
+async def test_a_job_that_is_released_before_it_arrives_is_released_then(pair: Pair, org: OrgId) -> None:
+    source, target = both(pair, org)
+    await source.start({"a": [], **{f"b{n}": ["a"] for n in range(20)}})
+    assert await source.claim() == {"a"}
+    move = await pair.begin([org], target=B)
+    mover = pair.mover(move)
+    while (await pair.placement(org))[0] != (B,):
+        assert await mover.step()
+    await source.ack("a")
+    # The mover tells the target at once, and the jobs come then.
+    await mover.finish()
+    await target.sweep.sweep()
+    assert await target.claim() == {f"b{n}" for n in range(20)}
+    await target.check()
+
+
+@pytest.mark.parametrize("how", ["rolled back", "unheard"])
+async def test_balancers_die_at_every_step_and_every_end_counts_once(pair: Pair, org: OrgId, how: str) -> None:
+    source, target = both(pair, org)
+    flow = await source.start({**fan_in(4), "ignores": [("p0", IGNORE), "p1"]})
+    await source.claim()
+    move = await pair.begin([org], target=B)
+    ends = iter(["p0", "p1", "p2"])
+    for at in deaths(how):
+        fate = Fate(at=at, how=how)
+        async with mortal_mover(pair, move, fate) as mover:
+            with contextlib.suppress(Died):
+                # Each balancer waits for leases that last; it is stopped then.
+                for _ in range(12):
+                    if not await mover.step():
+                        break
+        if at > 4 and (name := next(ends, None)) is not None:
+            await (source.kill(name) if name == "p0" else source.ack(name))
+        if fate.acts < at:
+            break
+    for name in ends:
+        await (source.kill(name) if name == "p0" else source.ack(name))
+    if "p3" in source.leases:
+        answers = await source.store.settle(Settlement.ack(org, [source.leases.pop("p3")]))
+        assert answers == [Answer.OK]
+    await pair.mover(move).finish()
+    await target.sweep.sweep()
+    assert await target.run_all() == [{"ignores"}]
+    assert await target.states(flow) == {
+        "p0": "failed",
+        "p1": "succeeded",
+        "p2": "succeeded",
+        "p3": "succeeded",
+        "last": "cancelled",
+        "ignores": "succeeded",
+    }
+    assert await target.state(flow) == "failed"
+    await target.check()
+    await pair.balance()

@@ -1,0 +1,231 @@
+"""Compares workflows with a model: random graphs, in any order of ends that Hypothesis generates, through two routers.
+After every act exactly the nodes run that the model says. No sweep runs, so nothing repairs a workflow."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from shard.postgres.pool import Database
+from shard.vocabulary import Answer, OrgId
+from shard.workflow import Callback, NewWorkflow, NodeName, OnFailed
+from tests.conftest import SHARD
+from tests.effort import trials
+from tests.workflows import Flows
+
+T = TypeVar("T")
+NODES_MAX = trials(8, thorough=20)
+CALLBACKS = {"won": Callback.SUCCESS, "lost": Callback.FAILURE, "over": Callback.END}
+_numbers = itertools.count()
+
+Edges = dict[str, dict[str, OnFailed]]
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Edges:
+    count = draw(st.integers(1, NODES_MAX))
+    policies = st.sampled_from(OnFailed)
+    return {
+        f"n{node}": {f"n{parent}": draw(policies) for parent in range(node) if draw(st.integers(0, 2)) == 0}
+        for node in range(count)
+    }
+
+
+@dataclass(kw_only=True)
+class Model:
+    """What a workflow should be."""
+
+    edges: Edges
+    # How each ended node has ended.
+    ended: dict[str, str] = field(default_factory=dict[str, str])
+    # Nodes whose jobs are live and wait for nothing.
+    free: set[str] = field(default_factory=set[str])
+    cancelled: bool = False
+
+    def settle(self) -> None:
+        """Does what follows from the ends, until nothing changes."""
+        changed = True
+        while changed:
+            changed = False
+            for node, parents in self.edges.items():
+                if node in self.ended or node in self.free:
+                    continue
+                doomed = any(
+                    self.ended.get(parent) in ("failed", "cancelled") and policy is OnFailed.CANCEL
+                    for parent, policy in parents.items()
+                )
+                if doomed or self.cancelled:
+                    self.ended[node] = "cancelled"
+                    changed = True
+                elif all(parent in self.ended for parent in parents):
+                    self.free.add(node)
+                    changed = True
+
+    def end(self, node: str, how: str) -> None:
+        self.free.discard(node)
+        self.ended[node] = how
+        self.settle()
+
+    @property
+    def state(self) -> str:
+        if len(self.ended) < len(self.edges):
+            return "running"
+        if self.cancelled:
+            return "cancelled"
+        for node, how in self.ended.items():
+            after = [parents[node] for parents in self.edges.values() if node in parents]
+            if how in ("failed", "cancelled") and not (after and all(policy is OnFailed.IGNORE for policy in after)):
+                return "failed"
+        return "succeeded"
+
+
+class WorkflowsMachine(RuleBasedStateMachine):
+    runner: ClassVar[asyncio.Runner]
+    database: ClassVar[Database]
+
+    @initialize(edges=graphs())
+    def begin(self, edges: Edges) -> None:
+        org = OrgId(f"workflows-model-{next(_numbers)}")
+        self.routers = [Flows(self.database, org) for _ in range(2)]
+        self.model = Model(edges=edges)
+        self.model.settle()
+        graph = {node: list(parents.items()) for node, parents in edges.items()}
+        self.flow: NewWorkflow = self.do(self.routers[0].start(graph, callbacks=CALLBACKS))
+        self.routers[1].know(self.flow)
+        self.callbacks: set[str] = set()
+        self.compare()
+
+    def do(self, act: Coroutine[Any, Any, T]) -> T:
+        return self.runner.run(act)
+
+    def compare(self) -> None:
+        """Claims what is ready, and compares everything."""
+        first = self.routers[0]
+        taken = self.do(first.claim())
+        self.callbacks |= taken & CALLBACKS.keys()
+        assert first.leases.keys() - CALLBACKS.keys() == self.model.free
+        states = self.do(first.states(self.flow))
+        told = {node: state for node, state in states.items() if node not in CALLBACKS}
+        assert {node for node, state in told.items() if state == "released"} == self.model.free
+        assert {node: state for node, state in told.items() if state not in ("released", "blocked")} == self.model.ended
+        state = self.do(first.state(self.flow))
+        assert state == self.model.state
+        expected = {
+            "running": set[str](),
+            "succeeded": {"won", "over"},
+            "failed": {"lost", "over"},
+            "cancelled": {"over"},
+        }
+        assert self.callbacks == expected[state]
+        self.do(first.check())
+
+    @rule(
+        number=st.integers(0, 99),
+        how=st.sampled_from(("ack", "ack", "ack", "kill", "cancel", "skip")),
+        router=st.integers(0, 1),
+    )
+    def end(self, number: int, how: str, router: int) -> None:
+        live = sorted(self.model.free)
+        if not live:
+            return
+        node = live[number % len(live)]
+        flows, other = self.routers[router], self.routers[0]
+        lease = other.leases[node]
+        if how in ("ack", "kill"):
+            flows.leases[node] = lease
+            self.do(flows.ack(node) if how == "ack" else flows.kill(node))
+        elif how == "cancel":
+            self.do(flows.cancel(self.flow, node))
+        else:
+            job = self.do(flows.admin.skip(flows.org, self.flow.id, NodeName(node), epoch=1))
+            self.do(flows.store.cancel(flows.org, [job], reason="skipped"))
+        other.leases.pop(node, None)
+        self.model.end(node, {"ack": "succeeded", "kill": "failed", "cancel": "cancelled", "skip": "skipped"}[how])
+        self.compare()
+
+    @rule(number=st.integers(0, 99), how=st.sampled_from(("cancel", "skip")))
+    def end_blocked(self, number: int, how: str) -> None:
+        blocked = [node for node in self.model.edges if node not in self.model.ended and node not in self.model.free]
+        if not blocked:
+            return
+        node = blocked[number % len(blocked)]
+        flows = self.routers[1]
+        if how == "cancel":
+            self.do(flows.cancel(self.flow, node))
+        else:
+            job = self.do(flows.admin.skip(flows.org, self.flow.id, NodeName(node), epoch=1))
+            self.do(flows.store.cancel(flows.org, [job], reason="skipped"))
+        self.model.end(node, "cancelled" if how == "cancel" else "skipped")
+        self.compare()
+
+    @rule()
+    def end_all_at_once(self) -> None:
+        nodes = sorted(self.model.free)
+        if nodes:
+            self.do(self.routers[0].ack(*nodes))
+            for node in nodes:
+                self.model.free.discard(node)
+                self.model.ended[node] = "succeeded"
+            self.model.settle()
+            self.compare()
+
+    @rule(number=st.integers(0, 99))
+    def redrive(self, number: int) -> None:
+        """A job that runs again after its end changes nothing."""
+        dead = sorted(node for node, how in self.model.ended.items() if how == "failed")
+        if dead:
+            flows = self.routers[1]
+            node = dead[number % len(dead)]
+            answers = self.do(flows.store.redrive(flows.org, [flows.job(self.flow, node)]))
+            if answers == [Answer.OK]:
+                assert node in self.do(flows.claim())
+                self.routers[0].leases |= {name: flows.leases.pop(name) for name in list(flows.leases) if name != node}
+                self.do(flows.ack(node))
+            self.compare()
+
+    @rule(number=st.integers(0, 5))
+    def cancel_all(self, number: int) -> None:
+        """Seldom, because it ends everything."""
+        if number or self.model.state != "running":
+            return
+        flows = self.routers[1]
+        jobs = self.do(flows.admin.doom(flows.org, self.flow.id, reason="", epoch=1))
+        assert sorted(jobs) == sorted(flows.job(self.flow, node) for node in self.model.free)
+        self.model.cancelled = True
+        if jobs:
+            self.do(flows.store.cancel(flows.org, jobs, reason="cancelled"))
+        for node in self.model.free:
+            self.model.ended[node] = "cancelled"
+        self.model.free.clear()
+        self.model.settle()
+        self.routers[0].leases = {name: lease for name, lease in self.routers[0].leases.items() if name in CALLBACKS}
+        self.compare()
+
+
+@pytest.fixture
+def machine(module_dsn: str) -> Iterator[type[WorkflowsMachine]]:
+    database = Database(SHARD, module_dsn, connections=2)
+    with asyncio.Runner() as runner:
+        runner.run(database.open())
+        WorkflowsMachine.runner, WorkflowsMachine.database = runner, database
+        yield WorkflowsMachine
+        runner.run(database.close())
+
+
+def test_a_workflow_does_what_the_model_says(machine: type[WorkflowsMachine]) -> None:
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=trials(40, thorough=1500),
+            stateful_step_count=12,
+            suppress_health_check=(HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much),
+        ),
+    )

@@ -1,0 +1,141 @@
+"""Workflows for tests: one shard's, as a router knows them."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+from shard.postgres.pool import Database
+from shard.queue.settle import Nack, Settlement
+from shard.queue.store import Store
+from shard.vocabulary import Answer, Claimed, Failure, JobId, Lease, OrgId, QueueName
+from shard.workflow import (
+    Callback,
+    Edge,
+    NewWorkflow,
+    NodeName,
+    NodeOf,
+    OnFailed,
+    WorkflowId,
+    job_id_of,
+    node_state,
+)
+from shard.workflows.sweep import WorkflowSweep
+from shard.workflows.workflow_admin import WorkflowAdmin
+from tests.jobs import HOUR_US, QUEUE, job_id, lease_jobs, some_jobs
+
+CANCEL, IGNORE, RUN = OnFailed.CANCEL, OnFailed.IGNORE, OnFailed.RUN
+# What each node waits for; each node comes after those.
+Graph = Mapping[str, Sequence[str | tuple[str, OnFailed]]]
+
+
+def new_workflow(
+    org: OrgId,
+    graph: Graph,
+    *,
+    callbacks: Mapping[str, Callback] | None = None,
+    workflow: WorkflowId | None = None,
+    queue_of: Callable[[str], str] = lambda _: QUEUE,
+    **fields: object,
+) -> NewWorkflow:
+    """Returns a workflow whose jobs have these fields of `some_jobs`."""
+    workflow = workflow or WorkflowId(job_id())
+    names = [*graph, *(callbacks or {})]
+    numbers = {name: at for at, name in enumerate(names)}
+    ids = [job_id_of(workflow, number) for number in range(len(names))]
+    jobs = some_jobs(org, ids=ids, **fields)  # type: ignore[arg-type]
+    jobs.queues = [QueueName(queue_of(name)) for name in names]
+    edges = [
+        Edge(numbers[name], numbers[other], policy)
+        for name, after in graph.items()
+        for other, policy in ((one, CANCEL) if isinstance(one, str) else one for one in after)
+    ]
+    return NewWorkflow(
+        id=workflow,
+        name="test",
+        digest=hashlib.sha256(repr((sorted(graph.items()), fields)).encode()).digest(),
+        names=[NodeName(name) for name in names],
+        jobs=jobs,
+        edges=sorted(edges),
+        callbacks={numbers[name]: callback for name, callback in (callbacks or {}).items()},
+    )
+
+
+class Flows:
+    """The workflows of one org on one shard. Claimed jobs are known by the names of their nodes."""
+
+    def __init__(self, database: Database, org: OrgId, *, store: Store | None = None) -> None:
+        self.database = database
+        self.org = org
+        self.store = store or Store(database)
+        self.admin = WorkflowAdmin(database, self.store)
+        self.sweep = WorkflowSweep(database, self.store)
+        self._names: dict[tuple[WorkflowId, int], str] = {}
+        self.leases: dict[str, Lease] = {}
+
+    async def start(self, graph: Graph, *, epoch: int = 1, **fields: object) -> NewWorkflow:
+        flow = new_workflow(self.org, graph, **fields)  # type: ignore[arg-type]
+        assert await self.admin.start(flow, epoch=epoch) is False
+        self.know(flow)
+        return flow
+
+    def know(self, flow: NewWorkflow) -> None:
+        self._names |= {(flow.id, number): name for number, name in enumerate(flow.names)}
+
+    def name_of(self, job: Claimed) -> str:
+        assert job.workflow_node is not None
+        of = NodeOf.parse(job.workflow_node)
+        return self._names[of.workflow, of.node]
+
+    async def claim(self, *, queue: str = QUEUE, max_jobs: int = 1000) -> set[str]:
+        """Leases what is ready. Returns the names of its nodes."""
+        taken = await lease_jobs(self.store, self.org, queue=queue, window_us=HOUR_US, max_jobs=max_jobs)
+        self.leases |= {self.name_of(job): lease for job, lease in taken}
+        return {self.name_of(job) for job, _ in taken}
+
+    async def ack(self, *names: str) -> None:
+        leases = [self.leases.pop(name) for name in names]
+        assert await self.store.settle(Settlement.ack(self.org, leases)) == [Answer.OK] * len(leases)
+
+    async def kill(self, *names: str) -> None:
+        nacks = [Nack(lease=self.leases.pop(name), failure=Failure(permanent=True)) for name in names]
+        assert await self.store.settle(Settlement.nack(self.org, nacks)) == [Answer.OK] * len(nacks)
+
+    async def cancel(self, flow: NewWorkflow, *names: str) -> None:
+        """Cancels jobs of nodes."""
+        ids = [self.job(flow, name) for name in names]
+        assert await self.store.cancel(self.org, ids, reason="by hand") == [Answer.OK] * len(ids)
+
+    def job(self, flow: NewWorkflow, name: str) -> JobId:
+        return JobId(flow.jobs.ids[list(flow.names).index(NodeName(name))])
+
+    async def run_all(self, *, queue: str = QUEUE) -> list[set[str]]:
+        """Claims and acks until nothing is ready. Returns the names, by rounds."""
+        rounds: list[set[str]] = []
+        while names := await self.claim(queue=queue):
+            await self.ack(*names)
+            rounds.append(names)
+        return rounds
+
+    async def state(self, flow: NewWorkflow) -> str:
+        return (await self.admin.get(self.org, flow.id)).state
+
+    async def states(self, flow: NewWorkflow) -> dict[str, str]:
+        """Returns the state of each node."""
+        nodes, _ = await self.admin.nodes(self.org, flow.id, page_size=1000, page_token="")
+        return {node.name: node_state(node.state).value for node in nodes}
+
+    async def check(self) -> None:
+        """Asserts that nothing is wrong with the workflows of this org."""
+        assert [fault for fault in await self.admin.check() if fault.org == self.org] == []
+
+
+def fan_in(width: int) -> dict[str, list[str]]:
+    parents = [f"p{number}" for number in range(width)]
+    return {**{name: [] for name in parents}, "last": parents}
+
+
+def chain(length: int) -> dict[str, list[str]]:
+    names = [f"n{number}" for number in range(length)]
+    return {names[0]: [], **{name: [before] for before, name in itertools.pairwise(names)}}
