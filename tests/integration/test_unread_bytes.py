@@ -34,8 +34,8 @@ NEVER_S = 3600.0
 class _Silent:
     """A doorbell that nobody hears."""
 
-    def ring(self, numbers: object) -> None:
-        del numbers
+    def ring(self, numbers: object, *, lease_ended: bool = False) -> None:
+        del numbers, lease_ended
 
 
 class Reader:
