@@ -378,16 +378,16 @@ BEGIN
 END
 $$;
 
--- The queues of jobs that may be released when this node ends, for a hint to those who wait for jobs.
-CREATE FUNCTION windrow.queues_behind(ended text, org bigint) RETURNS SETOF bigint
+-- The queues of jobs that may be released when these nodes of a workflow end, for a hint to those who wait for jobs.
+CREATE FUNCTION windrow.queues_behind(org bigint, workflow_id uuid, ended integer[]) RETURNS SETOF bigint
 LANGUAGE sql STABLE AS $$
     SELECT DISTINCT j.queue_id
     FROM (
         (
             SELECT n.job_id
             FROM windrow.workflow w
-            JOIN windrow.workflow_node n ON n.flow = w.flow AND n.waits_on = substr(ended, 38)::integer
-            WHERE w.org_id = org AND w.id = left(ended, 36)::uuid
+            JOIN windrow.workflow_node n ON n.flow = w.flow AND n.waits_on = ANY (ended)
+            WHERE w.org_id = org AND w.id = workflow_id
             LIMIT 100
         )
         UNION ALL
@@ -395,7 +395,7 @@ LANGUAGE sql STABLE AS $$
             SELECT n.job_id
             FROM windrow.workflow w
             JOIN windrow.workflow_node n ON n.flow = w.flow AND n.node >= w.nodes
-            WHERE w.org_id = org AND w.id = left(ended, 36)::uuid AND w.open_node = substr(ended, 38)::integer
+            WHERE w.org_id = org AND w.id = workflow_id AND w.open_node = ANY (ended)
         )
     ) b
     CROSS JOIN LATERAL (

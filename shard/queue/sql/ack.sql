@@ -39,7 +39,15 @@ SELECT
         FROM (
             SELECT e.queue_id FROM ended e WHERE e.group_key > '' OR e.lease < 0
             UNION ALL
-            SELECT windrow.queues_behind(e.workflow_node, {{org_of(e)}}) FROM ended e WHERE e.workflow_node > ''
+            SELECT windrow.queues_behind(w.org_id, w.id, w.nodes)
+            FROM (
+                SELECT
+                    {{org_of(e)}} AS org_id, left(e.workflow_node, 36)::uuid AS id,
+                    array_agg(substr(e.workflow_node, 38)::integer) AS nodes
+                FROM ended e
+                WHERE e.workflow_node > ''
+                GROUP BY 1, 2
+            ) w
         ) f
     ) AS freed_in
 FROM moved

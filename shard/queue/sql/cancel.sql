@@ -34,7 +34,11 @@ WITH live AS (
 SELECT
     l.id::text, false AS departing, CASE WHEN l.visible_at > now() THEN l.lease END AS ended_lease, l.worker,
     CASE WHEN l.group_key > '' OR l.lease < 0 THEN ARRAY[l.queue_id] END
-        || CASE WHEN l.workflow_node > '' THEN ARRAY(SELECT windrow.queues_behind(l.workflow_node, l.queue_id & 4294967295)) END
+        || CASE WHEN l.workflow_node > '' THEN ARRAY(SELECT
+            windrow.queues_behind(
+                {{org_of(l)}}, left(l.workflow_node, 36)::uuid, ARRAY[substr(l.workflow_node, 38)::integer]
+            )
+        ) END
         AS freed_in
 FROM live l
 UNION ALL

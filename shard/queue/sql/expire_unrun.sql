@@ -16,5 +16,9 @@ SELECT
     {{retention_of(e)}}
 FROM ended e
 RETURNING id::text, CASE WHEN group_key > '' OR %(lease)s::bigint < 0 THEN ARRAY[queue_id] END
-    || CASE WHEN workflow_node > '' THEN ARRAY(SELECT windrow.queues_behind(workflow_node, queue_id & 4294967295)) END
+    || CASE WHEN workflow_node > '' THEN ARRAY(SELECT
+            windrow.queues_behind(
+                queue_id & 4294967295, left(workflow_node, 36)::uuid, ARRAY[substr(workflow_node, 38)::integer]
+            )
+        ) END
     AS freed_in

@@ -31,5 +31,9 @@ SELECT
     e.reason
 FROM ended e
 RETURNING id::text, lease, CASE WHEN group_key > '' OR lease < 0 THEN ARRAY[queue_id] END
-    || CASE WHEN workflow_node > '' THEN ARRAY(SELECT windrow.queues_behind(workflow_node, queue_id & 4294967295)) END
+    || CASE WHEN workflow_node > '' THEN ARRAY(SELECT
+            windrow.queues_behind(
+                queue_id & 4294967295, left(workflow_node, 36)::uuid, ARRAY[substr(workflow_node, 38)::integer]
+            )
+        ) END
     AS freed_in
