@@ -663,7 +663,7 @@ async def test_conditions_that_no_job_can_meet_are_refused_and_nothing_is_change
         await client.cancel_where(JobFilter(states=[JobState.READY]))
     with pytest.raises(InvalidRequest, match=r"attributes\['n'\]: must be a text, not None"):
         JobFilter(attributes={"n": None})  # type: ignore[dict-item]
-    with pytest.raises(InvalidRequest, match=r"state: must be one of JobState\.SCHEDULED, .*, not 'dead'"):
+    with pytest.raises(InvalidRequest, match=r"state: must be one of JobState\.BLOCKED, .*, not 'dead'"):
         await client.list_jobs(state="dead")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="limit: must be 1 or more, or None for all, not 0"):
         await client.cancel_where(JobFilter(queue="q"), limit=0)
@@ -737,7 +737,7 @@ async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str, c
     text = (CHECKOUT / "clients" / "python" / "README.md").read_text()
     examples = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     # test_readme.py runs the others: they are about workers, and need nothing to do.
-    enqueue, many, grouped, plain, cancel, keyed, admin, _schedules, *rest = examples
+    enqueue, many, grouped, plain, cancel, keyed, admin, _schedules, workflow, *rest = examples
     work, _middleware, _batch, stop, _timeout, _process, _tests, relay, traced = rest
     environ = os.environ | {
         "WINDROW_ADDRESS": cluster.address,
@@ -769,6 +769,7 @@ async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str, c
     await run(cancel, b"Answer.OK")
     await run(keyed, b"True")
     await run(admin, b"send_invoice")
+    await run(workflow, b"")
     await run(work, b"to user99@example.com")
     await run(stop, b"page 3")
     await run(relay.replace("postgresql://localhost/app", app_dsn), b"sent=1")
