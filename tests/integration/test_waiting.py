@@ -735,7 +735,7 @@ async def test_the_more_ask_for_a_ring_at_once_the_longer_the_next_one_waits(mod
         async def rung(times: int) -> float:
             """Returns how long twenty rings take when this many consumers wait for each."""
             began_s = time.monotonic()
-            for number in range(20):
+            for number in range(1, 21):
                 for _ in range(times):
                     bells[0].ring([QueueId(number)])
                 assert await asyncio.wait_for(heard.get(), PATIENCE_S) == [number]
