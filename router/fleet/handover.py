@@ -64,7 +64,7 @@ class Handovers:
                     dealt.append((share, positions[start : start + share.count]))
                     start += share.count
             awaited = self._room.queue(jobs.org, queue)
-            # Not with tokens: jobs that a sibling's consumer does not get are released there, and the tokens would be lost.
+            # Not with tokens: what a sibling's consumer does not get is released there, and the tokens would be lost.
             if permit is None and start < len(positions) and (awaited is None or not awaited.backlog):
                 left[queue] = positions[start:]
         promises: list[Promise] = []
