@@ -42,8 +42,8 @@ class Handovers:
         against the credit until the handover is done.
 
         Consumers of this process come first: those of the org, then those of all orgs. Only if they are too few,
-        siblings are asked. If a limit of starts counts for a queue, jobs are only offered for tokens that this process
-        has drawn before; the consumers claim the others."""
+        siblings are asked. If a limit of starts counts for a queue, jobs are only offered to this process's consumers,
+        for tokens that it has drawn before; all others are claimed."""
         if self._room.is_empty and not self._pools.any and not self._siblings.any_ready():
             return None
         dealt: list[tuple[Share, Sequence[int]]] = []
@@ -64,7 +64,8 @@ class Handovers:
                     dealt.append((share, positions[start : start + share.count]))
                     start += share.count
             awaited = self._room.queue(jobs.org, queue)
-            if start < len(positions) and (awaited is None or not awaited.backlog):
+            # Not with tokens: what a sibling's consumer does not get is released there, and the tokens would be lost.
+            if permit is None and start < len(positions) and (awaited is None or not awaited.backlog):
                 left[queue] = positions[start:]
         promises: list[Promise] = []
         if left and self._siblings.any_ready():
