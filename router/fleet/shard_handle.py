@@ -245,9 +245,8 @@ class ShardHandle:
                 group.create_task(self._check_schema())
                 group.create_task(self._record_consumers())
                 for interval_s, what, act in (
-                    (self._sweep_s, "sweep the lanes", self.room.sweep),
+                    (self._sweep_s, "sweep the lanes", self._sweep),
                     (self._sweep_s, "look for orgs with ready jobs", self.ready_orgs.sweep),
-                    (self._sweep_s, "sweep the workflows", self._workflow_sweep.sweep),
                     (_FORGET_WORKFLOWS_S, "forget workflows", self._workflow_sweep.forget),
                     (_RECORD_TIME_S, "look at the clock", self.store.clock.record),
                     (_FOLD_TALLY_S, "fold the tally", self.store.fold_tally),
@@ -261,6 +260,10 @@ class ShardHandle:
             await self.finish()
             await self._queue_database.close()
             await self._admin_database.close()
+
+    async def _sweep(self) -> None:
+        if await self.room.sweep():
+            await self._workflow_sweep.sweep()
 
     async def _note_consumers(self) -> None:
         self._pools.note(self)

@@ -368,12 +368,14 @@ class WaitRoom:
                 _log.exception("could not look for due jobs on shard %r", self._store.name)
             await asyncio.sleep(_PAUSE_S)
 
-    async def sweep(self) -> None:
+    async def sweep(self) -> bool:
         """Finds due jobs that every hint has missed, and corrects the store's claim floors. A lease may have expired:
-        that makes room, too."""
+        that makes room, too. Returns whether workflows of the shard may have ends to take in."""
         self.lease_ended(None)
         await self._numbers(list(self._queues))
-        self._expect(await self._store.sweep(self._by_number), within_s=self._soon_s)
+        due = await self._store.sweep(self._by_number)
+        self._expect(due, within_s=self._soon_s)
+        return due.workflows_wait
 
     async def _numbers(self, keys: Iterable[_Key]) -> list[QueueId]:
         """Returns the numbers of those of these queues that exist and that a consumer waits for."""

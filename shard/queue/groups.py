@@ -26,9 +26,9 @@ class Groups:
         # The last group that the latest sweep reached; None: it reached all groups.
         self._reached: tuple[QueueId, str] | None = None
 
-    async def sweep(self, queues: Sequence[QueueId]) -> None:
-        """Fills the free slots of up to 1,000 groups of these queues. The next sweep goes on from there. Raises
-        ShardUnavailable."""
+    async def sweep(self, queues: Sequence[QueueId]) -> set[QueueId]:
+        """Fills the free slots of up to 1,000 groups of these queues. The next sweep goes on from there. Returns the
+        queues in which it has filled any. Raises ShardUnavailable."""
         ordered = sorted(queues)
         after = ""
         if self._reached is not None:
@@ -37,18 +37,20 @@ class Groups:
             ordered = [one for one in ordered if one >= queue] + behind
             if not ordered or ordered[0] != queue:
                 after = ""
-        self._reached = await self._fill(ordered, after)
+        self._reached, filled = await self._fill(ordered, after)
+        return filled
 
     async def fill_queue(self, queue: QueueId) -> None:
         """Fills the free slots of all groups of a queue. Raises ShardUnavailable."""
         reached: tuple[QueueId, str] | None = (queue, "")
         while reached is not None:
-            reached = await self._fill([queue], reached[1])
+            reached, _ = await self._fill([queue], reached[1])
 
-    async def _fill(self, queues: Sequence[QueueId], after: str) -> tuple[QueueId, str] | None:
-        """Fills up to _GROUPS_MAX groups. Returns the last of them, or None if there are no more."""
+    async def _fill(self, queues: Sequence[QueueId], after: str) -> tuple[tuple[QueueId, str] | None, set[QueueId]]:
+        """Fills up to _GROUPS_MAX groups. Returns the last of them, or None if there are no more, and the queues of
+        those that had a free slot."""
         if not queues:
-            return None
+            return None, set()
         rows: list[tuple[QueueId, str, bool]] = await self._database.run(
             statements.FIND_WAITING_GROUPS,
             {"queue_ids": arrays.numbers(queues), "after": after, "groups_max": _GROUPS_MAX},
@@ -62,4 +64,5 @@ class Groups:
                     "groups": arrays.texts([group for _, group in unfilled]),
                 },
             )
-        return rows[-1][:2] if len(rows) == _GROUPS_MAX else None
+        reached = rows[-1][:2] if len(rows) == _GROUPS_MAX else None
+        return reached, {queue for queue, _ in unfilled}

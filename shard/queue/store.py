@@ -89,6 +89,9 @@ class Due:
 
     now: Micros
     first: dict[QueueId, Micros]
+    # Whether jobs may wait for slots of groups, and whether workflows may have ends to take in.
+    groups_wait: bool
+    workflows_wait: bool
 
 
 class Store:
@@ -584,7 +587,14 @@ class Store:
             self.release_soon(call.org, call.leases)
         queues = list({*self._floors.to_sweep(), *awaited})
         await self.names.prove(queues)
-        await self._groups.sweep(queues)
+        due = await self._look(queues)
+        if due.groups_wait:
+            for queue in await self._groups.sweep(queues):
+                due.first[queue] = due.now
+        return due
+
+    async def _look(self, queues: list[QueueId]) -> Due:
+        """Looks for a sweep into these queues."""
         began_s = time.monotonic()
         if began_s < self._full_sweep_from_s:
             return await self._probe(queues, self._floors.late, is_sweep=True)
@@ -606,7 +616,9 @@ class Store:
         """Finds the first live job of each queue, from these floors on, or from the beginning of time."""
         first: dict[QueueId, Micros] = {}
         now = Micros(0)
-        for at in range(0, len(queues), _PROBE_QUEUES_MAX):
+        groups_wait = workflows_wait = False
+        # A sweep without queues still looks for what waits to be repaired.
+        for at in range(0, max(len(queues), 1), _PROBE_QUEUES_MAX):
             part = queues[at : at + _PROBE_QUEUES_MAX]
             arrivals = self._floors.arrivals
             parameters = {"queue_ids": arrays.numbers(part)}
@@ -615,7 +627,7 @@ class Store:
             else:
                 floors = [floor for queue in part for floor in floors_of(queue)]
                 rows = await self._database.run(statements.PROBE, {**parameters, "floors_us": arrays.numbers(floors)})
-            now, found, priorities, visible_at, gives_jobs = rows[0]
+            now, found, priorities, visible_at, gives_jobs, groups_wait, workflows_wait = rows[0]
             lanes: dict[tuple[QueueId, int], Micros] = {}
             giving: set[QueueId] = set()
             if found is not None:
@@ -626,7 +638,7 @@ class Store:
             for (queue, _), when in lanes.items():
                 if queue in giving:
                     first[queue] = min(when, first.get(queue, when))
-        return Due(now=now, first=first)
+        return Due(now=now, first=first, groups_wait=groups_wait, workflows_wait=workflows_wait)
 
 
 def _tell_not_handed(call: Call) -> None:
