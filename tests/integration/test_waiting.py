@@ -830,7 +830,7 @@ async def test_a_consumer_of_a_paused_queue_with_a_backlog_costs_next_to_nothing
     await near.enqueue(org, *(new_job() for _ in range(10)))
     await near.admin.PauseQueue(admin_pb2.PauseQueueRequest(org=org, queue=QUEUE))
     async with near.stream(org, credit=10) as stream:
-        # The routers of other tests here, which sweep five times a second, make about 35 of them: three in each sweep.
+        # The routers of other tests here, which sweep five times a second, make about 25 of them.
         await until_statements_a_second(dsns, below=60)
         assert stream.jobs == []
 
