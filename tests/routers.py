@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from tests import preloaded
 from windrow.v1 import admin_pb2_grpc, cluster_pb2, cluster_pb2_grpc, queue_pb2_grpc, schedules_pb2_grpc
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -101,12 +102,14 @@ def running_routers(
 def spawned_routers(
     config: Path, log: Path, *, processes: int = 1, listen: str, environ: Mapping[str, str] | None = None
 ) -> Generator[subprocess.Popen[str], None, None]:
-    """Starts routers as running_routers does, but does not wait until they serve."""
+    """Starts routers as running_routers does, but does not wait until they serve. With an environment of their own they
+    import everything themselves, because some modules read it when they are imported."""
+    start = subprocess.Popen[str] if environ or not preloaded.AVAILABLE else preloaded.PreloadedRouter
     command = (sys.executable, "-m", "router", "--config", config, "--listen", listen, "--processes", str(processes))
     clean = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     with (
         log.open("a") as errors,
-        subprocess.Popen(
+        start(
             command, cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=errors, text=True, env=clean | dict(environ or {})
         ) as supervisor,
     ):
