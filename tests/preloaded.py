@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import importlib
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -64,7 +65,9 @@ class _Server:
     def __init__(self) -> None:
         self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
-            self._process = subprocess.Popen([sys.executable, "-m", "tests.preloaded"], cwd=CHECKOUT, stdin=its)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.preloaded"], cwd=CHECKOUT, stdin=its.fileno()
+            )
         self._lock = threading.Lock()
         atexit.register(self._end)
 
@@ -87,7 +90,7 @@ def _server() -> _Server:
 
 
 @contextlib.contextmanager
-def _adopting() -> Iterator[None]:
+def _adopting() -> Generator[None, None, None]:
     """Processes below this one whose parent ends become its children. Only for a moment: otherwise the orphans that
     tests make would stay here as zombies."""
     _be_subreaper(True)
@@ -156,7 +159,7 @@ def _run(main: Callable[[], int], arguments: Sequence[str]) -> NoReturn:
         code = main()
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - an interpreter prints it and ends with 1
         traceback.print_exc()
         code = 1
     # What is above in the stack belongs to the process that was forked, and must not be unwound.
@@ -204,16 +207,14 @@ def _fork(request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
 def main() -> None:
     """Serves the test process to which the standard input is connected, until that ends."""
     gc.disable()
-    from router import __main__ as _supervisors
-    from router.process import child as _children
-
-    assert _supervisors and _children
-    # Ctrl-C is for the test process; what is forked handles it.
+    importlib.import_module("router.__main__")
+    importlib.import_module("router.process.child")
     gc.collect()
     gc.freeze()
     with socket.socket(fileno=os.dup(0)) as requests:
         with open(os.devnull) as nothing:
             os.dup2(nothing.fileno(), 0)
+        # After Ctrl-C the test process ends the routers, and then its end of the connection.
         with contextlib.suppress(KeyboardInterrupt):
             while True:
                 data, descriptors, *_ = socket.recv_fds(requests, _REQUEST_BYTES_MAX, 3)
