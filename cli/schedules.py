@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from cli import options, output, timing, values
+from cli import options, output, schedule_options, values
 from cli.layout import App
 from cli.output import Column
 from cli.schedule_output import print_schedule, run_json, run_row, schedule_json, schedule_row
@@ -118,17 +118,17 @@ def create(
         Path | None,
         typer.Option("--file", metavar="FILE", show_default=False, help="Read the payload from a file."),
     ] = None,
-    cron: timing.Cron = None,
-    every: timing.Every = None,
-    at: timing.At = None,
-    tz: timing.Zone = None,
-    start: timing.Start = None,
-    end: timing.End = None,
-    jitter: timing.Jitter = None,
-    overlap: timing.OverlapPolicy = None,
-    catch_up: timing.CatchUpPolicy = None,
-    catch_up_window: timing.CatchUpWindow = None,
-    note: timing.Note = None,
+    cron: schedule_options.Cron = None,
+    every: schedule_options.Every = None,
+    at: schedule_options.At = None,
+    tz: schedule_options.Zone = None,
+    start: schedule_options.Start = None,
+    end: schedule_options.End = None,
+    jitter: schedule_options.Jitter = None,
+    overlap: schedule_options.OverlapPolicy = None,
+    catch_up: schedule_options.CatchUpPolicy = None,
+    catch_up_window: schedule_options.CatchUpWindow = None,
+    note: schedule_options.Note = None,
     paused: Annotated[bool, typer.Option("--paused", help="Create it paused.")] = False,
     priority: options.Priority = 5,
     attribute: options.Attributes = None,
@@ -163,7 +163,7 @@ def create(
     from cli.messages import duration, retry_message
     from windrow.v1 import job_pb2, schedules_pb2
 
-    spec = timing.spec_of(cron, every, at, tz, start, end, jitter, overlap, catch_up, catch_up_window, note)
+    spec = schedule_options.spec_of(cron, every, at, tz, start, end, jitter, overlap, catch_up, catch_up_window, note)
     job = job_pb2.JobTemplate(
         queue=queue,
         kind=kind,
@@ -184,17 +184,17 @@ def create(
 def update(
     org: options.Org,
     name: _Name,
-    cron: timing.Cron = None,
-    every: timing.Every = None,
-    at: timing.At = None,
-    tz: timing.Zone = None,
-    start: timing.Start = None,
-    end: timing.End = None,
-    jitter: timing.Jitter = None,
-    overlap: timing.OverlapPolicy = None,
-    catch_up: timing.CatchUpPolicy = None,
-    catch_up_window: timing.CatchUpWindow = None,
-    note: timing.Note = None,
+    cron: schedule_options.Cron = None,
+    every: schedule_options.Every = None,
+    at: schedule_options.At = None,
+    tz: schedule_options.Zone = None,
+    start: schedule_options.Start = None,
+    end: schedule_options.End = None,
+    jitter: schedule_options.Jitter = None,
+    overlap: schedule_options.OverlapPolicy = None,
+    catch_up: schedule_options.CatchUpPolicy = None,
+    catch_up_window: schedule_options.CatchUpWindow = None,
+    note: schedule_options.Note = None,
     reset: Annotated[
         list[Field] | None,
         typer.Option(
@@ -211,7 +211,7 @@ def update(
     """Changes what is given. A new timing counts from now on; the job template stays as it is."""
     if sum(one is not None for one in (cron, every, at)) > 1:
         raise typer.BadParameter("give only one of them", param_hint="'--cron' / '--every' / '--at'")
-    spec = timing.spec_of(cron, every, at, tz, start, end, jitter, overlap, catch_up, catch_up_window, note)
+    spec = schedule_options.spec_of(cron, every, at, tz, start, end, jitter, overlap, catch_up, catch_up_window, note)
     if not spec.ListFields() and not reset:
         raise typer.BadParameter("give something to change", param_hint="'--cron' / '--every' / … / '--reset'")
 
@@ -315,8 +315,8 @@ def backfill(
         ),
     ],
     overlap: Annotated[
-        timing.Overlap, typer.Option("--overlap", help="What to do while the job of the run before is live.")
-    ] = timing.Overlap.ALLOW,
+        schedule_options.Overlap, typer.Option("--overlap", help="What to do while the job of the run before is live.")
+    ] = schedule_options.Overlap.ALLOW,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
@@ -330,7 +330,7 @@ def backfill(
     from windrow.v1 import schedules_pb2
 
     request = schedules_pb2.BackfillScheduleRequest(
-        org=org, name=name, begin=timestamp(begin), end=timestamp(end), overlap=timing.overlap_number(overlap)
+        org=org, name=name, begin=timestamp(begin), end=timestamp(end), overlap=schedule_options.overlap_number(overlap)
     )
     with connect(address, timeout) as router:
         done = router.call(router.schedules.BackfillSchedule, request)
@@ -353,18 +353,18 @@ def preview(
         datetime | None,
         typer.Option("--after", parser=values.moment, metavar="TIME", show_default="now", help="Only runs after TIME."),
     ] = None,
-    cron: timing.Cron = None,
-    every: timing.Every = None,
-    at: timing.At = None,
-    tz: timing.Zone = None,
-    start: timing.Start = None,
-    end: timing.End = None,
+    cron: schedule_options.Cron = None,
+    every: schedule_options.Every = None,
+    at: schedule_options.At = None,
+    tz: schedule_options.Zone = None,
+    start: schedule_options.Start = None,
+    end: schedule_options.End = None,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
     """Prints the next times of a schedule, or of a timing that no schedule has yet."""
-    spec = timing.spec_of(cron, every, at, tz, start, end)
+    spec = schedule_options.spec_of(cron, every, at, tz, start, end)
     if (name is None) == (spec.WhichOneof("timing") is None):
         raise typer.BadParameter(
             "give either the name of a schedule or one of the options",

@@ -100,7 +100,7 @@ class NewWorkflow:
 
     id: WorkflowId
     name: str
-    # Of all that the request says.
+    # A digest of the whole request.
     digest: bytes
     names: Sequence[NodeName]
     # Their ids are those of `job_id_of`.

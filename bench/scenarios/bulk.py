@@ -48,11 +48,11 @@ FROM generate_series(1, %(jobs)s) AS n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    # Of the org whose jobs are cancelled; a tenth of them is.
+    # The jobs of the org that cancels a tenth of them.
     jobs: int = 1_000_000
     consumers: int = 4
     rounds: int = 5
-    # Of each measurement: undisturbed, and beside the cancel.
+    # The length of each measurement, undisturbed or beside the cancel.
     seconds: int = 10
     routers: int = 1
 

@@ -40,7 +40,7 @@ _CASES: Mapping[str, int | None] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     jobs: int = 40_000
-    # Of one workflow.
+    # The nodes of each workflow.
     nodes: int = 5_000
     batch: int = 100
     runs: int = 5
@@ -57,7 +57,7 @@ class Life:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acks:
-    """Of the parents of one node, one after another: of the first tenth of them, and of the last."""
+    """The median times of single acks of a node's parents: the first tenth of these acks, and the last."""
 
     run: int
     first_ms: float

@@ -29,9 +29,9 @@ class Backlog:
         self.in_bytes = limit.key.measure is Measure.BACKLOG_BYTES
         self._org = org
         self._counted = 0
-        # What was let through since the count, or is not in it for certain.
+        # Jobs or bytes let through since the count, and those that the count may have missed.
         self._added = 0
-        # What was let through and may not have been stored yet: a count may miss it.
+        # Jobs or bytes let through whose enqueue the shard has not answered: a count may miss them.
         self._unsettled = 0
         self._used_until_s = 0.0
         self._counting: asyncio.Task[None] | None = None

@@ -370,12 +370,10 @@ class OrgPool:
             member.ready_orgs.walk_again()
         queues = {request.org: request.queues for request in requests}
         for org, is_more in more.items():
-            if away:
-                pass
-            elif is_more and self.schedule.ready_count < _ORGS_MAX:
+            if is_more and not away and self.schedule.ready_count < _ORGS_MAX:
                 for queue in queues[org]:
                     self.found(shard, org, queue)
-            else:
+            elif not away:
                 # If many orgs are ready, each gets few jobs at a time, and most then have no more: to ask whether they
                 # do is cheaper than a claim that finds nothing.
                 member.ready_orgs.emptied(org, queues[org])

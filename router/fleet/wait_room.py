@@ -153,7 +153,7 @@ class WaitRoom:
         for queue in queues:
             awaited = self._queues.get((org, queue))
             if awaited is not None:
-                # What was not looked at counts as backlog: nothing is handed over past it.
+                # Nobody looks at its jobs, so they count as a backlog: nothing is handed over past them.
                 awaited.backlog = True
                 if awaited.hold_timer is None:
                     awaited.hold_timer = loop.call_later(for_s, self._end_hold, (org, queue))

@@ -451,7 +451,7 @@ async def test_a_node_whose_job_is_locked_is_released_by_the_sweep(
     async with await psycopg.AsyncConnection.connect(module_dsn) as other:
         ids = [flows.job(flow, name) for name in "bd"]
         await other.execute("SELECT FROM windrow.job WHERE id = ANY (%s::uuid[]) FOR UPDATE", [ids])
-        # Nobody waits for the lock.
+        # The ack and the kill do not wait for the locked rows.
         async with asyncio.timeout(PATIENCE_S):
             await flows.ack("a")
             await flows.kill("c")

@@ -448,7 +448,7 @@ class CheckShardResponse(_message.Message):
 
     @_builtins.property
     def workflow_faults(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkflowFault]:
-        """What is wrong with workflows, at most 100, in the last message. Empty: every blocked job has a cause that will end,
+        """Up to 100 faults of workflows, in the last message. Empty: every blocked job has a cause that will end,
         and every end of a node was counted once.
         """
 
