@@ -179,11 +179,11 @@ def test_a_batch_above_the_limit_is_refused_whole_and_is_told_that_it_can_never_
     ],
 )
 def test_bad_input_of_the_command_sets_nothing(cluster: Cluster, arguments: list[str], code: int, why: str) -> None:
-    before = cluster.sql("s1", "SELECT * FROM windrow.enqueue_limit ORDER BY 1, 2, 3")
+    before = cluster.sql("s1", "SELECT * FROM windrow.usage_limit ORDER BY 1, 2, 3")
     done = windrow("limits", *arguments, "--address", cluster.routers.address)
     assert (done.code, done.out) == (code, "")
     assert why in done.err
-    assert cluster.sql("s1", "SELECT * FROM windrow.enqueue_limit ORDER BY 1, 2, 3") == before
+    assert cluster.sql("s1", "SELECT * FROM windrow.usage_limit ORDER BY 1, 2, 3") == before
 
 
 # ── How much is admitted ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -465,7 +465,7 @@ async def test_erasure_leaves_neither_limits_nor_buckets(cluster: Cluster) -> No
         await asyncio.to_thread(cluster.limit, name, 5)
         await asyncio.to_thread(enqueue, cluster.near, name, some(5))
     await orgs.erase(read_cluster(cluster.config), OrgId(org), say=lambda _: None)
-    assert cluster.sql("s1", "SELECT FROM windrow.enqueue_limit WHERE org = %s", org) == []
+    assert cluster.sql("s1", "SELECT FROM windrow.usage_limit WHERE org = %s", org) == []
     assert cluster.sql("s1", "SELECT FROM windrow.token_bucket WHERE org = %s", org) == []
     await asyncio.to_thread(cluster.settle, org)
     # The new org of this name has no limit.

@@ -110,11 +110,11 @@ async def store(by: Client, org: str, count: int, *, queue: str = QUEUE) -> list
     ],
 )
 def test_bad_input_of_the_command_sets_nothing(cluster: Cluster, arguments: list[str], code: int, why: str) -> None:
-    before = cluster.sql("SELECT * FROM windrow.enqueue_limit ORDER BY 1, 2, 3")
+    before = cluster.sql("SELECT * FROM windrow.usage_limit ORDER BY 1, 2, 3")
     done = windrow("limits", *arguments, "--address", cluster.near.address)
     assert (done.code, done.out) == (code, "")
     assert why in done.err
-    assert cluster.sql("SELECT * FROM windrow.enqueue_limit ORDER BY 1, 2, 3") == before
+    assert cluster.sql("SELECT * FROM windrow.usage_limit ORDER BY 1, 2, 3") == before
 
 
 # ── How much starts ──────────────────────────────────────────────────────────────────────────────────────────────────

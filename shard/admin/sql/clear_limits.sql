@@ -1,7 +1,7 @@
 -- Deletes limits of an org, and tells all routers to look: those of one queue and measure, or all of them where these are
 -- NULL. No row: there was none.
 WITH deleted AS (
-    DELETE FROM windrow.enqueue_limit l
+    DELETE FROM windrow.usage_limit l
     WHERE l.org = %(org)s AND l.queue = coalesce(%(queue)s::text, l.queue) AND l.measure = coalesce(%(measure)s::text, l.measure)
     RETURNING 1
 ), version AS (

@@ -2,4 +2,4 @@
 -- one was deleted since. If there are none, one row without a limit.
 SELECT c.limits_changed, c.limits_cleared, l.org, l.queue, l.measure, l.amount, l.interval_us, l.changed
 FROM windrow.catalog c
-LEFT JOIN windrow.enqueue_limit l ON l.changed > %(since)s OR c.limits_cleared > %(since)s
+LEFT JOIN windrow.usage_limit l ON l.changed > %(since)s OR c.limits_cleared > %(since)s

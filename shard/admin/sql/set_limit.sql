@@ -4,13 +4,13 @@ WITH version AS (
     -- restored from a backup gets versions newer than those that shards have.
     UPDATE windrow.catalog c
     SET limits_changed = greatest(c.limits_changed + 1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint)
-    WHERE (SELECT count(*) FROM windrow.enqueue_limit) < %(limits_max)s OR EXISTS (
-        SELECT FROM windrow.enqueue_limit l
+    WHERE (SELECT count(*) FROM windrow.usage_limit) < %(limits_max)s OR EXISTS (
+        SELECT FROM windrow.usage_limit l
         WHERE l.org = %(org)s AND l.queue = %(queue)s AND l.measure = %(measure)s
     )
     RETURNING c.limits_changed
 ), stored AS (
-    INSERT INTO windrow.enqueue_limit AS l (org, queue, measure, amount, interval_us, changed)
+    INSERT INTO windrow.usage_limit AS l (org, queue, measure, amount, interval_us, changed)
     SELECT %(org)s, %(queue)s, %(measure)s, %(amount)s, %(interval_us)s, v.limits_changed FROM version v
     ON CONFLICT (org, queue, measure) DO UPDATE SET
         amount = excluded.amount, interval_us = excluded.interval_us, changed = excluded.changed

@@ -3,7 +3,7 @@
 
 -- ── The catalog ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-CREATE TABLE windrow.enqueue_limit (
+CREATE TABLE windrow.usage_limit (
     -- Empty: every org that has no limit of its own with the same queue and measure.
     org text COLLATE "C" NOT NULL,
     -- Empty: all queues of the org together.
@@ -15,7 +15,7 @@ CREATE TABLE windrow.enqueue_limit (
     changed bigint NOT NULL,
     PRIMARY KEY (org, queue, measure)
 );
-CREATE INDEX enqueue_limit_changed ON windrow.enqueue_limit (changed);
+CREATE INDEX usage_limit_changed ON windrow.usage_limit (changed);
 
 -- Versions of the limits. They increase with each change, also after the catalog was restored from a backup. Routers read
 -- the first with every look at the catalog. After a limit was deleted, they read all limits again.

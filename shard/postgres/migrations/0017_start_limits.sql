@@ -1,8 +1,8 @@
 -- Limits of how many jobs start in an interval (docs/decisions/0049-starts-are-held-back.md). Their buckets are in
 -- windrow.token_bucket, which takes any measure.
-ALTER TABLE windrow.enqueue_limit
-    DROP CONSTRAINT enqueue_limit_measure_check,
-    ADD CONSTRAINT enqueue_limit_measure_check CHECK (measure IN ('jobs', 'bytes', 'starts'));
+ALTER TABLE windrow.usage_limit
+    DROP CONSTRAINT usage_limit_measure_check,
+    ADD CONSTRAINT usage_limit_measure_check CHECK (measure IN ('jobs', 'bytes', 'starts'));
 
 -- Draws tokens from one bucket: `wanted`, or as many as there are; none if there are fewer than `needed`. Negative numbers
 -- give tokens back. A limit of a newer version than the bucket's is taken over, and the tokens are scaled: a bucket that

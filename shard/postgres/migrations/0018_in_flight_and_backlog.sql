@@ -1,13 +1,13 @@
 -- Limits of how many jobs are leased at a time (docs/decisions/0052-leases-in-flight-are-counted.md), and of how many have
 -- not ended (docs/decisions/0053-backlogs-are-counted-by-those-who-add-to-them.md).
-ALTER TABLE windrow.enqueue_limit
-    DROP CONSTRAINT enqueue_limit_measure_check,
-    ADD CONSTRAINT enqueue_limit_measure_check CHECK (
+ALTER TABLE windrow.usage_limit
+    DROP CONSTRAINT usage_limit_measure_check,
+    ADD CONSTRAINT usage_limit_measure_check CHECK (
         measure IN ('jobs', 'bytes', 'starts', 'in_flight', 'backlog', 'backlog_bytes')
     ),
-    DROP CONSTRAINT enqueue_limit_interval_us_check,
+    DROP CONSTRAINT usage_limit_interval_us_check,
     -- A limit of what there is at a time has no interval: 0.
-    ADD CONSTRAINT enqueue_limit_interval_us_check CHECK (
+    ADD CONSTRAINT usage_limit_interval_us_check CHECK (
         CASE
             WHEN measure IN ('in_flight', 'backlog', 'backlog_bytes') THEN interval_us = 0
             ELSE interval_us BETWEEN 1000000 AND 86400000000
