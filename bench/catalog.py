@@ -20,6 +20,7 @@ from bench.scenarios import (
     placement,
     rotations,
     schedules,
+    starts,
     why,
     workflows,
 )
@@ -45,6 +46,7 @@ SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
         "bulk": bulk.SCENARIO,
         "placement": placement.SCENARIO,
         "limits": limits.SCENARIO,
+        "starts": starts.SCENARIO,
         "schedules": schedules.SCENARIO,
         "groups": groups.SCENARIO,
         "workflows": workflows.SCENARIO,

@@ -89,7 +89,8 @@ class Bucket:
     def put_back(self, cost: int) -> None:
         """Undoes a `take`."""
         self.tokens += cost
-        self._used -= cost
+        # They may have been taken before the latest draw, which has begun a new count.
+        self._used = max(0, self._used - cost)
 
     def ready_in_s(self, lack: int, *, within_s: float = math.inf) -> float:
         """Returns in how many seconds the shard may have so many tokens, at the earliest. `within_s`: the longest time
