@@ -153,7 +153,8 @@ async def test_consumers_of_all_orgs_start_exactly_the_limit_and_can_finish_what
             for by in (near, far):
                 await store(by, org, 6, queue=queue)
         await until(lambda: len(one.jobs) + len(two.jobs) >= 22, "each limit is used up")
-        for stream in (one, two):
+        # One of them may have got all.
+        for stream in (stream for stream in (one, two) if stream.jobs):
             assert await stream.settle(1, acks=acks(stream.jobs)) == []
     counts = Counter(job.queue for job in [*one.jobs, *two.jobs])
     assert [counts[queue] for queue in queues] == [4, 6, 12]
