@@ -18,7 +18,7 @@ from router.codec.fields import FIELDS_MAX, bounded
 from router.codec.status import InvalidRequest
 from router.codec.validate import enqueue_violations, plain_jobs
 from tests.jobs import job_message
-from windrow.ids import uuid7
+from windrow import uuid7
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
 MIB = 1024 * 1024
