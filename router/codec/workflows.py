@@ -48,7 +48,7 @@ _CALLBACKS_BY_NUMBER: Mapping[int, Callback] = {number: callback for callback, n
 # ── In ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def check_start(request: workflows_pb2.StartWorkflowRequest) -> None:
+def _check(request: workflows_pb2.StartWorkflowRequest) -> None:
     """Raises InvalidRequest with the violations of the contract's rules, or else with those of the graph."""
     nodes = list(request.nodes)
     edges = sum(len(node.after) for node in nodes)
@@ -148,7 +148,8 @@ def _ordered(nodes: Sequence[workflows_pb2.NewNode]) -> list[int]:
 
 
 def new_workflow(request: workflows_pb2.StartWorkflowRequest, *, trace: str | None) -> tuple[NewWorkflow, list[int]]:
-    """Returns the workflow of a checked request, and the number of each of the request's nodes."""
+    """Returns the workflow of a request, and the number of each of the request's nodes. Raises InvalidRequest."""
+    _check(request)
     nodes = list(request.nodes)
     order = _ordered(nodes)
     numbers = {nodes[at].name: number for number, at in enumerate(order)}

@@ -32,7 +32,7 @@ def request(*nodes: pb.NewNode) -> pb.StartWorkflowRequest:
 def refusal(*nodes: pb.NewNode) -> tuple[str, str]:
     """Returns the first violation."""
     with pytest.raises(InvalidRequest) as refused:
-        codec.check_start(request(*nodes))
+        codec.new_workflow(request(*nodes), trace=None)
     first = refused.value.violations[0]
     return first.field, first.description
 
@@ -89,14 +89,14 @@ def test_too_many_nodes_edges_and_links_are_refused() -> None:
     assert "at most 100,000 others together" in refusal(*edges)[1]
     chain = [node("n0"), *(node(f"n{at}", f"n{at - 1}") for at in range(1, DEPTH_MAX + 1))]
     assert f"chain of more than {DEPTH_MAX:,} nodes" in refusal(*chain)[1]
-    codec.check_start(request(*chain[:-1]))
+    codec.new_workflow(request(*chain[:-1]), trace=None)
 
 
 def test_nodes_are_numbered_after_those_that_they_wait_for() -> None:
     shuffled = request(
         node("over", callback=pb.CALLBACK_ON_FAILURE), node("d", "b", "c"), node("c", "a"), node("b", "a"), node("a")
     )
-    codec.check_start(shuffled)
+    codec.new_workflow(shuffled, trace=None)
     flow, numbers = codec.new_workflow(shuffled, trace=None)
     assert (flow.names[0], flow.names[3], flow.names[4]) == ("a", "d", "over")
     assert all(edge.parent < edge.node for edge in flow.edges)
