@@ -96,7 +96,6 @@ def test_nodes_are_numbered_after_those_that_they_wait_for() -> None:
     shuffled = request(
         node("over", callback=pb.CALLBACK_ON_FAILURE), node("d", "b", "c"), node("c", "a"), node("b", "a"), node("a")
     )
-    codec.new_workflow(shuffled, trace=None)
     flow, numbers = codec.new_workflow(shuffled, trace=None)
     assert (flow.names[0], flow.names[3], flow.names[4]) == ("a", "d", "over")
     assert all(edge.parent < edge.node for edge in flow.edges)
