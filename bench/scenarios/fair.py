@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import struct
 import time
 from collections.abc import Sequence
@@ -27,10 +28,9 @@ from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 _PATIENCE_S = 60.0
 _SMALL_ORGS = 50
-# Each small org enqueues a job a second, and each job takes 0.1 s: they need 5 places, and some time passes between two
-# jobs of a place.
+# Beside a backlog all places are taken, and one becomes free each millisecond.
 _HANDLER_S = 0.1
-_PLACES = 8
+_PLACES = 100
 _PRODUCERS = 20
 _TIME = struct.Struct(">d")
 _MS = 1000.0
@@ -49,9 +49,20 @@ _FILL = (
 )
 
 
+# More jobs of the queue of one org, which has one.
+_FILL_LARGE = (
+    "INSERT INTO windrow.job (id, queue_id, run_at, visible_at, priority, kind, payload) "
+    "SELECT (lpad(to_hex((extract(epoch FROM now()) * 1000)::bigint), 12, '0') || '7000' || '8' || "
+    "lpad(to_hex(%(first)s + n), 15, '0'))::uuid, q.queue_id, now(), now(), 5, 'no-op', '\\x00' "
+    "FROM windrow.queue q, generate_series(1, %(jobs)s) n WHERE q.org = %(org)s"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     seconds: float = 60.0
+    # Jobs of the large org.
+    backlog: int = 1_000_000
     orgs: int = 100_000
     jobs: int = 20_000
     runs: int = 3
@@ -104,8 +115,12 @@ async def _pickup(plan: Plan, bench: Bench, stage: Stage, run: int, *, beside: b
     large = f"{queue}-large"
     waited_ms: list[float] = []
     large_jobs = 0
+    (dsn,) = stage.dsns.values()
     async with AsyncExitStack() as stack:
         stub = queue_pb2_grpc.QueueStub(await _channel(stack, stage))
+        if beside:
+            await _enqueue(stub, large, queue, 1)
+            await asyncio.to_thread(_fill_large, dsn, large, plan.backlog, run)
         call = stub.Consume()
         await call.write(_start(queue, credit=_PLACES))
         writing = asyncio.Lock()
@@ -133,11 +148,11 @@ async def _pickup(plan: Plan, bench: Bench, stage: Stage, run: int, *, beside: b
                     group.create_task(work(job, arrived_s))
 
         async def produce_small(at: int) -> None:
-            await asyncio.sleep(at / _SMALL_ORGS)
+            second_s = time.monotonic()
             while True:
-                began_s = time.monotonic()
+                await asyncio.sleep(second_s + random.random() - time.monotonic())
                 await _enqueue(stub, f"{queue}-{at}", queue, 1)
-                await asyncio.sleep(max(0.0, began_s + 1.0 - time.monotonic()))
+                second_s += 1.0
 
         async def produce_large() -> None:
             while True:
@@ -148,8 +163,6 @@ async def _pickup(plan: Plan, bench: Bench, stage: Stage, run: int, *, beside: b
         try:
             async with asyncio.timeout(plan.seconds + 3.0), asyncio.TaskGroup() as group:
                 if beside:
-                    for _ in range(10):
-                        await _enqueue(stub, large, queue, 1000)
                     for _ in range(_PRODUCERS):
                         group.create_task(produce_large())
                 group.create_task(consume(group))
@@ -157,6 +170,7 @@ async def _pickup(plan: Plan, bench: Bench, stage: Stage, run: int, *, beside: b
                     group.create_task(produce_small(at))
         except TimeoutError:
             call.cancel()
+    await asyncio.to_thread(_delete, dsn, queue)
     ordered = sorted(waited_ms)
     found = Pickup(
         run=run,
@@ -234,6 +248,12 @@ def _fill(dsn: str, queue: str, orgs: int, in_s: int, run: int) -> None:
         connection.execute("ANALYZE windrow.job, windrow.queue, windrow.org")
 
 
+def _fill_large(dsn: str, org: str, jobs: int, run: int) -> None:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute(_FILL_LARGE.encode(), {"org": org, "jobs": jobs, "first": run * 10**9})
+        connection.execute("VACUUM ANALYZE windrow.job")
+
+
 def _delete(dsn: str, queue: str) -> None:
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute(
@@ -286,8 +306,8 @@ def _pickup_table(plan: Plan, pickups: Sequence[Pickup]) -> Table:
         title="Pickup of the jobs of 50 small orgs",
         head=("", "p50, ms", "p99, ms", "their jobs", "jobs of the large org"),
         rows=rows,
-        note=f"Each enqueues a job a second, of {_HANDLER_S:g} s; {_PLACES} places, of which they need 5 and the time "
-        f"between two jobs. The large org begins with 10,000 jobs, and {_PRODUCERS} producers add to them. From the "
+        note=f"Each enqueues a job in each second, at a random moment of it. A job takes {_HANDLER_S:g} s; there are "
+        f"{_PLACES} places. The large org has {plan.backlog:,} jobs, and {_PRODUCERS} producers add to them. From the "
         "call of the enqueue to the arrival at the consumer. "
         f"Medians of {plan.runs} runs of {plan.seconds:g} s (least – greatest).",
     )
@@ -313,6 +333,7 @@ def _cost_table(plan: Plan, costs: Sequence[Cost]) -> Table:
 def _options(parser: argparse.ArgumentParser) -> None:
     plan = Plan()
     parser.add_argument("--seconds", type=positive, default=plan.seconds, help="of each run of small orgs; 60")
+    parser.add_argument("--backlog", type=number(10**7), default=plan.backlog, help="of the large org; 1000000")
     parser.add_argument("--orgs", type=number(10**6), default=plan.orgs, help="that have jobs at the same time; 100000")
     parser.add_argument("--jobs", type=number(10**7), default=plan.jobs, help="that are taken; 20000")
     parser.add_argument("--runs", type=number(100), default=plan.runs, help="of each; 3")
@@ -321,7 +342,9 @@ def _options(parser: argparse.ArgumentParser) -> None:
 SCENARIO = Scenario(
     help="consumers of all orgs: small orgs beside a backlog, and the cost of a job with 100,000 orgs",
     options=_options,
-    plan=lambda given: Plan(seconds=given.seconds, orgs=given.orgs, jobs=given.jobs, runs=given.runs),
+    plan=lambda given: Plan(
+        seconds=given.seconds, backlog=given.backlog, orgs=given.orgs, jobs=given.jobs, runs=given.runs
+    ),
     measure=measure,
     full=lambda _: Plan(),
     quick=None,
