@@ -1,0 +1,85 @@
+"""The programs of the examples as processes, and the commands of their pages. A test runs every command of a page."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+from tests.e2e.conftest import CHECKOUT, RunningCluster
+from tests.e2e.test_readme import blocks, run
+from tests.routers import first_line
+
+PYTHON, WINDROW = ".venv/bin/python", "./run windrow"
+
+
+@contextlib.contextmanager
+def started(
+    cluster: RunningCluster, module: str, *arguments: str, listens: bool = False
+) -> Generator[tuple[subprocess.Popen[str], str], None, None]:
+    """Runs a program of the examples. Yields the process, and its address if it listens."""
+    with subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        cwd=CHECKOUT,
+        env=os.environ | {"WINDROW_ADDRESS": cluster.address},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process, f"http://{first_line(process).split()[-1]}" if listens else ""
+        finally:
+            process.kill()
+
+
+def call(url: str, body: object = None) -> Any:
+    """Sends a GET, or a POST with JSON. Returns the answer."""
+    with urlopen(url, data=None if body is None else json.dumps(body).encode(), timeout=30) as answer:
+        return json.load(answer)
+
+
+class Page:
+    """The commands of an example's page. `replaced`: what a test puts in place of their words, such as its org."""
+
+    def __init__(self, name: str, cluster: RunningCluster, replaced: Mapping[str, str]) -> None:
+        page = f"examples/{name}/README.md"
+        lines = [line for kind in ("sh", "console") for block in blocks(page, kind) for line in block.splitlines()]
+        self._commands = [line.removeprefix("$ ") for line in lines]
+        self._unused = set(self._commands)
+        self._cluster = cluster
+        self._replaced = replaced
+
+    def run(self, of: str, *more: str) -> str:
+        """Runs the one command that contains this text, with more arguments. Returns what it printed."""
+        line, command = self._found(of)
+        done = run([*command, *more], self._cluster)
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    @contextlib.contextmanager
+    def started(
+        self, of: str, *more: str, listens: bool = False
+    ) -> Generator[tuple[subprocess.Popen[str], str], None, None]:
+        """Runs the one command that contains this text, as started() does. Of an option that is given twice, the last
+        one counts."""
+        _, (python, option, module, *arguments) = self._found(of)
+        assert (python, option) == (sys.executable, "-m")
+        with started(self._cluster, module, *arguments, *more, listens=listens) as program:
+            yield program
+
+    def run_the_others(self) -> None:
+        """Runs the commands that no test has run."""
+        for line in [line for line in self._commands if line in self._unused]:
+            self.run(line)
+
+    def _found(self, of: str) -> tuple[str, list[str]]:
+        (line,) = dict.fromkeys(line for line in self._commands if of in line)
+        self._unused.discard(line)
+        text = line.replace(PYTHON, sys.executable).replace(WINDROW, str(Path(sys.executable).parent / "windrow"))
+        return line, [self._replaced.get(word, word) for word in shlex.split(text)]
