@@ -57,9 +57,9 @@ class Page:
 
     def run(self, of: str, *more: str) -> str:
         """Runs the one command that contains this text, with more arguments. Returns what it printed."""
-        line, command = self._found(of)
-        done = run([*command, *more], self._cluster)
-        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+        command = [*self.command(of), *more]
+        done = run(command, self._cluster)
+        assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
         return done.stdout
 
     @contextlib.contextmanager
@@ -68,7 +68,7 @@ class Page:
     ) -> Generator[tuple[subprocess.Popen[str], str], None, None]:
         """Runs the one command that contains this text, as started() does. Of an option that is given twice, the last
         one counts."""
-        _, (python, option, module, *arguments) = self._found(of)
+        python, option, module, *arguments = self.command(of)
         assert (python, option) == (sys.executable, "-m")
         with started(self._cluster, module, *arguments, *more, listens=listens) as program:
             yield program
@@ -78,8 +78,9 @@ class Page:
         for line in [line for line in self._commands if line in self._unused]:
             self.run(line)
 
-    def _found(self, of: str) -> tuple[str, list[str]]:
+    def command(self, of: str) -> list[str]:
+        """Returns the one command that contains this text. The test runs it."""
         (line,) = dict.fromkeys(line for line in self._commands if of in line)
         self._unused.discard(line)
         text = line.replace(PYTHON, sys.executable).replace(WINDROW, str(Path(sys.executable).parent / "windrow"))
-        return line, [self._replaced.get(word, word) for word in shlex.split(text)]
+        return [self._replaced.get(word, word) for word in shlex.split(text)]
