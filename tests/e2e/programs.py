@@ -16,6 +16,7 @@ from urllib.request import urlopen
 from tests.e2e.conftest import CHECKOUT, RunningCluster
 from tests.e2e.test_readme import blocks, run
 from tests.routers import first_line
+from windrow import JobRecord, JobState, SyncClient
 
 PYTHON, WINDROW = ".venv/bin/python", "./run windrow"
 
@@ -42,6 +43,24 @@ def call(url: str, body: object = None) -> Any:
     """Sends a GET, or a POST with JSON. Returns the answer."""
     with urlopen(url, data=None if body is None else json.dumps(body).encode(), timeout=30) as answer:
         return json.load(answer)
+
+
+def list_all(
+    client: SyncClient,
+    queue: str,
+    *,
+    state: JobState | None = None,
+    kind: str = "",
+    attributes: Mapping[str, str] | None = None,
+) -> list[JobRecord]:
+    """Lists jobs of a queue on as many pages as there are. One may be empty although others follow."""
+    jobs, token = list[JobRecord](), None
+    while token != "":
+        page = client.list_jobs(
+            queue, state=state, kind=kind, attributes=attributes, include_payload=True, page_token=token or ""
+        )
+        jobs, token = [*jobs, *page.jobs], page.next_page_token
+    return jobs
 
 
 class Page:

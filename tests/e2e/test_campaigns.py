@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 
 from examples.campaigns.plan import QUEUE, STEPS
 from tests.e2e.conftest import RunningCluster
-from tests.e2e.programs import Page, call
+from tests.e2e.programs import Page, call, list_all
 from tests.routers import reserved_address, until
 from windrow import JobFilter, JobState, SyncClient, uuid7
 
@@ -26,7 +26,7 @@ def test_everybody_gets_each_message_that_is_due_once_though_plans_change_and_a_
         page = Page("campaigns", cluster, replaced)
 
         def times_of_bob() -> dict[str, datetime]:
-            jobs = client.list_jobs(QUEUE, attributes={"person": "bob@example.com"}).jobs
+            jobs = list_all(client, QUEUE, attributes={"person": "bob@example.com"})
             return {job.attributes["step"]: job.run_at for job in jobs}
 
         def sent(step: str) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from examples.importer.feeds import AT_ONCE, BROKEN_EVERY, FEEDS, IMPORTS, ROWS
 from examples.importer.indexer import Products
 from tests.e2e.conftest import RunningCluster
-from tests.e2e.programs import Page
+from tests.e2e.programs import Page, list_all
 from tests.routers import until
 from windrow import JobRecord, JobState, SyncClient, uuid7
 
@@ -61,7 +61,7 @@ def test_each_feed_is_imported_once_and_two_at_a_time_though_a_loader_and_an_ind
         until(lambda: succeeded(ROWS) == sum(FEEDS.values()) - BROKEN, "every good row is written")
         assert products.count() == sum(FEEDS.values()) - BROKEN
         assert client.stats(ROWS).queues[ROWS].dead == BROKEN
-        imports = client.list_jobs(IMPORTS, state=JobState.SUCCEEDED).jobs
+        imports = list_all(client, IMPORTS, state=JobState.SUCCEEDED)
         assert sum(len(job.attempts) for job in imports) > len(FEEDS)
         assert most_at_once(imports) == AT_ONCE
 

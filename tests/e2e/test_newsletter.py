@@ -11,7 +11,7 @@ from typing import Any
 
 from examples.newsletter.newsletter import DIGESTS, EVERY, MAILS, TZ, Subscribers
 from tests.e2e.conftest import RunningCluster
-from tests.e2e.programs import Page, call
+from tests.e2e.programs import Page, call, list_all
 from tests.routers import reserved_address, until
 from windrow import JobState, SyncClient, uuid7
 
@@ -73,11 +73,11 @@ def test_each_subscriber_gets_an_issue_once_and_the_rate_holds_though_a_web_proc
         mails = SUBSCRIBERS + 2
         until(lambda: client.stats(MAILS, include_finished=True).queues[MAILS].succeeded == mails, "every mail is sent")
         assert call(mail_server)["sent"] == mails
-        jobs = client.list_jobs(MAILS, state=JobState.SUCCEEDED, page_size=1000).jobs
+        jobs = list_all(client, MAILS, state=JobState.SUCCEEDED)
         starts = [attempt.leased_at for job in jobs for attempt in job.attempts]
         assert len(starts) >= mails
         assert most_in_a_second(starts) <= MAILS_PER_S
-        (digest,) = client.list_jobs(DIGESTS, state=JobState.SUCCEEDED, include_payload=True).jobs
+        (digest,) = list_all(client, DIGESTS, state=JobState.SUCCEEDED)
         assert digest.result is not None
         assert b'"mails":60' in digest.result
         page.run_the_others()

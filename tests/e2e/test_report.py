@@ -5,14 +5,14 @@ from __future__ import annotations
 import signal
 
 from tests.e2e.conftest import RunningCluster
-from tests.e2e.programs import Page
+from tests.e2e.programs import Page, list_all
 from tests.e2e.test_readme import run
 from tests.routers import first_line, until
 from windrow import JobState, NodeState, SyncClient, WorkflowState, uuid7
 
 
 def alarms(client: SyncClient) -> int:
-    return len(client.list_jobs("report", kind="raise_alarm", state=JobState.SUCCEEDED).jobs)
+    return len(list_all(client, "report", kind="raise_alarm", state=JobState.SUCCEEDED))
 
 
 def test_the_totals_of_a_report_are_right_though_its_workers_and_its_starter_are_killed(
