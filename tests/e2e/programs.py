@@ -8,16 +8,18 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.request import urlopen
 
 from tests.e2e.conftest import CHECKOUT, RunningCluster
 from tests.e2e.test_readme import blocks, run
-from tests.routers import first_line
+from tests.routers import first_line, until
 from windrow import JobRecord, JobState, SyncClient
 
+_Found = TypeVar("_Found")
 PYTHON, WINDROW = ".venv/bin/python", "./run windrow"
 
 
@@ -45,6 +47,19 @@ def call(url: str, body: object = None) -> Any:
         return json.load(answer)
 
 
+def first(look: Callable[[], Sequence[_Found]], what: str) -> _Found:
+    """Looks until something is found. Returns the first that is."""
+    found: Sequence[_Found] = ()
+
+    def is_there() -> bool:
+        nonlocal found
+        found = look()
+        return bool(found)
+
+    until(is_there, what)
+    return found[0]
+
+
 def list_all(
     client: SyncClient,
     queue: str,
@@ -61,6 +76,14 @@ def list_all(
         )
         jobs, token = [*jobs, *page.jobs], page.next_page_token
     return jobs
+
+
+def most_at_once(jobs: Sequence[JobRecord]) -> int:
+    """How many of the jobs were leased at the same time, by the shard's clock."""
+    attempts = [attempt for job in jobs for attempt in job.attempts]
+    changes = [(one.leased_at, 1) for one in attempts] + [(one.ended_at, -1) for one in attempts]
+    # Of changes at the same time, ends come first.
+    return max(accumulate(change for _, change in sorted(changes)))
 
 
 class Page:
