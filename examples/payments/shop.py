@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import sqlite3
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import windrow
 
@@ -18,6 +19,19 @@ QUEUE = "payments"
 KIND = "charge"
 # The most that a customer has to pay at once.
 CENTS_MAX = 2_000
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Fence(NamedTuple):
+    """Higher for each lease of a job. An attempt that is retried, snoozed, released or redriven has a later due time,
+    by the shard's clock; one whose lease expired has the same due time, and a higher number."""
+
+    due_us: int
+    attempt: int
+
+    @classmethod
+    def of(cls, job: windrow.Job) -> Fence:
+        return cls((job.run_at - _EPOCH) // timedelta(microseconds=1), job.attempt)
 
 
 class Orders:
@@ -31,10 +45,10 @@ class Orders:
             CREATE TABLE IF NOT EXISTS purchase (
                 id TEXT PRIMARY KEY, customer TEXT NOT NULL, cents INTEGER NOT NULL,
                 state TEXT NOT NULL DEFAULT 'new',
-                -- The newest attempt of the payment's job that has written here.
-                fence INTEGER NOT NULL DEFAULT 0
+                -- The fence of the newest lease of the payment's job that has written here.
+                due_us INTEGER NOT NULL DEFAULT 0, attempt INTEGER NOT NULL DEFAULT 0
             ) STRICT;
-            CREATE TABLE IF NOT EXISTS refused (purchase_id TEXT NOT NULL, attempt INTEGER NOT NULL) STRICT;
+            CREATE TABLE IF NOT EXISTS refused (purchase_id TEXT NOT NULL) STRICT;
         """)
 
     def add(self, order_id: str, customer: str, cents: int) -> None:
@@ -42,16 +56,17 @@ class Orders:
             "INSERT OR IGNORE INTO purchase (id, customer, cents) VALUES (?, ?, ?)", (order_id, customer, cents)
         )
 
-    def write(self, order_id: str, state: str, *, attempt: int) -> bool:
-        """Changes an order's state, unless a later attempt has written. Returns whether it did.
+    def write(self, order_id: str, state: str, fence: Fence) -> bool:
+        """Changes an order's state, unless a later lease has written. Returns whether it did.
 
-        A later attempt exists only when the lease of the earlier one has ended. So an attempt that was late, or a
-        machine that stood still for a minute, changes nothing any more: without asking Windrow, and without a clock."""
+        A later lease exists only when the earlier one has ended. So a worker that was late, such as one whose machine
+        stood still for a minute, changes nothing any more: without asking Windrow, and without a clock."""
         changed = self._database.execute(
-            "UPDATE purchase SET state = ?1, fence = ?2 WHERE id = ?3 AND fence <= ?2", (state, attempt, order_id)
+            "UPDATE purchase SET state = ?1, due_us = ?2, attempt = ?3 WHERE id = ?4 AND (due_us, attempt) <= (?2, ?3)",
+            (state, *fence, order_id),
         )
         if not changed.rowcount:
-            self._database.execute("INSERT INTO refused VALUES (?, ?)", (order_id, attempt))
+            self._database.execute("INSERT INTO refused VALUES (?)", (order_id,))
         return changed.rowcount == 1
 
     def report(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.request import Request, urlopen
 
 import windrow
-from examples.payments.shop import KIND, QUEUE, Orders
+from examples.payments.shop import KIND, QUEUE, Fence, Orders
 
 # Below the visibility window, so that a bank that hangs does not keep a thread for long.
 ANSWER_S = 20.0
@@ -43,14 +43,14 @@ def make_worker(org: str, bank: str, file: Path, *, window_s: float) -> windrow.
 
     @worker.handler(KIND)
     def charge(job: windrow.Job) -> dict[str, str] | None:  # pyright: ignore[reportUnusedFunction]
-        order = job.json()
-        if not orders.write(order["order"], "charging", attempt=job.attempt):
+        order, fence = job.json(), Fence.of(job)
+        if not orders.write(order["order"], "charging", fence):
             return None
         # A declined payment is an answer, and not a failure: nothing is to be tried again.
         state = "paid" if take(bank, order) else "declined"
-        if not orders.write(order["order"], state, attempt=job.attempt):
+        if not orders.write(order["order"], state, fence):
             # The lease has ended, so whatever is returned here changes nothing at Windrow either.
-            _log.warning("%s: attempt %d is late; a later one has the order", order["order"], job.attempt)
+            _log.warning("%s: attempt %d is late; another worker has the order", order["order"], job.attempt)
             return None
         return {"state": state}
 

@@ -49,7 +49,7 @@ def call(url: str, body: object = None) -> Any:
 
 def first(look: Callable[[], Sequence[_Found]], what: str) -> _Found:
     """Looks until something is found. Returns the first that is."""
-    found: Sequence[_Found] = ()
+    found: Sequence[_Found] = list[_Found]()
 
     def is_there() -> bool:
         nonlocal found

@@ -7,7 +7,7 @@ import signal
 from contextlib import ExitStack
 from pathlib import Path
 
-from examples.payments.shop import Orders
+from examples.payments.shop import Fence, Orders
 from examples.payments.worker import CONCURRENCY
 from tests.e2e.conftest import RunningCluster
 from tests.e2e.programs import Page, call
@@ -38,6 +38,16 @@ def test_each_order_is_paid_for_once_though_workers_stop_and_the_bank_and_the_ro
         assert "40 payments are new, 0 were known" in page.run("place", "--orders", str(ORDERS))
         assert "0 payments are new, 40 were known" in page.run("place", "--orders", str(ORDERS))
 
+        # Three attempts of one payment fail. It is dead, and redriven: its attempts begin at 1 again.
+        orders = Orders(tmp_path / "shop.db")
+        client.alter_jobs([client.list_jobs("payments").jobs[0].id], priority=1)
+        for number in range(1, 4):
+            (job,) = client.dequeue("payments", worker="by hand")
+            assert job.attempt == number
+            assert orders.write(job.json()["order"], "charging", Fence.of(job))
+            client.nack(job, retry_after=None if number == 3 else 0, permanent=number == 3)
+        assert client.redrive_queue("payments") == 1
+
         late, _ = programs.enter_context(page.started("payments.worker", "--window", "1"))
         until(lambda: client.stats("payments").queues["payments"].scheduled, "no answer of the bank")
         first_bank, _ = programs.enter_context(page.started("payments.bank", listens=True))
@@ -63,7 +73,6 @@ def test_each_order_is_paid_for_once_though_workers_stop_and_the_bank_and_the_ro
         )
         # The late worker has the bank's answers, and goes on.
         late.send_signal(signal.SIGCONT)
-        orders = Orders(tmp_path / "shop.db")
         until(lambda: orders.report()["late_writes_refused"], "a late write is refused")
 
         found, taken = json.loads(page.run("report")), call(bank)
