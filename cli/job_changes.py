@@ -360,7 +360,7 @@ def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions:
                 raise typer.BadParameter(
                     "it belongs to conditions such as --queue, not to ids", param_hint=f"'{option}'"
                 )
-        wanted = values.job_ids(values.words(ids, sys.stdin))
+        wanted = values.job_ids(values.words(ids, sys.stdin), instead="; a queue is named by --queue")
         with connect_client(how.address, org, how.timeout) as client:
             _change_named(client, change, wanted, as_json=how.as_json)
         return

@@ -79,17 +79,25 @@ class Command(TyperCommand):
 
 
 def _tell_its_place(error: Any, ctx: Any) -> None:
-    """Has an error about an unknown option say where that belongs, if it is for all commands and stands before them."""
+    """Has an error about an unknown option say where that belongs: before the command, if it is for all commands; or at
+    the end, if this command takes as an argument what others take as an option."""
     root = ctx.find_root()
     # typer does not export the error's class.
-    if type(error).__name__ == "NoSuchOption" and any(
-        error.option_name in parameter.opts for parameter in root.command.params
-    ):
-        within = ctx.command_path.removeprefix(root.command_path).strip()
+    if type(error).__name__ != "NoSuchOption":
+        return
+    within = ctx.command_path.removeprefix(root.command_path).strip()
+    arguments = [one.metavar for one in ctx.command.params if one.param_type_name == "argument"]
+    if any(error.option_name in parameter.opts for parameter in root.command.params):
         error.message = (
             f"{error.option_name} stands before the command: {root.command_path} {error.option_name} … {within} …"
         )
-        error.possibilities = None
+    elif (name := error.option_name.removeprefix("--").upper()) in arguments:
+        error.message = (
+            f"{error.option_name} is no option of this command, but its argument {name}: see the usage above"
+        )
+    else:
+        return
+    error.possibilities = None
 
 
 def _write_parameters(command: Any, ctx: Any, formatter: Any) -> None:

@@ -133,13 +133,14 @@ def attributes(pairs: Iterable[str], *, option: str = "--attribute") -> dict[str
     return found
 
 
-def job_ids(values: Iterable[str]) -> list[str]:
-    """Parses job ids. Returns them in canonical lower-case text."""
+def job_ids(values: Iterable[str], *, instead: str = "") -> list[str]:
+    """Parses job ids. Returns them in canonical lower-case text. `instead`: what an error says at its end."""
     ids = [value.strip().lower() for value in values]
     for job_id in ids:
         if not _ID.fullmatch(job_id):
             raise typer.BadParameter(
-                f"{job_id!r} is not a job id: ids are UUIDs of version 7, such as 019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55",
+                f"{job_id!r} is not a job id: ids are UUIDs of version 7, such as "
+                f"019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55{instead}",
                 param_hint="'ID'",
             )
     return ids

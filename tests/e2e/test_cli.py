@@ -1127,6 +1127,8 @@ def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
         (["jobs", "list", "a", "--profile=p"], 2, "before the command: windrow --profile … jobs list …"),
         (["jobs", "--token-file", "f", "list", "a"], 2, "before the command: windrow --token-file … jobs …"),
         (["stats", "a", "--token-fil", "f"], 2, "No such option: --token-fil"),
+        (["jobs", "count", "a", "--queue", "q"], 2, "--queue is no option of this command, but its argument QUEUE"),
+        (["jobs", "cancel", "a", "mail"], 2, "8f0e-3f2b6d1c9a55; a queue is named by --queue"),
         (["jobs", "cancel", "a", "--dry-run"], 2, "neither job ids nor conditions are given"),
         (["jobs", "cancel", "a", "--state", "ready"], 2, "neither job ids nor conditions are given"),
         (["jobs", "redrive", "a", ID_OF_NONE, "--queue", "q"], 2, "job ids and conditions are both given"),

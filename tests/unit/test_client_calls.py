@@ -26,6 +26,7 @@ from windrow import (
     InvalidRequest,
     Job,
     JobState,
+    LimitMeasure,
     NewJob,
     NotFound,
     PermissionDenied,
@@ -86,6 +87,14 @@ def test_everything_else_is_tried_again(code: StatusCode) -> None:
 @pytest.mark.parametrize("code", [StatusCode.NOT_FOUND, StatusCode.ALREADY_EXISTS, StatusCode.FAILED_PRECONDITION])
 def test_what_answers_a_call_of_admin_is_not_tried_again(code: StatusCode) -> None:
     assert pause_s(failure(code), tries=1, luck=0.5, final=ADMIN_FINAL) is None
+
+
+async def test_a_measure_that_is_none_is_refused_with_all_that_there_are(client: Client) -> None:
+    measures = [measure for measure in LimitMeasure if measure is not LimitMeasure.UNKNOWN]
+    for none in (cast("LimitMeasure", "jobs"), LimitMeasure.UNKNOWN):
+        with pytest.raises(InvalidRequest, match="measure: must be one of") as refused:
+            await client.set_limit(none, 5)
+        assert all(f"LimitMeasure.{measure.name}" in str(refused.value) for measure in measures)
 
 
 @pytest.mark.parametrize("code", [StatusCode.UNAVAILABLE, StatusCode.INTERNAL, StatusCode.FAILED_PRECONDITION])

@@ -246,8 +246,10 @@ class AdminCalls:
         state come in the order in which they will be claimed. `states`, instead of `state`: in any of these, always the
         newest first. All conditions must be true of a job.
 
-        `attributes`: only jobs that have all of these. No index finds them: the router searches for some milliseconds
-        per page, always the newest jobs first, so a page may be empty although more follow.
+        `attributes`: only jobs that have all of these, always the newest first.
+
+        **A page may be empty although more follow**: where the org has thousands of jobs, the router searches them for
+        some milliseconds per page. So read on until `next_page_token` is empty.
 
         `created_after` (inclusive) and `created_before` compare the times in the job ids. `page_size` is 1 to 1,000.
         For the next page, pass the same conditions and the page's `next_page_token`. Raises NotFound if `queue` is
@@ -420,7 +422,8 @@ def _measure(measure: LimitMeasure) -> limits_pb2.LimitMeasure.ValueType:
     try:
         return measure_number(measure)
     except KeyError as error:
-        raise invalid_argument("measure", f"must be LimitMeasure.JOBS, BYTES or STARTS, not {measure!r}") from error
+        measures = ", ".join(f"LimitMeasure.{one.name}" for one in LimitMeasure if one is not LimitMeasure.UNKNOWN)
+        raise invalid_argument("measure", f"must be one of {measures}, not {measure!r}") from error
 
 
 def _config(

@@ -1,0 +1,56 @@
+"""Tells how long messages took to send, and how late they were, by step: of all that were sent and are still kept.
+
+python -m examples.campaigns.durations shop
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Iterator
+from statistics import median, quantiles
+
+import windrow
+from examples.campaigns.plan import CAMPAIGN, QUEUE
+
+
+def sent(client: windrow.SyncClient) -> Iterator[windrow.JobRecord]:
+    """Yields all messages that were sent, the newest first."""
+    token = ""
+    while True:
+        page = client.list_jobs(
+            QUEUE,
+            state=windrow.JobState.SUCCEEDED,
+            attributes={"campaign": CAMPAIGN},
+            page_size=1000,
+            page_token=token,
+        )
+        yield from page.jobs
+        token = page.next_page_token
+        if not token:
+            return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Tells how long messages took to send.")
+    parser.add_argument("org")
+    given = parser.parse_args()
+    took_s: dict[str, list[float]] = defaultdict(list)
+    late_s: dict[str, list[float]] = defaultdict(list)
+    tries: dict[str, int] = defaultdict(int)
+    with windrow.SyncClient(org=given.org) as client:
+        for job in sent(client):
+            # All times are of the shard's clock. The last attempt is the one that sent the message.
+            step, last = job.attributes["step"], job.attempts[-1]
+            took_s[step].append((last.ended_at - last.leased_at).total_seconds())
+            late_s[step].append((last.leased_at - job.run_at).total_seconds())
+            tries[step] += job.attempt
+    print("step          sent  attempts  median s    95 % s     max s  late max s")
+    for step, times in took_s.items():
+        most = quantiles(times, n=20)[-1] if len(times) > 1 else times[0]
+        figures = f"{median(times):9.3f} {most:9.3f} {max(times):9.3f} {max(late_s[step]):11.3f}"
+        print(f"{step:12} {len(times):5} {tries[step]:9} {figures}")
+
+
+if __name__ == "__main__":
+    main()

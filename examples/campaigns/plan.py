@@ -1,0 +1,95 @@
+"""The campaign: which messages a person gets, and when. Plans them, and changes the plans of some or of all.
+
+python -m examples.campaigns.plan shop start --signup s-1001 ada@example.com bob@example.com
+python -m examples.campaigns.plan shop stop ada@example.com
+python -m examples.campaigns.plan shop move bob@example.com --days 7
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+
+import windrow
+
+QUEUE = "campaigns"
+KIND = "send_message"
+CAMPAIGN = "welcome"
+# The messages, and how many days after the start each is sent.
+STEPS = {"hello": 0, "tips": 3, "offer": 14, "survey": 30, "anniversary": 365}
+
+
+def start(client: windrow.SyncClient, signup: str, people: Sequence[str]) -> int:
+    """Plans all messages of these people. Returns how many are new. `signup`: the id of what they did; if it comes
+    again, nothing is planned twice (for 30 days, the longest window of a key)."""
+    now = datetime.now(UTC)
+    jobs = [
+        windrow.NewJob(
+            QUEUE,
+            KIND,
+            {"to": person, "subject": f"{CAMPAIGN}: {step}"},
+            # By these the messages are found again, those of a person or of a step.
+            attributes={"campaign": CAMPAIGN, "person": person, "step": step},
+            run_at=now + timedelta(days=days),
+            dedup_key=f"{signup} {person} {step}",
+            dedup_window=timedelta(days=30),
+        )
+        for person in people
+        for step, days in STEPS.items()
+    ]
+    # At most 1,000 jobs, all or none. For more: independent=True, or enqueue_batch.
+    return sum(not one.duplicate for one in client.enqueue_many(jobs))
+
+
+def stop(client: windrow.SyncClient, person: str) -> int:
+    """Cancels what a person has not got yet. Returns how many messages."""
+    of_person = windrow.JobFilter(queue=QUEUE, attributes={"campaign": CAMPAIGN, "person": person})
+    return client.cancel_where(of_person, reason="unsubscribed").changed
+
+
+def move(client: windrow.SyncClient, person: str, days: float) -> int:
+    """Sends what a person has not got yet so many days later. Returns how many messages."""
+    moved, token = 0, ""
+    while True:
+        page = client.list_jobs(
+            QUEUE,
+            # Several states, so that the order is that of the ids: a message that is moved keeps its place in the list.
+            states=[windrow.JobState.SCHEDULED, windrow.JobState.READY],
+            attributes={"campaign": CAMPAIGN, "person": person},
+            page_token=token,
+        )
+        for job in page.jobs:
+            # Each has a time of its own. A message that is sent at this moment is STALE, and stays as it is.
+            (answer,) = client.alter_jobs([job.id], run_at=job.run_at + timedelta(days=days))
+            moved += answer is windrow.Answer.OK
+        token = page.next_page_token
+        if not token:
+            return moved
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Plans the messages of a campaign.")
+    parser.add_argument("org")
+    commands = parser.add_subparsers(dest="command", required=True)
+    starting = commands.add_parser("start", help="plan all messages of people")
+    starting.add_argument("--signup", required=True, metavar="ID", help="what they did")
+    starting.add_argument("people", nargs="+", metavar="PERSON")
+    stopping = commands.add_parser("stop", help="cancel the messages of a person")
+    stopping.add_argument("person")
+    moving = commands.add_parser("move", help="send the messages of a person later")
+    moving.add_argument("person")
+    moving.add_argument("--days", type=float, required=True)
+    given = parser.parse_args()
+    with windrow.SyncClient(org=given.org) as client:
+        match given.command:
+            case "start":
+                print(f"{start(client, given.signup, given.people)} messages are planned")
+            case "stop":
+                print(f"{stop(client, given.person)} messages are cancelled")
+            case _:
+                print(f"{move(client, given.person, given.days)} messages are moved")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The newsletter as a Django application, with a worker in a thread of its process.
+
+python -m examples.newsletter.django_app news --port 8002
+"""
+
+# Django has no type hints.
+# pyright: basic
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+from typing import Any
+from wsgiref.simple_server import make_server
+
+import django
+from django.conf import settings as django_settings
+from django.core.wsgi import get_wsgi_application
+from django.http import HttpRequest, JsonResponse
+from django.urls import path
+
+import windrow
+from examples.newsletter.newsletter import Settings, Subscribers, mail_to, make_worker, settings_of, working
+
+
+def make_application(settings: Settings) -> Any:
+    """Returns the WSGI application."""
+    subscribers = Subscribers(settings.file)
+    # For views that are no coroutines. Any number of threads may use it.
+    client = windrow.SyncClient(org=settings.org)
+
+    def subscribe(request: HttpRequest) -> JsonResponse:
+        address = str(json.loads(request.body)["address"])
+        subscribers.add(address)
+        try:
+            # Inside a transaction of Django's, enqueue by transaction.on_commit().
+            (stored,) = client.enqueue_many([mail_to(address, "Welcome")])
+        except windrow.WindrowError as error:
+            return JsonResponse({"error": str(error)}, status=503)
+        return JsonResponse({"welcome": stored.id}, status=202)
+
+    def health(_: HttpRequest) -> JsonResponse:
+        return JsonResponse({"worker": "runs"})
+
+    urlconf = type(sys)("newsletter_urls")
+    urlconf.__dict__["urlpatterns"] = [path("subscribers", subscribe), path("health", health)]
+    django_settings.configure(ALLOWED_HOSTS=["127.0.0.1"], ROOT_URLCONF=urlconf, MIDDLEWARE=[])
+    django.setup()
+    return get_wsgi_application()
+
+
+def main() -> None:
+    settings = settings_of("The newsletter as a Django application.", port=8002)
+    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.INFO)
+    # So that SIGTERM ends the block below in order.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    with make_server("127.0.0.1", settings.port, make_application(settings)) as server, working(make_worker(settings)):
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

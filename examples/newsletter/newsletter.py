@@ -1,0 +1,126 @@
+"""The newsletter: its subscribers, its schedule, and the worker that both web applications run in a thread."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sqlite3
+import threading
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+from zoneinfo import ZoneInfo
+
+import windrow
+
+# The runs of the schedule, and the mails. Only the mails have a limit of starts: a digest need not wait behind them.
+DIGESTS, MAILS = "newsletter-digests", "newsletter-mails"
+EVERY, TZ = "0 8 * * 1-5", "Europe/Paris"
+ANSWER_S = 10.0
+# For how long an issue that is sent again is recognised.
+KNOWN_S = 7 * 86_400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    org: str
+    # The URL of the mail server.
+    mail: str
+    # The database with the subscribers.
+    file: Path
+    port: int
+
+
+class Subscribers:
+    """The application's own database. Any number of threads and processes may use it."""
+
+    def __init__(self, file: Path) -> None:
+        self._database = sqlite3.connect(file, isolation_level=None, timeout=30, check_same_thread=False)
+        self._database.execute("PRAGMA journal_mode = WAL")
+        self._database.execute("CREATE TABLE IF NOT EXISTS subscriber (address TEXT PRIMARY KEY) STRICT")
+
+    def add(self, address: str) -> None:
+        self._database.execute("INSERT OR IGNORE INTO subscriber VALUES (?)", (address,))
+
+    def all(self) -> list[str]:
+        return [address for (address,) in self._database.execute("SELECT address FROM subscriber")]
+
+
+def mail_to(address: str, subject: str) -> windrow.NewJob:
+    """Makes the job of a mail. The same mail to the same address is stored once."""
+    return windrow.NewJob(
+        MAILS,
+        "send_mail",
+        {"to": address, "subject": subject},
+        dedup_key=f"{subject} {address}",
+        dedup_window=KNOWN_S,
+    )
+
+
+def send_mail(job: windrow.Job, server: str) -> None:
+    mail = job.json()
+    request = Request(
+        f"{server}/messages",
+        data=json.dumps(mail).encode(),
+        headers={"Content-Type": "application/json", "Idempotency-Key": f"{mail['subject']} {mail['to']}"},
+    )
+    try:
+        urlopen(request, timeout=ANSWER_S).close()
+    except HTTPError as error:
+        with error:
+            if error.code == 429:
+                # Somebody else sends too. Nothing has failed: the attempt does not count.
+                raise windrow.Snooze("the mail server is busy", after=float(error.headers["Retry-After"])) from error
+            raise windrow.Retry(f"the mail server answered {error.code}") from error
+    except OSError as error:
+        raise windrow.Retry(f"no answer of the mail server: {error}") from error
+
+
+def make_worker(settings: Settings) -> windrow.Worker:
+    client = windrow.Client(org=settings.org)
+    subscribers = Subscribers(settings.file)
+    worker = windrow.Worker(client, [DIGESTS, MAILS], concurrency=20, visibility_window=5)
+
+    @worker.every(EVERY, tz=TZ)
+    async def send_digest(job: windrow.Job) -> dict[str, int]:  # pyright: ignore[reportUnusedFunction]
+        """Enqueues the mails of an issue. May run again, here or in the other process: each mail is stored once."""
+        assert job.scheduled_run is not None
+        # The day that the calendar says, and not that of today: the run may be late.
+        subject = f"The news of {job.scheduled_run.at.astimezone(ZoneInfo(TZ)):%d %B %Y}"
+        mails = [mail_to(address, subject) for address in subscribers.all()]
+        stored = await client.enqueue_many(mails, independent=True)
+        return {"mails": len(stored), "known": sum(one.duplicate for one in stored)}
+
+    @worker.handler("send_mail")
+    def send(job: windrow.Job) -> None:  # pyright: ignore[reportUnusedFunction]
+        send_mail(job, settings.mail)
+
+    return worker
+
+
+@contextlib.contextmanager
+def working(worker: windrow.Worker) -> Generator[threading.Thread, None, None]:
+    """Runs a worker in a thread of this process, beside whatever else the process does. Yields the thread. At the end
+    of the block the handlers may finish; jobs that have not begun go to the other processes."""
+    # windrow.run makes an event loop of its own in the thread. Signals are the web server's affair.
+    thread = threading.Thread(target=windrow.run, args=(worker,), name="newsletter")
+    thread.start()
+    try:
+        yield thread
+    finally:
+        worker.stop()
+        thread.join()
+
+
+def settings_of(description: str, port: int) -> Settings:
+    """Reads the arguments of the program."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("org")
+    parser.add_argument("--port", type=int, default=port, help=f"default: {port}")
+    parser.add_argument("--mail", default="http://127.0.0.1:9200", metavar="URL", help="the mail server")
+    parser.add_argument("--file", type=Path, default=Path("newsletter.db"), help="default: newsletter.db")
+    given = parser.parse_args()
+    return Settings(org=given.org, mail=given.mail, file=given.file, port=given.port)

@@ -1,0 +1,84 @@
+"""The payments example under faults, and the commands of its page."""
+
+from __future__ import annotations
+
+import json
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+
+from examples.payments.shop import Fence, Orders
+from examples.payments.worker import CONCURRENCY
+from tests.e2e.conftest import RunningCluster
+from tests.e2e.programs import Page, call
+from tests.routers import reserved_address, until
+from windrow import SyncClient, uuid7
+
+ORDERS = 40
+
+
+def test_each_order_is_paid_for_once_though_workers_stop_and_the_bank_and_the_router_are_killed(
+    cluster: RunningCluster, tmp_path: Path
+) -> None:
+    org = f"shop-{uuid7()}"
+    with ExitStack() as programs, reserved_address() as address, SyncClient(cluster.address, org=org) as client:
+        bank = f"http://{address}"
+        page = Page(
+            "payments",
+            cluster,
+            {
+                "shop": org,
+                "9100": address.rpartition(":")[2],
+                "http://127.0.0.1:9100": bank,
+                "bank.db": str(tmp_path / "bank.db"),
+                "shop.db": str(tmp_path / "shop.db"),
+            },
+        )
+
+        assert "40 payments are new, 0 were known" in page.run("place", "--orders", str(ORDERS))
+        assert "0 payments are new, 40 were known" in page.run("place", "--orders", str(ORDERS))
+
+        # Three attempts of one payment fail. It is dead, and redriven: its attempts begin at 1 again.
+        orders = Orders(tmp_path / "shop.db")
+        client.alter_jobs([client.list_jobs("payments").jobs[0].id], priority=1)
+        for number in range(1, 4):
+            (job,) = client.dequeue("payments", worker="by hand")
+            assert job.attempt == number
+            assert orders.write(job.json()["order"], "charging", Fence.of(job))
+            client.nack(job, retry_after=None if number == 3 else 0, permanent=number == 3)
+        assert client.redrive_queue("payments") == 1
+
+        late, _ = programs.enter_context(page.started("payments.worker", "--window", "1"))
+        until(lambda: client.stats("payments").queues["payments"].scheduled, "no answer of the bank")
+        first_bank, _ = programs.enter_context(page.started("payments.bank", listens=True))
+        call(f"{bank}/hold", {})
+        # All handlers wait for the bank: none is within a write, whose lock it would keep while it is stopped.
+        until(lambda: call(bank)["waiting"] == CONCURRENCY, "charges are under way")
+        late.send_signal(signal.SIGSTOP)
+        call(f"{bank}/resume", {})
+
+        doomed, _ = programs.enter_context(page.started("payments.worker", "--window", "1"))
+        until(lambda: call(bank)["taken"] >= ORDERS // 4, "orders are paid")
+        doomed.send_signal(signal.SIGKILL)
+        first_bank.send_signal(signal.SIGKILL)
+        first_bank.wait()
+        cluster.kill()
+        cluster.start()
+
+        programs.enter_context(page.started("payments.bank", listens=True))
+        programs.enter_context(page.started("payments.worker", "--window", "1"))
+        until(
+            lambda: client.stats("payments", include_finished=True).queues["payments"].succeeded == ORDERS,
+            "every payment is decided",
+        )
+        # The late worker has the bank's answers, and goes on.
+        late.send_signal(signal.SIGCONT)
+        until(lambda: orders.report()["late_writes_refused"], "a late write is refused")
+
+        found, taken = json.loads(page.run("report")), call(bank)
+        assert found["orders"].keys() <= {"paid", "declined"}
+        assert sum(found["orders"].values()) == taken["charges"] == ORDERS
+        assert found["orders"]["declined"] > 0
+        assert found["orders"]["paid"] == taken["taken"]
+        assert found["paid_cents"] == taken["cents"] == taken["missing_cents"]
+        page.run_the_others()
