@@ -259,8 +259,9 @@ async def _lives(plan: Plan, bench: Bench, stage: Stage, both: Sequence[Servers]
         await clients.all("rest")
         await clients.one(0, "check", jobs=plan.jobs)
         await stage.clear()
-        began_s = min(answer.found[0] for answer in answers)
-        return plan.jobs / (max(settled or 0.0, *(answer.found[1] for answer in answers)) - began_s)
+        began_s: float = min(answer.found[0] for answer in answers)
+        ended_s: float = max(settled or 0.0, *(answer.found[1] for answer in answers))
+        return plan.jobs / (ended_s - began_s)
 
     await rate("none")
     lives: list[Life] = []

@@ -50,8 +50,8 @@ _TIMESTAMP_S = range(-62_135_596_800, 253_402_300_800)
 _DURATION_S_MAX = 315_576_000_000
 _KEY_CHARS_MAX = 64
 _SHOWN_CHARS_MAX = 128
-# So many violations of a request are described with their values. To read a value takes 0.05 ms, and a request may break
-# thousands of rules.
+# So many violations of a request are described with their values. To read a value takes 0.05 ms, and a request may
+# break thousands of rules.
 _DESCRIBED_MAX = 100
 # Descriptions of the contract's patterns, by a text that each pattern contains.
 _PATTERNS = {
