@@ -24,10 +24,10 @@ suffixes `_bucket`, `_sum` and `_count`.
 
 def main() -> int:
     rows = (
-        f"| `{one.name}` | {one.kind} | {', '.join(f'`{label}`' for label in one.labels)} | {one.unit} | {one.meaning} |"
+        " | ".join((f"`{one.name}`", one.kind, ", ".join(f"`{label}`" for label in one.labels), one.unit, one.meaning))
         for one in DECLARED
     )
-    fresh = HEAD + "".join(f"{row}\n" for row in rows)
+    fresh = HEAD + "".join(f"| {row} |\n" for row in rows)
     if PAGE.exists() and PAGE.read_text() == fresh:
         return 0
     if "--check" in sys.argv[1:]:
