@@ -55,7 +55,7 @@ def figures(routers: Routers) -> dict[str, dict[tuple[str, ...], float]]:
 
 
 def run_jobs(routers: Routers, org: str, connections: int) -> None:
-    """Over each of so many connections: enqueues three jobs, one of them twice, acks them, and releases them too late."""
+    """Over each connection: enqueues three jobs, one of them twice, acks them, and releases them too late."""
     for _ in range(connections):
         with stubs(routers.address) as both:
             jobs = [job_message(id=job_id(), queue="emails", kind="greet") for _ in range(3)]
