@@ -39,6 +39,15 @@ def router(
             help="Number of router processes, instead of the cluster file's (default 2).",
         ),
     ] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            "--metrics",
+            metavar="HOST:PORT",
+            show_default="the cluster file's",
+            help="Where to serve the metrics of all processes, for Prometheus.",
+        ),
+    ] = None,
 ) -> None:
     """Runs this machine's routers.
 
@@ -50,7 +59,7 @@ def router(
     from shard.placement.cluster_file import ClusterFileError
 
     try:
-        run(config, listen=listen, processes=processes)
+        run(config, listen=listen, processes=processes, metrics=metrics)
     except ClusterFileError as error:
         raise CommandFailed(str(error), ExitCode.USAGE) from error
     except CannotListen as error:

@@ -19,10 +19,10 @@ from router.tls_settings import tls_settings
 from shard.placement.cluster_file import ClusterFileError, read_cluster
 
 
-def run(config: Path, *, listen: str | None, processes: int | None) -> None:
+def run(config: Path, *, listen: str | None, processes: int | None, metrics: str | None = None) -> None:
     """Runs the router processes that a cluster file describes until SIGTERM or SIGINT. On SIGHUP they read the file
-    again at once. `listen` and `processes` override the file's values. Raises ClusterFileError, CannotListen,
-    RouterFailed."""
+    again at once. `listen`, `processes` and `metrics` override the file's values. Raises ClusterFileError,
+    CannotListen, RouterFailed."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     cluster = read_cluster(config)
     settings = router_settings(cluster, source=str(config))
@@ -30,11 +30,14 @@ def run(config: Path, *, listen: str | None, processes: int | None) -> None:
     tls_settings(cluster)
     if listen is not None:
         host_and_port(listen, where="--listen")
+    if metrics is not None:
+        host_and_port(metrics, where="--metrics")
     supervisor = Supervisor(
         config,
         listen=listen or settings.listen,
         processes=processes or settings.processes,
         drain_seconds=settings.drain_seconds,
+        metrics=metrics or settings.metrics,
         exposed=exposure(cluster, listen or settings.listen, insecure=settings.insecure),
     )
     asyncio.run(_until_signalled(supervisor))
@@ -54,9 +57,10 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--listen", help="HOST:PORT, overrides the file; port 0 chooses a free port")
     parser.add_argument("--processes", type=int, help="number of processes, overrides the file")
+    parser.add_argument("--metrics", help="HOST:PORT of the metrics, overrides the file; port 0 chooses a free port")
     arguments = parser.parse_args()
     try:
-        run(arguments.config, listen=arguments.listen, processes=arguments.processes)
+        run(arguments.config, listen=arguments.listen, processes=arguments.processes, metrics=arguments.metrics)
     except (ClusterFileError, CannotListen, RouterFailed) as error:
         print(f"windrow router: {error}", file=sys.stderr)
         return 1

@@ -11,6 +11,7 @@ client_connections = 5000
 calls_per_connection = 1000
 sweep_seconds = 3
 connection_age_seconds = 1800
+metrics = "127.0.0.1:9464"
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class RouterSettings:
     # After this time, plus or minus 10 %, a client is asked to connect again, so that new routers get work from old
     # clients.
     connection_age_seconds: float = 1800.0
+    # Where the metrics of all processes of this machine are served, as HOST:PORT. None: nowhere.
+    metrics: str | None = None
 
     @property
     def connection_grace_s(self) -> float:
@@ -99,6 +102,8 @@ def router_settings(cluster: Cluster, *, source: str = "cluster file") -> Router
     faults.of(lambda: known_keys(table, known, where=where))
     settings = RouterSettings(**{key: value for key, value in table.items() if key in known})
     faults.of(lambda: host_and_port(settings.listen, where=f"{where} listen"))
+    if settings.metrics is not None:
+        faults.of(lambda: host_and_port(settings.metrics, where=f"{where} metrics"))
     faults.of(lambda: _true_or_false(settings.insecure, f"{where} insecure"))
     for key, (low, high) in _BOUNDS.items():
         whole = not key.endswith("_seconds")

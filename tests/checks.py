@@ -49,6 +49,8 @@ def checks() -> list[Check]:
         Check(name="import contracts", command=(tool("lint-imports"), "--cache-dir", str(CACHE / "imports"))),
     ]
     found.append(Check(name="docs/cli.md", command=(sys.executable, "docs/gen.py", "--check")))
+    found.append(Check(name="docs/metrics.md", command=(sys.executable, "docs/metrics_page.py", "--check")))
+    found.append(Check(name="alerts", command=(sys.executable, "-m", "tests.alerts")))
     if any(ROOT.glob("proto/windrow/v1/*.proto")):
         found += [
             Check(name="buf lint", command=(tool("buf"), "lint")),

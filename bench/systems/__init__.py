@@ -16,8 +16,8 @@ RAW = "windrow-raw"
 # Windrow is compared with this in every round: the same statements without routers and gRPC.
 LIMIT = "limit"
 ECHO = "echo"
-# One job a unary call; and by routers that trace.
-UNARY, TRACED = "windrow-unary", "windrow-traced"
+# One job a unary call; by routers that trace; and by routers that serve metrics.
+UNARY, TRACED, MEASURED = "windrow-unary", "windrow-traced", "windrow-measured"
 # By routers that speak TLS, and one job a unary call to these.
 TLS, TLS_UNARY = "windrow-tls", "windrow-tls-unary"
 # By routers that speak TLS and ask for an API key.
@@ -31,6 +31,7 @@ OURS = MappingProxyType(
         BATCHES: "bench.systems.windrow:WindrowBatches",
         WORKERS: "bench.systems.windrow:WindrowWorkers",
         TRACED: "bench.systems.windrow:WindrowTraced",
+        MEASURED: "bench.systems.windrow:WindrowMeasured",
         TLS: "bench.systems.windrow:WindrowTls",
         TLS_UNARY: "bench.systems.stubs:UnaryTls",
         SECURE: "bench.systems.windrow:WindrowSecure",

@@ -89,6 +89,12 @@ class WindrowTraced(Windrow):
     title: ClassVar[str] = "Windrow, 1 % of calls traced"
 
 
+class WindrowMeasured(Windrow):
+    """Through routers that serve metrics."""
+
+    title: ClassVar[str] = "Windrow, metrics"
+
+
 class WindrowTls(Windrow):
     """Through routers that speak TLS."""
 

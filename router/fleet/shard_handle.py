@@ -146,6 +146,11 @@ class ShardHandle:
     def name(self) -> ShardName:
         return self.entry.name
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether calls can use the shard now."""
+        return self.up.is_set() and not self._queue_database.is_away
+
     # ── Guards: each returns this handle, or raises ShardUnavailable ─────────────────────────────────────────────────
 
     def require_up(self) -> Self:

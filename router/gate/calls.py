@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
@@ -27,6 +28,7 @@ from router.gate.auth.access import Access, access_of, require_org
 from router.gate.auth.principal import Unauthenticated
 from router.gate.auth.scopes import Scope
 from router.gate.call import Call, current_call
+from shard import metrics
 from shard.job_record import ANSWER_BYTES_MAX
 from windrow.org_header import ORG_HEADER, org_of_header
 
@@ -46,6 +48,11 @@ ANSWER_HELD_BYTES = 2 * ANSWER_BYTES_MAX
 # What gRPC counts for each entry of metadata beside its key and its value.
 _ENTRY_BYTES = 32
 _UNRECORDED = contextlib.nullcontext()
+# The names of gRPC's status codes.
+_CODES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
+_OK, _CANCELLED, _UNKNOWN = (
+    code.value[0] for code in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
+)
 # Refusals of one kind are logged in at most one line per so many seconds.
 _REFUSALS_LOG_S = 60.0
 
@@ -98,6 +105,20 @@ class _Options(NamedTuple):
     deadline_s: float
 
 
+class _Signals:
+    """Records the calls of one method: how they ended, and how long the unary ones took."""
+
+    def __init__(self, method: str, *, unary: bool) -> None:
+        self._calls = {code: metrics.CALLS.labels(method, name) for code, name in _CODES.items()}
+        self._seconds = metrics.CALL_SECONDS.labels(method) if unary else None
+
+    def ended(self, began_s: float, code: int) -> None:
+        """A call has ended that began at `began_s`, by time.perf_counter."""
+        self._calls.get(code, self._calls[_UNKNOWN]).inc()
+        if self._seconds is not None:
+            self._seconds.observe(time.perf_counter() - began_s)
+
+
 class Methods(grpc.GenericRpcHandler):
     """All methods that this process serves, by their full names, each behind the gate.
 
@@ -130,7 +151,9 @@ class Methods(grpc.GenericRpcHandler):
             if self._gate.audit is not None:
                 act = self._gate.audit.around(act, access)
             if method.client_streaming:
-                handler = _stream_handler(_stream(self._gate, act, decode, access, takes_stream=True), None, _serialize)
+                handler = _stream_handler(
+                    _stream(self._gate, act, decode, access, access.method, takes_stream=True), None, _serialize
+                )
             elif method.server_streaming:
                 guarded = _streamed_answer(self._gate, act, decode, access)
                 handler = _stream_handler(guarded, None, _serialize)
@@ -157,11 +180,16 @@ class Methods(grpc.GenericRpcHandler):
             if handler.request_streaming or handler.response_streaming:
                 act = _message_only(handler.stream_stream or handler.unary_stream)
                 guarded = _stream(
-                    self._gate, act, handler.request_deserializer, access, takes_stream=handler.request_streaming
+                    self._gate,
+                    act,
+                    handler.request_deserializer,
+                    access,
+                    f"{service}/{name}",
+                    takes_stream=handler.request_streaming,
                 )
                 behind = _stream_handler(guarded, None, handler.response_serializer)
             else:
-                behind = _unary_handler(_library_unary(self._gate, handler, access))
+                behind = _unary_handler(_library_unary(self._gate, handler, access, f"{service}/{name}"))
             self._handlers[f"/{service}/{name}"] = behind
 
 
@@ -189,6 +217,7 @@ def _unary(
     access: Access,
 ) -> Callable[[object, Context], Awaitable[bytes]]:
     options: _Options = cast("Any", method).options
+    signals = _Signals(access.method, unary=True)
 
     async def act(call: Call, context: Context, raw: bytes) -> bytes:
         request = await _admitted(gate, call, context, decode, raw, options.answer_bytes)
@@ -208,15 +237,22 @@ def _unary(
         return _serialize(answer)
 
     async def serve(_requests: object, context: Context) -> bytes:
+        # CANCELLED unless the call gets further: its client may leave at any moment.
+        began_s, code = time.perf_counter(), _CANCELLED
         try:
             call = gate.begin(context)
             if gate.authenticator is not None:
                 await _identify(gate, call, context, access)
             answer = await act(call, context, await gate.receive(context, call))
             gate.answered(call, len(answer))
+            code = _OK
             return answer
         except Exception as error:  # noqa: BLE001 - every error becomes a status; status_for logs the unexpected ones
-            refused = refusal(context, error)
+            status = status_for(error)
+            code = status.code
+            refused = refusal(context, status)
+        finally:
+            signals.ended(began_s, code)
         del context
         return await refused
 
@@ -240,7 +276,7 @@ def _streamed_answer(
             async with asyncio.timeout(_seconds_left(context, options.deadline_s)):
                 await _write_answers(gate, call, context, method(request))
 
-    return _streaming(gate, act, access)
+    return _streaming(gate, act, access, access.method)
 
 
 async def _write_answers(gate: Gate, call: Call, context: Context, answers: AsyncGenerator[Any, Any]) -> None:
@@ -251,7 +287,11 @@ async def _write_answers(gate: Gate, call: Call, context: Context, answers: Asyn
             gate.written(call)
 
 
-def _library_unary(gate: Gate, handler: _Handler, access: Access | None) -> Callable[..., Awaitable[bytes]]:
+def _library_unary(
+    gate: Gate, handler: _Handler, access: Access | None, method: str
+) -> Callable[..., Awaitable[bytes]]:
+    signals = _Signals(method, unary=True)
+
     async def act(call: Call, context: Context) -> bytes:
         raw = await gate.receive(context, call)
         await gate.enter(call, "", len(raw))
@@ -261,21 +301,30 @@ def _library_unary(gate: Gate, handler: _Handler, access: Access | None) -> Call
         return answer
 
     async def serve(_requests: object, context: Context) -> bytes:
+        began_s, code = time.perf_counter(), _CANCELLED
         try:
             call = gate.begin(context)
             if access is None:
                 with gate.public(call):
-                    return await act(call, context)
-            await _identify(gate, call, context, access)
-            return await act(call, context)
+                    answer = await act(call, context)
+            else:
+                await _identify(gate, call, context, access)
+                answer = await act(call, context)
+            code = _OK
+            return answer
         except (grpc.aio.AbortError, grpc.aio.InternalError) as error:
             # The library's method has ended the call with a status of its own, or tried to when the client had left. As
             # in refusal(), no frame may keep the context.
             _drop_references(error)
+            code = _code_of(context)
             del context
             raise
         except Exception as error:  # noqa: BLE001 - every error becomes a status; status_for logs the unexpected ones
-            refused = refusal(context, error)
+            status = status_for(error)
+            code = status.code
+            refused = refusal(context, status)
+        finally:
+            signals.ended(began_s, code)
         del context
         return await refused
 
@@ -287,6 +336,7 @@ def _stream(
     method: Callable[[Any, Context], Any],
     decode: Callable[[bytes], Any],
     access: Access | None,
+    method_name: str,
     *,
     takes_stream: bool,
 ) -> _StreamHandler:
@@ -307,13 +357,17 @@ def _stream(
         else:
             await answers
 
-    return _streaming(gate, act, access)
+    return _streaming(gate, act, access, method_name)
 
 
-def _streaming(gate: Gate, act: Callable[[Call, Context], Awaitable[None]], access: Access | None) -> _StreamHandler:
+def _streaming(
+    gate: Gate, act: Callable[[Call, Context], Awaitable[None]], access: Access | None, method: str
+) -> _StreamHandler:
     """Lets a streaming call in, and ends it with the status of its error, if any."""
+    signals = _Signals(method, unary=False)
 
     async def serve(_requests: object, context: Context) -> None:
+        began_s, code = time.perf_counter(), _CANCELLED
         try:
             call = gate.begin(context)
             if access is None:
@@ -325,6 +379,7 @@ def _streaming(gate: Gate, act: Callable[[Call, Context], Awaitable[None]], acce
                 await _identify(gate, call, context, access)
                 with gate.lasting(call):
                     await act(call, context)
+            code = _OK
             return
         except grpc.aio.InternalError as error:
             # gRPC could not write: the client is gone, and needs no status.
@@ -333,10 +388,15 @@ def _streaming(gate: Gate, act: Callable[[Call, Context], Awaitable[None]], acce
         except grpc.aio.AbortError as error:
             # As in _library_unary().
             _drop_references(error)
+            code = _code_of(context)
             del context
             raise
         except Exception as error:  # noqa: BLE001 - every error becomes a status; status_for logs the unexpected ones
-            refused = refusal(context, error)
+            status = status_for(error)
+            code = status.code
+            refused = refusal(context, status)
+        finally:
+            signals.ended(began_s, code)
         del context
         if refused is None:
             raise asyncio.CancelledError
@@ -453,14 +513,21 @@ def _serialize(response: Message | bytes) -> bytes:
     return response if isinstance(response, bytes) else response.SerializeToString()
 
 
-def refusal(context: Context, error: Exception) -> Awaitable[NoReturn]:
-    """Returns an awaitable that ends the call with the status of the error.
+def refusal(context: Context, status: Status) -> Awaitable[NoReturn]:
+    """Returns an awaitable that ends the call with the status of an error.
 
     The awaitable raises an exception. gRPC keeps that exception with the call, and the exception keeps the frames that
     it passes through. So the caller must leave the `except` block and delete its references to the context and the
     request before it awaits. Otherwise they would form a reference cycle, and garbage collections are rare here.
     """
-    return context.abort_with_status(rpc_status.to_status(status_for(error)))  # pyright: ignore[reportUnknownMemberType]
+    return context.abort_with_status(rpc_status.to_status(status))  # pyright: ignore[reportUnknownMemberType]
+
+
+def _code_of(context: Context) -> int:
+    """Returns the code that a library's method has ended its call with."""
+    # The type stubs leave out that it is a number, or an enum's member.
+    code = cast("grpc.StatusCode | int", context.code())
+    return code if isinstance(code, int) else code.value[0]
 
 
 class _Refusals:

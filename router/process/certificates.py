@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from router.tls_settings import TlsSettings
+from shard import metrics
 from shard.placement.cluster_file import ClusterFileError
 from shard.placement.file_watcher import WatchedFiles
 
@@ -123,6 +124,7 @@ class Certificates:
         )
 
     def _report_expiry(self) -> None:
+        metrics.CERTIFICATE_EXPIRY.set(self._loaded.expires_at.timestamp())
         left = self._loaded.expires_at - datetime.now(UTC)
         reached = min((each for each in _REPORTED_AT if left <= each), default=None)
         if reached is None or reached == self._reported:

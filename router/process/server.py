@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from router.buffer import Buffer
+from router.fleet import shard_signals
 from router.fleet.fleet import Fleet
 from router.fleet.reload import Reloader
 from router.gate import connections
@@ -117,6 +118,7 @@ async def serve(
                 _running(_judging(authenticator)),
                 _running(_auditing(audit)),
                 _running(_follow(certificates)),
+                _running(shard_signals.record(fleet)),
             ):
                 async with _running(reloader.run()), _running(_end_with(server, stop)):
                     await stop.wait()

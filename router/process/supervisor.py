@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import signal
 import socket
 import sys
@@ -14,9 +15,13 @@ import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from router.errors import EXIT_NO_RETRY, CannotListen, RouterFailed
 from router.settings import host_and_port
+
+if TYPE_CHECKING:
+    from router.process.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 
@@ -28,17 +33,27 @@ _EXPOSED_S = 60.0
 
 
 class Supervisor:
-    """The router processes of one machine. `pids` are those of the running ones; fault tests kill them. `exposed` is
-    what strangers can do (router/process/exposure.py): the log repeats it."""
+    """The router processes of one machine. `pids` are those of the running ones; fault tests kill them. `metrics`
+    is where their metrics are served (HOST:PORT); None: nowhere. `exposed` is what strangers can do
+    (router/process/exposure.py): the log repeats it."""
 
     def __init__(
-        self, config: Path, *, listen: str, processes: int, drain_seconds: float, exposed: str | None = None
+        self,
+        config: Path,
+        *,
+        listen: str,
+        processes: int,
+        drain_seconds: float,
+        metrics: str | None = None,
+        exposed: str | None = None,
     ) -> None:
         self._config = config
         self._listen = listen
         self._processes = processes
         self._drain_s = drain_seconds
         self._exposed = exposed
+        self._metrics_at = metrics
+        self._metrics: Metrics | None = None
         self._running: set[Process] = set()
         # The processes that take calls, each with the connection over which it is passed those to its siblings.
         self._serving: dict[Process, socket.socket] = {}
@@ -55,7 +70,7 @@ class Supervisor:
     async def run(self, *, ready: Callable[[str], None], stop: asyncio.Event) -> None:
         """Runs the processes until `stop` is set. Calls `ready` with the address once all of them take calls. Raises
         CannotListen and RouterFailed."""
-        with _reserved(self._listen) as address:
+        with _reserved(self._listen) as address, _served(self._metrics_at) as self._metrics:
             up = [asyncio.Event() for _ in range(self._processes)]
             keepers = [asyncio.create_task(self._keep(address, event)) for event in up]
             all_up = asyncio.create_task(_all(up))
@@ -95,6 +110,7 @@ class Supervisor:
                     *(sys.executable, "-m", "router.process.child", "--config", str(self._config), "--listen", address),
                     stdin=its.fileno(),
                     stdout=PIPE,
+                    env=self._environ(),
                     # Ctrl-C must reach only the supervisor, which then ends its processes in order.
                     start_new_session=True,
                 )
@@ -119,6 +135,8 @@ class Supervisor:
                 code = await process.wait()
             finally:
                 self._running.discard(process)
+                if self._metrics is not None and process.returncode is not None:
+                    self._metrics.ended(process.pid)
                 self._serving.pop(process, None)
                 ours.close()
             if self._stopping.is_set():
@@ -130,6 +148,11 @@ class Supervisor:
             _log.warning("router process %d ended with %d; starting another", process.pid, code)
             if time.monotonic() - began_s < _RAN_S_MIN:
                 await asyncio.sleep(_PAUSE_S)
+
+    def _environ(self) -> dict[str, str]:
+        """Returns the environment of a router process."""
+        inherited = {name: value for name, value in os.environ.items() if name != "PROMETHEUS_MULTIPROC_DIR"}
+        return inherited | (self._metrics.environ if self._metrics is not None else {})
 
     async def _end_all(self) -> None:
         """Lets every process drain, and kills those that have not ended in time."""
@@ -161,6 +184,19 @@ def _connect(*processes: socket.socket) -> None:
 async def _all(events: list[asyncio.Event]) -> None:
     for event in events:
         await event.wait()
+
+
+@contextlib.contextmanager
+def _served(address: str | None) -> Generator[Metrics | None, None, None]:
+    """Serves metrics, if there is an address. Raises CannotListen."""
+    if address is None:
+        yield None
+        return
+    # Imported only if it is used: it takes a third of the supervisor's start.
+    from router.process.metrics import served
+
+    with served(address) as metrics:
+        yield metrics
 
 
 @contextlib.contextmanager

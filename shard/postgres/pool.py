@@ -103,6 +103,11 @@ class Database:
         self._check_task: asyncio.Task[None] | None = None
         self._pool = SessionPool(name, self._connect, sessions_min=kept, sessions_max=connections)
 
+    @property
+    def is_away(self) -> bool:
+        """Whether statements are refused at once, because the server does not answer."""
+        return self._breaker.trouble is not None
+
     async def open(self) -> None:
         """Starts to connect. Does not wait for the server, which may start later."""
         self._pool.open()

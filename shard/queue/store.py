@@ -26,7 +26,7 @@ from shard.postgres import statements as postgres_statements
 from shard.postgres.clock import ShardClock
 from shard.postgres.pool import Database
 from shard.postgres.sql_loader import Statement
-from shard.queue import explain, row_locks, statements
+from shard.queue import act_metrics, explain, row_locks, statements
 from shard.queue.claim import CLAIM_BYTES_MAX, Claimer, ClaimRequest, ClaimResult
 from shard.queue.claim_floor import GUARD_US, Floors
 from shard.queue.coalescer import Coalescer, InFlight, SingleCall, TooManyWaiting, one_by_one
@@ -133,7 +133,7 @@ class Store:
 
         in_flight = InFlight()
         self._enqueues = Coalescer(
-            self._enqueuer.enqueue,
+            act_metrics.recorded(self.name, "enqueue", self._enqueuer.enqueue, act_metrics.count_enqueued(self.name)),
             weight=_weight,
             key=lambda call: call.jobs.org,
             on_timeout=overdue,
@@ -151,7 +151,7 @@ class Store:
             in_flight=in_flight,
         )
         self._claims = Coalescer(
-            claimer.claim,
+            act_metrics.recorded(self.name, "claim", claimer.claim, act_metrics.count_claimed(self.name)),
             weight=lambda request: request.max_jobs,
             key=_org,
             calls_max=_CLAIMS_MAX,
@@ -161,7 +161,13 @@ class Store:
             on_abandoned=self._return_claim,
         )
         self._settlements = {
-            verb: Coalescer(settler.settle, weight=Settlement.weight, key=_org, on_timeout=overdue, in_flight=in_flight)
+            verb: Coalescer(
+                act_metrics.recorded(self.name, verb, settler.settle, act_metrics.count_settled(self.name, verb)),
+                weight=Settlement.weight,
+                key=_org,
+                on_timeout=overdue,
+                in_flight=in_flight,
+            )
             for verb in VERBS
         }
         self._buckets = TokenBuckets(database)

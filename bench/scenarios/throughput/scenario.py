@@ -2,7 +2,7 @@
 time that each sort of process spends on a job, and how much the database writes for it.
 
 Windrow is compared with its upper limit and with peers; for calls of one job, with an echo of the same messages; or
-with routers that trace 1 % of their calls.
+with routers that trace 1 % of their calls, or serve metrics.
 """
 
 from __future__ import annotations
@@ -27,7 +27,21 @@ from bench.scenarios.throughput.tables import Case, Sample, counts_table, plots,
 from bench.share import fixed_share
 from bench.stage import Servers, Stage
 from bench.system import Wrong
-from bench.systems import BATCHES, ECHO, LIMIT, RAW, SECURE, SECURE_UNARY, TLS, TLS_UNARY, TRACED, UNARY, WINDROW, load
+from bench.systems import (
+    BATCHES,
+    ECHO,
+    LIMIT,
+    MEASURED,
+    RAW,
+    SECURE,
+    SECURE_UNARY,
+    TLS,
+    TLS_UNARY,
+    TRACED,
+    UNARY,
+    WINDROW,
+    load,
+)
 from proof.arguments import number, numbers, positive
 from proof.processes import serving
 
@@ -43,6 +57,7 @@ class Beside(StrEnum):
     LIMIT = "limit"
     ECHO = "echo"
     TRACING = "tracing"
+    METRICS = "metrics"
     TLS = "tls"
     TLS_UNARY = "tls-unary"
 
@@ -52,6 +67,7 @@ _SYSTEMS = {
     Beside.LIMIT: (WINDROW, BATCHES, RAW, LIMIT),
     Beside.ECHO: (UNARY, ECHO, WINDROW),
     Beside.TRACING: (WINDROW, TRACED),
+    Beside.METRICS: (WINDROW, MEASURED),
     Beside.TLS: (WINDROW, TLS, SECURE),
     Beside.TLS_UNARY: (UNARY, TLS_UNARY, SECURE_UNARY),
 }
@@ -60,6 +76,7 @@ _CALLERS_BESIDE = {
     Beside.LIMIT: None,
     Beside.ECHO: None,
     Beside.TRACING: (16,),
+    Beside.METRICS: (16,),
     Beside.TLS: None,
     Beside.TLS_UNARY: None,
 }
@@ -67,11 +84,12 @@ _BATCHES = {
     Beside.LIMIT: (100,),
     Beside.ECHO: (1,),
     Beside.TRACING: (1, 100),
+    Beside.METRICS: (1, 100),
     Beside.TLS: (100,),
     Beside.TLS_UNARY: (1,),
 }
 # What costs little is measured with the same number of jobs on both sides, because that number has more influence.
-_ALIKE = frozenset({Beside.TRACING, Beside.TLS, Beside.TLS_UNARY})
+_ALIKE = frozenset({Beside.TRACING, Beside.METRICS, Beside.TLS, Beside.TLS_UNARY})
 # Their callers make one call at a time. When jobs are measured from end to end, one half of the callers enqueues and
 # the other half works.
 _SHARED_CALLERS = frozenset({UNARY, TLS_UNARY, SECURE_UNARY, ECHO})
@@ -214,6 +232,11 @@ async def _servers(stage: Stage, system: str, routers: int, sink: tuple[Process,
         return await stage.tls_routers(routers, keys=False)
     if system in {SECURE, SECURE_UNARY}:
         return await stage.tls_routers(routers, keys=True)
+    if system == MEASURED:
+        _, servers = await stage.routers_with(
+            "metrics.toml", '\n[router]\nmetrics = "127.0.0.1:0"\n', processes=routers
+        )
+        return servers
     if system != TRACED:
         return stage.routers
     assert sink is not None
@@ -302,17 +325,20 @@ def _options(parser: argparse.ArgumentParser) -> None:
         choices=list(Beside),
         default=plan.beside,
         help="limit: raw streams, and the same statements without gRPC; echo: one job a unary call beside an echo of "
-        "the same messages, and one job a client.enqueue(); tracing: routers that trace 1 %% of their calls; tls "
-        "(by one job a unary call: tls-unary): routers that speak TLS, and such that also ask for an API key; limit",
+        "the same messages, and one job a client.enqueue(); tracing: routers that trace 1 %% of their calls; "
+        "metrics: routers that serve metrics; tls (by one job a unary call: tls-unary): routers that speak TLS, and such that also ask for an API key; limit",
     )
     parser.add_argument(
-        "--batch", type=numbers(1000), metavar="N,N", help="jobs a call; 100, beside echo 1, beside tracing 1,100"
+        "--batch",
+        type=numbers(1000),
+        metavar="N,N",
+        help="jobs a call; 100, beside echo 1, beside tracing and metrics 1,100",
     )
     parser.add_argument(
         "--callers",
         type=numbers(10_000),
         metavar="N,N",
-        help=f"in all; {_CALLERS}, and {_CALLERS_OF_SMALL} for batches below {_SMALL}; beside tracing 16",
+        help=f"in all; {_CALLERS}, and {_CALLERS_OF_SMALL} for batches below {_SMALL}; beside tracing and metrics 16",
     )
     parser.add_argument("--consumers", type=number(10_000), help="in all; as many as callers")
     parser.add_argument("--shards", type=numbers(64), default=plan.shards, metavar="N,N", help="Postgres shards; 1")

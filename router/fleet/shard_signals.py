@@ -1,0 +1,31 @@
+"""Records which shards this router process can use."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+from router.fleet.fleet import Fleet
+from shard import metrics
+from shard.placement.cluster_file import ShardState
+from shard.vocabulary import ShardName
+
+_EVERY_S = 1.0
+
+
+async def record(fleet: Fleet) -> None:
+    """Records it every second, until cancelled."""
+    recorded: set[ShardName] = set()
+    while True:
+        usable = {
+            name: handle.is_usable
+            for name, handle in fleet.shards().items()
+            if handle.entry.state is not ShardState.OFF
+        }
+        for name, is_usable in usable.items():
+            metrics.SHARD_UP.labels(name).set(is_usable)
+        for name in recorded - usable.keys():
+            # A series cannot be removed from the files of several processes.
+            metrics.SHARD_UP.labels(name).set(math.nan)
+        recorded |= usable.keys()
+        await asyncio.sleep(_EVERY_S)

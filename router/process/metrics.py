@@ -1,0 +1,98 @@
+"""The scrape endpoint of a router: one address for all its processes, in the supervisor.
+
+Each process writes its metrics (shard/metrics.py) into files of one folder, by prometheus_client's multiprocess mode.
+What a process has counted is there as soon as it is counted, so that nothing is lost when it is killed. The files of a
+process that has ended are added up in one file: the sums never go backwards, and restarts do not fill the folder. Knows
+no metric by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Generator, Iterable
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.metrics_core import Metric
+from prometheus_client.mmap_dict import MmapedDict
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from router.errors import CannotListen
+from router.settings import host_and_port
+
+_log = logging.getLogger(__name__)
+
+# In memory, if there is such a folder: nothing is written to a disk, and nothing deletes old files.
+_MEMORY = Path("/dev/shm")
+
+
+class Metrics:
+    """The files in `folder`. `environ`: what a router process needs in its environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.environ = {"PROMETHEUS_MULTIPROC_DIR": str(folder)}
+        self._folder = folder
+        # A scrape must not see a process's figures both in its own file and in the sum.
+        self._lock = threading.Lock()
+
+    def collect(self) -> Iterable[Metric]:
+        """Returns the figures of all processes, added up. The server calls this, in threads of its own."""
+        with self._lock:
+            return list(MultiProcessCollector(None, path=str(self._folder)).collect())  # type: ignore[no-untyped-call]
+
+    def ended(self, pid: int) -> None:
+        """A router process has ended: keeps what it has counted, and drops its gauges."""
+        with self._lock:
+            for gauges in self._folder.glob(f"gauge_*_{pid}.db"):
+                gauges.unlink()
+            for kind in ("counter", "histogram"):
+                own = self._folder / f"{kind}_{pid}.db"
+                if own.exists():
+                    try:
+                        self._add(own, self._folder / f"{kind}_ended.db")
+                    except OSError as error:
+                        # Its file stays, and is read as before.
+                        _log.warning("could not add up the metrics of process %d: %s", pid, error.strerror)
+
+    def _add(self, own: Path, total: Path) -> None:
+        """Adds the values of the file `own` to the file `total`, in a new file, which then replaces both."""
+        new = total.with_suffix(".new")
+        new.unlink(missing_ok=True)
+        sums = MmapedDict(str(new))  # type: ignore[no-untyped-call]
+        for part in (own, total):
+            if part.exists():
+                for key, value, _, _ in MmapedDict.read_all_values_from_file(str(part)):  # type: ignore[no-untyped-call]
+                    sums.write_value(key, sums.read_value(key)[0] + value, 0.0)  # type: ignore[no-untyped-call]
+        sums.close()  # type: ignore[no-untyped-call]
+        new.replace(total)
+        own.unlink()
+
+
+@contextlib.contextmanager
+def served(address: str) -> Generator[Metrics, None, None]:
+    """Serves the figures at http://ADDRESS/metrics within this scope, in a thread. Port 0 chooses a free port, which
+    the log tells. Raises CannotListen."""
+    host, port = host_and_port(address, where="metrics")
+    with tempfile.TemporaryDirectory(
+        prefix="windrow-metrics-", dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None
+    ) as folder:
+        metrics = Metrics(Path(folder))
+        registry = CollectorRegistry()
+        registry.register(metrics)
+        try:
+            server, thread = start_http_server(port, host.strip("[]"), registry)
+        except OSError as error:
+            raise CannotListen(
+                f"cannot serve metrics on {address}: {error.strerror}; choose another address"
+            ) from error
+        try:
+            _log.info("metrics are at http://%s:%d/metrics", host, server.server_port)
+            yield metrics
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()

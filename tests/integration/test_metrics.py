@@ -1,0 +1,195 @@
+"""The metrics of a router: as its scrape endpoint and a real Prometheus show them, and the alert rules."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import urllib.parse
+import urllib.request
+from collections.abc import Generator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from prometheus_client.parser import text_string_to_metric_families
+
+from shard.vocabulary import OrgId
+from tests import alerts
+from tests.jobs import job_id, job_message
+from tests.routers import PATIENCE_S, Routers, reserved_address, running_routers, stubs, until, write_cluster
+from windrow.v1 import queue_pb2
+
+ENQUEUE = "windrow.v1.Queue/Enqueue"
+_INSTALL = "apt-get install --no-install-recommends prometheus"
+
+
+@pytest.fixture(scope="module")
+def routers(module_dsn: str, tmp_path_factory: pytest.TempPathFactory) -> Generator[Routers, None, None]:
+    config = write_cluster(tmp_path_factory.mktemp("metrics") / "cluster.toml", {"s1": module_dsn})
+    config.write_text(config.read_text() + 'metrics = "127.0.0.1:0"\n')
+    with running_routers(config, processes=2) as running:
+        yield running
+
+
+def endpoint(routers: Routers) -> str:
+    found = re.search(r"metrics are at (http://\S+)", routers.log.read_text())
+    assert found is not None
+    return found[1]
+
+
+def figures(routers: Routers) -> dict[str, dict[tuple[str, ...], float]]:
+    """Scrapes once. Returns the values of each series name, by the values of its labels in the order of their names."""
+    with urllib.request.urlopen(endpoint(routers), timeout=PATIENCE_S) as answer:
+        text = answer.read().decode()
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = tuple(value for _, value in sorted(sample.labels.items()))
+            found.setdefault(sample.name, {})[labels] = sample.value
+    return found
+
+
+def run_jobs(routers: Routers, org: str, connections: int) -> None:
+    """Over each connection: enqueues three jobs, one of them twice, acks them, and releases them too late."""
+    for _ in range(connections):
+        with stubs(routers.address) as both:
+            jobs = [job_message(id=job_id(), queue="emails", kind="greet") for _ in range(3)]
+            both.queue.Enqueue(queue_pb2.EnqueueRequest(org=org, jobs=jobs), timeout=PATIENCE_S)
+            both.queue.Enqueue(queue_pb2.EnqueueRequest(org=org, jobs=jobs[:1]), timeout=PATIENCE_S)
+            request = queue_pb2.DequeueRequest(
+                org=org, queues=["emails"], max_jobs=3, visibility_window=Duration(seconds=60)
+            )
+            leased = both.queue.Dequeue(request, timeout=PATIENCE_S).jobs
+            assert len(leased) == 3
+            leases = [job.lease for job in leased]
+            acks = [queue_pb2.Ack(lease=lease) for lease in leases]
+            both.queue.Ack(queue_pb2.AckRequest(org=org, acks=acks), timeout=PATIENCE_S)
+            # The leases have ended.
+            both.queue.Release(queue_pb2.ReleaseRequest(org=org, leases=leases), timeout=PATIENCE_S)
+
+
+def counted(routers: Routers) -> dict[str, float]:
+    found = figures(routers)
+    settled = found.get("windrow_leases_settled_total", {})
+    return {
+        "enqueues": found["windrow_calls_total"].get(("OK", ENQUEUE), 0),
+        "timed": found["windrow_call_duration_seconds_count"].get((ENQUEUE,), 0),
+        "new": found["windrow_jobs_enqueued_total"].get(("new", "s1"), 0),
+        "known": found["windrow_jobs_enqueued_total"].get(("duplicate", "s1"), 0),
+        "claimed": found["windrow_jobs_claimed_total"].get(("s1",), 0),
+        "acked": settled.get(("ok", "s1", "ack"), 0),
+        "stale": settled.get(("stale", "s1", "release"), 0),
+        "acts": found["windrow_act_calls_sum"].get(("enqueue", "s1"), 0),
+    }
+
+
+def _replaced(routers: Routers, pid: int) -> bool:
+    return len(routers.pids) == 2 and pid not in routers.pids
+
+
+def test_the_figures_of_all_processes_are_what_was_done_also_after_each_process_was_killed(
+    routers: Routers, org: OrgId
+) -> None:
+    def done(connections: int) -> dict[str, float]:
+        jobs, calls = 3 * connections, 2 * connections
+        return {
+            "enqueues": calls, "timed": calls, "acts": calls, "new": jobs, "known": connections, "claimed": jobs,
+            "acked": jobs, "stale": jobs,
+        }  # fmt: skip
+
+    run_jobs(routers, org, 8)
+    assert counted(routers) == done(8)
+    for pid in routers.pids:
+        psutil.Process(pid).kill()
+        until(partial(_replaced, routers, pid), "another process has started")
+    assert counted(routers) == done(8)
+    run_jobs(routers, org, 4)
+    assert counted(routers) == done(12)
+    until(lambda: figures(routers)["windrow_shard_up"] == {("s1",): 1}, "both processes can use the shard")
+
+
+def test_metrics_name_no_org_no_queue_and_no_job(routers: Routers, org: OrgId) -> None:
+    with stubs(routers.address) as both:
+        job = job_message(id=job_id(), queue="secret-queue", kind="secret-kind", payload=b"secret-payload")
+        both.queue.Enqueue(queue_pb2.EnqueueRequest(org=f"secret-{org}", jobs=[job]), timeout=PATIENCE_S)
+    with urllib.request.urlopen(endpoint(routers), timeout=PATIENCE_S) as answer:
+        assert b"secret" not in answer.read()
+
+
+def test_every_series_is_declared(routers: Routers) -> None:
+    created = {name for name in figures(routers) if not name.endswith("_created")}
+    assert created <= alerts.series_names()
+
+
+def test_prometheus_scrapes_a_router_and_loads_the_alerts(routers: Routers, tmp_path: Path) -> None:
+    prometheus = shutil.which("prometheus")
+    if prometheus is None:
+        pytest.skip(f"prometheus is not installed: {_INSTALL}")
+    target = urllib.parse.urlsplit(endpoint(routers)).netloc
+    shipped = (alerts.PROMETHEUS / "prometheus.yml").read_text()
+    config = shipped.replace("127.0.0.1:9464", target).replace("scrape_interval: 15s", "scrape_interval: 1s")
+    (tmp_path / "prometheus.yml").write_text(config)
+    shutil.copy(alerts.PROMETHEUS / "rules.yml", tmp_path)
+    expected = figures(routers)["windrow_jobs_enqueued_total"]
+    with reserved_address() as reserved:
+        pass
+    command = (
+        prometheus, f"--config.file={tmp_path / 'prometheus.yml'}", f"--storage.tsdb.path={tmp_path / 'data'}",
+        f"--web.listen-address={reserved}", "--log.level=error",
+    )  # fmt: skip
+    with subprocess.Popen(command, cwd=tmp_path) as process:
+        try:
+            until(lambda: _asked(reserved, "query?query=windrow_jobs_enqueued_total"), "Prometheus has scraped")
+            found = _asked(reserved, "query?query=windrow_jobs_enqueued_total")
+            assert {
+                (one["metric"]["outcome"], one["metric"]["shard"]): float(one["value"][1]) for one in found["result"]
+            } == expected
+            loaded = _asked(reserved, "rules?type=alert")
+            assert len(loaded["groups"][0]["rules"]) == 6
+        finally:
+            process.terminate()
+
+
+def _asked(address: str, path: str) -> Any:
+    """Returns Prometheus's answer; None if it does not answer yet, or has nothing yet."""
+    try:
+        with urllib.request.urlopen(f"http://{address}/api/v1/{path}", timeout=PATIENCE_S) as answer:
+            data = json.loads(answer.read())["data"]
+    except OSError:
+        return None
+    return data if data.get("result", True) else None
+
+
+def test_each_alert_fires_and_resolves_as_its_unit_test_says() -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip(f"promtool is not installed: {_INSTALL}")
+    done = subprocess.run(
+        (promtool, "test", "rules", "rules.test.yml"),
+        cwd=alerts.PROMETHEUS, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"expr": "windrow_no_such_metric > 0"}, "Some: no metric is called windrow_no_such_metric"),
+        ({"alert": "Other"}, "Other: docs/runbook.md has no heading of this name"),
+        ({"annotations": {}}, "Some: its annotation `runbook` does not link its entry"),
+    ],
+)
+def test_a_rule_with_a_fault_is_found(change: dict[str, object], complaint: str) -> None:
+    rule = {"alert": "Some", "expr": "windrow_shard_up == 0", "annotations": {"runbook": "docs/runbook.md#some"}}
+    tests = {"tests": [{"alert_rule_test": [{"alertname": "Some", "exp_alerts": [{}]}]}]}
+
+    def found(rule: dict[str, object]) -> list[str]:
+        return list(alerts.faults({"groups": [{"rules": [rule]}]}, tests, "## Some\n"))
+
+    assert found(dict(rule)) == []
+    assert complaint in found({**rule, **change})
