@@ -11,6 +11,7 @@ import json
 import logging
 import signal
 import sys
+import threading
 from typing import Any
 from wsgiref.simple_server import make_server
 
@@ -24,8 +25,8 @@ import windrow
 from examples.newsletter.newsletter import Settings, Subscribers, mail_to, make_worker, settings_of, working
 
 
-def make_application(settings: Settings) -> Any:
-    """Returns the WSGI application."""
+def make_application(settings: Settings, worker: threading.Thread) -> Any:
+    """Returns the WSGI application. `worker`: the thread of the worker."""
     subscribers = Subscribers(settings.file)
     # For views that are no coroutines. Any number of threads may use it.
     client = windrow.SyncClient(org=settings.org)
@@ -41,11 +42,12 @@ def make_application(settings: Settings) -> Any:
         return JsonResponse({"welcome": stored.id}, status=202)
 
     def health(_: HttpRequest) -> JsonResponse:
-        return JsonResponse({"worker": "runs"})
+        # A worker ends by itself only for what no retry can fix, such as a revoked key.
+        runs = worker.is_alive()
+        return JsonResponse({"worker": "runs" if runs else "has ended"}, status=200 if runs else 503)
 
-    urlconf = type(sys)("newsletter_urls")
-    urlconf.__dict__["urlpatterns"] = [path("subscribers", subscribe), path("health", health)]
-    django_settings.configure(ALLOWED_HOSTS=["127.0.0.1"], ROOT_URLCONF=urlconf, MIDDLEWARE=[])
+    urls = (path("subscribers", subscribe), path("health", health))
+    django_settings.configure(ALLOWED_HOSTS=["127.0.0.1"], ROOT_URLCONF=urls, MIDDLEWARE=[])
     django.setup()
     return get_wsgi_application()
 
@@ -55,7 +57,10 @@ def main() -> None:
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.INFO)
     # So that SIGTERM ends the block below in order.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    with make_server("127.0.0.1", settings.port, make_application(settings)) as server, working(make_worker(settings)):
+    with (
+        working(make_worker(settings)) as worker,
+        make_server("127.0.0.1", settings.port, make_application(settings, worker)) as server,
+    ):
         server.serve_forever()
 
 

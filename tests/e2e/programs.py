@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 from tests.e2e.conftest import CHECKOUT, RunningCluster
 from tests.e2e.test_readme import blocks, run
@@ -43,7 +43,8 @@ def started(
 
 def call(url: str, body: object = None) -> Any:
     """Sends a GET, or a POST with JSON. Returns the answer."""
-    with urlopen(url, data=None if body is None else json.dumps(body).encode(), timeout=30) as answer:
+    content = None if body is None else json.dumps(body).encode()
+    with urlopen(Request(url, content, {"Content-Type": "application/json"}), timeout=30) as answer:
         return json.load(answer)
 
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
@@ -109,6 +109,34 @@ async def test_a_job_goes_from_enqueue_to_its_result(client: Client) -> None:
     assert record.finished_at is not None
     assert record.finished_at - record.enqueued_at < timedelta(seconds=WAIT_S)
     assert [past.outcome for past in record.attempts] == [AttemptOutcome.ACKED]
+
+
+async def test_the_pair_of_run_at_and_attempt_is_higher_for_each_lease(client: Client) -> None:
+    await client.enqueue("fenced", "k", max_attempts=5)
+    past = datetime.now(UTC) - timedelta(days=1)
+
+    async def redrive(job: Job) -> None:
+        await client.nack(job, permanent=True)
+        assert await client.redrive_jobs([job.id]) == [Answer.OK]
+
+    async def alter(job: Job) -> None:
+        await client.nack(job, retry_after=3600)
+        assert await client.alter_jobs([job.id], run_at=past) == [Answer.OK]
+
+    async def expire(_: Job) -> None:
+        """The next dequeue waits for it."""
+
+    ends: list[Callable[[Job], Awaitable[object]]] = [
+        *(client.release, partial(client.snooze, after=0), partial(client.nack, retry_after=0)),
+        *(expire, redrive, expire, alter, client.release),
+    ]
+    fences: list[tuple[datetime, int]] = []
+    for end in ends:
+        (job,) = await client.dequeue("fenced", visibility_window=0.1 if end is expire else 30, wait=WAIT_S)
+        fences.append((job.run_at, job.attempt))
+        await end(job)
+    assert fences == sorted(set(fences))
+    assert [attempt for _, attempt in fences] == [1, 1, 1, 2, 3, 1, 2, 3]
 
 
 async def test_payloads_are_looked_up_only_if_they_are_asked_for(client: Client) -> None:
