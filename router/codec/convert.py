@@ -468,7 +468,11 @@ def org_figures(figures: OrgFigures, shards: Sequence[ShardName]) -> cluster_pb2
         leased=figures.leased,
         dead=figures.dead,
         shards=shards,
+        enqueued_per_s=figures.enqueued_per_1000_s / 1000,
+        ended_per_s=figures.ended_per_1000_s / 1000,
     )
+    if figures.rates_over_us is not None:
+        message.rates_over.CopyFrom(duration(figures.rates_over_us))
     if figures.oldest_ready_age_us is not None:
         message.oldest_ready_age.CopyFrom(duration(figures.oldest_ready_age_us))
     return message
