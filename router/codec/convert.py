@@ -177,6 +177,7 @@ def queue_settings(config: admin_pb2.QueueConfig) -> QueueSettings:
         max_attempts=config.max_attempts if config.HasField("max_attempts") else None,
         retention_days=config.retention_days if config.HasField("retention_days") else None,
         group_concurrency=config.group_concurrency if config.HasField("group_concurrency") else None,
+        ageing_seconds=config.ageing_seconds if config.HasField("ageing_seconds") else None,
     )
 
 
@@ -389,6 +390,7 @@ def queue_info(org: OrgId, record: QueueRecord, shard: ShardName) -> admin_pb2.Q
         max_attempts=settings.max_attempts or MAX_ATTEMPTS_DEFAULT,
         retention_days=RETENTION_DEFAULT if settings.retention_days is None else settings.retention_days,
         group_concurrency=settings.group_concurrency or GROUP_CONCURRENCY_DEFAULT,
+        ageing_seconds=settings.ageing_seconds,
     )
     return admin_pb2.QueueInfo(
         org=org,
