@@ -295,18 +295,25 @@ class AdminCalls:
         died_after: datetime | None = None,
         died_before: datetime | None = None,
         limit: int | None = None,
+        per_second: float = 0.0,
     ) -> int:
         """Makes the queue's dead jobs that meet all conditions ready again, with all their attempts, the first death
         first. Redrives at most as many as are dead now, because some may die again meanwhile. Returns how many: a lower
-        bound if an answer was lost. Raises NotFound, Unavailable."""
-        conditions = admin_pb2.RedriveQueueRequest()
+        bound if an answer was lost. `per_second`: how many of them become due in a second, the others are scheduled
+        until their turn; 0: all at once. Raises NotFound, Unavailable."""
+        conditions = admin_pb2.RedriveQueueRequest(per_second=per_second)
+        redriven = 0
         set_time(conditions.died_after, "died_after", died_after)
         set_time(conditions.died_before, "died_before", died_before)
 
         async def redrive(count: int) -> tuple[int, bool]:
-            request = admin_pb2.RedriveQueueRequest(org=self.org, queue=queue, kind=kind, limit=count)
+            nonlocal redriven
+            request = admin_pb2.RedriveQueueRequest(
+                org=self.org, queue=queue, kind=kind, limit=count, already_redriven=redriven
+            )
             request.MergeFrom(conditions)
             response = await self._ask(lambda stub: stub.RedriveQueue, request)
+            redriven += response.redriven
             return response.redriven, response.limit_reached
 
         left = _checked_limit(limit)

@@ -1037,6 +1037,8 @@ class RedriveQueueRequest(_message.Message):
     DIED_AFTER_FIELD_NUMBER: _builtins.int
     DIED_BEFORE_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
+    PER_SECOND_FIELD_NUMBER: _builtins.int
+    ALREADY_REDRIVEN_FIELD_NUMBER: _builtins.int
     org: _builtins.str
     """The tenant that owns the jobs. 1 to 128 bytes, no control characters."""
     queue: _builtins.str
@@ -1045,6 +1047,14 @@ class RedriveQueueRequest(_message.Message):
     """Only this kind; empty: every kind."""
     limit: _builtins.int
     """The most jobs that this call brings back. 1 to 10,000; 0 or absent: 1,000."""
+    per_second: _builtins.float
+    """How many of the jobs become due in a second, so that a cause that has not gone kills few of them before somebody
+    sees it. The others are SCHEDULED until their turn. 0.001 to 100,000; 0 or absent: all are READY at once.
+    """
+    already_redriven: _builtins.int
+    """How many jobs earlier calls of the same redrive have brought back: those of this call become due behind them. Only
+    with per_second. 0 to 1,000,000,000.
+    """
     @_builtins.property
     def died_after(self) -> _timestamp_pb2.Timestamp:
         """Only jobs that died at this time or later, by their finished_at; absent: any time."""
@@ -1062,10 +1072,12 @@ class RedriveQueueRequest(_message.Message):
         died_after: _timestamp_pb2.Timestamp | None = ...,
         died_before: _timestamp_pb2.Timestamp | None = ...,
         limit: _builtins.int = ...,
+        per_second: _builtins.float = ...,
+        already_redriven: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["died_after", b"died_after", "died_before", b"died_before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["died_after", b"died_after", "died_before", b"died_before", "kind", b"kind", "limit", b"limit", "org", b"org", "queue", b"queue"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_redriven", b"already_redriven", "died_after", b"died_after", "died_before", b"died_before", "kind", b"kind", "limit", b"limit", "org", b"org", "per_second", b"per_second", "queue", b"queue"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
