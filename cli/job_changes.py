@@ -163,7 +163,7 @@ def redrive(
     died_before: options.DiedBefore = None,
     not_killed: options.NotKilled = False,
     per_second: Annotated[
-        float,
+        float | None,
         typer.Option(
             "--per-second",
             metavar="N",
@@ -172,7 +172,7 @@ def redrive(
             show_default=False,
             help="Only so many become due in a second, the first death first; the others are scheduled until then.",
         ),
-    ] = 0.0,
+    ] = None,
     limit: options.Limit = None,
     dry_run: DryRun = False,
     yes: options.Yes = False,
@@ -210,8 +210,8 @@ def redrive(
         slowly = {name: conditions[name] for name in ("kind", "died_after", "died_before") if name in conditions}
 
         # In the order of their deaths, in few statements: without a look at each job.
-        def at_once(client: SyncClient) -> int:
-            return client.redrive_queue(queue, limit=limit, per_second=per_second, **slowly)
+        def at_once(client: SyncClient, rate: float = per_second) -> int:
+            return client.redrive_queue(queue, limit=limit, per_second=rate, **slowly)
 
         change = replace(change, at_once=at_once)
     how = _How(limit=limit, dry_run=dry_run, yes=yes, as_json=as_json, address=address, timeout=timeout)
