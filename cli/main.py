@@ -39,6 +39,7 @@ from cli import (
     shards,
     stats,
     token,
+    top,
     up,
     weights,
     workflows,
@@ -151,6 +152,7 @@ app.add_typer(weights.app, name="weights", rich_help_panel=_OPERATE)
 app.add_typer(keys.app, name="keys", rich_help_panel=_OPERATE)
 app.add_typer(archive.app, name="archive", rich_help_panel=_OPERATE)
 app.command("stats", rich_help_panel=_OPERATE)(stats.stats)
+app.command("top", rich_help_panel=_OPERATE)(top.top)
 app.add_typer(shards.app, name="shards", rich_help_panel=_OPERATE)
 app.command("server", rich_help_panel=_OPERATE)(server_info.server)
 app.command("check", rich_help_panel=_OPERATE)(cluster.check)

@@ -91,6 +91,16 @@ GroupConcurrency: TypeAlias = Annotated[
         help="How many jobs of one group run at a time.",
     ),
 ]
+Ageing: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--ageing",
+        parser=values.ageing,
+        metavar="DURATION",
+        show_default=False,
+        help="A ready job of priority p goes to priority 1 after p - 1 times this: 1s to 7d.",
+    ),
+]
 Retention: TypeAlias = Annotated[
     int | None,
     typer.Option(

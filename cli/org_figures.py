@@ -13,9 +13,12 @@ from cli.layout import App
 from cli.output import Column
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from windrow.v1 import cluster_pb2
 
 _PAGE_MAX = 1000
+SORT_HELP = "Largest first; backlog is ready and scheduled, in-flight is leased, rate is in and out."
 _COUNTS = ("ready", "scheduled", "leased", "dead")
 
 
@@ -24,6 +27,7 @@ class Sort(enum.StrEnum):
     OLDEST = "oldest"
     DEAD = "dead"
     IN_FLIGHT = "in-flight"
+    RATE = "rate"
     NAME = "name"
 
 
@@ -36,9 +40,7 @@ def list_orgs(
         str,
         typer.Option("--search", metavar="TEXT", show_default=False, help="Only orgs whose names contain TEXT."),
     ] = "",
-    sort: Annotated[
-        Sort, typer.Option("--sort", help="Largest first; backlog is ready and scheduled, in-flight is leased.")
-    ] = Sort.BACKLOG,
+    sort: Annotated[Sort, typer.Option("--sort", help=SORT_HELP)] = Sort.BACKLOG,
     shard: Annotated[
         str,
         typer.Option(
@@ -60,7 +62,7 @@ def list_orgs(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Lists the orgs of all shards, with how many jobs each has, and since when the oldest of them is ready.
+    """Lists the orgs of all shards: their jobs, since when the oldest is ready, and how fast jobs come and end.
 
     A count reads all unfinished jobs once: about a second for a million of them. Exit code 3: a shard did not answer;
     its orgs and jobs are missing.
@@ -70,7 +72,7 @@ def list_orgs(
 
     request = cluster_pb2.ListOrgsRequest(
         search=search,
-        sort=cluster_pb2.OrgSort.Value(f"ORG_SORT_{sort.name}"),
+        sort=sort_value(sort),
         shard=shard,
     )
     request.max_age.FromTimedelta(max_age)
@@ -89,44 +91,78 @@ def list_orgs(
     more = bool(request.page_token) or len(orgs) > limit
     del orgs[limit:]
     if as_json:
-        output.say_json(_json(figures, age) for figures in orgs)
+        output.say_json(as_document(figures, age) for figures in orgs)
     else:
         _print(orgs)
         if orgs:
-            output.note(f"counted {values.rough(age)} ago{'; there are more orgs: raise --limit' if more else ''}")
+            over = rates_over(orgs)
+            rates = "" if over is None else f", and {values.rough(over)} before that"
+            output.note(
+                f"counted {values.rough(age)} ago{rates}{'; there are more orgs: raise --limit' if more else ''}"
+            )
         else:
             output.note("no org matches" if search else "there are no orgs yet")
     output.refuse_away(sorted(away))
 
 
 def _print(orgs: list[cluster_pb2.OrgFigures]) -> None:
-    if not orgs:
-        return
-    columns = [
+    if orgs:
+        output.table(columns(), rows(orgs))
+
+
+def sort_value(sort: Sort) -> cluster_pb2.OrgSort.ValueType:
+    from windrow.v1 import cluster_pb2
+
+    return cluster_pb2.OrgSort.Value(f"ORG_SORT_{sort.name}")
+
+
+def columns() -> list[Column]:
+    return [
         Column(title="org"),
         *(Column(title=count, right=True) for count in _COUNTS),
         Column(title="oldest ready", right=True),
+        Column(title="in/s", right=True),
+        Column(title="out/s", right=True),
         Column(title="shard"),
     ]
-    rows = [
+
+
+def rows(orgs: Iterable[cluster_pb2.OrgFigures]) -> list[tuple[str, ...]]:
+    return [
         (
             figures.org,
             *(f"{getattr(figures, count):,}" for count in _COUNTS),
             values.rough(figures.oldest_ready_age.ToTimedelta()) if figures.HasField("oldest_ready_age") else "",
+            _rate(figures, figures.enqueued_per_s),
+            _rate(figures, figures.ended_per_s),
             ", ".join(figures.shards),
         )
         for figures in orgs
     ]
-    output.table(columns, rows)
 
 
-def _json(figures: cluster_pb2.OrgFigures, age: timedelta) -> dict[str, object]:
+def rates_over(orgs: Iterable[cluster_pb2.OrgFigures]) -> timedelta | None:
+    """Returns the time over which the rates are; the longest, if shards were counted at different times."""
+    return max((one.rates_over.ToTimedelta() for one in orgs if one.HasField("rates_over")), default=None)
+
+
+def _rate(figures: cluster_pb2.OrgFigures, per_s: float) -> str:
+    if not figures.HasField("rates_over"):
+        return ""
+    return f"{per_s:,.0f}" if per_s >= 10 or not per_s else f"{per_s:.2g}"
+
+
+def as_document(figures: cluster_pb2.OrgFigures, age: timedelta) -> dict[str, object]:
+    known = figures.HasField("rates_over")
     return {
         "org": figures.org,
         **{count: getattr(figures, count) for count in _COUNTS},
         "oldest_ready_age_s": figures.oldest_ready_age.ToTimedelta().total_seconds()
         if figures.HasField("oldest_ready_age")
         else None,
+        "enqueued_per_s": figures.enqueued_per_s if known else None,
+        "ended_per_s": figures.ended_per_s if known else None,
+        "rates_over_s": figures.rates_over.ToTimedelta().total_seconds() if known else None,
         "shards": list(figures.shards),
         "counted_s_ago": age.total_seconds(),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,7 @@ class Field(StrEnum):
     MAX_ATTEMPTS = "max_attempts"
     RETENTION_DAYS = "retention_days"
     GROUP_CONCURRENCY = "group_concurrency"
+    AGEING_SECONDS = "ageing_seconds"
 
 
 @app.command("list")
@@ -54,6 +56,7 @@ def list_queues(
         Column(title="attempts", right=True),
         Column(title="finished kept", right=True),
         Column(title="per group", right=True),
+        Column(title="ageing", right=True),
         Column(title="created"),
         Column(title="shard"),
     ]
@@ -111,6 +114,7 @@ def create(
     max_attempts: options.MaxAttempts = None,
     retention: options.Retention = None,
     group_concurrency: options.GroupConcurrency = None,
+    ageing: options.Ageing = None,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
@@ -124,7 +128,7 @@ def create(
     from windrow.v1 import admin_pb2
 
     with connect(address, timeout) as router:
-        config = _config(retry, max_attempts, retention, group_concurrency)
+        config = _config(retry, max_attempts, retention, group_concurrency, ageing)
         request = admin_pb2.CreateQueueRequest(org=org, queue=queue, config=config)
         _print(router.call(router.admin.CreateQueue, request).queue, as_json=as_json)
 
@@ -137,13 +141,14 @@ def update(
     max_attempts: options.MaxAttempts = None,
     retention: options.Retention = None,
     group_concurrency: options.GroupConcurrency = None,
+    ageing: options.Ageing = None,
     reset: Annotated[
         list[Field] | None,
         typer.Option(
             "--reset",
             metavar="FIELD",
             show_default=False,
-            help="Reset to the default: retry, max_attempts, retention_days or group_concurrency; may be repeated.",
+            help=f"Reset to the default: {', '.join(Field)}; may be repeated.",
         ),
     ] = None,
     as_json: options.Json = False,
@@ -158,11 +163,11 @@ def update(
     from cli.messages import update_mask
     from windrow.v1 import admin_pb2
 
-    config = _config(retry, max_attempts, retention, group_concurrency)
+    config = _config(retry, max_attempts, retention, group_concurrency, ageing)
     if not config.ListFields() and not reset:
         raise typer.BadParameter(
             "give a setting to change",
-            param_hint="'--retry' / '--max-attempts' / '--retention' / '--group-concurrency' / '--reset'",
+            param_hint="'--retry' / '--max-attempts' / '--retention' / '--group-concurrency' / '--ageing' / '--reset'",
         )
     request = admin_pb2.UpdateQueueRequest(
         org=org, queue=queue, config=config, update_mask=update_mask(config, reset or ())
@@ -223,7 +228,11 @@ def delete(
 
 
 def _config(
-    retry: values.Retry | None, max_attempts: int | None, retention: int | None, group_concurrency: int | None
+    retry: values.Retry | None,
+    max_attempts: int | None,
+    retention: int | None,
+    group_concurrency: int | None,
+    ageing: int | None,
 ) -> admin_pb2.QueueConfig:
     from cli.messages import retry_message
     from windrow.v1 import admin_pb2
@@ -233,6 +242,7 @@ def _config(
         max_attempts=max_attempts,
         retention_days=retention,
         group_concurrency=group_concurrency,
+        ageing_seconds=ageing,
     )
 
 
@@ -255,9 +265,14 @@ def _facts(queue: admin_pb2.QueueInfo) -> dict[str, str]:
         "max attempts": str(queue.config.max_attempts),
         "finished kept": values.retention_text(queue.config.retention_days),
         "per group": str(queue.config.group_concurrency),
+        "ageing": _ageing_text(queue.config),
         "created": time_shown(queue, "created_at"),
         "shard": queue.shard,
     }
+
+
+def _ageing_text(config: admin_pb2.QueueConfig) -> str:
+    return values.exact(timedelta(seconds=config.ageing_seconds)) if config.HasField("ageing_seconds") else ""
 
 
 def _json(queue: admin_pb2.QueueInfo) -> dict[str, object]:
@@ -271,6 +286,7 @@ def _json(queue: admin_pb2.QueueInfo) -> dict[str, object]:
         "max_attempts": queue.config.max_attempts,
         "retention_days": queue.config.retention_days,
         "group_concurrency": queue.config.group_concurrency,
+        "ageing_seconds": queue.config.ageing_seconds if queue.config.HasField("ageing_seconds") else None,
         "created_at": time_json(queue, "created_at"),
         "shard": queue.shard,
     }

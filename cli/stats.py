@@ -65,8 +65,8 @@ def stats(
             if as_json:
                 output.say_json([_json(org, seen, finished=finished)])
             elif seen.queues:
-                counts = _shown(seen.queues, finished=finished)
-                output.table(_columns(counts), _rows(seen.queues, counts))
+                counts = shown(seen.queues, finished=finished)
+                output.table(columns(counts), _rows(seen.queues, counts))
             else:
                 output.note(no_queues(org))
             if not watch:
@@ -86,8 +86,8 @@ def _watch(
     seen, trouble = look(), ""
     with Live(console=Console(highlight=False), auto_refresh=False) as live:
         while True:
-            counts = _shown(seen.queues, finished=finished)
-            lines = output.table_lines(_columns(counts), _rows(seen.queues, counts))
+            counts = shown(seen.queues, finished=finished)
+            lines = output.table_lines(columns(counts), _rows(seen.queues, counts))
             if seen.unavailable_shards and not trouble:
                 trouble = f"not counted, because these shards did not answer: {', '.join(seen.unavailable_shards)}"
             head = Text(f"{org}, every {values.exact(interval)}, {datetime.now(UTC):%H:%M:%SZ}", "dim")
@@ -102,13 +102,13 @@ def _watch(
                 trouble = str(error)
 
 
-def _shown(queues: Sequence[admin_pb2.QueueStats], *, finished: bool) -> Sequence[str]:
+def shown(queues: Sequence[admin_pb2.QueueStats], *, finished: bool) -> Sequence[str]:
     """Returns the states to be shown. Few orgs have workflows."""
     counts = (*_LIVE, *_FINISHED) if finished else _LIVE
     return ("blocked", *counts) if any(queue.blocked for queue in queues) else counts
 
 
-def _columns(counts: Sequence[str]) -> list[Column]:
+def columns(counts: Sequence[str]) -> list[Column]:
     return [
         Column(title="queue"),
         *(Column(title=state, right=True) for state in counts),
@@ -117,18 +117,19 @@ def _columns(counts: Sequence[str]) -> list[Column]:
     ]
 
 
-def _rows(queues: Sequence[admin_pb2.QueueStats], counts: Sequence[str]) -> list[list[str]]:
+def row(queue: admin_pb2.QueueStats, counts: Sequence[str]) -> list[str]:
     from cli.messages import time_shown
 
-    rows = [
-        [
-            f"{queue.queue} (paused)" if queue.paused else queue.queue,
-            *(f"{getattr(queue, state):,}" for state in counts),
-            values.rough(queue.oldest_ready_age.ToTimedelta()) if queue.HasField("oldest_ready_age") else "",
-            time_shown(queue, "next_due"),
-        ]
-        for queue in queues
+    return [
+        f"{queue.queue} (paused)" if queue.paused else queue.queue,
+        *(f"{getattr(queue, state):,}" for state in counts),
+        values.rough(queue.oldest_ready_age.ToTimedelta()) if queue.HasField("oldest_ready_age") else "",
+        time_shown(queue, "next_due"),
     ]
+
+
+def _rows(queues: Sequence[admin_pb2.QueueStats], counts: Sequence[str]) -> list[list[str]]:
+    rows = [row(queue, counts) for queue in queues]
     if len(queues) > 1:
         totals = (f"{sum(getattr(queue, state) for queue in queues):,}" for state in counts)
         rows.append(["total", *totals, "", ""])
@@ -136,22 +137,23 @@ def _rows(queues: Sequence[admin_pb2.QueueStats], counts: Sequence[str]) -> list
 
 
 def _json(org: str, seen: admin_pb2.GetStatsResponse, *, finished: bool) -> dict[str, object]:
+    return {
+        "org": org,
+        "queues": [as_document(queue, finished=finished) for queue in seen.queues],
+        "unavailable_shards": list(seen.unavailable_shards),
+    }
+
+
+def as_document(queue: admin_pb2.QueueStats, *, finished: bool) -> dict[str, object]:
     from cli.messages import time_json
 
     counts = ("blocked", *_LIVE, *(_FINISHED if finished else ()))
     return {
-        "org": org,
-        "queues": [
-            {
-                "queue": queue.queue,
-                **{state: getattr(queue, state) for state in counts},
-                "oldest_ready_age_s": queue.oldest_ready_age.ToTimedelta().total_seconds()
-                if queue.HasField("oldest_ready_age")
-                else None,
-                "next_due": time_json(queue, "next_due"),
-                "paused": queue.paused,
-            }
-            for queue in seen.queues
-        ],
-        "unavailable_shards": list(seen.unavailable_shards),
+        "queue": queue.queue,
+        **{state: getattr(queue, state) for state in counts},
+        "oldest_ready_age_s": queue.oldest_ready_age.ToTimedelta().total_seconds()
+        if queue.HasField("oldest_ready_age")
+        else None,
+        "next_due": time_json(queue, "next_due"),
+        "paused": queue.paused,
     }

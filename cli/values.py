@@ -17,6 +17,7 @@ import typer
 
 from shard.vocabulary import RETENTION_MAX
 
+AGEING_S_MAX = 604_800
 _UNITS_US = {"us": 1, "ms": 1000, "s": 10**6, "m": 60 * 10**6, "h": 3600 * 10**6, "d": 86_400 * 10**6}
 _PART = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|m|h|d)")
 _DURATION = re.compile(rf"(?:{_PART.pattern})+")
@@ -48,6 +49,16 @@ def timeout(value: str | timedelta) -> timedelta:
     if not span:
         raise typer.BadParameter(f"{value!r} is no time for a call: write a longer one, such as 10s")
     return span
+
+
+def ageing(value: str | int) -> int:
+    """Parses the ageing of priorities, and returns its whole seconds."""
+    if isinstance(value, int):  # Typer passes an option's default, too.
+        return value
+    seconds, rest = divmod(duration(value), timedelta(seconds=1))
+    if rest or not 1 <= seconds <= AGEING_S_MAX:
+        raise typer.BadParameter(f"{value!r}: must be 1s to 7d, in whole seconds")
+    return seconds
 
 
 def exact(value: timedelta) -> str:

@@ -18,6 +18,8 @@ class QueueSettings:
     retention_days: int | None = None
     # How many jobs of one group may be leased at a time.
     group_concurrency: int | None = None
+    # A ready job of priority p is moved to priority 1 after (p - 1) times this.
+    ageing_seconds: int | None = None
     paused: bool | None = None
 
     @classmethod
@@ -41,6 +43,7 @@ SETTING_COLUMNS: Mapping[str, Column] = {
     "max_attempts": Column("max_attempts", "smallint"),
     "retention_days": Column("retention", "smallint"),
     "group_concurrency": Column("group_concurrency", "smallint"),
+    "ageing_seconds": Column("ageing_seconds", "integer"),
     "paused": Column("paused", "boolean", default="false"),
 }
 # Whether a queue gives jobs now. Claims, hand-overs, probes and sweeps all ask this. {0} is a row of windrow.queue.

@@ -215,6 +215,7 @@ def _ahead(live: LiveFacts) -> Cause:
             more_urgent=more_urgent,
             earlier=min(live.earlier, COUNTED_MAX - more_urgent),
             at_least=live.more_urgent + live.earlier > COUNTED_MAX,
+            goes_first_at=None if live.goes_first_at is None else convert.timestamp(live.goes_first_at),
         )
     )
 

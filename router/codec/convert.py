@@ -177,6 +177,7 @@ def queue_settings(config: admin_pb2.QueueConfig) -> QueueSettings:
         max_attempts=config.max_attempts if config.HasField("max_attempts") else None,
         retention_days=config.retention_days if config.HasField("retention_days") else None,
         group_concurrency=config.group_concurrency if config.HasField("group_concurrency") else None,
+        ageing_seconds=config.ageing_seconds if config.HasField("ageing_seconds") else None,
     )
 
 
@@ -389,6 +390,7 @@ def queue_info(org: OrgId, record: QueueRecord, shard: ShardName) -> admin_pb2.Q
         max_attempts=settings.max_attempts or MAX_ATTEMPTS_DEFAULT,
         retention_days=RETENTION_DEFAULT if settings.retention_days is None else settings.retention_days,
         group_concurrency=settings.group_concurrency or GROUP_CONCURRENCY_DEFAULT,
+        ageing_seconds=settings.ageing_seconds,
     )
     return admin_pb2.QueueInfo(
         org=org,
@@ -468,7 +470,11 @@ def org_figures(figures: OrgFigures, shards: Sequence[ShardName]) -> cluster_pb2
         leased=figures.leased,
         dead=figures.dead,
         shards=shards,
+        enqueued_per_s=figures.enqueued_per_1000_s / 1000,
+        ended_per_s=figures.ended_per_1000_s / 1000,
     )
+    if figures.rates_over_us is not None:
+        message.rates_over.CopyFrom(duration(figures.rates_over_us))
     if figures.oldest_ready_age_us is not None:
         message.oldest_ready_age.CopyFrom(duration(figures.oldest_ready_age_us))
     return message

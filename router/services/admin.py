@@ -9,7 +9,7 @@ from functools import partial
 from router.buffer import Buffer
 from router.codec import convert
 from router.codec.limits import limit_message
-from router.codec.status import InvalidRequest
+from router.codec.status import InvalidRequest, Violation
 from router.codec.validate import check_list_jobs, check_update_queue, unfit_new_ids
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
@@ -31,6 +31,8 @@ from windrow.v1 import admin_pb2
 
 _PAGE_DEFAULT = 100
 _LIMIT_DEFAULT = 1000
+# Jobs that a redrive makes due in a second, if it has a rate.
+_REDRIVE_RATE_MIN = 0.001
 _REFUSALS = {
     Refusal.NOT_FOUND: admin_pb2.RESTORE_REFUSAL_NOT_FOUND,
     Refusal.LIVE: admin_pb2.RESTORE_REFUSAL_LIVE,
@@ -157,6 +159,8 @@ class AdminService:
     @unary()
     async def RedriveQueue(self, request: admin_pb2.RedriveQueueRequest) -> admin_pb2.RedriveQueueResponse:
         org, queue, limit = OrgId(request.org), QueueName(request.queue), request.limit or _LIMIT_DEFAULT
+        if 0 < request.per_second < _REDRIVE_RATE_MIN:
+            raise InvalidRequest([Violation("per_second", f"must be 0, or {_REDRIVE_RATE_MIN:g} or more")])
 
         async def redrive(member: ShardHandle, limit_left: int) -> int:
             count = await member.queue_admin.redrive(
@@ -166,6 +170,8 @@ class AdminService:
                 died_after=convert.moment(request.died_after) if request.HasField("died_after") else None,
                 died_before=convert.moment(request.died_before) if request.HasField("died_before") else None,
                 limit=limit_left,
+                gap_us=round(1_000_000 / request.per_second) if request.per_second else 0,
+                ahead=request.already_redriven + limit - limit_left,
             )
             if count:
                 await member.room.may_have_jobs(org, queue)

@@ -31,6 +31,7 @@ class OrgSort(enum.StrEnum):
     OLDEST = "oldest"
     DEAD = "dead"
     IN_FLIGHT = "in-flight"
+    RATE = "rate"
     NAME = "name"
 
 
@@ -44,6 +45,12 @@ class OrgFigures(NamedTuple):
     dead: int
     # How long the oldest ready job had been ready when the jobs were counted. None: none was ready.
     oldest_ready_age_us: int | None
+    # Between the last two counts: jobs that were stored, and jobs that ended. In a thousand seconds, so that these are
+    # whole numbers, by which orgs can be sorted.
+    enqueued_per_1000_s: int = 0
+    ended_per_1000_s: int = 0
+    # The time between the two counts. None: the jobs were counted once, and the rates are not known.
+    rates_over_us: int | None = None
 
     def figure(self, sort: OrgSort) -> int:
         """Returns what the org is sorted by, as list_orgs.sql does."""
@@ -56,12 +63,15 @@ class OrgFigures(NamedTuple):
                 return self.dead
             case OrgSort.IN_FLIGHT:
                 return self.leased
+            case OrgSort.RATE:
+                return self.enqueued_per_1000_s + self.ended_per_1000_s
             case OrgSort.NAME:
                 return 0
 
     def plus(self, other: OrgFigures) -> OrgFigures:
         """Returns the figures of the org with those that another shard has for it."""
         ages = [age for age in (self.oldest_ready_age_us, other.oldest_ready_age_us) if age is not None]
+        spans = [span for span in (self.rates_over_us, other.rates_over_us) if span is not None]
         return OrgFigures(
             self.org,
             self.scheduled + other.scheduled,
@@ -69,6 +79,9 @@ class OrgFigures(NamedTuple):
             self.leased + other.leased,
             self.dead + other.dead,
             max(ages, default=None),
+            self.enqueued_per_1000_s + other.enqueued_per_1000_s,
+            self.ended_per_1000_s + other.ended_per_1000_s,
+            max(spans, default=None),
         )
 
 

@@ -294,9 +294,12 @@ class QueueAdmin:
         died_after: Micros | None,
         died_before: Micros | None,
         limit: int,
+        gap_us: int = 0,
+        ahead: int = 0,
     ) -> int:
-        """Puts up to `limit` dead jobs back to ready, and returns how many. Raises UnknownQueue. After
-        ShardUnavailable, some may have been put back."""
+        """Puts up to `limit` dead jobs back, and returns how many. They are due one after another, `gap_us` apart, and
+        behind as many others as `ahead` says. Raises UnknownQueue. After ShardUnavailable, some may have been put
+        back."""
         parameters = {
             "org": org,
             "queue": queue,
@@ -304,6 +307,8 @@ class QueueAdmin:
             "after_us": died_after,
             "before_us": died_before,
             "rows": limit,
+            "gap_us": gap_us,
+            "ahead": ahead,
         }
         return await self._in_turn(org, partial(self._redrive, org, queue, parameters))
 

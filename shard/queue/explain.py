@@ -71,6 +71,8 @@ class LiveFacts(NamedTuple):
     # COUNTED_MAX + 1.
     more_urgent: int
     earlier: int
+    # When it is moved to priority 1, because it has waited for so long. None: never, or it has that priority.
+    goes_first_at: Micros | None
     # It waits for a slot of its group.
     waits: bool
     consumers: ConsumersOf
@@ -119,13 +121,23 @@ async def read_live(
     """Returns what decides when the job is leased, None if it is not live in this queue; and whether it is on its way
     to another shard. `floors`: from where claims look, by priority. Raises ShardUnavailable."""
     parameters = {**_parameters(org, queue, floors), "id": job_id}
-    for now, visible_at, leased, gives_jobs, departing, more_urgent, earlier, waits, *seen in await database.run(
-        statements.EXPLAIN_JOB, parameters
-    ):
+    for (
+        now,
+        visible_at,
+        leased,
+        gives_jobs,
+        departing,
+        more_urgent,
+        earlier,
+        first_at,
+        waits,
+        *seen,
+    ) in await database.run(statements.EXPLAIN_JOB, parameters):
         if visible_at is None:
             return None, departing
         consumers = _consumers(*seen)
-        return LiveFacts(now, visible_at, leased, gives_jobs, more_urgent, earlier, waits, consumers), departing
+        facts = LiveFacts(now, visible_at, leased, gives_jobs, more_urgent, earlier, first_at, waits, consumers)
+        return facts, departing
     return None, False
 
 

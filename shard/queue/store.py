@@ -71,6 +71,8 @@ _PROBE_QUEUES_MAX = 500
 _FULL_SWEEP_S_MAX = 0.1
 _FULL_SWEEP_PAUSE = 50.0
 _UNRELEASED_MAX = 10_000
+# Jobs of one priority of a queue that a sweep moves because they have aged. The queue's urgent jobs come behind them.
+_AGED_MAX = 200
 # Verbs after which a job may have ended.
 _ENDING = frozenset({"ack", "nack"})
 # Effectively no bound: the number of waiting claims is bounded elsewhere, by the number of callers.
@@ -92,6 +94,8 @@ class Due:
     # Whether jobs may wait for slots of groups, and whether workflows may have ends to take in.
     groups_wait: bool
     workflows_wait: bool
+    # Whether any of the queues has priorities that age.
+    ages: bool
 
 
 class Store:
@@ -583,8 +587,8 @@ class Store:
 
     async def sweep(self, awaited: Iterable[QueueId] = ()) -> Due:
         """Returns when the `awaited` queues, and all queues that claims use, have their next job, also below the floors
-        (I7). Corrects the floors, checks the remembered queue ids, fills free slots of groups, sends failed releases
-        again.
+        (I7). Corrects the floors, checks the remembered queue ids, fills free slots of groups, moves jobs that have
+        aged, sends failed releases again.
 
         Normally it looks from the beginning of time. If that has just taken long, an old snapshot is keeping dead
         versions of jobs; then it looks only for jobs that may have committed late. Raises ShardUnavailable."""
@@ -597,7 +601,17 @@ class Store:
         if due.groups_wait:
             for queue in await self._groups.sweep(queues):
                 due.first[queue] = due.now
+        if due.ages:
+            await self._move_aged(queues)
         return due
+
+    async def _move_aged(self, queues: Sequence[QueueId]) -> None:
+        """Moves jobs to priority 1 that are ready for long. They were ready before, so nobody has to be woken."""
+        for at in range(0, len(queues), _PROBE_QUEUES_MAX):
+            part = queues[at : at + _PROBE_QUEUES_MAX]
+            floors = [floor for queue in part for floor in self._floors.late(queue)]
+            parameters = {"queue_ids": arrays.numbers(part), "floors_us": arrays.numbers(floors), "jobs_max": _AGED_MAX}
+            await self._database.run(statements.MOVE_AGED, parameters)
 
     async def _look(self, queues: list[QueueId]) -> Due:
         """Looks for a sweep into these queues."""
@@ -622,7 +636,7 @@ class Store:
         """Finds the first live job of each queue, from these floors on, or from the beginning of time."""
         first: dict[QueueId, Micros] = {}
         now = Micros(0)
-        groups_wait = workflows_wait = False
+        groups_wait = workflows_wait = ages = False
         # A sweep without queues still looks for what waits to be repaired.
         for at in range(0, max(len(queues), 1), _PROBE_QUEUES_MAX):
             part = queues[at : at + _PROBE_QUEUES_MAX]
@@ -633,7 +647,8 @@ class Store:
             else:
                 floors = [floor for queue in part for floor in floors_of(queue)]
                 rows = await self._database.run(statements.PROBE, {**parameters, "floors_us": arrays.numbers(floors)})
-            now, found, priorities, visible_at, gives_jobs, groups_wait, workflows_wait = rows[0]
+            now, found, priorities, visible_at, gives_jobs, groups_wait, workflows_wait, ages_here = rows[0]
+            ages = ages or ages_here
             lanes: dict[tuple[QueueId, int], Micros] = {}
             giving: set[QueueId] = set()
             if found is not None:
@@ -644,7 +659,7 @@ class Store:
             for (queue, _), when in lanes.items():
                 if queue in giving:
                     first[queue] = min(when, first.get(queue, when))
-        return Due(now=now, first=first, groups_wait=groups_wait, workflows_wait=workflows_wait)
+        return Due(now=now, first=first, groups_wait=groups_wait, workflows_wait=workflows_wait, ages=ages)
 
 
 def _tell_not_handed(call: Call) -> None:

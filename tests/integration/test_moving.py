@@ -629,7 +629,12 @@ async def test_a_column_of_a_queue_is_a_setting_or_is_named_here(pair: Pair) -> 
 async def test_queues_move_with_their_configuration(pair: Pair, org: OrgId) -> None:
     books = pair.books[A]
     every = QueueSettings(
-        retry=to_json(Fixed(delay_us=7)), max_attempts=3, retention_days=7, group_concurrency=5, paused=True
+        retry=to_json(Fixed(delay_us=7)),
+        max_attempts=3,
+        retention_days=7,
+        group_concurrency=5,
+        ageing_seconds=9,
+        paused=True,
     )
     assert None not in asdict(every).values()
     assert (await books.create_queue(org, QUEUE, every)).settings == every

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import pty
+import select
+import subprocess
+import sys
 from collections.abc import AsyncGenerator, Generator
 from datetime import timedelta
 
@@ -18,6 +23,7 @@ from shard.postgres.pool import Database
 from shard.queue.settle import Nack, Settlement
 from shard.queue.store import Store
 from shard.vocabulary import Failure, OrgId
+from tests.balancers import until
 from tests.command import windrow
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, ids_of, job_id, job_message, lease_jobs, some_jobs
@@ -119,6 +125,67 @@ async def test_the_jobs_are_counted_again_only_when_the_count_is_too_old(
     assert two == [None, None]
 
 
+async def test_rates_are_of_the_jobs_stored_and_ended_between_two_counts(
+    fresh_database: Database, fresh_books: QueueAdmin
+) -> None:
+    store = Store(fresh_database)
+    busy, idle = OrgId("busy"), OrgId("idle")
+    await populate(store, idle, ready=3)
+    await populate(store, busy, ready=5)
+    assert {(one.enqueued_per_1000_s, one.rates_over_us) for one in await listed(fresh_books)} == {(0, None)}
+    # All jobs of one org end, so that it has none any more; a dead job has not ended.
+    leases = [lease for _, lease in await lease_jobs(store, busy)]
+    await store.settle(Settlement.ack(busy, leases))
+    await populate(store, busy, dead=1)
+    await store.enqueue(gone := some_jobs(busy, 4))
+    await store.cancel(busy, ids_of(gone), reason="")
+    # The order of rates, for which nothing is counted again.
+    first, second = (
+        await listed(fresh_books, OrgSort.BACKLOG),
+        await listed(fresh_books, OrgSort.RATE, max_age_us=MINUTE),
+    )
+    assert ([one.org for one in first], [one.org for one in second]) == (["idle", "busy"], ["busy", "idle"])
+    over_us = second[0].rates_over_us
+    assert over_us
+    assert second[0].enqueued_per_1000_s == 5 * 1_000_000_000 // over_us
+    assert second[0].ended_per_1000_s == 9 * 1_000_000_000 // over_us
+    assert (second[1].enqueued_per_1000_s, second[1].ended_per_1000_s) == (0, 0)
+    assert {(one.enqueued_per_1000_s, one.ended_per_1000_s) for one in await listed(fresh_books)} == {(0, 0)}
+
+
+async def test_a_count_by_an_older_release_gives_no_wrong_rates(
+    fresh_database: Database, fresh_books: QueueAdmin, org: OrgId
+) -> None:
+    store = Store(fresh_database)
+    await listed(fresh_books)
+    await populate(store, org, ready=4)
+    # As the older release writes it: without the accepted jobs.
+    await fresh_database.run(b"UPDATE windrow.org_figures_counted SET at = clock_timestamp()", {})
+    assert [(one.enqueued_per_1000_s, one.rates_over_us) for one in await listed(fresh_books)] == [(0, None)]
+    await populate(store, org, ready=1)
+    assert [one.rates_over_us is not None for one in await listed(fresh_books)] == [True]
+
+
+async def test_a_count_that_waited_for_another_does_not_count_again(
+    fresh_database: Database, fresh_books: QueueAdmin, org: OrgId
+) -> None:
+    store = Store(fresh_database)
+    await populate(store, org, ready=4)
+    await listed(fresh_books)
+    await populate(store, org, ready=4)
+    async with fresh_database.transaction() as connection:
+        # The other count: it holds the row until it commits.
+        await connection.execute("UPDATE windrow.org_figures_counted SET before = at, at = now(), accepted_at = now()")
+        await connection.execute("UPDATE windrow.org_figures SET ready = 8, accepted = 8, enqueued = 4")
+        second = asyncio.create_task(org_figures.count(fresh_books._database, max_age_us=NOW))  # pyright: ignore[reportPrivateUsage]
+        waiting = b"SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+        await until(lambda: fresh_database.run(waiting, {}), bool)
+    await second
+    (one,) = await listed(fresh_books, max_age_us=MINUTE)
+    assert one.rates_over_us
+    assert one.enqueued_per_1000_s == 4 * 1_000_000_000 // one.rates_over_us
+
+
 async def test_a_search_finds_parts_of_names_in_either_case(fresh_database: Database, fresh_books: QueueAdmin) -> None:
     store = Store(fresh_database)
     for name in ("Acme", "pacme%", "initech"):
@@ -187,4 +254,48 @@ def test_the_command_lists_them(cluster: tuple[Stubs, str]) -> None:
     assert [d["org"] for d in windrow("orgs", "list", "--sort", "name", "--json", "--address", address).documents] == [
         f"org-{at:02}" for at in range(20)
     ]
+    (first, *_) = windrow("top", "--json", "--interval", "10ms", "--address", address).documents
+    assert (first["org"], first["ready"], first["enqueued_per_s"]) == ("org-19", 20, 0)
+    assert first["rates_over_s"] > 0
+    once = windrow("top", "--once", "--limit", "1", "--interval", "10ms", "--sort", "name", "--address", address)
+    assert ([line.split()[0] for line in once.lines], "orgs by name, counted" in once.err) == (["org", "org-00"], True)
+    assert windrow("top", "--sort", "rate", "org-07", "--address", address).code == 2
+    (queue,) = windrow("top", "org-07", "--json", "--address", address).documents
+    assert (queue["queue"], queue["ready"]) == ("mail", 8)
     assert "no org matches" in windrow("orgs", "list", "--search", "nobody", "--address", address).err
+
+
+def test_top_updates_its_figures_in_place_until_q_is_pressed(cluster: tuple[Stubs, str]) -> None:
+    both, address = cluster
+    ours, terminal = pty.openpty()
+    command = [sys.executable, "-m", "cli.main", "top", "--interval", "50ms", "--address", address]
+    env = {**os.environ, "TERM": "xterm", "LINES": "12", "COLUMNS": "100"}
+    shown = bytearray()
+
+    def until_shown(text: bytes) -> None:
+        while text not in shown:
+            assert select.select([ours], [], [], PATIENCE_S)[0], bytes(shown)
+            shown.extend(os.read(ours, 65536))
+
+    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=env) as process:
+        try:
+            until_shown(b"q quits")
+            shown.clear()
+            jobs = [job_message(id=job_id(), queue="mail", kind="greet") for _ in range(77)]
+            both.queue.Enqueue(queue_pb2.EnqueueRequest(org="newcomer", jobs=jobs), timeout=PATIENCE_S)
+            os.write(ours, b"x")
+            until_shown(b"newcomer")
+            until_shown(b"org-1")
+            # Only as many orgs as the screen has room for.
+            assert b"org-02" not in shown
+            os.write(ours, b"q")
+            while process.poll() is None:
+                if select.select([ours], [], [], 0.05)[0]:
+                    shown.extend(os.read(ours, 65536))
+            # The screen of before is back.
+            assert b"\x1b[?1049l" in shown
+            assert process.returncode == 0
+        finally:
+            process.kill()
+            os.close(ours)
+            os.close(terminal)

@@ -64,6 +64,7 @@ def test_statements_ask_in_one_way_whether_a_queue_gives_jobs() -> None:
         "enqueue_plain",
         "explain_job",
         "explain_queue",
+        "move_aged",
         "probe",
         "walk_queues",
         "sweep",

@@ -42,6 +42,8 @@ class QueueRecord:
     retention_days: int
     # How many jobs of one group may run at a time.
     group_concurrency: int
+    # A ready job of priority p is moved to priority 1 after (p - 1) times this. None: priorities do not age.
+    ageing_seconds: int | None
     # It gives no jobs until it is resumed.
     paused: bool
     created_at: datetime
@@ -145,11 +147,14 @@ class AdminCalls:
         max_attempts: int | None = None,
         retention_days: int | None = None,
         group_concurrency: int | None = None,
+        ageing_seconds: int | None = None,
     ) -> QueueRecord:
         """Gives a queue its settings before its first job, which would create it with the defaults. None: the default.
 
         Raises AlreadyExists, also if the first try of this call created the queue and its answer was lost."""
-        return await self._create_queue(queue, _config(retry, max_attempts, retention_days, group_concurrency))
+        return await self._create_queue(
+            queue, _config(retry, max_attempts, retention_days, group_concurrency, ageing_seconds)
+        )
 
     async def _create_queue(self, queue: str, config: admin_pb2.QueueConfig) -> QueueRecord:
         request = admin_pb2.CreateQueueRequest(org=self.org, queue=queue, config=config)
@@ -163,11 +168,12 @@ class AdminCalls:
         max_attempts: int | None = None,
         retention_days: int | None = None,
         group_concurrency: int | None = None,
+        ageing_seconds: int | None = None,
         reset: Iterable[str] = (),
     ) -> QueueRecord:
         """Changes the given settings, also for the jobs that the queue has. `reset` names settings to put back to their
         defaults, such as "retry". Raises NotFound."""
-        config = _config(retry, max_attempts, retention_days, group_concurrency)
+        config = _config(retry, max_attempts, retention_days, group_concurrency, ageing_seconds)
         given = [field.name for field, _ in config.ListFields()]
         resets = list(reset)
         if both := set(given).intersection(resets):
@@ -184,11 +190,12 @@ class AdminCalls:
         max_attempts: int | None = None,
         retention_days: int | None = None,
         group_concurrency: int | None = None,
+        ageing_seconds: int | None = None,
     ) -> QueueRecord:
         """Creates a queue with these settings, or gives them to the queue that exists: for programs that set up their
         queues when they start. None: the default in a new queue; an existing one keeps what it has. Several processes
         may do this at the same time. Raises NotFound if somebody deletes the queue meanwhile."""
-        settings = (retry, max_attempts, retention_days, group_concurrency)
+        settings = (retry, max_attempts, retention_days, group_concurrency, ageing_seconds)
         try:
             return await self._create_queue(queue, _config(*settings))
         except AlreadyExists:
@@ -200,6 +207,7 @@ class AdminCalls:
                 max_attempts=max_attempts,
                 retention_days=retention_days,
                 group_concurrency=group_concurrency,
+                ageing_seconds=ageing_seconds,
             )
 
     async def pause_queue(self, queue: str) -> QueueRecord:
@@ -289,18 +297,25 @@ class AdminCalls:
         died_after: datetime | None = None,
         died_before: datetime | None = None,
         limit: int | None = None,
+        per_second: float = 0.0,
     ) -> int:
         """Makes the queue's dead jobs that meet all conditions ready again, with all their attempts, the first death
         first. Redrives at most as many as are dead now, because some may die again meanwhile. Returns how many: a lower
-        bound if an answer was lost. Raises NotFound, Unavailable."""
-        conditions = admin_pb2.RedriveQueueRequest()
+        bound if an answer was lost. `per_second`: how many of them become due in a second, the others are scheduled
+        until their turn; 0: all at once. Raises NotFound, Unavailable."""
+        conditions = admin_pb2.RedriveQueueRequest(per_second=per_second)
+        redriven = 0
         set_time(conditions.died_after, "died_after", died_after)
         set_time(conditions.died_before, "died_before", died_before)
 
         async def redrive(count: int) -> tuple[int, bool]:
-            request = admin_pb2.RedriveQueueRequest(org=self.org, queue=queue, kind=kind, limit=count)
+            nonlocal redriven
+            request = admin_pb2.RedriveQueueRequest(
+                org=self.org, queue=queue, kind=kind, limit=count, already_redriven=redriven
+            )
             request.MergeFrom(conditions)
             response = await self._ask(lambda stub: stub.RedriveQueue, request)
+            redriven += response.redriven
             return response.redriven, response.limit_reached
 
         left = _checked_limit(limit)
@@ -427,7 +442,11 @@ def _measure(measure: LimitMeasure) -> limits_pb2.LimitMeasure.ValueType:
 
 
 def _config(
-    retry: RetryPolicy | None, max_attempts: int | None, retention_days: int | None, group_concurrency: int | None
+    retry: RetryPolicy | None,
+    max_attempts: int | None,
+    retention_days: int | None,
+    group_concurrency: int | None,
+    ageing_seconds: int | None,
 ) -> admin_pb2.QueueConfig:
     try:
         policy = None if retry is None else retry_message(retry)
@@ -438,6 +457,7 @@ def _config(
         max_attempts=max_attempts,
         retention_days=retention_days,
         group_concurrency=group_concurrency,
+        ageing_seconds=ageing_seconds,
     )
 
 
@@ -464,6 +484,7 @@ def _read_queue(message: admin_pb2.QueueInfo) -> QueueRecord:
         max_attempts=message.config.max_attempts,
         retention_days=message.config.retention_days,
         group_concurrency=message.config.group_concurrency,
+        ageing_seconds=message.config.ageing_seconds if message.config.HasField("ageing_seconds") else None,
         paused=message.paused,
         created_at=moment(message.created_at),
         shard=message.shard,

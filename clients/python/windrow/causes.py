@@ -192,14 +192,15 @@ def _kind_not_taken(of: _Figures) -> str:
 
 
 def _jobs_ahead(of: _Figures) -> str:
+    moved = "" if of["goes_first_at"] is None else f"; it is moved before them at {_time(of['goes_first_at'])}"
     if of["at_least"]:
-        return f"more than {_jobs(of['more_urgent'] + of['earlier'])} of the queue come first"
+        return f"more than {_jobs(of['more_urgent'] + of['earlier'])} of the queue come first{moved}"
     parts = [
         f"{_jobs(count)} {which}"
         for count, which in ((of["more_urgent"], "more urgent"), (of["earlier"], "of the same priority, earlier"))
         if count
     ]
-    return f"these come first: {' and '.join(parts)}"
+    return f"these come first: {' and '.join(parts)}{moved}"
 
 
 def _due(of: _Figures) -> str:

@@ -1,9 +1,16 @@
 -- Counts every org's jobs, unless they were counted within the last max_age_us. A second session that runs this at the
 -- same time waits for the first one, and then counts nothing. Only rows that change are written.
+--
+-- All jobs that were accepted and are not found here have ended. So two counts tell how many were stored and how many
+-- have ended between them. An org has a row as soon as the shard has accepted a job of it.
 WITH due AS (
-    INSERT INTO windrow.org_figures_counted AS c (at) VALUES (now())
-    ON CONFLICT (only_row) DO UPDATE SET at = now() WHERE c.at <= now() - %(max_age_us)s * interval '1 us'
-    RETURNING c.at
+    INSERT INTO windrow.org_figures_counted AS c (at, accepted_at) VALUES (now(), now())
+    ON CONFLICT (only_row) DO UPDATE
+    SET at = now(), accepted_at = now(), before = CASE WHEN c.accepted_at = c.at THEN c.at END
+    WHERE c.at <= now() - %(max_age_us)s * interval '1 us'
+        -- Not after a count that this session has waited for: its snapshot does not have the figures of that one.
+        AND c.at = (SELECT seen.at FROM windrow.org_figures_counted seen)
+    RETURNING c.before
 ), live AS (
     SELECT
         {{org_of(j)}} AS org_id,
@@ -28,21 +35,49 @@ WITH due AS (
     ) d
     WHERE EXISTS (SELECT FROM due)
     GROUP BY 1
+), granted AS (
+    SELECT t.org_id::bigint AS org_id, sum(t.accepted)::bigint AS accepted
+    FROM windrow.tally t
+    WHERE EXISTS (SELECT FROM due)
+    GROUP BY 1
+    HAVING sum(t.accepted) <> 0
 ), counted AS MATERIALIZED (
     SELECT
         org_id, coalesce(live.scheduled, 0) AS scheduled, coalesce(live.ready, 0) AS ready,
-        coalesce(live.leased, 0) AS leased, coalesce(aside.dead, 0) AS dead, live.oldest_ready_us
+        coalesce(live.leased, 0) AS leased, coalesce(aside.dead, 0) AS dead, live.oldest_ready_us,
+        coalesce(granted.accepted, 0) AS accepted
     FROM live
     FULL JOIN aside USING (org_id)
+    FULL JOIN granted USING (org_id)
 ), gone AS (
     DELETE FROM windrow.org_figures f
     WHERE EXISTS (SELECT FROM due) AND NOT EXISTS (SELECT FROM counted c WHERE c.org_id = f.org_id)
 )
-INSERT INTO windrow.org_figures AS f (org_id, scheduled, ready, leased, dead, oldest_ready_us)
-SELECT c.org_id, c.scheduled, c.ready, c.leased, c.dead, c.oldest_ready_us FROM counted c
+INSERT INTO windrow.org_figures AS f (
+    org_id, scheduled, ready, leased, dead, oldest_ready_us, accepted, enqueued, ended
+)
+SELECT
+    c.org_id, c.scheduled, c.ready, c.leased, c.dead, c.oldest_ready_us, c.accepted,
+    -- Never negative: jobs that move to another shard are accepted there.
+    CASE WHEN due.before IS NULL THEN 0 ELSE greatest(0, c.accepted - coalesce(o.accepted, 0)) END,
+    CASE
+        WHEN due.before IS NULL THEN 0
+        ELSE greatest(
+            0,
+            c.accepted - c.scheduled - c.ready - c.leased - c.dead
+            - coalesce(o.accepted - o.scheduled - o.ready - o.leased - o.dead, 0)
+        )
+    END
+FROM due
+CROSS JOIN counted c
+LEFT JOIN windrow.org_figures o USING (org_id)
 ON CONFLICT (org_id) DO UPDATE
 SET
     scheduled = excluded.scheduled, ready = excluded.ready, leased = excluded.leased, dead = excluded.dead,
-    oldest_ready_us = excluded.oldest_ready_us
-WHERE (f.scheduled, f.ready, f.leased, f.dead) <> (excluded.scheduled, excluded.ready, excluded.leased, excluded.dead)
+    oldest_ready_us = excluded.oldest_ready_us, accepted = excluded.accepted, enqueued = excluded.enqueued,
+    ended = excluded.ended
+WHERE (f.scheduled, f.ready, f.leased, f.dead, f.accepted, f.enqueued, f.ended) <> (
+        excluded.scheduled, excluded.ready, excluded.leased, excluded.dead, excluded.accepted, excluded.enqueued,
+        excluded.ended
+    )
     OR f.oldest_ready_us IS DISTINCT FROM excluded.oldest_ready_us

@@ -1,5 +1,6 @@
--- Puts a queue's dead jobs back, the oldest death first: ready at once, with fresh attempts. Their history stays. They do
--- not take their live keys again: other jobs may have them by now, also on another shard.
+-- Puts a queue's dead jobs back, the oldest death first, with fresh attempts. They are due one after another, gap_us apart,
+-- behind `ahead` jobs of earlier calls; with the gap 0 all at once. Their history stays. They do not take their live keys
+-- again: other jobs may have them by now, also on another shard.
 WITH chosen AS (
     DELETE FROM windrow.dead d
     WHERE d.ctid = ANY (ARRAY(
@@ -14,11 +15,17 @@ WITH chosen AS (
         FOR UPDATE OF aside SKIP LOCKED
     ))
     RETURNING d.*
+), turns AS (
+    SELECT
+        chosen.*,
+        now() + (%(ahead)s::bigint + row_number() OVER (ORDER BY chosen.finished_at, chosen.id) - 1)
+            * %(gap_us)s::bigint * interval '1 us' AS due
+    FROM chosen
 )
 INSERT INTO windrow.job (
     id, queue_id, enqueued_at, run_at, visible_at, priority, max_attempts, {{kept_content}}, history
 )
 SELECT
-    c.id, c.queue_id, c.enqueued_at, now(), now(), c.priority, c.max_attempts, {{unkeyed_content(c)}}, c.history
-FROM chosen c
+    c.id, c.queue_id, c.enqueued_at, c.due, c.due, c.priority, c.max_attempts, {{unkeyed_content(c)}}, c.history
+FROM turns c
 RETURNING id::text

@@ -7,7 +7,9 @@ SELECT
     -- A job of a group that waits, or got its slot late, shows when it became due.
     now() AS now, CASE WHEN j.lease IS NULL THEN j.run_at ELSE j.visible_at END AS visible_at, j.lease IS NOT NULL AS leased, {{gives_jobs(q)}} AS gives_jobs,
     EXISTS (SELECT FROM windrow.departing d WHERE d.id = %(id)s::uuid AND d.queue_id = q.queue_id) AS departing,
-    ahead.more_urgent, ahead.earlier, coalesce(j.visible_at = 'infinity' AND j.run_at < 'infinity', false) AS waits, seen.any_at, seen.kind_at, seen.kinds
+    ahead.more_urgent, ahead.earlier,
+    CASE WHEN j.priority > 1 THEN j.visible_at + (j.priority - 1) * q.ageing_seconds * interval '1 s' END AS goes_first_at,
+    coalesce(j.visible_at = 'infinity' AND j.run_at < 'infinity', false) AS waits, seen.any_at, seen.kind_at, seen.kinds
 FROM windrow.queue q
 -- OFFSET 0 fence: finds the job by its id, never by a scan of its queue.
 LEFT JOIN LATERAL (

@@ -1,7 +1,7 @@
 -- Returns what probe.sql returns, for many queues, from the beginning of time, so that it also finds jobs that
 -- committed late (I7). Most queues have jobs of one priority or none. Therefore it steps from each lane that has jobs
 -- to the next such lane, instead of looking into all nine. Also tells whether there is anything that other statements
--- repair: jobs that wait for a slot of a group, and ends of nodes that no workflow has taken in.
+-- do: fill slots of groups that jobs wait for, take in ends of nodes of workflows, and move jobs that have aged.
 SELECT now() AS now, array_agg(first.queue_id) AS queue_ids, array_agg(first.priority) AS priorities,
     array_agg(first.visible_at) AS visible_at, array_agg(first.gives_jobs) AS gives_jobs,
     EXISTS (
@@ -9,7 +9,11 @@ SELECT now() AS now, array_agg(first.queue_id) AS queue_ids, array_agg(first.pri
         WHERE j.group_key IS NOT NULL AND j.group_slot IS NULL AND NOT isfinite(j.visible_at) AND isfinite(j.run_at)
     ) AS groups_wait,
     EXISTS (SELECT FROM windrow.workflow_arrival)
-        OR EXISTS (SELECT FROM windrow.workflow_node n WHERE n.state IN ('due', 'doomed')) AS workflows_wait
+        OR EXISTS (SELECT FROM windrow.workflow_node n WHERE n.state IN ('due', 'doomed')) AS workflows_wait,
+    EXISTS (
+        SELECT FROM windrow.queue a
+        WHERE a.queue_id = ANY (%(queue_ids)s::bigint[]) AND a.ageing_seconds IS NOT NULL
+    ) AS ages
 FROM (
     SELECT q.queue_id, j.priority, j.visible_at, w.gives_jobs
     FROM unnest(%(queue_ids)s::bigint[]) AS q (queue_id)

@@ -65,8 +65,8 @@ Global___RestoreRefusal: _TypeAlias = RestoreRefusal  # noqa: Y015
 
 @_typing.final
 class QueueConfig(_message.Message):
-    """The configuration of a queue. In a request, an absent field means the default; in an answer, every field is set, with
-    the values in effect.
+    """The configuration of a queue. In a request, an absent field means the default; in an answer, every field but
+    ageing_seconds is set, with the values in effect.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -75,6 +75,7 @@ class QueueConfig(_message.Message):
     MAX_ATTEMPTS_FIELD_NUMBER: _builtins.int
     RETENTION_DAYS_FIELD_NUMBER: _builtins.int
     GROUP_CONCURRENCY_FIELD_NUMBER: _builtins.int
+    AGEING_SECONDS_FIELD_NUMBER: _builtins.int
     max_attempts: _builtins.int
     """For jobs without a value of their own. 1 to 1,000; absent: 20."""
     retention_days: _builtins.int
@@ -85,6 +86,10 @@ class QueueConfig(_message.Message):
     group_concurrency: _builtins.int
     """How many jobs of one group (JobTemplate.group) may be leased at a time. 1 to 1,000; absent: 1, which is strict order.
     A smaller number takes no lease away: the jobs that have one, or wait for a retry, end first.
+    """
+    ageing_seconds: _builtins.int
+    """Ends the starvation of less urgent jobs: a READY job of priority p is moved to priority 1 after (p - 1) times this
+    many seconds, and keeps that priority. 1 to 604,800; absent, also in an answer: priorities do not age.
     """
     @_builtins.property
     def retry(self) -> _job_pb2.RetryPolicy:
@@ -97,17 +102,22 @@ class QueueConfig(_message.Message):
         max_attempts: _builtins.int | None = ...,
         retention_days: _builtins.int | None = ...,
         group_concurrency: _builtins.int | None = ...,
+        ageing_seconds: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_concurrency", b"_group_concurrency", "_max_attempts", b"_max_attempts", "_retention_days", b"_retention_days", "group_concurrency", b"group_concurrency", "max_attempts", b"max_attempts", "retention_days", b"retention_days", "retry", b"retry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ageing_seconds", b"_ageing_seconds", "_group_concurrency", b"_group_concurrency", "_max_attempts", b"_max_attempts", "_retention_days", b"_retention_days", "ageing_seconds", b"ageing_seconds", "group_concurrency", b"group_concurrency", "max_attempts", b"max_attempts", "retention_days", b"retention_days", "retry", b"retry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_concurrency", b"_group_concurrency", "_max_attempts", b"_max_attempts", "_retention_days", b"_retention_days", "group_concurrency", b"group_concurrency", "max_attempts", b"max_attempts", "retention_days", b"retention_days", "retry", b"retry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ageing_seconds", b"_ageing_seconds", "_group_concurrency", b"_group_concurrency", "_max_attempts", b"_max_attempts", "_retention_days", b"_retention_days", "ageing_seconds", b"ageing_seconds", "group_concurrency", b"group_concurrency", "max_attempts", b"max_attempts", "retention_days", b"retention_days", "retry", b"retry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__ageing_seconds: _TypeAlias = _typing.Literal["ageing_seconds"]  # noqa: Y015
+    _WhichOneofArgType__ageing_seconds: _TypeAlias = _typing.Literal["_ageing_seconds", b"_ageing_seconds"]  # noqa: Y015
     _WhichOneofReturnType__group_concurrency: _TypeAlias = _typing.Literal["group_concurrency"]  # noqa: Y015
     _WhichOneofArgType__group_concurrency: _TypeAlias = _typing.Literal["_group_concurrency", b"_group_concurrency"]  # noqa: Y015
     _WhichOneofReturnType__max_attempts: _TypeAlias = _typing.Literal["max_attempts"]  # noqa: Y015
     _WhichOneofArgType__max_attempts: _TypeAlias = _typing.Literal["_max_attempts", b"_max_attempts"]  # noqa: Y015
     _WhichOneofReturnType__retention_days: _TypeAlias = _typing.Literal["retention_days"]  # noqa: Y015
     _WhichOneofArgType__retention_days: _TypeAlias = _typing.Literal["_retention_days", b"_retention_days"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ageing_seconds) -> _WhichOneofReturnType__ageing_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__group_concurrency) -> _WhichOneofReturnType__group_concurrency | None: ...
     @_typing.overload
@@ -243,7 +253,8 @@ class UpdateQueueRequest(_message.Message):
 
     @_builtins.property
     def update_mask(self) -> _field_mask_pb2.FieldMask:
-        """Which fields of config to change: "retry", "max_attempts", "retention_days", or "*" for all three. A named field
+        """Which fields of config to change: "retry", "max_attempts", "retention_days",
+        "group_concurrency", "ageing_seconds", or "*" for all. A named field
         that config does not have is reset to its default. Empty: changes the fields that config has. Any other path is an
         INVALID_ARGUMENT, and nothing is changed. At most 100 paths.
         """
@@ -1026,6 +1037,8 @@ class RedriveQueueRequest(_message.Message):
     DIED_AFTER_FIELD_NUMBER: _builtins.int
     DIED_BEFORE_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
+    PER_SECOND_FIELD_NUMBER: _builtins.int
+    ALREADY_REDRIVEN_FIELD_NUMBER: _builtins.int
     org: _builtins.str
     """The tenant that owns the jobs. 1 to 128 bytes, no control characters."""
     queue: _builtins.str
@@ -1034,6 +1047,14 @@ class RedriveQueueRequest(_message.Message):
     """Only this kind; empty: every kind."""
     limit: _builtins.int
     """The most jobs that this call brings back. 1 to 10,000; 0 or absent: 1,000."""
+    per_second: _builtins.float
+    """How many of the jobs become due in a second, so that a cause that has not gone kills few of them before somebody
+    sees it. The others are SCHEDULED until their turn. 0.001 to 100,000; 0 or absent: all are READY at once.
+    """
+    already_redriven: _builtins.int
+    """How many jobs earlier calls of the same redrive have brought back: those of this call become due behind them. Only
+    with per_second. 0 to 1,000,000,000.
+    """
     @_builtins.property
     def died_after(self) -> _timestamp_pb2.Timestamp:
         """Only jobs that died at this time or later, by their finished_at; absent: any time."""
@@ -1051,10 +1072,12 @@ class RedriveQueueRequest(_message.Message):
         died_after: _timestamp_pb2.Timestamp | None = ...,
         died_before: _timestamp_pb2.Timestamp | None = ...,
         limit: _builtins.int = ...,
+        per_second: _builtins.float = ...,
+        already_redriven: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["died_after", b"died_after", "died_before", b"died_before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["died_after", b"died_after", "died_before", b"died_before", "kind", b"kind", "limit", b"limit", "org", b"org", "queue", b"queue"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_redriven", b"already_redriven", "died_after", b"died_after", "died_before", b"died_before", "kind", b"kind", "limit", b"limit", "org", b"org", "per_second", b"per_second", "queue", b"queue"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -209,7 +209,7 @@ class AdminServicer:
 
     def RedriveQueue(self, request, context):
         """Makes the dead jobs of a queue ready again, with all their attempts: the earliest death first, at most `limit` per
-        call. The router does this at most once, as for PurgeQueue. A second call also brings back jobs that have died again
+        call, at once or at a limited rate. The router does this at most once, as for PurgeQueue. A second call also brings back jobs that have died again
         since the first one, unless `died_before` excludes them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -83,7 +83,7 @@ class AdminStub:
     """
     RedriveQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RedriveQueueRequest, _admin_pb2.RedriveQueueResponse]
     """Makes the dead jobs of a queue ready again, with all their attempts: the earliest death first, at most `limit` per
-    call. The router does this at most once, as for PurgeQueue. A second call also brings back jobs that have died again
+    call, at once or at a limited rate. The router does this at most once, as for PurgeQueue. A second call also brings back jobs that have died again
     since the first one, unless `died_before` excludes them.
     """
     GetStats: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetStatsRequest, _admin_pb2.GetStatsResponse]
@@ -149,7 +149,7 @@ class AdminAsyncStub(AdminStub):
     """
     RedriveQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.RedriveQueueRequest, _admin_pb2.RedriveQueueResponse]  # type: ignore[assignment]
     """Makes the dead jobs of a queue ready again, with all their attempts: the earliest death first, at most `limit` per
-    call. The router does this at most once, as for PurgeQueue. A second call also brings back jobs that have died again
+    call, at once or at a limited rate. The router does this at most once, as for PurgeQueue. A second call also brings back jobs that have died again
     since the first one, unless `died_before` excludes them.
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStatsRequest, _admin_pb2.GetStatsResponse]  # type: ignore[assignment]
@@ -284,7 +284,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.RedriveQueueResponse, _abc.Awaitable[_admin_pb2.RedriveQueueResponse]]:
         """Makes the dead jobs of a queue ready again, with all their attempts: the earliest death first, at most `limit` per
-        call. The router does this at most once, as for PurgeQueue. A second call also brings back jobs that have died again
+        call, at once or at a limited rate. The router does this at most once, as for PurgeQueue. A second call also brings back jobs that have died again
         since the first one, unless `died_before` excludes them.
         """
 

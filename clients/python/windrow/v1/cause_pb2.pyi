@@ -620,6 +620,7 @@ class JobsAheadCause(_message.Message):
     MORE_URGENT_FIELD_NUMBER: _builtins.int
     EARLIER_FIELD_NUMBER: _builtins.int
     AT_LEAST_FIELD_NUMBER: _builtins.int
+    GOES_FIRST_AT_FIELD_NUMBER: _builtins.int
     more_urgent: _builtins.int
     """READY jobs with a smaller `priority`."""
     earlier: _builtins.int
@@ -628,16 +629,21 @@ class JobsAheadCause(_message.Message):
     """True: more than 1,000 jobs are ahead. They are not counted further, and `more_urgent` and `earlier` may both be too
     small; together they are 1,000.
     """
+    @_builtins.property
+    def goes_first_at(self) -> _timestamp_pb2.Timestamp:
+        """When the job is moved before them, by QueueConfig.ageing_seconds: then or a few seconds later. Absent: it is not."""
+
     def __init__(
         self,
         *,
         more_urgent: _builtins.int = ...,
         earlier: _builtins.int = ...,
         at_least: _builtins.bool = ...,
+        goes_first_at: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["goes_first_at", b"goes_first_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_least", b"at_least", "earlier", b"earlier", "more_urgent", b"more_urgent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_least", b"at_least", "earlier", b"earlier", "goes_first_at", b"goes_first_at", "more_urgent", b"more_urgent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -94,6 +94,8 @@ class _OrgSortEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OrgSort.Value
     """Most leased jobs first."""
     ORG_SORT_NAME: _OrgSort.ValueType  # 5
     """By name."""
+    ORG_SORT_RATE: _OrgSort.ValueType  # 6
+    """Most jobs enqueued and ended per second first: enqueued_per_s and ended_per_s together."""
 
 class OrgSort(_OrgSort, metaclass=_OrgSortEnumTypeWrapper):
     """The order of a list of orgs. Orgs with the same figure are in the order of their names."""
@@ -110,6 +112,8 @@ ORG_SORT_IN_FLIGHT: OrgSort.ValueType  # 4
 """Most leased jobs first."""
 ORG_SORT_NAME: OrgSort.ValueType  # 5
 """By name."""
+ORG_SORT_RATE: OrgSort.ValueType  # 6
+"""Most jobs enqueued and ended per second first: enqueued_per_s and ended_per_s together."""
 Global___OrgSort: _TypeAlias = OrgSort  # noqa: Y015
 
 @_typing.final
@@ -561,6 +565,9 @@ class OrgFigures(_message.Message):
     DEAD_FIELD_NUMBER: _builtins.int
     OLDEST_READY_AGE_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
+    ENQUEUED_PER_S_FIELD_NUMBER: _builtins.int
+    ENDED_PER_S_FIELD_NUMBER: _builtins.int
+    RATES_OVER_FIELD_NUMBER: _builtins.int
     org: _builtins.str
     """The tenant."""
     scheduled: _builtins.int
@@ -571,6 +578,12 @@ class OrgFigures(_message.Message):
     """Jobs that consumers hold: LEASED."""
     dead: _builtins.int
     """Jobs that are out of attempts or failed permanently: DEAD."""
+    enqueued_per_s: _builtins.float
+    """Jobs that were stored per second, between the last two counts; also those that moved to this shard. The jobs were
+    counted again because somebody asked: who wants the rates of the last seconds asks twice, seconds apart.
+    """
+    ended_per_s: _builtins.float
+    """Jobs that ended per second between the last two counts: SUCCEEDED or CANCELLED."""
     @_builtins.property
     def oldest_ready_age(self) -> _duration_pb2.Duration:
         """For how long the oldest ready job had been ready when the jobs were counted. Absent: none was ready."""
@@ -580,6 +593,10 @@ class OrgFigures(_message.Message):
         """Where the org's jobs are. Two shards while the org moves; it then stands in the list where the larger of its two
         figures belongs, and a job that moved between the two counts may be in both or in neither.
         """
+
+    @_builtins.property
+    def rates_over(self) -> _duration_pb2.Duration:
+        """The time between the last two counts. Absent: the jobs were counted once, and both rates are 0."""
 
     def __init__(
         self,
@@ -591,10 +608,13 @@ class OrgFigures(_message.Message):
         dead: _builtins.int = ...,
         oldest_ready_age: _duration_pb2.Duration | None = ...,
         shards: _abc.Iterable[_builtins.str] | None = ...,
+        enqueued_per_s: _builtins.float = ...,
+        ended_per_s: _builtins.float = ...,
+        rates_over: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["oldest_ready_age", b"oldest_ready_age"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["oldest_ready_age", b"oldest_ready_age", "rates_over", b"rates_over"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead", b"dead", "leased", b"leased", "oldest_ready_age", b"oldest_ready_age", "org", b"org", "ready", b"ready", "scheduled", b"scheduled", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead", b"dead", "ended_per_s", b"ended_per_s", "enqueued_per_s", b"enqueued_per_s", "leased", b"leased", "oldest_ready_age", b"oldest_ready_age", "org", b"org", "rates_over", b"rates_over", "ready", b"ready", "scheduled", b"scheduled", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

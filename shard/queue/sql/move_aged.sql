@@ -1,0 +1,35 @@
+-- Moves jobs of these queues that are ready for long to priority 1, at most jobs_max of each priority: those of priority p
+-- that became visible (p - 1) times the queue's ageing_seconds ago. As a claim does, it begins at each lane's floor.
+WITH aged AS MATERIALIZED (
+    -- MATERIALIZED fence: no more rows are locked than are moved.
+    SELECT v.ctid
+    FROM unnest(%(queue_ids)s::bigint[]) WITH ORDINALITY AS s (queue_id, turn)
+    -- OFFSET 0 fence: finds the queue by its id, as in claim.sql.
+    CROSS JOIN LATERAL (
+        SELECT q.ageing_seconds
+        FROM windrow.queue q
+        WHERE q.queue_id = s.queue_id AND q.ageing_seconds IS NOT NULL AND {{gives_jobs(q)}}
+        OFFSET 0
+    ) q
+    CROSS JOIN generate_series(2, 9) AS p (priority)
+    CROSS JOIN LATERAL (
+        SELECT j.ctid
+        FROM windrow.job j
+        WHERE j.queue_id = s.queue_id AND j.priority = p.priority::smallint
+            AND j.visible_at
+                >= timestamptz 'epoch' + (%(floors_us)s::bigint[])[(s.turn - 1) * 9 + p.priority] * interval '1 us'
+            AND j.visible_at <= now() - (p.priority - 1) * q.ageing_seconds * interval '1 s'
+        ORDER BY j.visible_at
+        LIMIT %(jobs_max)s
+        FOR UPDATE SKIP LOCKED
+    ) v
+)
+UPDATE windrow.job AS j
+SET
+    priority = 1,
+    -- Claims do not look below the floor.
+    visible_at = now(),
+    -- If a lease expired unnoticed, its end is recorded here.
+    history = {{history_with_lost(j)}},
+    lease = NULL, leased_at = NULL, worker = NULL, log = NULL
+WHERE j.ctid = ANY (ARRAY(SELECT aged.ctid FROM aged))
