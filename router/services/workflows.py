@@ -19,7 +19,7 @@ from shard.placement.slots import Placement
 from shard.queue.coalescer import TooManyWaiting
 from shard.vocabulary import Answer, JobId, OrgId
 from shard.workflow import NewWorkflow, NodeName, WorkflowId
-from shard.workflows.workflow_admin import parents_from, parents_token
+from shard.workflows.workflow_admin import SKIPPED, parents_from, parents_token
 from windrow.v1 import workflows_pb2
 
 _PAGE_DEFAULT = 100
@@ -27,7 +27,6 @@ _NODES_DEFAULT = 1000
 _PARENTS_DEFAULT = 100
 # Jobs of one cancel.
 _JOBS_AT_ONCE = 1000
-_SKIPPED = "its node was skipped"
 # A workflow with more nodes is checked and converted in a thread: 10,000 nodes take half a second, in which the router
 # process would serve nobody else.
 _NODES_HERE_MAX = 200
@@ -148,7 +147,7 @@ class WorkflowsService:
             return await admin.skip(org, workflow, NodeName(request.node), epoch=placement.epoch)
 
         job = await self._fleet.write(org, skip)
-        await self._cancel(org, [job], _SKIPPED)
+        await self._cancel(org, [job], SKIPPED)
         return workflows_pb2.SkipNodeResponse(workflow=await self._info(org, workflow))
 
     @unary(answer_bytes=ANSWER_HELD_BYTES)

@@ -25,6 +25,7 @@ SET_PAUSED = _load("set_paused")
 DOOM_NODES = _load("doom_nodes")
 FIND_RELEASED = _load("find_released")
 APPEND_SKIP = _load("append_skip")
+CANCEL_BLOCKED_JOB = _load("cancel_blocked_job")
 
 FIND_UNFOLDED = _load("find_unfolded")
 FORGET_WORKFLOWS = _load("forget_workflows")

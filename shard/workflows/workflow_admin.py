@@ -53,6 +53,8 @@ _T = TypeVar("_T")
 _DAY_US = 86_400_000_000
 _TRIES_MAX = 6
 _FAULTS_MAX = 100
+# Job.reason of the job of a skipped node.
+SKIPPED = "its node was skipped"
 _LAST_ID = WorkflowId("ffffffff-ffff-7fff-bfff-ffffffffffff")
 # What a page of nodes may wait for, together.
 _PAGE_EDGES_MAX = 20_000
@@ -220,20 +222,31 @@ class WorkflowAdmin:
         return [JobId(job) for (job,) in rows]
 
     async def skip(self, org: OrgId, workflow: WorkflowId, node: NodeName, *, epoch: int) -> JobId:
-        """Ends a node as if it had succeeded. Returns its job, which the caller cancels. Raises UnknownWorkflow,
-        UnknownNode, NodeEnded."""
+        """Ends a node as if it had succeeded; does nothing if it was skipped before. Cancels its job if that is blocked.
+        Returns the job: if it was released, the caller cancels it. Raises UnknownWorkflow, UnknownNode, NodeEnded;
+        ShardUnavailable also if another session has locked the blocked job, or if it is on its way from another shard."""
         found: list[JobId] = []
 
         async def act(locked: _Locked) -> None:
             rows = await locked.connection.run(statements.FIND_NODE, {"flow": locked.flow, "name": node})
             if not rows:
                 raise UnknownNode(org, workflow, node)
-            ((number, job, has_ended),) = rows
-            if has_ended:
+            ((number, job, state),) = rows
+            if state in ("succeeded", "failed", "cancelled"):
                 raise NodeEnded(workflow, node)
             found.append(JobId(job))
+            if state == "skipped":
+                return
             parameters = {"org_id": locked.org_id, "id": workflow, "node": number}
             await locked.connection.run(statements.APPEND_SKIP, parameters)
+            if state != "released":
+                # In this transaction, after the skip: nothing else would find the job later, and the first end counts.
+                parameters = {"org_id": locked.org_id, "job_id": job, "reason": SKIPPED}
+                ((cancelled,),) = await locked.connection.run(statements.CANCEL_BLOCKED_JOB, parameters)
+                if not cancelled:
+                    raise ShardUnavailable(
+                        self._database.name, f"job {job} is locked, or on its way from another shard; try again"
+                    )
 
         await self._change(org, workflow, act, epoch=epoch)
         return found[0]

@@ -176,8 +176,9 @@ async def test_nodes_are_skipped_and_workflows_paused(client: windrow.Client) ->
     assert job.id == started.job_ids["last"]
     await client.ack(job)
     assert (await until_ended(client, started.id)).state is windrow.WorkflowState.SUCCEEDED
+    await client.skip_node(started.id, "first")
     with pytest.raises(windrow.FailedPrecondition):
-        await client.skip_node(started.id, "first")
+        await client.skip_node(started.id, "last")
     with pytest.raises(windrow.NotFound):
         await client.skip_node(uuid7(), "first")
 

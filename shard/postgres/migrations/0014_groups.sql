@@ -16,6 +16,7 @@ ALTER TABLE windrow.owned_slot ADD COLUMN arriving boolean NOT NULL DEFAULT fals
 -- A live job that waits has no lease, and visible_at = 'infinity': no claim, probe or sweep sees it. Today a job waits for
 -- a group slot only. `run_at` is when it became due.
 --   lease IS NULL, visible_at = 'infinity'   ready, and waits
+-- A job whose run_at is 'infinity' too waits for nodes of its workflow instead (0019_workflows.sql), and for no slot yet.
 ALTER TABLE windrow.job
     ADD COLUMN group_key text COLLATE "C",
     -- 1 to k; NULL: the job waits for a slot, or is scheduled and was never due, or has no group. The job keeps its slot
@@ -39,7 +40,7 @@ CREATE UNIQUE INDEX job_group_slot ON windrow.job (queue_id, group_key, group_sl
 -- The jobs of a group that wait for a slot, in the order in which they get one. isfinite, because job_ready does not serve
 -- it: a plan that was made for an empty table must not scan all jobs of a queue that wait.
 CREATE INDEX job_group_waits ON windrow.job (queue_id, group_key, run_at, id)
-    WHERE group_key IS NOT NULL AND group_slot IS NULL AND NOT isfinite(visible_at);
+    WHERE group_key IS NOT NULL AND group_slot IS NULL AND NOT isfinite(visible_at) AND isfinite(run_at);
 
 -- ── Triggers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -98,7 +99,7 @@ BEGIN
             WHERE EXISTS (
                 SELECT FROM windrow.job w
                 WHERE w.queue_id = n.queue_id AND w.group_key = n.group_key AND w.group_slot IS NULL
-                    AND NOT isfinite(w.visible_at)
+                    AND NOT isfinite(w.visible_at) AND isfinite(w.run_at)
                 OFFSET 0
             )
             OFFSET 0
@@ -112,10 +113,10 @@ BEGIN
                 SELECT w.ctid
                 FROM windrow.job w
                 WHERE w.queue_id = g.queue_id AND w.group_key = g.group_key AND w.group_slot IS NULL
-                    AND NOT isfinite(w.visible_at)
+                    AND NOT isfinite(w.visible_at) AND isfinite(w.run_at)
                 ORDER BY w.run_at, w.id
                 LIMIT cardinality(g.free)
-            )) AND NOT isfinite(f.visible_at) AND f.group_slot IS NULL
+            )) AND NOT isfinite(f.visible_at) AND isfinite(f.run_at) AND f.group_slot IS NULL
             FOR UPDATE SKIP LOCKED
         ) locked
         OFFSET 0
@@ -155,7 +156,7 @@ BEGIN
     IF current_setting('windrow.groups_locked', true) = 'on' AND NOT EXISTS (
         SELECT FROM windrow.job w
         WHERE w.queue_id = NEW.queue_id AND w.group_key = NEW.group_key AND w.group_slot IS NULL
-            AND NOT isfinite(w.visible_at)
+            AND NOT isfinite(w.visible_at) AND isfinite(w.run_at)
     ) THEN
         SELECT s.slot INTO NEW.group_slot
         FROM windrow.queue q
@@ -195,14 +196,17 @@ BEGIN
 END
 $$;
 
--- Runs when the transaction commits, for each row. The first run fills all noted groups.
+-- Runs when the transaction commits, for each row. The first run fills all noted groups. Workflows (0019_workflows.sql)
+-- are folded before: their locks come first, and released jobs wait for slots.
 CREATE FUNCTION windrow.fill_noted_groups() RETURNS trigger
 LANGUAGE plpgsql AS $$
 DECLARE
-    noted text := current_setting('windrow.groups_noted', true);
+    noted text;
     queues bigint[];
     groups text[];
 BEGIN
+    PERFORM windrow.fold_noted_workflows();
+    noted := current_setting('windrow.groups_noted', true);
     IF noted <> '' THEN
         PERFORM set_config('windrow.groups_noted', '', true);
         SELECT array_agg(n.queue_id), array_agg(n.group_key) INTO queues, groups
@@ -224,34 +228,40 @@ CREATE TRIGGER group_waits BEFORE INSERT ON windrow.job FOR EACH ROW
 -- Not after an enqueue, which has locked the buckets of its groups: a job that waits there found no free slot.
 CREATE TRIGGER group_note_insert AFTER INSERT ON windrow.job FOR EACH ROW
     WHEN (
-        NEW.group_key IS NOT NULL AND NEW.visible_at = 'infinity'
+        NEW.group_key IS NOT NULL AND NEW.visible_at = 'infinity' AND NEW.run_at < 'infinity'
         AND current_setting('windrow.groups_locked', true) IS DISTINCT FROM 'on'
     )
     EXECUTE FUNCTION windrow.note_group();
 CREATE CONSTRAINT TRIGGER group_fill_insert AFTER INSERT ON windrow.job DEFERRABLE INITIALLY DEFERRED FOR EACH ROW
     WHEN (
-        NEW.group_key IS NOT NULL AND NEW.visible_at = 'infinity'
+        NEW.group_key IS NOT NULL AND NEW.visible_at = 'infinity' AND NEW.run_at < 'infinity'
         AND current_setting('windrow.groups_locked', true) IS DISTINCT FROM 'on'
     )
     EXECUTE FUNCTION windrow.fill_noted_groups();
 
 CREATE TRIGGER group_note_delete AFTER DELETE ON windrow.job FOR EACH ROW
-    WHEN (OLD.group_key IS NOT NULL AND (OLD.group_slot IS NOT NULL OR OLD.visible_at = 'infinity'))
+    WHEN (
+        OLD.group_key IS NOT NULL
+        AND (OLD.group_slot IS NOT NULL OR OLD.visible_at = 'infinity' AND OLD.run_at < 'infinity')
+    )
     EXECUTE FUNCTION windrow.note_group();
 CREATE CONSTRAINT TRIGGER group_fill_delete AFTER DELETE ON windrow.job DEFERRABLE INITIALLY DEFERRED FOR EACH ROW
-    WHEN (OLD.group_key IS NOT NULL AND (OLD.group_slot IS NOT NULL OR OLD.visible_at = 'infinity'))
+    WHEN (
+        OLD.group_key IS NOT NULL
+        AND (OLD.group_slot IS NOT NULL OR OLD.visible_at = 'infinity' AND OLD.run_at < 'infinity')
+    )
     EXECUTE FUNCTION windrow.fill_noted_groups();
 
 -- A job that gave its slot up, began to wait, or was changed while it waited.
 CREATE TRIGGER group_note_update AFTER UPDATE ON windrow.job FOR EACH ROW
     WHEN (
-        NEW.group_key IS NOT NULL AND NEW.group_slot IS NULL
+        NEW.group_key IS NOT NULL AND NEW.group_slot IS NULL AND NEW.run_at < 'infinity'
         AND (OLD.group_slot IS NOT NULL OR NEW.visible_at = 'infinity' OR OLD.visible_at = 'infinity')
     )
     EXECUTE FUNCTION windrow.note_group();
 CREATE CONSTRAINT TRIGGER group_fill_update AFTER UPDATE ON windrow.job DEFERRABLE INITIALLY DEFERRED FOR EACH ROW
     WHEN (
-        NEW.group_key IS NOT NULL AND NEW.group_slot IS NULL
+        NEW.group_key IS NOT NULL AND NEW.group_slot IS NULL AND NEW.run_at < 'infinity'
         AND (OLD.group_slot IS NOT NULL OR NEW.visible_at = 'infinity' OR OLD.visible_at = 'infinity')
     )
     EXECUTE FUNCTION windrow.fill_noted_groups();

@@ -18,11 +18,6 @@ ALTER TABLE windrow.job
             AND CASE WHEN run_at < 'infinity' THEN group_key IS NOT NULL ELSE workflow_node IS NOT NULL END
     ) NOT VALID;
 
--- Jobs of a group that are blocked do not wait for a slot.
-DROP INDEX windrow.job_group_waits;
-CREATE INDEX job_group_waits ON windrow.job (queue_id, group_key, run_at, id)
-    WHERE group_key IS NOT NULL AND group_slot IS NULL AND NOT isfinite(visible_at) AND isfinite(run_at);
-
 CREATE TABLE windrow.workflow (
     -- Its number on this shard.
     flow bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -222,8 +217,8 @@ BEGIN
         IF flows IS NOT NULL THEN
             PERFORM windrow.pass_on_ends(flows, nodes, states);
         END IF;
-        -- Nobody waits for a locked row while holding a lock of a workflow: its holder may wait for that lock. If it ends
-        -- the job, its own commit takes the end in. Otherwise a sweep finds the node.
+        -- A session that holds the lock of a workflow never waits for a locked row: the session that has locked it may wait
+        -- for the lock. If that session ends the job, its own commit takes the end in. Otherwise a sweep finds the node.
         WITH freed AS MATERIALIZED (
             SELECT
                 n.flow, n.node, j.ctid, j.queue_id, j.group_key,
@@ -273,7 +268,7 @@ BEGIN
         ) d;
         EXIT WHEN ctids IS NULL OR windrow.cancel_blocked(ctids, reasons) = 0;
     END LOOP;
-    -- What was cancelled here has been taken in.
+    -- The loop has taken in the ends of the jobs that it cancelled.
     PERFORM set_config('windrow.workflows_noted', '', true);
     RETURN released;
 END
@@ -458,158 +453,3 @@ CREATE TRIGGER workflow_death AFTER INSERT ON windrow.dead FOR EACH ROW
 -- Runs when the transaction commits, for each arrival. The first run folds all workflows that were noted.
 CREATE CONSTRAINT TRIGGER workflow_fold AFTER INSERT ON windrow.workflow_arrival DEFERRABLE INITIALLY DEFERRED FOR EACH ROW
     EXECUTE FUNCTION windrow.fold_at_commit();
-
--- ── Groups ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
--- As in 0014_groups.sql, with two changes: workflows are folded before groups are filled, because their locks come first,
--- and because released jobs wait for slots; and blocked jobs do not wait for a slot.
-
-CREATE OR REPLACE FUNCTION windrow.fill_noted_groups() RETURNS trigger
-LANGUAGE plpgsql AS $$
-DECLARE
-    noted text;
-    queues bigint[];
-    groups text[];
-BEGIN
-    PERFORM windrow.fold_noted_workflows();
-    noted := current_setting('windrow.groups_noted', true);
-    IF noted <> '' THEN
-        PERFORM set_config('windrow.groups_noted', '', true);
-        SELECT array_agg(n.queue_id), array_agg(n.group_key) INTO queues, groups
-        FROM (
-            SELECT DISTINCT (e ->> 0)::bigint AS queue_id, e ->> 1 AS group_key
-            FROM jsonb_array_elements(('[' || substr(noted, 2) || ']')::jsonb) e
-        ) n;
-        PERFORM windrow.lock_group_buckets(queues, groups);
-        PERFORM windrow.fill_group_slots(queues, groups);
-    END IF;
-    RETURN NULL;
-END
-$$;
-
-CREATE OR REPLACE FUNCTION windrow.fill_group_slots(queues bigint[], groups text[]) RETURNS integer
-LANGUAGE plpgsql VOLATILE AS $$
-DECLARE
-    filled integer;
-BEGIN
-    UPDATE windrow.job j
-    -- Never before now(): claims do not look below the floor.
-    SET group_slot = first.slot, visible_at = greatest(j.run_at, clock_timestamp())
-    FROM (
-        SELECT locked.ctid, g.free[row_number() OVER (PARTITION BY g.turn)] AS slot
-        FROM (
-            SELECT
-                n.*,
-                ARRAY(
-                    SELECT s.slot::smallint
-                    FROM generate_series(1, coalesce(q.group_concurrency, 1)) AS s (slot)
-                    WHERE NOT EXISTS (
-                        SELECT FROM windrow.job h
-                        WHERE h.queue_id = n.queue_id AND h.group_key = n.group_key AND h.group_slot = s.slot::smallint
-                        OFFSET 0
-                    )
-                ) AS free
-            FROM unnest(queues, groups) WITH ORDINALITY AS n (queue_id, group_key, turn)
-            -- While the queue's slot moves, neither shard gives group slots: so a group has at most k of them on both
-            -- together.
-            JOIN windrow.queue q ON q.queue_id = n.queue_id
-            JOIN windrow.owned_slot o ON o.slot = q.slot AND o.state = 'owned' AND NOT o.arriving
-            WHERE EXISTS (
-                SELECT FROM windrow.job w
-                WHERE w.queue_id = n.queue_id AND w.group_key = n.group_key AND w.group_slot IS NULL
-                    AND NOT isfinite(w.visible_at) AND isfinite(w.run_at)
-                OFFSET 0
-            )
-            OFFSET 0
-        ) g
-        CROSS JOIN LATERAL (
-            -- If another session has locked one of the first jobs, do not wait: it may wait for this bucket. It ends or
-            -- changes that job, and then fills the group itself. Never take a later job instead, out of order.
-            SELECT f.ctid
-            FROM windrow.job f
-            WHERE f.ctid = ANY (ARRAY(
-                SELECT w.ctid
-                FROM windrow.job w
-                WHERE w.queue_id = g.queue_id AND w.group_key = g.group_key AND w.group_slot IS NULL
-                    AND NOT isfinite(w.visible_at) AND isfinite(w.run_at)
-                ORDER BY w.run_at, w.id
-                LIMIT cardinality(g.free)
-            )) AND NOT isfinite(f.visible_at) AND isfinite(f.run_at) AND f.group_slot IS NULL
-            FOR UPDATE SKIP LOCKED
-        ) locked
-        OFFSET 0
-    ) first
-    WHERE j.ctid = first.ctid;
-    GET DIAGNOSTICS filled = ROW_COUNT;
-    RETURN filled;
-END
-$$;
-
-CREATE OR REPLACE FUNCTION windrow.wait_for_slot() RETURNS trigger
-LANGUAGE plpgsql AS $$
-BEGIN
-    IF current_setting('windrow.groups_locked', true) = 'on' AND NOT EXISTS (
-        SELECT FROM windrow.job w
-        WHERE w.queue_id = NEW.queue_id AND w.group_key = NEW.group_key AND w.group_slot IS NULL
-            AND NOT isfinite(w.visible_at) AND isfinite(w.run_at)
-    ) THEN
-        SELECT s.slot INTO NEW.group_slot
-        FROM windrow.queue q
-        JOIN windrow.owned_slot o ON o.slot = q.slot AND o.state = 'owned' AND NOT o.arriving
-        CROSS JOIN generate_series(1, coalesce(q.group_concurrency, 1)) AS s (slot)
-        WHERE q.queue_id = NEW.queue_id AND NOT EXISTS (
-            SELECT FROM windrow.job h
-            WHERE h.queue_id = NEW.queue_id AND h.group_key = NEW.group_key AND h.group_slot = s.slot::smallint
-            OFFSET 0
-        )
-        LIMIT 1;
-    END IF;
-    IF NEW.group_slot IS NULL THEN
-        NEW.visible_at := 'infinity';
-    END IF;
-    RETURN NEW;
-END
-$$;
-
-DROP TRIGGER group_note_insert ON windrow.job;
-CREATE TRIGGER group_note_insert AFTER INSERT ON windrow.job FOR EACH ROW
-    WHEN (
-        NEW.group_key IS NOT NULL AND NEW.visible_at = 'infinity' AND NEW.run_at < 'infinity'
-        AND current_setting('windrow.groups_locked', true) IS DISTINCT FROM 'on'
-    )
-    EXECUTE FUNCTION windrow.note_group();
-DROP TRIGGER group_fill_insert ON windrow.job;
-CREATE CONSTRAINT TRIGGER group_fill_insert AFTER INSERT ON windrow.job DEFERRABLE INITIALLY DEFERRED FOR EACH ROW
-    WHEN (
-        NEW.group_key IS NOT NULL AND NEW.visible_at = 'infinity' AND NEW.run_at < 'infinity'
-        AND current_setting('windrow.groups_locked', true) IS DISTINCT FROM 'on'
-    )
-    EXECUTE FUNCTION windrow.fill_noted_groups();
-DROP TRIGGER group_note_delete ON windrow.job;
-CREATE TRIGGER group_note_delete AFTER DELETE ON windrow.job FOR EACH ROW
-    WHEN (
-        OLD.group_key IS NOT NULL
-        AND (OLD.group_slot IS NOT NULL OR OLD.visible_at = 'infinity' AND OLD.run_at < 'infinity')
-    )
-    EXECUTE FUNCTION windrow.note_group();
-DROP TRIGGER group_fill_delete ON windrow.job;
-CREATE CONSTRAINT TRIGGER group_fill_delete AFTER DELETE ON windrow.job DEFERRABLE INITIALLY DEFERRED FOR EACH ROW
-    WHEN (
-        OLD.group_key IS NOT NULL
-        AND (OLD.group_slot IS NOT NULL OR OLD.visible_at = 'infinity' AND OLD.run_at < 'infinity')
-    )
-    EXECUTE FUNCTION windrow.fill_noted_groups();
-DROP TRIGGER group_note_update ON windrow.job;
-CREATE TRIGGER group_note_update AFTER UPDATE ON windrow.job FOR EACH ROW
-    WHEN (
-        NEW.group_key IS NOT NULL AND NEW.group_slot IS NULL AND NEW.run_at < 'infinity'
-        AND (OLD.group_slot IS NOT NULL OR NEW.visible_at = 'infinity' OR OLD.visible_at = 'infinity')
-    )
-    EXECUTE FUNCTION windrow.note_group();
-DROP TRIGGER group_fill_update ON windrow.job;
-CREATE CONSTRAINT TRIGGER group_fill_update AFTER UPDATE ON windrow.job DEFERRABLE INITIALLY DEFERRED FOR EACH ROW
-    WHEN (
-        NEW.group_key IS NOT NULL AND NEW.group_slot IS NULL AND NEW.run_at < 'infinity'
-        AND (OLD.group_slot IS NOT NULL OR NEW.visible_at = 'infinity' OR OLD.visible_at = 'infinity')
-    )
-    EXECUTE FUNCTION windrow.fill_noted_groups();

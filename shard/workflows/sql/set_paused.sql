@@ -1,3 +1,4 @@
--- Pauses a workflow, or ends its pause. The caller holds its lock.
+-- Pauses a workflow that runs, or ends a pause: also that of a workflow which has ended meanwhile, because its callbacks
+-- wait for that. The caller holds its lock.
 UPDATE windrow.workflow w SET paused_at = CASE WHEN %(paused)s THEN coalesce(w.paused_at, now()) END
-WHERE w.flow = %(flow)s AND w.state = 'running'
+WHERE w.flow = %(flow)s AND (w.state = 'running' OR NOT %(paused)s)

@@ -117,7 +117,7 @@ class WorkflowsServicer:
 
     def CancelWorkflow(self, request, context):
         """Cancels a workflow: all its jobs that have not ended, also leased ones. The consumers of these learn it as by
-        CancelJobs. Does nothing if it has ended.
+        CancelJobs. Ends a pause. Does nothing if it has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,7 +138,8 @@ class WorkflowsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SkipNode(self, request, context):
-        """Ends a node as if it had succeeded, and cancels its job. FAILED_PRECONDITION if it has ended.
+        """Ends a node as if it had succeeded, and cancels its job. Does nothing if it was skipped before; FAILED_PRECONDITION
+        if it has ended otherwise.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

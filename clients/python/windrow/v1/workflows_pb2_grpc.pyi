@@ -56,14 +56,16 @@ class WorkflowsStub:
     """Lists an org's workflows, the newest id first, a page at a time."""
     CancelWorkflow: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.CancelWorkflowRequest, _workflows_pb2.CancelWorkflowResponse]
     """Cancels a workflow: all its jobs that have not ended, also leased ones. The consumers of these learn it as by
-    CancelJobs. Does nothing if it has ended.
+    CancelJobs. Ends a pause. Does nothing if it has ended.
     """
     PauseWorkflow: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.PauseWorkflowRequest, _workflows_pb2.PauseWorkflowResponse]
     """Pauses a workflow: no more jobs are released until ResumeWorkflow. Jobs that were released before run."""
     ResumeWorkflow: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.ResumeWorkflowRequest, _workflows_pb2.ResumeWorkflowResponse]
     """Ends the pause of a workflow."""
     SkipNode: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.SkipNodeRequest, _workflows_pb2.SkipNodeResponse]
-    """Ends a node as if it had succeeded, and cancels its job. FAILED_PRECONDITION if it has ended."""
+    """Ends a node as if it had succeeded, and cancels its job. Does nothing if it was skipped before; FAILED_PRECONDITION
+    if it has ended otherwise.
+    """
     ListParents: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.ListParentsRequest, _workflows_pb2.ListParentsResponse]
     """Returns the nodes that a node waited for, with the results of their jobs, a page at a time. A consumer asks with what
     LeasedJob.workflow says.
@@ -86,14 +88,16 @@ class WorkflowsAsyncStub(WorkflowsStub):
     """Lists an org's workflows, the newest id first, a page at a time."""
     CancelWorkflow: _aio.UnaryUnaryMultiCallable[_workflows_pb2.CancelWorkflowRequest, _workflows_pb2.CancelWorkflowResponse]  # type: ignore[assignment]
     """Cancels a workflow: all its jobs that have not ended, also leased ones. The consumers of these learn it as by
-    CancelJobs. Does nothing if it has ended.
+    CancelJobs. Ends a pause. Does nothing if it has ended.
     """
     PauseWorkflow: _aio.UnaryUnaryMultiCallable[_workflows_pb2.PauseWorkflowRequest, _workflows_pb2.PauseWorkflowResponse]  # type: ignore[assignment]
     """Pauses a workflow: no more jobs are released until ResumeWorkflow. Jobs that were released before run."""
     ResumeWorkflow: _aio.UnaryUnaryMultiCallable[_workflows_pb2.ResumeWorkflowRequest, _workflows_pb2.ResumeWorkflowResponse]  # type: ignore[assignment]
     """Ends the pause of a workflow."""
     SkipNode: _aio.UnaryUnaryMultiCallable[_workflows_pb2.SkipNodeRequest, _workflows_pb2.SkipNodeResponse]  # type: ignore[assignment]
-    """Ends a node as if it had succeeded, and cancels its job. FAILED_PRECONDITION if it has ended."""
+    """Ends a node as if it had succeeded, and cancels its job. Does nothing if it was skipped before; FAILED_PRECONDITION
+    if it has ended otherwise.
+    """
     ListParents: _aio.UnaryUnaryMultiCallable[_workflows_pb2.ListParentsRequest, _workflows_pb2.ListParentsResponse]  # type: ignore[assignment]
     """Returns the nodes that a node waited for, with the results of their jobs, a page at a time. A consumer asks with what
     LeasedJob.workflow says.
@@ -143,7 +147,7 @@ class WorkflowsServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_workflows_pb2.CancelWorkflowResponse, _abc.Awaitable[_workflows_pb2.CancelWorkflowResponse]]:
         """Cancels a workflow: all its jobs that have not ended, also leased ones. The consumers of these learn it as by
-        CancelJobs. Does nothing if it has ended.
+        CancelJobs. Ends a pause. Does nothing if it has ended.
         """
 
     @_abc_1.abstractmethod
@@ -168,7 +172,9 @@ class WorkflowsServicer(metaclass=_abc_1.ABCMeta):
         request: _workflows_pb2.SkipNodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_workflows_pb2.SkipNodeResponse, _abc.Awaitable[_workflows_pb2.SkipNodeResponse]]:
-        """Ends a node as if it had succeeded, and cancels its job. FAILED_PRECONDITION if it has ended."""
+        """Ends a node as if it had succeeded, and cancels its job. Does nothing if it was skipped before; FAILED_PRECONDITION
+        if it has ended otherwise.
+        """
 
     @_abc_1.abstractmethod
     def ListParents(

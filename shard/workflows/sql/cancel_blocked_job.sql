@@ -1,0 +1,11 @@
+-- Cancels the job of a node if it is blocked, and returns 1; returns 0 if another session has locked it, or if it is on
+-- another shard. Never waits: the caller holds the lock of the workflow.
+SELECT windrow.cancel_blocked(
+    ARRAY(
+        SELECT j.ctid
+        FROM windrow.job j
+        WHERE j.id = %(job_id)s::uuid AND {{org_of(j)}} = %(org_id)s AND {{is_blocked(j)}}
+        FOR UPDATE SKIP LOCKED
+    ),
+    ARRAY[%(reason)s]
+)

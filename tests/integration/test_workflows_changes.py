@@ -1,0 +1,106 @@
+"""Pauses, skips and cancels of workflows: repeated, broken off, and in each other's way."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+import psycopg
+import pytest
+
+from shard.errors import NodeEnded, ShardUnavailable
+from shard.postgres.pool import Database
+from shard.queue.store import Store
+from shard.vocabulary import Answer, OrgId
+from shard.workflow import Callback, NodeName
+from shard.workflows import sweep as sweep_module
+from tests.workflows import Flows, chain
+
+DIAMOND = {"a": [], "b": ["a"], "c": ["a"], "d": ["b", "c"]}
+CALLBACKS = {"won": Callback.SUCCESS, "lost": Callback.FAILURE, "over": Callback.END}
+
+
+@pytest.fixture
+async def flows(database: Database, store: Store, org: OrgId) -> AsyncGenerator[Flows, None]:
+    opened = Flows(database, org, store=store)
+    yield opened
+    await opened.check()
+
+
+# ── Pause ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_workflow_that_ended_in_its_pause_runs_its_callbacks_when_it_is_resumed(flows: Flows) -> None:
+    flow = await flows.start(chain(1), callbacks=CALLBACKS)
+    await flows.admin.set_paused(flows.org, flow.id, paused=True, epoch=1)
+    assert await flows.run_all() == [{"n0"}]
+    assert await flows.state(flow) == "succeeded"
+    await flows.admin.set_paused(flows.org, flow.id, paused=False, epoch=1)
+    assert await flows.run_all() == [{"won", "over"}]
+
+
+async def test_a_cancel_ends_the_pause(flows: Flows) -> None:
+    flow = await flows.start(DIAMOND, callbacks=CALLBACKS)
+    await flows.claim()
+    await flows.admin.set_paused(flows.org, flow.id, paused=True, epoch=1)
+    await flows.ack("a")
+    assert await flows.admin.doom(flows.org, flow.id, reason="stop", epoch=1) == []
+    assert await flows.state(flow) == "cancelled"
+    assert await flows.run_all() == [{"over"}]
+
+
+async def test_paused_workflows_hide_nothing_from_the_sweep(
+    flows: Flows, module_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many nodes wait for the end of a pause, the sweep finds the others."""
+    monkeypatch.setattr(sweep_module, "_ROWS", 10)
+    for _ in range(2):
+        paused = await flows.start({"root": [], **{f"n{at}": ["root"] for at in range(20)}})
+        await flows.claim()
+        await flows.admin.set_paused(flows.org, paused.id, paused=True, epoch=1)
+        await flows.ack("root")
+    flow = await flows.start(chain(2))
+    await flows.claim()
+    async with await psycopg.AsyncConnection.connect(module_dsn) as other:
+        await other.execute("SELECT FROM windrow.job WHERE id = %s::uuid FOR UPDATE", [flows.job(flow, "n1")])
+        await flows.ack("n0")
+    await flows.sweep.sweep()
+    assert await flows.claim() == {"n1"}
+
+
+# ── Skip ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_skip_leaves_no_blocked_job_although_the_router_dies_after_it(flows: Flows) -> None:
+    """The router cancels the job of a skipped node in a second step, which it may not reach."""
+    flow = await flows.start(DIAMOND)
+    await flows.admin.skip(flows.org, flow.id, NodeName("b"), epoch=1)
+    await flows.check()
+    assert await flows.run_all() == [{"a"}, {"c"}, {"d"}]
+    assert (await flows.states(flow))["b"] == "skipped"
+
+
+async def test_a_skip_may_be_repeated(flows: Flows) -> None:
+    flow = await flows.start(DIAMOND)
+    job = await flows.admin.skip(flows.org, flow.id, NodeName("a"), epoch=1)
+    assert await flows.admin.skip(flows.org, flow.id, NodeName("a"), epoch=1) == job
+    assert await flows.store.cancel(flows.org, [job], reason="skipped") == [Answer.OK]
+    assert await flows.admin.skip(flows.org, flow.id, NodeName("a"), epoch=1) == job
+    assert await flows.run_all() == [{"b", "c"}, {"d"}]
+    with pytest.raises(NodeEnded):
+        await flows.admin.skip(flows.org, flow.id, NodeName("b"), epoch=1)
+
+
+async def test_a_skip_of_a_node_whose_job_is_locked_does_nothing(flows: Flows, module_dsn: str) -> None:
+    flow = await flows.start(DIAMOND)
+    async with await psycopg.AsyncConnection.connect(module_dsn) as other:
+        await other.execute("SELECT FROM windrow.job WHERE id = %s::uuid FOR UPDATE", [flows.job(flow, "b")])
+        with pytest.raises(ShardUnavailable):
+            await flows.admin.skip(flows.org, flow.id, NodeName("b"), epoch=1)
+    assert await flows.run_all() == [{"a"}, {"b", "c"}, {"d"}]
+
+
+async def test_a_skipped_callback_never_runs(flows: Flows) -> None:
+    flow = await flows.start(chain(1), callbacks=CALLBACKS)
+    await flows.admin.skip(flows.org, flow.id, NodeName("won"), epoch=1)
+    assert await flows.run_all() == [{"n0"}, {"over"}]
+    assert await flows.state(flow) == "succeeded"

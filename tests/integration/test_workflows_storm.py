@@ -1,0 +1,184 @@
+"""Everything at once on the workflows of one org: two routers ack, fail, cancel, skip, pause, resume and alter, while
+connections are cut. Each node runs after its parents, each callback once, nothing is stranded, and no two sessions
+deadlock (I11)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable
+
+import psycopg
+import pytest
+
+from shard.errors import NodeEnded, ShardUnavailable
+from shard.postgres.pool import Database
+from shard.queue.settle import Nack, Settlement
+from shard.vocabulary import Alteration, Answer, Failure, JobId, OrgId
+from shard.workflow import Callback, NewWorkflow, OnFailed
+from tests.conftest import SHARD
+from tests.effort import luck_of, trials
+from tests.workflows import CANCEL, IGNORE, RUN, Flows, new_workflow
+
+luck = luck_of("workflows storm")
+PATIENCE_S = 60.0
+ENDED = {"succeeded", "failed", "cancelled", "skipped"}
+CALLBACKS = {"won": Callback.SUCCESS, "lost": Callback.FAILURE, "over": Callback.END}
+EXPECTED = {"succeeded": {"won", "over"}, "failed": {"lost", "over"}, "cancelled": {"over"}}
+QUEUES = ("q1", "q2")
+NODES_MAX = 30
+
+
+@pytest.fixture
+async def two(module_dsn: str, org: OrgId) -> AsyncGenerator[list[Flows], None]:
+    databases = [Database(SHARD, module_dsn, connections=4) for _ in range(2)]
+    for database in databases:
+        await database.open()
+    yield [Flows(database, org) for database in databases]
+    for database in databases:
+        await database.close()
+
+
+def random_graph() -> dict[str, list[tuple[str, OnFailed]]]:
+    names: list[str] = []
+    graph: dict[str, list[tuple[str, OnFailed]]] = {}
+    for at in range(luck.randint(2, NODES_MAX)):
+        parents = luck.sample(names, min(len(names), luck.choice((0, 1, 1, 2, 5))))
+        graph[f"n{at}"] = [(name, luck.choice((CANCEL, IGNORE, IGNORE, RUN))) for name in sorted(parents)]
+        names.append(f"n{at}")
+    return graph
+
+
+class Storm:
+    def __init__(self, two: list[Flows], org: OrgId) -> None:
+        self.two = two
+        self.org = org
+        self.ran: Counter[str] = Counter()
+
+    async def run(self, flow: NewWorkflow) -> None:
+        """Works until the workflow has ended and its callbacks ran."""
+        while True:
+            try:
+                state = await self.two[0].state(flow)
+                await self.two[0].admin.set_paused(self.org, flow.id, paused=False, epoch=1)
+                if state != "running" and await self._callbacks_ran(flow, state):
+                    return
+                await self._round(flow)
+            except ShardUnavailable:
+                await asyncio.sleep(0.01)
+
+    async def _callbacks_ran(self, flow: NewWorkflow, state: str) -> bool:
+        states = await self.two[0].states(flow)
+        return all(states[name] == "succeeded" for name in EXPECTED[state])
+
+    async def _round(self, flow: NewWorkflow) -> None:
+        flows = luck.choice(self.two)
+        for queue in QUEUES:
+            await flows.claim(queue=queue)
+        states = await flows.states(flow)
+        parents = {name: [] for name in flow.names}
+        for edge in flow.edges:
+            parents[flow.names[edge.node]].append(flow.names[edge.parent])
+        calls: list[Awaitable[object]] = []
+        for name, lease in sorted(flows.leases.items()):
+            assert all(states[parent] in ENDED for parent in parents[name]), (name, states)  # type: ignore[index]
+            calls += self._settle(flow, name, lease)
+        flows.leases.clear()
+        victim = JobId(luck.choice(flow.jobs.ids[: len(flow.jobs.ids) - len(CALLBACKS)]))
+        other = luck.choice(self.two)
+        calls.append(other.store.alter(self.org, [victim], Alteration(priority=luck.randint(1, 9))))
+        if luck.random() < 0.2:
+            calls.append(other.store.cancel(self.org, [victim], reason="storm"))
+        if luck.random() < 0.3:
+            node = luck.choice(flow.names[: -len(CALLBACKS)])
+            calls.append(other.admin.skip(self.org, flow.id, node, epoch=1))
+        if luck.random() < 0.3:
+            calls.append(other.admin.set_paused(self.org, flow.id, paused=luck.random() < 0.7, epoch=1))
+        if luck.random() < 0.03:
+            calls.append(other.admin.doom(self.org, flow.id, reason="", epoch=1))
+        luck.shuffle(calls)
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, NodeEnded | ShardUnavailable):
+                raise outcome
+
+    def _settle(self, flow: NewWorkflow, name: str, lease: object) -> list[Awaitable[object]]:
+        if name not in CALLBACKS and luck.random() < 0.2:
+            nack = Nack(lease=lease, failure=Failure(permanent=True))  # type: ignore[arg-type]
+            return [luck.choice(self.two).store.settle(Settlement.nack(self.org, [nack]))]
+        return [self._ack(flow, name, lease) for _ in range(luck.choice((1, 1, 2)))]
+
+    async def _ack(self, flow: NewWorkflow, name: str, lease: object) -> None:
+        """Repeats an ack until it is answered: so also one of which nobody knows whether it was done."""
+        while True:
+            with contextlib.suppress(ShardUnavailable):
+                settlement = Settlement.ack(self.org, [lease])  # type: ignore[list-item]
+                (answer,) = await luck.choice(self.two).store.settle(settlement)
+                self.ran[f"{flow.id}/{name}"] += answer is Answer.OK
+                return
+
+
+async def cut_connections(dsn: str, *, pause_s: float) -> None:
+    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
+        while True:
+            await asyncio.sleep(luck.random() * pause_s)
+            await connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE pid <> pg_backend_pid() AND datname = current_database() AND state <> 'idle' "
+                "AND backend_type = 'client backend' ORDER BY random() LIMIT 1"
+            )
+
+
+async def deadlocks(dsn: str) -> int:
+    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
+        cursor = await connection.execute("SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()")
+        row = await cursor.fetchone()
+        assert row is not None
+        return int(row[0])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("cut", [False, True])
+async def test_whatever_happens_at_once_strands_nothing(
+    two: list[Flows], org: OrgId, module_dsn: str, cut: bool
+) -> None:
+    before = await deadlocks(module_dsn)
+    storm = Storm(two, org)
+    cutter = asyncio.create_task(cut_connections(module_dsn, pause_s=0.1)) if cut else None
+    for _ in range(trials(8, thorough=400)):
+        queues = {f"n{at}": luck.choice(QUEUES) for at in range(NODES_MAX)}
+        flow = new_workflow(
+            org,
+            random_graph(),
+            callbacks=CALLBACKS,
+            group="g" if luck.random() < 0.3 else None,
+            queue_of=lambda name, queues=queues: queues.get(name, QUEUES[0]),
+        )
+        await started(two[0], flow)
+        two[1].know(flow)
+        async with asyncio.timeout(PATIENCE_S):
+            sweeps = asyncio.create_task(sweep(two[1]))
+            await storm.run(flow)
+            sweeps.cancel()
+    if cutter is not None:
+        cutter.cancel()
+    while True:
+        with contextlib.suppress(ShardUnavailable):
+            await two[0].check()
+            break
+    assert await deadlocks(module_dsn) == before
+
+
+async def started(flows: Flows, flow: NewWorkflow) -> None:
+    while True:
+        with contextlib.suppress(ShardUnavailable):
+            await flows.admin.start(flow, epoch=1)
+            flows.know(flow)
+            return
+
+
+async def sweep(flows: Flows) -> None:
+    while True:
+        with contextlib.suppress(ShardUnavailable):
+            await flows.sweep.sweep()
+        await asyncio.sleep(0.5)
