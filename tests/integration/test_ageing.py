@@ -125,6 +125,10 @@ async def test_an_expired_lease_is_recorded_when_its_job_is_moved_and_stays_ende
     ((again, _),) = await lease_jobs(store, org)
     assert (again.id, again.attempt, again.priority) == (claimed.id, 2, 1)
     assert lease_of(again.id, again.lease) != lease
+    # The claim does not record it a second time.
+    (record,) = await store.get(org, ids_of(jobs), include_payload=False)
+    assert record is not None
+    assert len(history_of(record.history)) == 1
 
 
 async def test_a_sweep_moves_so_many_jobs_at_most_and_the_next_one_goes_on(
