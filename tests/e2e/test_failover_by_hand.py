@@ -32,7 +32,7 @@ from tests.e2e.test_cli import Step, environ, steady, steps
 from tests.e2e.test_operations import PAGE, Place
 from tests.routers import running_routers, until, write_cluster
 
-SECTION = PAGE.partition("\n## Failover\n")[2]
+SECTION = PAGE.partition("\n## Failover\n")[2].partition("\n## ")[0]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PASSWORD = "of-this-test"
 INITDB_S_MAX = 120.0

@@ -16,7 +16,7 @@ from shard.errors import NodeEnded, ShardUnavailable
 from shard.postgres.pool import Database
 from shard.queue.settle import Nack, Settlement
 from shard.vocabulary import Alteration, Answer, Failure, JobId, OrgId
-from shard.workflow import Callback, NewWorkflow, OnFailed
+from shard.workflow import Callback, NewWorkflow, NodeName, OnFailed
 from tests.conftest import SHARD
 from tests.effort import luck_of, trials
 from tests.workflows import CANCEL, IGNORE, RUN, Flows, new_workflow
@@ -77,7 +77,7 @@ class Storm:
         for queue in QUEUES:
             await flows.claim(queue=queue)
         states = await flows.states(flow)
-        parents = {name: [] for name in flow.names}
+        parents: dict[NodeName, list[NodeName]] = {name: [] for name in flow.names}
         for edge in flow.edges:
             parents[flow.names[edge.node]].append(flow.names[edge.parent])
         calls: list[Awaitable[object]] = []
@@ -146,13 +146,13 @@ async def test_whatever_happens_at_once_strands_nothing(
     storm = Storm(two, org)
     cutter = asyncio.create_task(cut_connections(module_dsn, pause_s=0.1)) if cut else None
     for _ in range(trials(8, thorough=400)):
-        queues = {f"n{at}": luck.choice(QUEUES) for at in range(NODES_MAX)}
+        queues = {f"n{at}": luck.choice(QUEUES) for at in range(NODES_MAX)} | dict.fromkeys(CALLBACKS, QUEUES[0])
         flow = new_workflow(
             org,
             random_graph(),
             callbacks=CALLBACKS,
             group="g" if luck.random() < 0.3 else None,
-            queue_of=lambda name, queues=queues: queues.get(name, QUEUES[0]),
+            queue_of=queues.__getitem__,
         )
         await started(two[0], flow)
         two[1].know(flow)

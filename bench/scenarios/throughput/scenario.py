@@ -326,8 +326,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
         default=plan.beside,
         help="limit: raw streams, and the same statements without gRPC; echo: one job a unary call beside an echo of "
         "the same messages, and one job a client.enqueue(); tracing: routers that trace 1 %% of their calls; "
-        "metrics: routers that serve metrics; tls (by one job a unary call: tls-unary): routers that speak TLS, and such "
-        "that also ask for an API key; limit",
+        "metrics: routers that serve metrics; tls (by one job a unary call: tls-unary): routers that speak TLS, and "
+        "such that also ask for an API key; limit",
     )
     parser.add_argument(
         "--batch",
