@@ -222,9 +222,10 @@ class WorkflowAdmin:
         return [JobId(job) for (job,) in rows]
 
     async def skip(self, org: OrgId, workflow: WorkflowId, node: NodeName, *, epoch: int) -> JobId:
-        """Ends a node as if it had succeeded; does nothing if it was skipped before. Cancels its job if that is blocked.
-        Returns the job: if it was released, the caller cancels it. Raises UnknownWorkflow, UnknownNode, NodeEnded;
-        ShardUnavailable also if another session has locked the blocked job, or if it is on its way from another shard."""
+        """Ends a node as if it had succeeded; does nothing if it was skipped before. Cancels its job if that is
+        blocked. Returns the job: if it was released, the caller cancels it. Raises UnknownWorkflow, UnknownNode,
+        NodeEnded; ShardUnavailable also if another session has locked the blocked job, or if it is on its way from
+        another shard."""
         found: list[JobId] = []
 
         async def act(locked: _Locked) -> None:

@@ -1,5 +1,5 @@
-"""The plans of the statements about workflows, with 200 workflows of 500 nodes on the shard: each reads what it is about
-by indexes, whatever statistics the planner has."""
+"""The plans of the statements about workflows, with 200 workflows of 500 nodes on the shard: each reads what it is
+about by indexes, whatever statistics the planner has."""
 
 from __future__ import annotations
 
