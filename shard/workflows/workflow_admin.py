@@ -224,7 +224,7 @@ class WorkflowAdmin:
     async def skip(self, org: OrgId, workflow: WorkflowId, node: NodeName, *, epoch: int) -> JobId:
         """Ends a node as if it had succeeded; does nothing if it was skipped before. Cancels its job if that is
         blocked. Returns the job: if it was released, the caller cancels it. Raises UnknownWorkflow, UnknownNode,
-        NodeEnded, and ShardUnavailable also if another session has locked the blocked job, or if it is on its way from
+        NodeEnded; ShardUnavailable also if another session has locked the blocked job, or if it is on its way from
         another shard."""
         found: list[JobId] = []
 

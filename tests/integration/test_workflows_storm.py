@@ -7,7 +7,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Mapping
+from functools import partial
 
 import psycopg
 import pytest
@@ -16,7 +17,7 @@ from shard.errors import NodeEnded, ShardUnavailable
 from shard.postgres.pool import Database
 from shard.queue.settle import Nack, Settlement
 from shard.vocabulary import Alteration, Answer, Failure, JobId, OrgId
-from shard.workflow import Callback, NewWorkflow, NodeName, OnFailed
+from shard.workflow import Callback, NewWorkflow, OnFailed
 from tests.conftest import SHARD
 from tests.effort import luck_of, trials
 from tests.workflows import CANCEL, IGNORE, RUN, Flows, new_workflow
@@ -77,12 +78,12 @@ class Storm:
         for queue in QUEUES:
             await flows.claim(queue=queue)
         states = await flows.states(flow)
-        parents: dict[NodeName, list[NodeName]] = {name: [] for name in flow.names}
+        parents: dict[str, list[str]] = {name: [] for name in flow.names}
         for edge in flow.edges:
             parents[flow.names[edge.node]].append(flow.names[edge.parent])
         calls: list[Awaitable[object]] = []
         for name, lease in sorted(flows.leases.items()):
-            assert all(states[parent] in ENDED for parent in parents[name]), (name, states)  # type: ignore[index]
+            assert all(states[parent] in ENDED for parent in parents[name]), (name, states)
             calls += self._settle(flow, name, lease)
         flows.leases.clear()
         victim = JobId(luck.choice(flow.jobs.ids[: len(flow.jobs.ids) - len(CALLBACKS)]))
@@ -146,13 +147,13 @@ async def test_whatever_happens_at_once_strands_nothing(
     storm = Storm(two, org)
     cutter = asyncio.create_task(cut_connections(module_dsn, pause_s=0.1)) if cut else None
     for _ in range(trials(8, thorough=400)):
-        queues = {f"n{at}": luck.choice(QUEUES) for at in range(NODES_MAX)} | dict.fromkeys(CALLBACKS, QUEUES[0])
+        queues = {f"n{at}": luck.choice(QUEUES) for at in range(NODES_MAX)}
         flow = new_workflow(
             org,
             random_graph(),
             callbacks=CALLBACKS,
             group="g" if luck.random() < 0.3 else None,
-            queue_of=queues.__getitem__,
+            queue_of=partial(queue_of, queues),
         )
         await started(two[0], flow)
         two[1].know(flow)
@@ -167,6 +168,10 @@ async def test_whatever_happens_at_once_strands_nothing(
             await two[0].check()
             break
     assert await deadlocks(module_dsn) == before
+
+
+def queue_of(queues: Mapping[str, str], name: str) -> str:
+    return queues.get(name, QUEUES[0])
 
 
 async def started(flows: Flows, flow: NewWorkflow) -> None:
