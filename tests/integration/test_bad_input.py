@@ -474,6 +474,9 @@ def admin_cases() -> Iterator[Bad]:
     yield Bad("ListJobs", "states", "beside state", listing(org=ORG, state=ready, states=[ready]))
     for rpc in ("PurgeQueue", "RedriveQueue"):
         yield from of(rpc, "limit", LIMITS)
+    rates = {"negative": -1.0, "too slow": 0.0001, "too fast": 100_001.0, "no number": math.nan}
+    yield from of("RedriveQueue", "per_second", rates)
+    yield from of("RedriveQueue", "already_redriven", {"negative": -1, "too many": 1_000_000_001})
     for rpc in ("CountJobs", "RedriveQueue"):
         for field in ("died_after", "died_before"):
             yield from of(rpc, field, TIMESTAMPS)
