@@ -248,9 +248,7 @@ def _unary(
             code = _OK
             return answer
         except Exception as error:  # noqa: BLE001 - every error becomes a status; status_for logs the unexpected ones
-            status = status_for(error)
-            code = status.code
-            refused = refusal(context, status)
+            refused, code = refusal(context, error)
         finally:
             signals.ended(began_s, code)
         del context
@@ -320,9 +318,7 @@ def _library_unary(
             del context
             raise
         except Exception as error:  # noqa: BLE001 - every error becomes a status; status_for logs the unexpected ones
-            status = status_for(error)
-            code = status.code
-            refused = refusal(context, status)
+            refused, code = refusal(context, error)
         finally:
             signals.ended(began_s, code)
         del context
@@ -392,9 +388,7 @@ def _streaming(
             del context
             raise
         except Exception as error:  # noqa: BLE001 - every error becomes a status; status_for logs the unexpected ones
-            status = status_for(error)
-            code = status.code
-            refused = refusal(context, status)
+            refused, code = refusal(context, error)
         finally:
             signals.ended(began_s, code)
         del context
@@ -513,14 +507,16 @@ def _serialize(response: Message | bytes) -> bytes:
     return response if isinstance(response, bytes) else response.SerializeToString()
 
 
-def refusal(context: Context, status: Status) -> Awaitable[NoReturn]:
-    """Returns an awaitable that ends the call with the status of an error.
+def refusal(context: Context, error: Exception) -> tuple[Awaitable[NoReturn], int]:
+    """Returns an awaitable that ends the call with the status of the error, and that status's code.
 
     The awaitable raises an exception. gRPC keeps that exception with the call, and the exception keeps the frames that
     it passes through. So the caller must leave the `except` block and delete its references to the context and the
     request before it awaits. Otherwise they would form a reference cycle, and garbage collections are rare here.
     """
-    return context.abort_with_status(rpc_status.to_status(status))  # pyright: ignore[reportUnknownMemberType]
+    status = status_for(error)
+    ending = context.abort_with_status(rpc_status.to_status(status))  # pyright: ignore[reportUnknownMemberType]
+    return ending, status.code
 
 
 def _code_of(context: Context) -> int:
