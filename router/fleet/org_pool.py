@@ -1,15 +1,15 @@
 """A pool: the consumers of this process that take the same queues for all orgs. It decides whose jobs they get
 (router/fair/schedule.py), claims them, and measures how long each org keeps the consumers busy.
 
-One claim at a time runs on each shard, for up to 64 orgs. So a shard that answers slowly delays only the orgs that live
-on it.
+Two acts of claims at a time run on each shard, each for up to 64 orgs: while one runs, the other serves the orgs that
+have become ready since. A shard that answers slowly delays only the orgs that live on it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 # What one claim asks for at most.
 _ORGS_MAX = 64
 _REQUESTS_MAX = 64
+# How many acts of claims of a pool run on a shard at a time.
+_ACTS_MAX = 2
 # Ready orgs that are remembered; the walk finds the others when there is room.
 _READY_MAX = 100_000
 # How long an org waits that has no room in the memory of this process, or whose claim has failed.
@@ -92,8 +94,8 @@ class OrgPool:
         self._able: OrderedDict[PoolConsumer, None] = OrderedDict()
         # The queues that may have ready jobs, by org and shard.
         self._ready: dict[OrgId, dict[ShardName, set[QueueName]]] = {}
-        # The shards on which a claim runs.
-        self._claiming: set[ShardName] = set()
+        # How many acts of claims run on each shard.
+        self._claiming: Counter[ShardName] = Counter()
         self._woken = asyncio.Event()
         # Set while nothing is ready and no claim runs.
         self.quiet = asyncio.Event()
@@ -195,9 +197,9 @@ class OrgPool:
                 await self._woken.wait()
                 self._woken.clear()
                 for shard, requests in self._pick().items():
-                    self._claiming.add(shard)
+                    self._claiming[shard] += 1
                     group.create_task(self._claim(self._shards()[shard], requests))
-                if not self._claiming and not self.schedule.ready_count:
+                if not self._claiming.total() and not self.schedule.ready_count:
                     self.quiet.set()
 
     def _pick(self) -> dict[ShardName, list[_Request]]:
@@ -206,7 +208,7 @@ class OrgPool:
         shards = {
             name
             for name, member in self._shards().items()
-            if name not in self._claiming and member.up.is_set() and member.room.gives
+            if self._claiming[name] < _ACTS_MAX and member.up.is_set() and member.room.gives
         }
         picked: dict[ShardName, dict[tuple[OrgId, PoolConsumer], _Request]] = {}
         taken: dict[tuple[OrgId, ShardName], set[QueueName]] = {}
@@ -291,7 +293,7 @@ class OrgPool:
             )
             self._claimed(member, requests, results)
         finally:
-            self._claiming.discard(shard)
+            self._claiming[shard] -= 1
             for request in requests:
                 if request.account is not None:
                     request.account.give_back(request.reserved, shard=shard)
