@@ -292,7 +292,10 @@ async def test_the_bucket_moves_with_its_org(cluster: Cluster, near: Client, far
     await limit(near, org, 10)
     await in_force(cluster, org)
     await store(near, org, 20)
-    assert len(await near.dequeue(org, max_jobs=6)) == 6
+    started = await near.dequeue(org, max_jobs=6)
+    assert len(started) == 6
+    # The move ends when no job is leased.
+    await near.queue.Ack(queue_pb2.AckRequest(org=org, acks=acks(started)), timeout=PATIENCE_S)
     await until(lambda: cluster.tokens(org) == [4], "unused tokens are given back")
     move = await asyncio.to_thread(begin_move, cluster.dsns, org, to="s2")
     await asyncio.to_thread(move.close)
