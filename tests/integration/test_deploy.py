@@ -1,7 +1,6 @@
-"""deploy/: the router starts with the exact command, environment and files that the Dockerfile and compose.yaml name.
+"""deploy/: programs start with the exact command, environment and files that the Dockerfile and compose.yaml name.
 
-No container engine is needed. A container's paths are mapped into a temporary root, `windrow` is the installed command,
-and the DSN secrets lead to a database of the tests' server instead of a host on the compose network.
+No container engine is needed (tests/deployed.py).
 """
 
 from __future__ import annotations
@@ -9,26 +8,18 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import json
-import os
 import re
 import shlex
 import signal
 import stat
 import subprocess
-import sys
-import time
 import tomllib
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 import psycopg
 import pytest
 import yaml
-from grpc_health.v1 import health_pb2
 from packaging.requirements import Requirement
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
@@ -38,22 +29,20 @@ from embedded import BinariesNotFound, find_binaries
 from router.settings import RouterSettings, host_and_port, router_settings
 from router.tls_settings import tls_settings
 from shard.placement.cluster_file import ClusterFileError, parse_cluster, read_cluster
-from shard.placement.slots import SLOTS, plan, slot_of
 from shard.postgres import schema
 from shard.postgres.pool import Database
-from shard.vocabulary import OrgId, ShardName
-from tests.jobs import job_id, job_message
+from shard.vocabulary import ShardName
+from tests.deployed import SHARDS, Program, databases, start_work_and_stop
 from tests.postgres import Server
-from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
+from tests.routers import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 DOCKERFILE = DEPLOY / "Dockerfile"
 EXAMPLE = DEPLOY / "cluster.example.toml"
-BIN = Path(sys.executable).parent
-WAIT_S = 60.0
-SHARDS = ("shard1", "shard2")
 ROUTERS = ("router1", "router2")
+# The services that run our image.
+OURS = (*ROUTERS, "balancer", "archiver")
 
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
@@ -94,39 +83,20 @@ def seconds(text: str) -> float:
     return float(text[:-1])
 
 
-# The router, as a container would run it
+# The programs, as containers would run them
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Container:
-    """What a container of one service would get, under a temporary root."""
-
-    root: Path
-    command: list[str]
-    environment: dict[str, str]
-
-    def path(self, inside: str) -> Path:
-        return self.root / inside.lstrip("/")
-
-    def resolved(self, command: list[str]) -> list[str]:
-        """Returns a command with container paths mapped into the root, and with the installed `windrow`."""
-        assert command[0] == "windrow"
-        return [
-            str(BIN / command[0]),
-            *(str(self.path(part)) if part.startswith("/") else part for part in command[1:]),
-        ]
-
-
-def container(name: str, root: Path, dsns: dict[str, str]) -> Container:
-    """Creates the files of a router service, and reads its command and environment."""
+def container(name: str, root: Path, dsns: dict[str, str]) -> Program:
+    """Creates the files of a service of our image, and reads its command and environment."""
     service = SERVICES[name]
     assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).resolve() == DOCKERFILE
-    environment = {"PATH": f"{BIN}{os.pathsep}{os.defpath}"}
+    environment: dict[str, str] = {}
     for word, arguments in IMAGE:
         if word == "ENV":
             environment |= dict(part.split("=", 1) for part in shlex.split(arguments) if "$" not in part)
     command = [*json.loads(the("ENTRYPOINT")), *service.get("command", json.loads(the("CMD")))]
-    made = Container(root=root, command=command, environment=environment | service.get("environment", {}))
+    environment |= service.get("environment", {})
+    made = Program(root=root, command=command, environment=environment, dsns=dsns)
 
     secrets = root / "secrets-of-the-host"
     subprocess.run([DEPLOY / "compose" / "make-secrets.sh", secrets], check=True)
@@ -136,116 +106,39 @@ def container(name: str, root: Path, dsns: dict[str, str]) -> Container:
         dsn = conninfo_to_dict(text.strip())
         assert dsn["host"] in SHARDS
         assert (dsn["user"], dsn["dbname"]) == ("windrow", "windrow")
-        place = made.path(f"/run/secrets/{secret}")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(dsns[str(dsn["host"])] + "\n")
+        made.put(f"/run/secrets/{secret}", dsns[str(dsn["host"])] + "\n")
     for config in service["configs"]:
         text = (DEPLOY / COMPOSE["configs"][config["source"]]["file"]).read_text()
-        # A container has its own address and port; here they are shared with other processes.
-        listen = tomllib.loads(text)["router"]["listen"]
-        text = text.replace(f'"{listen}"', '"127.0.0.1:0"').replace('"/run/', f'"{made.path("/run")}/')
-        place = made.path(config["target"])
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(text)
+        made.put_cluster_file(config["target"], text)
     return made
 
 
-@contextmanager
-def started(made: Container) -> Generator[tuple[subprocess.Popen[str], str], None, None]:
-    """Starts the container's process. Returns it and the address it serves on."""
-    with subprocess.Popen(
-        made.resolved(made.command),
-        cwd=made.root,
-        env=made.environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            address = next((line.split()[2] for line in process.stdout if line.startswith("listening on ")), None)
-            assert address is not None, f"ended with {process.wait(WAIT_S)} before it listened"
-            yield process, address
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-def wait_until_serving(channel: grpc.Channel) -> None:
-    # Called by name, because the generated stub's types have no such method.
-    check = channel.unary_unary(
-        "/grpc.health.v1.Health/Check",
-        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-        response_deserializer=health_pb2.HealthCheckResponse.FromString,
-    )
-    deadline_s = time.monotonic() + WAIT_S
-    while True:
-        with suppress(grpc.RpcError):
-            answer = check(health_pb2.HealthCheckRequest(), timeout=5, wait_for_ready=True)
-            if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                return
-        assert time.monotonic() < deadline_s, "never became healthy"
-
-
-def an_org_of(shard: str) -> str:
-    owners = plan([None] * SLOTS, {ShardName(name): 1.0 for name in SHARDS})
-    return next(org for org in map(str, range(1000)) if owners[slot_of(OrgId(org))] == shard)
-
-
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ROUTERS)
-def test_the_image_and_compose_start_a_router_that_works_and_ends_well(
+@pytest.mark.parametrize("name", OURS)
+def test_the_image_and_compose_start_a_program_that_works_and_ends_well(
     name: str, tmp_path: Path, postgres: Server
 ) -> None:
-    databases = {shard: f"{name}_{shard}" for shard in SHARDS}
-    made = container(name, tmp_path, {shard: postgres.create(made) for shard, made in databases.items()})
-    try:
-        with started(made) as (process, address):
-            with grpc.insecure_channel(address) as channel:
-                wait_until_serving(channel)
-                queue = queue_pb2_grpc.QueueStub(channel)
-                for shard in SHARDS:
-                    org = an_org_of(shard)
-                    job = job_message(id=job_id(), queue="mail", kind="greet", payload=b"hello")
-                    queue.Enqueue(queue_pb2.EnqueueRequest(org=org, jobs=[job]), timeout=WAIT_S)
-                    (leased,) = queue.Dequeue(queue_pb2.DequeueRequest(org=org, queues=["mail"]), timeout=WAIT_S).jobs
-                    assert (leased.id, leased.payload) == (job.id, b"hello")
-                    acks = [queue_pb2.Ack(lease=leased.lease)]
-                    answers = queue.Ack(queue_pb2.AckRequest(org=org, acks=acks), timeout=WAIT_S).answers
-                    assert answers == [job_pb2.JOB_ANSWER_OK]
-                    (found,) = queue.GetJobs(queue_pb2.GetJobsRequest(org=org, ids=[job.id]), timeout=WAIT_S).jobs
-                    assert found.shard == shard
-            check = [address if ":" in part else part for part in made.resolved(health_command())]
-            asked = subprocess.run(check, env=made.environment, cwd=made.root, check=False, timeout=WAIT_S)
-            assert asked.returncode == 0
-            process.send_signal(signal.Signals[the("STOPSIGNAL")])
-            assert process.wait(seconds(SERVICES[name]["stop_grace_period"])) == 0
-        asked = subprocess.run(
-            check, env=made.environment, cwd=made.root, check=False, timeout=WAIT_S, capture_output=True
+    with databases(postgres, name) as dsns:
+        stop = signal.Signals[the("STOPSIGNAL")]
+        start_work_and_stop(
+            container(name, tmp_path, dsns), stop=stop, grace_s=seconds(SERVICES[name]["stop_grace_period"])
         )
-        assert asked.returncode != 0
-    finally:
-        for database in databases.values():
-            postgres.drop(database)
 
 
-def test_compose_starts_a_balancer_that_leads_and_ends_well(tmp_path: Path, postgres: Server) -> None:
-    databases = {shard: f"balancer_{shard}" for shard in SHARDS}
-    made = container("balancer", tmp_path, {shard: postgres.create(name) for shard, name in databases.items()})
-    try:
-        with subprocess.Popen(
-            made.resolved(made.command), cwd=made.root, env=made.environment, stderr=subprocess.PIPE, text=True
-        ) as process:
-            try:
-                assert process.stderr is not None
-                assert any("leads, with cluster file" in line for line in process.stderr)
-                process.send_signal(signal.Signals[the("STOPSIGNAL")])
-                assert process.wait(seconds(SERVICES["balancer"]["stop_grace_period"])) == 0
-            finally:
-                process.kill()
-    finally:
-        for database in databases.values():
-            postgres.drop(database)
+def test_the_health_check_of_the_image_tells_a_router_that_serves_from_one_that_ended(
+    tmp_path: Path, postgres: Server
+) -> None:
+    with databases(postgres, "health") as dsns:
+        made = container("router1", tmp_path, dsns)
+
+        def healthy() -> bool:
+            check = [address if ":" in part else part for part in made.resolved(health_command())]
+            done = subprocess.run(check, cwd=tmp_path, check=False, timeout=PATIENCE_S, capture_output=True)
+            return done.returncode == 0
+
+        with made.running() as (_, address):
+            until(healthy, "the router is healthy")
+        assert not healthy()
 
 
 # compose.yaml
@@ -283,7 +176,7 @@ def test_a_container_can_do_little_more_than_its_work(name: str) -> None:
 
 
 def test_what_works_on_shards_waits_until_they_are_healthy() -> None:
-    for name in (*ROUTERS, "balancer", "archiver"):
+    for name in OURS:
         assert SERVICES[name]["depends_on"] == {shard: {"condition": "service_healthy"} for shard in SHARDS}
     for name in SHARDS:
         assert "pg_isready" in SERVICES[name]["healthcheck"]["test"]
@@ -325,7 +218,7 @@ def test_the_role_that_compose_makes_can_make_the_schema(tmp_path: Path, postgre
         assert old in script
         script = script.replace(old, new)
     command = (str(psql), "--no-psqlrc", "-v", "ON_ERROR_STOP=1", "-q", "-d", postgres.superuser_dsn)
-    subprocess.run(command, input=script, text=True, check=True, timeout=WAIT_S)
+    subprocess.run(command, input=script, text=True, check=True, timeout=PATIENCE_S)
     try:
         dsn = make_conninfo(
             postgres.superuser_dsn, user="made_by_compose", password="a'b\\c d", dbname="made_by_compose"
