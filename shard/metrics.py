@@ -88,5 +88,7 @@ SHARD_UP = _lowest(
     "shard",
 )  # fmt: skip
 CERTIFICATE_EXPIRY = _lowest(
-    "windrow_certificate_expiry_timestamp_seconds", "Unix time", "When the router's TLS certificate expires."
+    "windrow_certificate_expiry_timestamp_seconds",
+    "Unix time",
+    "When the router's TLS certificate expires; 0 without TLS.",
 )
