@@ -51,6 +51,8 @@ def checks() -> list[Check]:
     found.append(Check(name="docs/cli.md", command=(sys.executable, "docs/gen.py", "--check")))
     found.append(Check(name="docs/metrics.md", command=(sys.executable, "docs/metrics_page.py", "--check")))
     found.append(Check(name="alerts", command=(sys.executable, "-m", "tests.alerts")))
+    found.append(Check(name="dashboards", command=(sys.executable, "-m", "tests.dashboards")))
+    found.append(Check(name="deploy/grafana", command=(sys.executable, "deploy/grafana/dashboards.py", "--check")))
     if any(ROOT.glob("proto/windrow/v1/*.proto")):
         found += [
             Check(name="buf lint", command=(tool("buf"), "lint")),

@@ -1,0 +1,146 @@
+"""Generates Grafana's dashboards beside this file. With --check, only reports whether they are up to date.
+
+A panel is a title, its unit in Grafana's words, its description, and its queries, each with the legend of its lines.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FOLDER = Path(__file__).resolve().parent
+_OVER = "[$__rate_interval]"
+_ENQUEUED = "windrow_jobs_enqueued_total"
+_SETTLED = "windrow_leases_settled_total"
+_NOT_WAITING = '{method!="windrow.v1.Queue/Dequeue"}'
+
+
+class Panel(NamedTuple):
+    title: str
+    unit: str
+    description: str
+    # By the legend.
+    queries: dict[str, str]
+
+
+def _quantile(of: float, histogram: str, by: str, where: str = "") -> str:
+    return f"histogram_quantile({of}, sum by (le, {by}) (rate({histogram}_bucket{where}{_OVER})))"
+
+
+CLUSTER = (
+    Panel("Routers", "short",
+          "Routers that Prometheus reaches. Each machine counts once, however many processes it has.",
+          {"reached": 'sum(up{job="windrow"})'}),
+    Panel("Shards that can be used", "bool_yes_no",
+          "No: at least one router process cannot use the shard. Calls for its orgs fail with UNAVAILABLE.",
+          {"{{shard}}": "min by (shard) (windrow_shard_up)"}),
+    Panel("Enqueues that fail", "percentunit",
+          "The share of Enqueue calls that fail for a reason of the service, over 5 minutes. The objective is 0.1 %.",
+          {"failed": "windrow:enqueue_errors:ratio_rate5m"}),
+    Panel("Jobs", "ops",
+          "Jobs a second: enqueued for the first time, and acked. The backlog grows while the first is higher.",
+          {"enqueued": f'sum(rate({_ENQUEUED}{{outcome="new"}}{_OVER}))',
+           "acked": f'sum(rate({_SETTLED}{{verb="ack",answer="ok"}}{_OVER}))'}),
+    Panel("Jobs enqueued on each shard", "ops",
+          "New jobs a second by shard. Orgs differ: one shard may have much more than its share of the slots.",
+          {"{{shard}}": f'sum by (shard) (rate({_ENQUEUED}{{outcome="new"}}{_OVER}))'}),
+    Panel("Calls", "reqps", "Calls a second that have ended, by method.",
+          {"{{method}}": f"sum by (method) (rate(windrow_calls_total{_OVER}))"}),
+    Panel("Calls that are refused or fail", "reqps",
+          "Calls a second that did not end with OK, by method and status. docs/errors.md explains each.",
+          {"{{method}} {{code}}": f'sum by (method, code) (rate(windrow_calls_total{{code!="OK"}}{_OVER}))'}),
+    Panel("Time of calls, 99th percentile", "s",
+          "99 of 100 calls take less. Dequeue is not shown, because its time includes waiting for jobs.",
+          {"{{method}}": _quantile(0.99, "windrow_call_duration_seconds", "method", _NOT_WAITING)}),
+    Panel("Time until a certificate expires", "s",
+          "Of each router with TLS. Routers take up new files without a restart.",
+          {"{{instance}}": "min by (instance) (windrow_certificate_expiry_timestamp_seconds > 0) - time()"}),
+)  # fmt: skip
+
+_OF_SHARD = '{shard="$shard"}'
+SHARD = (
+    Panel("Can be used", "bool_yes_no",
+          "No: the router at this address cannot use the shard with all of its processes.",
+          {"{{instance}}": f"min by (instance) (windrow_shard_up{_OF_SHARD})"}),
+    Panel("Jobs enqueued", "ops", "Jobs of enqueues a second. Duplicates were known before and are not stored again.",
+          {"{{outcome}}": f"sum by (outcome) (rate({_ENQUEUED}{_OF_SHARD}{_OVER}))"}),
+    Panel("Jobs claimed", "ops",
+          "Jobs leased a second by claims, without those that an enqueue hands over to a waiting consumer.",
+          {"claimed": f"sum(rate(windrow_jobs_claimed_total{_OF_SHARD}{_OVER}))"}),
+    Panel("Leases settled", "ops", "Acks, nacks, extends, releases and snoozes a second, by their answer.",
+          {"{{verb}} {{answer}}": f"sum by (verb, answer) (rate({_SETTLED}{_OF_SHARD}{_OVER}))"}),
+    Panel("Acks that come too late", "percentunit",
+          "The share of acks whose lease had ended: those jobs run again. Extend leases, or set a longer window.",
+          {"late": f'sum(rate({_SETTLED}{{shard="$shard",verb="ack",answer="stale"}}{_OVER}) or vector(0)) / '
+                   f'sum(rate({_SETTLED}{{shard="$shard",verb="ack"}}{_OVER}))'}),
+    Panel("Acts", "ops", "Acts a second. An act is the statements that several calls share.",
+          {"{{act}}": f"sum by (act) (rate(windrow_act_duration_seconds_count{_OF_SHARD}{_OVER}))"}),
+    Panel("Time of acts, median", "s", "Half of the acts take less, their wait for a connection included.",
+          {"{{act}}": _quantile(0.5, "windrow_act_duration_seconds", "act", _OF_SHARD)}),
+    Panel("Time of acts, 99th percentile", "s", "99 of 100 acts take less. If it rises, run `windrow doctor`.",
+          {"{{act}}": _quantile(0.99, "windrow_act_duration_seconds", "act", _OF_SHARD)}),
+    Panel("Calls that share an act", "short",
+          "Mean number of calls of an act. It rises with the load, and then each call costs less.",
+          {"{{act}}": f"sum by (act) (rate(windrow_act_calls_sum{_OF_SHARD}{_OVER})) / "
+                      f"sum by (act) (rate(windrow_act_calls_count{_OF_SHARD}{_OVER}))"}),
+)  # fmt: skip
+
+
+def _panel(number: int, panel: Panel) -> dict[str, Any]:
+    across, width, height = 3, 8, 8
+    return {
+        "id": number + 1,
+        "type": "timeseries",
+        "title": panel.title,
+        "description": panel.description,
+        "datasource": {"type": "prometheus", "uid": "windrow"},
+        "gridPos": {"x": number % across * width, "y": number // across * height, "w": width, "h": height},
+        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
+        "targets": [
+            {"refId": chr(ord("A") + place), "expr": query, "legendFormat": legend}
+            for place, (legend, query) in enumerate(panel.queries.items())
+        ],
+    }
+
+
+def dashboard(name: str, panels: tuple[Panel, ...], variables: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "uid": f"windrow-{name}",
+        "title": f"Windrow: {name}",
+        "tags": ["windrow"],
+        "schemaVersion": 39,
+        "editable": False,
+        "refresh": "30s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {"list": variables},
+        "panels": [_panel(number, panel) for number, panel in enumerate(panels)],
+    }
+
+
+def main() -> int:
+    shard = {
+        "name": "shard",
+        "label": "shard",
+        "type": "query",
+        "datasource": {"type": "prometheus", "uid": "windrow"},
+        "query": "label_values(windrow_shard_up, shard)",
+        "refresh": 2,
+        "sort": 1,
+    }
+    made = {"cluster": dashboard("cluster", CLUSTER, []), "shard": dashboard("shard", SHARD, [shard])}
+    stale = 0
+    for name, content in made.items():
+        file, text = FOLDER / f"{name}.json", json.dumps(content, indent=2) + "\n"
+        if file.exists() and file.read_text() == text:
+            continue
+        stale += 1
+        if "--check" in sys.argv[1:]:
+            print(f"deploy/grafana/{file.name} does not match dashboards.py: run ./run gen")
+        else:
+            file.write_text(text)
+            print(f"deploy/grafana/{file.name}")
+    return 1 if stale and "--check" in sys.argv[1:] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""deploy/grafana: a real Prometheus, which scrapes a router that works, answers every query of every panel."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import shutil
+import subprocess
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from shard.vocabulary import OrgId
+from tests import alerts, dashboards
+from tests.jobs import job_id, job_message
+from tests.routers import PATIENCE_S, Stubs, reserved_address, running_routers, stubs, until, write_cluster
+from windrow.v1 import queue_pb2
+
+# A cluster without TLS has no certificate.
+WITHOUT_DATA = {"Time until a certificate expires"}
+
+
+@contextmanager
+def prometheus(folder: Path, target: str) -> Generator[str, None, None]:
+    """Scrapes the target twice a second, with the rules of deploy/prometheus. Yields the address of its API."""
+    program = shutil.which("prometheus")
+    if program is None:
+        pytest.skip("prometheus is not installed: apt-get install --no-install-recommends prometheus")
+    text = (alerts.PROMETHEUS / "prometheus.yml").read_text().replace("127.0.0.1:9464", target)
+    fast = "scrape_interval: 500ms\n  scrape_timeout: 500ms\n  evaluation_interval: 500ms"
+    (folder / "prometheus.yml").write_text(text.replace("scrape_interval: 15s", fast))
+    shutil.copy(alerts.PROMETHEUS / "rules.yml", folder)
+    with reserved_address() as reserved:
+        pass
+    command = (
+        program, f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address={reserved}", "--log.level=error",
+    )  # fmt: skip
+    with subprocess.Popen(command, cwd=folder) as process:
+        try:
+            yield reserved
+        finally:
+            process.terminate()
+
+
+def values(address: str, query: str) -> list[float]:
+    """Returns the values of a query's lines that are numbers. Raises AssertionError if Prometheus refuses the query."""
+    query = query.replace("$__rate_interval", "1m").replace("$shard", "s1")
+    try:
+        with urllib.request.urlopen(
+            f"http://{address}/api/v1/query?{urllib.parse.urlencode({'query': query})}", timeout=PATIENCE_S
+        ) as answer:
+            result = json.load(answer)["data"]["result"]
+    except urllib.error.HTTPError as error:
+        raise AssertionError(f"{query}: {error.read().decode()}") from error
+    except OSError:  # It does not answer yet.
+        return []
+    return [value for one in result if not math.isnan(value := float(one["value"][1]))]
+
+
+def use(both: Stubs, org: str) -> None:
+    """Makes a call of each kind that the panels show: jobs that are new, known, acked and acked too late, and a refused
+    call."""
+    jobs = [job_message(id=job_id(), queue="emails", kind="greet")]
+    for _ in range(2):
+        both.queue.Enqueue(queue_pb2.EnqueueRequest(org=org, jobs=jobs), timeout=PATIENCE_S)
+    leased = both.queue.Dequeue(queue_pb2.DequeueRequest(org=org, queues=["emails"]), timeout=PATIENCE_S).jobs
+    for _ in range(2):
+        acks = [queue_pb2.Ack(lease=job.lease) for job in leased]
+        both.queue.Ack(queue_pb2.AckRequest(org=org, acks=acks), timeout=PATIENCE_S)
+    with suppress(grpc.RpcError):
+        both.queue.Enqueue(queue_pb2.EnqueueRequest(org="", jobs=jobs), timeout=PATIENCE_S)
+
+
+@pytest.mark.timeout(300)
+def test_prometheus_has_data_for_every_query_of_a_cluster_that_works(
+    module_dsn: str, org: OrgId, tmp_path: Path
+) -> None:
+    config = write_cluster(tmp_path / "cluster.toml", {"s1": module_dsn})
+    with reserved_address() as target:
+        pass
+    config.write_text(config.read_text() + f'metrics = "{target}"\n')
+    with running_routers(config) as routers, stubs(routers.address) as both, prometheus(tmp_path, target) as address:
+        panels = [panel for one in dashboards.dashboards().values() for panel in one["panels"]]
+        assert {panel["title"] for panel in panels} > WITHOUT_DATA
+        for panel in panels:
+            for query in (target["expr"] for target in panel["targets"]):
+
+                def has_data(query: str = query) -> bool:
+                    # A rate needs two scrapes of a series, between which it has grown.
+                    use(both, org)
+                    return bool(values(address, query))
+
+                if panel["title"] in WITHOUT_DATA:
+                    assert not values(address, query)
+                else:
+                    until(has_data, f"there is data for {panel['title']}: {query}")
+
+
+def test_the_dashboards_are_sound() -> None:
+    assert [list(dashboards.faults_of(one)) for one in dashboards.dashboards().values()] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"description": ""}, "Calls: it has no description"),
+        ({"fieldConfig": {"defaults": {}}}, "Calls: it has no unit"),
+        ({"expr": "sum by (method) (rate(windrow_calls[1m]))"}, "Calls: no metric is called windrow_calls"),
+        ({"expr": 'sum by (method) (windrow_calls_total{org="a"})'}, "Calls: windrow_calls_total has no label org"),
+        (
+            {"expr": "sum by (method, shard) (rate(windrow_calls_total[1m]))"},
+            "Calls: the query groups by shard, which not all of its metrics have",
+        ),
+        (
+            {"expr": "sum(rate(windrow_calls_total[1m]))"},
+            "Calls: its legend shows method, by which the query does not group",
+        ),
+        ({"expr": "vector(1)"}, "Calls: the query names no metric"),
+    ],
+)
+def test_a_panel_with_a_fault_is_found(change: dict[str, Any], complaint: str) -> None:
+    dashboard = copy.deepcopy(dashboards.dashboards()["cluster.json"])
+    (panel,) = [panel for panel in dashboard["panels"] if panel["title"] == "Calls"]
+    panel["targets"][0].update({key: value for key, value in change.items() if key == "expr"})
+    panel.update({key: value for key, value in change.items() if key != "expr"})
+    assert complaint in list(dashboards.faults_of(dashboard))
