@@ -25,3 +25,4 @@ for shard in shard1 shard2; do
     keep "${shard}_password" "$(password)"
     keep "${shard}_dsn" "postgresql://windrow:$(cat "$folder/${shard}_password")@$shard:5432/windrow"
 done
+keep grafana_password "$(password)"

@@ -86,8 +86,9 @@ def seconds(text: str) -> float:
 # The programs, as containers would run them
 
 
-def container(name: str, root: Path, dsns: dict[str, str]) -> Program:
-    """Creates the files of a service of our image, and reads its command and environment."""
+def container(name: str, root: Path, dsns: dict[str, str], *, collector: str = "http://127.0.0.1:1") -> Program:
+    """Creates the files of a service of our image, and reads its command and environment. What is sent to the service
+    `collector` goes to that address instead."""
     service = SERVICES[name]
     assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).resolve() == DOCKERFILE
     environment: dict[str, str] = {}
@@ -96,6 +97,8 @@ def container(name: str, root: Path, dsns: dict[str, str]) -> Program:
             environment |= dict(part.split("=", 1) for part in shlex.split(arguments) if "$" not in part)
     command = [*json.loads(the("ENTRYPOINT")), *service.get("command", json.loads(the("CMD")))]
     environment |= service.get("environment", {})
+    assert environment["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://collector:4317"
+    environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = collector
     made = Program(root=root, command=command, environment=environment, dsns=dsns)
 
     secrets = root / "secrets-of-the-host"
@@ -170,9 +173,10 @@ def test_a_container_can_do_little_more_than_its_work(name: str) -> None:
     assert service["security_opt"] == ["no-new-privileges:true"]
     user = service.get("user", the("USER"))
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user), "a number that is not root's"
-    assert re.fullmatch(r"[a-z]+:\d+\.\d+(\.\d+)?", service["image"]), "pinned to a release"
+    assert re.fullmatch(r"[a-z/-]+:v?\d+\.\d+(\.\d+)?", service["image"]), "pinned to a release"
     for variable in service.get("environment", {}):
         assert "PASSWORD" not in variable or variable.endswith("_FILE"), "secrets come in files"
+    assert all(port.startswith("127.0.0.1:") for port in service.get("ports", [])), "strangers do not reach it"
 
 
 def test_what_works_on_shards_waits_until_they_are_healthy() -> None:
