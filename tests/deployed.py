@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,31 +110,38 @@ def databases(postgres: Server, prefix: str) -> Generator[dict[str, str], None, 
             postgres.drop(name)
 
 
-def start_work_and_stop(program: Program, *, stop: signal.Signals, grace_s: float) -> None:
-    """Starts a program; a router runs a job on each shard. The signal must end it well within its time."""
+def start_work_and_stop(
+    program: Program,
+    *,
+    stop: signal.Signals,
+    grace_s: float,
+    connect: Callable[[str], grpc.Channel] = grpc.insecure_channel,
+) -> None:
+    """Starts a program; a router, to whose address `connect` opens a channel, runs a job on each shard. The signal must
+    end it within its time."""
     with program.running() as (process, address):
         if program.role == "router":
-            run_a_job_on_each_shard(address)
+            with connect(address) as channel:
+                run_a_job_on_each_shard(channel)
         process.send_signal(stop)
         said, _ = process.communicate(timeout=grace_s)
         assert process.returncode == 0, f"ended with {process.returncode}: {said}"
 
 
-def run_a_job_on_each_shard(address: str) -> None:
-    with grpc.insecure_channel(address) as channel:
-        _wait_until_serving(channel)
-        queue = queue_pb2_grpc.QueueStub(channel)
-        for shard in SHARDS:
-            org = _an_org_of(shard)
-            job = job_message(id=job_id(), queue="mail", kind="greet", payload=b"hello")
-            queue.Enqueue(queue_pb2.EnqueueRequest(org=org, jobs=[job]), timeout=PATIENCE_S)
-            (leased,) = queue.Dequeue(queue_pb2.DequeueRequest(org=org, queues=["mail"]), timeout=PATIENCE_S).jobs
-            assert (leased.id, leased.payload) == (job.id, b"hello")
-            acks = [queue_pb2.Ack(lease=leased.lease)]
-            answers = queue.Ack(queue_pb2.AckRequest(org=org, acks=acks), timeout=PATIENCE_S).answers
-            assert answers == [job_pb2.JOB_ANSWER_OK]
-            (found,) = queue.GetJobs(queue_pb2.GetJobsRequest(org=org, ids=[job.id]), timeout=PATIENCE_S).jobs
-            assert found.shard == shard
+def run_a_job_on_each_shard(channel: grpc.Channel) -> None:
+    _wait_until_serving(channel)
+    queue = queue_pb2_grpc.QueueStub(channel)
+    for shard in SHARDS:
+        org = _an_org_of(shard)
+        job = job_message(id=job_id(), queue="mail", kind="greet", payload=b"hello")
+        queue.Enqueue(queue_pb2.EnqueueRequest(org=org, jobs=[job]), timeout=PATIENCE_S)
+        (leased,) = queue.Dequeue(queue_pb2.DequeueRequest(org=org, queues=["mail"]), timeout=PATIENCE_S).jobs
+        assert (leased.id, leased.payload) == (job.id, b"hello")
+        acks = [queue_pb2.Ack(lease=leased.lease)]
+        answers = queue.Ack(queue_pb2.AckRequest(org=org, acks=acks), timeout=PATIENCE_S).answers
+        assert answers == [job_pb2.JOB_ANSWER_OK]
+        (found,) = queue.GetJobs(queue_pb2.GetJobsRequest(org=org, ids=[job.id]), timeout=PATIENCE_S).jobs
+        assert found.shard == shard
 
 
 def _wait_until_serving(channel: grpc.Channel) -> None:

@@ -14,6 +14,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import yaml
 
@@ -41,7 +42,8 @@ def test_the_spans_of_a_router_reach_the_collector(tmp_path: Path, postgres: Ser
     with databases(postgres, "spans") as dsns, contextlib.contextmanager(collecting)(0) as collector:
         made = container("router1", tmp_path, dsns, collector=collector.endpoint)
         with made.running() as (process, address):
-            run_a_job_on_each_shard(address)
+            with grpc.insecure_channel(address) as channel:
+                run_a_job_on_each_shard(channel)
             process.terminate()
             process.communicate(timeout=PATIENCE_S)
         assert {one.service for one in collector.spans()} == {"windrow-router"}
