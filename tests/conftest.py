@@ -67,6 +67,8 @@ _MINUTES = float(os.environ.get("WINDROW_TEST_MINUTES", "inf"))
 _began_s = time.monotonic()
 # How long each test file took, as reports tell it.
 _took_s: dict[str, float] = defaultdict(float)
+# Why tests were skipped that need a program, and how to install it.
+_not_installed: set[str] = set()
 
 
 @pytest.hookimpl(trylast=True)
@@ -143,6 +145,14 @@ def pytest_runtest_setup() -> None:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     _took_s[_file_of(report.nodeid)] += report.duration
+    if report.skipped and isinstance(report.longrepr, tuple) and " is not installed: " in report.longrepr[2]:
+        _not_installed.add(report.longrepr[2].removeprefix("Skipped: "))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says how to install what skipped tests lack."""
+    for why in sorted(_not_installed):
+        terminalreporter.write_line(f"skipped: {why}")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

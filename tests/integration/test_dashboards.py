@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import shutil
-import subprocess
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +16,7 @@ import pytest
 from shard.vocabulary import OrgId
 from tests import alerts, dashboards
 from tests.jobs import job_id, job_message
+from tests.prometheus import asked, running_prometheus
 from tests.routers import PATIENCE_S, Stubs, reserved_address, running_routers, stubs, until, write_cluster
 from windrow.v1 import queue_pb2
 
@@ -29,40 +25,20 @@ WITHOUT_DATA = {"Time until a certificate expires"}
 
 
 @contextmanager
-def prometheus(folder: Path, target: str) -> Generator[str, None, None]:
-    """Scrapes the target twice a second, with the rules of deploy/prometheus. Yields the address of its API."""
-    program = shutil.which("prometheus")
-    if program is None:
-        pytest.skip("prometheus is not installed: apt-get install --no-install-recommends prometheus")
+def scraping(folder: Path, target: str) -> Generator[str, None, None]:
+    """Scrapes the target twice a second, with the rules of deploy/prometheus. Yields Prometheus's address."""
     text = (alerts.PROMETHEUS / "prometheus.yml").read_text().replace("127.0.0.1:9464", target)
     fast = "scrape_interval: 500ms\n  scrape_timeout: 500ms\n  evaluation_interval: 500ms"
     (folder / "prometheus.yml").write_text(text.replace("scrape_interval: 15s", fast))
     shutil.copy(alerts.PROMETHEUS / "rules.yml", folder)
-    with reserved_address() as reserved:
-        pass
-    command = (
-        program, f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
-        f"--web.listen-address={reserved}", "--log.level=error",
-    )  # fmt: skip
-    with subprocess.Popen(command, cwd=folder) as process:
-        try:
-            yield reserved
-        finally:
-            process.terminate()
+    with running_prometheus(folder, "--config.file=prometheus.yml", "--storage.tsdb.path=data") as address:
+        yield address
 
 
 def values(address: str, query: str) -> list[float]:
-    """Returns the values of a query's lines that are numbers. Raises AssertionError if Prometheus refuses the query."""
-    query = query.replace("$__rate_interval", "1m").replace("$shard", "s1")
-    try:
-        with urllib.request.urlopen(
-            f"http://{address}/api/v1/query?{urllib.parse.urlencode({'query': query})}", timeout=PATIENCE_S
-        ) as answer:
-            result = json.load(answer)["data"]["result"]
-    except urllib.error.HTTPError as error:
-        raise AssertionError(f"{query}: {error.read().decode()}") from error
-    except OSError:  # It does not answer yet.
-        return []
+    """Returns the values of a query's lines that are numbers. A query that Prometheus refuses fails the test."""
+    data = asked(address, "query", query=query.replace("$__rate_interval", "1m").replace("$shard", "s1"))
+    result = data["result"] if data else []
     return [value for one in result if not math.isnan(value := float(one["value"][1]))]
 
 
@@ -88,7 +64,7 @@ def test_prometheus_has_data_for_every_query_of_a_cluster_that_works(
     with reserved_address() as target:
         pass
     config.write_text(config.read_text() + f'metrics = "{target}"\n')
-    with running_routers(config) as routers, stubs(routers.address) as both, prometheus(tmp_path, target) as address:
+    with running_routers(config) as routers, stubs(routers.address) as both, scraping(tmp_path, target) as address:
         panels = [panel for one in dashboards.dashboards().values() for panel in one["panels"]]
         assert {panel["title"] for panel in panels} > WITHOUT_DATA
         for panel in panels:

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
-import subprocess
 import tomllib
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,8 @@ from tests.collector import collecting
 from tests.deployed import databases, run_a_job_on_each_shard
 from tests.integration.test_deploy import COMPOSE, DEPLOY, OURS, ROUTERS, SERVICES, container
 from tests.postgres import Server
-from tests.routers import PATIENCE_S, reserved_address, until
+from tests.prometheus import asked, running_prometheus
+from tests.routers import PATIENCE_S, until
 
 
 def configs(name: str) -> dict[str, str]:
@@ -62,39 +60,22 @@ def test_the_collector_listens_where_the_programs_send_and_each_pipeline_is_comp
 
 
 def test_prometheus_starts_with_the_rules_and_scrapes_every_router(tmp_path: Path) -> None:
-    prometheus = shutil.which("prometheus")
-    if prometheus is None:
-        pytest.skip("prometheus is not installed: apt-get install --no-install-recommends prometheus")
     for path, text in configs("prometheus").items():
         place = tmp_path / path.lstrip("/")
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text.replace("/etc/", f"{tmp_path}/etc/"))
-    with reserved_address() as reserved:
-        pass
     port = tomllib.loads((DEPLOY / "compose" / "cluster.toml").read_text())["router"]["metrics"].split(":")[1]
     scraped = {("windrow", f"{name}:{port}") for name in ROUTERS}
     command = [part.replace("=/", f"={tmp_path}/") for part in SERVICES["prometheus"]["command"]]
-    with subprocess.Popen((prometheus, *command, f"--web.listen-address={reserved}", "--log.level=error")) as process:
-        try:
-            until(lambda: instances(reserved) == scraped, "Prometheus knows every router")
-            alerts = [rule["name"] for group in asked(reserved, "rules")["groups"] for rule in group["rules"]]
-            assert "WindrowShardDown" in alerts
-        finally:
-            process.terminate()
+    with running_prometheus(tmp_path, *command) as address:
+        until(lambda: instances(address) == scraped, "Prometheus knows every router")
+        alerts = [rule["name"] for group in asked(address, "rules")["groups"] for rule in group["rules"]]
+        assert "WindrowShardDown" in alerts
 
 
 def instances(address: str) -> set[tuple[str, str]]:
     targets = (asked(address, "targets") or {"activeTargets": []})["activeTargets"]
     return {(one["labels"]["job"], one["labels"]["instance"]) for one in targets}
-
-
-def asked(address: str, path: str) -> Any:
-    """Returns Prometheus's answer; None if it does not answer yet."""
-    try:
-        with urllib.request.urlopen(f"http://{address}/api/v1/{path}", timeout=PATIENCE_S) as answer:
-            return json.load(answer)["data"]
-    except OSError:
-        return None
 
 
 def test_grafana_gets_every_dashboard_and_the_source_that_they_name() -> None:

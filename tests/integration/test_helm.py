@@ -188,7 +188,8 @@ def test_the_chart_has_no_lint() -> None:
 
 
 def test_kubernetes_accepts_every_object(objects: list[Object]) -> None:
-    validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    missing = "kubernetes_validate is not installed: pip install kubernetes-validate"
+    validate = pytest.importorskip("kubernetes_validate", reason=missing)
     own = [one for one in objects if one["kind"] not in ("Certificate", "ServiceMonitor")]
     assert len(own) == len(objects) - 2
     for one in own:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -11,7 +10,6 @@ import urllib.request
 from collections.abc import Generator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -21,11 +19,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from shard.vocabulary import OrgId
 from tests import alerts
 from tests.jobs import job_id, job_message
-from tests.routers import PATIENCE_S, Routers, reserved_address, running_routers, stubs, until, write_cluster
+from tests.prometheus import INSTALL, asked, running_prometheus
+from tests.routers import PATIENCE_S, Routers, running_routers, stubs, until, write_cluster
 from windrow.v1 import queue_pb2
 
 ENQUEUE = "windrow.v1.Queue/Enqueue"
-_INSTALL = "apt-get install --no-install-recommends prometheus"
 
 
 @pytest.fixture(scope="module")
@@ -127,48 +125,27 @@ def test_every_series_is_declared(routers: Routers) -> None:
 
 
 def test_prometheus_scrapes_a_router_and_loads_the_alerts(routers: Routers, tmp_path: Path) -> None:
-    prometheus = shutil.which("prometheus")
-    if prometheus is None:
-        pytest.skip(f"prometheus is not installed: {_INSTALL}")
     target = urllib.parse.urlsplit(endpoint(routers)).netloc
     shipped = (alerts.PROMETHEUS / "prometheus.yml").read_text()
     config = shipped.replace("127.0.0.1:9464", target).replace("scrape_interval: 15s", "scrape_interval: 1s")
     (tmp_path / "prometheus.yml").write_text(config)
     shutil.copy(alerts.PROMETHEUS / "rules.yml", tmp_path)
     expected = figures(routers)["windrow_jobs_enqueued_total"]
-    with reserved_address() as reserved:
-        pass
-    command = (
-        prometheus, f"--config.file={tmp_path / 'prometheus.yml'}", f"--storage.tsdb.path={tmp_path / 'data'}",
-        f"--web.listen-address={reserved}", "--log.level=error",
-    )  # fmt: skip
-    with subprocess.Popen(command, cwd=tmp_path) as process:
-        try:
-            until(lambda: _asked(reserved, "query?query=windrow_jobs_enqueued_total"), "Prometheus has scraped")
-            found = _asked(reserved, "query?query=windrow_jobs_enqueued_total")
-            assert {
-                (one["metric"]["outcome"], one["metric"]["shard"]): float(one["value"][1]) for one in found["result"]
-            } == expected
-            loaded = _asked(reserved, "rules?type=alert")
-            assert len(loaded["groups"][0]["rules"]) == 6
-        finally:
-            process.terminate()
-
-
-def _asked(address: str, path: str) -> Any:
-    """Returns Prometheus's answer; None if it does not answer yet, or has nothing yet."""
-    try:
-        with urllib.request.urlopen(f"http://{address}/api/v1/{path}", timeout=PATIENCE_S) as answer:
-            data = json.loads(answer.read())["data"]
-    except OSError:
-        return None
-    return data if data.get("result", True) else None
+    with running_prometheus(tmp_path, "--config.file=prometheus.yml", "--storage.tsdb.path=data") as address:
+        query = "windrow_jobs_enqueued_total"
+        until(lambda: asked(address, "query", query=query), "Prometheus has scraped")
+        found = asked(address, "query", query=query)
+        assert {
+            (one["metric"]["outcome"], one["metric"]["shard"]): float(one["value"][1]) for one in found["result"]
+        } == expected
+        loaded = asked(address, "rules", type="alert")
+        assert len(loaded["groups"][0]["rules"]) == 6
 
 
 def test_each_alert_fires_and_resolves_as_its_unit_test_says() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
-        pytest.skip(f"promtool is not installed: {_INSTALL}")
+        pytest.skip(f"promtool is not installed: {INSTALL}")
     done = subprocess.run(
         (promtool, "test", "rules", "rules.test.yml"),
         cwd=alerts.PROMETHEUS, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
