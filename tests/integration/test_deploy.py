@@ -25,7 +25,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from archiver.settings import settings_of as archiver_settings_of
 from balancer.settings import pace_of
-from embedded import BinariesNotFound, find_binaries
+from embedded import BinariesNotFound, Cluster, find_binaries
 from router.settings import RouterSettings, host_and_port, router_settings
 from router.tls_settings import tls_settings
 from shard.placement.cluster_file import ClusterFileError, parse_cluster, read_cluster
@@ -201,6 +201,25 @@ def test_secrets_are_made_once_and_closed_to_other_users(tmp_path: Path) -> None
     for shard in SHARDS:
         dsn = conninfo_to_dict(first[f"{shard}_dsn"].strip())
         assert (dsn["host"], dsn["password"]) == (shard, first[f"{shard}_password"].strip())
+
+
+def test_a_server_starts_with_the_settings_of_a_shard() -> None:
+    try:
+        find_binaries()
+    except BinariesNotFound:
+        pytest.skip("no PostgreSQL programs on this machine")
+    assert SERVICES["shard1"]["command"] == SERVICES["shard2"]["command"]
+    program, *arguments = SERVICES["shard1"]["command"]
+    assert program == "postgres"
+    settings = dict(argument.removeprefix("-c").split("=", 1) for argument in arguments)
+    # The server of the tests chooses this one itself, the same as the shards.
+    chosen = {name: value for name, value in settings.items() if name != "password_encryption"}
+    with (
+        Cluster("compose", ephemeral=True, settings=chosen) as cluster,
+        psycopg.connect(cluster.superuser_dsn) as connection,
+    ):
+        used = connection.execute("SELECT name, current_setting(name) FROM pg_settings").fetchall()
+    assert settings.items() <= dict(used).items()
 
 
 def test_the_role_that_compose_makes_can_make_the_schema(tmp_path: Path, postgres: Server) -> None:

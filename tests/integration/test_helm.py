@@ -297,4 +297,21 @@ def test_the_page_names_objects_that_exist(objects: list[Object]) -> None:
     named = set(re.findall(r"deploy/(windrow-\w+)", page()))
     assert named
     assert named <= {one["metadata"]["name"] for one in of(objects, "Deployment")}
-    assert set(re.findall(r"--from-file=(\w+)=", page())) == {one["name"] for one in example()["cluster"]["shards"]}
+
+
+def test_the_page_makes_the_secret_that_the_pods_mount(objects: list[Object], tmp_path: Path) -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed: https://kubernetes.io/docs/tasks/tools")
+    (command,) = re.findall(r"^kubectl create secret .+$", page(), re.MULTILINE)
+    shards = [one["name"] for one in example()["cluster"]["shards"]]
+    for shard in shards:
+        (tmp_path / f"{shard}.dsn").write_text(f"dbname={shard}")
+    done = subprocess.run(
+        (*command.split(), "--dry-run=client", "--output=yaml"),
+        cwd=tmp_path, capture_output=True, text=True, check=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    secret = yaml.safe_load(done.stdout)
+    assert sorted(secret["data"]) == shards
+    for role in ROLES:
+        mounted = [volume["secret"]["secretName"] for volume in pod_of(objects, role)["volumes"] if "secret" in volume]
+        assert secret["metadata"]["name"] in mounted

@@ -17,6 +17,7 @@ import pytest
 from router.settings import RouterSettings
 from tests.deployed import BIN, SHARDS, Program, databases, start_work_and_stop
 from tests.postgres import Server
+from tests.routers import PATIENCE_S
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 ROLES = ("router", "balancer", "archiver")
@@ -95,6 +96,25 @@ def test_each_setting_of_confinement_is_the_same_in_every_unit() -> None:
 def test_the_page_names_units_that_exist_and_all_of_them() -> None:
     named = set(re.findall(r"windrow-([a-z]+)", page()))
     assert named == set(ROLES)
+
+
+def test_the_commands_of_the_page_make_the_user_and_the_files(tmp_path: Path) -> None:
+    if shutil.which("systemd-sysusers") is None:
+        pytest.skip("systemd-sysusers is not installed: apt-get install --no-install-recommends systemd")
+    (tmp_path / "etc/systemd/system").mkdir(parents=True)
+    commands = re.findall(r"^(?:install|systemd-sysusers).*", page(), re.MULTILINE)
+    assert len(commands) == 4
+    for command in commands:
+        # Under a root of the test, and without the group, which only that root has.
+        local = re.sub(r"(?<= )/etc", f"{tmp_path}/etc", command).replace("-g windrow", "")
+        local = re.sub(r"^systemd-sysusers$", f"systemd-sysusers --root={tmp_path}", local)
+        subprocess.run(local, shell=True, cwd=DEPLOY.parent, check=True, timeout=PATIENCE_S)
+    assert {found.name for found in (tmp_path / "etc/systemd/system").iterdir()} == {unit(role).name for role in ROLES}
+    for role in ROLES:
+        (user,) = settings(role)["User"]
+        assert re.search(rf"^{user}:", (tmp_path / "etc/passwd").read_text(), re.MULTILINE)
+    assert re.search(r"^windrow:", (tmp_path / "etc/group").read_text(), re.MULTILINE)
+    assert (tmp_path / "etc/windrow/dsn").is_dir()
 
 
 def test_the_page_installs_what_the_image_installs() -> None:
