@@ -25,6 +25,7 @@ from shard.postgres import statements
 from shard.postgres.breaker import OVERDUE_S, Breaker, first_line
 from shard.postgres.connection import CONNECT_OPTIONS, CONNECT_S_MAX, Connection, hang_up
 from shard.postgres.multi_host import first_of
+from shard.postgres.pooler import refuse_shared_sessions
 from shard.postgres.session import LOCK_WAIT_S, QUEUE_SETTINGS, SCAN_SETTINGS, Session
 from shard.postgres.session_pool import SessionPool
 from shard.vocabulary import ShardName
@@ -318,8 +319,9 @@ class Database:
         self._connect_error = None
 
     async def _recognize(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        """Refuses a database that this process must not use: the DSN may lead to another database than before, or a
-        newer release may have migrated this one."""
+        """Refuses a database that this process must not use: the DSN may lead to another database than before, or to a
+        pooler that shares sessions, or a newer release may have migrated this one."""
+        await refuse_shared_sessions(connection, self._dsn)
         if self.identity is not None:
             await self._compare_identity(connection)
         if self.newest_migration is not None:
