@@ -1,4 +1,5 @@
-"""Connects to the first available server of a DSN that names several, without waiting long for a silent one.
+"""Connects to the first available server of a DSN that names several, without waiting long for a silent one. Finds out
+whether a server that takes writes has been replaced by another one.
 
 libpq itself waits the whole timeout for a silent server before it tries the next one. With four servers, the last one
 would be tried only after the caller has given up.
@@ -8,13 +9,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 # If a server has not accepted a connection after this long, the next one is tried beside it.
 NEXT_S = 0.5
+# How long to wait for a server that may have replaced another one. The smallest value that libpq accepts.
+_LOOK_S_MAX = 2
+# Each promotion raises the timeline, with which the names of WAL files begin.
+_TIMELINE = "SELECT ('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int"
 _Connection = TypeVar("_Connection", bound=psycopg.AsyncConnection[Any])
 
 
@@ -55,6 +60,38 @@ async def first_of(dsn: str, connect: Callable[[str], Coroutine[Any, Any, _Conne
             if task is not chosen:
                 task.cancel()
                 task.add_done_callback(_close)
+
+
+async def replaced_by(dsn: str, server: psycopg.ConnectionInfo) -> str | None:
+    """Returns which other server of a DSN was promoted after this one, if both take writes: a primary may run on when a
+    standby has replaced it, and then it acknowledges nothing that needs the standby. None: there is no such server."""
+    every = each_of(dsn)
+    if len(every) == 1:
+        return None
+    writable = [one for one in await asyncio.gather(*map(_promotion, every)) if one.timeline]
+    if len(writable) < 2:
+        return None
+    newest = max(writable)
+    own = await _promotion(make_conninfo(dsn, host=server.host, hostaddr=server.hostaddr or None, port=server.port))
+    return newest.address if 0 < own.timeline < newest.timeline else None
+
+
+class _Promotion(NamedTuple):
+    # 0: the server takes no writes, or does not answer.
+    timeline: int
+    address: str
+
+
+async def _promotion(dsn: str) -> _Promotion:
+    options = {"autocommit": True, "connect_timeout": _LOOK_S_MAX, "application_name": "windrow probe"}
+    try:
+        async with await psycopg.AsyncConnection.connect(dsn, **options) as connection, asyncio.timeout(_LOOK_S_MAX):
+            cursor = await connection.execute(_TIMELINE)
+            row = await cursor.fetchone()
+            address = f"{connection.info.host}:{connection.info.port}"
+            return _Promotion(0 if row is None else int(row[0]), address)
+    except (psycopg.Error, TimeoutError):
+        return _Promotion(0, "")
 
 
 def _close(task: asyncio.Task[_Connection]) -> None:
