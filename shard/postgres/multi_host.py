@@ -18,8 +18,11 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 NEXT_S = 0.5
 # How long to wait for a server that may have replaced another one. The smallest value that libpq accepts.
 _LOOK_S_MAX = 2
-# Each promotion raises the timeline, with which the names of WAL files begin.
-_TIMELINE = "SELECT ('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int"
+# Each promotion raises the timeline, with which the names of WAL files begin. A standby has its primary's identifier.
+_TIMELINE = """
+SELECT ('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int, system_identifier
+FROM pg_control_system()
+"""
 _Connection = TypeVar("_Connection", bound=psycopg.AsyncConnection[Any])
 
 
@@ -68,30 +71,37 @@ async def replaced_by(dsn: str, server: psycopg.ConnectionInfo) -> str | None:
     every = each_of(dsn)
     if len(every) == 1:
         return None
-    writable = [one for one in await asyncio.gather(*map(_promotion, every)) if one.timeline]
+    writable = [one for one in await asyncio.gather(*map(_promotion, every)) if one is not None]
     if len(writable) < 2:
         return None
-    newest = max(writable)
     own = await _promotion(make_conninfo(dsn, host=server.host, hostaddr=server.hostaddr or None, port=server.port))
-    return newest.address if 0 < own.timeline < newest.timeline else None
+    if own is None:
+        return None
+    newest = max((one for one in writable if one.system == own.system), default=own)
+    return newest.address if newest.timeline > own.timeline else None
 
 
 class _Promotion(NamedTuple):
-    # 0: the server takes no writes, or does not answer.
     timeline: int
+    system: int
     address: str
 
 
-async def _promotion(dsn: str) -> _Promotion:
-    options = {"autocommit": True, "connect_timeout": _LOOK_S_MAX, "application_name": "windrow probe"}
+async def _promotion(dsn: str) -> _Promotion | None:
+    """Returns the latest promotion of a server. None: it takes no writes, or does not answer."""
+    probe = make_conninfo(dsn, connect_timeout=_LOOK_S_MAX, application_name="windrow probe")
     try:
-        async with await psycopg.AsyncConnection.connect(dsn, **options) as connection, asyncio.timeout(_LOOK_S_MAX):
+        async with (
+            await psycopg.AsyncConnection.connect(probe, autocommit=True) as connection,
+            asyncio.timeout(_LOOK_S_MAX),
+        ):
             cursor = await connection.execute(_TIMELINE)
             row = await cursor.fetchone()
-            address = f"{connection.info.host}:{connection.info.port}"
-            return _Promotion(0 if row is None else int(row[0]), address)
+            assert row is not None
+            timeline, system = row
+            return _Promotion(timeline, system, f"{connection.info.host}:{connection.info.port}")
     except (psycopg.Error, TimeoutError):
-        return _Promotion(0, "")
+        return None
 
 
 def _close(task: asyncio.Task[_Connection]) -> None:

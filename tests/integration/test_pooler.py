@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -21,9 +20,11 @@ from shard.health import facts
 from shard.postgres.pool import Database
 from shard.queue.store import Store
 from shard.vocabulary import OrgId
+from tests.command import windrow
 from tests.conftest import SHARD
 from tests.jobs import job_id, job_message, some_jobs
 from tests.routers import PATIENCE_S, running_routers, stubs, until, write_cluster
+from tests.streams import window
 from windrow.v1 import queue_pb2
 
 REASON = re.escape("its DSN leads to a pooler that gives sessions to others after each transaction; use session mode")
@@ -79,7 +80,7 @@ def test_routers_work_through_a_pooler_in_session_mode(module_dsn: str, org: Org
         stubs(routers.address) as both,
     ):
         waiting = both.queue.Dequeue.future(
-            queue_pb2.DequeueRequest(org=org, queues=["mail"], max_jobs=5, wait={"seconds": 20}), timeout=PATIENCE_S
+            queue_pb2.DequeueRequest(org=org, queues=["mail"], max_jobs=5, wait=window(20)), timeout=PATIENCE_S
         )
         jobs = [job_message(id=job_id(), queue="mail", kind="greet") for _ in range(5)]
         both.queue.Enqueue(queue_pb2.EnqueueRequest(org=org, jobs=jobs), timeout=PATIENCE_S)
@@ -125,9 +126,6 @@ def test_a_router_and_the_doctor_say_that_the_pooler_shares_sessions(module_dsn:
         running_routers(write_cluster(tmp_path / "cluster.toml", {SHARD: dsn}, catalog_dsn=module_dsn)) as routers,
     ):
         until(lambda: re.search(REASON, routers.log.read_text()), "the log says so")
-        done = subprocess.run(
-            ("windrow", "doctor", "--shard", SHARD, "--config", routers.config),
-            capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-        )  # fmt: skip
-        assert done.returncode == 3
-        assert re.search(REASON, done.stderr)
+        done = windrow("doctor", "--shard", SHARD, "--config", str(routers.config))
+        assert done.code == 3
+        assert re.search(REASON, done.err)
