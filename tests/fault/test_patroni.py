@@ -159,6 +159,11 @@ async def test_a_primary_whose_patroni_was_killed_is_left_once_it_is_replaced(cl
     probe = await asyncio.to_thread(cluster.org_on, WATCHED)
     async with cluster.working(tmp_path):
         old = cluster.watched.leader
+        # One that is started again in time finds its Postgres, and remains the leader.
+        old.patroni.kill()
+        old.start()
+        await until(lambda: asyncio.to_thread(old.is_, "leader"), "it leads again")
+        assert not cluster.watched.has_leader(other_than=old)
         began_s = time.monotonic()
         old.patroni.kill()
         await until(lambda: asyncio.to_thread(cluster.watched.has_leader, other_than=old), "another one leads")
