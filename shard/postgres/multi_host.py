@@ -65,16 +65,22 @@ async def first_of(dsn: str, connect: Callable[[str], Coroutine[Any, Any, _Conne
                 task.add_done_callback(_close)
 
 
-async def replaced_by(dsn: str, server: psycopg.ConnectionInfo) -> str | None:
-    """Returns which other server of a DSN was promoted after this one, if both take writes: a primary may run on when a
-    standby has replaced it, and then it acknowledges nothing that needs the standby. None: there is no such server."""
+def only(dsn: str, server: psycopg.ConnectionInfo) -> str:
+    """Returns a DSN of that one of its servers to which a connection was made."""
+    return make_conninfo(dsn, host=server.host, hostaddr=server.hostaddr or None, port=server.port)
+
+
+async def replaced_by(dsn: str, own_dsn: str) -> str | None:
+    """Returns which other server of a DSN was promoted after the one of `own_dsn`, if both take writes: a primary may
+    run on when a standby has replaced it, and then it acknowledges nothing that needs the standby. None: there is no
+    such server."""
     every = each_of(dsn)
     if len(every) == 1:
         return None
     writable = [one for one in await asyncio.gather(*map(_promotion, every)) if one is not None]
     if len(writable) < 2:
         return None
-    own = await _promotion(make_conninfo(dsn, host=server.host, hostaddr=server.hostaddr or None, port=server.port))
+    own = await _promotion(own_dsn)
     if own is None:
         return None
     newest = max((one for one in writable if one.system == own.system), default=own)

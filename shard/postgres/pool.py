@@ -25,7 +25,7 @@ from shard.errors import DiskFull, InDoubt, RowLocked, ShardUnavailable, lost_hi
 from shard.postgres import statements
 from shard.postgres.breaker import OVERDUE_S, Breaker, first_line
 from shard.postgres.connection import CONNECT_OPTIONS, CONNECT_S_MAX, Connection, hang_up
-from shard.postgres.multi_host import first_of, replaced_by
+from shard.postgres.multi_host import first_of, only, replaced_by
 from shard.postgres.pooler import refuse_shared_sessions
 from shard.postgres.session import LOCK_WAIT_S, QUEUE_SETTINGS, SCAN_SETTINGS, Session
 from shard.postgres.session_pool import SessionPool
@@ -133,6 +133,7 @@ class Database:
     async def reconnect(self, dsn: str) -> None:
         """Changes to another DSN. Running statements end on the connections that they have."""
         self._dsn = dsn
+        self._was_replaced = False
         self._pool.replace_all()
 
     def hang_up(self) -> None:
@@ -285,10 +286,10 @@ class Database:
         busy = self._compare_task is not None and not self._compare_task.done()
         if not busy and not session.closed and now_s - self._compared_s >= _COMPARE_S:
             self._compared_s = now_s
-            self._compare_task = asyncio.create_task(self._leave_if_replaced(session))
+            self._compare_task = asyncio.create_task(self._leave_if_replaced(only(self._dsn, session.info)))
 
-    async def _leave_if_replaced(self, session: Session) -> None:
-        newer = await replaced_by(self._dsn, session.info)
+    async def _leave_if_replaced(self, own_dsn: str) -> None:
+        newer = await replaced_by(self._dsn, own_dsn)
         if newer is not None:
             self._was_replaced = True
             self._breaker.open(_replaced(newer))
@@ -298,7 +299,8 @@ class Database:
     ) -> _AnyConnection:
         connection = await connect(dsn)
         try:
-            newer = await replaced_by(self._dsn, connection.info) if self._was_replaced else None
+            own_dsn = only(self._dsn, connection.info)
+            newer = await replaced_by(self._dsn, own_dsn) if self._was_replaced else None
         except BaseException:
             connection.pgconn.finish()
             raise
@@ -317,8 +319,7 @@ class Database:
         busy = next((connection for connection in self._busy if not connection.closed), None)
         if busy is not None and self._breaker.trouble is None:
             # Asks the server that is in doubt, not another one that the DSN names before it.
-            server = busy.info
-            dsn = make_conninfo(dsn, host=server.host, hostaddr=server.hostaddr or None, port=server.port)
+            dsn = only(dsn, busy.info)
         try:
             connect = partial(psycopg.AsyncConnection.connect, autocommit=True)
             async with await first_of(dsn, partial(self._connect_unless_replaced, connect)) as new:

@@ -10,9 +10,9 @@ import asyncio
 from typing import Any
 
 import psycopg
-from psycopg.conninfo import make_conninfo
 
 from shard.postgres.connection import CONNECT_OPTIONS, hang_up
+from shard.postgres.multi_host import only
 
 # How long to wait for a second session. A pooler that has none left has not given ours to anybody.
 _SECOND_S_MAX = 1.0
@@ -25,15 +25,13 @@ _REASON = (
 async def refuse_shared_sessions(connection: psycopg.AsyncConnection[Any], dsn: str) -> None:
     """Raises psycopg.OperationalError if the session is not only this connection's. `dsn`: by which it was made.
     Without a pooler, this is one small statement."""
-    server = connection.info
     first = await _session_of(connection)
-    if first == server.backend_pid:
+    if first == connection.info.backend_pid:
         return
     # A pooler answers with a number of its own when a connection is made. If another client gets this session while
     # both are connected, or this one gets another, sessions are shared.
-    same = make_conninfo(dsn, host=server.host, hostaddr=server.hostaddr or None, port=server.port)
     try:
-        second = await psycopg.AsyncConnection.connect(same, **CONNECT_OPTIONS)
+        second = await psycopg.AsyncConnection.connect(only(dsn, connection.info), **CONNECT_OPTIONS)
         timer = asyncio.get_running_loop().call_later(_SECOND_S_MAX, hang_up, second)
         try:
             shared = await _session_of(second) == first
