@@ -7,12 +7,12 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import grpc
 
 from proof.checker.evidence import Found, Health, Key, OrgBooks, Past, Row, State
-from proof.postgres import Shard, ask
+from proof.postgres import ask
 from windrow.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, cluster_pb2_grpc, job_pb2, queue_pb2, queue_pb2_grpc
 
 _CHECK_S_MAX = 60.0
@@ -39,16 +39,26 @@ UNION ALL SELECT {_COLUMNS}, CASE WHEN j.reason IS NULL THEN 'live' ELSE 'dead' 
 _KEYS = "SELECT q.org, q.queue, d.key, d.job_id::text FROM windrow.dedup d JOIN windrow.queue q USING (queue_id)"
 
 
+class Place(Protocol):
+    """A shard, whoever runs its servers."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def direct_dsn(self) -> str: ...
+
+
 _Answer = TypeVar("_Answer", queue_pb2.GetJobsResponse, admin_pb2.GetStatsResponse)
 
 
-def live_jobs(shards: Iterable[Shard]) -> int:
+def live_jobs(shards: Iterable[Place]) -> int:
     """Reads the live jobs, including those on their way between two shards."""
     count = "SELECT (SELECT count(*) FROM windrow.job) + (SELECT count(*) FROM windrow.departing WHERE reason IS NULL)"
     return sum(int(ask(shard.direct_dsn, count)[0][0]) for shard in shards)
 
 
-def read_rows(shards: Iterable[Shard]) -> list[Row]:
+def read_rows(shards: Iterable[Place]) -> list[Row]:
     return [row for shard in shards for row in rows_in(shard.direct_dsn, shard.name)]
 
 

@@ -20,6 +20,7 @@ from shard.postgres import statements as postgres_statements
 from shard.postgres.breaker import first_line
 from shard.postgres.multi_host import first_of
 from shard.postgres.partitions import DAYS_AHEAD
+from shard.postgres.pooler import refuse_shared_sessions
 from shard.vocabulary import CATALOG, ShardName
 
 _T = TypeVar("_T")
@@ -194,6 +195,7 @@ async def read(name: ShardName, dsn: str) -> Facts:
         async with asyncio.timeout(_READ_S_MAX):
             connection = await first_of(dsn, connect)
             async with connection:
+                await refuse_shared_sessions(connection, dsn)
                 await connection.execute(_SESSION)
                 return await _read(connection, name)
     except psycopg.errors.LockNotAvailable as error:

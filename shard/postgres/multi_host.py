@@ -1,4 +1,5 @@
-"""Connects to the first available server of a DSN that names several, without waiting long for a silent one.
+"""Connects to the first available server of a DSN that names several, without waiting long for a silent one. Finds out
+whether a server that takes writes has been replaced by another one.
 
 libpq itself waits the whole timeout for a silent server before it tries the next one. With four servers, the last one
 would be tried only after the caller has given up.
@@ -8,13 +9,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 # If a server has not accepted a connection after this long, the next one is tried beside it.
 NEXT_S = 0.5
+# How long to wait for a server that may have replaced another one. The smallest value that libpq accepts.
+_LOOK_S_MAX = 2
+# Each promotion raises the timeline, with which the names of WAL files begin. A standby has its primary's identifier.
+_TIMELINE = """
+SELECT ('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int, system_identifier
+FROM pg_control_system()
+"""
 _Connection = TypeVar("_Connection", bound=psycopg.AsyncConnection[Any])
 
 
@@ -55,6 +63,51 @@ async def first_of(dsn: str, connect: Callable[[str], Coroutine[Any, Any, _Conne
             if task is not chosen:
                 task.cancel()
                 task.add_done_callback(_close)
+
+
+def only(dsn: str, server: psycopg.ConnectionInfo) -> str:
+    """Returns a DSN of that one of its servers to which a connection was made."""
+    return make_conninfo(dsn, host=server.host, hostaddr=server.hostaddr or None, port=server.port)
+
+
+async def replaced_by(dsn: str, own_dsn: str) -> str | None:
+    """Returns which other server of a DSN was promoted after the one of `own_dsn`, if both take writes: a primary may
+    run on when a standby has replaced it, and then it acknowledges nothing that needs the standby. None: there is no
+    such server."""
+    every = each_of(dsn)
+    if len(every) == 1:
+        return None
+    writable = [one for one in await asyncio.gather(*map(_promotion, every)) if one is not None]
+    if len(writable) < 2:
+        return None
+    own = await _promotion(own_dsn)
+    if own is None:
+        return None
+    newest = max((one for one in writable if one.system == own.system), default=own)
+    return newest.address if newest.timeline > own.timeline else None
+
+
+class _Promotion(NamedTuple):
+    timeline: int
+    system: int
+    address: str
+
+
+async def _promotion(dsn: str) -> _Promotion | None:
+    """Returns the latest promotion of a server. None: it takes no writes, or does not answer."""
+    probe = make_conninfo(dsn, connect_timeout=_LOOK_S_MAX, application_name="windrow probe")
+    try:
+        async with (
+            await psycopg.AsyncConnection.connect(probe, autocommit=True) as connection,
+            asyncio.timeout(_LOOK_S_MAX),
+        ):
+            cursor = await connection.execute(_TIMELINE)
+            row = await cursor.fetchone()
+            assert row is not None
+            timeline, system = row
+            return _Promotion(timeline, system, f"{connection.info.host}:{connection.info.port}")
+    except (psycopg.Error, TimeoutError):
+        return None
 
 
 def _close(task: asyncio.Task[_Connection]) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, LiteralString, NamedTuple
+from typing import Any, LiteralString, NamedTuple, TypeVar
 
 import psycopg
 from opentelemetry import trace
@@ -24,11 +25,13 @@ from shard.errors import DiskFull, InDoubt, RowLocked, ShardUnavailable, lost_hi
 from shard.postgres import statements
 from shard.postgres.breaker import OVERDUE_S, Breaker, first_line
 from shard.postgres.connection import CONNECT_OPTIONS, CONNECT_S_MAX, Connection, hang_up
-from shard.postgres.multi_host import first_of
+from shard.postgres.multi_host import first_of, only, replaced_by
+from shard.postgres.pooler import refuse_shared_sessions
 from shard.postgres.session import LOCK_WAIT_S, QUEUE_SETTINGS, SCAN_SETTINGS, Session
 from shard.postgres.session_pool import SessionPool
 from shard.vocabulary import ShardName
 
+_AnyConnection = TypeVar("_AnyConnection", bound=psycopg.AsyncConnection[Any])
 _TRACER = trace.get_tracer("windrow.shard")
 # How long shared statements wait for a lock: two of them may need the same row, and each delays many calls.
 SHARED_LOCK_WAIT_S = 0.2
@@ -38,6 +41,8 @@ _RECONNECT_S = 0.5
 _PROBE_CONNECT_S_MAX = 2
 # The errors of a statement in a database that has no schema yet.
 NO_SCHEMA = (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName)
+# While statements are slow, it is looked so often whether another server has replaced theirs.
+_COMPARE_S = 2.0
 
 
 class Mark(NamedTuple):
@@ -101,6 +106,11 @@ class Database:
         self._busy: dict[Session, float] = {}
         self._overdue_timer: asyncio.TimerHandle | None = None
         self._check_task: asyncio.Task[None] | None = None
+        # True once a server was found that takes writes although another one has replaced it. From then on each new
+        # connection is checked for that.
+        self._was_replaced = False
+        self._compare_task: asyncio.Task[None] | None = None
+        self._compared_s = -math.inf
         self._pool = SessionPool(name, self._connect, sessions_min=kept, sessions_max=connections)
 
     @property
@@ -115,12 +125,15 @@ class Database:
     async def close(self) -> None:
         if self._overdue_timer is not None:
             self._overdue_timer.cancel()
+        if self._compare_task is not None:
+            self._compare_task.cancel()
         await self._pool.close()
         await self._breaker.end()
 
     async def reconnect(self, dsn: str) -> None:
         """Changes to another DSN. Running statements end on the connections that they have."""
         self._dsn = dsn
+        self._was_replaced = False
         self._pool.replace_all()
 
     def hang_up(self) -> None:
@@ -229,7 +242,7 @@ class Database:
         while True:
             dsn = self._dsn
             try:
-                session = await first_of(dsn, connect)
+                session = await first_of(dsn, partial(self._connect_unless_replaced, connect))
                 try:
                     async with asyncio.timeout(CONNECT_S_MAX):
                         await self._set_up(session)
@@ -261,9 +274,40 @@ class Database:
         self._overdue_timer = None
         if self._busy:
             loop = asyncio.get_running_loop()
-            if loop.time() - next(iter(self._busy.values())) >= OVERDUE_S:
+            session, since_s = next(iter(self._busy.items()))
+            if loop.time() - since_s >= OVERDUE_S:
                 self._breaker.doubt()
+                self._compare(session)
             self._overdue_timer = loop.call_later(OVERDUE_S / 2, self._check_overdue)
+
+    def _compare(self, session: Session) -> None:
+        """Looks, beside what else goes on, whether another server has replaced the one of this session."""
+        now_s = asyncio.get_running_loop().time()
+        busy = self._compare_task is not None and not self._compare_task.done()
+        if not busy and not session.closed and now_s - self._compared_s >= _COMPARE_S:
+            self._compared_s = now_s
+            self._compare_task = asyncio.create_task(self._leave_if_replaced(only(self._dsn, session.info)))
+
+    async def _leave_if_replaced(self, own_dsn: str) -> None:
+        newer = await replaced_by(self._dsn, own_dsn)
+        if newer is not None:
+            self._was_replaced = True
+            self._breaker.open(_replaced(newer))
+
+    async def _connect_unless_replaced(
+        self, connect: Callable[[str], Coroutine[Any, Any, _AnyConnection]], dsn: str
+    ) -> _AnyConnection:
+        connection = await connect(dsn)
+        try:
+            own_dsn = only(self._dsn, connection.info)
+            newer = await replaced_by(self._dsn, own_dsn) if self._was_replaced else None
+        except BaseException:
+            connection.pgconn.finish()
+            raise
+        if newer is None:
+            return connection
+        connection.pgconn.finish()
+        raise psycopg.OperationalError(_replaced(newer))
 
     async def _ask(self) -> None:
         """Returns once the server has answered. Raises TimeoutError, and psycopg.Error if the connection is refused."""
@@ -275,10 +319,10 @@ class Database:
         busy = next((connection for connection in self._busy if not connection.closed), None)
         if busy is not None and self._breaker.trouble is None:
             # Asks the server that is in doubt, not another one that the DSN names before it.
-            server = busy.info
-            dsn = make_conninfo(dsn, host=server.host, hostaddr=server.hostaddr or None, port=server.port)
+            dsn = only(dsn, busy.info)
         try:
-            async with await first_of(dsn, partial(psycopg.AsyncConnection.connect, autocommit=True)) as new:
+            connect = partial(psycopg.AsyncConnection.connect, autocommit=True)
+            async with await first_of(dsn, partial(self._connect_unless_replaced, connect)) as new:
                 await new.execute("SELECT 1")
                 await self._recognize(new)
         except psycopg.errors.ConnectionTimeout as error:
@@ -318,8 +362,9 @@ class Database:
         self._connect_error = None
 
     async def _recognize(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        """Refuses a database that this process must not use: the DSN may lead to another database than before, or a
-        newer release may have migrated this one."""
+        """Refuses a database that this process must not use: the DSN may lead to another database than before, or to a
+        pooler that shares sessions, or a newer release may have migrated this one."""
+        await refuse_shared_sessions(connection, self._dsn)
         if self.identity is not None:
             await self._compare_identity(connection)
         if self.newest_migration is not None:
@@ -378,6 +423,10 @@ def too_new(migration: int) -> str:
         f"its schema has migration {migration:04} of a newer release, which this release cannot work with; "
         "upgrade this process"
     )
+
+
+def _replaced(newer: str) -> str:
+    return f"a server that still takes writes has been replaced by {newer}; stop the old one"
 
 
 def _ignore() -> None:

@@ -1,5 +1,4 @@
-"""Runs the failover commands of docs/operations.md on a shard with two servers, and checks that the page's YAML is
-valid."""
+"""Runs the failover commands of docs/operations.md on a shard with two servers. Checks the manifests for Kubernetes."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from embedded.postmaster import read_postmaster
 from embedded.watcher import Watcher
 from tests.e2e.test_cli import Step, environ, steady, steps
 from tests.e2e.test_operations import PAGE, Place
-from tests.routers import running_routers, until, write_cluster
+from tests.routers import CHECKOUT, running_routers, until, write_cluster
 
 SECTION = PAGE.partition("\n## Failover\n")[2].partition("\n## ")[0]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -197,8 +196,14 @@ def test_a_failover_by_hand_goes_as_the_page_says(tmp_path: Path, mode: str) -> 
         assert "found: 0 scheduled, 4 ready, 0 leased, 0 succeeded" in out
 
 
-def test_what_the_page_shows_as_yaml_is_yaml() -> None:
-    patroni, cluster = (yaml.safe_load(text) for text in blocks("yaml"))
-    assert patroni["synchronous_mode"] is patroni["synchronous_mode_strict"] is True
-    assert cluster["kind"] == "Cluster"
-    assert cluster["spec"]["postgresql"]["synchronous"]["dataDurability"] == "required"
+def test_a_shard_in_kubernetes_acknowledges_only_what_two_of_three_servers_have() -> None:
+    cluster, store, backup = yaml.safe_load_all((CHECKOUT / "deploy" / "cloudnativepg" / "s1.yaml").read_text())
+    assert cluster["spec"]["instances"] == 3
+    assert cluster["spec"]["enablePDB"]
+    synchronous = {"method": "any", "number": 1, "dataDurability": "required", "failoverQuorum": True}
+    assert cluster["spec"]["postgresql"]["synchronous"] == synchronous
+    (plugin,) = cluster["spec"]["plugins"]
+    assert plugin["isWALArchiver"]
+    assert plugin["parameters"] == {"barmanObjectName": store["metadata"]["name"]}
+    assert backup["spec"]["cluster"]["name"] == cluster["metadata"]["name"]
+    assert backup["spec"]["pluginConfiguration"] == {"name": plugin["name"]}

@@ -8,6 +8,7 @@ OK before the standby has the commit (I1, I3).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Awaitable
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ import pytest
 
 from embedded import BinariesNotFound
 from proof.postgres import Node, Shard, ask
-from shard.errors import LostHistory
+from shard.errors import LostHistory, ShardUnavailable
 from shard.placement import catalog, marks, pins
 from shard.placement.pins import OnShard
 from shard.postgres import schema
@@ -145,6 +146,30 @@ async def test_what_an_interrupted_commit_did_is_acknowledged_once_the_standby_h
     await pair.promote()
     found = "SELECT id::text FROM windrow.job UNION ALL SELECT id::text FROM windrow.finished WHERE state = 'succeeded'"
     assert {row[0] for row in ask(pair.direct_dsn, found)} == {*jobs.ids, *leased.ids}
+
+
+async def test_a_primary_that_still_runs_is_left_when_another_server_has_replaced_it(
+    pair: Shard, database: Database
+) -> None:
+    """It takes writes, and acknowledges none. It stands first in the DSN."""
+    through_both = Database(SHARD, pair.nodes_dsn, connections=2)
+    await through_both.open()
+    store, standby, jobs = Store(through_both), pair.standby, some_jobs(ORG)
+    assert standby is not None
+    await store.enqueue(some_jobs(ORG))
+    await asyncio.to_thread(standby.cluster.promote)
+
+    async def enqueued() -> bool:
+        with contextlib.suppress(ShardUnavailable):
+            await store.enqueue(jobs)
+            return True
+        return False
+
+    await until(enqueued, "the new primary has the job")
+    assert pair.primary.ask("SELECT pg_is_in_recovery()") == [(False,)]
+    found = ask(standby.cluster.dsn, f"SELECT 1 FROM windrow.job WHERE id = '{jobs.ids[0]}'")
+    assert found == [(1,)]
+    await through_both.close()
 
 
 @pytest.fixture

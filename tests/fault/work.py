@@ -20,7 +20,8 @@ from proof.clients import calls
 from proof.clients.consumer import Consumer
 from proof.clients.site import Orders, Site
 from proof.history import Answer, Call, History, Outcome, Recorder, Verb, leased, payload_of
-from proof.postgres import Shard, ask
+from proof.postgres import ask
+from proof.tables import Place
 from tests.routers import PATIENCE_S
 from tests.streams import until
 from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
@@ -192,7 +193,7 @@ class Work:
         for consumer in self._consumers():
             group.create_task(consumer.run())
 
-    async def drain(self, shards: Iterable[Shard]) -> None:
+    async def drain(self, shards: Iterable[Place]) -> None:
         """Waits until there has been some load, stops the producers, and waits until all jobs are done."""
         await until(self._has_worked, "there has been some load", every_s=_LOOK_S)
         self._enough.set()
@@ -227,7 +228,7 @@ class Work:
             if call.verb is Verb.ENQUEUE and call.outcome is not Outcome.OK and call.org in among
         ]
 
-    def wrong(self, shards: Sequence[Shard], address: str) -> list[Violation]:
+    def wrong(self, shards: Sequence[Place], address: str) -> list[Violation]:
         """Returns the violations found in the histories and in the tables of all shards."""
         orgs = set(self.orgs)
         return check(
