@@ -181,7 +181,7 @@ def until(condition: Callable[[], object], what: str, *, within_s: float = PATIE
     deadline_s = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {within_s:g} s: {what}"
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def detail(error: grpc.RpcError, kind: type[_Detail]) -> _Detail | None:
