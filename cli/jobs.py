@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli import options, output, values
+from cli import job_changes, options, output, values
 from cli.exits import CommandFailed, ExitCode
 from cli.layout import App
 from cli.output import Column
@@ -438,3 +438,6 @@ def print_job(job: job_pb2.Job, *, stacks: bool) -> None:
             if text:
                 output.say("")
                 output.facts([(f"{what} of attempt {attempt.attempt}", text)], indent=2)
+
+
+job_changes.add_to(app)

@@ -1,4 +1,4 @@
-"""Commands on leases: COMMANDS."""
+"""Commands on leases: dequeue, ack, nack, extend, release, snooze."""
 
 from __future__ import annotations
 
@@ -334,9 +334,6 @@ def snooze(
 
 
 # In the order of `windrow --help`.
-COMMANDS: Sequence[Callable[..., None]] = (dequeue, ack, nack, extend, release, snooze)
-
-
 def _settle(
     leases: Sequence[str],
     act: Callable[[Router, Sequence[bytes]], Sequence[job_pb2.JobAnswer.ValueType]],

@@ -1,63 +1,64 @@
-"""The `windrow` command: registers all commands and handles their errors. Each command is in the module of its noun.
+"""The `windrow` command: names all commands and handles their errors. Each command is in the module of its noun.
 
-Heavy modules (grpc, rich, embedded Postgres) are imported inside the commands that need them, so that `windrow --help`
-stays fast.
+A command's module is imported when the command is needed. Heavy modules (grpc, rich, embedded Postgres) are imported
+inside the commands that use them, so that `windrow --help` stays fast.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from cli import (
-    archive,
-    audit,
-    clock,
-    cluster,
-    doctor,
-    enqueue,
-    job_changes,
-    jobs,
-    keys,
-    leases,
-    limits,
-    login,
-    moves,
-    org_figures,
-    orgs,
-    output,
-    pins,
-    profiles,
-    queues,
-    recovery,
-    schedules,
-    server_info,
-    servers,
-    shards,
-    stats,
-    token,
-    top,
-    up,
-    weights,
-    workflows,
-)
-from cli.exits import EPILOG, CommandFailed, ExitCode
-from cli.layout import App
-
-_START = "Start"
-_WORK = "Enqueue and process jobs"
-_OPERATE = "Inspect and operate"
+from cli import output, profiles, token
+from cli.exits import EPILOG, CommandFailed
+from cli.layout import App, Commands
 
 app = App(epilog=EPILOG)
-job_changes.add_to(jobs.app)
-org_figures.add_to(orgs.app)
-moves.add_to(shards.app)
-pins.add_to(shards.app)
-clock.add_to(shards.app)
-recovery.add_to(shards.app)
+
+# Every command, with its heading and the place of its function or of its App.
+_START = {
+    "up": "cli.up:up",
+    "router": "cli.servers:router",
+    "balancer": "cli.servers:balancer",
+    "archiver": "cli.servers:archiver",
+    "migrate": "cli.servers:migrate",
+    "demo": "cli.demo_command:demo",
+    "login": "cli.login:login",
+    "logout": "cli.login:logout",
+}
+_WORK = {
+    "enqueue": "cli.enqueue:enqueue",
+    "dequeue": "cli.leases:dequeue",
+    "ack": "cli.leases:ack",
+    "nack": "cli.leases:nack",
+    "extend": "cli.leases:extend",
+    "release": "cli.leases:release",
+    "snooze": "cli.leases:snooze",
+}
+_OPERATE = {
+    "jobs": "cli.jobs:app",
+    "queues": "cli.queues:app",
+    "schedules": "cli.schedules:app",
+    "workflows": "cli.workflows:app",
+    "orgs": "cli.orgs:app",
+    "limits": "cli.limits:app",
+    "weights": "cli.weights:app",
+    "keys": "cli.keys:app",
+    "archive": "cli.archive:app",
+    "stats": "cli.stats:stats",
+    "top": "cli.top:top",
+    "shards": "cli.shards:app",
+    "server": "cli.server_info:server",
+    "check": "cli.cluster:check",
+    "doctor": "cli.doctor:doctor",
+    "audit": "cli.audit:audit",
+    "health": "cli.cluster:health",
+}
+_HEADINGS = {"Start": _START, "Enqueue and process jobs": _WORK, "Inspect and operate": _OPERATE}
 
 
 def _version(wanted: bool) -> None:
@@ -66,34 +67,6 @@ def _version(wanted: bool) -> None:
 
         output.say(f"windrow {version('windrow-server')}")
         raise typer.Exit
-
-
-def demo(
-    faults: Annotated[
-        bool, typer.Option("--faults", help="Keep killing workers, routers and a Postgres during the run.")
-    ] = False,
-    events: Annotated[
-        int | None,
-        typer.Option("--events", metavar="N", min=1, show_default=False, help="Only the first N events."),
-    ] = None,
-    seconds: Annotated[
-        float,
-        typer.Option("--seconds", metavar="S", min=1, help="With --faults: spread enqueueing over S seconds."),
-    ] = 30.0,
-) -> None:
-    """Counts 19,349 real push events and verifies the totals.
-
-    Starts a cluster of its own and stops it at the end. Exit code 1: jobs were lost or counted twice, or the job counts
-    do not balance.
-    """
-    try:
-        from cli.demo import run_demo
-    except ModuleNotFoundError as error:
-        raise CommandFailed(
-            f"the demo needs a source checkout of Windrow, because it uses examples/: {error}", ExitCode.REFUSED
-        ) from error
-
-    raise typer.Exit(run_demo(events=events, faults=faults, seconds=seconds))
 
 
 @app.callback()
@@ -131,40 +104,18 @@ def windrow(
     profiles.select(profile)
 
 
-app.command("up", rich_help_panel=_START)(up.up)
-app.command("router", rich_help_panel=_START)(servers.router)
-app.command("balancer", rich_help_panel=_START)(servers.balancer)
-app.command("archiver", rich_help_panel=_START)(servers.archiver)
-app.command("migrate", rich_help_panel=_START)(servers.migrate)
-app.command("demo", rich_help_panel=_START)(demo)
-app.command("login", rich_help_panel=_START)(login.login)
-app.command("logout", rich_help_panel=_START)(login.logout)
-app.command("enqueue", rich_help_panel=_WORK)(enqueue.enqueue)
-for command in leases.COMMANDS:
-    app.command(rich_help_panel=_WORK)(command)
-app.add_typer(jobs.app, name="jobs", rich_help_panel=_OPERATE)
-app.add_typer(queues.app, name="queues", rich_help_panel=_OPERATE)
-app.add_typer(schedules.app, name="schedules", rich_help_panel=_OPERATE)
-app.add_typer(workflows.app, name="workflows", rich_help_panel=_OPERATE)
-app.add_typer(orgs.app, name="orgs", rich_help_panel=_OPERATE)
-app.add_typer(limits.app, name="limits", rich_help_panel=_OPERATE)
-app.add_typer(weights.app, name="weights", rich_help_panel=_OPERATE)
-app.add_typer(keys.app, name="keys", rich_help_panel=_OPERATE)
-app.add_typer(archive.app, name="archive", rich_help_panel=_OPERATE)
-app.command("stats", rich_help_panel=_OPERATE)(stats.stats)
-app.command("top", rich_help_panel=_OPERATE)(top.top)
-app.add_typer(shards.app, name="shards", rich_help_panel=_OPERATE)
-app.command("server", rich_help_panel=_OPERATE)(server_info.server)
-app.command("check", rich_help_panel=_OPERATE)(cluster.check)
-app.command("doctor", rich_help_panel=_OPERATE)(doctor.doctor)
-app.command("audit", rich_help_panel=_OPERATE)(audit.audit)
-app.command("health", rich_help_panel=_OPERATE)(cluster.health)
+@functools.cache
+def commands() -> Any:
+    """Returns the tree of commands."""
+    tree: Any = typer.main.get_command(app)
+    tree.commands = Commands(_HEADINGS)
+    return tree
 
 
 def main() -> None:
     """The entry point."""
     try:
-        app(prog_name="windrow")
+        commands()(prog_name="windrow")
     except CommandFailed as error:
         output.note("\n".join([f"windrow: {error}", *(f"  {line}" for line in error.particulars)]))
         sys.exit(error.code)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli import databases, options, output, values
+from cli import databases, options, org_figures, output, values
 from cli.audit import recorded
 from cli.exits import CommandFailed, ExitCode
 from cli.layout import App
@@ -271,3 +271,6 @@ def _receipt_json(receipt: Receipt) -> dict[str, object]:
 
 def _time(micros: Micros) -> datetime:
     return datetime.fromtimestamp(micros / 1_000_000, UTC)
+
+
+org_figures.add_to(app)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from cli import options, output
+from cli import clock, moves, options, output, pins, recovery
 from cli.exits import ExitCode
 from cli.layout import App
 from cli.output import Column
@@ -147,3 +147,9 @@ def _health(shard: cluster_pb2.ShardInfo) -> str:
     if shard.disk_full:
         return "disk full"
     return "up" if shard.reachable else "unreachable"
+
+
+moves.add_to(app)
+pins.add_to(app)
+clock.add_to(app)
+recovery.add_to(app)

@@ -19,7 +19,7 @@ DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
 from cli.exits import MEANINGS  # noqa: E402  (the checkout is not on the path when this file runs as a script)
-from cli.main import app  # noqa: E402
+from cli.main import commands  # noqa: E402
 
 TEMPLATE = DOCS / "cli.md.in"
 PAGE = DOCS / "cli.md"
@@ -122,7 +122,7 @@ def escaped(text: str) -> str:
 
 
 def generate() -> str:
-    found = {one.name: one for one in references(typer.main.get_command(app), "windrow")}
+    found = {one.name: one for one in references(commands(), "windrow")}
     every = Counter(parameter for one in found.values() for parameter in one.parameters if parameter.flag in SHARED)
     shared = {flag: max((one for one in every if one.flag == flag), key=every.__getitem__) for flag in SHARED}
     pages = {f"windrow {name}": one.page(shared) for name, one in found.items()}

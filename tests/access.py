@@ -47,6 +47,8 @@ ALL = [scope.value for scope in Scope]
 # Routers change these by themselves: also the audit log of what callers may do, counts of jobs, and which consumers
 # they have seen. They also fold the tally, whose sums stay.
 _VOLATILE = ("mark", "shard", "audit", "org_figures", "org_figures_counted", "consumer_seen")
+# They have a row for each slot.
+_LARGE = {"placement", "owned_slot"}
 _TABLES = """
 SELECT relname FROM pg_class
 WHERE relnamespace = 'windrow'::regnamespace AND relkind IN ('r', 'p') AND NOT relispartition
@@ -214,17 +216,19 @@ class Secured:
         assert changed.rowcount == 1
 
     def rows(self) -> dict[tuple[str, str], list[str]]:
-        """Returns all rows of all tables, by shard and table. Those of partitions are in their table."""
+        """Returns all rows of all tables, by shard and table. Those of partitions are in their table. The large tables
+        are told by a hash, because this is called hundreds of times."""
         rows: dict[tuple[str, str], list[str]] = {}
         for shard, database in self._shards.items():
             for (table,) in database.execute(_TABLES).fetchall():
                 source = f"windrow.{table}"
                 if table == "tally":
                     source = "(SELECT org_id, sum(accepted) FROM windrow.tally GROUP BY org_id)"
+                told = "(to_jsonb(t) - 'last_used')::text"
+                if table in _LARGE:
+                    told = "concat(count(*), ' ', sum(hash_record_extended(t, 0)))"
                 if table not in _VOLATILE:
-                    found = database.execute(
-                        f"SELECT (to_jsonb(t) - 'last_used')::text FROM {source} t ORDER BY 1".encode()
-                    )
+                    found = database.execute(f"SELECT {told} FROM {source} t ORDER BY 1".encode())
                     rows[shard, table] = [text for (text,) in found.fetchall()]
         return rows
 

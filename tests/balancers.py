@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import os
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -25,10 +24,11 @@ from shard.placement.slots import SLOTS, slot_of
 from shard.postgres.pool import Database
 from shard.queue.store import Store
 from shard.vocabulary import NewJobs, OrgId, ShardName, Slot
+from tests import preloaded
 from tests.conftest import CLUSTER, SHARD
 from tests.jobs import ids_of, some_jobs
 from tests.postgres import Server
-from tests.routers import CHECKOUT, PATIENCE_S
+from tests.routers import PATIENCE_S
 
 T = TypeVar("T")
 _numbers = itertools.count(1)
@@ -181,8 +181,8 @@ class Process:
 def balancer_process(config: Path, *arguments: str) -> Generator[Process, None, None]:
     """`windrow balancer`; killed at the end of the block, unless it has ended."""
     log = config.parent / f"balancer-{next(_numbers)}.log"
-    command = (sys.executable, "-m", "cli.main", "balancer", "--config", str(config), *arguments)
-    with log.open("w") as errors, subprocess.Popen(command, cwd=CHECKOUT, stderr=errors, text=True) as process:
+    command = ("cli.main", "balancer", "--config", config, *arguments)
+    with log.open("w") as errors, preloaded.start(*command, stderr=errors) as process:
         try:
             yield Process(process=process, log=log)
         finally:

@@ -7,7 +7,6 @@ import os
 import select
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from tests import preloaded
 from windrow.v1 import (
     admin_pb2_grpc,
     cluster_pb2,
@@ -110,13 +110,10 @@ def spawned_routers(
     config: Path, log: Path, *, processes: int = 1, listen: str, environ: Mapping[str, str] | None = None
 ) -> Generator[subprocess.Popen[str], None, None]:
     """Starts routers as running_routers does, but does not wait until they serve."""
-    command = (sys.executable, "-m", "router", "--config", config, "--listen", listen, "--processes", str(processes))
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    options = ("--config", config, "--listen", listen, "--processes", processes)
     with (
         log.open("a") as errors,
-        subprocess.Popen(
-            command, cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=errors, text=True, env=clean | dict(environ or {})
-        ) as supervisor,
+        preloaded.start("router", *options, stdout=subprocess.PIPE, stderr=errors, environ=environ) as supervisor,
     ):
         try:
             yield supervisor
@@ -184,7 +181,7 @@ def until(condition: Callable[[], object], what: str, *, within_s: float = PATIE
     deadline_s = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {within_s:g} s: {what}"
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def detail(error: grpc.RpcError, kind: type[_Detail]) -> _Detail | None:

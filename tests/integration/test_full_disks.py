@@ -38,15 +38,14 @@ class Disk:
 
     def fill(self) -> None:
         self._run(
-            "CREATE FUNCTION full_disk.generate_series(integer, integer) RETURNS SETOF integer LANGUAGE plpgsql AS "
-            f"$$ BEGIN IF $2 = 40000 THEN {_RAISE}; END IF; "
-            "RETURN QUERY SELECT pg_catalog.generate_series($1, $2); END $$",
+            "CREATE FUNCTION full_disk.array_fill(text, integer[]) RETURNS text[] LANGUAGE plpgsql AS "
+            f"$$ BEGIN {_RAISE}; END $$",
             f"CREATE FUNCTION full_disk.refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {_RAISE}; END $$",
             "CREATE TRIGGER full_disk BEFORE INSERT ON windrow.job EXECUTE FUNCTION full_disk.refuse()",
         )
 
     def empty(self) -> None:
-        self._run("DROP TRIGGER full_disk ON windrow.job", "DROP FUNCTION full_disk.generate_series(integer, integer)")
+        self._run("DROP TRIGGER full_disk ON windrow.job", "DROP FUNCTION full_disk.array_fill(text, integer[])")
 
     def _run(self, *statements: str) -> None:
         with psycopg.connect(self.dsn, autocommit=True) as connection:

@@ -2,11 +2,15 @@
 -- move's epoch with each slot.
 WITH due AS MATERIALIZED (
     SELECT p.slot
-    FROM unnest(%(slots)s::smallint[], %(epochs)s::bigint[]) AS n (slot, epoch)
-    JOIN windrow.placement p ON p.slot = n.slot
-    WHERE p.epoch = n.epoch AND p.writes = ARRAY[%(source)s::text] AND p.reads = p.writes
+    FROM windrow.placement p
+    WHERE p.writes = ARRAY[%(source)s::text] AND p.reads = p.writes
+        -- IS TRUE keeps this from becoming a join. After earlier moves the statistics of writes and reads are wrong, and
+        -- a join then compared each slot with each other one: 0.9 s for a third of the slots.
+        AND ((p.slot, p.epoch) IN (
+            SELECT n.slot, n.epoch FROM unnest(%(slots)s::smallint[], %(epochs)s::bigint[]) AS n (slot, epoch)
+        )) IS TRUE
     ORDER BY p.slot
-    FOR UPDATE OF p
+    FOR UPDATE
 ), next AS (
     UPDATE windrow.catalog c SET epoch = c.epoch + 1 WHERE EXISTS (SELECT FROM due) RETURNING c.epoch
 ), changed AS (

@@ -1,0 +1,237 @@
+"""Starts routers and balancers by forking a process that has imported them. The imports of a supervisor and of its
+router process take a second of CPU, and a run of all tests starts hundreds.
+
+Each test process has one such fork server. It has no threads and never uses gRPC, so that its forks are safe. What it
+forks becomes a child of the test process, with all that `subprocess.Popen` offers. Only Linux can do that; elsewhere,
+and with an environment of their own, programs are started as usual.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NoReturn, cast
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+_AVAILABLE = sys.platform == "linux"
+# The modules that the fork server imports.
+_CHILD = "router.process.child"
+_PRELOADED = ("router.__main__", _CHILD, "cli.main", "cli.servers", "balancer.service")
+_PR_SET_CHILD_SUBREAPER = 36
+_REQUEST_BYTES_MAX = 1 << 20
+
+
+# ── In the test process ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def start(
+    module: str,
+    *arguments: object,
+    stdout: int | None = None,
+    stderr: IO[str],
+    environ: Mapping[str, str] | None = None,
+) -> subprocess.Popen[str]:
+    """Starts `python -m MODULE ARGUMENT …` in the checkout, with the variables `environ` besides those of this process.
+    OTEL_* are not passed on."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    # Some modules read the environment when they are imported.
+    popen = subprocess.Popen[str] if environ or not _AVAILABLE else _Preloaded
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    return popen(command, cwd=CHECKOUT, stdout=stdout, stderr=stderr, text=True, env=clean | dict(environ or {}))
+
+
+class _Preloaded(subprocess.Popen[str]):
+    def _execute_child(
+        self, args: Sequence[object], executable: object, preexec_fn: object, close_fds: bool, pass_fds: object,
+        cwd: object, env: Mapping[str, str], startupinfo: object, creationflags: int, shell: bool,
+        p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int, *_: object,
+    ) -> None:  # fmt: skip
+        try:
+            request = {"module": args[2], "arguments": args[3:], "cwd": str(cwd), "environ": dict(env)}
+            self.pid = _server().start(request, _inherited(p2cread, c2pwrite, errwrite))
+            self._child_created = True
+        finally:
+            cast("Any", self)._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+def _inherited(*descriptors: int) -> list[int]:
+    """The descriptors for 0, 1 and 2; -1 stands for this process's own."""
+    return [number if given == -1 else given for number, given in enumerate(descriptors)]
+
+
+class _Server:
+    """The fork server of this process."""
+
+    def __init__(self) -> None:
+        self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its:
+            self._process = subprocess.Popen([sys.executable, "-m", "tests.preloaded"], cwd=CHECKOUT, stdin=its)
+        self._lock = threading.Lock()
+        atexit.register(self._end)
+
+    def start(self, request: Mapping[str, object], descriptors: list[int]) -> int:
+        """Returns the pid of the new process, which is a child of this one."""
+        with self._lock, _adopting():
+            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+            answer = self._socket.recv(32)
+        assert answer, "the fork server has ended"
+        return int(answer)
+
+    def _end(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+
+@functools.cache
+def _server() -> _Server:
+    return _Server()
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """Processes below this one whose parent ends become its children. Only for a moment: otherwise the orphans that
+    tests make would stay here as zombies."""
+    _be_subreaper(True)
+    try:
+        yield
+    finally:
+        _be_subreaper(False)
+
+
+def _be_subreaper(wanted: bool) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+# ── In the fork server, and in the supervisors that it forks ─────────────────────────────────────────────────────────
+
+
+class _Forking(subprocess.Popen[bytes]):
+    """In a supervisor: forks it for a router process, instead of starting another interpreter."""
+
+    def _execute_child(
+        self, args: Sequence[str], executable: object, preexec_fn: object, close_fds: bool, pass_fds: object,
+        cwd: object, env: Mapping[str, str], startupinfo: object, creationflags: int, shell: bool,
+        p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int, *more: object,
+    ) -> None:  # fmt: skip
+        pipes = p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite
+        if env != os.environ:
+            # Some modules read the environment when they are imported.
+            as_usual = cast("Any", super())._execute_child
+            as_usual(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+                     *pipes, *more)  # fmt: skip
+            return
+        assert args[2] == _CHILD, args
+        # A signal for the new process must not reach the supervisor's handlers, which it has at first.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            self.pid = os.fork()
+            if self.pid == 0:
+                os.setsid()
+                _forget_signals(before)
+                _take(_inherited(p2cread, c2pwrite, errwrite))
+                _run(_CHILD, args[3:])
+            self._child_created = True
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            cast("Any", self)._close_pipe_fds(*pipes)
+
+
+def _forget_signals(mask: set[signal.Signals | int]) -> None:
+    """Handles signals as a new interpreter does."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _take(descriptors: Sequence[int]) -> None:
+    """Makes them 0, 1 and 2, and closes all others."""
+    # First above all targets, because one of them may be the target of another.
+    copies = [os.dup(descriptor) for descriptor in descriptors]
+    for target, copy in enumerate(copies):
+        os.dup2(copy, target)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+
+
+def _run(module: str, arguments: Sequence[str]) -> NoReturn:
+    """Runs a program to its end, as an interpreter does."""
+    sys.argv = ["preloaded", *arguments]
+    try:
+        found = importlib.import_module(module)
+        if hasattr(found, "__path__"):
+            found = importlib.import_module(f"{module}.__main__")
+        code = found.main() or 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:  # noqa: BLE001 - an interpreter prints it too
+        traceback.print_exc()
+        code = 1
+    # What is above in the stack belongs to the process that was forked, and must not be unwound.
+    cast("Any", threading)._shutdown()
+    cast("Any", atexit)._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _fork(request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
+    """Returns the pid of a process whose parent has ended."""
+    reading, writing = os.pipe()
+    if (between := os.fork()) == 0:
+        if pid := os.fork():
+            os.write(writing, str(pid).encode())
+            os._exit(0)
+        _take(descriptors)
+        os.environ.clear()
+        os.environ.update(request["environ"])
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+        os.chdir(request["cwd"])
+        subprocess.Popen = _Forking  # type: ignore[assignment, misc]
+        gc.enable()
+        _run(request["module"], request["arguments"])
+    os.close(writing)
+    pid = int(os.read(reading, 32))
+    os.close(reading)
+    os.waitpid(between, 0)
+    return pid
+
+
+def main() -> None:
+    """Serves the test process to which the standard input is connected, until that ends."""
+    gc.disable()
+    for module in _PRELOADED:
+        importlib.import_module(module)
+    # Ctrl-C is for the test process; what is forked handles it.
+    gc.collect()
+    gc.freeze()
+    with socket.socket(fileno=os.dup(0)) as requests:
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
+        with contextlib.suppress(KeyboardInterrupt):
+            while True:
+                data, descriptors, *_ = socket.recv_fds(requests, _REQUEST_BYTES_MAX, 3)
+                if not data:
+                    return
+                requests.send(str(_fork(json.loads(data), descriptors)).encode())
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+
+if __name__ == "__main__":
+    main()
