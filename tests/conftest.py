@@ -1,7 +1,7 @@
 """Fixtures for all tests: one server for the session, a migrated database for each module, an org for each test.
 
 The tests of a module share its database and use different orgs. A test that breaks or counts a whole database uses
-`fresh_dsn`, a database of its own. Also the order of the test files, and which tests a thorough run has.
+`fresh_dsn`, a database of its own. Also the order of the test files, and which tests a run has.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shard.postgres.pool import Database
 from shard.queue.store import Store
 from shard.vocabulary import OrgId, ShardName
 from tests.durations import remember, seconds_of_files
-from tests.effort import SEED, THOROUGH
+from tests.effort import SEED, THOROUGH, TURN, waiting
 from tests.memory import use_memory
 from tests.postgres import EMPTY, SPARE, Server, hash_once, open_server
 
@@ -120,6 +120,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = {item for item in items if item.get_closest_marker("thorough") and _drawn(item.nodeid) % _PART == 0}
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
+    elif TURN is not None:
+        left = waiting(((_file_of(item.nodeid), _turns_in(item)) for item in items), int(TURN))
+        config.hook.pytest_deselected(items=[items[place] for place in left])
+        items[:] = [item for place, item in enumerate(items) if place not in left]
     if THOROUGH and SEED:
         # Tests for which the minutes do not suffice are run with other seeds.
         items.sort(key=lambda item: _drawn(_file_of(item.nodeid)))
@@ -127,6 +131,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # The slowest files come first, so that no worker is left with one of them when the others are done.
         seconds = seconds_of_files()
         items.sort(key=lambda item: -seconds.get(_file_of(item.nodeid), 0))
+
+
+def _turns_in(item: pytest.Item) -> int | None:
+    mark = item.get_closest_marker("turns")
+    return None if mark is None else int(mark.args[0])
 
 
 def _drawn(name: str) -> int:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from types import FrameType
 
 from tests import changed
@@ -26,7 +27,8 @@ SIDE_BY_SIDE = ("-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorde
 CLIENTS = "tests/e2e/test_generated_clients.py"
 
 HELP = """\
-Without arguments: every check, then every test, several at once.
+Without arguments: every check, then every test, several at once. Of tests that take much time and resemble each other,
+each day has some (the mark `turns`).
 
 With arguments for pytest: the checks, then those tests one after another, so that -x, -s and --pdb work as in pytest.
 For example: ./run test -k fencing
@@ -109,7 +111,14 @@ def parse(given: Sequence[str]) -> Wanted:
             environ=environ,
             said=f"seed {seed}; the same again, for one test: ./run test --thorough --seed {seed} TEST",
         )
-    return Wanted(checks=True, arguments=(*how, *rest), environ={})
+    if rest:
+        return Wanted(checks=True, arguments=(*how, *rest), environ={})
+    return Wanted(checks=True, arguments=how, environ={"WINDROW_TEST_TURN": str(turn_of(datetime.now(UTC)))})
+
+
+def turn_of(now: datetime) -> int:
+    """Which tests are next among those that take turns (the mark `turns`): each day others."""
+    return now.toordinal()
 
 
 def run_tests(arguments: Sequence[str], environ: dict[str, str], beside: subprocess.Popen[bytes] | None = None) -> int:

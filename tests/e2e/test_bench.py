@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 _ROOT = Path(__file__).parent.parent.parent
 # Only for what hangs.
 _PATIENCE_S = 280.0
@@ -66,12 +68,14 @@ def _told(out: Path, *arguments: str) -> Any:
     return json.loads((out / "bench.json").read_text())
 
 
+@pytest.mark.turns(3)
 def test_small_calls_are_measured_beside_an_echo(tmp_path: Path) -> None:
     told = _told(tmp_path, "throughput", "--beside", "echo", *_FEW, "--runs", "1", "--jobs", "200", "--callers", "16")
     systems = {sample["system"] for sample in told["scenarios"]["throughput"]["samples"]}
     assert systems == {"windrow-unary", "echo", "windrow"}
 
 
+@pytest.mark.turns(3)
 def test_a_history_is_measured_turned_cold_and_dropped(tmp_path: Path) -> None:
     told = _told(tmp_path, "archive", "--runs", "1", "--jobs", "4000", "--api", "400", "--calls", "50")
     samples = told["scenarios"]["archive"]["samples"]
@@ -80,6 +84,7 @@ def test_a_history_is_measured_turned_cold_and_dropped(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.glob("*.png")} == {"archive-depth.png"}
 
 
+@pytest.mark.turns(3)
 def test_an_archiver_beside_the_load_is_measured(tmp_path: Path) -> None:
     seconds = ("--before-seconds", "2", "--hold-minutes", "0.05", "--after-seconds", "1")
     command = ("load", "--beside", "archiver", "--peers", "none", "--rate", "100", "--days", "4", "--day-jobs", "500")
@@ -90,6 +95,7 @@ def test_an_archiver_beside_the_load_is_measured(tmp_path: Path) -> None:
     assert sample["archived"]["dropped"] in (1000, 1500)
 
 
+@pytest.mark.turns(3)
 def test_an_outage_is_measured_and_loses_nothing(tmp_path: Path) -> None:
     samples = _samples("outage", "--kills", "1", "--rate", "10", "--orgs", "6", "--seconds", "1", out=tmp_path)
     assert [sample["sort"] for sample in samples[:-1]] == ["restart", "fail-over"]
@@ -99,6 +105,7 @@ def test_an_outage_is_measured_and_loses_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "outage.png").exists()
 
 
+@pytest.mark.turns(3)
 def test_a_router_under_attack_is_measured_with_a_quiet_org_beside_it(tmp_path: Path) -> None:
     attacks = ["unread-answers", "malformed", "old-ids"]
     short = ("--before-seconds", "1", "--seconds", "2", "--after-seconds", "1", "--rate", "20", "--memory", "2000")
@@ -114,6 +121,7 @@ def test_a_router_under_attack_is_measured_with_a_quiet_org_beside_it(tmp_path: 
     assert (tmp_path / "hostile.png").exists()
 
 
+@pytest.mark.turns(3)
 def test_proofs_are_replaced_under_load_and_nothing_fails(tmp_path: Path) -> None:
     (sample,) = _samples(
         "rotations", "--rotations", "24", "--rate", "100", "--pause", "0.6", "--routers", "1", out=tmp_path
@@ -125,6 +133,7 @@ def test_proofs_are_replaced_under_load_and_nothing_fails(tmp_path: Path) -> Non
     assert (sample["failed"], sample["missing"]) == ({}, 0)
 
 
+@pytest.mark.turns(3)
 def test_a_cluster_that_grows_is_measured_and_loses_nothing(tmp_path: Path) -> None:
     samples = _samples("grow", "--jobs", "1000", "--orgs", "100", "--rate", "30", "--seconds", "2", out=tmp_path)
     first, *phases, over_time, last = samples
@@ -138,6 +147,7 @@ def test_a_cluster_that_grows_is_measured_and_loses_nothing(tmp_path: Path) -> N
     assert (tmp_path / "grow.png").exists()
 
 
+@pytest.mark.turns(3)
 def test_the_parts_of_many_routers_are_measured(tmp_path: Path) -> None:
     few = ("--shards", "20", "--routers", "3", "--members", "2", "--listeners", "3", "--rings", "20", "--jobs", "5")
     short = ("--changes", "3", "--seconds", "1", "--settle-seconds", "1", "--processes", "1")

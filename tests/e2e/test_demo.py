@@ -65,6 +65,7 @@ def test_every_push_is_counted_once_while_everything_is_being_killed() -> None:
     assert "every acknowledged job is found, succeeded: 2,000" in output
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_running_however_the_demo_ends(number: signal.Signals) -> None:
     # Slow enough that the signal arrives in the middle of the work.

@@ -174,6 +174,7 @@ def two_machines(folder: Path) -> Generator[tuple[Machine, Machine]]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("mode", ["immediate", "fast"])
 def test_a_failover_by_hand_goes_as_the_page_says(tmp_path: Path, mode: str) -> None:
     """`fast` is the page's variant for a planned switchover."""

@@ -247,6 +247,7 @@ def kills() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.thorough
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("step", "victim"), list(kills()))
 async def test_a_kill_at_any_step_loses_nothing_and_doubles_nothing(
     cluster: Cluster, tmp_path: Path, step: str, victim: str

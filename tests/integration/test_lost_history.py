@@ -605,6 +605,7 @@ async def test_no_slot_moves_to_a_shard_that_has_stray_jobs_of_it(pair: Pair, or
 
 
 @pytest.mark.thorough
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("how", ["unheard", "cut"])
 @pytest.mark.timeout(600)
 async def test_a_recovery_is_finished_by_another_wherever_the_first_one_died(pair: Pair, org: OrgId, how: str) -> None:

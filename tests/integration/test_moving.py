@@ -124,6 +124,7 @@ async def take_steps(pair: Pair, move: Move, count: int) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("how", ["before", "rolled back", "unheard", "cancelled", "cut"])
 @pytest.mark.timeout(600)
 async def test_a_move_is_finished_by_another_balancer_wherever_the_first_one_died(

@@ -1,18 +1,38 @@
-"""How ./run test reads its arguments."""
+"""How ./run test reads its arguments, and which tests it runs."""
 
 from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from tests import changed
 from tests.changed import Choice
-from tests.effort import luck_of
-from tests.suite import SIDE_BY_SIDE, parse
+from tests.effort import luck_of, waiting
+from tests.suite import SIDE_BY_SIDE, parse, turn_of
 
 
 def test_without_arguments_everything_runs_side_by_side_and_the_checks_beside_it() -> None:
     wanted = parse([])
-    assert (wanted.checks, wanted.arguments, wanted.environ) == (True, SIDE_BY_SIDE, {})
+    assert (wanted.checks, wanted.arguments) == (True, SIDE_BY_SIDE)
+
+
+def test_only_a_run_of_everything_leaves_tests_to_another_day() -> None:
+    today = datetime(2026, 1, 31, tzinfo=UTC)
+    assert [turn_of(today + timedelta(days=day)) - turn_of(today) for day in range(3)] == [0, 1, 2]
+    assert int(parse([]).environ["WINDROW_TEST_TURN"]) > turn_of(today)
+    assert "WINDROW_TEST_TURN" not in parse(["tests/e2e"]).environ
+
+
+def test_within_n_days_each_test_that_takes_turns_in_n_has_one() -> None:
+    tests = [("a.py", None), *[("a.py", 3)] * 4, *[("b.py", 3)] * 4, ("b.py", 2), ("a.py", 1)]
+    days = [waiting(tests, turn) for turn in range(739_000, 739_006)]
+    for place, (_, n) in enumerate(tests):
+        runs = [place not in day for day in days]
+        assert sum(runs) == 6 / (n or 1)
+        assert runs[:3] == runs[3:] or n == 2
+    # Those of one file are spread over the days.
+    assert {sum(place not in day for place in range(1, 5)) for day in days} == {1, 2}
 
 
 def test_arguments_are_for_pytest_and_tests_run_one_after_another() -> None:
