@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
 
@@ -79,7 +79,9 @@ class _Server:
     def __init__(self) -> None:
         self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
-            self._process = subprocess.Popen([sys.executable, "-m", "tests.preloaded"], cwd=CHECKOUT, stdin=its)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.preloaded"], cwd=CHECKOUT, stdin=its.fileno()
+            )
         self._lock = threading.Lock()
         atexit.register(self._end)
 
@@ -102,7 +104,7 @@ def _server() -> _Server:
 
 
 @contextlib.contextmanager
-def _adopting() -> Iterator[None]:
+def _adopting() -> Generator[None, None, None]:
     """Processes below this one whose parent ends become its children. Only for a moment: otherwise the orphans that
     tests make would stay here as zombies."""
     _be_subreaper(True)
