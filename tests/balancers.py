@@ -181,8 +181,8 @@ class Process:
 def balancer_process(config: Path, *arguments: str) -> Generator[Process, None, None]:
     """`windrow balancer`; killed at the end of the block, unless it has ended."""
     log = config.parent / f"balancer-{next(_numbers)}.log"
-    command = ("balancer", "--config", config, *arguments)
-    with log.open("w") as errors, preloaded.start("cli.main", *command, stderr=errors) as process:
+    command = ("-m", "cli.main", "balancer", "--config", config, *arguments)
+    with log.open("w") as errors, preloaded.start(*command, stderr=errors) as process:
         try:
             yield Process(process=process, log=log)
         finally:

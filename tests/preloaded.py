@@ -39,18 +39,17 @@ _REQUEST_BYTES_MAX = 1 << 20
 
 
 def start(
-    module: str,
     *arguments: object,
     stdout: int | None = None,
     stderr: IO[str],
     environ: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[str]:
-    """Starts `python -m MODULE ARGUMENT …` in the checkout, with the variables `environ` besides those of this process.
-    OTEL_* are not passed on."""
+    """Starts `python -m MODULE …` in the checkout. `arguments` are those of Python. `environ`: variables besides those
+    of this process, of which OTEL_* are not passed on."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     # Some modules read the environment when they are imported.
     popen = subprocess.Popen[str] if environ or not _AVAILABLE else _Preloaded
-    command = [sys.executable, "-m", module, *map(str, arguments)]
+    command = [sys.executable, *map(str, arguments)]
     return popen(command, cwd=CHECKOUT, stdout=stdout, stderr=stderr, text=True, env=clean | dict(environ or {}))
 
 

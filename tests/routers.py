@@ -110,10 +110,10 @@ def spawned_routers(
     config: Path, log: Path, *, processes: int = 1, listen: str, environ: Mapping[str, str] | None = None
 ) -> Generator[subprocess.Popen[str], None, None]:
     """Starts routers as running_routers does, but does not wait until they serve."""
-    options = ("--config", config, "--listen", listen, "--processes", processes)
+    command = ("-m", "router", "--config", config, "--listen", listen, "--processes", processes)
     with (
         log.open("a") as errors,
-        preloaded.start("router", *options, stdout=subprocess.PIPE, stderr=errors, environ=environ) as supervisor,
+        preloaded.start(*command, stdout=subprocess.PIPE, stderr=errors, environ=environ) as supervisor,
     ):
         try:
             yield supervisor
