@@ -36,6 +36,7 @@ from tests.jobs import HOUR_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs
 from tests.pair import A, B, Died, Fate, Mortal, Pair, deaths, open_pair
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, running_routers, write_cluster
+from tests.routers import until as wait_until
 
 _numbers = itertools.count(1)
 DAY_MS = 24 * 3_600_000
@@ -393,9 +394,7 @@ def test_operators_accept_a_loss_see_stray_jobs_and_recover_them(
         assert accepted.code == 0, accepted.err
         again = windrow("shards", "accept", "s2", *at)
         assert (again.code, "nothing to accept" in again.out) == (0, True)
-        deadline = itertools.count()
-        while windrow("shards", *to).code:
-            assert next(deadline) < 30
+        wait_until(lambda: windrow("shards", *to).code == 0, "all shards are up")
 
         checked = windrow("check", "--json", *to)
         assert checked.code == 1

@@ -240,7 +240,7 @@ class WorkflowCalls:
         """Stores a workflow with all its jobs, at most 10,000 (16 MiB). It may be repeated: it is stored once. Raises
         InvalidJob, InvalidRequest, for example for a cycle, and AlreadyExists if another workflow has its id."""
         request = workflow.request(self.org)
-        response = await self.calls.call(lambda stub: stub.StartWorkflow, request)
+        response = await self._ask_workflows(lambda stub: stub.StartWorkflow, request)
         ids = dict(zip((node.name for node in workflow.nodes), response.job_ids, strict=True))
         return Started(id=workflow.id, duplicate=response.duplicate, job_ids=ids)
 
