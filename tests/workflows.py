@@ -69,8 +69,8 @@ class Flows:
         self.database = database
         self.org = org
         self.store = store or Store(database)
-        self.admin = WorkflowAdmin(database, self.store)
         self.sweep = WorkflowSweep(database, self.store)
+        self.admin = WorkflowAdmin(database, self.store, self.sweep)
         self._names: dict[tuple[WorkflowId, int], str] = {}
         self.leases: dict[str, Lease] = {}
 
@@ -139,3 +139,11 @@ def fan_in(width: int) -> dict[str, list[str]]:
 def chain(length: int) -> dict[str, list[str]]:
     names = [f"n{number}" for number in range(length)]
     return {names[0]: [], **{name: [before] for before, name in itertools.pairwise(names)}}
+
+
+async def set_portion(database: Database, jobs: int) -> None:
+    """Lets each fold release and cancel only so many jobs."""
+    await database.run(
+        f"CREATE OR REPLACE FUNCTION windrow.fold_room() RETURNS integer LANGUAGE sql STABLE AS 'SELECT {jobs}'".encode(),
+        {},
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Self
 
 from router.fleet.end_waits import EndWaits
@@ -31,7 +31,7 @@ from shard.queue.store import Store
 from shard.schedules.due_schedules import DueSchedules
 from shard.schedules.schedule_admin import ScheduleAdmin
 from shard.vocabulary import OrgId, ShardName
-from shard.workflows.sweep import WorkflowSweep
+from shard.workflows.sweep import Left, WorkflowSweep
 from shard.workflows.workflow_admin import WorkflowAdmin
 
 _log = logging.getLogger(__name__)
@@ -99,6 +99,7 @@ class ShardHandle:
             on_ended=lambda jobs: self.ends.ended(jobs),
             on_schedules=lambda: self.scheduler.look(),
             on_lease_ended=lambda queues: self.room.lease_ended(queues),
+            on_fold_left=lambda workflows: self._fold_left(workflows),
         )
 
         def tell_all(revocations: Sequence[Revocation]) -> None:
@@ -131,8 +132,8 @@ class ShardHandle:
             self._doorbell.tell_schedules()
 
         self.schedule_admin = ScheduleAdmin(self._admin_database, self.store, schedule_changed)
-        self.workflows = WorkflowAdmin(self._queue_database, self.store)
-        self._workflow_sweep = WorkflowSweep(self._queue_database, self.store)
+        self._workflow_sweep: WorkflowSweep = WorkflowSweep(self._queue_database, self.store)
+        self.workflows = WorkflowAdmin(self._queue_database, self.store, self._workflow_sweep)
         self.ends: EndWaits = EndWaits(self.store, self._doorbell)
         self._keeping: asyncio.Task[None] | None = None
         # Switches to the entry's new DSN.
@@ -247,6 +248,7 @@ class ShardHandle:
                 group.create_task(self.ready_orgs.run())
                 group.create_task(self.ends.run())
                 group.create_task(self.scheduler.run())
+                group.create_task(self._workflow_sweep.run())
                 group.create_task(self._check_schema())
                 group.create_task(self._record_consumers())
                 for interval_s, what, act in (
@@ -269,6 +271,10 @@ class ShardHandle:
     async def _sweep(self) -> None:
         if await self.room.sweep():
             await self._workflow_sweep.sweep()
+
+    def _fold_left(self, workflows: Collection[Left]) -> None:
+        if self.entry.state.takes_changes:
+            self._workflow_sweep.left(workflows)
 
     async def _note_consumers(self) -> None:
         self._pools.note(self)

@@ -22,6 +22,7 @@ from shard.postgres.pool import Database
 from shard.queue import revocation, statements
 from shard.queue.revocation import Revocation
 from shard.vocabulary import QueueId
+from shard.workflow import WorkflowId
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ _ENDED = "!"
 _LEASE_ENDED = QueueId(0)
 # Sent alone: a schedule may be due earlier than before.
 _SCHEDULES = "@"
+# Sent in the place of a router's name, before workflows: a fold has left something (0022_folds_in_portions.sql).
+_FOLD = "fold"
 # How many ids fit into one notification, and how many wait to be sent; further ones are dropped.
 _IDS_MAX = 230
 _IDS_WAITING_MAX = 10_000
@@ -58,7 +61,8 @@ class Doorbell:
     called with the queues in which jobs arrived from another shard, and `on_revoked` with leases that ended at another
     router. `on_awaited` is called with the jobs (as 32 hexadecimal digits) whose ends another router awaits, and
     `on_ended` with awaited jobs that may have ended there. `on_schedules` is called when a schedule was changed at
-    another router, and when notifications may have been missed. `on_migration` is called after a migration, and when
+    another router, and when notifications may have been missed. `on_fold_left` is called with the orgs' numbers and the
+    ids of workflows of which a fold, here or elsewhere, has left something. `on_migration` is called after a migration, and when
     notifications may have been missed."""
 
     def __init__(
@@ -73,6 +77,7 @@ class Doorbell:
         on_ended: Callable[[Collection[str]], None] = lambda _: None,
         on_schedules: Callable[[], None] = lambda: None,
         on_lease_ended: Callable[[Collection[QueueId] | None], None] = lambda _: None,
+        on_fold_left: Callable[[Collection[tuple[int, WorkflowId]]], None] = lambda _: None,
     ) -> None:
         self._database = database
         self._on_ring = on_ring
@@ -83,6 +88,7 @@ class Doorbell:
         self._on_awaited = on_awaited
         self._on_ended = on_ended
         self._on_schedules = on_schedules
+        self._on_fold_left = on_fold_left
         self._listener = Listener(dsn, "windrow_work", self._on_message, application_name="windrow doorbell")
         database.went_away = self._listener.hang_up
         self._me = secrets.token_hex(8)
@@ -200,7 +206,9 @@ class Doorbell:
         if sender == self._me:
             return
         try:
-            if text.startswith(_REVOKED):
+            if sender == _FOLD:
+                self._on_fold_left(_workflows(text))
+            elif text.startswith(_REVOKED):
                 self._on_revoked(revocation.from_text(text.removeprefix(_REVOKED)))
             elif text.startswith(_ARRIVED):
                 self._on_arrival(_queue_ids(text.removeprefix(_ARRIVED)))
@@ -224,3 +232,8 @@ class Doorbell:
 
 def _queue_ids(text: str) -> list[QueueId]:
     return [QueueId(int(number)) for number in text.split(",")]
+
+
+def _workflows(text: str) -> list[tuple[int, WorkflowId]]:
+    pairs = [one.split("/") for one in text.split(",")]
+    return [(int(org_id), WorkflowId(id_)) for org_id, id_ in pairs]

@@ -1,22 +1,44 @@
-"""Finds workflows of one shard that have something left to take in, and forgets old ones.
+"""Goes on with folds of one shard's workflows that left something, and forgets old workflows.
 
-The transaction that ends a job also takes its end in (migrations/0019_workflows.sql). So there are few such workflows:
-after a job was locked in the moment when it was to be released, and after moves (I7).
+The transaction that ends a job also takes its end in (migrations/0019_workflows.sql), but releases and cancels at most a
+portion of jobs (migrations/0022_folds_in_portions.sql). It notifies the routers of the rest. Sweeps find what no
+notification tells of: jobs that were locked when they were to be released, and what moves and kills have left (I7).
 """
 
 from __future__ import annotations
 
-from shard.placement import statements as placement_statements
-from shard.postgres import arrays, partitions
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+from enum import Enum, auto
+
+from shard.errors import ShardError
+from shard.postgres import partitions
 from shard.postgres.pool import Database
 from shard.queue.store import Store
-from shard.workflow import KEPT_DAYS
+from shard.workflow import KEPT_DAYS, WorkflowId
 from shard.workflows import statements
 
+_log = logging.getLogger(__name__)
+
 _ROWS = 1_000
-# Workflows in one statement, which holds their locks.
-_WORKFLOWS_AT_ONCE = 100
 _FORGOTTEN_AT_ONCE = 100
+# Others hold the lock of a workflow, and come first. It is then left to the next sweep, if they do not end.
+_BUSY_PAUSE_S = 0.010
+_BUSY_MAX = 100
+# Workflows that wait for `run`; further ones are left to the sweep.
+_LEFT_MAX = 10_000
+
+# The number of an org on this shard, and the id of a workflow.
+Left = tuple[int, WorkflowId]
+
+
+class _Fold(Enum):
+    """What became of a portion."""
+
+    DONE = auto()
+    LEFT = auto()
+    BUSY = auto()
 
 
 class WorkflowSweep:
@@ -25,22 +47,63 @@ class WorkflowSweep:
     def __init__(self, database: Database, store: Store) -> None:
         self._database = database
         self._store = store
+        self._left: dict[Left, None] = {}
+        self._has_left = asyncio.Event()
+
+    def left(self, workflows: Collection[Left]) -> None:
+        """Folds of these workflows have left something, which `run` then takes in."""
+        if len(self._left) + len(workflows) <= _LEFT_MAX:
+            self._left |= dict.fromkeys(workflows)
+            self._has_left.set()
+
+    async def run(self) -> None:
+        """Goes on with the workflows that `left` was told of, until cancelled."""
+        while True:
+            await self._has_left.wait()
+            try:
+                await self._finish([])
+            except ShardError as error:
+                _log.debug("workflows of shard %r are left to the next sweep: %s", self._store.name, error)
+            except Exception:  # noqa: BLE001 - an error of one shard must not end this router
+                _log.exception("could not go on with workflows of shard %r", self._store.name)
 
     async def sweep(self) -> None:
         """Takes in what up to some hundred workflows have left."""
         found = await self._database.run(statements.FIND_UNFOLDED, {"rows": _ROWS})
-        for at in range(0, len(found), _WORKFLOWS_AT_ONCE):
-            part = found[at : at + _WORKFLOWS_AT_ONCE]
-            parameters = {
-                "org_ids": arrays.numbers(org for org, _ in part),
-                "ids": arrays.plain(id_ for _, id_ in part),
-            }
-            ((released,),) = await partitions.finish(self._database, placement_statements.FOLD_WORKFLOWS, parameters)
-            if released:
-                self._store.jobs_stored(set(released))
+        await self._finish([(org_id, WorkflowId(id_)) for org_id, id_ in found])
+
+    async def finish(self, org_id: int, workflow: WorkflowId) -> None:
+        """Takes in what a workflow has left."""
+        await self._finish([(org_id, workflow)])
 
     async def forget(self) -> None:
         """Forgets the workflows that ended long ago."""
         parameters = {"days": KEPT_DAYS, "rows": _FORGOTTEN_AT_ONCE}
         while (await self._database.run(statements.FORGET_WORKFLOWS, parameters))[0][0] == _FORGOTTEN_AT_ONCE:
             pass
+
+    async def _finish(self, workflows: Sequence[Left]) -> None:
+        """Goes on with these workflows and with those that `left` was told of: with a portion of each in turn, until
+        nothing is left, or others hold their locks for long."""
+        busy = 0
+        while True:
+            workflows = [*dict.fromkeys([*workflows, *self._left])]
+            self._left.clear()
+            self._has_left.clear()
+            outcomes = [await self._fold(one) for one in workflows]
+            workflows = [one for one, outcome in zip(workflows, outcomes, strict=True) if outcome is not _Fold.DONE]
+            busy = 0 if _Fold.LEFT in outcomes else busy + 1
+            if not workflows or busy == _BUSY_MAX:
+                return
+            if busy:
+                await asyncio.sleep(_BUSY_PAUSE_S)
+
+    async def _fold(self, workflow: Left) -> _Fold:
+        org_id, id_ = workflow
+        parameters = {"org_id": org_id, "id": id_}
+        ((released, is_left),) = await partitions.finish(self._database, statements.FOLD_MORE, parameters)
+        if released is None:
+            return _Fold.BUSY
+        if released:
+            self._store.jobs_stored(set(released))
+        return _Fold.LEFT if is_left else _Fold.DONE

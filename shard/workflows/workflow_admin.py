@@ -48,6 +48,7 @@ from shard.workflow import (
     node_state,
 )
 from shard.workflows import statements
+from shard.workflows.sweep import WorkflowSweep
 
 _T = TypeVar("_T")
 _DAY_US = 86_400_000_000
@@ -73,9 +74,10 @@ class WorkflowAdmin:
     """The workflows of one shard. All methods may raise ShardUnavailable and TooManyWaiting; those that change
     something also NotOwned and ClockSetBack. `epoch`: that of the placement by which this shard is the org's writer."""
 
-    def __init__(self, database: Database, store: Store) -> None:
+    def __init__(self, database: Database, store: Store, sweep: WorkflowSweep) -> None:
         self._database = database
         self._store = store
+        self._sweep = sweep
         # Orgs in turn (I4), and never all connections.
         self._calls = Coalescer[SingleCall, Any](
             one_by_one,
@@ -213,13 +215,19 @@ class WorkflowAdmin:
     async def doom(self, org: OrgId, workflow: WorkflowId, *, reason: str, epoch: int) -> list[JobId]:
         """Cancels the blocked jobs of a workflow. Returns its other jobs that have not ended, for the caller to cancel:
         they may be on another shard. Raises UnknownWorkflow."""
-
-        async def act(locked: _Locked) -> None:
-            await locked.connection.run(statements.DOOM_NODES, {"flow": locked.flow, "reason": reason or None})
-
-        await self._change(org, workflow, act, epoch=epoch)
+        org_id = await self.begin_cancel(org, workflow, reason=reason, epoch=epoch)
+        await self._in_turn(org, partial(self._sweep.finish, org_id, workflow))
         rows = await self._read(org, statements.FIND_RELEASED, {"org": org, "id": workflow})
         return [JobId(job) for (job,) in rows]
+
+    async def begin_cancel(self, org: OrgId, workflow: WorkflowId, *, reason: str, epoch: int) -> int:
+        """Cancels a workflow, and a portion of its blocked jobs. Sweeps cancel the others. Returns the number of the
+        org. Raises UnknownWorkflow."""
+
+        async def act(locked: _Locked) -> None:
+            await locked.connection.run(statements.CANCEL_WORKFLOW, {"flow": locked.flow, "reason": reason or None})
+
+        return await self._change(org, workflow, act, epoch=epoch)
 
     async def skip(self, org: OrgId, workflow: WorkflowId, node: NodeName, *, epoch: int) -> JobId:
         """Ends a node as if it had succeeded; does nothing if it was skipped before. Cancels its job if that is
@@ -254,19 +262,21 @@ class WorkflowAdmin:
 
     async def _change(
         self, org: OrgId, workflow: WorkflowId, act: Callable[[_Locked], Awaitable[None]], *, epoch: int
-    ) -> None:
-        """Runs `act` under the workflow's lock, and does what follows from it in the same transaction."""
+    ) -> int:
+        """Runs `act` under the workflow's lock, and does a portion of what follows from it in the same transaction.
+        Returns the number of the org."""
 
-        async def change() -> set[QueueId]:
+        async def change() -> tuple[int, set[QueueId]]:
             async with self._locked(org, workflow, epoch=epoch) as locked:
                 await act(locked)
                 parameters = {"org_ids": arrays.numbers([locked.org_id]), "ids": arrays.plain([workflow])}
                 ((released,),) = await locked.connection.run(placement_statements.FOLD_WORKFLOWS, parameters)
-            return set(released)
+            return locked.org_id, set(released)
 
-        released = await self._in_turn(org, partial(self._with_partitions, change))
+        org_id, released = await self._in_turn(org, partial(self._with_partitions, change))
         if released:
             self._store.jobs_stored(released)
+        return org_id
 
     async def _with_partitions(self, change: Callable[[], Awaitable[_T]]) -> _T:
         try:

@@ -110,7 +110,7 @@ def statements_about(one: One) -> Mapping[str, tuple[Statement, Mapping[str, obj
         ),
         "find_released": (statements.FIND_RELEASED, named, NODES + 20),
         "find_node": (statements.FIND_NODE, {"flow": one.flow, "name": "n77"}, 10),
-        "doom_nodes": (statements.DOOM_NODES, {"flow": one.flow, "reason": "why"}, 10_000),
+        "cancel_workflow": (statements.CANCEL_WORKFLOW, {"flow": one.flow, "reason": "why"}, 20),
         "find_unfolded": (statements.FIND_UNFOLDED, {"rows": 1000}, 3_000),
         "forget_workflows": (statements.FORGET_WORKFLOWS, {"days": 30, "rows": 1}, 30_000),
         "fold_workflows": (
@@ -118,6 +118,7 @@ def statements_about(one: One) -> Mapping[str, tuple[Statement, Mapping[str, obj
             {"org_ids": arrays.numbers([one.org_id]), "ids": arrays.plain([one.id])},
             300,
         ),
+        "fold_more": (statements.FOLD_MORE, {"org_id": one.org_id, "id": one.id}, 300),
     }
 
 

@@ -20,7 +20,7 @@ from shard.vocabulary import Alteration, Answer, Failure, JobId, OrgId
 from shard.workflow import Callback, NewWorkflow, OnFailed
 from tests.conftest import SHARD
 from tests.effort import luck_of, trials
-from tests.workflows import CANCEL, IGNORE, RUN, Flows, new_workflow
+from tests.workflows import CANCEL, IGNORE, RUN, Flows, new_workflow, set_portion
 
 luck = luck_of("workflows storm")
 PATIENCE_S = 60.0
@@ -139,10 +139,11 @@ async def deadlocks(dsn: str) -> int:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize(("cut", "portion"), [(False, 200), (True, 200), (True, 3)])
 async def test_whatever_happens_at_once_strands_nothing(
-    two: list[Flows], org: OrgId, module_dsn: str, cut: bool
+    two: list[Flows], org: OrgId, module_dsn: str, cut: bool, portion: int
 ) -> None:
+    await set_portion(two[0].database, portion)
     before = await deadlocks(module_dsn)
     storm = Storm(two, org)
     cutter = asyncio.create_task(cut_connections(module_dsn, pause_s=0.1)) if cut else None

@@ -1,5 +1,6 @@
 """Compares workflows with a model: random graphs, in any order of ends that Hypothesis generates, through two routers.
-After every act exactly the nodes run that the model says. No sweep runs, so nothing repairs a workflow."""
+After every act exactly the nodes run that the model says. No sweep runs, so nothing repairs a workflow; except where a
+fold takes in a portion of two jobs at most, and sweeps have to do the rest."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from shard.vocabulary import Answer, OrgId
 from shard.workflow import Callback, NewWorkflow, NodeName, OnFailed
 from tests.conftest import SHARD
 from tests.effort import trials
-from tests.workflows import Flows
+from tests.workflows import Flows, set_portion
 
 T = TypeVar("T")
 NODES_MAX = trials(8, thorough=20)
@@ -90,6 +91,8 @@ class Model:
 class WorkflowsMachine(RuleBasedStateMachine):
     runner: ClassVar[asyncio.Runner]
     database: ClassVar[Database]
+    # Whether a fold takes in small portions.
+    portions: ClassVar[bool]
 
     @initialize(edges=graphs())
     def begin(self, edges: Edges) -> None:
@@ -109,6 +112,9 @@ class WorkflowsMachine(RuleBasedStateMachine):
     def compare(self) -> None:
         """Claims what is ready, and compares everything."""
         first = self.routers[0]
+        if self.portions:
+            self.do(first.check())
+            self.do(self.routers[1].sweep.sweep())
         taken = self.do(first.claim())
         self.callbacks |= taken & CALLBACKS.keys()
         assert first.leases.keys() - CALLBACKS.keys() == self.model.free
@@ -210,12 +216,14 @@ class WorkflowsMachine(RuleBasedStateMachine):
         self.compare()
 
 
-@pytest.fixture
-def machine(module_dsn: str) -> Iterator[type[WorkflowsMachine]]:
+@pytest.fixture(params=[False, True], ids=["whole", "in portions"])
+def machine(module_dsn: str, request: pytest.FixtureRequest) -> Iterator[type[WorkflowsMachine]]:
     database = Database(SHARD, module_dsn, connections=2)
     with asyncio.Runner() as runner:
         runner.run(database.open())
         WorkflowsMachine.runner, WorkflowsMachine.database = runner, database
+        WorkflowsMachine.portions = request.param
+        runner.run(set_portion(database, 2 if request.param else 200))
         yield WorkflowsMachine
         runner.run(database.close())
 

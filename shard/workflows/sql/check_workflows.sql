@@ -1,5 +1,6 @@
 -- Finds what is wrong with workflows, in one snapshot: blocked jobs that nothing will release, nodes that wait for ended
--- ones, and ends that were counted wrongly. Leaves out orgs that move, because their jobs may be on the other shard.
+-- ones, and ends that were counted wrongly. Leaves out orgs that move, because their jobs may be on the other shard, and
+-- what a fold has left for another one: nodes that were not told yet of an end, and ends of jobs that it has cancelled.
 WITH settled AS MATERIALIZED (
     SELECT o.org_id, o.org
     FROM windrow.org o
@@ -14,7 +15,7 @@ WITH settled AS MATERIALIZED (
     WHERE {{is_blocked(j)}}
 ), waiting AS (
     SELECT
-        o.org, w.id::text AS workflow, n.node, n.state, n.job_id, n.waits_on, p.ended_at IS NOT NULL AS parent_ended,
+        o.org_id, o.org, w.id::text AS workflow, n.node, n.state, n.job_id, n.waits_on, p.ended_at IS NOT NULL AS parent_ended,
         (
             SELECT max(e.parent)
             FROM windrow.workflow_edge e
@@ -37,11 +38,14 @@ FROM (
     UNION ALL
     SELECT w.org, w.workflow, w.node, 'it waits for node ' || w.waits_on || ', which has ended'
     FROM waiting w
-    WHERE w.parent_ended
+    WHERE w.parent_ended AND NOT EXISTS (
+        SELECT FROM windrow.workflow_arrival a
+        WHERE a.org_id = w.org_id AND a.workflow = w.workflow::uuid AND a.node = w.waits_on
+    )
     UNION ALL
     SELECT w.org, w.workflow, w.node, 'it waits for node ' || w.waits_on || ' instead of ' || coalesce(w.last_open::text, 'none')
     FROM waiting w
-    WHERE w.waits_on IS DISTINCT FROM w.last_open
+    WHERE w.waits_on IS DISTINCT FROM w.last_open AND NOT w.parent_ended
     UNION ALL
     SELECT w.org, w.workflow, w.node, 'it is blocked, and its job is not'
     FROM waiting w
@@ -62,6 +66,9 @@ FROM (
     SELECT o.org, a.workflow::text, a.node, 'its end was not taken in'
     FROM settled o
     JOIN windrow.workflow_arrival a ON a.org_id = o.org_id
+    LEFT JOIN windrow.workflow w ON w.org_id = a.org_id AND w.id = a.workflow
+    LEFT JOIN windrow.workflow_node n ON n.flow = w.flow AND n.node = a.node
+    WHERE n.ended_at IS NULL AND n.state IS DISTINCT FROM 'doomed'
     UNION ALL
     SELECT o.org, w.id::text, n.node, 'it was released, and its job is nowhere to be found'
     FROM settled o
