@@ -143,7 +143,5 @@ def chain(length: int) -> dict[str, list[str]]:
 
 async def set_portion(database: Database, jobs: int) -> None:
     """Lets each fold release and cancel only so many jobs."""
-    await database.run(
-        f"CREATE OR REPLACE FUNCTION windrow.fold_room() RETURNS integer LANGUAGE sql STABLE AS 'SELECT {jobs}'".encode(),
-        {},
-    )
+    room = f"CREATE OR REPLACE FUNCTION windrow.fold_room() RETURNS integer LANGUAGE sql STABLE AS 'SELECT {jobs}'"
+    await database.run(room.encode(), {})

@@ -62,8 +62,8 @@ class Doorbell:
     router. `on_awaited` is called with the jobs (as 32 hexadecimal digits) whose ends another router awaits, and
     `on_ended` with awaited jobs that may have ended there. `on_schedules` is called when a schedule was changed at
     another router, and when notifications may have been missed. `on_fold_left` is called with the orgs' numbers and the
-    ids of workflows of which a fold, here or elsewhere, has left something. `on_migration` is called after a migration, and when
-    notifications may have been missed."""
+    ids of workflows of which a fold, here or elsewhere, has left something. `on_migration` is called after a migration,
+    and when notifications may have been missed."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Goes on with folds of one shard's workflows that left something, and forgets old workflows.
 
-The transaction that ends a job also takes its end in (migrations/0019_workflows.sql), but releases and cancels at most a
-portion of jobs (migrations/0022_folds_in_portions.sql). It notifies the routers of the rest. Sweeps find what no
+The transaction that ends a job also takes its end in (migrations/0019_workflows.sql), but releases and cancels at most
+a portion of jobs (migrations/0022_folds_in_portions.sql). It notifies the routers of the rest. Sweeps find what no
 notification tells of: jobs that were locked when they were to be released, and what moves and kills have left (I7).
 """
 

@@ -161,6 +161,18 @@ async def test_a_node_is_never_released_before_a_failure_has_reached_it(flows: F
     assert await counts(flows, flow) == {"failed": 1, "succeeded": 1, "cancelled": WIDTH}
 
 
+async def test_nodes_with_many_parents_are_few_in_a_portion(flows: Flows) -> None:
+    parents = [f"p{at}" for at in range(500)]
+    flow = await flows.start({**{name: [] for name in parents}, **{f"n{at}": parents for at in range(20)}})
+    await flows.claim()
+    await flows.ack(*parents[:-1])
+    await flows.ack(parents[-1])
+    assert 1 <= (await counts(flows, flow))["released"] < 20
+    await flows.check()
+    await flows.sweep.sweep()
+    assert await flows.run_all() == [{f"n{at}" for at in range(20)}]
+
+
 async def test_a_pause_between_portions_holds_the_rest_back(flows: Flows) -> None:
     flow = await flows.start(FAN_OUT)
     await flows.claim()
