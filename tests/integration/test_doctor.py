@@ -3,6 +3,7 @@ unchanged, solves it."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import time
@@ -17,6 +18,8 @@ from psycopg import IsolationLevel
 from psycopg.conninfo import conninfo_to_dict
 
 from cli.main import main
+from shard.postgres import partitions
+from tests.conftest import connected
 from tests.postgres import UNSAFE, Server
 
 WAIT_S = 60.0
@@ -229,17 +232,23 @@ def test_a_table_that_is_cleaned_sooner_than_we_ask_is_left_so(ward: Ward) -> No
 
 
 def test_days_without_a_partition_are_given_one(ward: Ward) -> None:
+    async def make_partitions() -> None:
+        async with connected(ward.dsn) as database:
+            await partitions.make_ahead(database)
+
+    # The database was copied from one that may have been made before midnight.
+    asyncio.run(make_partitions())
     with psycopg.connect(ward.dsn) as connection:
         row = connection.execute(
             "SELECT array_agg(inhrelid::regclass::text ORDER BY 1) FROM pg_inherits i "
             "WHERE inhparent = 'windrow.finished_30'::regclass"
         ).fetchone()
     assert row is not None
-    partitions = [name for name in row[0] if "finished" in name][-3:]
-    ward.make_ill(*(f"DROP TABLE {name}" for name in partitions))
+    newest = [name for name in row[0] if "finished" in name][-3:]
+    ward.make_ill(*(f"DROP TABLE {name}" for name in newest))
     (finding,) = ward.findings("partition")
     assert finding["severity"] == "warning"
-    assert all(name.removeprefix("windrow.") in finding["finding"] for name in partitions)
+    assert all(name.removeprefix("windrow.") in finding["finding"] for name in newest)
     ward.paste(finding)
     assert not ward.findings("partition")
     _, document = ward.examine()
