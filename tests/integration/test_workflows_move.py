@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import AsyncGenerator
 
 import pytest
@@ -12,7 +13,7 @@ from shard.queue.settle import Settlement
 from shard.vocabulary import Answer, OrgId
 from shard.workflow import Callback
 from tests.pair import A, B, Died, Fate, Pair, deaths, mortal_mover, open_pair
-from tests.workflows import IGNORE, Flows, Graph, chain, fan_in, new_workflow
+from tests.workflows import IGNORE, Flows, Graph, chain, fan_in, new_workflow, set_portion
 
 GRAPH: Graph = {"a": [], "b": [], "c": ["a"], "d": ["c", ("b", IGNORE)], "e": ["b"]}
 
@@ -98,6 +99,27 @@ async def test_a_job_that_is_released_before_it_arrives_is_released_then(pair: P
     await target.sweep.sweep()
     assert await target.claim() == {f"b{n}" for n in range(20)}
     await target.check()
+
+
+@pytest.mark.parametrize("failed", [False, True])
+async def test_a_move_between_portions_takes_the_rest_along(pair: Pair, org: OrgId, failed: bool) -> None:
+    await set_portion(pair.databases[A], 3)
+    source, target = both(pair, org)
+    nodes = {f"b{n}" for n in range(20)}
+    flow = await source.start({"a": [], **{node: ["a"] for node in nodes}})
+    assert await source.claim() == {"a"}
+    await (source.kill("a") if failed else source.ack("a"))
+    assert Counter((await source.states(flow)).values())["blocked"] >= 17
+    await pair.move([org], target=B)
+    await target.sweep.sweep()
+    assert await target.run_all() == ([] if failed else [nodes])
+    assert await target.states(flow) == {"a": "failed" if failed else "succeeded"} | dict.fromkeys(
+        nodes, "cancelled" if failed else "succeeded"
+    )
+    await target.check()
+    await pair.balance()
+    for database in pair.databases.values():
+        assert await database.run(b"SELECT count(*) FROM windrow.workflow_arrival", {}) == [(0,)]
 
 
 @pytest.mark.parametrize("how", ["rolled back", "unheard"])

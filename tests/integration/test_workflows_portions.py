@@ -15,6 +15,7 @@ import windrow
 from shard.postgres.pool import Database
 from shard.vocabulary import Answer, OrgId
 from shard.workflow import NewWorkflow, NodeName, WorkflowId
+from shard.workflows import statements
 from tests.conftest import SHARD
 from tests.jobs import job_id
 from tests.routers import running_routers, write_cluster
@@ -148,6 +149,24 @@ async def test_a_failure_cancels_a_portion_and_the_sweep_the_rest(flows: Flows) 
     assert await flows.state(flow) == "failed"
 
 
+async def test_ends_of_which_everybody_was_told_are_not_taken_in_again(flows: Flows, database: Database) -> None:
+    flow = await flows.start(FAN_OUT)
+    await flows.claim()
+    await flows.kill("root")
+    arrivals = b"""
+        SELECT w.org_id, (SELECT count(*) FROM windrow.workflow_arrival a WHERE a.workflow = w.id)
+        FROM windrow.workflow w
+        WHERE w.id = %(id)s::uuid
+        """
+    for _ in range(3):
+        ((org_id, number),) = await database.run(arrivals, {"id": flow.id})
+        # That of the root, and those of the jobs that the last portion has cancelled.
+        assert number == 1 + PORTION
+        await database.run(statements.FOLD_MORE, {"org_id": org_id, "id": flow.id})
+    await flows.sweep.sweep()
+    assert await counts(flows, flow) == {"failed": 1, "cancelled": WIDTH}
+
+
 async def test_a_node_is_never_released_before_a_failure_has_reached_it(flows: Flows) -> None:
     # Each waits for a parent that succeeds, with a greater number, and for one that fails. Both end in one transaction.
     graph: dict[str, list[str]] = {"bad": [], "good": []}
@@ -159,6 +178,18 @@ async def test_a_node_is_never_released_before_a_failure_has_reached_it(flows: F
     assert (await counts(flows, flow))["released"] == 0
     await flows.sweep.sweep()
     assert await counts(flows, flow) == {"failed": 1, "succeeded": 1, "cancelled": WIDTH}
+
+
+async def test_nodes_with_many_parents_are_few_in_a_portion(flows: Flows) -> None:
+    parents = [f"p{at}" for at in range(500)]
+    flow = await flows.start({**{name: [] for name in parents}, **{f"n{at}": parents for at in range(20)}})
+    await flows.claim()
+    await flows.ack(*parents[:-1])
+    await flows.ack(parents[-1])
+    assert 1 <= (await counts(flows, flow))["released"] < 20
+    await flows.check()
+    await flows.sweep.sweep()
+    assert await flows.run_all() == [{f"n{at}" for at in range(20)}]
 
 
 async def test_a_pause_between_portions_holds_the_rest_back(flows: Flows) -> None:

@@ -1,7 +1,14 @@
 -- A fold releases and cancels at most a portion of jobs, and leaves the rest to others
 -- (docs/decisions/0058-folds-in-portions.md).
 
--- How many jobs a portion may release and cancel, and how many nodes it may tell of an end.
+-- Of an end that was appended again, because not all nodes were told of it: which nodes a failure has reached already, up
+-- to this number. A mover need not carry it: the next fold then looks at them once more.
+ALTER TABLE windrow.workflow_arrival ADD COLUMN reached integer NOT NULL DEFAULT -1;
+-- In the order of nodes.
+CREATE INDEX workflow_edge_child ON windrow.workflow_edge (flow, parent, node);
+DROP INDEX windrow.workflow_edge_parent;
+
+-- How many jobs a portion may release and cancel, and how many nodes it may tell of an end if they have few edges.
 CREATE FUNCTION windrow.fold_room() RETURNS integer LANGUAGE sql STABLE AS 'SELECT 200';
 
 -- Takes in what these workflows have left. If not all of it fits into a portion, tells the routers to go on. Returns the
@@ -65,6 +72,7 @@ DECLARE
     flows bigint[];
     nodes integer[];
     states text[];
+    reached integer[];
     queues bigint[];
     ctids tid[];
     reasons text[];
@@ -106,7 +114,7 @@ BEGIN
             ))
             RETURNING a.*
         ), arrived AS MATERIALIZED (
-            SELECT DISTINCT ON (w.flow, taken.node) w.flow, taken.node, taken.how
+            SELECT DISTINCT ON (w.flow, taken.node) w.flow, taken.node, taken.how, taken.reached
             FROM taken
             JOIN windrow.workflow w ON w.org_id = taken.org_id AND w.id = taken.workflow
             ORDER BY w.flow, taken.node, taken.number
@@ -115,17 +123,18 @@ BEGIN
             SET state = t.how, ended_at = clock_timestamp(), waits_on = NULL
             FROM arrived t
             WHERE n.flow = t.flow AND n.node = t.node AND n.ended_at IS NULL
-            RETURNING n.flow, n.node, n.state, n.callback
+            RETURNING n.flow, n.node, n.state, t.reached, n.callback
         ), known AS (
-            SELECT n.flow, n.node, n.state, n.callback
+            SELECT n.flow, n.node, n.state, t.reached, n.callback
             FROM arrived t
             JOIN windrow.workflow_node n ON n.flow = t.flow AND n.node = t.node AND n.ended_at IS NOT NULL
         )
-        SELECT array_agg(e.flow), array_agg(e.node), array_agg(e.state) INTO flows, nodes, states
+        SELECT array_agg(e.flow), array_agg(e.node), array_agg(e.state), array_agg(e.reached)
+        INTO flows, nodes, states, reached
         FROM (SELECT * FROM ended UNION ALL SELECT * FROM known) e
         WHERE e.callback IS NULL;
         IF flows IS NOT NULL THEN
-            told := windrow.pass_on_ends(flows, nodes, states, room);
+            told := windrow.pass_on_ends(flows, nodes, states, reached, room);
         END IF;
         IF to_cancel <> '{}' THEN
             told := told + windrow.doom_cancelled(to_cancel, room);
@@ -196,23 +205,39 @@ $$;
 -- told is appended again. Returns how many nodes were told, more than `room` if some are left. The caller holds the locks
 -- of the workflows.
 DROP FUNCTION windrow.pass_on_ends(bigint[], integer[], text[]);
-CREATE FUNCTION windrow.pass_on_ends(flows bigint[], nodes integer[], states text[], room integer) RETURNS integer
+CREATE FUNCTION windrow.pass_on_ends(
+    flows bigint[], nodes integer[], states text[], reached integer[], room integer
+) RETURNS integer
 LANGUAGE plpgsql VOLATILE SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
 DECLARE
     ended bigint[];
-    doomed integer := 0;
+    failed integer := 0;
     told integer;
     -- Workflows in which not all nodes are doomed that will never run.
     unready bigint[] := '{}';
 BEGIN
-    -- The nodes that will never run: those after a failed one, along the edges that say so.
+    -- The nodes that will never run: those after a failed one, along the edges that say so. If they are too many, nodes
+    -- farther behind follow when those before them end.
     IF states && '{failed,cancelled}' THEN
-        WITH RECURSIVE doomed AS (
-            SELECT e.flow, e.node
-            FROM unnest(flows, nodes, states) AS x (flow, node, state)
-            JOIN windrow.workflow_edge e ON e.flow = x.flow AND e.parent = x.node AND e.on_failed = 'cancel'
-            JOIN windrow.workflow_node b ON b.flow = e.flow AND b.node = e.node AND b.state = 'blocked'
+        WITH RECURSIVE x AS MATERIALIZED (
+            SELECT n.*
+            FROM unnest(flows, nodes, states, reached) WITH ORDINALITY AS n (flow, node, state, reached, at)
+        ), direct AS MATERIALIZED (
+            SELECT x.flow, x.at, e.node
+            FROM x
+            CROSS JOIN LATERAL (
+                SELECT e.node
+                FROM windrow.workflow_edge e
+                WHERE e.flow = x.flow AND e.parent = x.node AND e.node > x.reached AND e.on_failed = 'cancel'
+                ORDER BY e.node
+                LIMIT room + 1
+            ) e
             WHERE x.state IN ('failed', 'cancelled')
+            LIMIT room + 1
+        ), doomed AS (
+            SELECT d.flow, d.node
+            FROM direct d
+            JOIN windrow.workflow_node b ON b.flow = d.flow AND b.node = d.node AND b.state = 'blocked'
             UNION
             SELECT e.flow, e.node
             FROM doomed d
@@ -220,21 +245,25 @@ BEGIN
             JOIN windrow.workflow_node b ON b.flow = e.flow AND b.node = e.node AND b.state = 'blocked'
         ), portion AS MATERIALIZED (
             SELECT d.flow, d.node FROM doomed d LIMIT room + 1
+        ), marked AS (
+            UPDATE windrow.workflow_node n SET state = 'doomed', waits_on = NULL
+            FROM portion d
+            WHERE n.flow = d.flow AND n.node = d.node
         )
-        UPDATE windrow.workflow_node n SET state = 'doomed', waits_on = NULL
-        FROM portion d
-        WHERE n.flow = d.flow AND n.node = d.node;
-        GET DIAGNOSTICS doomed = ROW_COUNT;
-        IF doomed > room THEN
-            -- Nodes farther behind follow when those before them end.
+        SELECT
+            greatest((SELECT count(*) FROM direct), (SELECT count(*) FROM portion)),
+            array_agg(greatest(x.reached, d.node) ORDER BY x.at)
+        INTO failed, reached
+        FROM x
+        LEFT JOIN (SELECT d.at, max(d.node) AS node FROM direct d GROUP BY d.at) d ON d.at = x.at;
+        IF failed > room THEN
             unready := ARRAY(
                 SELECT DISTINCT x.flow
-                FROM unnest(flows, nodes, states) AS x (flow, node, state)
+                FROM unnest(flows, nodes, states, reached) AS x (flow, node, state, reached)
                 WHERE x.state IN ('failed', 'cancelled') AND EXISTS (
                     SELECT
                     FROM windrow.workflow_edge e
-                    JOIN windrow.workflow_node b ON b.flow = e.flow AND b.node = e.node AND b.state = 'blocked'
-                    WHERE e.flow = x.flow AND e.parent = x.node AND e.on_failed = 'cancel'
+                    WHERE e.flow = x.flow AND e.parent = x.node AND e.node > x.reached AND e.on_failed = 'cancel'
                     OFFSET 0
                 )
             );
@@ -243,37 +272,64 @@ BEGIN
     -- A node looks at one of its parents at a time, from the last one down. So a parent that nobody looks at costs
     -- nothing here, and each edge is looked at once. Not before all are doomed that have to be: a node that looks no
     -- farther is released, whatever has become of its other parents.
-    WITH looking AS MATERIALIZED (
-        SELECT c.flow, c.node, c.waits_on
-        FROM unnest(flows, nodes) AS x (flow, node)
-        JOIN windrow.workflow_node c ON c.flow = x.flow AND c.waits_on = x.node
-        WHERE x.flow <> ALL (unready)
-        LIMIT room + 1
-    )
-    UPDATE windrow.workflow_node n
-    SET waits_on = m.next, state = CASE WHEN m.next IS NULL THEN 'due' ELSE 'blocked' END
-    FROM (
+    WITH waiting AS MATERIALIZED (
+        SELECT c.*, row_number() OVER () AS turn, (count(*) OVER () - 1) * c.waits_on AS edges_max
+        FROM (
+            SELECT c.flow, c.node, c.waits_on
+            FROM unnest(flows, nodes) AS x (flow, node)
+            JOIN windrow.workflow_node c ON c.flow = x.flow AND c.waits_on = x.node
+            WHERE x.flow <> ALL (unready)
+            LIMIT room + 1
+        ) c
+    ), weighed AS MATERIALIZED (
         SELECT
-            c.flow, c.node,
-            (
-                SELECT e.parent
-                FROM windrow.workflow_edge e
-                JOIN windrow.workflow_node p ON p.flow = e.flow AND p.node = e.parent
-                WHERE e.flow = c.flow AND e.node = c.node AND e.parent < c.waits_on AND p.ended_at IS NULL
-                ORDER BY e.parent DESC
-                LIMIT 1
-            ) AS next
-        FROM looking c
-    ) m
-    WHERE n.flow = m.flow AND n.node = m.node;
-    GET DIAGNOSTICS told = ROW_COUNT;
+            w.*,
+            -- Twenty-five edges cost about as much as the release of a job. They are only counted if they may be many.
+            sum(
+                1 + CASE
+                    WHEN w.edges_max > 25 * room THEN (
+                        SELECT count(*)
+                        FROM windrow.workflow_edge e
+                        WHERE e.flow = w.flow AND e.node = w.node AND e.parent < w.waits_on
+                    ) / 25
+                    ELSE 0
+                END
+            ) OVER (ORDER BY w.turn) AS cost
+        FROM waiting w
+    ), looking AS MATERIALIZED (
+        SELECT w.* FROM weighed w WHERE w.cost <= room OR w.turn = 1
+    ), moved AS (
+        UPDATE windrow.workflow_node n
+        SET waits_on = m.next, state = CASE WHEN m.next IS NULL THEN 'due' ELSE 'blocked' END
+        FROM (
+            SELECT
+                c.flow, c.node,
+                (
+                    SELECT e.parent
+                    FROM windrow.workflow_edge e
+                    JOIN windrow.workflow_node p ON p.flow = e.flow AND p.node = e.parent
+                    WHERE e.flow = c.flow AND e.node = c.node AND e.parent < c.waits_on AND p.ended_at IS NULL
+                    ORDER BY e.parent DESC
+                    LIMIT 1
+                ) AS next
+            FROM looking c
+        ) m
+        WHERE n.flow = m.flow AND n.node = m.node
+    )
+    SELECT CASE WHEN count(*) < (SELECT count(*) FROM waiting) THEN room + 1 ELSE coalesce(max(l.cost), 0) END INTO told
+    FROM looking l;
     IF told > room OR unready <> '{}' THEN
-        INSERT INTO windrow.workflow_arrival (org_id, workflow, node, how)
-        SELECT w.org_id, w.id, x.node, x.state
-        FROM unnest(flows, nodes, states) AS x (flow, node, state)
+        INSERT INTO windrow.workflow_arrival (org_id, workflow, node, how, reached)
+        SELECT w.org_id, w.id, x.node, x.state, x.reached
+        FROM unnest(flows, nodes, states, reached) AS x (flow, node, state, reached)
         JOIN windrow.workflow w ON w.flow = x.flow
-        WHERE x.flow = ANY (unready) OR EXISTS (
+        WHERE EXISTS (
             SELECT FROM windrow.workflow_node c WHERE c.flow = x.flow AND c.waits_on = x.node OFFSET 0
+        ) OR x.state IN ('failed', 'cancelled') AND EXISTS (
+            SELECT
+            FROM windrow.workflow_edge e
+            WHERE e.flow = x.flow AND e.parent = x.node AND e.node > x.reached AND e.on_failed = 'cancel'
+            OFFSET 0
         );
     END IF;
     -- A workflow looks at one of its nodes at a time, too.
@@ -329,7 +385,7 @@ BEGIN
         JOIN windrow.workflow w ON w.flow = f.flow
         WHERE n.flow = f.flow AND n.node >= w.nodes AND n.state = 'blocked';
     END IF;
-    RETURN doomed + told;
+    RETURN failed + told;
 END
 $$;
 
