@@ -87,6 +87,11 @@ SHARD_UP = _lowest(
     "no longer names it, or says that it is off.",
     "shard",
 )  # fmt: skip
+QUARANTINED_KINDS = _lowest(
+    "windrow_quarantined_kinds", "kinds",
+    "Kinds of jobs that are quarantined on the shard, because they crashed their workers or an operator did it.",
+    "shard",
+)  # fmt: skip
 CERTIFICATE_EXPIRY = _lowest(
     "windrow_certificate_expiry_timestamp_seconds",
     "Unix time",

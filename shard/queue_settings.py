@@ -20,6 +20,8 @@ class QueueSettings:
     group_concurrency: int | None = None
     # A ready job of priority p is moved to priority 1 after (p - 1) times this.
     ageing_seconds: int | None = None
+    # A kind of the queue's jobs is quarantined after so many crashes in a row.
+    quarantine_after: int | None = None
     paused: bool | None = None
 
     @classmethod
@@ -44,6 +46,7 @@ SETTING_COLUMNS: Mapping[str, Column] = {
     "retention_days": Column("retention", "smallint"),
     "group_concurrency": Column("group_concurrency", "smallint"),
     "ageing_seconds": Column("ageing_seconds", "integer"),
+    "quarantine_after": Column("quarantine_after", "smallint"),
     "paused": Column("paused", "boolean", default="false"),
 }
 # Whether a queue gives jobs now. Claims, hand-overs, probes and sweeps all ask this. {0} is a row of windrow.queue.

@@ -51,6 +51,9 @@ class Handovers:
         permits: list[tuple[Permit, Sequence[int]]] = []
         positions: Sequence[int]
         for queue, positions in _by_queue(jobs).items():
+            if quarantined := self.store.quarantine.kinds(jobs.org, queue):
+                # Claims set these aside.
+                positions = [at for at in positions if jobs.kinds[at] not in quarantined]
             permit = self._starts.take(jobs.org, queue, len(positions))
             if permit is not None:
                 positions = positions[: permit.jobs]

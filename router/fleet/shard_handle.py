@@ -240,6 +240,8 @@ class ShardHandle:
             self._admin_database.newest_migration = self._queue_database.newest_migration
             record_time = self._where_allowed(self.store.clock.record)
             await attempt(f"look at the clock of shard {self.name!r}", record_time)
+            # Before the first claim.
+            await attempt(f"read the quarantined kinds of shard {self.name!r}", self.store.quarantine.refresh)
             self.up.set()
             await self._proved(self)
             async with asyncio.TaskGroup() as group:

@@ -21,8 +21,10 @@ What several statements share is written once, here, and included by name:
     {{default_settings}}  the SET items that put back all of them
     {{claim_room}}       how many jobs a group gets from claim.sql at most
     {{gives_jobs(q)}}    GIVES_JOBS in shard/queue_settings.py: whether the queue q gives jobs now
-    {{is_due(j)}}        whether the row j of windrow.job is due: it is visible, or it waits for a group slot
+    {{is_due(j)}}        whether the row j of windrow.job is due: it is visible, or it waits for a group slot, or
+                         is set aside
     {{is_blocked(j)}}    whether it waits for other nodes of its workflow
+    {{is_set_aside(j)}}  whether it is set aside, because its kind is quarantined
     {{is_later(j)}}      whether it becomes visible later, by its time or at the end of its lease
     {{history_with_lost(j)}}  the history of row j; if its lease ended at its deadline unnoticed, with an entry for that
     {{seen_history(j)}}  the history of row j, and what the attempt under way has logged (JobRecord.history)
@@ -123,6 +125,10 @@ _EXPRESSIONS = {
     "gives_jobs": GIVES_JOBS,
     "is_due": "({0}.visible_at <= now() OR {0}.visible_at = 'infinity' AND {0}.run_at < 'infinity')",
     "is_blocked": "{0}.run_at = 'infinity'",
+    # As the index job_set_aside says it.
+    "is_set_aside": (
+        "NOT isfinite({0}.visible_at) AND isfinite({0}.run_at) AND ({0}.group_key IS NULL OR {0}.group_slot IS NOT NULL)"
+    ),
     "is_later": "({0}.visible_at > now() AND {0}.visible_at < 'infinity')",
     "history_with_lost": (
         "CASE WHEN {0}.lease IS NULL THEN {0}.history ELSE windrow.remember({0}.history, {0}.attempt, {0}.worker, "

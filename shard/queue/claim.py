@@ -16,6 +16,7 @@ from shard.postgres.pool import Database
 from shard.queue import statements
 from shard.queue.bisect_errors import bisect_errors
 from shard.queue.claim_floor import Floors
+from shard.queue.quarantine import Quarantine
 from shard.queue.queue_ids import QueueIds
 from shard.queue.revocation import Revocation
 from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, Answer, Claimed, Lease, OrgId, QueueId, QueueName
@@ -105,6 +106,7 @@ class Claimer:
         database: Database,
         names: QueueIds,
         floors: Floors,
+        quarantine: Quarantine,
         revoked: Callable[[Sequence[Revocation]], None],
         visible: Callable[[set[QueueId]], None],
     ) -> None:
@@ -113,6 +115,7 @@ class Claimer:
         self._visible = visible
         self._names = names
         self._floors = floors
+        self._quarantine = quarantine
 
     async def claim(self, requests: Sequence[ClaimRequest]) -> list[ClaimResult | Exception]:
         """Leases jobs to each request. Returns the result or the error of each, in order. A request that has jobs gets
@@ -194,10 +197,15 @@ class Claimer:
             taker.jobs = [job for job in taker.jobs if (taker.request.org, job.id) not in leased_again]
             taker.again |= began_to_wait
         unfit: dict[int, list[Claimed]] = {}
+        suspects: dict[int, list[Claimed]] = {}
         for job in claimed:
-            if job.expired or job.attempt > (job.max_attempts or MAX_ATTEMPTS_DEFAULT):
+            is_unfit = job.expired or job.attempt > (job.max_attempts or MAX_ATTEMPTS_DEFAULT)
+            if is_unfit:
                 unfit.setdefault(job.lease, []).append(job)
-            else:
+            kinds = self._quarantine.kinds(by_lease[job.lease].request.org, job.queue)
+            if job.expired_lease is not None or (job.kind in kinds and not is_unfit):
+                suspects.setdefault(job.lease, []).append(job)
+            elif not is_unfit:
                 by_lease[job.lease].jobs.append(job)
         self._revoke_expired(by_lease, [job for job in claimed if job.expired_lease is not None])
         self._floors.claimed(zip([row[1] for row in rows], claimed, strict=True), arrivals=arrivals)
@@ -213,6 +221,16 @@ class Claimer:
                     taker.again = True
                     taker.cut.update(cut)
         errors: dict[int, Exception] = {}
+        for number, jobs in suspects.items():
+            taker = by_lease[number]
+            ending = {job.id for job in unfit.get(number, ())}
+            try:
+                held = await self._quarantine.contain(taker.request.org, jobs, ending, lease=number)
+            except Exception as error:  # noqa: BLE001 - as below
+                errors[number] = error
+            else:
+                taker.jobs += [job for job in jobs if job.id not in held and job.id not in ending]
+                taker.again |= bool(held)
         for number, jobs in unfit.items():
             taker = by_lease[number]
             try:

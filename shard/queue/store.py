@@ -35,6 +35,7 @@ from shard.queue.enqueue import Enqueuer
 from shard.queue.explain import JobFacts, QueueFacts
 from shard.queue.groups import Groups
 from shard.queue.pending_enqueue import NOTHING_HANDED, Call, Handover
+from shard.queue.quarantine import Quarantine
 from shard.queue.queue_ids import QueueIds
 from shard.queue.queue_walk import QueueWalk
 from shard.queue.revocation import Revocation
@@ -96,6 +97,8 @@ class Due:
     workflows_wait: bool
     # Whether any of the queues has priorities that age.
     ages: bool
+    # Whether kinds are quarantined, crashes are to be judged, or jobs to be released.
+    quarantines: bool
 
 
 class Store:
@@ -111,6 +114,9 @@ class Store:
         self.walk = QueueWalk(database, self.names)
         self.clock = ShardClock(database)
         self.consumers_seen = ConsumersSeen(database, self.names)
+        self.quarantine = Quarantine(
+            database, partial(self._get, include_payload=False, bytes_max=ANSWER_BYTES_MAX, as_stored=True)
+        )
         self.on_visible: Callable[[set[QueueId]], None] = _ignore
         self.on_revoked: Callable[[Sequence[Revocation]], None] = _ignore
         self.on_settled: Callable[[Iterable[str]], None] = _ignore
@@ -128,6 +134,7 @@ class Store:
             database,
             self.names,
             self._floors,
+            self.quarantine,
             lambda revocations: self.on_revoked(revocations),
             lambda queues: self.on_visible(queues),
         )
@@ -588,7 +595,7 @@ class Store:
     async def sweep(self, awaited: Iterable[QueueId] = ()) -> Due:
         """Returns when the `awaited` queues, and all queues that claims use, have their next job, also below the floors
         (I7). Corrects the floors, checks the remembered queue ids, fills free slots of groups, moves jobs that have
-        aged, sends failed releases again.
+        aged, looks after quarantined kinds, sends failed releases again.
 
         Normally it looks from the beginning of time. If that has just taken long, an old snapshot is keeping dead
         versions of jobs; then it looks only for jobs that may have committed late. Raises ShardUnavailable."""
@@ -603,6 +610,11 @@ class Store:
                 due.first[queue] = due.now
         if due.ages:
             await self._move_aged(queues)
+        if due.quarantines:
+            for queue in await self.quarantine.sweep():
+                due.first[queue] = due.now
+        else:
+            self.quarantine.forget()
         return due
 
     async def _move_aged(self, queues: Sequence[QueueId]) -> None:
@@ -636,7 +648,7 @@ class Store:
         """Finds the first live job of each queue, from these floors on, or from the beginning of time."""
         first: dict[QueueId, Micros] = {}
         now = Micros(0)
-        groups_wait = workflows_wait = ages = False
+        groups_wait = workflows_wait = ages = quarantines = False
         # A sweep without queues still looks for what waits to be repaired.
         for at in range(0, max(len(queues), 1), _PROBE_QUEUES_MAX):
             part = queues[at : at + _PROBE_QUEUES_MAX]
@@ -647,7 +659,7 @@ class Store:
             else:
                 floors = [floor for queue in part for floor in floors_of(queue)]
                 rows = await self._database.run(statements.PROBE, {**parameters, "floors_us": arrays.numbers(floors)})
-            now, found, priorities, visible_at, gives_jobs, groups_wait, workflows_wait, ages_here = rows[0]
+            now, found, priorities, visible_at, gives_jobs, groups_wait, workflows_wait, ages_here, quarantines = rows[0]
             ages = ages or ages_here
             lanes: dict[tuple[QueueId, int], Micros] = {}
             giving: set[QueueId] = set()
@@ -659,7 +671,14 @@ class Store:
             for (queue, _), when in lanes.items():
                 if queue in giving:
                     first[queue] = min(when, first.get(queue, when))
-        return Due(now=now, first=first, groups_wait=groups_wait, workflows_wait=workflows_wait, ages=ages)
+        return Due(
+            now=now,
+            first=first,
+            groups_wait=groups_wait,
+            workflows_wait=workflows_wait,
+            ages=ages,
+            quarantines=quarantines,
+        )
 
 
 def _tell_not_handed(call: Call) -> None:

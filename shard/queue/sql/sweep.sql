@@ -1,7 +1,8 @@
 -- Returns what probe.sql returns, for many queues, from the beginning of time, so that it also finds jobs that
 -- committed late (I7). Most queues have jobs of one priority or none. Therefore it steps from each lane that has jobs
 -- to the next such lane, instead of looking into all nine. Also tells whether there is anything that other statements
--- do: fill slots of groups that jobs wait for, take in ends of nodes of workflows, and move jobs that have aged.
+-- do: fill slots of groups that jobs wait for, take in ends of nodes of workflows, move jobs that have aged, and
+-- look after quarantined kinds.
 SELECT now() AS now, array_agg(first.queue_id) AS queue_ids, array_agg(first.priority) AS priorities,
     array_agg(first.visible_at) AS visible_at, array_agg(first.gives_jobs) AS gives_jobs,
     EXISTS (
@@ -13,7 +14,9 @@ SELECT now() AS now, array_agg(first.queue_id) AS queue_ids, array_agg(first.pri
     EXISTS (
         SELECT FROM windrow.queue a
         WHERE a.queue_id = ANY (%(queue_ids)s::bigint[]) AND a.ageing_seconds IS NOT NULL
-    ) AS ages
+    ) AS ages,
+    EXISTS (SELECT FROM windrow.quarantine) OR EXISTS (SELECT FROM windrow.crash)
+        OR EXISTS (SELECT FROM windrow.job j WHERE {{is_set_aside(j)}}) AS quarantines
 FROM (
     SELECT q.queue_id, j.priority, j.visible_at, w.gives_jobs
     FROM unnest(%(queue_ids)s::bigint[]) AS q (queue_id)

@@ -1,0 +1,184 @@
+"""Quarantined kinds of one shard: jobs whose leases keep expiring, because they end the workers that run them
+(docs/decisions/0064-kinds-that-crash-their-workers.md).
+
+Claims record crashes and set jobs of quarantined kinds aside. Sweeps judge the crashes, let one job through at a time,
+and release what is set aside once its kind is not quarantined any more. Which kinds are quarantined is remembered here
+from one sweep to the next, as a hint (I7): a claim asks the database about each job that the hint names, and about each
+job whose lease had expired. So a wrong hint lets a few jobs through, or costs a statement.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from enum import Enum, auto
+from typing import NamedTuple
+
+from shard import metrics
+from shard.job_record import JobRecord
+from shard.postgres import arrays
+from shard.postgres.pool import Database
+from shard.queue import statements
+from shard.queue.queue_ids import Name
+from shard.vocabulary import Claimed, JobId, JobState, Micros, OrgId, Outcome, QueueId, QueueName
+
+_log = logging.getLogger(__name__)
+
+# The pause before the first trial of a kind. It doubles after each trial that crashes.
+PAUSE_S = 60
+PAUSE_S_MAX = 3600
+# Kinds whose crashes one sweep judges, and trials that one sweep begins.
+_KINDS_MAX = 20
+_TRIALS_MAX = 100
+# Jobs that one statement releases, and such statements of one sweep.
+_RELEASED_AT_ONCE = 1_000
+_RELEASES_MAX = 10
+_NO_KINDS: frozenset[str] = frozenset()
+
+# Returns those of these jobs that the shard still knows.
+_Get = Callable[[OrgId, Sequence[JobId]], Awaitable[Sequence[JobRecord]]]
+
+
+class Verdict(Enum):
+    """What became of a trial."""
+
+    WAITS = auto()
+    PROPER = auto()
+    CRASHED = auto()
+    # The job was cancelled or is not known any more: nobody learned anything.
+    GONE = auto()
+
+
+class _Quarantined(NamedTuple):
+    """A kind, in the order of read_quarantines.sql's columns."""
+
+    queue_id: QueueId
+    org: OrgId
+    queue: QueueName
+    kind: str
+    trial_id: JobId | None
+    trial_at: Micros | None
+    # False: the org is moving away, and the other shard judges.
+    is_owned: bool
+
+
+class Quarantine:
+    """The quarantined kinds of one shard. `get` looks jobs up by id. Methods that ask the database raise
+    ShardUnavailable."""
+
+    def __init__(self, database: Database, get: _Get) -> None:
+        self._database = database
+        self._get = get
+        self._kinds: Mapping[Name, frozenset[str]] = {}
+        self._count = metrics.QUARANTINED_KINDS.labels(database.name)
+
+    def kinds(self, org: OrgId, queue: QueueName) -> frozenset[str]:
+        """Returns the kinds of a queue that are quarantined, as far as this router knows."""
+        return self._kinds.get((org, queue), _NO_KINDS)
+
+    async def contain(
+        self, org: OrgId, jobs: Sequence[Claimed], ending: Collection[JobId], *, lease: int
+    ) -> set[JobId]:
+        """Looks at jobs that were just leased with this number: records crashes, and sets those aside whose kind is
+        quarantined. Returns the latter. `ending`: those that have no attempt left, and are about to be marked dead."""
+        rows: list[tuple[str]] = await self._database.run(
+            statements.CONTAIN,
+            {
+                "ids": arrays.plain(job.id for job in jobs),
+                "lost": arrays.plain("t" if job.expired_lease is not None else "f" for job in jobs),
+                "ends": arrays.plain("t" if job.id in ending else "f" for job in jobs),
+                "lease": lease,
+                "org": org,
+            },
+        )
+        return {JobId(job_id) for (job_id,) in rows}
+
+    async def refresh(self) -> list[_Quarantined]:
+        """Reads which kinds are quarantined."""
+        rows = list(map(_Quarantined._make, await self._database.run(statements.READ_QUARANTINES, {})))
+        kinds: dict[Name, set[str]] = defaultdict(set)
+        for row in rows:
+            kinds[row.org, row.queue].add(row.kind)
+        self._kinds = {name: frozenset(of_queue) for name, of_queue in kinds.items()}
+        self._count.set(sum(row.is_owned for row in rows))
+        return rows
+
+    def forget(self) -> None:
+        """A sweep has seen that no kind is quarantined, and that there is nothing to judge or to release."""
+        self._kinds = {}
+        self._count.set(0)
+
+    async def sweep(self) -> set[QueueId]:
+        """Judges crashes and trials, begins trials, and releases jobs. Returns the queues that jobs may have become
+        ready in."""
+        await self._judge_crashes()
+        for row in await self.refresh():
+            if row.is_owned and row.trial_id is not None and row.trial_at is not None:
+                await self._judge_trial(row, row.trial_id, row.trial_at)
+        begun = await self._database.run(statements.BEGIN_TRIALS, {"trials_max": _TRIALS_MAX})
+        ready = {queue_id for (queue_id,) in begun}
+        for _ in range(_RELEASES_MAX):
+            rows = await self._database.run(statements.RELEASE_SET_ASIDE, {"rows": _RELEASED_AT_ONCE})
+            ready.update(queue_id for (queue_id,) in rows)
+            if len(rows) < _RELEASED_AT_ONCE:
+                break
+        return ready
+
+    async def _judge_crashes(self) -> None:
+        """Quarantines the kind with most crashes of those that have too many. The crashes of the org's other kinds are
+        then forgotten: their workers may have died of that one."""
+        judged: set[OrgId] = set()
+        for queue_id, org, kind, allowed, jobs in await self._database.run(
+            statements.FIND_SUSPECTS, {"kinds_max": _KINDS_MAX}
+        ):
+            if org in judged:
+                continue
+            records = await self._get(org, [JobId(job_id) for job_id in dict.fromkeys(jobs)])
+            acquitted = {record.id for record in records if _ended_properly(record)}
+            crashes = sum(job_id not in acquitted for job_id in jobs)
+            parameters = {"queue_id": queue_id, "kind": kind}
+            if crashes < allowed:
+                await self._database.run(statements.ACQUIT, {**parameters, "jobs": arrays.plain(acquitted)})
+                continue
+            judged.add(org)
+            if await self._database.run(
+                statements.QUARANTINE_KIND, {**parameters, "org": org, "crashes": crashes, "pause_s": PAUSE_S}
+            ):
+                _log.warning(
+                    "shard %r: kind %r of org %r is quarantined after %d crashes", self._database.name, kind, org, crashes
+                )
+
+    async def _judge_trial(self, row: _Quarantined, trial_id: JobId, trial_at: Micros) -> None:
+        records = await self._get(row.org, [trial_id])
+        parameters = {"queue_id": row.queue_id, "kind": row.kind, "trial_id": trial_id}
+        match verdict(records[0] if records else None, trial_at):
+            case Verdict.WAITS:
+                pass
+            case Verdict.PROPER:
+                await self._database.run(statements.REOPEN_KIND, parameters)
+            case Verdict.CRASHED | Verdict.GONE as ended:
+                crashed = ended is Verdict.CRASHED
+                await self._database.run(
+                    statements.END_TRIAL, {**parameters, "crashed": crashed, "pause_s_max": PAUSE_S_MAX}
+                )
+
+
+def verdict(record: JobRecord | None, trial_at: Micros) -> Verdict:
+    """Returns what became of a trial that began then. `record` None: the shard does not know its job."""
+    if record is None or record.state == JobState.CANCELLED.value:
+        return Verdict.GONE
+    outcomes = [attempt.outcome for attempt in record.attempts() if attempt.ended_at >= trial_at]
+    if record.state == JobState.SUCCEEDED.value or Outcome.ACKED in outcomes or Outcome.NACKED in outcomes:
+        return Verdict.PROPER
+    if Outcome.EXPIRED in outcomes or Outcome.TIMED_OUT in outcomes:
+        return Verdict.CRASHED
+    return Verdict.GONE if record.state == JobState.DEAD.value else Verdict.WAITS
+
+
+def _ended_properly(record: JobRecord) -> bool:
+    """Returns whether a job that has crashed ended properly since then, or was cancelled."""
+    if record.state in (JobState.SUCCEEDED.value, JobState.CANCELLED.value):
+        return True
+    last = next((one.outcome for one in reversed(record.attempts()) if one.outcome is not Outcome.RELEASED), None)
+    return last is not None and last is not Outcome.EXPIRED

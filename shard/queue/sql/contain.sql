@@ -1,0 +1,42 @@
+-- Looks at jobs that a claim has just leased. Records a crash for each kind of those that were lost: their leases expired.
+-- Sets those aside whose kind is quarantined, except its trial, if that was not lost. The lease that they have then does not
+-- count as an attempt. Returns their ids.
+WITH leased AS MATERIALIZED (
+    SELECT
+        j.id, j.queue_id, j.kind, n.ends, n.lost,
+        n.lost AND j.history -> -1 ->> 'outcome' = 'expired'
+            AND (n.ends OR j.history -> -2 ->> 'outcome' = 'expired') AS crashed
+    FROM unnest(%(ids)s::uuid[], %(lost)s::boolean[], %(ends)s::boolean[]) AS n (id, lost, ends)
+    -- By id alone: see extend.sql.
+    CROSS JOIN LATERAL (
+        SELECT j.id, j.queue_id, j.kind, j.history
+        FROM windrow.job j
+        WHERE j.id = ANY (ARRAY[n.id])
+            AND (j.lease = %(lease)s
+                AND {{org_of(j)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)) IS TRUE
+        OFFSET 0
+    ) j
+), recorded AS (
+    INSERT INTO windrow.crash (queue_id, kind, job_id)
+    SELECT DISTINCT ON (l.queue_id, l.kind) l.queue_id, l.kind, l.id
+    FROM leased l
+    CROSS JOIN LATERAL (SELECT q.quarantine_after FROM windrow.queue q WHERE q.queue_id = l.queue_id OFFSET 0) q
+    WHERE l.crashed AND q.quarantine_after IS NOT NULL
+        AND NOT EXISTS (SELECT FROM windrow.quarantine k WHERE k.queue_id = l.queue_id AND k.kind = l.kind)
+    ORDER BY l.queue_id, l.kind, l.id
+)
+UPDATE windrow.job j
+SET attempt = j.attempt - 1, visible_at = 'infinity', lease = NULL, leased_at = NULL, worker = NULL, log = NULL
+FROM (
+    SELECT l.id
+    FROM leased l
+    CROSS JOIN LATERAL (
+        SELECT k.trial_id FROM windrow.quarantine k WHERE k.queue_id = l.queue_id AND k.kind = l.kind OFFSET 0
+    ) k
+    WHERE NOT l.ends AND (l.lost OR k.trial_id IS DISTINCT FROM l.id)
+    ORDER BY l.id
+) held
+WHERE j.id = ANY (ARRAY[held.id])
+    AND (j.lease = %(lease)s
+        AND {{org_of(j)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)) IS TRUE
+RETURNING j.id::text

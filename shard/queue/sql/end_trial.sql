@@ -1,0 +1,13 @@
+-- Ends a trial without a proper end. If it crashed, the next one comes after a pause, which doubles up to pause_s_max;
+-- otherwise its job is gone, and another one may come at once.
+UPDATE windrow.quarantine k
+SET
+    trial_id = NULL, trial_at = NULL,
+    crashes = k.crashes + %(crashed)s::boolean::int,
+    pause_s = CASE WHEN %(crashed)s THEN least(2 * k.pause_s, %(pause_s_max)s) ELSE k.pause_s END,
+    next_trial_at = CASE
+        WHEN k.next_trial_at IS NULL THEN NULL
+        WHEN %(crashed)s THEN now() + least(2 * k.pause_s, %(pause_s_max)s) * interval '1 s'
+        ELSE now()
+    END
+WHERE k.queue_id = %(queue_id)s AND k.kind = %(kind)s AND k.trial_id = %(trial_id)s::uuid

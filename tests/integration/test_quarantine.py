@@ -1,0 +1,369 @@
+"""Kinds whose jobs crash their workers: counted, quarantined, tried one at a time and released, on a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from shard.admin.queue_admin import QueueAdmin
+from shard.postgres.pool import Database
+from shard.queue import statements
+from shard.queue.quarantine import PAUSE_S, PAUSE_S_MAX
+from shard.queue.settle import Nack, Settlement
+from shard.queue.store import Store
+from shard.queue_settings import QueueSettings
+from shard.vocabulary import Answer, Claimed, JobId, Lease, NewJobs, OrgId
+from tests.jobs import QUEUE, history_of, ids_of, lease_jobs, some_jobs
+from tests.recorder import Recorder
+
+AFTER = 3
+
+
+def jobs_of(kind: str, org: OrgId, count: int = 1, *, max_attempts: int | None = None, group: str | None = None) -> NewJobs:
+    jobs = some_jobs(org, count, max_attempts=max_attempts, group=group)
+    jobs.kinds[:] = [kind] * count
+    return jobs
+
+
+async def end_leases(database: Database, org: OrgId) -> None:
+    """Ends the windows of all leases of the org, as if their workers had died."""
+    await database.run(
+        b"""
+        UPDATE windrow.job j SET visible_at = now(), leased_at = least(j.leased_at, now()) FROM windrow.queue q
+        WHERE q.queue_id = j.queue_id AND q.org = %(org)s AND j.lease IS NOT NULL
+        """,
+        {"org": org},
+    )
+
+
+async def crash(store: Store, database: Database, org: OrgId, times: int, *kinds: str) -> None:
+    """Lets so many workers die that have leased jobs of these kinds. Jobs of other kinds are given back before. The last
+    death is found by a worker that gives everything back."""
+    for _ in range(times):
+        leased = await lease_jobs(store, org)
+        assert {job.kind for job, _ in leased}.issuperset(kinds)
+        await give_back(store, org, [(job, lease) for job, lease in leased if job.kind not in kinds])
+        await end_leases(database, org)
+    await give_back(store, org, await lease_jobs(store, org))
+
+
+async def crashes(database: Database, org: OrgId) -> int:
+    """Returns how many crashes wait for a sweep."""
+    ((count,),) = await database.run(
+        b"SELECT count(*) FROM windrow.crash c JOIN windrow.queue q USING (queue_id) WHERE q.org = %(org)s", {"org": org}
+    )
+    return int(count)
+
+
+async def give_back(store: Store, org: OrgId, leased: Sequence[tuple[Claimed, Lease]]) -> None:
+    if leased:
+        answers = await store.settle(Settlement.release(org, [lease for _, lease in leased]))
+        assert set(answers) == {Answer.OK}
+
+
+async def quarantined(database: Database, org: OrgId) -> dict[str, tuple[int, int, bool]]:
+    """Returns the crashes of each quarantined kind, the seconds of its pause, and whether a trial is under way."""
+    rows = await database.run(
+        b"""
+        SELECT k.kind, k.crashes, k.pause_s, k.trial_id IS NOT NULL FROM windrow.quarantine k
+        JOIN windrow.queue q USING (queue_id) WHERE q.org = %(org)s
+        """,
+        {"org": org},
+    )
+    return {kind: (crashes, pause_s, tries) for kind, crashes, pause_s, tries in rows}
+
+
+async def pass_pause(database: Database, org: OrgId) -> None:
+    await database.run(
+        b"""
+        UPDATE windrow.quarantine k SET next_trial_at = now() FROM windrow.queue q
+        WHERE q.queue_id = k.queue_id AND q.org = %(org)s AND k.next_trial_at IS NOT NULL
+        """,
+        {"org": org},
+    )
+
+
+async def attempts(store: Store, org: OrgId, jobs: NewJobs) -> list[tuple[str, int]]:
+    return [(one.state, one.attempt) for one in await store.get(org, ids_of(jobs), include_payload=False)]
+
+
+async def kinds_leased(store: Store, org: OrgId) -> list[str]:
+    """Leases all jobs that are ready, and gives them back."""
+    leased = await lease_jobs(store, org)
+    await give_back(store, org, leased)
+    return sorted(job.kind for job, _ in leased)
+
+
+@pytest.fixture
+async def store(database: Database, books: QueueAdmin, org: OrgId) -> Store:
+    await books.create_queue(org, QUEUE, QueueSettings(quarantine_after=AFTER))
+    return Store(database)
+
+
+async def poisoned(store: Store, database: Database, org: OrgId, count: int = 2) -> NewJobs:
+    """Returns jobs of a kind that is quarantined."""
+    await store.enqueue(jobs := jobs_of("poison", org, count))
+    await crash(store, database, org, AFTER + 1, "poison")
+    await store.sweep()
+    assert list(await quarantined(database, org)) == ["poison"]
+    return jobs
+
+
+async def test_a_kind_whose_jobs_crash_their_workers_is_set_aside_and_other_kinds_run(
+    store: Store, database: Database, org: OrgId
+) -> None:
+    await store.enqueue(innocent := jobs_of("innocent", org, 3))
+    jobs = await poisoned(store, database, org)
+    before = [attempt for _, attempt in await attempts(store, org, jobs)]
+    for _ in range(3):
+        assert await kinds_leased(store, org) == ["innocent"] * 3
+    # They are kept, ready, with the attempts that they had.
+    assert await attempts(store, org, jobs) == [("ready", attempt) for attempt in before]
+    leased = await lease_jobs(store, org)
+    assert await store.settle(Settlement.ack(org, [lease for _, lease in leased])) == [Answer.OK] * len(ids_of(innocent))
+
+
+async def test_fewer_crashes_than_the_queue_allows_quarantine_nothing(
+    store: Store, database: Database, org: OrgId
+) -> None:
+    await store.enqueue(jobs_of("poison", org))
+    await crash(store, database, org, AFTER, "poison")
+    await store.sweep()
+    assert await quarantined(database, org) == {}
+    assert await kinds_leased(store, org) == ["poison"]
+
+
+async def test_a_queue_without_the_setting_records_no_crash(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    await store.enqueue(jobs_of("poison", org))
+    await crash(store, database, org, 8, "poison")
+    assert await crashes(database, org) == 0
+
+
+async def test_one_death_of_a_worker_counts_for_no_kind(store: Store, database: Database, org: OrgId) -> None:
+    await store.enqueue(jobs_of("innocent", org, 3 * AFTER))
+    await crash(store, database, org, 1, "innocent")
+    assert await crashes(database, org) == 0
+
+
+async def test_many_jobs_of_a_kind_that_one_claim_finds_are_one_crash(
+    store: Store, database: Database, org: OrgId
+) -> None:
+    await store.enqueue(jobs_of("innocent", org, 5 * AFTER))
+    await crash(store, database, org, AFTER, "innocent")
+    await store.sweep()
+    assert await quarantined(database, org) == {}
+
+
+async def test_jobs_that_end_properly_after_their_crashes_acquit_their_kind(
+    store: Store, database: Database, org: OrgId
+) -> None:
+    await store.enqueue(jobs_of("slow", org))
+    await crash(store, database, org, AFTER + 1, "slow")
+    leased = await lease_jobs(store, org)
+    assert await store.settle(Settlement.ack(org, [lease for _, lease in leased])) == [Answer.OK]
+    await store.sweep()
+    assert await quarantined(database, org) == {}
+    # Its crashes are forgotten: the next ones begin at zero.
+    await store.enqueue(jobs_of("slow", org))
+    await crash(store, database, org, AFTER, "slow")
+    await store.sweep()
+    assert await quarantined(database, org) == {}
+
+
+async def test_a_nack_acquits_too(store: Store, database: Database, org: OrgId) -> None:
+    await store.enqueue(jobs_of("failing", org))
+    await crash(store, database, org, AFTER + 1, "failing")
+    leased = await lease_jobs(store, org)
+    await store.settle(Settlement.nack(org, [Nack(lease=lease, retry_after_us=0) for _, lease in leased]))
+    await store.sweep()
+    assert await quarantined(database, org) == {}
+
+
+async def test_only_the_kind_with_most_crashes_is_quarantined_and_those_of_others_are_forgotten(
+    store: Store, database: Database, org: OrgId
+) -> None:
+    await store.enqueue(jobs_of("poison", org))
+    await crash(store, database, org, 2, "poison")
+    await store.enqueue(jobs_of("innocent", org))
+    await crash(store, database, org, AFTER + 1, "poison", "innocent")
+    await store.sweep()
+    assert list(await quarantined(database, org)) == ["poison"]
+    await store.sweep()
+    assert list(await quarantined(database, org)) == ["poison"]
+
+
+async def test_a_kind_whose_jobs_have_one_attempt_is_quarantined_too(
+    store: Store, database: Database, org: OrgId
+) -> None:
+    for _ in range(AFTER):
+        await store.enqueue(jobs := jobs_of("poison", org, max_attempts=1))
+        await crash(store, database, org, 1, "poison")
+        assert await attempts(store, org, jobs) == [("dead", 1)]
+    await store.sweep()
+    assert list(await quarantined(database, org)) == ["poison"]
+    await store.enqueue(jobs := jobs_of("poison", org, max_attempts=1))
+    assert await kinds_leased(store, org) == []
+    assert await attempts(store, org, jobs) == [("ready", 0)]
+
+
+async def test_another_router_learns_it_from_its_next_sweep(store: Store, database: Database, org: OrgId) -> None:
+    other = Store(database)
+    await poisoned(store, database, org)
+    await store.enqueue(jobs_of("poison", org))
+    await other.sweep()
+    assert other.quarantine.kinds(org, QUEUE) == {"poison"}
+    assert await kinds_leased(other, org) == []
+
+
+async def test_a_job_that_was_leased_before_is_set_aside_when_it_is_lost(
+    store: Store, database: Database, org: OrgId
+) -> None:
+    await store.enqueue(late := jobs_of("poison", org))
+    ((_, lease),) = await lease_jobs(store, org)
+    other = Store(database)
+    await database.run(
+        b"INSERT INTO windrow.quarantine (queue_id, kind, crashes, pause_s) "
+        b"SELECT q.queue_id, 'poison', 0, 60 FROM windrow.queue q WHERE q.org = %(org)s",
+        {"org": org},
+    )
+    await end_leases(database, org)
+    # Whatever the router remembers.
+    assert other.quarantine.kinds(org, QUEUE) == set()
+    assert await kinds_leased(other, org) == []
+    assert await attempts(store, org, late) == [("ready", 1)]
+    assert await store.settle(Settlement.ack(org, [lease])) == [Answer.STALE]
+
+
+async def test_one_job_is_let_through_and_its_ack_releases_all(store: Store, database: Database, org: OrgId) -> None:
+    jobs = await poisoned(store, database, org, 5)
+    assert await kinds_leased(store, org) == []
+    await store.sweep()
+    assert await kinds_leased(store, org) == [], "not before the pause is over"
+    await pass_pause(database, org)
+    await store.sweep()
+    await store.sweep()
+    leased = await lease_jobs(store, org)
+    assert [job.kind for job, _ in leased] == ["poison"]
+    assert await lease_jobs(store, org) == []
+    await store.sweep()
+    assert await lease_jobs(store, org) == []
+    assert await store.settle(Settlement.ack(org, [leased[0][1]])) == [Answer.OK]
+    await store.sweep()
+    assert await quarantined(database, org) == {}
+    assert store.quarantine.kinds(org, QUEUE) == {"poison"}, "a hint may be old"
+    assert len(await lease_jobs(store, org)) == len(jobs) - 1
+
+
+async def test_a_trial_that_crashes_is_not_leased_again_and_the_pause_doubles(
+    store: Store, database: Database, org: OrgId
+) -> None:
+    await poisoned(store, database, org, 3)
+    assert await kinds_leased(store, org) == []
+    pause_s = PAUSE_S
+    (before,) = (await quarantined(database, org)).values()
+    for at in range(1, 9):
+        await pass_pause(database, org)
+        await store.sweep()
+        (trial,) = await lease_jobs(store, org)
+        await end_leases(database, org)
+        # Before a sweep has seen it.
+        assert await lease_jobs(store, org) == []
+        await store.sweep()
+        pause_s = min(2 * pause_s, PAUSE_S_MAX)
+        assert await quarantined(database, org) == {"poison": (before[0] + at, pause_s, False)}
+        assert trial[0].kind == "poison"
+    assert pause_s == PAUSE_S_MAX
+
+
+async def test_a_trial_that_is_nacked_reopens_the_kind(store: Store, database: Database, org: OrgId) -> None:
+    await poisoned(store, database, org)
+    assert await kinds_leased(store, org) == []
+    await pass_pause(database, org)
+    await store.sweep()
+    ((_, lease),) = await lease_jobs(store, org)
+    await store.settle(Settlement.nack(org, [Nack(lease=lease, retry_after_us=10**9)]))
+    await store.sweep()
+    assert await quarantined(database, org) == {}
+
+
+async def test_a_trial_that_is_given_back_goes_on_and_a_cancelled_one_is_replaced(
+    store: Store, database: Database, org: OrgId
+) -> None:
+    jobs = await poisoned(store, database, org)
+    assert await kinds_leased(store, org) == []
+    await pass_pause(database, org)
+    await store.sweep()
+    ((first, lease),) = await lease_jobs(store, org)
+    await give_back(store, org, [(first, lease)])
+    await store.sweep()
+    ((again, _),) = await lease_jobs(store, org)
+    assert again.id == first.id
+    await store.cancel(org, [JobId(first.id)], reason="")
+    await store.sweep()
+    await store.sweep()
+    ((second, _),) = await lease_jobs(store, org)
+    assert {first.id, second.id} == set(ids_of(jobs))
+
+
+async def test_a_group_keeps_its_order_behind_a_job_that_is_set_aside(
+    store: Store, database: Database, org: OrgId
+) -> None:
+    await poisoned(store, database, org, 1)
+    await store.enqueue(first := jobs_of("poison", org, group="g"))
+    await store.enqueue(second := jobs_of("innocent", org, group="g"))
+    assert await kinds_leased(store, org) == []
+    await store.cancel(org, ids_of(first), reason="")
+    ((job, _),) = await lease_jobs(store, org)
+    assert job.id == ids_of(second)[0]
+
+
+async def test_jobs_that_are_set_aside_are_counted_cancelled_and_purged(
+    store: Store, database: Database, books: QueueAdmin, org: OrgId
+) -> None:
+    jobs = await poisoned(store, database, org, 4)
+    assert await kinds_leased(store, org) == []
+    (counts,) = await books.stats(org, QUEUE, include_finished=True)
+    assert (counts.ready, counts.scheduled, counts.leased) == (4, 0, 0)
+    assert await store.cancel(org, ids_of(jobs)[:1], reason="") == [Answer.OK]
+    assert all(one.balanced for one in await books.check())
+    assert await books.purge_queue(org, QUEUE, limit=10, include_dead=False) == 3
+    await books.delete_queue(org, QUEUE)
+    assert await quarantined(database, org) == {}
+    assert all(one.balanced for one in await books.check())
+
+
+async def test_a_backlog_is_set_aside_by_claims_and_released_in_portions(
+    store: Store, database: Database, org: OrgId
+) -> None:
+    await poisoned(store, database, org, 1)
+    for _ in range(3):
+        await store.enqueue(jobs_of("poison", org, 1000))
+    await store.enqueue(innocent := jobs_of("innocent", org, 1))
+    ((job, lease),) = await lease_jobs(store, org, max_jobs=100)
+    assert job.id == ids_of(innocent)[0]
+    await store.settle(Settlement.ack(org, [lease]))
+    await database.run(b"DELETE FROM windrow.quarantine k USING windrow.queue q WHERE q.queue_id = k.queue_id AND q.org = %(org)s", {"org": org})
+    await store.sweep()
+    assert len(await lease_jobs(store, org)) == 1000
+
+
+async def test_claims_of_queues_without_trouble_send_no_further_statement(recorder: Recorder, org: OrgId) -> None:
+    store = Store(recorder)
+    await store.enqueue(some_jobs(org, 10))
+    before = len(recorder.runs)
+    await lease_jobs(store, org)
+    assert recorder.count(statements.CONTAIN, since=before) == 0
+
+
+async def test_the_history_of_a_job_that_is_set_aside_has_each_crash_once(
+    store: Store, database: Database, org: OrgId
+) -> None:
+    jobs = await poisoned(store, database, org, 1)
+    assert await kinds_leased(store, org) == []
+    (record,) = await store.get(org, ids_of(jobs), include_payload=False)
+    outcomes = [one["outcome"] for one in history_of(record.history)]
+    assert outcomes.count("expired") == AFTER + 1
+
+
