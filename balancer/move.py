@@ -128,6 +128,7 @@ class Mover:
                 buckets = await move_steps.read_buckets(source, move.slots)
                 schedules = await move_steps.read_schedules(source, move.slots)
                 workflows = await move_steps.read_workflows(source, move.slots)
+                quarantines = await move_steps.read_quarantines(source, move.slots)
                 await move_steps.open_slots(
                     target,
                     move.slots,
@@ -136,6 +137,7 @@ class Mover:
                     buckets=buckets,
                     schedules=schedules,
                     workflows=workflows,
+                    quarantines=quarantines,
                 )
             case "switch":
                 await move_steps.delete_schedules(source, move.slots, epoch=move.epoch)
@@ -205,6 +207,7 @@ class Mover:
         elif free:
             await self._move_chunks(move, source, target, {slot: chunks[slot] for slot in free})
         elif empty:
+            await move_steps.delete_quarantines(source, sorted(empty), epoch=move.epoch)
             # After this step nobody compares the two shards any more. Mark both, so that a restore of an older backup
             # of either is noticed.
             for database in (source, target):

@@ -101,6 +101,17 @@ Ageing: TypeAlias = Annotated[
         help="A ready job of priority p goes to priority 1 after p - 1 times this: 1s to 7d.",
     ),
 ]
+QuarantineAfter: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--quarantine-after",
+        min=1,
+        max=1000,
+        metavar="N",
+        show_default=False,
+        help="Quarantine a kind after so many crashes in a row.",
+    ),
+]
 Retention: TypeAlias = Annotated[
     int | None,
     typer.Option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -24,6 +24,10 @@ class Field(StrEnum):
     RETENTION_DAYS = "retention_days"
     GROUP_CONCURRENCY = "group_concurrency"
     AGEING_SECONDS = "ageing_seconds"
+    QUARANTINE_AFTER = "quarantine_after"
+
+
+_Kind: TypeAlias = Annotated[str, typer.Argument(metavar="KIND", show_default=False, help="The kind of the jobs.")]
 
 
 @app.command("list")
@@ -57,6 +61,7 @@ def list_queues(
         Column(title="finished kept", right=True),
         Column(title="per group", right=True),
         Column(title="ageing", right=True),
+        Column(title="quarantine", right=True),
         Column(title="created"),
         Column(title="shard"),
     ]
@@ -115,6 +120,7 @@ def create(
     retention: options.Retention = None,
     group_concurrency: options.GroupConcurrency = None,
     ageing: options.Ageing = None,
+    quarantine_after: options.QuarantineAfter = None,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
@@ -128,7 +134,7 @@ def create(
     from windrow.v1 import admin_pb2
 
     with connect(address, timeout) as router:
-        config = _config(retry, max_attempts, retention, group_concurrency, ageing)
+        config = _config(retry, max_attempts, retention, group_concurrency, ageing, quarantine_after)
         request = admin_pb2.CreateQueueRequest(org=org, queue=queue, config=config)
         _print(router.call(router.admin.CreateQueue, request).queue, as_json=as_json)
 
@@ -142,6 +148,7 @@ def update(
     retention: options.Retention = None,
     group_concurrency: options.GroupConcurrency = None,
     ageing: options.Ageing = None,
+    quarantine_after: options.QuarantineAfter = None,
     reset: Annotated[
         list[Field] | None,
         typer.Option(
@@ -163,11 +170,12 @@ def update(
     from cli.messages import update_mask
     from windrow.v1 import admin_pb2
 
-    config = _config(retry, max_attempts, retention, group_concurrency, ageing)
+    config = _config(retry, max_attempts, retention, group_concurrency, ageing, quarantine_after)
     if not config.ListFields() and not reset:
         raise typer.BadParameter(
             "give a setting to change",
-            param_hint="'--retry' / '--max-attempts' / '--retention' / '--group-concurrency' / '--ageing' / '--reset'",
+            param_hint="'--retry' / '--max-attempts' / '--retention' / '--group-concurrency' / '--ageing' / "
+            "'--quarantine-after' / '--reset'",
         )
     request = admin_pb2.UpdateQueueRequest(
         org=org, queue=queue, config=config, update_mask=update_mask(config, reset or ())
@@ -211,6 +219,106 @@ def resume(
 
 
 @app.command()
+def quarantine(
+    org: options.Org,
+    queue: options.Queue,
+    kind: _Kind,
+    reason: Annotated[
+        str, typer.Option("--reason", metavar="TEXT", show_default=False, help="Why, for others to read.")
+    ] = "",
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Sets a queue's jobs of one kind aside, until `windrow queues release`.
+
+    Within seconds no consumer gets them; leased ones may finish. `windrow queues update --quarantine-after` does this by
+    itself for kinds that crash their workers, and then lets one job through at a time.
+    """
+    from cli.calls import connect
+    from windrow.v1 import admin_pb2
+
+    with connect(address, timeout) as router:
+        request = admin_pb2.QuarantineKindRequest(org=org, queue=queue, kind=kind, reason=reason)
+        router.call(router.admin.QuarantineKind, request)
+    if as_json:
+        output.say_json([{"org": org, "queue": queue, "kind": kind, "quarantined": True}])
+    else:
+        output.say(f"kind {kind!r} of queue {queue!r} of org {org!r} is quarantined")
+
+
+@app.command()
+def release(
+    org: options.Org,
+    queue: options.Queue,
+    kind: _Kind,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Ends the quarantine of a kind: its jobs are ready again within seconds."""
+    from cli.calls import connect
+    from windrow.v1 import admin_pb2
+
+    with connect(address, timeout) as router:
+        request = admin_pb2.ReleaseKindRequest(org=org, queue=queue, kind=kind)
+        released = router.call(router.admin.ReleaseKind, request).released
+    if as_json:
+        output.say_json([{"org": org, "queue": queue, "kind": kind, "released": released}])
+    else:
+        ended = "is released" if released else "was not quarantined"
+        output.say(f"kind {kind!r} of queue {queue!r} of org {org!r} {ended}")
+
+
+@app.command()
+def quarantined(
+    org: options.Org,
+    queue: Annotated[
+        str, typer.Option("--queue", metavar="QUEUE", show_default="all queues", help="Only this queue.")
+    ] = "",
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Lists the kinds of an org's jobs that are quarantined."""
+    from cli.calls import connect
+    from cli.messages import time_shown
+    from windrow.v1 import admin_pb2
+
+    with connect(address, timeout) as router:
+        request = admin_pb2.ListQuarantinesRequest(org=org, queue=queue)
+        found = router.call(router.admin.ListQuarantines, request).quarantines
+    if as_json:
+        output.say_json(_quarantine_json(org, one) for one in found)
+        return
+    if not found:
+        output.note(f"no kind of org {org!r} is quarantined")
+        return
+    columns = [
+        Column(title="queue"),
+        Column(title="kind"),
+        Column(title="since"),
+        Column(title="crashes", right=True),
+        Column(title="set aside", right=True),
+        Column(title="next trial"),
+        Column(title="reason"),
+    ]
+    rows = [
+        (
+            one.queue,
+            one.kind,
+            time_shown(one, "since"),
+            str(one.crashes),
+            f"{'> ' if one.at_least else ''}{one.set_aside:,}",
+            f"now: {one.trial_id}" if one.trial_id else time_shown(one, "next_trial_at"),
+            one.reason or ("by an operator" if one.by_operator else ""),
+        )
+        for one in found
+    ]
+    output.table(columns, rows)
+
+
+@app.command()
 def delete(
     org: options.Org,
     queue: options.Queue,
@@ -233,6 +341,7 @@ def _config(
     retention: int | None,
     group_concurrency: int | None,
     ageing: int | None,
+    quarantine_after: int | None,
 ) -> admin_pb2.QueueConfig:
     from cli.messages import retry_message
     from windrow.v1 import admin_pb2
@@ -243,6 +352,7 @@ def _config(
         retention_days=retention,
         group_concurrency=group_concurrency,
         ageing_seconds=ageing,
+        quarantine_after=quarantine_after,
     )
 
 
@@ -266,8 +376,28 @@ def _facts(queue: admin_pb2.QueueInfo) -> dict[str, str]:
         "finished kept": values.retention_text(queue.config.retention_days),
         "per group": str(queue.config.group_concurrency),
         "ageing": _ageing_text(queue.config),
+        "quarantine after": str(queue.config.quarantine_after) if queue.config.HasField("quarantine_after") else "",
         "created": time_shown(queue, "created_at"),
         "shard": queue.shard,
+    }
+
+
+def _quarantine_json(org: str, quarantine: admin_pb2.Quarantine) -> dict[str, object]:
+    from cli.messages import time_json
+
+    return {
+        "org": org,
+        "queue": quarantine.queue,
+        "kind": quarantine.kind,
+        "since": time_json(quarantine, "since"),
+        "crashes": quarantine.crashes,
+        "reason": quarantine.reason,
+        "by_operator": quarantine.by_operator,
+        "next_trial_at": time_json(quarantine, "next_trial_at"),
+        "trial_id": quarantine.trial_id or None,
+        "trial_since": time_json(quarantine, "trial_since"),
+        "set_aside": quarantine.set_aside,
+        "at_least": quarantine.at_least,
     }
 
 
@@ -287,6 +417,7 @@ def _json(queue: admin_pb2.QueueInfo) -> dict[str, object]:
         "retention_days": queue.config.retention_days,
         "group_concurrency": queue.config.group_concurrency,
         "ageing_seconds": queue.config.ageing_seconds if queue.config.HasField("ageing_seconds") else None,
+        "quarantine_after": queue.config.quarantine_after if queue.config.HasField("quarantine_after") else None,
         "created_at": time_json(queue, "created_at"),
         "shard": queue.shard,
     }

@@ -130,6 +130,11 @@ REQUESTS: Mapping[str, Callable[[Target], Message]] = {
     "windrow.v1.Admin/DeleteQueue": lambda it: admin_pb2.DeleteQueueRequest(org=it.org, queue="empty"),
     "windrow.v1.Admin/PauseQueue": lambda it: admin_pb2.PauseQueueRequest(org=it.org, queue=it.queue),
     "windrow.v1.Admin/ResumeQueue": lambda it: admin_pb2.ResumeQueueRequest(org=it.org, queue=it.queue),
+    "windrow.v1.Admin/ListQuarantines": lambda it: admin_pb2.ListQuarantinesRequest(org=it.org),
+    "windrow.v1.Admin/QuarantineKind": lambda it: admin_pb2.QuarantineKindRequest(
+        org=it.org, queue=it.queue, kind="none"
+    ),
+    "windrow.v1.Admin/ReleaseKind": lambda it: admin_pb2.ReleaseKindRequest(org=it.org, queue=it.queue, kind="none"),
     "windrow.v1.Admin/PurgeQueue": lambda it: admin_pb2.PurgeQueueRequest(org=it.org, queue=it.queue),
     "windrow.v1.Admin/ListJobs": lambda it: admin_pb2.ListJobsRequest(org=it.org, page_token=it.page_token),
     "windrow.v1.Admin/CountJobs": lambda it: admin_pb2.CountJobsRequest(org=it.org),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from router.codec import convert
 from shard.job_record import Attempt, JobRecord
 from shard.queue.consumers_seen import SEEN_US
-from shard.queue.explain import COUNTED_MAX, BlockedFacts, ConsumersOf, GroupFacts, JobFacts, LiveFacts, QueueFacts
+from shard.queue.explain import COUNTED_MAX, BlockedFacts, ConsumersOf, GroupFacts, JobFacts, LiveFacts, QuarantineFacts, QueueFacts
 from shard.vocabulary import LIVE, MAX_ATTEMPTS_DEFAULT, Failure, JobState, Micros, Outcome, ShardName
 from shard.workflow import NodeOf
 from windrow.v1 import admin_pb2, job_pb2
@@ -68,7 +68,7 @@ def of_job(facts: JobFacts, shard: ShardName, around: Surroundings) -> admin_pb2
         found = [_on_its_way(shard, around), *([_dead(record)] if state is JobState.DEAD else [])]
     elif facts.live is not None:
         state = _state(facts.live)
-        found, runs_at = _of_live(record, facts.live, facts.group, around)
+        found, runs_at = _of_live(record, facts.live, facts.group, facts.quarantine, around)
     elif state is JobState.DEAD:
         found = [_dead(record)]
     elif state is JobState.BLOCKED:
@@ -95,7 +95,7 @@ def of_queue(facts: QueueFacts | None, around: Surroundings) -> admin_pb2.Explai
     """Explains a queue. None: no shard of its org answers."""
     if facts is None:
         return admin_pb2.ExplainQueueResponse(causes=_down(around))
-    waiting = [*_group_backlog(facts), *_in_flight(facts), *_next_due(facts)]
+    waiting = [*map(_quarantine, facts.quarantines), *_group_backlog(facts), *_in_flight(facts), *_next_due(facts)]
     holding = _holding(facts.gives_jobs, facts.first_kind, facts.consumers, facts.now, around)
     runs_at: Micros | None = None
     if facts.first_visible_at is not None and facts.first_id is not None:
@@ -124,7 +124,11 @@ def _state(live: LiveFacts) -> JobState:
 
 
 def _of_live(
-    record: JobRecord, live: LiveFacts, group: GroupFacts | None, around: Surroundings
+    record: JobRecord,
+    live: LiveFacts,
+    group: GroupFacts | None,
+    quarantine: QuarantineFacts | None,
+    around: Surroundings,
 ) -> tuple[list[Cause], Micros | None]:
     """Returns the causes of a live job, and when it runs if that is known."""
     state = _state(live)
@@ -144,6 +148,8 @@ def _of_live(
         exhausted = causes.OutOfAttemptsCause(attempt=attempt, max_attempts=max_attempts)
         return [Cause(out_of_attempts=exhausted)], None
     holding = _holding(live.gives_jobs, record.kind, live.consumers, live.now, around)
+    if quarantine is not None:
+        holding.insert(0, _quarantine(quarantine))
     if state is JobState.SCHEDULED:
         last = next(iter(record.attempts()[-1:]), None)
         until = _until(record, live.visible_at, last)
@@ -192,6 +198,23 @@ def _group(group: GroupFacts) -> Cause:
             until=None if group.until is None else convert.timestamp(group.until),
             ahead=min(group.ahead, COUNTED_MAX),
             at_least=group.ahead > COUNTED_MAX,
+        )
+    )
+
+
+def _quarantine(quarantine: QuarantineFacts) -> Cause:
+    at = quarantine.next_trial_at
+    return Cause(
+        quarantine=causes.QuarantineCause(
+            kind=quarantine.kind,
+            since=convert.timestamp(quarantine.since),
+            crashes=quarantine.crashes,
+            reason=quarantine.reason or "",
+            by_operator=quarantine.reason is not None,
+            next_trial_at=None if at is None else convert.timestamp(at),
+            trial_id=quarantine.trial_id or "",
+            set_aside=min(quarantine.set_aside, COUNTED_MAX),
+            at_least=quarantine.set_aside > COUNTED_MAX,
         )
     )
 

@@ -19,6 +19,7 @@ from shard.admin.queue_admin import OrgBooks, QueueCounts, QueueRecord
 from shard.job_record import JobRecord
 from shard.lease_token import MalformedLease, parse_token
 from shard.placement.cluster_file import ShardState
+from shard.queue.explain import COUNTED_MAX, QuarantineFacts
 from shard.queue_settings import QueueSettings
 from shard.schedule import RunCause, ScheduledRun
 from shard.vocabulary import (
@@ -178,6 +179,7 @@ def queue_settings(config: admin_pb2.QueueConfig) -> QueueSettings:
         retention_days=config.retention_days if config.HasField("retention_days") else None,
         group_concurrency=config.group_concurrency if config.HasField("group_concurrency") else None,
         ageing_seconds=config.ageing_seconds if config.HasField("ageing_seconds") else None,
+        quarantine_after=config.quarantine_after if config.HasField("quarantine_after") else None,
     )
 
 
@@ -391,6 +393,7 @@ def queue_info(org: OrgId, record: QueueRecord, shard: ShardName) -> admin_pb2.Q
         retention_days=RETENTION_DEFAULT if settings.retention_days is None else settings.retention_days,
         group_concurrency=settings.group_concurrency or GROUP_CONCURRENCY_DEFAULT,
         ageing_seconds=settings.ageing_seconds,
+        quarantine_after=settings.quarantine_after,
     )
     return admin_pb2.QueueInfo(
         org=org,
@@ -399,6 +402,22 @@ def queue_info(org: OrgId, record: QueueRecord, shard: ShardName) -> admin_pb2.Q
         paused=settings.paused or False,
         created_at=timestamp(record.created_at),
         shard=shard,
+    )
+
+
+def quarantine(facts: QuarantineFacts) -> admin_pb2.Quarantine:
+    return admin_pb2.Quarantine(
+        queue=facts.queue,
+        kind=facts.kind,
+        since=timestamp(facts.since),
+        crashes=facts.crashes,
+        reason=facts.reason or "",
+        by_operator=facts.reason is not None,
+        next_trial_at=None if facts.next_trial_at is None else timestamp(facts.next_trial_at),
+        trial_id=facts.trial_id or "",
+        trial_since=None if facts.trial_at is None else timestamp(facts.trial_at),
+        set_aside=min(facts.set_aside, COUNTED_MAX),
+        at_least=facts.set_aside > COUNTED_MAX,
     )
 
 

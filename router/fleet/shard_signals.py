@@ -27,5 +27,6 @@ async def record(fleet: Fleet) -> None:
         for name in recorded - usable.keys():
             # A series cannot be removed from the files of several processes.
             metrics.SHARD_UP.labels(name).set(math.nan)
+            metrics.QUARANTINED_KINDS.labels(name).set(math.nan)
         recorded |= usable.keys()
         await asyncio.sleep(_EVERY_S)

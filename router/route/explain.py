@@ -165,6 +165,7 @@ def _together(asked: Asked[QueueFacts]) -> QueueFacts:
         first_deadline=min(deadlines, default=None),
         next_due=min(dues, default=None),
         complete=all(one.complete for one in facts),
+        quarantines=writer.quarantines,
         consumers=ConsumersOf(
             any_at=max(seen, default=None),
             kind_at=max(takers, default=None),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from router.buffer import Buffer
@@ -24,6 +24,7 @@ from shard.admin.queue_admin import QueueAdmin
 from shard.errors import NotOwned, QueueNotEmpty, ShardUnavailable, UnknownQueue
 from shard.job_record import ANSWER_BYTES_MAX
 from shard.placement.slots import Placement
+from shard.queue.quarantine import Quarantine
 from shard.queue_settings import QueueSettings
 from shard.vocabulary import JobId, OrgId, QueueName
 from windrow.ids import uuid7
@@ -198,6 +199,39 @@ class AdminService:
             unavailable_shards=asked.unavailable,
         )
 
+    @unary(answer_bytes=ANSWER_HELD_BYTES)
+    async def ListQuarantines(self, request: admin_pb2.ListQuarantinesRequest) -> admin_pb2.ListQuarantinesResponse:
+        org = OrgId(request.org)
+        member = await self._home(org)
+        found = await member.store.quarantines(org, QueueName(request.queue) if request.queue else None)
+        return admin_pb2.ListQuarantinesResponse(quarantines=map(convert.quarantine, found))
+
+    @unary()
+    async def QuarantineKind(self, request: admin_pb2.QuarantineKindRequest) -> admin_pb2.QuarantineKindResponse:
+        org, queue = OrgId(request.org), QueueName(request.queue)
+
+        async def add(member: ShardHandle, placement: Placement) -> None:
+            act = partial(
+                Quarantine.add, org=org, queue=queue, kind=request.kind, reason=request.reason, epoch=placement.epoch
+            )
+            await act(member.require_writable().store.quarantine)
+            await self._on_sources(placement, lambda source: act(source.store.quarantine, draining=True))
+
+        await self._fleet.write(org, add)
+        return admin_pb2.QuarantineKindResponse()
+
+    @unary()
+    async def ReleaseKind(self, request: admin_pb2.ReleaseKindRequest) -> admin_pb2.ReleaseKindResponse:
+        org, queue = OrgId(request.org), QueueName(request.queue)
+
+        async def release(member: ShardHandle, placement: Placement) -> bool:
+            act = partial(Quarantine.release, org=org, queue=queue, kind=request.kind, epoch=placement.epoch)
+            released = await act(member.require_writable().store.quarantine)
+            await self._on_sources(placement, lambda source: act(source.store.quarantine, draining=True))
+            return released
+
+        return admin_pb2.ReleaseKindResponse(released=await self._fleet.write(org, release))
+
     @unary()
     async def ExplainJob(self, request: admin_pb2.ExplainJobRequest) -> admin_pb2.ExplainJobResponse:
         return await explain_job(self._fleet, self._buffer, OrgId(request.org), JobId(request.id))
@@ -219,6 +253,14 @@ class AdminService:
             await self._fleet.is_current(org, self._fleet.placement(org))
         return self._fleet.writer(self._fleet.placement(org)).require_up()
 
+    async def _on_sources(self, placement: Placement, change: Callable[[ShardHandle], Awaitable[object]]) -> None:
+        """Changes something of a queue on the shards from which its jobs still move."""
+        for name in placement.sources:
+            source = self._fleet.placed(name).require_writable()
+            # The source may not have this queue, or may have finished its move by now.
+            with contextlib.suppress(NotOwned, UnknownQueue):
+                await change(source)
+
     async def _set_paused(self, org: str, queue: str, *, paused: bool) -> admin_pb2.QueueInfo:
         return await self._alter(OrgId(org), QueueName(queue), QueueSettings(paused=paused))
 
@@ -237,13 +279,13 @@ class AdminService:
                 epoch=placement.epoch,
             )
             record = await changed(member.require_writable().queue_admin)
-            for name in placement.sources:
-                source = self._fleet.placed(name).require_writable()
-                # The source may not have this queue, or may have finished its move by now.
-                with contextlib.suppress(NotOwned, UnknownQueue):
-                    await changed(source.queue_admin, draining=True)
-                    if settings.paused is False:
-                        await source.room.may_have_jobs(org, queue)
+
+            async def on_source(source: ShardHandle) -> None:
+                await changed(source.queue_admin, draining=True)
+                if settings.paused is False:
+                    await source.room.may_have_jobs(org, queue)
+
+            await self._on_sources(placement, on_source)
             if settings.paused is False:
                 await member.room.may_have_jobs(org, queue)
             return convert.queue_info(org, record, member.name)

@@ -76,6 +76,15 @@ class Schedules(NamedTuple):
     runs: Sequence[SchedulesOfSlot] = ()
 
 
+class QuarantinesOfSlot(NamedTuple):
+    """The quarantined kinds of a queue, as Postgres writes their rows."""
+
+    slot: Slot
+    org: OrgId
+    queue: QueueName
+    rows: str
+
+
 class WorkflowOfSlot(NamedTuple):
     """A workflow with its nodes and edges, as Postgres writes their rows."""
 
@@ -156,6 +165,18 @@ async def delete_schedules(database: Database, slots: Sequence[Slot], *, epoch: 
     await database.run(statements.DELETE_SCHEDULES, parameters)
 
 
+async def read_quarantines(database: Database, slots: Sequence[Slot]) -> list[QuarantinesOfSlot]:
+    """Returns the quarantined kinds of the orgs of these slots. The source keeps them for as long as it has jobs."""
+    rows = await database.run(statements.READ_QUARANTINES, {"slots": arrays.numbers(slots)})
+    return list(map(QuarantinesOfSlot._make, rows))
+
+
+async def delete_quarantines(database: Database, slots: Sequence[Slot], *, epoch: int) -> None:
+    """Deletes the quarantined kinds of these slots on the source, after their last job has left it."""
+    parameters = {"slots": arrays.numbers(slots), "state": "draining", "epoch": epoch}
+    await database.run(statements.DELETE_QUARANTINES, parameters)
+
+
 async def read_workflows(database: Database, slots: Sequence[Slot]) -> list[WorkflowOfSlot]:
     """Returns the workflows of the orgs of these slots."""
     rows = await database.run(statements.READ_WORKFLOWS, {"slots": arrays.numbers(slots)})
@@ -231,9 +252,10 @@ async def open_slots(
     buckets: Sequence[BucketOfSlot] = (),
     schedules: Schedules | None = None,
     workflows: Sequence[WorkflowOfSlot] = (),
+    quarantines: Sequence[QuarantinesOfSlot] = (),
 ) -> None:
     """Lets the target take jobs of these slots, and gives its queues the configuration, and its orgs the buckets,
-    schedules and workflows, that they have on the closed source."""
+    schedules, workflows and quarantines, that they have on the closed source."""
     await make_queues(database, queues)
     async with database.transaction() as connection:
         # This comes first because it locks the slots: a second caller then finds nothing to do.
@@ -253,6 +275,7 @@ async def open_slots(
         if opened:
             await _write_schedules(connection, sorted(opened), schedules or Schedules(), epoch=epoch)
             await _write_workflows(connection, sorted(opened), workflows, epoch=epoch)
+            await _write_quarantines(connection, sorted(opened), quarantines, epoch=epoch)
 
 
 async def _write_schedules(connection: Connection, slots: Sequence[Slot], schedules: Schedules, *, epoch: int) -> None:
@@ -287,6 +310,24 @@ async def _write_workflows(
                 "workflows": arrays.texts([one.workflow for one in part]),
                 "nodes": arrays.texts([one.nodes for one in part]),
                 "edges": arrays.texts([one.edges or "{}" for one in part]),
+            },
+        )
+
+
+async def _write_quarantines(
+    connection: Connection, slots: Sequence[Slot], quarantines: Sequence[QuarantinesOfSlot], *, epoch: int
+) -> None:
+    """Stores the quarantines of slots that were opened in this transaction."""
+    # As for schedules.
+    parameters = {"slots": arrays.numbers(slots), "state": "owned", "epoch": epoch}
+    await connection.run(statements.DELETE_QUARANTINES, parameters)
+    for batch in _batches([one for one in quarantines if one.slot in slots]):
+        await connection.run(
+            statements.WRITE_QUARANTINES,
+            {
+                "orgs": arrays.texts([one.org for one in batch]),
+                "queues": arrays.names(one.queue for one in batch),
+                "rows": arrays.texts([one.rows for one in batch]),
             },
         )
 

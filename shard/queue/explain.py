@@ -17,6 +17,8 @@ from shard.workflow import NodeOf
 COUNTED_MAX = 1_000
 # How many jobs of each priority are looked at that become visible later.
 _NEXT_MAX = 100
+# How many quarantined kinds of a queue are named.
+_KINDS_MAX = 20
 
 
 class ConsumersOf(NamedTuple):
@@ -59,6 +61,23 @@ class BlockedFacts(NamedTuple):
     left: int
 
 
+class QuarantineFacts(NamedTuple):
+    """A quarantined kind, in the order of list_quarantines.sql's columns."""
+
+    queue: QueueName
+    kind: str
+    since: Micros
+    crashes: int
+    # None: crashes did it, and not an operator.
+    reason: str | None
+    # None: a trial is under way, or there are none.
+    next_trial_at: Micros | None
+    trial_id: JobId | None
+    trial_at: Micros | None
+    # How many jobs are set aside, at most COUNTED_MAX + 1.
+    set_aside: int
+
+
 class LiveFacts(NamedTuple):
     """What decides when a live job is leased, at one moment."""
 
@@ -73,7 +92,7 @@ class LiveFacts(NamedTuple):
     earlier: int
     # When it is moved to priority 1, because it has waited for so long. None: never, or it has that priority.
     goes_first_at: Micros | None
-    # It waits for a slot of its group.
+    # It waits for a slot of its group, or is set aside.
     waits: bool
     consumers: ConsumersOf
 
@@ -91,6 +110,8 @@ class JobFacts(NamedTuple):
     group: GroupFacts | None = None
     # Only of a blocked job.
     blocked: BlockedFacts | None = None
+    # Only of a live job of a kind that is quarantined, and that is not let through.
+    quarantine: QuarantineFacts | None = None
 
 
 class QueueFacts(NamedTuple):
@@ -113,6 +134,8 @@ class QueueFacts(NamedTuple):
     # False: there are more such jobs.
     complete: bool
     consumers: ConsumersOf
+    # The kinds that are quarantined.
+    quarantines: Sequence[QuarantineFacts] = ()
 
 
 async def read_live(
@@ -149,6 +172,21 @@ async def read_group(database: Database, org: OrgId, queue: QueueName, job_id: J
     return None
 
 
+async def read_quarantines(
+    database: Database, org: OrgId, queue: QueueName | None, kind: str = "", *, kinds_max: int = _KINDS_MAX
+) -> list[QuarantineFacts]:
+    """Returns the quarantined kinds of a queue of the org, or of all its queues, by name, or this kind only. Raises
+    ShardUnavailable."""
+    parameters = {
+        "org": org,
+        "queue": queue or "",
+        "kind": kind,
+        "jobs_max": COUNTED_MAX + 1,
+        "kinds_max": kinds_max,
+    }
+    return list(map(QuarantineFacts._make, await database.run(statements.LIST_QUARANTINES, parameters)))
+
+
 async def read_blocked(database: Database, org: OrgId, of: NodeOf) -> BlockedFacts | None:
     """Returns what the job of this node waits for; None if this shard does not have its workflow. Raises
     ShardUnavailable."""
@@ -164,7 +202,8 @@ async def read_queue(
     """Returns None if the org has no such queue here. Raises ShardUnavailable."""
     parameters = {**_parameters(org, queue, floors), "next_max": _NEXT_MAX}
     for row in await database.run(statements.EXPLAIN_QUEUE, parameters):
-        return QueueFacts._make((*row[:-3], _consumers(*row[-3:])))
+        quarantines = await read_quarantines(database, org, queue)
+        return QueueFacts(*row[:-3], _consumers(*row[-3:]), quarantines)
     return None
 
 

@@ -13,13 +13,15 @@ import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from shard import metrics
+from shard.errors import UnknownQueue
 from shard.job_record import JobRecord
 from shard.postgres import arrays
 from shard.postgres.pool import Database
 from shard.queue import statements
+from shard.queue.enqueue import find_refused
 from shard.queue.queue_ids import Name
 from shard.vocabulary import Claimed, JobId, JobState, Micros, OrgId, Outcome, QueueId, QueueName
 
@@ -109,6 +111,31 @@ class Quarantine:
         self._kinds = {}
         self._count.set(0)
 
+    async def add(
+        self, org: OrgId, queue: QueueName, kind: str, reason: str, *, epoch: int, draining: bool = False
+    ) -> None:
+        """Quarantines a kind until `release`. `epoch` and `draining` have the same meaning as for
+        QueueAdmin.alter_queue. Raises UnknownQueue, NotOwned."""
+        parameters = {**_named(org, queue, kind, epoch, draining=draining), "reason": reason, "pause_s": PAUSE_S}
+        if not await self._database.run(statements.ADD_QUARANTINE, parameters):
+            await self._refuse(org, queue, epoch)
+        await self.refresh()
+
+    async def release(self, org: OrgId, queue: QueueName, kind: str, *, epoch: int, draining: bool = False) -> bool:
+        """Ends the quarantine of a kind, and returns whether there was one. Sweeps release its jobs. Raises UnknownQueue,
+        NotOwned."""
+        parameters = _named(org, queue, kind, epoch, draining=draining)
+        rows = await self._database.run(statements.RELEASE_QUARANTINE, parameters)
+        if not rows:
+            await self._refuse(org, queue, epoch)
+        await self.refresh()
+        return bool(rows[0][0])
+
+    async def _refuse(self, org: OrgId, queue: QueueName, epoch: int) -> NoReturn:
+        for error in (await find_refused(self._database, [(org, epoch)])).values():
+            raise error
+        raise UnknownQueue(org, queue)
+
     async def sweep(self) -> set[QueueId]:
         """Judges crashes and trials, begins trials, and releases jobs. Returns the queues that jobs may have become
         ready in."""
@@ -162,6 +189,10 @@ class Quarantine:
                 await self._database.run(
                     statements.END_TRIAL, {**parameters, "crashed": crashed, "pause_s_max": PAUSE_S_MAX}
                 )
+
+
+def _named(org: OrgId, queue: QueueName, kind: str, epoch: int, *, draining: bool) -> dict[str, object]:
+    return {"org": org, "queue": queue, "kind": kind, "epoch": epoch, "draining": draining}
 
 
 def verdict(record: JobRecord | None, trial_at: Micros) -> Verdict:

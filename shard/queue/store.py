@@ -32,7 +32,7 @@ from shard.queue.claim_floor import GUARD_US, Floors
 from shard.queue.coalescer import Coalescer, InFlight, SingleCall, TooManyWaiting, one_by_one
 from shard.queue.consumers_seen import ConsumersSeen
 from shard.queue.enqueue import Enqueuer
-from shard.queue.explain import JobFacts, QueueFacts
+from shard.queue.explain import JobFacts, QuarantineFacts, QueueFacts
 from shard.queue.groups import Groups
 from shard.queue.pending_enqueue import NOTHING_HANDED, Call, Handover
 from shard.queue.quarantine import Quarantine
@@ -76,6 +76,8 @@ _UNRELEASED_MAX = 10_000
 _AGED_MAX = 200
 # Verbs after which a job may have ended.
 _ENDING = frozenset({"ack", "nack"})
+# How many quarantined kinds one call returns.
+QUARANTINES_MAX = 1_000
 # Effectively no bound: the number of waiting claims is bounded elsewhere, by the number of callers.
 _CLAIMS_WEIGHT_MAX = 20_000_000
 # Claims in one act. With large payloads a statement may serve only two of them, and each claim of an act waits until
@@ -528,11 +530,11 @@ class Store:
                 record.leased_at is not None,
                 record.run_at if record.deadline is None else record.deadline,
             ):
-                if not live.waits:
-                    return JobFacts(record, live)
-                group = await explain.read_group(self._database, org, record.queue, job_id)
-                if group is not None:
-                    return JobFacts(record, live, group=group)
+                # None: it is set aside, or has just got a slot.
+                group = await explain.read_group(self._database, org, record.queue, job_id) if live.waits else None
+                found = await explain.read_quarantines(self._database, org, record.queue, record.kind)
+                quarantine = next((one for one in found if one.trial_id != job_id), None)
+                return JobFacts(record, live, group=group, quarantine=quarantine)
         raise ShardUnavailable(self.name, f"job {job_id} of org {org!r} kept changing during the call; try again")
 
     async def explain_queue(self, org: OrgId, queue: QueueName) -> QueueFacts:
@@ -544,6 +546,13 @@ class Store:
         if facts is None:
             raise UnknownQueue(org, queue)
         return facts
+
+    async def quarantines(self, org: OrgId, queue: QueueName | None) -> list[QuarantineFacts]:
+        """Returns the quarantined kinds of a queue of the org, or of all its queues. Raises ShardUnavailable,
+        TooManyWaiting."""
+        read = partial(explain.read_quarantines, self._database, org, queue, kinds_max=QUARANTINES_MAX)
+        found: list[QuarantineFacts] = await self._single_calls.submit(SingleCall(org, 1, read))
+        return found
 
     def _late_floors(self, org: OrgId, queue: QueueName) -> list[Micros]:
         """Returns from where to look for the queue's jobs, by priority; from the beginning of time if this router does

@@ -114,6 +114,7 @@ NAMING: dict[str, Callable[[Target], Message]] = {
             *("Queue/Ack", "Queue/Nack", "Queue/Extend", "Queue/Release", "Queue/Snooze", "Queue/GetJobs"),
             *("Queue/FindJob", "Queue/CancelJobs", "Queue/AlterJobs", "Queue/RedriveJobs", "Queue/WaitJob"),
             *("Admin/GetQueue", "Admin/UpdateQueue", "Admin/DeleteQueue", "Admin/PauseQueue", "Admin/PurgeQueue"),
+            *("Admin/QuarantineKind", "Admin/ReleaseKind"),
             *("Admin/ResumeQueue", "Admin/RedriveQueue", "Admin/ListJobs", "Admin/RestoreJobs", "Admin/GetStats"),
             *("Admin/ExplainJob", "Admin/ExplainQueue", "Schedules/GetSchedule", "Schedules/UpdateSchedule"),
             *("Schedules/DeleteSchedule", "Schedules/PauseSchedule", "Schedules/ResumeSchedule"),

@@ -131,6 +131,8 @@ def changes(org: str, one: str) -> dict[str, Message]:
         "DeleteQueue": admin_pb2.DeleteQueueRequest(org=org, queue="new"),
         "PauseQueue": admin_pb2.PauseQueueRequest(org=org, queue=QUEUE),
         "ResumeQueue": admin_pb2.ResumeQueueRequest(org=org, queue=QUEUE),
+        "QuarantineKind": admin_pb2.QuarantineKindRequest(org=org, queue=QUEUE, kind="poison", reason="bad"),
+        "ReleaseKind": admin_pb2.ReleaseKindRequest(org=org, queue=QUEUE, kind="poison"),
         "AlterJobs": queue_pb2.AlterJobsRequest(org=org, ids=[one], priority=2),
         "CancelJobs": queue_pb2.CancelJobsRequest(org=org, ids=[one], reason="no longer wanted"),
         "RedriveJobs": queue_pb2.RedriveJobsRequest(org=org, ids=[one]),

@@ -635,6 +635,7 @@ async def test_queues_move_with_their_configuration(pair: Pair, org: OrgId) -> N
         retention_days=7,
         group_concurrency=5,
         ageing_seconds=9,
+        quarantine_after=4,
         paused=True,
     )
     assert None not in asdict(every).values()
@@ -729,3 +730,28 @@ async def test_a_chunk_is_bounded_in_bytes(pair: Pair, org: OrgId) -> None:
         slots = {slot_of(org): chunk}
         departed = await move_steps.export_chunk(pair.databases[A], slots, epoch=5, rows_max=99, bytes_max=bytes_max)
         assert departed == {slot_of(org): count}
+
+
+# Kinds that are quarantined
+
+
+async def test_a_quarantine_moves_with_its_org_and_so_do_the_jobs_that_are_set_aside(pair: Pair, org: OrgId) -> None:
+    source = pair.store(A)
+    await source.enqueue(jobs := some_jobs(org, 3))
+    held, reason = jobs.kinds[0], "bad"
+    await source.quarantine.add(org, QUEUE, held, reason, epoch=1)
+    assert await lease_jobs(source, org) == []
+    before = await source.quarantines(org, None)
+    assert [(one.kind, one.reason, one.set_aside) for one in before] == [(held, reason, 3)]
+    move = await pair.move([org], target=B)
+    store = pair.store(B)
+    await store.quarantine.refresh()
+    assert await lease_jobs(store, org) == []
+    assert await store.quarantines(org, None) == before
+    assert await pair.databases[A].run(b"SELECT FROM windrow.quarantine", {}) == []
+    with pytest.raises(NotOwned):
+        await source.quarantine.release(org, QUEUE, held, epoch=move.epoch)
+    assert await store.quarantine.release(org, QUEUE, held, epoch=move.epoch)
+    await store.sweep()
+    assert {job.id for job, _ in await lease_jobs(store, org)} == set(ids_of(jobs))
+    await pair.balance()

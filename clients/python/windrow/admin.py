@@ -44,11 +44,36 @@ class QueueRecord:
     group_concurrency: int
     # A ready job of priority p is moved to priority 1 after (p - 1) times this. None: priorities do not age.
     ageing_seconds: int | None
+    # A kind of its jobs is quarantined after so many crashes in a row. None: never.
+    quarantine_after: int | None
     # It gives no jobs until it is resumed.
     paused: bool
     created_at: datetime
     # The shard that takes the org's new jobs.
     shard: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quarantine:
+    """A kind of a queue's jobs that is quarantined: they are set aside, and no consumer gets them."""
+
+    queue: str
+    kind: str
+    since: datetime
+    # Crashes that led to it, and trials that crashed since then.
+    crashes: int
+    # Why an operator quarantined it.
+    reason: str
+    # An operator quarantined it, and only release_kind releases it.
+    by_operator: bool
+    # When the next job is let through. None: one is now, or none will be.
+    next_trial_at: datetime | None
+    # The job that is let through now, and since when.
+    trial_id: str | None
+    trial_since: datetime | None
+    # How many jobs are set aside, up to 1,000. at_least: there are more.
+    set_aside: int
+    at_least: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,12 +173,13 @@ class AdminCalls:
         retention_days: int | None = None,
         group_concurrency: int | None = None,
         ageing_seconds: int | None = None,
+        quarantine_after: int | None = None,
     ) -> QueueRecord:
         """Gives a queue its settings before its first job, which would create it with the defaults. None: the default.
 
         Raises AlreadyExists, also if the first try of this call created the queue and its answer was lost."""
         return await self._create_queue(
-            queue, _config(retry, max_attempts, retention_days, group_concurrency, ageing_seconds)
+            queue, _config(retry, max_attempts, retention_days, group_concurrency, ageing_seconds, quarantine_after)
         )
 
     async def _create_queue(self, queue: str, config: admin_pb2.QueueConfig) -> QueueRecord:
@@ -169,11 +195,12 @@ class AdminCalls:
         retention_days: int | None = None,
         group_concurrency: int | None = None,
         ageing_seconds: int | None = None,
+        quarantine_after: int | None = None,
         reset: Iterable[str] = (),
     ) -> QueueRecord:
         """Changes the given settings, also for the jobs that the queue has. `reset` names settings to put back to their
         defaults, such as "retry". Raises NotFound."""
-        config = _config(retry, max_attempts, retention_days, group_concurrency, ageing_seconds)
+        config = _config(retry, max_attempts, retention_days, group_concurrency, ageing_seconds, quarantine_after)
         given = [field.name for field, _ in config.ListFields()]
         resets = list(reset)
         if both := set(given).intersection(resets):
@@ -191,11 +218,12 @@ class AdminCalls:
         retention_days: int | None = None,
         group_concurrency: int | None = None,
         ageing_seconds: int | None = None,
+        quarantine_after: int | None = None,
     ) -> QueueRecord:
         """Creates a queue with these settings, or gives them to the queue that exists: for programs that set up their
         queues when they start. None: the default in a new queue; an existing one keeps what it has. Several processes
         may do this at the same time. Raises NotFound if somebody deletes the queue meanwhile."""
-        settings = (retry, max_attempts, retention_days, group_concurrency, ageing_seconds)
+        settings = (retry, max_attempts, retention_days, group_concurrency, ageing_seconds, quarantine_after)
         try:
             return await self._create_queue(queue, _config(*settings))
         except AlreadyExists:
@@ -208,6 +236,7 @@ class AdminCalls:
                 retention_days=retention_days,
                 group_concurrency=group_concurrency,
                 ageing_seconds=ageing_seconds,
+                quarantine_after=quarantine_after,
             )
 
     async def pause_queue(self, queue: str) -> QueueRecord:
@@ -224,6 +253,23 @@ class AdminCalls:
         """Deletes an empty queue and its settings; its finished jobs can still be found. Raises NotFound, and
         FailedPrecondition while it holds jobs that are live or dead."""
         await self._ask(lambda stub: stub.DeleteQueue, admin_pb2.DeleteQueueRequest(org=self.org, queue=queue))
+
+    async def list_quarantines(self, queue: str = "") -> list[Quarantine]:
+        """Returns the quarantined kinds of a queue, or of all queues of the org."""
+        request = admin_pb2.ListQuarantinesRequest(org=self.org, queue=queue)
+        response = await self._ask(lambda stub: stub.ListQuarantines, request)
+        return list(map(_read_quarantine, response.quarantines))
+
+    async def quarantine_kind(self, queue: str, kind: str, *, reason: str = "") -> None:
+        """Sets the jobs of this kind aside, until release_kind. Raises NotFound."""
+        request = admin_pb2.QuarantineKindRequest(org=self.org, queue=queue, kind=kind, reason=reason)
+        await self._ask(lambda stub: stub.QuarantineKind, request)
+
+    async def release_kind(self, queue: str, kind: str) -> bool:
+        """Ends the quarantine of a kind: within seconds its jobs are ready again. Returns whether it was quarantined.
+        Raises NotFound."""
+        request = admin_pb2.ReleaseKindRequest(org=self.org, queue=queue, kind=kind)
+        return (await self._ask(lambda stub: stub.ReleaseKind, request)).released
 
     async def purge_queue(self, queue: str, *, include_dead: bool = False, limit: int | None = None) -> int:
         """Cancels the queue's jobs that are not leased, at most `limit`; leased jobs may finish. Returns how many: a
@@ -447,6 +493,7 @@ def _config(
     retention_days: int | None,
     group_concurrency: int | None,
     ageing_seconds: int | None,
+    quarantine_after: int | None,
 ) -> admin_pb2.QueueConfig:
     try:
         policy = None if retry is None else retry_message(retry)
@@ -458,6 +505,7 @@ def _config(
         retention_days=retention_days,
         group_concurrency=group_concurrency,
         ageing_seconds=ageing_seconds,
+        quarantine_after=quarantine_after,
     )
 
 
@@ -485,9 +533,26 @@ def _read_queue(message: admin_pb2.QueueInfo) -> QueueRecord:
         retention_days=message.config.retention_days,
         group_concurrency=message.config.group_concurrency,
         ageing_seconds=message.config.ageing_seconds if message.config.HasField("ageing_seconds") else None,
+        quarantine_after=message.config.quarantine_after if message.config.HasField("quarantine_after") else None,
         paused=message.paused,
         created_at=moment(message.created_at),
         shard=message.shard,
+    )
+
+
+def _read_quarantine(message: admin_pb2.Quarantine) -> Quarantine:
+    return Quarantine(
+        queue=message.queue,
+        kind=message.kind,
+        since=moment(message.since),
+        crashes=message.crashes,
+        reason=message.reason,
+        by_operator=message.by_operator,
+        next_trial_at=moment(message.next_trial_at) if message.HasField("next_trial_at") else None,
+        trial_id=message.trial_id or None,
+        trial_since=moment(message.trial_since) if message.HasField("trial_since") else None,
+        set_aside=message.set_aside,
+        at_least=message.at_least,
     )
 
 

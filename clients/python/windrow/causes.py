@@ -233,6 +233,20 @@ def _group(of: _Figures) -> str:
     return f"{held}: job {of['holder_id']} by {worker} until {_time(of['until'])}, and {ahead}"
 
 
+def _quarantine(of: _Figures) -> str:
+    held = f"kind {of['kind']!r} is quarantined since {_time(of['since'])}"
+    if of["by_operator"]:
+        held += f" by an operator{': ' + of['reason'] if of['reason'] else ''}"
+    elif of["crashes"]:
+        held += f", after {of['crashes']:,} crashes of its workers"
+    held += f"; {'more than ' if of['at_least'] else ''}{_jobs(of['set_aside'])} set aside"
+    if of["trial_id"]:
+        return f"{held}; job {of['trial_id']} is let through now"
+    if of["next_trial_at"] is not None:
+        return f"{held}; the next one is let through at {_time(of['next_trial_at'])}"
+    return f"{held}, until somebody releases it"
+
+
 def _start_limit(of: _Figures) -> str:
     whose = f"queue {of['queue']!r}" if of["queue"] else "the org"
     limit = f"{of['amount']:,} starts per {_span(of['interval'])}"
@@ -288,6 +302,7 @@ _SENTENCES: Mapping[str, Callable[[_Figures], str]] = {
     "group_backlog": lambda of: (
         f"{'more than ' if of['at_least'] else ''}{_jobs(of['jobs'])} wait for others of their groups to end"
     ),
+    "quarantine": _quarantine,
     "start_limit": _start_limit,
     "in_flight_limit": _in_flight_limit,
 }

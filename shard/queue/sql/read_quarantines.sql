@@ -1,10 +1,5 @@
--- The kinds that are quarantined, with what is known of their trials. Forgets those of orgs that have left this shard, and
--- crashes that are a day old: they were too few.
-WITH left_behind AS (
-    DELETE FROM windrow.quarantine k
-    USING windrow.queue q
-    WHERE q.queue_id = k.queue_id AND NOT EXISTS (SELECT FROM windrow.owned_slot o WHERE o.slot = q.slot)
-), old AS (
+-- The kinds that are quarantined, with what is known of their trials. Forgets crashes that are a day old: they were too few.
+WITH old AS (
     DELETE FROM windrow.crash c WHERE c.at < now() - interval '1 day'
 )
 SELECT

@@ -66,7 +66,7 @@ Global___RestoreRefusal: _TypeAlias = RestoreRefusal  # noqa: Y015
 @_typing.final
 class QueueConfig(_message.Message):
     """The configuration of a queue. In a request, an absent field means the default; in an answer, every field but
-    ageing_seconds is set, with the values in effect.
+    ageing_seconds and quarantine_after is set, with the values in effect.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -76,6 +76,7 @@ class QueueConfig(_message.Message):
     RETENTION_DAYS_FIELD_NUMBER: _builtins.int
     GROUP_CONCURRENCY_FIELD_NUMBER: _builtins.int
     AGEING_SECONDS_FIELD_NUMBER: _builtins.int
+    QUARANTINE_AFTER_FIELD_NUMBER: _builtins.int
     max_attempts: _builtins.int
     """For jobs without a value of their own. 1 to 1,000; absent: 20."""
     retention_days: _builtins.int
@@ -91,6 +92,12 @@ class QueueConfig(_message.Message):
     """Ends the starvation of less urgent jobs: a READY job of priority p is moved to priority 1 after (p - 1) times this
     many seconds, and keeps that priority. 1 to 604,800; absent, also in an answer: priorities do not age.
     """
+    quarantine_after: _builtins.int
+    """After how many crashes in a row a kind of the queue's jobs is quarantined: its jobs are set aside, and one at a time
+    is let through after a pause, until one ends with an ack or a nack. A crash: a lease expires without an ack, nack or
+    release, for the second time in a row for that job or at its last attempt; those of a kind that one claim finds count
+    as one. 1 to 1,000; absent, also in an answer: never.
+    """
     @_builtins.property
     def retry(self) -> _job_pb2.RetryPolicy:
         """For jobs without a policy of their own. Absent: exponential from 1 s to 1 h."""
@@ -103,10 +110,11 @@ class QueueConfig(_message.Message):
         retention_days: _builtins.int | None = ...,
         group_concurrency: _builtins.int | None = ...,
         ageing_seconds: _builtins.int | None = ...,
+        quarantine_after: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_ageing_seconds", b"_ageing_seconds", "_group_concurrency", b"_group_concurrency", "_max_attempts", b"_max_attempts", "_retention_days", b"_retention_days", "ageing_seconds", b"ageing_seconds", "group_concurrency", b"group_concurrency", "max_attempts", b"max_attempts", "retention_days", b"retention_days", "retry", b"retry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ageing_seconds", b"_ageing_seconds", "_group_concurrency", b"_group_concurrency", "_max_attempts", b"_max_attempts", "_quarantine_after", b"_quarantine_after", "_retention_days", b"_retention_days", "ageing_seconds", b"ageing_seconds", "group_concurrency", b"group_concurrency", "max_attempts", b"max_attempts", "quarantine_after", b"quarantine_after", "retention_days", b"retention_days", "retry", b"retry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ageing_seconds", b"_ageing_seconds", "_group_concurrency", b"_group_concurrency", "_max_attempts", b"_max_attempts", "_retention_days", b"_retention_days", "ageing_seconds", b"ageing_seconds", "group_concurrency", b"group_concurrency", "max_attempts", b"max_attempts", "retention_days", b"retention_days", "retry", b"retry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ageing_seconds", b"_ageing_seconds", "_group_concurrency", b"_group_concurrency", "_max_attempts", b"_max_attempts", "_quarantine_after", b"_quarantine_after", "_retention_days", b"_retention_days", "ageing_seconds", b"ageing_seconds", "group_concurrency", b"group_concurrency", "max_attempts", b"max_attempts", "quarantine_after", b"quarantine_after", "retention_days", b"retention_days", "retry", b"retry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ageing_seconds: _TypeAlias = _typing.Literal["ageing_seconds"]  # noqa: Y015
     _WhichOneofArgType__ageing_seconds: _TypeAlias = _typing.Literal["_ageing_seconds", b"_ageing_seconds"]  # noqa: Y015
@@ -114,6 +122,8 @@ class QueueConfig(_message.Message):
     _WhichOneofArgType__group_concurrency: _TypeAlias = _typing.Literal["_group_concurrency", b"_group_concurrency"]  # noqa: Y015
     _WhichOneofReturnType__max_attempts: _TypeAlias = _typing.Literal["max_attempts"]  # noqa: Y015
     _WhichOneofArgType__max_attempts: _TypeAlias = _typing.Literal["_max_attempts", b"_max_attempts"]  # noqa: Y015
+    _WhichOneofReturnType__quarantine_after: _TypeAlias = _typing.Literal["quarantine_after"]  # noqa: Y015
+    _WhichOneofArgType__quarantine_after: _TypeAlias = _typing.Literal["_quarantine_after", b"_quarantine_after"]  # noqa: Y015
     _WhichOneofReturnType__retention_days: _TypeAlias = _typing.Literal["retention_days"]  # noqa: Y015
     _WhichOneofArgType__retention_days: _TypeAlias = _typing.Literal["_retention_days", b"_retention_days"]  # noqa: Y015
     @_typing.overload
@@ -122,6 +132,8 @@ class QueueConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__group_concurrency) -> _WhichOneofReturnType__group_concurrency | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_attempts) -> _WhichOneofReturnType__max_attempts | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__quarantine_after) -> _WhichOneofReturnType__quarantine_after | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__retention_days) -> _WhichOneofReturnType__retention_days | None: ...
 
@@ -254,7 +266,7 @@ class UpdateQueueRequest(_message.Message):
     @_builtins.property
     def update_mask(self) -> _field_mask_pb2.FieldMask:
         """Which fields of config to change: "retry", "max_attempts", "retention_days",
-        "group_concurrency", "ageing_seconds", or "*" for all. A named field
+        "group_concurrency", "ageing_seconds", "quarantine_after", or "*" for all. A named field
         that config does not have is reset to its default. Empty: changes the fields that config has. Any other path is an
         INVALID_ARGUMENT, and nothing is changed. At most 100 paths.
         """
@@ -1240,6 +1252,227 @@ class GetStatsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatsResponse: _TypeAlias = GetStatsResponse  # noqa: Y015
+
+@_typing.final
+class Quarantine(_message.Message):
+    """A kind of a queue's jobs that is quarantined."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    CRASHES_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    BY_OPERATOR_FIELD_NUMBER: _builtins.int
+    NEXT_TRIAL_AT_FIELD_NUMBER: _builtins.int
+    TRIAL_ID_FIELD_NUMBER: _builtins.int
+    TRIAL_SINCE_FIELD_NUMBER: _builtins.int
+    SET_ASIDE_FIELD_NUMBER: _builtins.int
+    AT_LEAST_FIELD_NUMBER: _builtins.int
+    queue: _builtins.str
+    """The queue of the jobs."""
+    kind: _builtins.str
+    """The kind of the jobs."""
+    crashes: _builtins.int
+    """How many crashes led to it, and how many trials crashed since then. 0: an operator quarantined it."""
+    reason: _builtins.str
+    """Why an operator quarantined it, for people. Empty: it gave none, or crashes did it."""
+    by_operator: _builtins.bool
+    """True: an operator quarantined it, and only ReleaseKind releases it."""
+    trial_id: _builtins.str
+    """The job that is let through now. Empty: none is."""
+    set_aside: _builtins.int
+    """How many jobs are set aside, up to 1,000. Those that are READY and that no claim has reached yet do not count."""
+    at_least: _builtins.bool
+    """True: there are more."""
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp:
+        """Since when it is quarantined."""
+
+    @_builtins.property
+    def next_trial_at(self) -> _timestamp_pb2.Timestamp:
+        """When the next job is let through, if one is set aside then. Absent: one is let through now, or none will be."""
+
+    @_builtins.property
+    def trial_since(self) -> _timestamp_pb2.Timestamp:
+        """Since when it is let through."""
+
+    def __init__(
+        self,
+        *,
+        queue: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        since: _timestamp_pb2.Timestamp | None = ...,
+        crashes: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        by_operator: _builtins.bool = ...,
+        next_trial_at: _timestamp_pb2.Timestamp | None = ...,
+        trial_id: _builtins.str = ...,
+        trial_since: _timestamp_pb2.Timestamp | None = ...,
+        set_aside: _builtins.int = ...,
+        at_least: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["next_trial_at", b"next_trial_at", "since", b"since", "trial_since", b"trial_since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_least", b"at_least", "by_operator", b"by_operator", "crashes", b"crashes", "kind", b"kind", "next_trial_at", b"next_trial_at", "queue", b"queue", "reason", b"reason", "set_aside", b"set_aside", "since", b"since", "trial_id", b"trial_id", "trial_since", b"trial_since"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Quarantine: _TypeAlias = Quarantine  # noqa: Y015
+
+@_typing.final
+class ListQuarantinesRequest(_message.Message):
+    """Asks for the quarantined kinds of an org."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORG_FIELD_NUMBER: _builtins.int
+    QUEUE_FIELD_NUMBER: _builtins.int
+    org: _builtins.str
+    """The tenant. 1 to 128 bytes, no control characters."""
+    queue: _builtins.str
+    """Only this queue, a name as in JobTemplate.queue. Empty: all queues of the org."""
+    def __init__(
+        self,
+        *,
+        org: _builtins.str = ...,
+        queue: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["org", b"org", "queue", b"queue"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListQuarantinesRequest: _TypeAlias = ListQuarantinesRequest  # noqa: Y015
+
+@_typing.final
+class ListQuarantinesResponse(_message.Message):
+    """The quarantined kinds that were asked for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUARANTINES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def quarantines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Quarantine]:
+        """By queue and kind, at most 1,000."""
+
+    def __init__(
+        self,
+        *,
+        quarantines: _abc.Iterable[Global___Quarantine] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["quarantines", b"quarantines"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListQuarantinesResponse: _TypeAlias = ListQuarantinesResponse  # noqa: Y015
+
+@_typing.final
+class QuarantineKindRequest(_message.Message):
+    """Names a kind to quarantine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORG_FIELD_NUMBER: _builtins.int
+    QUEUE_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    org: _builtins.str
+    """The tenant. 1 to 128 bytes, no control characters."""
+    queue: _builtins.str
+    """A name as in JobTemplate.queue. NOT_FOUND if the org has no such queue."""
+    kind: _builtins.str
+    """A name as in JobTemplate.kind. It need not have jobs."""
+    reason: _builtins.str
+    """Why, for people. At most 256 bytes."""
+    def __init__(
+        self,
+        *,
+        org: _builtins.str = ...,
+        queue: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "org", b"org", "queue", b"queue", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuarantineKindRequest: _TypeAlias = QuarantineKindRequest  # noqa: Y015
+
+@_typing.final
+class QuarantineKindResponse(_message.Message):
+    """The kind is quarantined now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuarantineKindResponse: _TypeAlias = QuarantineKindResponse  # noqa: Y015
+
+@_typing.final
+class ReleaseKindRequest(_message.Message):
+    """Names a kind to release."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORG_FIELD_NUMBER: _builtins.int
+    QUEUE_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    org: _builtins.str
+    """The tenant. 1 to 128 bytes, no control characters."""
+    queue: _builtins.str
+    """A name as in JobTemplate.queue. NOT_FOUND if the org has no such queue."""
+    kind: _builtins.str
+    """A name as in JobTemplate.kind."""
+    def __init__(
+        self,
+        *,
+        org: _builtins.str = ...,
+        queue: _builtins.str = ...,
+        kind: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "org", b"org", "queue", b"queue"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseKindRequest: _TypeAlias = ReleaseKindRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseKindResponse(_message.Message):
+    """The kind is not quarantined now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RELEASED_FIELD_NUMBER: _builtins.int
+    released: _builtins.bool
+    """True: it was quarantined until now."""
+    def __init__(
+        self,
+        *,
+        released: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["released", b"released"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseKindResponse: _TypeAlias = ReleaseKindResponse  # noqa: Y015
 
 @_typing.final
 class ExplainJobRequest(_message.Message):

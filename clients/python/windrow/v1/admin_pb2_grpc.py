@@ -100,6 +100,21 @@ class AdminStub:
                 request_serializer=windrow_dot_v1_dot_admin__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=windrow_dot_v1_dot_admin__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
+        self.ListQuarantines = channel.unary_unary(
+                '/windrow.v1.Admin/ListQuarantines',
+                request_serializer=windrow_dot_v1_dot_admin__pb2.ListQuarantinesRequest.SerializeToString,
+                response_deserializer=windrow_dot_v1_dot_admin__pb2.ListQuarantinesResponse.FromString,
+                _registered_method=True)
+        self.QuarantineKind = channel.unary_unary(
+                '/windrow.v1.Admin/QuarantineKind',
+                request_serializer=windrow_dot_v1_dot_admin__pb2.QuarantineKindRequest.SerializeToString,
+                response_deserializer=windrow_dot_v1_dot_admin__pb2.QuarantineKindResponse.FromString,
+                _registered_method=True)
+        self.ReleaseKind = channel.unary_unary(
+                '/windrow.v1.Admin/ReleaseKind',
+                request_serializer=windrow_dot_v1_dot_admin__pb2.ReleaseKindRequest.SerializeToString,
+                response_deserializer=windrow_dot_v1_dot_admin__pb2.ReleaseKindResponse.FromString,
+                _registered_method=True)
         self.ExplainJob = channel.unary_unary(
                 '/windrow.v1.Admin/ExplainJob',
                 request_serializer=windrow_dot_v1_dot_admin__pb2.ExplainJobRequest.SerializeToString,
@@ -225,6 +240,29 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListQuarantines(self, request, context):
+        """Lists the kinds of an org's jobs that are quarantined: their jobs are set aside, and no consumer gets them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def QuarantineKind(self, request, context):
+        """Quarantines a kind of a queue's jobs until ReleaseKind, without trials. If it is quarantined already, it gets this
+        reason. NOT_FOUND if the org has no such queue. Routers heed it within seconds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseKind(self, request, context):
+        """Ends the quarantine of a kind: its jobs are READY again, within seconds, many of them one portion after another.
+        NOT_FOUND if the org has no such queue. Releasing a kind that is not quarantined changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ExplainJob(self, request, context):
         """Says why a job does not run now. A job that is SCHEDULED, READY or LEASED always has a cause. NOT_FOUND if no shard
         knows such a job of the org. While a shard does not answer, that is the cause, and the call is not UNAVAILABLE.
@@ -316,6 +354,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=windrow_dot_v1_dot_admin__pb2.GetStatsRequest.FromString,
                     response_serializer=windrow_dot_v1_dot_admin__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'ListQuarantines': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListQuarantines,
+                    request_deserializer=windrow_dot_v1_dot_admin__pb2.ListQuarantinesRequest.FromString,
+                    response_serializer=windrow_dot_v1_dot_admin__pb2.ListQuarantinesResponse.SerializeToString,
+            ),
+            'QuarantineKind': grpc.unary_unary_rpc_method_handler(
+                    servicer.QuarantineKind,
+                    request_deserializer=windrow_dot_v1_dot_admin__pb2.QuarantineKindRequest.FromString,
+                    response_serializer=windrow_dot_v1_dot_admin__pb2.QuarantineKindResponse.SerializeToString,
+            ),
+            'ReleaseKind': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseKind,
+                    request_deserializer=windrow_dot_v1_dot_admin__pb2.ReleaseKindRequest.FromString,
+                    response_serializer=windrow_dot_v1_dot_admin__pb2.ReleaseKindResponse.SerializeToString,
             ),
             'ExplainJob': grpc.unary_unary_rpc_method_handler(
                     servicer.ExplainJob,
@@ -685,6 +738,87 @@ class Admin:
             '/windrow.v1.Admin/GetStats',
             windrow_dot_v1_dot_admin__pb2.GetStatsRequest.SerializeToString,
             windrow_dot_v1_dot_admin__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListQuarantines(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/windrow.v1.Admin/ListQuarantines',
+            windrow_dot_v1_dot_admin__pb2.ListQuarantinesRequest.SerializeToString,
+            windrow_dot_v1_dot_admin__pb2.ListQuarantinesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def QuarantineKind(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/windrow.v1.Admin/QuarantineKind',
+            windrow_dot_v1_dot_admin__pb2.QuarantineKindRequest.SerializeToString,
+            windrow_dot_v1_dot_admin__pb2.QuarantineKindResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseKind(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/windrow.v1.Admin/ReleaseKind',
+            windrow_dot_v1_dot_admin__pb2.ReleaseKindRequest.SerializeToString,
+            windrow_dot_v1_dot_admin__pb2.ReleaseKindResponse.FromString,
             options,
             channel_credentials,
             insecure,

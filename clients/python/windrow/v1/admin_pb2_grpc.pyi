@@ -91,6 +91,16 @@ class AdminStub:
     READY or LEASED. The counts are exact if no job changes meanwhile. A job that is moving to another shard may be
     counted twice, but is never left out.
     """
+    ListQuarantines: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListQuarantinesRequest, _admin_pb2.ListQuarantinesResponse]
+    """Lists the kinds of an org's jobs that are quarantined: their jobs are set aside, and no consumer gets them."""
+    QuarantineKind: _grpc.UnaryUnaryMultiCallable[_admin_pb2.QuarantineKindRequest, _admin_pb2.QuarantineKindResponse]
+    """Quarantines a kind of a queue's jobs until ReleaseKind, without trials. If it is quarantined already, it gets this
+    reason. NOT_FOUND if the org has no such queue. Routers heed it within seconds.
+    """
+    ReleaseKind: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReleaseKindRequest, _admin_pb2.ReleaseKindResponse]
+    """Ends the quarantine of a kind: its jobs are READY again, within seconds, many of them one portion after another.
+    NOT_FOUND if the org has no such queue. Releasing a kind that is not quarantined changes nothing.
+    """
     ExplainJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainJobRequest, _admin_pb2.ExplainJobResponse]
     """Says why a job does not run now. A job that is SCHEDULED, READY or LEASED always has a cause. NOT_FOUND if no shard
     knows such a job of the org. While a shard does not answer, that is the cause, and the call is not UNAVAILABLE.
@@ -156,6 +166,16 @@ class AdminAsyncStub(AdminStub):
     """Counts jobs by state, for one queue or all queues of an org. It reads an index of all jobs that are SCHEDULED,
     READY or LEASED. The counts are exact if no job changes meanwhile. A job that is moving to another shard may be
     counted twice, but is never left out.
+    """
+    ListQuarantines: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListQuarantinesRequest, _admin_pb2.ListQuarantinesResponse]  # type: ignore[assignment]
+    """Lists the kinds of an org's jobs that are quarantined: their jobs are set aside, and no consumer gets them."""
+    QuarantineKind: _aio.UnaryUnaryMultiCallable[_admin_pb2.QuarantineKindRequest, _admin_pb2.QuarantineKindResponse]  # type: ignore[assignment]
+    """Quarantines a kind of a queue's jobs until ReleaseKind, without trials. If it is quarantined already, it gets this
+    reason. NOT_FOUND if the org has no such queue. Routers heed it within seconds.
+    """
+    ReleaseKind: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReleaseKindRequest, _admin_pb2.ReleaseKindResponse]  # type: ignore[assignment]
+    """Ends the quarantine of a kind: its jobs are READY again, within seconds, many of them one portion after another.
+    NOT_FOUND if the org has no such queue. Releasing a kind that is not quarantined changes nothing.
     """
     ExplainJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainJobRequest, _admin_pb2.ExplainJobResponse]  # type: ignore[assignment]
     """Says why a job does not run now. A job that is SCHEDULED, READY or LEASED always has a cause. NOT_FOUND if no shard
@@ -297,6 +317,34 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         """Counts jobs by state, for one queue or all queues of an org. It reads an index of all jobs that are SCHEDULED,
         READY or LEASED. The counts are exact if no job changes meanwhile. A job that is moving to another shard may be
         counted twice, but is never left out.
+        """
+
+    @_abc_1.abstractmethod
+    def ListQuarantines(
+        self,
+        request: _admin_pb2.ListQuarantinesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListQuarantinesResponse, _abc.Awaitable[_admin_pb2.ListQuarantinesResponse]]:
+        """Lists the kinds of an org's jobs that are quarantined: their jobs are set aside, and no consumer gets them."""
+
+    @_abc_1.abstractmethod
+    def QuarantineKind(
+        self,
+        request: _admin_pb2.QuarantineKindRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.QuarantineKindResponse, _abc.Awaitable[_admin_pb2.QuarantineKindResponse]]:
+        """Quarantines a kind of a queue's jobs until ReleaseKind, without trials. If it is quarantined already, it gets this
+        reason. NOT_FOUND if the org has no such queue. Routers heed it within seconds.
+        """
+
+    @_abc_1.abstractmethod
+    def ReleaseKind(
+        self,
+        request: _admin_pb2.ReleaseKindRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ReleaseKindResponse, _abc.Awaitable[_admin_pb2.ReleaseKindResponse]]:
+        """Ends the quarantine of a kind: its jobs are READY again, within seconds, many of them one portion after another.
+        NOT_FOUND if the org has no such queue. Releasing a kind that is not quarantined changes nothing.
         """
 
     @_abc_1.abstractmethod

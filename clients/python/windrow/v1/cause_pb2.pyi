@@ -52,6 +52,7 @@ class Cause(_message.Message):
     BACKLOG_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     GROUP_BACKLOG_FIELD_NUMBER: _builtins.int
+    QUARANTINE_FIELD_NUMBER: _builtins.int
     FAIR_SHARE_FIELD_NUMBER: _builtins.int
     START_LIMIT_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_LIMIT_FIELD_NUMBER: _builtins.int
@@ -137,6 +138,10 @@ class Cause(_message.Message):
         """Only of queues: jobs wait for others of their groups."""
 
     @_builtins.property
+    def quarantine(self) -> Global___QuarantineCause:
+        """The job's kind is quarantined; of a queue: a kind of its jobs is."""
+
+    @_builtins.property
     def fair_share(self) -> Global___FairShareCause:
         """Consumers work for all orgs, and other orgs are served first: they have had less of the consumers' time."""
 
@@ -175,16 +180,17 @@ class Cause(_message.Message):
         backlog: Global___BacklogCause | None = ...,
         group: Global___GroupCause | None = ...,
         group_backlog: Global___GroupBacklogCause | None = ...,
+        quarantine: Global___QuarantineCause | None = ...,
         fair_share: Global___FairShareCause | None = ...,
         start_limit: Global___StartLimitCause | None = ...,
         in_flight_limit: Global___InFlightLimitCause | None = ...,
         blocked: Global___BlockedCause | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["backing_off", b"backing_off", "backlog", b"backlog", "blocked", b"blocked", "cause", b"cause", "dead", b"dead", "due", b"due", "empty", b"empty", "expired", b"expired", "fair_share", b"fair_share", "finished", b"finished", "group", b"group", "group_backlog", b"group_backlog", "in_flight", b"in_flight", "in_flight_limit", b"in_flight_limit", "jobs_ahead", b"jobs_ahead", "kind_not_taken", b"kind_not_taken", "leased", b"leased", "moving", b"moving", "no_consumer", b"no_consumer", "out_of_attempts", b"out_of_attempts", "paused", b"paused", "router_share", b"router_share", "scheduled", b"scheduled", "shard_down", b"shard_down", "start_limit", b"start_limit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["backing_off", b"backing_off", "backlog", b"backlog", "blocked", b"blocked", "cause", b"cause", "dead", b"dead", "due", b"due", "empty", b"empty", "expired", b"expired", "fair_share", b"fair_share", "finished", b"finished", "group", b"group", "group_backlog", b"group_backlog", "in_flight", b"in_flight", "in_flight_limit", b"in_flight_limit", "jobs_ahead", b"jobs_ahead", "kind_not_taken", b"kind_not_taken", "leased", b"leased", "moving", b"moving", "no_consumer", b"no_consumer", "out_of_attempts", b"out_of_attempts", "paused", b"paused", "quarantine", b"quarantine", "router_share", b"router_share", "scheduled", b"scheduled", "shard_down", b"shard_down", "start_limit", b"start_limit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backing_off", b"backing_off", "backlog", b"backlog", "blocked", b"blocked", "cause", b"cause", "dead", b"dead", "due", b"due", "empty", b"empty", "expired", b"expired", "fair_share", b"fair_share", "finished", b"finished", "group", b"group", "group_backlog", b"group_backlog", "in_flight", b"in_flight", "in_flight_limit", b"in_flight_limit", "jobs_ahead", b"jobs_ahead", "kind_not_taken", b"kind_not_taken", "leased", b"leased", "moving", b"moving", "no_consumer", b"no_consumer", "out_of_attempts", b"out_of_attempts", "paused", b"paused", "router_share", b"router_share", "scheduled", b"scheduled", "shard_down", b"shard_down", "start_limit", b"start_limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backing_off", b"backing_off", "backlog", b"backlog", "blocked", b"blocked", "cause", b"cause", "dead", b"dead", "due", b"due", "empty", b"empty", "expired", b"expired", "fair_share", b"fair_share", "finished", b"finished", "group", b"group", "group_backlog", b"group_backlog", "in_flight", b"in_flight", "in_flight_limit", b"in_flight_limit", "jobs_ahead", b"jobs_ahead", "kind_not_taken", b"kind_not_taken", "leased", b"leased", "moving", b"moving", "no_consumer", b"no_consumer", "out_of_attempts", b"out_of_attempts", "paused", b"paused", "quarantine", b"quarantine", "router_share", b"router_share", "scheduled", b"scheduled", "shard_down", b"shard_down", "start_limit", b"start_limit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_cause: _TypeAlias = _typing.Literal["finished", "dead", "expired", "out_of_attempts", "leased", "scheduled", "backing_off", "shard_down", "moving", "paused", "no_consumer", "kind_not_taken", "router_share", "jobs_ahead", "due", "empty", "in_flight", "backlog", "group", "group_backlog", "fair_share", "start_limit", "in_flight_limit", "blocked"]  # noqa: Y015
+    _WhichOneofReturnType_cause: _TypeAlias = _typing.Literal["finished", "dead", "expired", "out_of_attempts", "leased", "scheduled", "backing_off", "shard_down", "moving", "paused", "no_consumer", "kind_not_taken", "router_share", "jobs_ahead", "due", "empty", "in_flight", "backlog", "group", "group_backlog", "quarantine", "fair_share", "start_limit", "in_flight_limit", "blocked"]  # noqa: Y015
     _WhichOneofArgType_cause: _TypeAlias = _typing.Literal["cause", b"cause"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_cause) -> _WhichOneofReturnType_cause | None: ...
 
@@ -843,6 +849,66 @@ class GroupBacklogCause(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupBacklogCause: _TypeAlias = GroupBacklogCause  # noqa: Y015
+
+@_typing.final
+class QuarantineCause(_message.Message):
+    """A kind whose jobs are set aside, because they crashed their workers or an operator said so. The fields are those of
+    Quarantine, without the queue.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    CRASHES_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    BY_OPERATOR_FIELD_NUMBER: _builtins.int
+    NEXT_TRIAL_AT_FIELD_NUMBER: _builtins.int
+    TRIAL_ID_FIELD_NUMBER: _builtins.int
+    SET_ASIDE_FIELD_NUMBER: _builtins.int
+    AT_LEAST_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """The kind of the jobs."""
+    crashes: _builtins.int
+    """How many crashes led to it, and how many trials crashed since then."""
+    reason: _builtins.str
+    """Why an operator quarantined it."""
+    by_operator: _builtins.bool
+    """True: an operator quarantined it, and only ReleaseKind releases it."""
+    trial_id: _builtins.str
+    """The job that is let through now. Empty: none is."""
+    set_aside: _builtins.int
+    """How many jobs are set aside, up to 1,000."""
+    at_least: _builtins.bool
+    """True: there are more."""
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp:
+        """Since when it is quarantined."""
+
+    @_builtins.property
+    def next_trial_at(self) -> _timestamp_pb2.Timestamp:
+        """When the next job is let through. Absent: one is let through now, or none will be."""
+
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        since: _timestamp_pb2.Timestamp | None = ...,
+        crashes: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        by_operator: _builtins.bool = ...,
+        next_trial_at: _timestamp_pb2.Timestamp | None = ...,
+        trial_id: _builtins.str = ...,
+        set_aside: _builtins.int = ...,
+        at_least: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["next_trial_at", b"next_trial_at", "since", b"since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_least", b"at_least", "by_operator", b"by_operator", "crashes", b"crashes", "kind", b"kind", "next_trial_at", b"next_trial_at", "reason", b"reason", "set_aside", b"set_aside", "since", b"since", "trial_id", b"trial_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuarantineCause: _TypeAlias = QuarantineCause  # noqa: Y015
 
 @_typing.final
 class FairShareCause(_message.Message):

@@ -1,0 +1,13 @@
+-- Deletes the quarantines, and the crashes that were not judged, of those of these slots that have this state since this
+-- epoch: of slots that drain, when they have no job left; of slots that have just arrived, what an earlier stay has left.
+WITH queue AS MATERIALIZED (
+    SELECT q.queue_id
+    FROM windrow.owned_slot w
+    -- OFFSET 0 fences: see read_queues.sql.
+    CROSS JOIN LATERAL (SELECT o.org FROM windrow.org o WHERE o.slot = w.slot OFFSET 0) o
+    CROSS JOIN LATERAL (SELECT q.queue_id FROM windrow.queue q WHERE q.org = o.org OFFSET 0) q
+    WHERE w.slot = ANY (%(slots)s::smallint[]) AND w.state = %(state)s AND w.epoch = %(epoch)s
+), crashes AS (
+    DELETE FROM windrow.crash c USING queue WHERE c.queue_id = queue.queue_id
+)
+DELETE FROM windrow.quarantine k USING queue WHERE k.queue_id = queue.queue_id

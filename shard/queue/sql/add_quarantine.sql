@@ -1,0 +1,15 @@
+-- Quarantines a kind because an operator says so, until one releases it. The slot must be owned here, and the caller must
+-- know the epoch by which it came here. Or, if `draining`, the slot must be draining in the move of this epoch. A kind that
+-- is quarantined already gets the reason, and no further trial.
+INSERT INTO windrow.quarantine AS k (queue_id, kind, crashes, reason, pause_s)
+SELECT q.queue_id, %(kind)s, 0, %(reason)s, %(pause_s)s
+FROM windrow.queue q
+JOIN windrow.owned_slot s ON s.slot = q.slot
+WHERE q.org = %(org)s AND q.queue = %(queue)s
+    AND CASE
+        WHEN %(draining)s THEN s.state = 'draining' AND s.epoch = %(epoch)s
+        ELSE s.state = 'owned' AND s.epoch <= %(epoch)s
+    END
+ON CONFLICT (queue_id, kind) DO UPDATE
+SET reason = excluded.reason, next_trial_at = NULL, trial_id = NULL, trial_at = NULL
+RETURNING k.kind
