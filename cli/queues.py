@@ -232,8 +232,8 @@ def quarantine(
 ) -> None:
     """Sets a queue's jobs of one kind aside, until `windrow queues release`.
 
-    Within seconds no consumer gets them; leased ones may finish. `windrow queues update --quarantine-after` does this by
-    itself for kinds that crash their workers, and then lets one job through at a time.
+    Within seconds no consumer gets them; leased ones may finish. `windrow queues update --quarantine-after` does this
+    by itself for kinds that crash their workers, and then lets one job through at a time.
     """
     from cli.calls import connect
     from windrow.v1 import admin_pb2

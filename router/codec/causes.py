@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from router.codec import convert
 from shard.job_record import Attempt, JobRecord
 from shard.queue.consumers_seen import SEEN_US
-from shard.queue.explain import COUNTED_MAX, BlockedFacts, ConsumersOf, GroupFacts, JobFacts, LiveFacts, QuarantineFacts, QueueFacts
+from shard.queue.explain import (
+    COUNTED_MAX,
+    BlockedFacts,
+    ConsumersOf,
+    GroupFacts,
+    JobFacts,
+    LiveFacts,
+    QuarantineFacts,
+    QueueFacts,
+)
 from shard.vocabulary import LIVE, MAX_ATTEMPTS_DEFAULT, Failure, JobState, Micros, Outcome, ShardName
 from shard.workflow import NodeOf
 from windrow.v1 import admin_pb2, job_pb2

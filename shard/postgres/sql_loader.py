@@ -127,7 +127,8 @@ _EXPRESSIONS = {
     "is_blocked": "{0}.run_at = 'infinity'",
     # As the index job_set_aside says it.
     "is_set_aside": (
-        "NOT isfinite({0}.visible_at) AND isfinite({0}.run_at) AND ({0}.group_key IS NULL OR {0}.group_slot IS NOT NULL)"
+        "NOT isfinite({0}.visible_at) AND isfinite({0}.run_at) "
+        "AND ({0}.group_key IS NULL OR {0}.group_slot IS NOT NULL)"
     ),
     "is_later": "({0}.visible_at > now() AND {0}.visible_at < 'infinity')",
     "history_with_lost": (

@@ -203,7 +203,7 @@ async def read_queue(
     parameters = {**_parameters(org, queue, floors), "next_max": _NEXT_MAX}
     for row in await database.run(statements.EXPLAIN_QUEUE, parameters):
         quarantines = await read_quarantines(database, org, queue)
-        return QueueFacts(*row[:-3], _consumers(*row[-3:]), quarantines)
+        return QueueFacts._make((*row[:-3], _consumers(*row[-3:]), quarantines))
     return None
 
 

@@ -122,8 +122,8 @@ class Quarantine:
         await self.refresh()
 
     async def release(self, org: OrgId, queue: QueueName, kind: str, *, epoch: int, draining: bool = False) -> bool:
-        """Ends the quarantine of a kind, and returns whether there was one. Sweeps release its jobs. Raises UnknownQueue,
-        NotOwned."""
+        """Ends the quarantine of a kind, and returns whether there was one. Sweeps release its jobs. Raises
+        UnknownQueue, NotOwned."""
         parameters = _named(org, queue, kind, epoch, draining=draining)
         rows = await self._database.run(statements.RELEASE_QUARANTINE, parameters)
         if not rows:
@@ -173,7 +173,11 @@ class Quarantine:
                 statements.QUARANTINE_KIND, {**parameters, "org": org, "crashes": crashes, "pause_s": PAUSE_S}
             ):
                 _log.warning(
-                    "shard %r: kind %r of org %r is quarantined after %d crashes", self._database.name, kind, org, crashes
+                    "shard %r: kind %r of org %r is quarantined after %d crashes",
+                    self._database.name,
+                    kind,
+                    org,
+                    crashes,
                 )
 
     async def _judge_trial(self, row: _Quarantined, trial_id: JobId, trial_at: Micros) -> None:

@@ -668,7 +668,9 @@ class Store:
             else:
                 floors = [floor for queue in part for floor in floors_of(queue)]
                 rows = await self._database.run(statements.PROBE, {**parameters, "floors_us": arrays.numbers(floors)})
-            now, found, priorities, visible_at, gives_jobs, groups_wait, workflows_wait, ages_here, quarantines = rows[0]
+            now, found, priorities, visible_at, gives_jobs, groups_wait, workflows_wait, ages_here, quarantines = rows[
+                0
+            ]
             ages = ages or ages_here
             lanes: dict[tuple[QueueId, int], Micros] = {}
             giving: set[QueueId] = set()

@@ -262,6 +262,50 @@ async def a_job_of_a_paused_queue(scene: Scene) -> JobId:
     return name
 
 
+def quarantined(cause: Cause, *, set_aside: int, trial: bool = False) -> bool:
+    it = cause.quarantine
+    return (it.kind, it.reason, it.by_operator, it.set_aside, bool(it.trial_id)) == (
+        KIND,
+        "bad",
+        True,
+        set_aside,
+        trial,
+    )
+
+
+@has("quarantine", first=lambda it: quarantined(it, set_aside=1))
+async def a_job_that_is_set_aside(scene: Scene) -> JobId:
+    name = await scene.one()
+    store = scene.elsewhere
+    await store.quarantine.add(scene.org, QUEUE, KIND, "bad", epoch=1)
+    assert await lease_jobs(store, scene.org) == []
+    await scene.seen()
+    return name
+
+
+@has("quarantine", first=lambda it: quarantined(it, set_aside=0))
+async def a_job_of_a_quarantined_kind_that_no_claim_has_reached(scene: Scene) -> JobId:
+    name = await scene.one()
+    await scene.elsewhere.quarantine.add(scene.org, QUEUE, KIND, "bad", epoch=1)
+    await scene.seen()
+    return name
+
+
+@has("due")
+async def a_job_that_is_let_through_as_a_trial(scene: Scene) -> JobId:
+    name = await a_job_that_is_set_aside(scene)
+    await scene.database.run(b"UPDATE windrow.quarantine SET next_trial_at = now()", {})
+    await scene.elsewhere.quarantine.sweep()
+    return name
+
+
+@has("due")
+async def a_job_whose_kind_was_released_and_that_no_sweep_has_reached(scene: Scene) -> JobId:
+    name = await a_job_that_is_set_aside(scene)
+    await scene.elsewhere.quarantine.release(scene.org, QUEUE, KIND, epoch=1)
+    return name
+
+
 @has("scheduled", "paused", "no_consumer")
 async def a_job_that_several_things_hold(scene: Scene) -> JobId:
     name = await scene.one(delay_us=HOUR_US)
@@ -570,6 +614,17 @@ async def test_a_job_that_waits_for_its_group_says_for_which_job(scene: Scene) -
     waiting = (await scene.why_queue()).causes
     assert names(waiting) == ["group_backlog", "in_flight"]
     assert (waiting[0].group_backlog.jobs, waiting[0].group_backlog.at_least) == (2, False)
+
+
+async def test_a_queue_names_its_quarantined_kinds(scene: Scene) -> None:
+    await a_job_that_is_set_aside(scene)
+    causes = (await scene.why_queue()).causes
+    assert names(causes) == ["quarantine"]
+    assert quarantined(causes[0], set_aside=1)
+    await a_job_that_is_let_through_as_a_trial(scene)
+    backlog, trial = (await scene.why_queue()).causes
+    assert quarantined(trial, set_aside=1, trial=True)
+    assert backlog.backlog.ready == 1
 
 
 async def test_a_queue_is_counted_up_to_a_bound(scene: Scene) -> None:

@@ -20,7 +20,9 @@ from tests.recorder import Recorder
 AFTER = 3
 
 
-def jobs_of(kind: str, org: OrgId, count: int = 1, *, max_attempts: int | None = None, group: str | None = None) -> NewJobs:
+def jobs_of(
+    kind: str, org: OrgId, count: int = 1, *, max_attempts: int | None = None, group: str | None = None
+) -> NewJobs:
     jobs = some_jobs(org, count, max_attempts=max_attempts, group=group)
     jobs.kinds[:] = [kind] * count
     return jobs
@@ -38,8 +40,8 @@ async def end_leases(database: Database, org: OrgId) -> None:
 
 
 async def crash(store: Store, database: Database, org: OrgId, times: int, *kinds: str) -> None:
-    """Lets so many workers die that have leased jobs of these kinds. Jobs of other kinds are given back before. The last
-    death is found by a worker that gives everything back."""
+    """Lets so many workers die that have leased jobs of these kinds. Jobs of other kinds are given back before. The
+    last death is found by a worker that gives everything back."""
     for _ in range(times):
         leased = await lease_jobs(store, org)
         assert {job.kind for job, _ in leased}.issuperset(kinds)
@@ -51,7 +53,8 @@ async def crash(store: Store, database: Database, org: OrgId, times: int, *kinds
 async def crashes(database: Database, org: OrgId) -> int:
     """Returns how many crashes wait for a sweep."""
     ((count,),) = await database.run(
-        b"SELECT count(*) FROM windrow.crash c JOIN windrow.queue q USING (queue_id) WHERE q.org = %(org)s", {"org": org}
+        b"SELECT count(*) FROM windrow.crash c JOIN windrow.queue q USING (queue_id) WHERE q.org = %(org)s",
+        {"org": org},
     )
     return int(count)
 
@@ -121,7 +124,9 @@ async def test_a_kind_whose_jobs_crash_their_workers_is_set_aside_and_other_kind
     # They are kept, ready, with the attempts that they had.
     assert await attempts(store, org, jobs) == [("ready", attempt) for attempt in before]
     leased = await lease_jobs(store, org)
-    assert await store.settle(Settlement.ack(org, [lease for _, lease in leased])) == [Answer.OK] * len(ids_of(innocent))
+    assert await store.settle(Settlement.ack(org, [lease for _, lease in leased])) == [Answer.OK] * len(
+        ids_of(innocent)
+    )
 
 
 async def test_fewer_crashes_than_the_queue_allows_quarantine_nothing(
@@ -344,7 +349,10 @@ async def test_a_backlog_is_set_aside_by_claims_and_released_in_portions(
     ((job, lease),) = await lease_jobs(store, org, max_jobs=100)
     assert job.id == ids_of(innocent)[0]
     await store.settle(Settlement.ack(org, [lease]))
-    await database.run(b"DELETE FROM windrow.quarantine k USING windrow.queue q WHERE q.queue_id = k.queue_id AND q.org = %(org)s", {"org": org})
+    await database.run(
+        b"DELETE FROM windrow.quarantine k USING windrow.queue q WHERE q.queue_id = k.queue_id AND q.org = %(org)s",
+        {"org": org},
+    )
     await store.sweep()
     assert len(await lease_jobs(store, org)) == 1000
 
@@ -365,5 +373,3 @@ async def test_the_history_of_a_job_that_is_set_aside_has_each_crash_once(
     (record,) = await store.get(org, ids_of(jobs), include_payload=False)
     outcomes = [one["outcome"] for one in history_of(record.history)]
     assert outcomes.count("expired") == AFTER + 1
-
-

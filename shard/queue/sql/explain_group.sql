@@ -38,4 +38,4 @@ CROSS JOIN LATERAL (
     ) before
 ) ahead
 WHERE q.org = %(org)s AND q.queue = %(queue)s AND j.queue_id = q.queue_id
-    AND j.group_slot IS NULL AND j.visible_at = 'infinity' AND j.run_at < 'infinity'
+    AND j.group_key IS NOT NULL AND j.group_slot IS NULL AND j.visible_at = 'infinity' AND j.run_at < 'infinity'
