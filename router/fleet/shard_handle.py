@@ -88,6 +88,7 @@ class ShardHandle:
         self.store = Store(self._queue_database)
         self.queue_admin = QueueAdmin(self._admin_database, self.store.clock)
         self._migrated = asyncio.Event()
+        self._quarantines_changed = asyncio.Event()
         self._doorbell = Doorbell(
             self._queue_database,
             entry.dsn,
@@ -100,6 +101,7 @@ class ShardHandle:
             on_schedules=lambda: self.scheduler.look(),
             on_lease_ended=lambda queues: self.room.lease_ended(queues),
             on_fold_left=lambda workflows: self._fold_left(workflows),
+            on_quarantines=lambda: self._quarantines_changed.set(),
         )
 
         def tell_all(revocations: Sequence[Revocation]) -> None:
@@ -107,6 +109,7 @@ class ShardHandle:
             self._doorbell.revoke(revocations)
 
         self.store.on_revoked = tell_all
+        self.store.quarantine.on_changed = self._doorbell.tell_quarantines
         self._pools = pools
         self.ready_orgs = ReadyOrgs(
             self.store,
@@ -252,6 +255,7 @@ class ShardHandle:
                 group.create_task(self.scheduler.run())
                 group.create_task(self._workflow_sweep.run())
                 group.create_task(self._check_schema())
+                group.create_task(self._read_quarantines())
                 group.create_task(self._record_consumers())
                 for interval_s, what, act in (
                     (self._sweep_s, "sweep the lanes", self._sweep),
@@ -289,6 +293,14 @@ class ShardHandle:
             self._migrated.clear()
             for database in (self._queue_database, self._admin_database):
                 await attempt(f"check the schema of shard {self.name!r}", database.check_schema)
+
+    async def _read_quarantines(self) -> None:
+        """Reads the quarantined kinds when another router has changed them."""
+        what = f"read the quarantined kinds of shard {self.name!r}"
+        while True:
+            await self._quarantines_changed.wait()
+            self._quarantines_changed.clear()
+            await attempt(what, self.store.quarantine.refresh)
 
     async def _record_consumers(self) -> None:
         """Writes which consumers were seen, for ExplainJob. Writes nothing while no consumer is there."""

@@ -48,6 +48,8 @@ _LEASE_ENDED = QueueId(0)
 _SCHEDULES = "@"
 # Sent in the place of a router's name, before workflows: a fold has left something (0022_folds_in_portions.sql).
 _FOLD = "fold"
+# Sent alone: kinds were quarantined or released.
+_QUARANTINES = "#"
 # How many ids fit into one notification, and how many wait to be sent; further ones are dropped.
 _IDS_MAX = 230
 _IDS_WAITING_MAX = 10_000
@@ -61,9 +63,10 @@ class Doorbell:
     called with the queues in which jobs arrived from another shard, and `on_revoked` with leases that ended at another
     router. `on_awaited` is called with the jobs (as 32 hexadecimal digits) whose ends another router awaits, and
     `on_ended` with awaited jobs that may have ended there. `on_schedules` is called when a schedule was changed at
-    another router, and when notifications may have been missed. `on_fold_left` is called with the orgs' numbers and the
-    ids of workflows of which a fold, here or elsewhere, has left something. `on_migration` is called after a migration,
-    and when notifications may have been missed."""
+    another router, and when notifications may have been missed; so is `on_quarantines` when kinds were quarantined or
+    released. `on_fold_left` is called with the orgs' numbers and the ids of workflows of which a fold, here or
+    elsewhere, has left something. `on_migration` is called after a migration, and when notifications may have been
+    missed."""
 
     def __init__(
         self,
@@ -78,6 +81,7 @@ class Doorbell:
         on_schedules: Callable[[], None] = lambda: None,
         on_lease_ended: Callable[[Collection[QueueId] | None], None] = lambda _: None,
         on_fold_left: Callable[[Collection[tuple[int, WorkflowId]]], None] = lambda _: None,
+        on_quarantines: Callable[[], None] = lambda: None,
     ) -> None:
         self._database = database
         self._on_ring = on_ring
@@ -89,6 +93,7 @@ class Doorbell:
         self._on_ended = on_ended
         self._on_schedules = on_schedules
         self._on_fold_left = on_fold_left
+        self._on_quarantines = on_quarantines
         self._listener = Listener(dsn, "windrow_work", self._on_message, application_name="windrow doorbell")
         database.went_away = self._listener.hang_up
         self._me = secrets.token_hex(8)
@@ -98,7 +103,8 @@ class Doorbell:
         self._revoked_leases = 0
         # By the sign that is sent before them.
         self._jobs: dict[str, set[str]] = {_AWAITED: set(), _ENDED: set()}
-        self._schedules = False
+        # Signs that are sent alone.
+        self._alone: set[str] = set()
         self._calls = 0
         self._has_news = asyncio.Event()
         self._sending = asyncio.Lock()
@@ -130,7 +136,14 @@ class Doorbell:
 
     def tell_schedules(self) -> None:
         """Notifies the other routers soon that a schedule may be due earlier. That must have been committed."""
-        self._schedules = True
+        self._tell_alone(_SCHEDULES)
+
+    def tell_quarantines(self) -> None:
+        """Notifies the other routers soon that kinds were quarantined or released. That must have been committed."""
+        self._tell_alone(_QUARANTINES)
+
+    def _tell_alone(self, sign: str) -> None:
+        self._alone.add(sign)
         self._calls += 1
         self._has_news.set()
 
@@ -173,9 +186,8 @@ class Doorbell:
                 named = list(jobs)
                 jobs.clear()
                 texts += [sign + ",".join(named[at : at + _IDS_MAX]) for at in range(0, len(named), _IDS_MAX)]
-            if self._schedules:
-                self._schedules = False
-                texts.append(_SCHEDULES)
+            texts += self._alone
+            self._alone.clear()
             if queues:
                 texts.append(",".join(map(str, queues)) if len(queues) <= _QUEUES_MAX else _ALL)
             if ended:
@@ -198,6 +210,7 @@ class Doorbell:
             self._on_lease_ended(None)
             self._on_ring(None)
             self._on_schedules()
+            self._on_quarantines()
             self._on_migration()
             return
         sender, _, text = message.partition(" ")
@@ -214,6 +227,8 @@ class Doorbell:
                 self._on_arrival(_queue_ids(text.removeprefix(_ARRIVED)))
             elif text == _SCHEDULES:
                 self._on_schedules()
+            elif text == _QUARANTINES:
+                self._on_quarantines()
             elif text.startswith(_AWAITED):
                 self._on_awaited(text.removeprefix(_AWAITED).split(","))
             elif text.startswith(_ENDED):

@@ -3,8 +3,8 @@
 
 Claims record crashes and set jobs of quarantined kinds aside. Sweeps judge the crashes, let one job through at a time,
 and release what is set aside once its kind is not quarantined any more. Which kinds are quarantined is remembered here
-from one sweep to the next, as a hint (I7): a claim asks the database about each job that the hint names, and about each
-job whose lease had expired. So a wrong hint lets a few jobs through, or costs a statement.
+from one sweep or notification to the next, as a hint (I7): a claim asks the database about each job that the hint
+names, and about each job whose lease had expired. So a wrong hint lets a few jobs through, or costs a statement.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ class Quarantine:
     def __init__(self, database: Database, get: _Get) -> None:
         self._database = database
         self._get = get
+        # Called when a kind was quarantined or released, so that other routers are told.
+        self.on_changed: Callable[[], None] = lambda: None
         self._kinds: Mapping[Name, frozenset[str]] = {}
         self._count = metrics.QUARANTINED_KINDS.labels(database.name)
 
@@ -119,6 +121,7 @@ class Quarantine:
         parameters = {**_named(org, queue, kind, epoch, draining=draining), "reason": reason, "pause_s": PAUSE_S}
         if not await self._database.run(statements.ADD_QUARANTINE, parameters):
             await self._refuse(org, queue, epoch)
+        self.on_changed()
         await self.refresh()
 
     async def release(self, org: OrgId, queue: QueueName, kind: str, *, epoch: int, draining: bool = False) -> bool:
@@ -128,6 +131,7 @@ class Quarantine:
         rows = await self._database.run(statements.RELEASE_QUARANTINE, parameters)
         if not rows:
             await self._refuse(org, queue, epoch)
+        self.on_changed()
         await self.refresh()
         return bool(rows[0][0])
 
@@ -172,6 +176,7 @@ class Quarantine:
             if await self._database.run(
                 statements.QUARANTINE_KIND, {**parameters, "org": org, "crashes": crashes, "pause_s": PAUSE_S}
             ):
+                self.on_changed()
                 _log.warning(
                     "shard %r: kind %r of org %r is quarantined after %d crashes",
                     self._database.name,
@@ -188,6 +193,7 @@ class Quarantine:
                 pass
             case Verdict.PROPER:
                 await self._database.run(statements.REOPEN_KIND, parameters)
+                self.on_changed()
             case Verdict.CRASHED | Verdict.GONE as ended:
                 crashed = ended is Verdict.CRASHED
                 await self._database.run(
