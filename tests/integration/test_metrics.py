@@ -139,7 +139,7 @@ def test_prometheus_scrapes_a_router_and_loads_the_alerts(routers: Routers, tmp_
             (one["metric"]["outcome"], one["metric"]["shard"]): float(one["value"][1]) for one in found["result"]
         } == expected
         loaded = asked(address, "rules", type="alert")
-        assert len(loaded["groups"][0]["rules"]) == 6
+        assert len(loaded["groups"][0]["rules"]) == 7
 
 
 def test_each_alert_fires_and_resolves_as_its_unit_test_says() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
 
+import windrow
 from shard.admin.queue_admin import QueueAdmin
 from shard.postgres.pool import Database
 from shard.queue import statements
@@ -14,8 +16,12 @@ from shard.queue.settle import Nack, Settlement
 from shard.queue.store import Store
 from shard.queue_settings import QueueSettings
 from shard.vocabulary import Answer, Claimed, JobId, Lease, NewJobs, OrgId
+from tests.command import windrow as command
+from tests.effort import luck_of, trials
 from tests.jobs import QUEUE, history_of, ids_of, lease_jobs, some_jobs
+from tests.postgres import Server
 from tests.recorder import Recorder
+from tests.routers import PATIENCE_S, running_routers, write_cluster
 
 AFTER = 3
 
@@ -373,3 +379,171 @@ async def test_the_history_of_a_job_that_is_set_aside_has_each_crash_once(
     (record,) = await store.get(org, ids_of(jobs), include_payload=False)
     outcomes = [one["outcome"] for one in history_of(record.history)]
     assert outcomes.count("expired") == AFTER + 1
+
+
+@pytest.mark.thorough
+async def test_nothing_is_stranded_whatever_happens(
+    store: Store, database: Database, books: QueueAdmin, org: OrgId
+) -> None:
+    """Random steps of producers, of workers that ack, fail or die, of operators and of two routers. In the end every job
+    has been acked, or is ready when all kinds are released."""
+    luck = luck_of("quarantine")
+    routers = [store, Store(database)]
+    kinds = ["poison", "innocent"]
+    for _ in range(trials(60, thorough=1000)):
+        router = luck.choice(routers)
+        match luck.randrange(8):
+            case 0:
+                group = luck.choice([None, "g"])
+                await router.enqueue(jobs_of(luck.choice(kinds), org, luck.randint(1, 3), group=group))
+            case 1 | 2:
+                held = await lease_jobs(router, org, max_jobs=luck.randint(1, 5))
+                await give_back(router, org, held[::2])
+                await end_leases(database, org)
+            case 3:
+                held = await lease_jobs(router, org, max_jobs=2)
+                await router.settle(Settlement.ack(org, [lease for job, lease in held if job.kind == "innocent"]))
+                await end_leases(database, org)
+            case 4:
+                held = await lease_jobs(router, org, max_jobs=2)
+                await router.settle(Settlement.nack(org, [Nack(lease=lease, retry_after_us=0) for _, lease in held]))
+            case 5:
+                await router.sweep()
+            case 6:
+                await pass_pause(database, org)
+            case _:
+                if luck.random() < 0.5:
+                    await router.quarantine.add(org, QUEUE, luck.choice(kinds), "", epoch=1)
+                else:
+                    await router.quarantine.release(org, QUEUE, luck.choice(kinds), epoch=1)
+    await end_leases(database, org)
+    for kind in kinds:
+        await store.quarantine.release(org, QUEUE, kind, epoch=1)
+    await books.alter_queue(org, QUEUE, QueueSettings(), reset=["quarantine_after"])
+    for router in routers:
+        await router.sweep()
+    # Dead ones are out of attempts.
+    while held := await lease_jobs(store, org):
+        answers = await store.settle(Settlement.ack(org, [lease for _, lease in held]))
+        assert set(answers) == {Answer.OK}
+        await store.sweep()
+    (counts,) = await books.stats(org, QUEUE, include_finished=True)
+    assert (counts.ready, counts.scheduled, counts.leased) == (0, 0, 0)
+    assert all(one.balanced for one in await books.check())
+
+
+DEEP = b"""
+INSERT INTO windrow.job (id, queue_id, run_at, visible_at, priority, kind, payload)
+SELECT
+    (
+        lpad(to_hex((extract(epoch FROM now()) * 1000)::bigint), 12, '0') || '7000' || '8'
+        || lpad(to_hex(n + %(from)s), 15, '0')
+    )::uuid,
+    %(queue_id)s, due.at, CASE WHEN %(set_aside)s THEN 'infinity' ELSE due.at END, 5, %(kind)s, ''
+FROM generate_series(1, 20000) AS n
+CROSS JOIN LATERAL (SELECT now() - interval '1 day' + n * interval '1 us' AS at) due
+"""
+
+# How many rows of jobs scans have read, and how many entries of two indexes.
+READS = b"""
+SELECT
+    pg_stat_get_xact_tuples_returned('windrow.job'::regclass::oid)::bigint,
+    pg_stat_get_xact_tuples_returned('windrow.job_ready'::regclass::oid)::bigint,
+    pg_stat_get_xact_tuples_returned('windrow.job_set_aside'::regclass::oid)::bigint
+"""
+
+
+async def test_sweeps_and_explanations_read_no_more_with_many_jobs(fresh_recorder: Recorder, org: OrgId) -> None:
+    """Counts what the statements read, beside 20,000 jobs that are ready and 20,000 that are set aside. They
+    are planned for empty tables."""
+    store = Store(fresh_recorder)
+    await QueueAdmin(fresh_recorder).create_queue(org, QUEUE, QueueSettings(quarantine_after=AFTER))
+    await store.quarantine.add(org, QUEUE, "poison", "", epoch=1)
+    for _ in range(8):
+        await store.quarantine.sweep()
+        await store.quarantines(org, None)
+    ((_, queue_id),) = (await store.names.find([(org, QUEUE)])).items()
+    parameters = {"queue_id": queue_id, "from": 0, "kind": "innocent", "set_aside": False}
+    await fresh_recorder.run(DEEP, parameters)
+    await fresh_recorder.run(DEEP, {**parameters, "from": 20_000, "kind": "poison", "set_aside": True})
+    await pass_pause(fresh_recorder, org)
+    await store.quarantine.sweep()
+    await store.quarantines(org, None)
+    for statement in (
+        statements.READ_QUARANTINES,
+        statements.FIND_SUSPECTS,
+        statements.BEGIN_TRIALS,
+        statements.RELEASE_SET_ASIDE,
+        statements.LIST_QUARANTINES,
+    ):
+        _, sent = fresh_recorder.last(statement)
+        async with fresh_recorder.transaction() as connection:
+            # The counts of this session, which may not have been reported yet.
+            before = (await connection.run(READS, {}))[0]
+            await connection.run(statement, sent)
+            after = (await connection.run(READS, {}))[0]
+        rows, ready, entries = (now - then for now, then in zip(after, before, strict=True))
+        most = 1_001 if statement is statements.LIST_QUARANTINES else 3
+        assert (statement.name, rows, ready, entries <= most) == (statement.name, 0, 0, True), entries
+
+
+async def test_operators_quarantine_and_release_a_kind_by_the_client_and_the_command(
+    postgres: Server, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    database = postgres.create("quarantine")
+    # No sweep sets anything aside or hears of it; a release is carried out by one.
+    config = write_cluster(tmp_path_factory.mktemp("quarantine") / "cluster.toml", {"s1": database}, sweep_seconds=1)
+    with running_routers(config) as routers:
+        address = ("--address", routers.address)
+        async with windrow.Client(routers.address, org="acme") as client:
+            queue = await client.put_queue("mail", quarantine_after=7)
+            assert queue.quarantine_after == 7
+            poisoned = await client.enqueue("mail", "poison", b"")
+            done = command("queues", "quarantine", "acme", "mail", "poison", "--reason", "bad", *address)
+            assert done.lines == ["kind 'poison' of queue 'mail' of org 'acme' is quarantined"]
+            assert [job.kind for job in await client.dequeue("mail", max_jobs=10)] == []
+            (listed,) = await client.list_quarantines("mail")
+            assert (listed.kind, listed.reason, listed.by_operator, listed.set_aside) == ("poison", "bad", True, 1)
+            (document,) = command("queues", "quarantined", "acme", "--json", *address).documents
+            assert (document["kind"], document["set_aside"], document["next_trial_at"]) == ("poison", 1, None)
+            shown = command("queues", "quarantined", "acme", *address).lines
+            assert shown[1].split() == ["mail", "poison", *shown[1].split()[2:4], "0", "1", "bad"]
+            why = command("jobs", "why", "acme", poisoned.id, *address)
+            assert "quarantined since" in why.out
+            assert "by an operator: bad; 1 job set aside, until somebody releases it" in why.out
+            assert "quarantined since" in command("queues", "why", "acme", "mail", *address).out
+            done = command("queues", "release", "acme", "mail", "poison", *address)
+            assert done.lines == ["kind 'poison' of queue 'mail' of org 'acme' is released"]
+            async with asyncio.timeout(PATIENCE_S):
+                (job,) = await client.dequeue("mail", max_jobs=1, wait=20)
+            assert job.id == poisoned.id
+            assert await client.release_kind("mail", "poison") is False
+            assert await client.list_quarantines() == []
+            with pytest.raises(windrow.NotFound):
+                await client.quarantine_kind("none", "poison")
+            assert command("queues", "release", "acme", "none", "poison", *address).code == 4
+            reset = ("queues", "update", "acme", "mail", "--reset", "quarantine_after", "--json")
+            assert command(*reset, *address).documents[0]["quarantine_after"] is None
+            assert command("queues", "update", "acme", "mail", "--quarantine-after", "0", *address).code == 2
+
+
+async def test_other_routers_are_told_of_a_quarantine_before_they_sweep(
+    postgres: Server, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    database = postgres.create("quarantine_told")
+    config = write_cluster(tmp_path_factory.mktemp("told") / "cluster.toml", {"s1": database}, sweep_seconds=3600)
+    with running_routers(config) as one, running_routers(config) as two:
+        async with (
+            windrow.Client(one.address, org="acme") as first,
+            windrow.Client(two.address, org="acme") as second,
+        ):
+            await first.create_queue("mail")
+            await first.quarantine_kind("mail", "poison")
+            async with asyncio.timeout(PATIENCE_S):
+                while True:
+                    await first.enqueue("mail", "poison", b"")
+                    got = await second.dequeue("mail", max_jobs=10)
+                    if not got:
+                        break
+                    await second.ack(*got)
+            assert (await second.list_quarantines())[0].set_aside == 1

@@ -969,6 +969,7 @@ class _Nothing:
 
     names: Any = None
     consumers_seen: Any = SimpleNamespace(note=lambda *_: None)
+    quarantine: Any = SimpleNamespace(kinds=lambda *_: frozenset())
 
     def ring(self, _: object, *, lease_ended: bool = False) -> None: ...
 
