@@ -333,7 +333,6 @@ def snooze(
     _settle(leases, act, as_json=as_json, address=address, timeout=timeout)
 
 
-# In the order of `windrow --help`.
 def _settle(
     leases: Sequence[str],
     act: Callable[[Router, Sequence[bytes]], Sequence[job_pb2.JobAnswer.ValueType]],

@@ -12,10 +12,9 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -204,12 +203,6 @@ class PatroniShard:
         )
 
 
-def _slowly(look: Callable[[], bool]) -> bool:
-    """Pauses first: each look costs Patroni some milliseconds of CPU."""
-    time.sleep(0.3)
-    return look()
-
-
 def _port(place: Path) -> int:
     place.mkdir()
     remembered = RememberedPort(place.name, place)
@@ -269,7 +262,8 @@ def patroni_shard(name: str, **changes: Any) -> Generator[PatroniShard, None, No
             shard.members.append(member)
             member.start()
         try:
-            until(lambda: _slowly(shard.is_whole), "every member runs")
+            # Each look costs Patroni some milliseconds of CPU.
+            until(shard.is_whole, "every member runs", every_s=0.3)
             for statement in (
                 f"CREATE ROLE windrow LOGIN PASSWORD '{PASSWORD}'",
                 "CREATE DATABASE windrow OWNER windrow",

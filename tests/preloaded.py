@@ -23,10 +23,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Generator, Mapping, Sequence
-from pathlib import Path
-from typing import IO, Any, NoReturn, cast
+from typing import IO, Any, AnyStr, NoReturn, cast
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+from tests.checks import ROOT
+
 _AVAILABLE = sys.platform == "linux"
 # The modules that the fork server imports.
 _CHILD = "router.process.child"
@@ -50,21 +50,39 @@ def start(
     # Some modules read the environment when they are imported.
     popen = subprocess.Popen[str] if environ or not _AVAILABLE else _Preloaded
     command = [sys.executable, *map(str, arguments)]
-    return popen(command, cwd=CHECKOUT, stdout=stdout, stderr=stderr, text=True, env=clean | dict(environ or {}))
+    return popen(command, cwd=ROOT, stdout=stdout, stderr=stderr, text=True, env=clean | dict(environ or {}))
 
 
-class _Preloaded(subprocess.Popen[str]):
+class _Forked(subprocess.Popen[AnyStr]):
+    """A process that was forked from one with the imports. Of all classes only this one uses Popen's own parts."""
+
+    def _fork(self, args: Sequence[str], cwd: object, env: Mapping[str, str], descriptors: list[int]) -> int | None:
+        """Returns the pid of a new child with these descriptors as 0, 1 and 2; None: it is to be started as usual."""
+        raise NotImplementedError
+
     def _execute_child(
-        self, args: Sequence[object], executable: object, preexec_fn: object, close_fds: bool, pass_fds: object,
+        self, args: Sequence[str], executable: object, preexec_fn: object, close_fds: bool, pass_fds: object,
         cwd: object, env: Mapping[str, str], startupinfo: object, creationflags: int, shell: bool,
-        p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int, *_: object,
+        p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int, *more: object,
     ) -> None:  # fmt: skip
-        try:
-            request = {"module": args[2], "arguments": args[3:], "cwd": str(cwd), "environ": dict(env)}
-            self.pid = _server().start(request, _inherited(p2cread, c2pwrite, errwrite))
-            self._child_created = True
-        finally:
-            cast("Any", self)._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        pipes = p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite
+        pid = self._fork(args, cwd, env, _inherited(p2cread, c2pwrite, errwrite))
+        if pid is None:
+            as_usual = cast("Any", super())._execute_child
+            as_usual(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+                     *pipes, *more)  # fmt: skip
+            return
+        self.pid = pid
+        self._child_created = True
+        cast("Any", self)._close_pipe_fds(*pipes)
+
+
+class _Preloaded(_Forked[str]):
+    """Forked by the fork server."""
+
+    def _fork(self, args: Sequence[str], cwd: object, env: Mapping[str, str], descriptors: list[int]) -> int:
+        request = {"module": args[2], "arguments": args[3:], "cwd": str(cwd), "environ": dict(env)}
+        return _server().start(request, descriptors)
 
 
 def _inherited(*descriptors: int) -> list[int]:
@@ -78,9 +96,7 @@ class _Server:
     def __init__(self) -> None:
         self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.preloaded"], cwd=CHECKOUT, stdin=its.fileno()
-            )
+            self._process = subprocess.Popen([sys.executable, "-m", "tests.preloaded"], cwd=ROOT, stdin=its.fileno())
         self._lock = threading.Lock()
         atexit.register(self._end)
 
@@ -121,35 +137,26 @@ def _be_subreaper(wanted: bool) -> None:
 # ── In the fork server, and in the supervisors that it forks ─────────────────────────────────────────────────────────
 
 
-class _Forking(subprocess.Popen[bytes]):
-    """In a supervisor: forks it for a router process, instead of starting another interpreter."""
+class _RouterProcess(_Forked[bytes]):
+    """In a supervisor: forked by the supervisor itself."""
 
-    def _execute_child(
-        self, args: Sequence[str], executable: object, preexec_fn: object, close_fds: bool, pass_fds: object,
-        cwd: object, env: Mapping[str, str], startupinfo: object, creationflags: int, shell: bool,
-        p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int, *more: object,
-    ) -> None:  # fmt: skip
-        pipes = p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite
+    def _fork(self, args: Sequence[str], cwd: object, env: Mapping[str, str], descriptors: list[int]) -> int | None:
         if env != os.environ:
             # Some modules read the environment when they are imported.
-            as_usual = cast("Any", super())._execute_child
-            as_usual(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
-                     *pipes, *more)  # fmt: skip
-            return
+            return None
         assert args[2] == _CHILD, args
         # A signal for the new process must not reach the supervisor's handlers, which it has at first.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            self.pid = os.fork()
-            if self.pid == 0:
+            pid = os.fork()
+            if pid == 0:
                 os.setsid()
                 _forget_signals(before)
-                _take(_inherited(p2cread, c2pwrite, errwrite))
+                _take(descriptors)
                 _run(_CHILD, args[3:])
-            self._child_created = True
+            return pid
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            cast("Any", self)._close_pipe_fds(*pipes)
 
 
 def _forget_signals(mask: set[signal.Signals | int]) -> None:
@@ -183,7 +190,7 @@ def _run(module: str, arguments: Sequence[str]) -> NoReturn:
     except BaseException:  # noqa: BLE001 - an interpreter prints it too
         traceback.print_exc()
         code = 1
-    # What is above in the stack belongs to the process that was forked, and must not be unwound.
+    # This process must not return: the functions that called this one go on in the process that was forked.
     cast("Any", threading)._shutdown()
     cast("Any", atexit)._run_exitfuncs()
     sys.stdout.flush()
@@ -191,7 +198,7 @@ def _run(module: str, arguments: Sequence[str]) -> NoReturn:
     os._exit(code)
 
 
-def _fork(request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
+def _forked(request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
     """Returns the pid of a process whose parent has ended."""
     reading, writing = os.pipe()
     if (between := os.fork()) == 0:
@@ -203,7 +210,7 @@ def _fork(request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
         os.environ.update(request["environ"])
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         os.chdir(request["cwd"])
-        subprocess.Popen = _Forking  # type: ignore[assignment, misc]
+        subprocess.Popen = _RouterProcess  # type: ignore[assignment, misc]
         gc.enable()
         _run(request["module"], request["arguments"])
     os.close(writing)
@@ -229,7 +236,7 @@ def main() -> None:
                 data, descriptors, *_ = socket.recv_fds(requests, _REQUEST_BYTES_MAX, 3)
                 if not data:
                     return
-                requests.send(str(_fork(json.loads(data), descriptors)).encode())
+                requests.send(str(_forked(json.loads(data), descriptors)).encode())
                 for descriptor in descriptors:
                     os.close(descriptor)
 

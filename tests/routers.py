@@ -176,12 +176,12 @@ def ending(pids: Sequence[int]) -> Generator[None, None, None]:
             assert poll.poll(PATIENCE_S * 1000), f"process {pid} still runs"
 
 
-def until(condition: Callable[[], object], what: str, *, within_s: float = PATIENCE_S) -> None:
+def until(condition: Callable[[], object], what: str, *, within_s: float = PATIENCE_S, every_s: float = 0.05) -> None:
     """Waits for a condition that sends no signal."""
     deadline_s = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {within_s:g} s: {what}"
-        time.sleep(0.05)
+        time.sleep(every_s)
 
 
 def detail(error: grpc.RpcError, kind: type[_Detail]) -> _Detail | None:

@@ -253,7 +253,7 @@ class ShardHandle:
                 group.create_task(self.ready_orgs.run())
                 group.create_task(self.ends.run())
                 group.create_task(self.scheduler.run())
-                group.create_task(self._workflow_sweep.run())
+                group.create_task(self._go_on_with_folds())
                 group.create_task(self._check_schema())
                 group.create_task(self._read_quarantines())
                 group.create_task(self._record_consumers())
@@ -277,6 +277,11 @@ class ShardHandle:
     async def _sweep(self) -> None:
         if await self.room.sweep():
             await self._workflow_sweep.sweep()
+
+    async def _go_on_with_folds(self) -> None:
+        what = f"go on with workflows of shard {self.name!r}"
+        while True:
+            await attempt(what, self._workflow_sweep.go_on, level=logging.DEBUG)
 
     def _fold_left(self, workflows: Collection[Left]) -> None:
         if self.entry.state.takes_changes:

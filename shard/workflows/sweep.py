@@ -8,25 +8,21 @@ notification tells of: jobs that were locked when they were to be released, and 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Collection, Sequence
 from enum import Enum, auto
 
-from shard.errors import ShardError
 from shard.postgres import partitions
 from shard.postgres.pool import Database
 from shard.queue.store import Store
 from shard.workflow import KEPT_DAYS, WorkflowId
 from shard.workflows import statements
 
-_log = logging.getLogger(__name__)
-
 _ROWS = 1_000
 _FORGOTTEN_AT_ONCE = 100
 # Others hold the lock of a workflow, and come first. It is then left to the next sweep, if they do not end.
 _BUSY_PAUSE_S = 0.010
 _BUSY_MAX = 100
-# Workflows that wait for `run`; further ones are left to the sweep.
+# Workflows that wait for `go_on`; further ones are left to the sweep.
 _LEFT_MAX = 10_000
 
 # The number of an org on this shard, and the id of a workflow.
@@ -51,21 +47,15 @@ class WorkflowSweep:
         self._has_left = asyncio.Event()
 
     def left(self, workflows: Collection[Left]) -> None:
-        """Folds of these workflows have left something, which `run` then takes in."""
+        """Folds of these workflows have left something, which `go_on` then takes in."""
         if len(self._left) + len(workflows) <= _LEFT_MAX:
             self._left |= dict.fromkeys(workflows)
             self._has_left.set()
 
-    async def run(self) -> None:
-        """Goes on with the workflows that `left` was told of, until cancelled."""
-        while True:
-            await self._has_left.wait()
-            try:
-                await self._finish([])
-            except ShardError as error:
-                _log.debug("workflows of shard %r are left to the next sweep: %s", self._store.name, error)
-            except Exception:  # noqa: BLE001 - an error of one shard must not end this router
-                _log.exception("could not go on with workflows of shard %r", self._store.name)
+    async def go_on(self) -> None:
+        """Waits until `left` is told of workflows, and takes in what they have left. After an error a sweep does it."""
+        await self._has_left.wait()
+        await self._finish([])
 
     async def sweep(self) -> None:
         """Takes in what up to some hundred workflows have left."""

@@ -159,8 +159,8 @@ def describe_the_other_shard(work: Work, away: Sequence[tuple[float, float]]) ->
 
 
 async def test_a_primary_whose_patroni_was_killed_is_left_once_it_is_replaced(cluster: Cluster, tmp_path: Path) -> None:
-    """Nobody stops that Postgres. It takes writes until its Patroni is started again, and acknowledges none, because no
-    standby follows it."""
+    """The old Postgres runs on. No standby follows it, so it takes writes but acknowledges none until its Patroni is
+    started again."""
     probe = await asyncio.to_thread(cluster.org_on, WATCHED)
     async with cluster.working(tmp_path):
         old = cluster.watched.leader

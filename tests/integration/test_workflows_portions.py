@@ -18,15 +18,14 @@ from shard.workflow import NewWorkflow, NodeName, WorkflowId
 from shard.workflows import statements
 from tests.conftest import SHARD
 from tests.jobs import job_id
-from tests.routers import running_routers, write_cluster
+from tests.routers import PATIENCE_S, running_routers, write_cluster
 from tests.timemachine import until_blocked
 from tests.workflows import IGNORE, Flows, Graph
 
-# Of jobs that one transaction releases or cancels (0022_folds_in_portions.sql).
+# One transaction releases or cancels at most so many jobs (0022_folds_in_portions.sql).
 PORTION = 200
 WIDTH = 900
 FAN_OUT: Graph = {"root": [], **{f"n{at}": ["root"] for at in range(WIDTH)}}
-PATIENCE_S = 60.0
 
 
 @pytest.fixture
