@@ -415,7 +415,11 @@ def admin_cases() -> Iterator[Bad]:
         "RedriveQueue": (admin_pb2.RedriveQueueRequest, good),
         "GetStats": (admin_pb2.GetStatsRequest, good),
         "ExplainQueue": (admin_pb2.ExplainQueueRequest, good),
+        "ListQuarantines": (admin_pb2.ListQuarantinesRequest, {"org": ORG}),
+        "QuarantineKind": (admin_pb2.QuarantineKindRequest, {**good, "kind": "greet"}),
+        "ReleaseKind": (admin_pb2.ReleaseKindRequest, {**good, "kind": "greet"}),
     }
+    any_queue = {"GetStats", "ListJobs", "CountJobs", "ListQuarantines"}
 
     def of(rpc: str, field: str, values: dict[str, Any], **more: Any) -> Iterator[Bad]:
         make, fields = requests[rpc]
@@ -424,7 +428,7 @@ def admin_cases() -> Iterator[Bad]:
     for rpc in requests:
         yield from of(rpc, "org", ORGS)
         if rpc != "ListQueues":
-            yield from of(rpc, "queue", OPTIONAL_NAMES if rpc in ("GetStats", "ListJobs", "CountJobs") else NAMES)
+            yield from of(rpc, "queue", OPTIONAL_NAMES if rpc in any_queue else NAMES)
     explain_job, named = admin_pb2.ExplainJobRequest, {"org": ORG, "id": SECOND_JOB}
     for field, wrong in (("org", ORGS), ("id", IDS)):
         yield from each("ExplainJob", explain_job, field, wrong, named)
@@ -436,6 +440,12 @@ def admin_cases() -> Iterator[Bad]:
             yield Bad(rpc, "config.retention_days", why, make(**{**fields, "config": {"retention_days": days}}))
         for why, (path, policy) in RETRIES.items():
             yield Bad(rpc, f"config.retry{path}", why, make(**{**fields, "config": {"retry": policy}}))
+        for why, crashes in {"negative": -1, "zero": 0, "above 1,000": 1001}.items():
+            yield Bad(rpc, "config.quarantine_after", why, make(**{**fields, "config": {"quarantine_after": crashes}}))
+    for rpc in ("QuarantineKind", "ReleaseKind"):
+        yield from of(rpc, "kind", NAMES)
+    reasons = {"too long": "x" * 257, "too many bytes": "é" * 129, "with NUL": "a\0b", "with a line break": "a\n"}
+    yield from of("QuarantineKind", "reason", reasons)
     update, config = admin_pb2.UpdateQueueRequest, admin_pb2.QueueConfig(max_attempts=3)
     yield Bad("UpdateQueue", "config", "absent", update(org=ORG, queue=QUEUE))
     for why, paths in {

@@ -385,8 +385,8 @@ async def test_the_history_of_a_job_that_is_set_aside_has_each_crash_once(
 async def test_nothing_is_stranded_whatever_happens(
     store: Store, database: Database, books: QueueAdmin, org: OrgId
 ) -> None:
-    """Random steps of producers, of workers that ack, fail or die, of operators and of two routers. In the end every job
-    has been acked, or is ready when all kinds are released."""
+    """Random steps of producers, of workers that ack, fail or die, of operators and of two routers. In the end every
+    job has been acked, or is ready when all kinds are released."""
     luck = luck_of("quarantine")
     routers = [store, Store(database)]
     kinds = ["poison", "innocent"]
