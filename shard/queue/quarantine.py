@@ -143,6 +143,7 @@ class Quarantine:
     async def sweep(self) -> set[QueueId]:
         """Judges crashes and trials, begins trials, and releases jobs. Returns the queues that jobs may have become
         ready in."""
+        await self._database.run(statements.FORGET_CRASHES, {})
         await self._judge_crashes()
         for row in await self.refresh():
             if row.is_owned and row.trial_id is not None and row.trial_at is not None:
