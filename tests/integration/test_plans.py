@@ -485,6 +485,7 @@ async def vacuum_when_empty(recorder: Recorder, org: OrgId) -> None:
 Knowledge = Callable[[Recorder, OrgId], Awaitable[None]]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("knowledge", [nothing, analyze_when_full, vacuum_when_empty], ids=lambda k: k.__name__)
 async def test_hot_statements_walk_indexes_and_touch_little(
     recorder: Recorder, org: OrgId, knowledge: Knowledge
@@ -620,6 +621,7 @@ FROM generate_series(1, %(rows)s) AS n,
 ROWS_EXPLAINED = {"explain_job": 2 * COUNTED_MAX + 10, "explain_queue": COUNTED_MAX + 9 * 100 + 20}
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("knowledge", [nothing, analyze_when_full, vacuum_when_empty], ids=lambda k: k.__name__)
 async def test_to_explain_a_job_or_a_queue_no_more_is_read_than_is_counted(
     recorder: Recorder, org: OrgId, knowledge: Knowledge
@@ -681,6 +683,7 @@ FROM generate_series(1, %(rows)s) AS n
 DEEP_GROUP = 200_000
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("knowledge", [nothing, analyze_when_full, vacuum_when_empty], ids=lambda k: k.__name__)
 async def test_to_fill_a_slot_or_to_explain_a_group_a_few_rows_are_read(
     recorder: Recorder, org: OrgId, knowledge: Knowledge
