@@ -16,11 +16,22 @@ from typer.core import TyperCommand, TyperGroup
 _TYPE = re.compile(r" <[^>]*>$")
 # Longer than any first sentence of a help text.
 _SENTENCE = 200
+# What other systems call a command, and the command.
+ELSEWHERE = {
+    **dict.fromkeys(("dead", "dlq"), "jobs list ORG --state dead"),
+    **dict.fromkeys(("retry", "requeue", "replay"), "jobs redrive"),
+    **dict.fromkeys(("delete", "remove", "kill"), "jobs cancel"),
+    **dict.fromkeys(("add", "push", "publish", "send"), "enqueue"),
+    **dict.fromkeys(("pop", "receive", "consume", "claim", "lease"), "dequeue"),
+    **dict.fromkeys(("status", "depth", "size", "backlog"), "stats"),
+    **dict.fromkeys(("token", "tokens"), "keys create"),
+    "cron": "schedules",
+}
 
 
 class Group(TyperGroup):
-    """Lists its commands below the headings in their `rich_help_panel`. Names the groups that have a command of a name
-    that it lacks."""
+    """Lists its commands below the headings in their `rich_help_panel`. For a name that it lacks, it says which groups
+    have that command, or what the command is called here."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -33,6 +44,8 @@ class Group(TyperGroup):
         name = args[0] if args else ""
         if name not in self.commands:
             within = [f"`{ctx.command_path} {group} {name}`" for group, one in self.commands.items() if _has(one, name)]
+            if not within and name in ELSEWHERE:
+                within = [f"`{ctx.find_root().command_path} {ELSEWHERE[name]}`"]
             if within:
                 ctx.fail(f"No such command {name!r}. Did you mean {' or '.join(within)}?")
         return super().resolve_command(ctx, args)

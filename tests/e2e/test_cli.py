@@ -38,6 +38,7 @@ from hypothesis import strategies as st
 from cli import enqueue, output, values
 from cli.exits import CommandFailed, ExitCode, RequestRefused
 from cli.jobs import print_job
+from cli.layout import ELSEWHERE
 from cli.main import commands
 from cli.messages import job_json
 from cli.options import ADDRESS_DEFAULT
@@ -1131,6 +1132,8 @@ def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
         (["jobs", "redrive", "a", ID_OF_NONE, "--queue", "q"], 2, "job ids and conditions are both given"),
         (["stat"], 2, "Did you mean 'stats'"),
         (["get", "a", "x"], 2, "No such command 'get'. Did you mean `windrow jobs get`?"),
+        (["dead", "a"], 2, "No such command 'dead'. Did you mean `windrow jobs list ORG --state dead`?"),
+        (["jobs", "retry", "a"], 2, "No such command 'retry'. Did you mean `windrow jobs redrive`?"),
         (["stats", "a", "--timeout", "0s"], 2, "'0s' is no time for a call: write a longer one, such as 10s"),
         (["extend", "a", "x", "--note", "n"], 2, "it belongs to --progress, and none is given"),
     ],
@@ -1141,6 +1144,13 @@ def test_an_error_message_contains_the_wrong_value(
     done = windrow(*arguments)
     assert (done.code, done.out) == (code, "")
     assert words in done.err
+
+
+def test_what_other_systems_call_a_command_leads_to_one_that_exists() -> None:
+    for target in ELSEWHERE.values():
+        found: Any = commands()
+        for word in itertools.takewhile(str.islower, target.split()):
+            found = found.commands[word]
 
 
 def test_a_dequeue_says_what_keeps_a_queue_from_giving_jobs(windrow: Windrow) -> None:
@@ -1278,7 +1288,7 @@ def test_a_line_that_is_too_long_is_named_and_those_before_it_are_stored(windrow
     ("imports", "heavy"),
     [
         (
-            "import cli.main; list(cli.main.commands().commands.values())",
+            "import cli.main; list(cli.commands().commands.values())",
             {"grpc", "rich", "psycopg", "embedded", "pyarrow", "obstore"},
         ),
         ("import cli.main", {"asyncio", "cli.jobs"}),
