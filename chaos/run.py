@@ -171,6 +171,7 @@ def _read(stage: Stage, order: Order, *, in_force: Sequence[InForce], calm_s: fl
         history=seen,
         rows=rows,
         books=tables.read_books(stage.address, stage.shards),
+        flows=tables.read_flows(shards),
         placed=journal.read_placed(catalog),
         owned=journal.read_owned(shards),
         pins=journal.read_pins(catalog),

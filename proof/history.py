@@ -29,6 +29,8 @@ _SUFFIX = ".jsonl"
 
 class Verb(enum.StrEnum):
     ENQUEUE = "enqueue"
+    # Of a workflow: enqueues all its jobs.
+    START = "start"
     DEQUEUE = "dequeue"
     CONSUME = "consume"
     ACK = "ack"
@@ -98,13 +100,17 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enqueue:
-    """One job of one enqueue."""
+    """One job of one enqueue, or of one start of a workflow."""
 
     call: Call
     job: str
     queue: str
     key: str = ""
+    # Infinity: it is due when other jobs have ended.
     delay_s: float = 0.0
+    # Of a node: its workflow, and the jobs that it waits for.
+    workflow: str = ""
+    after: Sequence[str] = ()
     # The acknowledged id: this job's, or that of another job with the same dedup key. None: no answer came.
     answered: str | None = None
     duplicate: bool = False
@@ -214,6 +220,12 @@ def asked_to_store(*, job: str, queue: str, key: str = "", delay_s: float = 0.0)
     return {"job": job, "queue": queue, "key": key, "delay_s": delay_s}
 
 
+def asked_to_start(*, job: str, queue: str, workflow: str, after: Sequence[str]) -> dict[str, object]:
+    """A node of a workflow, as a line records it."""
+    delay_s = math.inf if after else 0.0
+    return asked_to_store(job=job, queue=queue, delay_s=delay_s) | {"workflow": workflow, "after": list(after)}
+
+
 def payload_of(org: str, job: str, padding: int) -> bytes:
     return f"{org} {job} ".encode() + b"." * padding
 
@@ -232,7 +244,7 @@ def read(folder: Path) -> History:
             call = told.call(path.stem)
             calls.append(call)
             match call.verb:
-                case Verb.ENQUEUE:
+                case Verb.ENQUEUE | Verb.START:
                     enqueues += _enqueues(call, told)
                 case Verb.DEQUEUE | Verb.CONSUME:
                     deliveries += _deliveries(call, told)
@@ -305,6 +317,8 @@ def _enqueues(call: Call, told: _Tale) -> Iterator[Enqueue]:
             queue=asked["queue"],
             key=asked["key"],
             delay_s=asked["delay_s"],
+            workflow=asked.get("workflow", ""),
+            after=asked.get("after", ()),
             answered=None if answer is None else answer["job"],
             duplicate=answer is not None and answer["duplicate"],
         )

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 import grpc
 
-from proof.checker.evidence import Found, Health, Key, OrgBooks, Past, Row, State
+from proof.checker.evidence import Flow, Found, Health, Key, OrgBooks, Past, Row, State
 from proof.postgres import ask
 from windrow.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, cluster_pb2_grpc, job_pb2, queue_pb2, queue_pb2_grpc
 
@@ -22,6 +22,7 @@ _STATES = {
     job_pb2.JOB_STATE_SCHEDULED: State.LIVE,
     job_pb2.JOB_STATE_READY: State.LIVE,
     job_pb2.JOB_STATE_LEASED: State.LIVE,
+    job_pb2.JOB_STATE_BLOCKED: State.LIVE,
     job_pb2.JOB_STATE_SUCCEEDED: State.SUCCEEDED,
     job_pb2.JOB_STATE_DEAD: State.DEAD,
     job_pb2.JOB_STATE_CANCELLED: State.CANCELLED,
@@ -35,6 +36,13 @@ UNION ALL SELECT {_COLUMNS}, 'dead', false FROM windrow.dead j JOIN windrow.queu
 UNION ALL SELECT {_COLUMNS}, j.state, false FROM windrow.finished j JOIN windrow.queue q USING (queue_id)
 UNION ALL SELECT {_COLUMNS}, CASE WHEN j.reason IS NULL THEN 'live' ELSE 'dead' END, true
     FROM windrow.departing j JOIN windrow.queue q USING (queue_id)
+"""
+_FLOWS = """
+SELECT w.id::text, o.org, w.state, jsonb_object_agg(n.job_id, n.state)
+FROM windrow.workflow w
+JOIN windrow.org o USING (org_id)
+JOIN windrow.workflow_node n USING (flow)
+GROUP BY w.flow, o.org
 """
 _KEYS = "SELECT q.org, q.queue, d.key, d.job_id::text FROM windrow.dedup d JOIN windrow.queue q USING (queue_id)"
 
@@ -60,6 +68,14 @@ def live_jobs(shards: Iterable[Place]) -> int:
 
 def read_rows(shards: Iterable[Place]) -> list[Row]:
     return [row for shard in shards for row in rows_in(shard.direct_dsn, shard.name)]
+
+
+def read_flows(shards: Iterable[Place]) -> list[Flow]:
+    return [
+        Flow(workflow=workflow, org=org, shard=shard.name, state=state, nodes=nodes)
+        for shard in shards
+        for workflow, org, state, nodes in ask(shard.direct_dsn, _FLOWS)
+    ]
 
 
 def keys_in(dsn: str) -> frozenset[Key]:
@@ -132,7 +148,7 @@ def _count(admin: admin_pb2_grpc.AdminStub, org: str) -> Mapping[State, int]:
     counted = dict.fromkeys(State, 0)
     stats = _from_all_shards(lambda: admin.GetStats(request, timeout=_CHECK_S_MAX, wait_for_ready=True))
     for one in stats.queues:
-        counted[State.LIVE] += one.scheduled + one.ready + one.leased
+        counted[State.LIVE] += one.scheduled + one.ready + one.leased + one.blocked
         counted[State.SUCCEEDED] += one.succeeded
         counted[State.DEAD] += one.dead
         counted[State.CANCELLED] += one.cancelled

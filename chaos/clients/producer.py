@@ -1,6 +1,6 @@
 """`python -m chaos.clients.producer`: enqueues jobs one by one, several at once, in batches, with dedup keys, or for
-later. Repeats calls after an error that leaves the outcome open; sometimes repeats, looks up or cancels acknowledged
-jobs."""
+later, or as workflows. Repeats calls after an error that leaves the outcome open; sometimes repeats, looks up or
+cancels acknowledged jobs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import windrow
 from proof.clients import calls
 from proof.clients.fates import pick_org
 from proof.clients.site import QUEUE, Orders, Site, main
-from proof.history import Answer, Outcome, Recorder, Verb, payload_of
+from proof.history import Answer, Outcome, Recorder, Verb, asked_to_start, payload_of
+from shard.workflow import WorkflowId, job_id_of
 
 # The load is open: calls begin at this pace without waiting for earlier ones, up to so many at a time.
 _EVERY_S = 0.15
@@ -27,6 +28,7 @@ _KEYS = 40
 _KEY_WINDOW_S = 86_400.0
 _REMEMBERED = 200
 _BIG_BYTES = 20_000
+_NODES_MAX = 12
 
 
 class Producer:
@@ -70,8 +72,10 @@ class Producer:
             await asyncio.gather(*(self._until_stored(org, [job], self._one) for job in jobs))
         elif dice < 0.8:
             await self._until_stored(org, [_job(org, luck) for _ in range(luck.randint(2, 25))], self._together)
-        elif dice < 0.9:
+        elif dice < 0.87:
             await self._until_stored(org, [_job(org, luck) for _ in range(luck.randint(2, 25))], self._independent)
+        elif dice < 0.9:
+            await self._until_started(org, luck)
         elif dice < 0.95 and self._recent:
             # A job that was sent before, and acknowledged.
             org, job = luck.choice([*self._recent, *self._keyed])
@@ -116,6 +120,26 @@ class Producer:
                 for job in jobs:
                     (self._keyed if job.dedup_key else self._recent).append((org, job))
                 return
+
+    async def _until_started(self, org: str, luck: random.Random) -> None:
+        flow, asked = _workflow(org, luck)
+        for _ in range(_TRIES_MAX):
+            number = self._recorder.begin(Verb.START, org, asked)
+            try:
+                started = await self._client.for_org(org).start(flow)
+            except windrow.WindrowError as error:
+                self._recorder.end(number, Outcome.UNKNOWN, code=_code(error))
+                if self._orders.over.is_set():
+                    return
+                continue
+            jobs = list(started.job_ids.values())
+            if jobs != [node["job"] for node in asked]:
+                raise AssertionError(f"workflow {flow.id} has other jobs than expected: {jobs}")
+            answered = [{"job": job, "duplicate": started.duplicate} for job in jobs]
+            self._recorder.end(number, Outcome.OK, answered=answered)
+            if luck.random() < 0.2:
+                await self._cancel(org, luck.choice(jobs))
+            return
 
     async def _one(self, org: str, jobs: Sequence[windrow.NewJob]) -> Sequence[windrow.Enqueued]:
         (job,) = jobs
@@ -174,6 +198,25 @@ def _job(org: str, luck: random.Random | None) -> windrow.NewJob:
         dedup_window=_KEY_WINDOW_S if keyed else None,
         max_attempts=3 if luck.random() < 0.1 else 0,
     )
+
+
+def _workflow(org: str, luck: random.Random) -> tuple[windrow.Workflow, list[dict[str, object]]]:
+    """Draws a workflow, whose nodes run however those before them ended. Returns it, and how the history records it."""
+    flow = windrow.Workflow("chaos")
+    asked: list[dict[str, object]] = []
+
+    def next_job(after: Sequence[int]) -> bytes:
+        job = job_id_of(WorkflowId(flow.id), len(asked))
+        before = [str(asked[at]["job"]) for at in after]
+        asked.append(asked_to_start(job=job, queue=QUEUE, workflow=flow.id, after=before))
+        return payload_of(org, job, luck.randint(0, 500))
+
+    for number in range(luck.randint(1, _NODES_MAX)):
+        after = sorted(luck.sample(range(number), min(number, luck.randint(0, 3))))
+        parents = [flow.nodes[at] for at in after]
+        flow.job(QUEUE, "work", next_job(after), after=parents, on_failed=windrow.RUN_ANYWAY)
+    flow.on_end(QUEUE, "work", next_job(range(len(flow.nodes))))
+    return flow, asked
 
 
 def _delay(luck: random.Random) -> float | None:

@@ -49,6 +49,18 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """One workflow, as in a shard's tables."""
+
+    workflow: str
+    org: str
+    shard: str
+    state: str
+    # The state of each node, by the id of its job; callbacks too.
+    nodes: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OrgBooks:
     """One org's books on one shard, as `windrow check` reads them."""
 
@@ -180,6 +192,7 @@ class Evidence:
     history: History
     rows: Sequence[Row]
     books: Sequence[OrgBooks]
+    flows: Sequence[Flow] = ()
     # In the order of the catalog's commits.
     placed: Sequence[Placed] = ()
     # For each shard, in the order of its commits.

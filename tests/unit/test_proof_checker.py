@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from proof.checker import Evidence, check, examine
 from proof.checker.evidence import (
     Alone,
     Files,
+    Flow,
     Found,
     Health,
     InForce,
@@ -121,6 +123,7 @@ def evidence(
     settles: Sequence[Settle] = (),
     cancels: Sequence[Cancel] = (),
     rows: Sequence[Row] = (),
+    flows: Sequence[Flow] = (),
     books: Sequence[OrgBooks] | None = None,
     drift_s: float = 0.0,
 ) -> Evidence:
@@ -133,6 +136,7 @@ def evidence(
     return Evidence(
         history=History(enqueues=enqueues, deliveries=deliveries, settles=settles, cancels=cancels, drift_s=drift_s),
         rows=rows,
+        flows=flows,
         books=agreeing if books is None else books,
         calm_s=CALM_S,
         late_s_max=LATE_S_MAX,
@@ -1331,3 +1335,79 @@ def test_whether_a_job_comes_is_not_examined_where_nothing_says_by_when() -> Non
     seen = evidence(enqueues=[enqueue("j1", 1.0)], rows=[waiting])
     assert [one.invariant for one in check(seen)] == ["I7"]
     assert check(replace(seen, calm_s=None)) == []
+
+
+# ── Workflows ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def workflow_of_two() -> Evidence:
+    """Job j2 waits for job j1. Both are done."""
+    first, second = (replace(enqueue(job, 10.0), workflow="w") for job in ("j1", "j2"))
+    return evidence(
+        enqueues=[first, replace(second, after=["j1"], delay_s=math.inf)],
+        deliveries=[delivery("j1", 11.0, lease=1), delivery("j2", 13.0, lease=2)],
+        settles=[settle(Verb.ACK, "j1", 12.0, lease=1), settle(Verb.ACK, "j2", 14.0, lease=2)],
+        rows=[succeeded("j1"), succeeded("j2", lease=2)],
+        flows=[flow_of_two()],
+    )
+
+
+def flow_of_two(state: str = "succeeded", **nodes: str) -> Flow:
+    states = {"j1": "succeeded", "j2": "succeeded"} | nodes
+    return Flow(workflow="w", org=ORG, shard=SHARD, state=state, nodes=states)
+
+
+def test_a_workflow_whose_nodes_run_one_after_another_passes() -> None:
+    assert found(workflow_of_two()) == []
+
+
+def test_a_node_may_run_after_another_was_cancelled() -> None:
+    given = workflow_of_two()
+    (_, ack), (_, row) = given.history.settles, given.rows
+    given = changed(
+        replace(
+            given,
+            rows=[succeeded("j1", state=State.CANCELLED), row],
+            flows=[flow_of_two(state="failed", j1="cancelled")],
+        ),
+        deliveries=given.history.deliveries[1:],
+        settles=[ack],
+        cancels=[Cancel(call=call(Verb.CANCEL, 12.0), job="j1", answer=Answer.OK)],
+    )
+    assert found(given) == []
+
+
+def test_a_node_that_runs_before_the_one_that_it_waits_for_has_ended_is_found() -> None:
+    given = workflow_of_two()
+    late = [settle(Verb.ACK, "j1", 13.1, lease=1), given.history.settles[1]]
+    assert found(changed(given, settles=late)) == ["I11"]
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_an_acknowledged_workflow_that_is_nowhere_is_found(answered: bool) -> None:
+    given = workflow_of_two()
+    if not answered:
+        given = changed(given, enqueues=[replace(one, answered=None) for one in given.history.enqueues])
+    assert found(replace(given, flows=[])) == ["I1"] * answered
+
+
+def test_a_workflow_on_two_shards_is_found() -> None:
+    given = workflow_of_two()
+    assert found(replace(given, flows=[flow_of_two(), replace(flow_of_two(), shard="s2")])) == ["I3"]
+
+
+def test_a_stranded_node_is_found() -> None:
+    given = workflow_of_two()
+    stranded = replace(given, flows=[flow_of_two(state="running", j2="blocked")])
+    # The node, and its workflow.
+    assert found(stranded) == ["I11", "I11"]
+    assert found(replace(stranded, calm_s=None)) == []
+
+
+def test_a_node_that_says_otherwise_than_its_job_is_found() -> None:
+    assert found(replace(workflow_of_two(), flows=[flow_of_two(state="failed", j1="failed")])) == ["I11"]
+
+
+def test_a_node_that_is_missing_is_found() -> None:
+    lacks = Flow(workflow="w", org=ORG, shard=SHARD, state="succeeded", nodes={"j1": "succeeded"})
+    assert found(replace(workflow_of_two(), flows=[lacks])) == ["I11"]
