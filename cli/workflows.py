@@ -220,6 +220,44 @@ def skip(
         _say(router.call(router.workflows.SkipNode, request).workflow, as_json=as_json)
 
 
+@app.command()
+def retry(
+    org: options.Org,
+    workflow_id: _Id,
+    new_id: Annotated[
+        str,
+        typer.Option(
+            "--new-id",
+            metavar="UUID",
+            help="The id of the new workflow, a UUIDv7, so that the command may be repeated.",
+            show_default="a new one",
+        ),
+    ] = "",
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Starts a workflow that has failed or was cancelled once more, as a new workflow, which it prints.
+
+    The new workflow takes over the nodes that have succeeded or were skipped, and runs the others again. The dead jobs
+    of the old one are cancelled.
+
+    Exit code 5: the workflow runs, has succeeded or was retried already; or a job that is to run again is live, or not
+    known any more.
+    """
+    from cli.calls import connect
+    from windrow import uuid7
+    from windrow.v1 import workflows_pb2
+
+    with connect(address, timeout) as router:
+        request = workflows_pb2.RetryWorkflowRequest(org=org, id=workflow_id, new_id=new_id or uuid7())
+        response = router.call(router.workflows.RetryWorkflow, request)
+    if as_json:
+        output.say_json([_json(response.workflow)])
+    else:
+        _print(response.workflow, response.counts)
+
+
 # ── Files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -347,6 +385,7 @@ def _json(workflow: workflows_pb2.WorkflowInfo) -> dict[str, object]:
         "ended_at": time_json(workflow, "ended_at"),
         "nodes": workflow.nodes,
         "shard": workflow.shard,
+        "retry_of": workflow.retry_of or None,
     }
 
 
@@ -395,6 +434,7 @@ def _print(workflow: workflows_pb2.WorkflowInfo, counts: workflows_pb2.NodeCount
             ("nodes", f"{workflow.nodes:,}" + (f": {told}" if told else "")),
             ("started", time_shown(workflow, "created_at")),
             ("ended", time_shown(workflow, "ended_at")),
+            ("retries", workflow.retry_of),
             ("shard", workflow.shard),
         ]
     )

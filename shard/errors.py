@@ -28,6 +28,7 @@ ShardError
 ├── WorkflowExists        make another id: the org has a workflow of this one with other content
 ├── UnknownNode           name another node: the workflow has none of this name
 ├── NodeEnded             nothing to do: the node has ended
+├── NotRetryable          retry another workflow, or start a new one
 ├── TooManyWeights        set a weight back to 1 first
 ├── UnknownShard          name a shard that ListShards lists
 ├── SlotMoves             pin the org when its slot no longer moves
@@ -281,6 +282,13 @@ class UnknownNode(ShardError):
 class NodeEnded(ShardError):
     def __init__(self, workflow: str, node: str) -> None:
         super().__init__(f"node {node!r} of workflow {workflow} has ended")
+
+
+class NotRetryable(ShardError):
+    """`why`: a clause about the workflow."""
+
+    def __init__(self, workflow: str, why: str) -> None:
+        super().__init__(f"workflow {workflow} cannot be retried: {why}")
 
 
 class BadSchedule(ShardError):

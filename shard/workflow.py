@@ -94,20 +94,35 @@ class Edge(NamedTuple):
     on_failed: OnFailed
 
 
+class EndedNode(NamedTuple):
+    """A node that a workflow takes over from the one that it retries."""
+
+    number: int
+    name: NodeName
+    job_id: JobId
+    # SUCCEEDED or SKIPPED.
+    state: NodeState
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewWorkflow:
-    """A workflow to be stored. Nodes have the positions of `names` and `jobs` as their numbers; callbacks come last."""
+    """A workflow to be stored. `numbers`, `names` and `jobs` have an entry for each node that is to run; callbacks come
+    last. The ids of the jobs are those of `job_id_of`."""
 
     id: WorkflowId
     name: str
     # A digest of the whole request.
     digest: bytes
+    numbers: Sequence[int]
     names: Sequence[NodeName]
-    # Their ids are those of `job_id_of`.
     jobs: NewJobs
+    # In the order of nodes and parents.
     edges: Sequence[Edge]
     # By number.
     callbacks: Mapping[int, Callback]
+    # None: it retries none.
+    retry_of: WorkflowId | None = None
+    ended: Sequence[EndedNode] = ()
 
 
 class WorkflowRecord(NamedTuple):
@@ -121,6 +136,7 @@ class WorkflowRecord(NamedTuple):
     paused_at: Micros | None
     ended_at: Micros | None
     nodes: int
+    retry_of: WorkflowId | None
 
 
 class NodeRecord(NamedTuple):
@@ -135,6 +151,9 @@ class NodeRecord(NamedTuple):
     # The names of the nodes that it waits for, and the policies.
     after: Sequence[NodeName] | None
     policies: Sequence[str] | None
+    # The earliest time for its job, and how long after its release it is due.
+    run_at: Micros | None
+    delay_us: int | None
 
 
 class ParentRecord(NamedTuple):

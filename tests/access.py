@@ -75,6 +75,7 @@ class Target:
     schedule_page_token: str = ""
     # A workflow whose node "second" waits for "first", and the page tokens of its nodes and of a ListWorkflows.
     workflow: str = field(default_factory=job_id)
+    cancelled_workflow: str = field(default_factory=job_id)
     node_page_token: str = ""
     workflow_page_token: str = ""
 
@@ -172,6 +173,9 @@ REQUESTS: Mapping[str, Callable[[Target], Message]] = {
     "windrow.v1.Workflows/ResumeWorkflow": lambda it: workflows_pb2.ResumeWorkflowRequest(org=it.org, id=it.workflow),
     "windrow.v1.Workflows/SkipNode": lambda it: workflows_pb2.SkipNodeRequest(
         org=it.org, id=it.workflow, node="second"
+    ),
+    "windrow.v1.Workflows/RetryWorkflow": lambda it: workflows_pb2.RetryWorkflowRequest(
+        org=it.org, id=it.cancelled_workflow, new_id=job_id()
     ),
     "windrow.v1.Workflows/ListParents": lambda it: workflows_pb2.ListParentsRequest(org=it.org, id=it.workflow, node=1),
     "windrow.v1.Admin/ListLimits": lambda it: admin_pb2.ListLimitsRequest(org=it.org),
@@ -438,9 +442,10 @@ def things_of(channel: grpc.Channel, org: str, metadata: Metadata) -> Target:
         do("Schedules/CreateSchedule", new_schedule(org, name))
     schedules = do("Schedules/ListSchedules", schedules_pb2.ListSchedulesRequest(org=org, page_size=1))
     assert schedules.next_page_token
-    workflow = job_id()
-    for one in (job_id(ahead_ms=-1000), workflow):
+    cancelled_workflow, workflow = job_id(ahead_ms=-1000), job_id()
+    for one in (cancelled_workflow, workflow):
         do("Workflows/StartWorkflow", new_workflow(org, one))
+    do("Workflows/CancelWorkflow", workflows_pb2.CancelWorkflowRequest(org=org, id=cancelled_workflow))
     workflows = do("Workflows/ListWorkflows", workflows_pb2.ListWorkflowsRequest(org=org, page_size=1))
     assert workflows.next_page_token
     nodes = do("Workflows/ListNodes", workflows_pb2.ListNodesRequest(org=org, id=workflow, page_size=1))
@@ -459,6 +464,7 @@ def things_of(channel: grpc.Channel, org: str, metadata: Metadata) -> Target:
         queue_page_token=queues.next_page_token,
         schedule_page_token=schedules.next_page_token,
         workflow=workflow,
+        cancelled_workflow=cancelled_workflow,
         node_page_token=nodes.next_page_token,
         workflow_page_token=workflows.next_page_token,
     )

@@ -55,6 +55,7 @@ def new_workflow(
         id=workflow,
         name="test",
         digest=hashlib.sha256(repr((sorted(graph.items()), fields)).encode()).digest(),
+        numbers=range(len(names)),
         names=[NodeName(name) for name in names],
         jobs=jobs,
         edges=sorted(edges),

@@ -165,6 +165,7 @@ def new_workflow(request: workflows_pb2.StartWorkflowRequest, *, trace: str | No
         id=workflow,
         name=request.name,
         digest=hashlib.sha256(request.SerializeToString(deterministic=True)).digest(),
+        numbers=range(len(order)),
         names=[NodeName(nodes[at].name) for at in order],
         jobs=jobs,
         edges=sorted(edges),
@@ -193,6 +194,7 @@ def info(record: WorkflowRecord, shard: ShardName) -> workflows_pb2.WorkflowInfo
         ended_at=None if record.ended_at is None else timestamp(record.ended_at),
         nodes=record.nodes,
         shard=shard,
+        retry_of=record.retry_of or "",
     )
 
 

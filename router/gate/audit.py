@@ -49,8 +49,8 @@ ANONYMOUS = "anonymous"
 # author decides.
 RECORDED = frozenset(
     {"already_redriven", "amount", "begin", "config", "delay", "died_after", "died_before", "end", "id"}
-    | {"ids", "include_dead", "interval", "jobs", "kind", "limit", "measure", "name", "node", "overlap"}
-    | {"paused", "per_second", "priority", "reason", "request_id", "run_at", "spec", "update_mask"}
+    | {"ids", "include_dead", "interval", "jobs", "kind", "limit", "measure", "name", "new_id", "node"}
+    | {"overlap", "paused", "per_second", "priority", "reason", "request_id", "run_at", "spec", "update_mask"}
     | {"weight"}
 )
 # The methods with the scope CLUSTER that change something.

@@ -46,7 +46,7 @@ async def restore(
     restored: dict[int, Restored | Refusal] = {}
     remaining = list(dict.fromkeys(ids))
     while remaining:
-        records = await _look_up(fleet, org, remaining)
+        records = await look_up(fleet, org, remaining)
         # Jobs that did not fit into this batch come next. The loop ends, since each shard returns at least one in full.
         remaining = [old for old in remaining if old in records and not records[old].whole]
         waiting = set(remaining)
@@ -83,7 +83,10 @@ async def restore(
     return [restored[at] for at in range(len(ids))]
 
 
-async def _look_up(fleet: Fleet, org: OrgId, ids: Sequence[JobId]) -> dict[JobId, JobRecord]:
+async def look_up(fleet: Fleet, org: OrgId, ids: Sequence[JobId]) -> dict[JobId, JobRecord]:
+    """Returns jobs as they were stored, without those that the org does not have; not all of them whole, but at least
+    one. Raises ShardUnavailable, also if a shard that may have one of the jobs does not answer."""
+
     async def get(member: ShardHandle, positions: Sequence[int]) -> dict[int, JobRecord]:
         wanted = [ids[at] for at in positions]
         records = await member.store.get(org, wanted, include_payload=True, bytes_max=ANSWER_BYTES_MAX, as_stored=True)

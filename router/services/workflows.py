@@ -13,7 +13,17 @@ from router.fleet.shard_handle import ShardHandle
 from router.gate.calls import ANSWER_HELD_BYTES, unary
 from router.gate.tracing import current_trace
 from router.route import by_id
-from shard.errors import BadIds, LimitReached, NotOwned, RowLocked, ShardUnavailable, TooManyQueues, WorkflowExists
+from router.route.retry_workflow import retry_of
+from shard.errors import (
+    BadIds,
+    LimitReached,
+    NotOwned,
+    NotRetryable,
+    RowLocked,
+    ShardUnavailable,
+    TooManyQueues,
+    WorkflowExists,
+)
 from shard.job_record import ANSWER_BYTES_MAX, JobRecord
 from shard.placement.slots import Placement
 from shard.queue.coalescer import TooManyWaiting
@@ -70,7 +80,7 @@ class WorkflowsService:
             raise
         try:
             duplicate = await member.workflows.start(workflow, epoch=placement.epoch)
-        except (BadIds, NotOwned, RowLocked, TooManyQueues, TooManyWaiting, WorkflowExists):
+        except (BadIds, NotOwned, NotRetryable, RowLocked, TooManyQueues, TooManyWaiting, WorkflowExists):
             # Nothing was stored. After other errors that is not certain, and the charge stands.
             if charge is not None:
                 charge.refund()
@@ -149,6 +159,26 @@ class WorkflowsService:
         job = await self._fleet.write(org, skip)
         await self._cancel(org, [job], SKIPPED)
         return workflows_pb2.SkipNodeResponse(workflow=await self._info(org, workflow))
+
+    @unary(answer_bytes=ANSWER_HELD_BYTES)
+    async def RetryWorkflow(self, request: workflows_pb2.RetryWorkflowRequest) -> workflows_pb2.RetryWorkflowResponse:
+        org, old, new = OrgId(request.org), WorkflowId(request.id), WorkflowId(request.new_id)
+        home = await self._home(org)
+        retry = await retry_of(self._fleet, home.workflows, org, old, new, trace=current_trace())
+
+        async def start(member: ShardHandle, placement: Placement) -> bool:
+            return await self._start(member.require_open(), placement, retry.workflow)
+
+        try:
+            duplicate = await self._fleet.write(org, start)
+        except BadIds as error:
+            raise InvalidRequest([Violation("new_id", error.about(new))]) from error
+        for at in range(0, len(retry.dead), _JOBS_AT_ONCE):
+            await self._cancel(org, retry.dead[at : at + _JOBS_AT_ONCE], f"retried by workflow {new}")
+        counts = await (await self._home(org)).workflows.count(org, new)
+        return workflows_pb2.RetryWorkflowResponse(
+            workflow=await self._info(org, new), counts=codec.counts(counts), duplicate=duplicate
+        )
 
     @unary(answer_bytes=ANSWER_HELD_BYTES)
     async def ListParents(self, request: workflows_pb2.ListParentsRequest) -> workflows_pb2.ListParentsResponse:

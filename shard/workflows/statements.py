@@ -17,6 +17,7 @@ COUNT_NODES = _load("count_nodes")
 LIST_WORKFLOWS = _load("list_workflows")
 LIST_NODES = _load("list_nodes")
 LIST_PARENTS = _load("list_parents")
+FIND_RETRY = _load("find_retry")
 
 BEGIN_CHANGE = _load("begin_change")
 FIND_FLOW = _load("find_flow")

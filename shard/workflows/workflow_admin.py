@@ -19,6 +19,7 @@ from shard.errors import (
     BadPageToken,
     IdsOutsideHorizon,
     NodeEnded,
+    NotRetryable,
     ShardUnavailable,
     TooManyQueues,
     UnknownNode,
@@ -91,8 +92,8 @@ class WorkflowAdmin:
     # ── Start ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def start(self, workflow: NewWorkflow, *, epoch: int) -> bool:
-        """Stores a workflow. Returns whether it was stored before. Raises WorkflowExists, IdsOutsideHorizon,
-        TooManyQueues."""
+        """Stores a workflow. Returns whether it was stored before. Raises WorkflowExists, NotRetryable,
+        IdsOutsideHorizon, TooManyQueues."""
         return await self._in_turn(workflow.jobs.org, partial(self._start, workflow, epoch))
 
     async def _start(self, workflow: NewWorkflow, epoch: int) -> bool:
@@ -111,6 +112,8 @@ class WorkflowAdmin:
             try:
                 rows = await self._database.run(statements.STORE_WORKFLOW, _parameters(workflow, ids, epoch=epoch))
             except psycopg.errors.UniqueViolation as error:
+                if error.diag.constraint_name == "workflow_retry":
+                    await self._refuse_second_retry(workflow)
                 # Another call stores the same workflow now, or somebody has taken the id of one of its jobs.
                 if await self._is_known(workflow):
                     return True
@@ -128,6 +131,13 @@ class WorkflowAdmin:
             await self._refuse_unowned(org, epoch)
             self._store.names.forget()
         raise ShardUnavailable(self._database.name, "the ids of its queues keep changing")
+
+    async def _refuse_second_retry(self, workflow: NewWorkflow) -> None:
+        """Raises NotRetryable, unless it is this workflow that retries the other one."""
+        assert workflow.retry_of is not None
+        found = await self._database.run(statements.FIND_RETRY, {"org": workflow.jobs.org, "id": workflow.retry_of})
+        if found and found[0][0] != workflow.id:
+            raise NotRetryable(workflow.retry_of, f"workflow {found[0][0]} retries it")
 
     async def is_known(self, workflow: NewWorkflow) -> bool:
         """Returns whether the workflow is stored. Raises WorkflowExists if the org has another one of this id."""
@@ -316,9 +326,14 @@ class WorkflowAdmin:
 def _parameters(workflow: NewWorkflow, ids: Mapping[QueueName, QueueId], *, epoch: int) -> dict[str, object]:
     jobs = workflow.jobs
     count = len(jobs)
-    # Edges are in the order of nodes and parents, so the last one of each node remains.
-    waits_on = {edge.node: edge.parent for edge in workflow.edges}
-    callbacks = {at: callback.value for at, callback in workflow.callbacks.items()}
+    positions = {number: at for at, number in enumerate(workflow.numbers)}
+    # Edges are in the order of nodes and parents, so the last parent of each node that has not ended remains.
+    waits_on = {
+        positions[edge.node]: edge.parent
+        for edge in workflow.edges
+        if edge.node in positions and edge.parent in positions
+    }
+    callbacks = {positions[number]: callback.value for number, callback in workflow.callbacks.items()}
     return {
         "made_ms": made_at_ms(workflow.id),
         "horizon_us": round(ID_AGE_DAYS_MAX * _DAY_US),
@@ -327,7 +342,14 @@ def _parameters(workflow: NewWorkflow, ids: Mapping[QueueName, QueueId], *, epoc
         "id": workflow.id,
         "name": workflow.name,
         "digest": workflow.digest,
-        "nodes": count - len(callbacks),
+        "nodes": count + len(workflow.ended) - len(callbacks),
+        "open_node": max(positions.keys() - workflow.callbacks.keys()),
+        "retry_of": workflow.retry_of,
+        "ended_nodes": arrays.numbers(node.number for node in workflow.ended),
+        "ended_names": arrays.texts([node.name for node in workflow.ended]),
+        "ended_jobs": arrays.plain(node.job_id for node in workflow.ended),
+        "ended_states": arrays.plain(node.state.value for node in workflow.ended),
+        "numbers": arrays.numbers(workflow.numbers),
         "lane_ids": arrays.numbers(ids.values()),
         "lane_queues": arrays.names(ids),
         "names": arrays.texts(list(workflow.names)),

@@ -1288,7 +1288,7 @@ def test_a_line_that_is_too_long_is_named_and_those_before_it_are_stored(windrow
     ("imports", "heavy"),
     [
         (
-            "import cli.main; list(cli.commands().commands.values())",
+            "import cli.main; list(cli.main.commands().commands.values())",
             {"grpc", "rich", "psycopg", "embedded", "pyarrow", "obstore"},
         ),
         ("import cli.main", {"asyncio", "cli.jobs"}),

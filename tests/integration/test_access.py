@@ -120,7 +120,7 @@ NAMING: dict[str, Callable[[Target], Message]] = {
             *("Schedules/DeleteSchedule", "Schedules/PauseSchedule", "Schedules/ResumeSchedule"),
             *("Schedules/TriggerSchedule", "Schedules/BackfillSchedule", "Schedules/PreviewSchedule"),
             *("Workflows/GetWorkflow", "Workflows/CancelWorkflow", "Workflows/PauseWorkflow", "Workflows/SkipNode"),
-            *("Workflows/ResumeWorkflow", "Workflows/ListParents"),
+            *("Workflows/ResumeWorkflow", "Workflows/ListParents", "Workflows/RetryWorkflow"),
         )
     },
     "Queue/Consume": lambda it: queue_pb2.ConsumeRequest(

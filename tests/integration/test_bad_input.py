@@ -687,6 +687,7 @@ def workflow_cases() -> Iterator[Bad]:
         "PauseWorkflow": (workflows_pb2.PauseWorkflowRequest, good),
         "ResumeWorkflow": (workflows_pb2.ResumeWorkflowRequest, good),
         "SkipNode": (workflows_pb2.SkipNodeRequest, {**good, "node": "first"}),
+        "RetryWorkflow": (workflows_pb2.RetryWorkflowRequest, {**good, "new_id": SECOND_JOB}),
         "ListParents": (workflows_pb2.ListParentsRequest, good),
     }
 
@@ -702,6 +703,7 @@ def workflow_cases() -> Iterator[Bad]:
     yield from of("StartWorkflow", "name", texts)
     yield from of("StartWorkflow", "nodes", {"empty": []})
     yield from of("SkipNode", "node", {"empty": "", **texts})
+    yield from of("RetryWorkflow", "new_id", IDS)
     yield from of("CancelWorkflow", "reason", {"too long": "x" * 1025, "with NUL": "a\0b"})
     yield from of("ListWorkflows", "state", {"unknown": 99})
     for rpc in ("ListNodes", "ListWorkflows"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 import pytest
 
@@ -35,6 +36,10 @@ async def test_a_move_takes_whole_workflows_and_back(pair: Pair, org: OrgId) -> 
     source, target = both(pair, org)
     flow = await source.start(GRAPH, callbacks={"over": Callback.END})
     ended = await source.start(chain(1))
+    retry = replace(new_workflow(org, chain(1)), retry_of=ended.id)
+    await source.admin.start(retry, epoch=1)
+    source.know(retry)
+    await source.cancel(retry, "n0")
     await source.claim()
     await source.ack("a", "n0")
     states = {"a": "succeeded", "b": "released", "c": "released", "d": "blocked", "e": "blocked", "over": "blocked"}
@@ -42,6 +47,7 @@ async def test_a_move_takes_whole_workflows_and_back(pair: Pair, org: OrgId) -> 
     move = await pair.move([org], target=B)
     assert await target.states(flow) == states
     assert await target.state(ended) == "succeeded"
+    assert (await target.admin.get(org, retry.id)).retry_of == ended.id
     with pytest.raises(UnknownWorkflow):
         await source.state(flow)
     with pytest.raises(NotOwned):

@@ -100,6 +100,7 @@ def statements_about(one: One) -> Mapping[str, tuple[Statement, Mapping[str, obj
     return {
         "get_workflow": (statements.GET_WORKFLOW, named, 20),
         "find_digest": (statements.FIND_DIGEST, named, 20),
+        "find_retry": (statements.FIND_RETRY, named, 20),
         "count_nodes": (statements.COUNT_NODES, named, NODES + 20),
         "list_nodes": (statements.LIST_NODES, {**named, "from_node": 100, "rows": 10}, 600),
         "list_parents": (statements.LIST_PARENTS, {**named, "node": 50, "from_node": 0, "rows": 100}, 80),

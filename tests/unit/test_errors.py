@@ -57,6 +57,7 @@ RAISED: dict[str, Callable[[], BaseException]] = {
     "WORKFLOW_EXISTS": lambda: errors.WorkflowExists(ACME, "019a9f5e"),
     "NODE_NOT_FOUND": lambda: errors.UnknownNode(ACME, "019a9f5e", "load"),
     "NODE_ENDED": lambda: errors.NodeEnded("019a9f5e", "load"),
+    "NOT_RETRYABLE": lambda: errors.NotRetryable("019a9f5e", "it has succeeded"),
     "LIMIT_REACHED": lambda: errors.LimitReached(
         ACME,
         Limit(LimitKey(ACME, MAIL, Measure.JOBS), 10, 1_000_000, 1),

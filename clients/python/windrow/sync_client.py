@@ -160,6 +160,7 @@ class SyncClient:
     pause_workflow = _blocking(Client.pause_workflow)
     resume_workflow = _blocking(Client.resume_workflow)
     skip_node = _blocking(Client.skip_node)
+    retry_workflow = _blocking(Client.retry_workflow)
     parents = _blocking(Client.parents)
     set_limit = _blocking(Client.set_limit)
     clear_limit = _blocking(Client.clear_limit)

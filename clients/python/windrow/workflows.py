@@ -201,6 +201,8 @@ class WorkflowRecord:
     # Without callbacks.
     nodes: int
     shard: str
+    # The workflow that it retries; empty: it retries none.
+    retry_of: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,6 +311,16 @@ class WorkflowCalls:
         request = workflows_pb2.SkipNodeRequest(org=self.org, id=workflow_id, node=node)
         return _read((await self._ask_workflows(lambda stub: stub.SkipNode, request)).workflow)
 
+    async def retry_workflow(self, workflow_id: str, *, new_id: str = "") -> WorkflowRecord:
+        """Starts a workflow that has failed or was cancelled once more, as a new workflow: it takes over the nodes that
+        have succeeded or were skipped, and runs the others again. Returns the new workflow.
+
+        `new_id`: its id, a UUIDv7, so that the call may be repeated; default: a new one. Raises NotFound, and
+        FailedPrecondition if the workflow runs, has succeeded or was retried already, or if a job that is to run again
+        is live, or not known any more."""
+        request = workflows_pb2.RetryWorkflowRequest(org=self.org, id=workflow_id, new_id=new_id or uuid7())
+        return _read((await self._ask_workflows(lambda stub: stub.RetryWorkflow, request)).workflow)
+
     async def parents(self, job: Job | WorkflowNode) -> list[Parent]:
         """Returns the nodes that the node of this job waited for, with the results of their jobs. Empty if it is in no
         workflow."""
@@ -348,6 +360,7 @@ def _read(message: workflows_pb2.WorkflowInfo) -> WorkflowRecord:
         ended_at=moment(message.ended_at) if message.HasField("ended_at") else None,
         nodes=message.nodes,
         shard=message.shard,
+        retry_of=message.retry_of,
     )
 
 

@@ -7,11 +7,12 @@ WITH given AS MATERIALIZED (
     CROSS JOIN LATERAL (SELECT (n.workflow::windrow.workflow).*) w
 ), made AS (
     INSERT INTO windrow.workflow AS w (
-        org_id, id, name, digest, created_at, nodes, open_node, paused_at, cancelled_at, reason, state, ended_at
+        org_id, id, name, digest, created_at, nodes, open_node, paused_at, cancelled_at, reason, state, ended_at,
+        retry_of
     )
     SELECT
         g.here, g.id, g.name, g.digest, g.created_at, g.nodes, g.open_node, g.paused_at, g.cancelled_at, g.reason, g.state,
-        g.ended_at
+        g.ended_at, g.retry_of
     FROM given g
     RETURNING w.flow, w.org_id, w.id
 ), placed AS MATERIALIZED (

@@ -1,4 +1,4 @@
--- Stores a workflow with its nodes, edges and jobs, if the shard owns the org's slot and all queues of the jobs are
+-- Stores a workflow with its nodes, edges and jobs, and with the nodes that it takes over from one that it retries, if the shard owns the org's slot and all queues of the jobs are
 -- right, once: an org has one workflow with an id. Returns whether the time of its id is acceptable, how many of the
 -- queues were admitted, and whether it was stored.
 WITH clock AS (
@@ -15,8 +15,8 @@ WITH clock AS (
     CROSS JOIN LATERAL (SELECT s.state, s.epoch FROM windrow.owned_slot s WHERE s.slot = q.slot OFFSET 0) s
     WHERE q.org = %(org)s AND q.queue = l.queue AND s.state = 'owned' AND s.epoch <= %(epoch)s
 ), made AS (
-    INSERT INTO windrow.workflow AS w (org_id, id, name, digest, nodes, open_node)
-    SELECT o.org_id, %(id)s::uuid, %(name)s, %(digest)b::bytea, %(nodes)s, %(nodes)s - 1
+    INSERT INTO windrow.workflow AS w (org_id, id, name, digest, nodes, open_node, retry_of)
+    SELECT o.org_id, %(id)s::uuid, %(name)s, %(digest)b::bytea, %(nodes)s, %(open_node)s, %(retry_of)s::uuid
     FROM windrow.org o
     WHERE o.org = %(org)s AND (SELECT clock.id_fits FROM clock)
         AND (SELECT count(*) FROM lane) = cardinality(%(lane_ids)s::bigint[])
@@ -24,18 +24,18 @@ WITH clock AS (
     RETURNING w.flow
 ), incoming AS (
     SELECT
-        made.flow, n.at - 1 AS node, n.name, n.id, n.callback, n.waits_on, n.queue_id, n.priority, n.max_attempts,
+        made.flow, n.node, n.name, n.id, n.callback, n.waits_on, n.queue_id, n.priority, n.max_attempts,
         timestamptz 'epoch' + n.run_at_us * interval '1 us' AS run_at, n.delay_us,
         timestamptz 'epoch' + n.expires_at_us * interval '1 us' AS expires_at,
         n.waits_on IS NULL AND n.callback IS NULL AS is_free, {{new_job_values(n)}}
     FROM made
     CROSS JOIN unnest(
-        %(names)s::text[], %(ids)s::uuid[], %(callbacks)s::text[], %(waits_on)s::integer[], %(queue_ids)s::bigint[],
+        %(numbers)s::integer[], %(names)s::text[], %(ids)s::uuid[], %(callbacks)s::text[], %(waits_on)s::integer[], %(queue_ids)s::bigint[],
         %(priorities)s::smallint[], %(max_attempts)s::smallint[], %(run_at_us)s::bigint[], %(delay_us)s::bigint[],
         %(expires_at_us)s::bigint[], {{new_job_arrays}}
-    ) WITH ORDINALITY AS n (
-        name, id, callback, waits_on, queue_id, priority, max_attempts, run_at_us, delay_us, expires_at_us,
-        {{job_content}}, at
+    ) AS n (
+        node, name, id, callback, waits_on, queue_id, priority, max_attempts, run_at_us, delay_us, expires_at_us,
+        {{job_content}}
     )
 ), node AS (
     INSERT INTO windrow.workflow_node (flow, node, name, job_id, callback, run_at, delay_us, waits_on, state)
@@ -43,6 +43,13 @@ WITH clock AS (
         i.flow, i.node, i.name, i.id, i.callback, i.run_at, i.delay_us, i.waits_on,
         CASE WHEN i.is_free THEN 'released' ELSE 'blocked' END
     FROM incoming i
+), ended AS (
+    INSERT INTO windrow.workflow_node (flow, node, name, job_id, state, ended_at)
+    SELECT made.flow, e.node, e.name, e.job_id, e.state, now()
+    FROM made
+    CROSS JOIN unnest(
+        %(ended_nodes)s::integer[], %(ended_names)s::text[], %(ended_jobs)s::uuid[], %(ended_states)s::text[]
+    ) AS e (node, name, job_id, state)
 ), edge AS (
     INSERT INTO windrow.workflow_edge (flow, node, parent, on_failed)
     SELECT made.flow, e.node, e.parent, e.on_failed

@@ -99,6 +99,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """NOT_FOUND. The workflow has no node of this name."""
     ERROR_REASON_NODE_ENDED: _ErrorReason.ValueType  # 53
     """FAILED_PRECONDITION. The node has ended. Nothing was done."""
+    ERROR_REASON_NOT_RETRYABLE: _ErrorReason.ValueType  # 54
+    """FAILED_PRECONDITION. The workflow cannot be retried: it runs or has succeeded, it was retried already, or a job that is
+    to run again is live or not known any more. Nothing was done.
+    """
     ERROR_REASON_SHARD_NOT_FOUND: _ErrorReason.ValueType  # 9
     """NOT_FOUND. The cluster has no shard of this name."""
     ERROR_REASON_SHARD_UNAVAILABLE: _ErrorReason.ValueType  # 10
@@ -222,6 +226,10 @@ ERROR_REASON_NODE_NOT_FOUND: ErrorReason.ValueType  # 52
 """NOT_FOUND. The workflow has no node of this name."""
 ERROR_REASON_NODE_ENDED: ErrorReason.ValueType  # 53
 """FAILED_PRECONDITION. The node has ended. Nothing was done."""
+ERROR_REASON_NOT_RETRYABLE: ErrorReason.ValueType  # 54
+"""FAILED_PRECONDITION. The workflow cannot be retried: it runs or has succeeded, it was retried already, or a job that is
+to run again is live or not known any more. Nothing was done.
+"""
 ERROR_REASON_SHARD_NOT_FOUND: ErrorReason.ValueType  # 9
 """NOT_FOUND. The cluster has no shard of this name."""
 ERROR_REASON_SHARD_UNAVAILABLE: ErrorReason.ValueType  # 10

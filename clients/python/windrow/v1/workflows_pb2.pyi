@@ -313,6 +313,7 @@ class WorkflowInfo(_message.Message):
     ENDED_AT_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     SHARD_FIELD_NUMBER: _builtins.int
+    RETRY_OF_FIELD_NUMBER: _builtins.int
     org: _builtins.str
     """The tenant that owns the workflow."""
     id: _builtins.str
@@ -327,6 +328,8 @@ class WorkflowInfo(_message.Message):
     """How many nodes it has, without callbacks."""
     shard: _builtins.str
     """The name of the shard that has the workflow."""
+    retry_of: _builtins.str
+    """The workflow that it retries. Empty: it retries none."""
     @_builtins.property
     def created_at(self) -> _timestamp_pb2.Timestamp:
         """When it was stored."""
@@ -347,10 +350,11 @@ class WorkflowInfo(_message.Message):
         ended_at: _timestamp_pb2.Timestamp | None = ...,
         nodes: _builtins.int = ...,
         shard: _builtins.str = ...,
+        retry_of: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "ended_at", b"ended_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "ended_at", b"ended_at", "id", b"id", "name", b"name", "nodes", b"nodes", "org", b"org", "paused", b"paused", "shard", b"shard", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "ended_at", b"ended_at", "id", b"id", "name", b"name", "nodes", b"nodes", "org", b"org", "paused", b"paused", "retry_of", b"retry_of", "shard", b"shard", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -835,6 +839,70 @@ class SkipNodeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SkipNodeResponse: _TypeAlias = SkipNodeResponse  # noqa: Y015
+
+@_typing.final
+class RetryWorkflowRequest(_message.Message):
+    """Names a workflow to start once more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORG_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NEW_ID_FIELD_NUMBER: _builtins.int
+    org: _builtins.str
+    """The tenant that owns the workflow. 1 to 128 bytes without control characters."""
+    id: _builtins.str
+    """The id of the workflow that has failed or was cancelled: a UUIDv7."""
+    new_id: _builtins.str
+    """The id of the new workflow, as in StartWorkflowRequest."""
+    def __init__(
+        self,
+        *,
+        org: _builtins.str = ...,
+        id: _builtins.str = ...,
+        new_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "new_id", b"new_id", "org", b"org"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetryWorkflowRequest: _TypeAlias = RetryWorkflowRequest  # noqa: Y015
+
+@_typing.final
+class RetryWorkflowResponse(_message.Message):
+    """The new workflow."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKFLOW_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    DUPLICATE_FIELD_NUMBER: _builtins.int
+    duplicate: _builtins.bool
+    """True: it was stored before."""
+    @_builtins.property
+    def workflow(self) -> Global___WorkflowInfo:
+        """What it is."""
+
+    @_builtins.property
+    def counts(self) -> Global___NodeCounts:
+        """How far it is."""
+
+    def __init__(
+        self,
+        *,
+        workflow: Global___WorkflowInfo | None = ...,
+        counts: Global___NodeCounts | None = ...,
+        duplicate: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "workflow", b"workflow"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "duplicate", b"duplicate", "workflow", b"workflow"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetryWorkflowResponse: _TypeAlias = RetryWorkflowResponse  # noqa: Y015
 
 @_typing.final
 class ListParentsRequest(_message.Message):

@@ -75,6 +75,11 @@ class WorkflowsStub:
                 request_serializer=windrow_dot_v1_dot_workflows__pb2.SkipNodeRequest.SerializeToString,
                 response_deserializer=windrow_dot_v1_dot_workflows__pb2.SkipNodeResponse.FromString,
                 _registered_method=True)
+        self.RetryWorkflow = channel.unary_unary(
+                '/windrow.v1.Workflows/RetryWorkflow',
+                request_serializer=windrow_dot_v1_dot_workflows__pb2.RetryWorkflowRequest.SerializeToString,
+                response_deserializer=windrow_dot_v1_dot_workflows__pb2.RetryWorkflowResponse.FromString,
+                _registered_method=True)
         self.ListParents = channel.unary_unary(
                 '/windrow.v1.Workflows/ListParents',
                 request_serializer=windrow_dot_v1_dot_workflows__pb2.ListParentsRequest.SerializeToString,
@@ -145,6 +150,17 @@ class WorkflowsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RetryWorkflow(self, request, context):
+        """Starts a workflow that has failed or was cancelled once more, as a new workflow: it has the same nodes, edges and
+        callbacks, takes over the nodes that have succeeded or were skipped, and runs the others again. The dead jobs of the
+        old workflow are cancelled then. If the new workflow is known by its id, returns it with `duplicate`.
+        FAILED_PRECONDITION if the old one runs, has succeeded or was retried already, or if a job that is to run again is live,
+        or not known any more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListParents(self, request, context):
         """Returns the nodes that a node waited for, with the results of their jobs, a page at a time. A consumer asks with what
         LeasedJob.workflow says.
@@ -195,6 +211,11 @@ def add_WorkflowsServicer_to_server(servicer, server):
                     servicer.SkipNode,
                     request_deserializer=windrow_dot_v1_dot_workflows__pb2.SkipNodeRequest.FromString,
                     response_serializer=windrow_dot_v1_dot_workflows__pb2.SkipNodeResponse.SerializeToString,
+            ),
+            'RetryWorkflow': grpc.unary_unary_rpc_method_handler(
+                    servicer.RetryWorkflow,
+                    request_deserializer=windrow_dot_v1_dot_workflows__pb2.RetryWorkflowRequest.FromString,
+                    response_serializer=windrow_dot_v1_dot_workflows__pb2.RetryWorkflowResponse.SerializeToString,
             ),
             'ListParents': grpc.unary_unary_rpc_method_handler(
                     servicer.ListParents,
@@ -419,6 +440,33 @@ class Workflows:
             '/windrow.v1.Workflows/SkipNode',
             windrow_dot_v1_dot_workflows__pb2.SkipNodeRequest.SerializeToString,
             windrow_dot_v1_dot_workflows__pb2.SkipNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RetryWorkflow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/windrow.v1.Workflows/RetryWorkflow',
+            windrow_dot_v1_dot_workflows__pb2.RetryWorkflowRequest.SerializeToString,
+            windrow_dot_v1_dot_workflows__pb2.RetryWorkflowResponse.FromString,
             options,
             channel_credentials,
             insecure,

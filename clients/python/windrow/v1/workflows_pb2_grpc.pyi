@@ -66,6 +66,13 @@ class WorkflowsStub:
     """Ends a node as if it had succeeded, and cancels its job. Does nothing if it was skipped before; FAILED_PRECONDITION
     if it has ended otherwise.
     """
+    RetryWorkflow: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.RetryWorkflowRequest, _workflows_pb2.RetryWorkflowResponse]
+    """Starts a workflow that has failed or was cancelled once more, as a new workflow: it has the same nodes, edges and
+    callbacks, takes over the nodes that have succeeded or were skipped, and runs the others again. The dead jobs of the
+    old workflow are cancelled then. If the new workflow is known by its id, returns it with `duplicate`.
+    FAILED_PRECONDITION if the old one runs, has succeeded or was retried already, or if a job that is to run again is live,
+    or not known any more.
+    """
     ListParents: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.ListParentsRequest, _workflows_pb2.ListParentsResponse]
     """Returns the nodes that a node waited for, with the results of their jobs, a page at a time. A consumer asks with what
     LeasedJob.workflow says.
@@ -97,6 +104,13 @@ class WorkflowsAsyncStub(WorkflowsStub):
     SkipNode: _aio.UnaryUnaryMultiCallable[_workflows_pb2.SkipNodeRequest, _workflows_pb2.SkipNodeResponse]  # type: ignore[assignment]
     """Ends a node as if it had succeeded, and cancels its job. Does nothing if it was skipped before; FAILED_PRECONDITION
     if it has ended otherwise.
+    """
+    RetryWorkflow: _aio.UnaryUnaryMultiCallable[_workflows_pb2.RetryWorkflowRequest, _workflows_pb2.RetryWorkflowResponse]  # type: ignore[assignment]
+    """Starts a workflow that has failed or was cancelled once more, as a new workflow: it has the same nodes, edges and
+    callbacks, takes over the nodes that have succeeded or were skipped, and runs the others again. The dead jobs of the
+    old workflow are cancelled then. If the new workflow is known by its id, returns it with `duplicate`.
+    FAILED_PRECONDITION if the old one runs, has succeeded or was retried already, or if a job that is to run again is live,
+    or not known any more.
     """
     ListParents: _aio.UnaryUnaryMultiCallable[_workflows_pb2.ListParentsRequest, _workflows_pb2.ListParentsResponse]  # type: ignore[assignment]
     """Returns the nodes that a node waited for, with the results of their jobs, a page at a time. A consumer asks with what
@@ -174,6 +188,19 @@ class WorkflowsServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_workflows_pb2.SkipNodeResponse, _abc.Awaitable[_workflows_pb2.SkipNodeResponse]]:
         """Ends a node as if it had succeeded, and cancels its job. Does nothing if it was skipped before; FAILED_PRECONDITION
         if it has ended otherwise.
+        """
+
+    @_abc_1.abstractmethod
+    def RetryWorkflow(
+        self,
+        request: _workflows_pb2.RetryWorkflowRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_workflows_pb2.RetryWorkflowResponse, _abc.Awaitable[_workflows_pb2.RetryWorkflowResponse]]:
+        """Starts a workflow that has failed or was cancelled once more, as a new workflow: it has the same nodes, edges and
+        callbacks, takes over the nodes that have succeeded or were skipped, and runs the others again. The dead jobs of the
+        old workflow are cancelled then. If the new workflow is known by its id, returns it with `duplicate`.
+        FAILED_PRECONDITION if the old one runs, has succeeded or was retried already, or if a job that is to run again is live,
+        or not known any more.
         """
 
     @_abc_1.abstractmethod

@@ -1,0 +1,123 @@
+"""Makes the workflow that retries another one: with the same nodes, edges and callbacks. It takes over the nodes that
+have succeeded or were skipped, and the others get new jobs with the content of the old ones, which may be on any shard
+(docs/decisions/0065-a-retry-is-a-new-workflow.md)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from router.fleet.fleet import Fleet
+from router.route.restore import look_up
+from shard.errors import NotRetryable
+from shard.job_record import JobRecord, as_new
+from shard.vocabulary import LIVE, JobId, JobState, OrgId
+from shard.workflow import (
+    Callback,
+    Edge,
+    EndedNode,
+    NewWorkflow,
+    NodeRecord,
+    NodeState,
+    OnFailed,
+    WorkflowId,
+    WorkflowState,
+    job_id_of,
+)
+from shard.workflows.workflow_admin import WorkflowAdmin
+
+_RETRYABLE = (WorkflowState.FAILED, WorkflowState.CANCELLED)
+_DONE = (NodeState.SUCCEEDED.value, NodeState.SKIPPED.value)
+_NODES_AT_ONCE = 1_000
+
+
+class Retry(NamedTuple):
+    """A workflow that retries another one, and the dead jobs of that one, whose work is done again."""
+
+    workflow: NewWorkflow
+    dead: Sequence[JobId]
+
+
+async def retry_of(
+    fleet: Fleet, workflows: WorkflowAdmin, org: OrgId, old: WorkflowId, new: WorkflowId, *, trace: str | None
+) -> Retry:
+    """Returns the workflow `new` that retries `old`. `workflows`: those of the shard that has `old`. Raises
+    UnknownWorkflow, NotRetryable, and ShardUnavailable, also if a shard that may have one of the jobs does not
+    answer."""
+    record = await workflows.get(org, old)
+    if WorkflowState(record.state) not in _RETRYABLE:
+        raise NotRetryable(old, "it has succeeded" if record.ended_at is not None else "it runs")
+    nodes = await _nodes(workflows, org, old)
+    ended = [_as_ended(node) for node in nodes if node.state in _DONE and node.callback is None]
+    again = [node for node in nodes if node.callback is not None or node.state not in _DONE]
+    records = await _whole(fleet, org, [node.job_id for node in again])
+    running: list[NodeRecord] = []
+    for node in again:
+        found = records.get(node.job_id)
+        if found is None:
+            raise NotRetryable(
+                old, f"job {node.job_id} of node {node.name!r} is not known any more: its retention is over"
+            )
+        if node.callback is None and JobState(found.state) in LIVE:
+            raise NotRetryable(old, f"job {node.job_id} of node {node.name!r} was redriven, and has not ended yet")
+        if node.callback is None and found.state == JobState.SUCCEEDED.value:
+            # It was redriven after its node had failed.
+            ended.append(_as_ended(node._replace(state=NodeState.SUCCEEDED.value)))
+        else:
+            running.append(node)
+    if all(node.callback is not None for node in running):
+        raise NotRetryable(old, "the jobs of all its nodes have succeeded by now")
+    jobs = as_new(org, [records[node.job_id] for node in running], [job_id_of(new, node.number) for node in running])
+    for at, node in enumerate(running):
+        if node.run_at is not None:
+            jobs.run_at_us[at] = node.run_at
+        if node.delay_us is not None:
+            jobs.delay_us[at] = node.delay_us
+        if trace is not None:
+            jobs.traces[at] = trace
+    numbers = {node.name: node.number for node in nodes}
+    workflow = NewWorkflow(
+        id=new,
+        name=record.name,
+        digest=hashlib.sha256(f"a retry of {old}".encode()).digest(),
+        numbers=[node.number for node in running],
+        names=[node.name for node in running],
+        jobs=jobs,
+        edges=sorted(
+            Edge(node.number, numbers[parent], OnFailed(policy))
+            for node in nodes
+            for parent, policy in zip(node.after or (), node.policies or (), strict=True)
+        ),
+        callbacks={node.number: Callback(node.callback) for node in running if node.callback is not None},
+        retry_of=old,
+        ended=ended,
+    )
+    dead = [
+        node.job_id for node in running if node.callback is None and records[node.job_id].state == JobState.DEAD.value
+    ]
+    return Retry(workflow, dead)
+
+
+def _as_ended(node: NodeRecord) -> EndedNode:
+    return EndedNode(node.number, node.name, node.job_id, NodeState(node.state))
+
+
+async def _nodes(workflows: WorkflowAdmin, org: OrgId, workflow: WorkflowId) -> list[NodeRecord]:
+    nodes, token = await workflows.nodes(org, workflow, page_size=_NODES_AT_ONCE, page_token="")
+    while token:
+        page, token = await workflows.nodes(org, workflow, page_size=_NODES_AT_ONCE, page_token=token)
+        nodes += page
+    return nodes
+
+
+async def _whole(fleet: Fleet, org: OrgId, ids: Sequence[JobId]) -> dict[JobId, JobRecord]:
+    """Returns the jobs, without those that are not known."""
+    found: dict[JobId, JobRecord] = {}
+    for at in range(0, len(ids), _NODES_AT_ONCE):
+        left = list(ids[at : at + _NODES_AT_ONCE])
+        while left:
+            records = await look_up(fleet, org, left)
+            found |= {job: record for job, record in records.items() if record.whole}
+            left = [job for job in left if job in records and job not in found]
+    return found
