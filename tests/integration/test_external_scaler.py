@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import statistics
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from dataclasses import dataclass
@@ -15,10 +16,12 @@ from typing import Any, cast
 import grpc
 import pytest
 
+from proof.certificates import Authority
 from proof.proxy import Proxy, open_proxy_before, through
 from router.codec.scaler import METRIC
 from router.keda import externalscaler_pb2 as keda
 from router.keda import externalscaler_pb2_grpc as keda_grpc
+from tests.effort import trials
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
 from tests.streams import QUEUE, Client, acks, client, new_job, refused_fields, window
@@ -248,6 +251,24 @@ async def test_the_first_ready_job_is_pushed_within_two_seconds(near: Client, fa
             assert await next_of(stream, within_s=PUSH_S_MAX) is True
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("all_orgs", [False, True], ids=["of-one-org", "of-all-orgs"])
+async def test_most_pushes_come_far_sooner(near: Client, far: Client, all_orgs: bool) -> None:
+    """With `-s` it prints the figures of docs/performance.md: from before the enqueue until the push is there."""
+    took_s: list[float] = []
+    for _ in range(trials(20, thorough=200)):
+        org, queue = org_of(), f"soon-{next(_numbers)}"
+        async with pushes(near, None if all_orgs else org, queue) as stream:
+            assert await next_of(stream) is False
+            began_s = time.monotonic()
+            await far.enqueue(org, new_job(queue=queue))
+            assert await next_of(stream) is True
+            took_s.append(time.monotonic() - began_s)
+    p50, *_, p99 = statistics.quantiles(took_s, n=100)[49:]
+    print(f"{len(took_s)} pushes: p50 {p50 * 1000:.0f} ms, p99 {p99 * 1000:.0f} ms, max {max(took_s) * 1000:.0f} ms")
+    assert p50 < PUSH_S_MAX / 4
+
+
 @pytest.mark.parametrize("all_orgs", [False, True], ids=["of-one-org", "of-all-orgs"])
 async def test_a_job_that_falls_due_is_pushed_within_two_seconds(near: Client, far: Client, all_orgs: bool) -> None:
     org, queue = org_of(), f"due-{next(_numbers)}"
@@ -350,3 +371,63 @@ async def test_a_shard_away_takes_no_workers_away_and_hides_nothing_of_others(pa
         # What the streams say first after the outage: the truth. Meanwhile they said nothing.
         assert await next_of(all_orgs) is False
         assert await next_of(of_there) is False
+
+
+async def test_a_router_that_ends_ends_the_streams_in_order_and_keda_calls_again_at_once(
+    postgres: Server, tmp_path: Path
+) -> None:
+    config = write_cluster(tmp_path / "cluster.toml", {"s1": postgres.create(f"scaler_{next(_numbers)}")})
+    with contextlib.ExitStack() as stack:
+        routers = await asyncio.to_thread(stack.enter_context, running_routers(config))
+        async with client(routers.address) as near:
+            stream: Any = scaler(near).StreamIsActive(asked(org_of()))
+            assert (await stream.read()).result is False
+            routers.supervisor.terminate()
+            # After an error KEDA would wait twice as long each time.
+            assert await stream.read() is grpc.aio.EOF
+            assert await stream.code() == grpc.StatusCode.OK
+        await asyncio.to_thread(stack.close)
+
+
+# ── Certificates, which are all that KEDA can show ───────────────────────────────────────────────────────────────────
+
+
+async def test_kedas_certificate_says_whose_jobs_it_may_count(postgres: Server, tmp_path: Path) -> None:
+    authority = Authority()
+    authority.sign().save(tmp_path / "tls.crt", tmp_path / "tls.key")
+    ca = authority.saved(tmp_path / "ca.crt")
+    config = write_cluster(tmp_path / "cluster.toml", {"s1": postgres.create(f"scaler_{next(_numbers)}")})
+    config.write_text(
+        f"{config.read_text()}\n[tls]\ncertificate = '{tmp_path / 'tls.crt'}'\nkey = '{tmp_path / 'tls.key'}'\n"
+        f"client_ca = '{ca}'\n"
+        "[[auth.certificate]]\nsubject = 'CN=keda-shop'\norg = 'shop'\nscopes = ['read']\n"
+        "[[auth.certificate]]\nsubject = 'CN=keda'\nall_orgs = true\nscopes = ['read', 'cluster']\n"
+        "[[auth.certificate]]\nsubject = 'CN=worker'\norg = 'shop'\nscopes = ['consume']\n"
+    )
+    with contextlib.ExitStack() as stack:
+        routers = await asyncio.to_thread(stack.enter_context, running_routers(config))
+        said: dict[tuple[str, str | None], object] = {}
+        for name in ("keda-shop", "keda", "worker"):
+            certificate, key = tmp_path / f"{name}.crt", tmp_path / f"{name}.key"
+            authority.sign(name).save(certificate, key)
+            credentials = grpc.ssl_channel_credentials(ca.read_bytes(), key.read_bytes(), certificate.read_bytes())
+            async with grpc.aio.secure_channel(routers.address, credentials) as channel:
+                stub = keda_grpc.ExternalScalerStub(channel)
+                for org in ("shop", "bank", None):
+                    try:
+                        said[name, org] = (await stub.IsActive(asked(org), timeout=PATIENCE_S)).result
+                    except grpc.aio.AioRpcError as error:
+                        said[name, org] = error.code()
+        denied = grpc.StatusCode.PERMISSION_DENIED
+        assert said == {
+            ("keda-shop", "shop"): False,
+            ("keda-shop", "bank"): denied,
+            ("keda-shop", None): denied,
+            ("keda", "shop"): False,
+            ("keda", "bank"): False,
+            ("keda", None): False,
+            ("worker", "shop"): denied,
+            ("worker", "bank"): denied,
+            ("worker", None): denied,
+        }
+        await asyncio.to_thread(stack.close)
