@@ -66,8 +66,8 @@ class Access(NamedTuple):
 
 def access_of(method: MethodDescriptor, *, org_elsewhere: bool = False) -> Access:
     """Returns what the contract says about a method. `org_elsewhere`: the gate finds the org of its requests elsewhere
-    than in a field `org`. Raises ValueError if anybody could call it by mistake: it names no
-    scope, or it is about orgs and its request does not name one."""
+    than in a field `org`. Raises ValueError if anybody could call it by mistake: it names no scope, or it is about orgs
+    and its request does not name one."""
     name = f"{method.containing_service.full_name}/{method.name}"
     scope: access_pb2.Scope.ValueType = method.GetOptions().Extensions[access_pb2.scope]
     if scope == access_pb2.SCOPE_ANY:
