@@ -1,5 +1,5 @@
-"""Generates clients/python/windrow/v1 from the .proto files, and the names in service_config.json. With --check, only
-reports whether they are up to date.
+"""Generates clients/python/windrow/v1 and router/keda from the .proto files, and the names in service_config.json. With
+--check, only reports whether they are up to date.
 
 The generated code must not import buf.validate, because that would install a top-level package `buf` for every user. So
 the files are compiled twice, and in between the dependency on validate.proto is removed. The rules stay in the
@@ -18,8 +18,9 @@ from pathlib import Path
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 
 PROTO = Path(__file__).resolve().parent
-CLIENT = PROTO.parent / "clients" / "python"
 PACKAGE = "windrow/v1"
+# Where the generated code of each folder of .proto files goes.
+TARGETS = {PACKAGE: PROTO.parent / "clients" / "python" / PACKAGE, "router/keda": PROTO.parent / "router" / "keda"}
 RULES = "buf/validate/validate.proto"
 CONFIG = PROTO / PACKAGE / "service_config.json"
 # The unary calls that are safe to repeat, whatever the request has. Enqueue is not: it would store jobs that have no id
@@ -62,7 +63,7 @@ def service_config(files: Iterable[FileDescriptorProto]) -> str:
 
 def generate(into: Path) -> str:
     """Writes the Python code into a folder, and returns service_config.json."""
-    sources = sorted(str(path.relative_to(PROTO)) for path in (PROTO / PACKAGE).glob("*.proto"))
+    sources = sorted(str(path.relative_to(PROTO)) for folder in TARGETS for path in (PROTO / folder).glob("*.proto"))
     with tempfile.TemporaryDirectory() as folder:
         compiled = Path(folder, "compiled")
         protoc(
@@ -94,29 +95,31 @@ def generate(into: Path) -> str:
 
 
 def main() -> int:
-    target = CLIENT / PACKAGE
-    with tempfile.TemporaryDirectory() as folder:
-        fresh = Path(folder, PACKAGE)
-        fresh.parent.mkdir()
-        config = generate(Path(folder))
-        fresh.joinpath("__init__.py").write_text('"""Generated from proto/windrow/v1 by ./run gen; never edited."""\n')
-        names = {path.name for path in (*fresh.iterdir(), *target.glob("*.py*"))}
-        stale = [name for name in sorted(names) if not same(fresh / name, target / name)]
+    with tempfile.TemporaryDirectory() as into:
+        config = generate(Path(into))
+        stale: list[tuple[Path, Path]] = []
+        for folder, target in TARGETS.items():
+            fresh = Path(into, folder)
+            fresh.joinpath("__init__.py").write_text(
+                f'"""Generated from proto/{folder} by ./run gen; never edited."""\n'
+            )
+            names = {path.name for path in (*fresh.iterdir(), *target.glob("*.py*"))}
+            stale += [(fresh / name, target / name) for name in sorted(names) if not same(fresh / name, target / name)]
         if "--check" in sys.argv[1:]:
-            for name in stale:
-                print(f"clients/python/{PACKAGE}/{name} does not match the .proto files: run ./run gen")
+            for _, path in stale:
+                print(f"{path.relative_to(PROTO.parent)} does not match the .proto files: run ./run gen")
             if config != CONFIG.read_text():
-                stale.append(CONFIG.name)
                 print(f"proto/{PACKAGE}/{CONFIG.name} does not match the .proto files: run ./run gen")
+                return 1
             return 1 if stale else 0
         CONFIG.write_text(config)
-        target.mkdir(parents=True, exist_ok=True)
-        for name in stale:
-            print(f"clients/python/{PACKAGE}/{name}")
-            if (fresh / name).exists():
-                target.joinpath(name).write_bytes(fresh.joinpath(name).read_bytes())
+        for fresh, path in stale:
+            print(path.relative_to(PROTO.parent))
+            if fresh.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(fresh.read_bytes())
             else:
-                target.joinpath(name).unlink()
+                path.unlink()
     return 0
 
 

@@ -21,8 +21,10 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc.error_details_pb2 import ErrorInfo
 
+from router.codec.scaler import METRIC
 from router.gate.auth.access import access_of
 from router.gate.auth.scopes import Scope
+from router.keda import externalscaler_pb2
 from shard.admin import api_keys
 from shard.postgres.pool import Database
 from shard.vocabulary import CATALOG, OrgId
@@ -40,6 +42,7 @@ SERVICES = (
     cluster_pb2.DESCRIPTOR.services_by_name["Cluster"],
     schedules_pb2.DESCRIPTOR.services_by_name["Schedules"],
     workflows_pb2.DESCRIPTOR.services_by_name["Workflows"],
+    externalscaler_pb2.DESCRIPTOR.services_by_name["ExternalScaler"],
 )
 METHODS = {f"{service.full_name}/{method.name}": method for service in SERVICES for method in service.methods}
 IN_ORG = [scope.value for scope in Scope if scope is not Scope.CLUSTER]
@@ -101,8 +104,19 @@ def new_workflow(org: str, workflow: str) -> workflows_pb2.StartWorkflowRequest:
     return workflows_pb2.StartWorkflowRequest(org=org, id=workflow, nodes=nodes)
 
 
+def scaled(org: str, queue: str) -> externalscaler_pb2.ScaledObjectRef:
+    metadata = {"org": org, "queue": queue, "jobsPerWorker": "10"}
+    return externalscaler_pb2.ScaledObjectRef(scalerMetadata=metadata)
+
+
 # A request of each method that is allowed to callers of the org and changes something, if the method does.
 REQUESTS: Mapping[str, Callable[[Target], Message]] = {
+    "externalscaler.ExternalScaler/IsActive": lambda it: scaled(it.org, it.queue),
+    "externalscaler.ExternalScaler/StreamIsActive": lambda it: scaled(it.org, it.queue),
+    "externalscaler.ExternalScaler/GetMetricSpec": lambda it: scaled(it.org, it.queue),
+    "externalscaler.ExternalScaler/GetMetrics": lambda it: externalscaler_pb2.GetMetricsRequest(
+        scaledObjectRef=scaled(it.org, it.queue), metricName=METRIC
+    ),
     "windrow.v1.Queue/Enqueue": lambda it: queue_pb2.EnqueueRequest(org=it.org, jobs=[new_job()]),
     "windrow.v1.Queue/Dequeue": lambda it: queue_pb2.DequeueRequest(org=it.org, queues=[it.queue], max_jobs=10),
     "windrow.v1.Queue/Consume": lambda it: queue_pb2.ConsumeRequest(start=start(it.org, it.queue), credit=10),
@@ -263,8 +277,8 @@ def bearer(token: str) -> Metadata:
 
 
 def call(channel: grpc.Channel, name: str, request: Message, metadata: Metadata) -> list[Any]:
-    """Makes a call of any method. Returns its answers; those of a Consume until the consumer closes its side. Raises
-    grpc.RpcError."""
+    """Makes a call of any method. Returns its answers; those of a Consume until the consumer closes its side, and the
+    first one of a StreamIsActive. Raises grpc.RpcError."""
     method: MethodDescriptor = METHODS[name]
     decode = message_factory.GetMessageClass(method.output_type).FromString
     path, encoded = f"/{name}", request.SerializeToString()
@@ -273,7 +287,12 @@ def call(channel: grpc.Channel, name: str, request: Message, metadata: Metadata)
         return list(stream(iter([encoded]), timeout=PATIENCE_S, metadata=metadata))
     if method.server_streaming:
         answers: Any = channel.unary_stream(path, response_deserializer=decode)
-        return list(answers(encoded, timeout=PATIENCE_S, metadata=metadata))
+        answered = answers(encoded, timeout=PATIENCE_S, metadata=metadata)
+        if method.name != "StreamIsActive":
+            return list(answered)
+        first = [next(answered)]
+        answered.cancel()
+        return first
     unary: Any = channel.unary_unary(path, response_deserializer=decode)
     return [unary(encoded, timeout=PATIENCE_S, metadata=metadata)]
 
@@ -302,7 +321,7 @@ UNAUTHENTICATED, PERMISSION_DENIED = grpc.StatusCode.UNAUTHENTICATED, grpc.Statu
 
 
 def scope_of(method: str) -> Scope | None:
-    return access_of(METHODS[method]).scope
+    return access_of(METHODS[method], org_elsewhere=method.startswith("externalscaler.")).scope
 
 
 def _names_org(method: str) -> bool:

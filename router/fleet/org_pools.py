@@ -1,5 +1,5 @@
 """The pools of this process: consumers that take jobs of all orgs (router/fleet/org_pool.py), by the queues that they
-take."""
+take; and those who only want to know of such jobs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.fair.schedule import WEIGHT_DEFAULT
 from router.fleet.org_pool import OrgPool, PoolConsumer
 from router.fleet.shares import Share
 from router.fleet.starts import Starts
-from router.fleet.waiter import Waiter
+from router.fleet.waiter import Waiter, Watcher
 from shard.admin.weights import Weights
 from shard.vocabulary import Lease, OrgId, QueueName, ShardName
 
@@ -38,6 +38,7 @@ class OrgPools:
         self._group: asyncio.TaskGroup | None = None
         self._pools: dict[tuple[QueueName, ...], OrgPool] = {}
         self._by_queue: dict[QueueName, list[OrgPool]] = {}
+        self._watchers: dict[QueueName, set[Watcher]] = {}
         self.weights = Weights(0, {})
 
     def start(self, group: asyncio.TaskGroup) -> None:
@@ -53,11 +54,31 @@ class OrgPools:
 
     @property
     def queues(self) -> list[QueueName]:
-        """The queues that are taken for all orgs."""
-        return list(self._by_queue)
+        """The queues that are taken or watched for all orgs."""
+        return list(self._by_queue | self._watchers)
 
     def serves(self, queue: QueueName) -> bool:
-        return queue in self._by_queue
+        """Returns whether somebody takes or watches this queue for all orgs."""
+        return queue in self._by_queue or queue in self._watchers
+
+    def watch(self, queue: QueueName, watcher: Watcher) -> None:
+        """Wakes this watcher from now on when any org may have ready jobs in this queue."""
+        self._watchers.setdefault(queue, set()).add(watcher)
+        for member in self._shards().values():
+            member.ready_orgs.serve([queue])
+
+    def unwatch(self, queue: QueueName, watcher: Watcher) -> None:
+        watchers = self._watchers.get(queue)
+        if watchers is not None:
+            watchers.discard(watcher)
+            if not watchers:
+                del self._watchers[queue]
+                self._leave_unless_served(queue)
+
+    def _leave_unless_served(self, queue: QueueName) -> None:
+        if not self.serves(queue):
+            for member in self._shards().values():
+                member.ready_orgs.leave([queue])
 
     def enter(self, consumer: PoolConsumer) -> OrgPool:
         """Adds a consumer to the pool of its queues."""
@@ -93,8 +114,7 @@ class OrgPools:
             self._by_queue[queue].remove(pool)
             if not self._by_queue[queue]:
                 del self._by_queue[queue]
-                for member in self._shards().values():
-                    member.ready_orgs.leave([queue])
+                self._leave_unless_served(queue)
 
     def waiters(self, queue: QueueName) -> Iterator[Waiter]:
         """Returns the consumers that take this queue for all orgs."""
@@ -113,6 +133,8 @@ class OrgPools:
         """The org may have ready jobs in this queue of the shard."""
         for pool in self._by_queue.get(queue, ()):
             pool.found(shard, org, queue)
+        for watcher in self._watchers.get(queue, ()):
+            watcher.wake()
 
     def room(self, queue: QueueName) -> int:
         """Returns for how many jobs of this queue consumers of all orgs have room."""
@@ -152,6 +174,9 @@ class OrgPools:
         """Shards, or where orgs live, have changed."""
         for pool in self._pools.values():
             pool.wake()
+        for watchers in self._watchers.values():
+            for watcher in watchers:
+                watcher.wake()
 
     # ── Shares ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

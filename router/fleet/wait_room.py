@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from router.fleet.org_pools import OrgPools
 from router.fleet.ready_orgs import ReadyOrgs
-from router.fleet.waiter import AwaitedQueue, Waiter
+from router.fleet.waiter import AwaitedQueue, Waiter, Watcher
 from shard.errors import ShardError, ShardUnavailable
 from shard.limits import InFlightLimits
 from shard.queue.coalescer import TooManyWaiting
@@ -88,16 +88,37 @@ class WaitRoom:
                 continue
             awaited.waiters.pop(waiter, None)
             if not awaited.waiters:
-                for timer in (awaited.due_timer, awaited.hold_timer):
-                    if timer is not None:
-                        timer.cancel()
-                if awaited.number is not None:
-                    self._by_number.pop(awaited.number, None)
-                del self._queues[key]
+                # With nobody who takes jobs, nothing is held back, and nothing waits for room.
+                awaited.backlog = False
+                if awaited.hold_timer is not None:
+                    awaited.hold_timer.cancel()
+                    awaited.hold_timer = None
+                self._drop_if_unused(key, awaited)
                 self.on_gone(*key)
             elif awaited.backlog or waiter.looking:
                 # It may have been woken for a job that it does not take any more: wake another one.
                 self._wake(key, 1)
+
+    def _drop_if_unused(self, key: _Key, awaited: AwaitedQueue) -> None:
+        if awaited.waiters or awaited.watchers:
+            return
+        if awaited.due_timer is not None:
+            awaited.due_timer.cancel()
+        if awaited.number is not None:
+            self._by_number.pop(awaited.number, None)
+        del self._queues[key]
+
+    def watch(self, org: OrgId, queue: QueueName, watcher: Watcher) -> None:
+        """Wakes this watcher from now on when the queue may have ready jobs. What is ready already is not told."""
+        self._queues.setdefault((org, queue), AwaitedQueue()).watchers.add(watcher)
+        # Finds out when the next job falls due.
+        self._probe_soon([(org, queue)])
+
+    def unwatch(self, org: OrgId, queue: QueueName, watcher: Watcher) -> None:
+        awaited = self._queues.get((org, queue))
+        if awaited is not None:
+            awaited.watchers.discard(watcher)
+            self._drop_if_unused((org, queue), awaited)
 
     async def note_waiters(self) -> None:
         """Notes all consumers as being there. Its owner calls this every NOTE_S seconds."""
@@ -111,11 +132,11 @@ class WaitRoom:
         self._store.consumers_seen.note(waiter.org, waiter.queues, waiter.kinds)
 
     def queue(self, org: OrgId, queue: QueueName) -> AwaitedQueue | None:
-        """Returns who waits for this queue; None: nobody does."""
+        """Returns who waits for this queue, or watches it; None: nobody does."""
         return self._queues.get((org, queue))
 
     def orgs(self) -> set[OrgId]:
-        """Returns the orgs whose consumers wait here."""
+        """Returns the orgs whose consumers wait here, or whose queues somebody watches."""
         return {org for org, _ in self._queues}
 
     @property
@@ -145,6 +166,8 @@ class WaitRoom:
             if org in orgs:
                 for waiter in awaited.waiters:
                     waiter.wake()
+                for watcher in awaited.watchers:
+                    watcher.wake()
 
     def hold(self, org: OrgId, queues: Iterable[QueueName], for_s: float) -> None:
         """A limit holds the jobs of these queues back: wakes no consumer for them before `for_s` seconds are over, and
@@ -333,6 +356,10 @@ class WaitRoom:
         """Wakes consumers until they have room for `jobs` jobs. Returns how many jobs they have room for."""
         awaited = self._queues.get(key)
         if awaited is None:
+            return 0
+        for watcher in awaited.watchers:
+            watcher.wake()
+        if not awaited.waiters:
             return 0
         if self._is_held(key, awaited):
             awaited.backlog = True

@@ -1,4 +1,5 @@
-"""A consumer that waits for jobs, and a queue that is waited for, as the wait room of a shard sees them."""
+"""A consumer that waits for jobs, somebody who only wants to know of them, and a queue that is waited for, as the wait
+room of a shard sees them."""
 
 from __future__ import annotations
 
@@ -76,12 +77,21 @@ class Waiter(Protocol):
         ...
 
 
+class Watcher(Protocol):
+    """Wants to know when a queue may have ready jobs, and takes none."""
+
+    def wake(self) -> None:
+        """Notifies it that there may be jobs, or that it may have to watch on other shards."""
+        ...
+
+
 @dataclass(slots=True)
 class AwaitedQueue:
-    """A queue that at least one consumer waits for."""
+    """A queue that at least one consumer waits for, or that somebody watches."""
 
     # The most recently served consumer comes last.
     waiters: OrderedDict[Waiter, None] = field(default_factory=OrderedDict[Waiter, None])
+    watchers: set[Watcher] = field(default_factory=set[Watcher])
     # There may be jobs that no waiting consumer had room for.
     backlog: bool = False
     probed_s: float = -math.inf

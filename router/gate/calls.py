@@ -39,6 +39,8 @@ _unary_handler = cast("Callable[..., _Handler]", grpc.stream_unary_rpc_method_ha
 _stream_handler = cast("Callable[..., _Handler]", grpc.stream_stream_rpc_method_handler)
 _StreamHandler = Callable[[object, Context], Awaitable[None]]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+# Returns the org that a request names; None: it is about all orgs.
+_OrgOf = Callable[[Any], str | None]
 
 # The deadline of a call, also if its caller sets none. It is longer than the longest wait of a Dequeue (60 s).
 DEADLINE_S_MAX = 75.0
@@ -141,11 +143,13 @@ class Methods(grpc.GenericRpcHandler):
         """The full names of the methods, such as "/windrow.v1.Queue/Enqueue"."""
         return self._handlers.keys()
 
-    def add(self, service: Service, descriptor: ServiceDescriptor) -> None:
+    def add(self, service: Service, descriptor: ServiceDescriptor, org_of: _OrgOf | None = None) -> None:
         """Adds a service of this router. A method that takes a stream gets its messages and the context; every other
-        method gets its request, and is declared by `unary` or `streamed_answer`."""
+        method gets its request, and is declared by `unary` or `streamed_answer`. `org_of`: how requests without a field
+        `org` name the org. If it returns None, the request is about all orgs, and its caller must be allowed to do
+        that."""
         for method in descriptor.methods:
-            access = access_of(method)
+            access = access_of(method, org_elsewhere=org_of is not None)
             decode = bounded(message_factory.GetMessageClass(method.input_type).FromString, method.input_type)
             act = getattr(service, method.name)
             if self._gate.audit is not None:
@@ -155,10 +159,10 @@ class Methods(grpc.GenericRpcHandler):
                     _stream(self._gate, act, decode, access, access.method, takes_stream=True), None, _serialize
                 )
             elif method.server_streaming:
-                guarded = _streamed_answer(self._gate, act, decode, access)
+                guarded = _streamed_answer(self._gate, act, decode, access, org_of)
                 handler = _stream_handler(guarded, None, _serialize)
             else:
-                handler = _unary_handler(_unary(self._gate, act, decode, access))
+                handler = _unary_handler(_unary(self._gate, act, decode, access, org_of))
             self._handlers[f"/{access.method}"] = handler
 
     def also_as(self, service: str, name: str) -> None:
@@ -215,12 +219,14 @@ def _unary(
     method: Callable[[Any], Awaitable[Message | bytes]],
     decode: Callable[[bytes], Message],
     access: Access,
+    org_of: _OrgOf | None,
 ) -> Callable[[object, Context], Awaitable[bytes]]:
     options: _Options = cast("Any", method).options
     signals = _Signals(access.method, unary=True)
+    check_named = _org_check(access, org_of)
 
     async def act(call: Call, context: Context, raw: bytes) -> bytes:
-        request = await _admitted(gate, call, context, decode, raw, options.answer_bytes)
+        request = await _admitted(gate, call, context, decode, raw, options.answer_bytes, check_named)
         del raw
         with gate.tracing.begin(access.method, context) or _UNRECORDED:
             options.rules(request)
@@ -262,12 +268,14 @@ def _streamed_answer(
     method: Callable[[Any], AsyncGenerator[Message, None]],
     decode: Callable[[bytes], Message],
     access: Access,
+    org_of: _OrgOf | None,
 ) -> _StreamHandler:
     options: _Options = cast("Any", method).options
+    check_named = _org_check(access, org_of)
 
     async def act(call: Call, context: Context) -> None:
         raw = await gate.receive(context, call)
-        request = await _admitted(gate, call, context, decode, raw, options.answer_bytes)
+        request = await _admitted(gate, call, context, decode, raw, options.answer_bytes, check_named)
         del raw
         with gate.tracing.begin(access.method, context) or _UNRECORDED:
             options.rules(request)
@@ -456,14 +464,13 @@ async def _admitted(
     decode: Callable[[bytes], Message],
     raw: bytes,
     answer_bytes: int,
+    check_named: Callable[[Call, Context, Any], str | None],
 ) -> Any:
     """Returns the request, once there is room for it and for its answer. Raises RouterFull, Undecodable,
-    InvalidRequest, OrgForbidden."""
+    InvalidRequest, OrgForbidden, ScopeMissing."""
     request = _decoded(decode, raw)
-    org = getattr(request, "org", None)
-    if org is not None:
-        # Before the call counts for that org.
-        check_org(call, context, org)
+    # Before the call counts for that org.
+    org = check_named(call, context, request)
     # Calls without an org come from operators and share a quota.
     gate.admit(call, org or "")
     count = len(raw) + answer_bytes
@@ -473,6 +480,27 @@ async def _admitted(
         await call.reserve(count, received=len(raw))
         request = _decoded(decode, raw)
     return request
+
+
+def _org_check(access: Access, org_of: _OrgOf | None) -> Callable[[Call, Context, Any], str | None]:
+    """Returns what checks the org that a request names and returns it; None: it names none."""
+
+    def check_field(call: Call, context: Context, request: Any) -> str | None:
+        org: str | None = getattr(request, "org", None)
+        if org is not None:
+            check_org(call, context, org)
+        return org
+
+    def check_elsewhere(call: Call, context: Context, request: Any) -> str | None:
+        assert org_of is not None
+        org = org_of(request)
+        if org is None:
+            check_all_orgs(call, context, access.method)
+        else:
+            check_org(call, context, org)
+        return org
+
+    return check_field if org_of is None else check_elsewhere
 
 
 def check_org(call: Call, context: Context, org: str, *, field: str = "org") -> None:

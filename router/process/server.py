@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from router.buffer import Buffer
+from router.codec.scaler import org_named
 from router.fleet import shard_signals
 from router.fleet.fleet import Fleet
 from router.fleet.reload import Reloader
@@ -29,9 +30,11 @@ from router.gate.calls import Methods
 from router.gate.connection_limit import ConnectionLimit, accepted_max, allow_files
 from router.gate.memory_watch import MemoryWatch
 from router.gate.tracing import Tracing
+from router.keda import externalscaler_pb2
 from router.process.grpc_server import GrpcServer
 from router.services.admin import AdminService
 from router.services.cluster import ClusterService
+from router.services.external_scaler import ExternalScalerService
 from router.services.health import HealthService
 from router.services.queue import QueueService
 from router.services.schedules import SchedulesService
@@ -61,6 +64,7 @@ SERVICES = (
     ClusterService.service_name,
     SchedulesService.service_name,
     WorkflowsService.service_name,
+    ExternalScalerService.service_name,
 )
 
 
@@ -106,7 +110,7 @@ async def serve(
             authenticator = _authenticator(auth_settings(cluster), fleet)
             audit = Audit(fleet.catalog_database) if audit_log.is_on(cluster) else None
             gate = Gate(tracing, buffer, watch.hang_up, authenticator, audit)
-            queue, checks, server = _server(fleet, reloader, gate, settings, connections_max)
+            queue, scaler, checks, server = _server(fleet, reloader, gate, settings, connections_max)
             port = server.listen(listen, None if certificates is None else certificates.credentials())
             await server.start()
             for service in (health.OVERALL_HEALTH, *SERVICES):
@@ -129,6 +133,7 @@ async def serve(
                     async with asyncio.timeout(_HEALTH_DRAIN_S_MAX):
                         await checks.enter_graceful_shutdown()
                 queue.drain()
+                scaler.drain()
                 gate.drain()
                 for peer in connections.peers(port) - gate.arrivals.inside.keys():
                     watch.hang_up(peer)
@@ -245,7 +250,7 @@ async def _running(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None
 
 def _server(
     fleet: Fleet, reloader: Reloader, gate: Gate, settings: RouterSettings, connections_max: int
-) -> tuple[QueueService, HealthService, GrpcServer]:
+) -> tuple[QueueService, ExternalScalerService, HealthService, GrpcServer]:
     methods = Methods(gate)
     queue, checks = QueueService(fleet, gate, stream_s_max=settings.stream_s_max), HealthService(gate)
     methods.add(queue, queue_pb2.DESCRIPTOR.services_by_name["Queue"])
@@ -253,6 +258,8 @@ def _server(
     methods.add(ClusterService(fleet, reloader), cluster_pb2.DESCRIPTOR.services_by_name["Cluster"])
     methods.add(SchedulesService(fleet), schedules_pb2.DESCRIPTOR.services_by_name["Schedules"])
     methods.add(WorkflowsService(fleet), workflows_pb2.DESCRIPTOR.services_by_name["Workflows"])
+    scaler = ExternalScalerService(fleet, gate, stream_s_max=settings.stream_s_max)
+    methods.add(scaler, externalscaler_pb2.DESCRIPTOR.services_by_name["ExternalScaler"], org_named)
     # The generated code of these services adds handlers to a server; `methods` takes the server's place.
     to_methods = cast("grpc.aio.Server", methods)
     health_pb2_grpc.add_HealthServicer_to_server(checks, to_methods)
@@ -307,4 +314,4 @@ def _server(
             ("grpc.keepalive_permit_without_calls", 1),
         ],
     )
-    return queue, checks, server
+    return queue, scaler, checks, server

@@ -38,6 +38,12 @@ _NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 # Longest time for one scan, so that others get their turn, and longest wait for the turn.
 _SCAN_S_MAX = 20.0
 _SCAN_WAIT_S_MAX = 60.0
+# Lanes (of up to nine priorities of each queue) that a count of work reads, and jobs due later that it reads in each of
+# them to find the leased ones.
+_WORK_LANES_MAX = 100_000
+_WORK_LATER_MAX = 10_000
+# The latter for a count that only asks whether there is any.
+_ANY_WORK_LATER_MAX = 100
 
 
 class QueueRecord(NamedTuple):
@@ -46,6 +52,13 @@ class QueueRecord(NamedTuple):
     queue: QueueName
     created_at: Micros
     settings: QueueSettings
+
+
+class Work(NamedTuple):
+    """Jobs that consumers have, or would get now."""
+
+    ready: int
+    leased: int
 
 
 class Chunk(NamedTuple):
@@ -342,6 +355,20 @@ class QueueAdmin:
             raise UnknownQueue(org, queue)
         return [_counts(row) for row in rows]
 
+    async def has_work(self, org: OrgId | None, queue: QueueName) -> bool:
+        """Returns whether a queue of the org (None: of any org) has jobs that are ready or leased. If it has more than
+        100 of one priority that are due earlier than its first lease ends, it may miss a leased one."""
+        parameters = _work_parameters(org, queue, jobs_max=1, later_max=_ANY_WORK_LATER_MAX)
+        # In turn with short calls: the first ready job does not wait for somebody's long count.
+        rows = await self._in_turn(org or OrgId(""), partial(self._database.run, statements.COUNT_WORK, parameters))
+        return any(rows[0])
+
+    async def count_work(self, org: OrgId | None, queue: QueueName, *, jobs_max: int) -> Work:
+        """Counts the ready and leased jobs of a queue of the org (None: of all orgs), `jobs_max` in all at most."""
+        parameters = _work_parameters(org, queue, jobs_max=jobs_max, later_max=_WORK_LATER_MAX)
+        rows = await self._scan(org, partial(self._database.run, statements.COUNT_WORK, parameters))
+        return Work._make(rows[0])
+
     async def check(self) -> list[OrgBooks]:
         """Returns every org's books, all at one moment."""
         rows = await self._scan(None, partial(self._database.run, statements.CHECK_BOOKS, {}))
@@ -388,6 +415,16 @@ class QueueAdmin:
 
     async def make_partitions(self) -> int:
         return await partitions.make_ahead(self._database)
+
+
+def _work_parameters(org: OrgId | None, queue: QueueName, *, jobs_max: int, later_max: int) -> dict[str, Any]:
+    return {
+        "org": org,
+        "queue": queue,
+        "jobs_max": jobs_max,
+        "lanes_max": _WORK_LANES_MAX,
+        "later_max": later_max,
+    }
 
 
 def _record(row: Sequence[Any]) -> QueueRecord:

@@ -225,3 +225,24 @@ def test_a_key_with_both_scopes_may_consume_all_orgs(secured: Secured, channel: 
     key = bearer(secured.new_key(scopes=["consume", "cluster"]))
     request = queue_pb2.ConsumeRequest(start=start(None, "nothing-here"))
     call(channel, "windrow.v1.Queue/Consume", request, key)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name.startswith("externalscaler.")])
+def test_only_a_key_for_all_orgs_with_the_scopes_read_and_cluster_may_scale_by_all_orgs(
+    secured: Secured, channel: grpc.Channel, name: str
+) -> None:
+    request: Any = REQUESTS[name](Target(org="acme"))
+    metadata = (request.scaledObjectRef if name.endswith("GetMetrics") else request).scalerMetadata
+    del metadata["org"]
+    for all_orgs in ("true", None):
+        if all_orgs is None:
+            # Whoever forgets the org is not told about all of them.
+            del metadata["allOrgs"]
+        else:
+            metadata["allOrgs"] = all_orgs
+        for org, scopes in (("acme", IN_ORG), (None, IN_ORG), (None, ["cluster"])):
+            with pytest.raises(grpc.RpcError) as refused:
+                call(channel, name, request, bearer(secured.new_key(org=org, scopes=scopes)))
+            assert refusal(refused.value) == (grpc.StatusCode.PERMISSION_DENIED, "SCOPE_MISSING")
+    metadata["allOrgs"] = "true"
+    call(channel, name, request, bearer(secured.new_key(scopes=["read", "cluster"])))

@@ -315,3 +315,22 @@ def test_the_page_makes_the_secret_that_the_pods_mount(objects: list[Object], tm
     for role in ROLES:
         mounted = [volume["secret"]["secretName"] for volume in pod_of(objects, role)["volumes"] if "secret" in volume]
         assert secret["metadata"]["name"] in mounted
+
+
+def test_the_alerts_of_the_chart_are_those_of_the_one_file() -> None:
+    chart = {"cluster": {"shards": [SHARD]}}
+    assert of(rendered(chart), "PrometheusRule") == []
+    (rule,) = of(rendered(chart | {"prometheusRule": True}), "PrometheusRule")
+    assert rule["spec"] == yaml.safe_load((DEPLOY / "prometheus" / "rules.yml").read_text())
+
+
+def test_routers_that_demand_certificates_have_one_for_their_probes() -> None:
+    made = rendered({"cluster": {"shards": [SHARD]}, "tls": {"issuer": "internal-ca", "clientCa": True}})
+    (config,) = of(made, "ConfigMap")
+    tls = tomllib.loads(config["data"]["cluster.toml"])["tls"]
+    environment = {one["name"]: one.get("value") for one in container_of(made, "router")["env"]}
+    assert tls["client_ca"] == environment["WINDROW_TLS_CA"]
+    assert (tls["certificate"], tls["key"]) == (
+        environment["WINDROW_TLS_CERTIFICATE"], environment["WINDROW_TLS_KEY"],
+    )  # fmt: skip
+    assert of(made, "Certificate")[0]["spec"]["usages"] == ["server auth", "client auth"]

@@ -64,16 +64,17 @@ class Access(NamedTuple):
             raise ScopeMissing(self.method, scope, principal)
 
 
-def access_of(method: MethodDescriptor) -> Access:
-    """Returns what the contract says about a method. Raises ValueError if anybody could call it by mistake: it names no
-    scope, or it is about orgs and its request does not name one."""
+def access_of(method: MethodDescriptor, *, org_elsewhere: bool = False) -> Access:
+    """Returns what the contract says about a method. `org_elsewhere`: the gate finds the org of its requests elsewhere
+    than in a field `org`. Raises ValueError if anybody could call it by mistake: it names no scope, or it is about orgs
+    and its request does not name one."""
     name = f"{method.containing_service.full_name}/{method.name}"
     scope: access_pb2.Scope.ValueType = method.GetOptions().Extensions[access_pb2.scope]
     if scope == access_pb2.SCOPE_ANY:
         return Access(name, None)
     if scope not in _SCOPES:
         raise ValueError(f"{name} has no (scope) in its .proto: say who may call it")
-    if scope != access_pb2.SCOPE_CLUSTER and not _names_org(method.input_type):
+    if scope != access_pb2.SCOPE_CLUSTER and not org_elsewhere and not _names_org(method.input_type):
         raise ValueError(f"{name}: its request has no org, so every org could call it for all others")
     return Access(name, _SCOPES[scope])
 

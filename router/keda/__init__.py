@@ -1,0 +1,1 @@
+"""Generated from proto/router/keda by ./run gen; never edited."""
