@@ -116,6 +116,9 @@ async def _next(database: Database) -> Migration | None:
             )
         migration = await _missing(connection, database)
         if migration is not None:
+            # The session's limit is for statements of calls. An index on a large table takes longer, and every process
+            # that starts would begin it again.
+            await connection.execute("SET LOCAL statement_timeout = 0")
             # A script has several statements. Only the simple protocol, without prepared statements, can run it.
             await connection.execute(migration.script, prepare=False)
             await connection.execute(

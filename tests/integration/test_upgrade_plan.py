@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import psycopg
 
@@ -70,7 +71,7 @@ def test_the_plan_of_a_newer_schema_is_refused_and_of_an_empty_or_older_one_told
     config = write_cluster(tmp_path / "cluster.toml", {"s1": fresh_dsn, "s2": empty_dsn})
     newest = schema.migrations()[-1]
 
-    def told() -> tuple[int, list[dict[str, object]]]:
+    def told() -> tuple[int, list[dict[str, Any]]]:
         done = windrow("upgrade", "plan", "--config", str(config), "--json")
         return done.code, done.documents
 
@@ -80,7 +81,7 @@ def test_the_plan_of_a_newer_schema_is_refused_and_of_an_empty_or_older_one_told
         connection.execute("DELETE FROM windrow.migration WHERE number = %s", [newest.number])
     code, (first, _) = told()
     cost = upgrade_plan.costs()[newest.number]
-    (step,) = first["migrations"]  # type: ignore[misc]
+    (step,) = first["migrations"]
     assert (code, first["state"]) == (1, "to migrate")
     assert (step["name"], step["breaking"]) == (f"{newest.number:04} {newest.name}", newest.breaking)
     assert step["locks"] == cost.locks
