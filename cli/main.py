@@ -26,6 +26,7 @@ _START = {
     "balancer": "cli.servers:balancer",
     "archiver": "cli.servers:archiver",
     "migrate": "cli.servers:migrate",
+    "upgrade": "cli.upgrade:app",
     "demo": "cli.demo_command:demo",
     "login": "cli.login:login",
     "logout": "cli.login:logout",

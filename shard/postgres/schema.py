@@ -68,6 +68,19 @@ async def migrate(database: Database, *, cluster: str | None) -> list[Migration]
     return done
 
 
+async def pending(database: Database) -> list[Migration] | None:
+    """Returns the migrations of this release that have not been run there; None: the database has no schema yet.
+    Changes nothing. Raises Misconfigured as `migrate` would, and ShardUnavailable."""
+    async with database.transaction() as connection:
+        if not await _has_table(connection):
+            return None
+        if await _missing(connection, database) is None:
+            return []
+        cursor = await connection.execute(statements.LIST_MIGRATIONS)
+        applied = {number for number, _, _ in await cursor.fetchall()}
+    return [migration for migration in migrations() if migration.number not in applied]
+
+
 async def refuse_encoding(database: Database) -> None:
     """Raises Misconfigured if the database's encoding is not UTF8."""
     rows = await database.run(statements.READ_ENCODING, {})
@@ -103,6 +116,9 @@ async def _next(database: Database) -> Migration | None:
             )
         migration = await _missing(connection, database)
         if migration is not None:
+            # The session's limit is for statements of calls. An index on a large table takes longer, and every process
+            # that starts would begin it again.
+            await connection.execute("SET LOCAL statement_timeout = 0")
             # A script has several statements. Only the simple protocol, without prepared statements, can run it.
             await connection.execute(migration.script, prepare=False)
             await connection.execute(

@@ -19,6 +19,7 @@ from shard.placement.slots import SLOTS
 from shard.postgres import partitions, schema
 from shard.postgres.partitions import make_ahead
 from shard.postgres.pool import Database
+from shard.postgres.schema import Migration
 from shard.queue.store import Store
 from shard.vocabulary import OrgId, ShardName, Slot
 from tests.conftest import CLUSTER, SHARD
@@ -75,6 +76,20 @@ async def test_processes_that_start_do_not_wait_for_locks_when_nothing_is_to_be_
 async def test_migrations_are_numbered_without_a_gap() -> None:
     numbers = [migration.number for migration in schema.migrations()]
     assert numbers == list(range(1, len(numbers) + 1))
+
+
+async def test_a_migration_may_take_longer_than_a_call(fresh_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = schema.migrations()
+    asks = Migration(
+        number=9000,
+        name="asks",
+        script=b"CREATE TABLE windrow.limits AS SELECT current_setting('statement_timeout') AS s",
+    )
+    monkeypatch.setattr(schema, "migrations", lambda: [*ours, asks])
+    async with opened(fresh_dsn) as database:
+        assert await schema.migrate(database, cluster=CLUSTER) == [asks]
+        assert await database.run(b"SELECT s FROM windrow.limits", {}) == [("0",)]
+        assert await database.run(b"SELECT current_setting('statement_timeout')", {}) == [("1min",)]
 
 
 async def test_a_migration_that_was_changed_after_it_ran_is_refused(fresh_dsn: str) -> None:

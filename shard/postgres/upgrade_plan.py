@@ -1,0 +1,67 @@
+"""What an upgrade of a database to this release will run there, and what those who use the database notice of it
+(docs/decisions/0068-what-an-upgrade-locks.md). Reads only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from shard.postgres import schema, statements
+from shard.postgres.pool import Database
+from shard.postgres.schema import Migration
+
+_FILE = Path(__file__).parent / "migrations" / "locks.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What Postgres reported when the migration ran on a schema of the release before, for tables that existed."""
+
+    # By table, the strongest lock that statements wait for: SHARE and SHARE ROW EXCLUSIVE stop writes, ACCESS EXCLUSIVE
+    # stops reads too. They are kept to the end of the migration.
+    locks: Mapping[str, str]
+    # Tables of which every row is read or rewritten. All other steps take the same time whatever the tables hold.
+    reads: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    migration: Migration
+    cost: Cost
+    # The size in bytes of each table that is read, with its partitions.
+    reads: Mapping[str, int]
+
+
+def costs() -> dict[int, Cost]:
+    """Returns the cost of every migration of this release, by number."""
+    found = cast("dict[str, dict[str, object]]", json.loads(_FILE.read_text()))
+    return {
+        int(number): Cost(
+            locks=cast("dict[str, str]", cost["locks"]),
+            reads=cast("list[str]", cost["reads"]),
+        )
+        for number, cost in found.items()
+    }
+
+
+async def plan(database: Database) -> list[Step] | None:
+    """Returns the steps of the upgrade; None: the database has no schema yet, so that nobody waits for anything.
+    Raises Misconfigured if this release cannot work with the schema, and ShardUnavailable."""
+    pending = await schema.pending(database)
+    if not pending:
+        return None if pending is None else []
+    rows = await database.run(statements.MEASURE_TABLES, {})
+    sizes = {str(table).removeprefix("windrow."): int(size) for table, size in rows}
+    known = costs()
+    return [
+        Step(
+            migration=migration,
+            cost=known[migration.number],
+            # A migration that has not run yet may make the table.
+            reads={table: sizes.get(table, 0) for table in known[migration.number].reads},
+        )
+        for migration in pending
+    ]

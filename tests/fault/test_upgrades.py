@@ -1,0 +1,277 @@
+"""Routers are replaced one after another by those of the next release, and then by those of the release before again,
+under load. The release that runs first has made the schema; the next one migrates it while both serve.
+
+Two pairs of releases: an earlier commit of this repository and this checkout, whose migrations are real; and this
+checkout and a copy of it that has one more migration, which adds a column to every table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import quantiles
+
+import psycopg
+import pytest
+
+from shard.postgres import schema
+from tests.fault.upgrade_load import WINDOW_S
+from tests.postgres import EMPTY, Server
+from tests.routers import CHECKOUT, PATIENCE_S, first_line, reserved_address, stubs, until, write_cluster
+
+PER_SECOND = 200
+# So long nothing is replaced, for comparison.
+CALM_S = 2.0
+# What a router and a client are made of.
+_PARTS = ("router", "shard", "clients/python/windrow")
+_MIGRATIONS = "shard/postgres/migrations"
+_numbers = itertools.count(1)
+
+# Statements that name no columns, and plans that are kept, break with it.
+_WIDER = b"""DO $$
+DECLARE
+    wide regclass;
+BEGIN
+    FOR wide IN
+        SELECT oid FROM pg_class
+        WHERE relnamespace = 'windrow'::regnamespace AND relkind IN ('r', 'p') AND NOT relispartition
+        ORDER BY relname
+    LOOP
+        EXECUTE format('ALTER TABLE %s ADD COLUMN of_the_next_release integer', wide);
+    END LOOP;
+END
+$$;
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    name: str
+    folder: Path
+
+    @property
+    def newest_migration(self) -> int:
+        return max(int(path.name[:4]) for path in (self.folder / _MIGRATIONS).glob("*.sql"))
+
+    def start(self, *arguments: object, stdout: int | None = None, log: Path) -> subprocess.Popen[str]:
+        """Starts Python with the code of this release and of no other."""
+        path = os.pathsep.join((str(self.folder), str(self.folder / "clients/python")))
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+        with log.open("a") as errors:
+            return subprocess.Popen(
+                [sys.executable, "-P", *map(str, arguments)],
+                cwd=self.folder,
+                env=clean | {"PYTHONPATH": path},
+                stdout=stdout,
+                stderr=errors,
+                text=True,
+            )
+
+
+@pytest.fixture
+def today(tmp_path: Path) -> Release:
+    return Release(name="today", folder=_copied(CHECKOUT, tmp_path / "today"))
+
+
+@pytest.fixture
+def following(tmp_path: Path) -> Release:
+    release = Release(name="following", folder=_copied(CHECKOUT, tmp_path / "following"))
+    number = release.newest_migration + 1
+    (release.folder / _MIGRATIONS / f"{number:04}_wider.sql").write_bytes(_WIDER)
+    return release
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> Release:
+    """The commit before the newest migration was added. It can be upgraded only if all its migrations are as today:
+    before the first release they were still edited."""
+    ours = schema.migrations()
+    newest = f"{_MIGRATIONS}/{ours[-1].number:04}_{ours[-1].name}.sql"
+    added = _git("log", "--diff-filter=A", "--format=%H", "-1", "--", newest).decode().strip()
+    if not added:
+        pytest.skip("the newest migration is in no commit yet, or the clone is shallow")
+    folder = tmp_path / "earlier"
+    archive = tmp_path / "earlier.tar"
+    archive.write_bytes(_git("archive", "--format=tar", f"{added}^", *_PARTS))
+    with tarfile.open(archive) as packed:
+        packed.extractall(folder, filter="data")
+    theirs = [path.read_bytes() for path in sorted((folder / _MIGRATIONS).glob("*.sql"))]
+    if theirs != [one.script for one in ours[:-1]]:
+        pytest.skip(f"{added[:10]}^ has other migrations than this checkout had before its newest one")
+    return Release(name="earlier", folder=folder)
+
+
+def _git(*arguments: str) -> bytes:
+    """Runs git in the checkout. Skips the test where that fails, as in a shallow clone or an unpacked archive."""
+    try:
+        return subprocess.run(["git", "-C", CHECKOUT, *arguments], capture_output=True, check=True).stdout
+    except FileNotFoundError:
+        pytest.skip("there is no git")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"git {arguments[0]}: {error.stderr.decode().strip()}")
+
+
+def _copied(checkout: Path, folder: Path) -> Path:
+    """Copies compiled modules too: to compile them again would take seconds."""
+    for part in _PARTS:
+        shutil.copytree(checkout / part, folder / part)
+    return folder
+
+
+@dataclass(slots=True, kw_only=True)
+class Cluster:
+    """Routers, each at an address of its own, and a database that the first of them has made."""
+
+    dsn: str
+    config: Path
+    addresses: Sequence[str]
+    running: dict[str, subprocess.Popen[str]]
+
+    def start(self, address: str, release: Release) -> None:
+        supervisor = release.start(
+            *("-m", "router", "--config", self.config, "--listen", address, "--processes", 1),
+            stdout=subprocess.PIPE,
+            log=self.log,
+        )
+        self.running[address] = supervisor
+        assert first_line(supervisor).startswith("listening on "), self.log.read_text()
+
+    def stop(self, address: str) -> None:
+        with self.running.pop(address) as supervisor:
+            supervisor.terminate()
+            assert supervisor.wait(PATIENCE_S) == 0, self.log.read_text()
+
+    def roll_to(self, release: Release) -> None:
+        """Restarts one router after another, as deploy/README.md says."""
+        for address in self.addresses:
+            self.stop(address)
+            self.start(address, release)
+
+    @property
+    def log(self) -> Path:
+        return self.config.with_suffix(".log")
+
+    @property
+    def newest_migration(self) -> int:
+        with psycopg.connect(self.dsn) as connection:
+            row = connection.execute("SELECT max(number) FROM windrow.migration").fetchone()
+        assert row is not None
+        return int(row[0])
+
+
+@contextlib.contextmanager
+def cluster_of(release: Release, postgres: Server, folder: Path) -> Generator[Cluster, None, None]:
+    name = f"upgrades_{next(_numbers)}"
+    dsn = postgres.create(name, template=EMPTY)
+    config = write_cluster(folder / "cluster.toml", {"s1": dsn})
+    with reserved_address() as one, reserved_address() as another:
+        cluster = Cluster(dsn=dsn, config=config, addresses=(one, another), running={})
+        try:
+            for address in cluster.addresses:
+                cluster.start(address, release)
+            yield cluster
+        finally:
+            for supervisor in cluster.running.values():
+                supervisor.terminate()
+            for supervisor in cluster.running.values():
+                with supervisor:
+                    supervisor.wait(PATIENCE_S)
+    postgres.drop(name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What clients saw: when calls were due and how long they took, and when each job ran, with its attempt."""
+
+    stored: dict[str, tuple[float, float]]
+    ran: dict[str, list[tuple[float, int]]]
+    failed: list[str]
+
+    @classmethod
+    def read(cls, log: Path) -> Seen:
+        stored: dict[str, tuple[float, float]] = {}
+        ran: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        failed: list[str] = []
+        for line in log.read_text().splitlines():
+            said = json.loads(line)
+            if "stored" in said:
+                stored[said["stored"]] = said["at"], said["took"]
+            elif "ran" in said:
+                ran[said["ran"]].append((said["at"], said["attempt"]))
+            else:
+                failed.append(said["failed"])
+        return cls(stored=stored, ran=ran, failed=failed)
+
+    def p99_ms(self, since_s: float, until_s: float) -> float:
+        took_s = [took for at, took in self.stored.values() if since_s <= at < until_s]
+        return quantiles(took_s, n=100)[98] * 1000
+
+
+def roll_there_and_back(old: Release, new: Release, postgres: Server, folder: Path) -> None:
+    log, errors = folder / "load.jsonl", folder / "load.err"
+    with cluster_of(old, postgres, folder) as cluster:
+        assert cluster.newest_migration == old.newest_migration
+        # Clients are upgraded after their routers.
+        script = CHECKOUT / "tests/fault/upgrade_load.py"
+        load = old.start(script, "acme", log, PER_SECOND, *cluster.addresses, log=errors)
+        with load:
+            try:
+                until(lambda: log.exists() and log.stat().st_size > 0, "the load begins")
+                calm_s = time.monotonic()
+                time.sleep(CALM_S)
+                marks = [time.monotonic()]
+                for release in (new, old):
+                    cluster.roll_to(release)
+                    marks.append(time.monotonic())
+                    assert cluster.newest_migration == new.newest_migration
+                # SIGTERM would stop the workers.
+                load.send_signal(signal.SIGUSR1)
+                load.wait(PATIENCE_S)
+            finally:
+                load.kill()
+        with stubs(cluster.addresses[0]) as both:
+            (books,) = both.books("s1").values()
+    seen = Seen.read(log)
+    assert (load.returncode, seen.failed) == (0, []), errors.read_text()
+    assert len(seen.stored) > PER_SECOND * CALM_S
+    assert seen.stored.keys() - seen.ran.keys() == set(), "jobs that were lost"
+    # A job runs again only if its lease has ended; its attempt then counts on.
+    for job, runs in seen.ran.items():
+        for (before_s, attempt), (after_s, next_attempt) in itertools.pairwise(runs):
+            assert next_attempt > attempt, job
+            assert after_s - before_s >= WINDOW_S, job
+    assert (books.accepted, books.succeeded) == (len(seen.ran), len(seen.ran))
+    again = sum(len(runs) > 1 for runs in seen.ran.values())
+    late = sum(runs[0][1] > 1 for runs in seen.ran.values())
+    print(
+        f"{old.name} -> {new.name} -> {old.name}: {len(seen.stored)} jobs at {PER_SECOND}/s; {again} ran twice, {late} "
+        f"ran only after their lease had ended once; p99 of an enqueue, of all its tries: "
+        f"{seen.p99_ms(calm_s, marks[0]):.0f} ms undisturbed, {seen.p99_ms(marks[0], marks[1]):.0f} ms during the "
+        f"upgrade, {seen.p99_ms(marks[1], marks[2]):.0f} ms during the downgrade"
+    )
+
+
+@pytest.mark.turns(2)
+def test_routers_of_an_earlier_commit_are_upgraded_to_this_checkout_and_back_under_load(
+    earlier: Release, today: Release, postgres: Server, tmp_path: Path
+) -> None:
+    roll_there_and_back(earlier, today, postgres, tmp_path)
+
+
+@pytest.mark.turns(2)
+def test_routers_of_this_checkout_are_upgraded_to_a_release_with_wider_tables_and_back_under_load(
+    today: Release, following: Release, postgres: Server, tmp_path: Path
+) -> None:
+    roll_there_and_back(today, following, postgres, tmp_path)

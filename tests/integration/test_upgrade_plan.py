@@ -1,0 +1,99 @@
+"""`windrow upgrade plan` says what Postgres itself reports when the migrations run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from shard.postgres import schema, upgrade_plan
+from shard.postgres.schema import Migration
+from tests.command import windrow
+from tests.postgres import Server
+from tests.routers import write_cluster
+
+# Only locks that the statements of routers wait for, weakest first.
+_MODES = ("ShareLock", "ShareRowExclusiveLock", "ExclusiveLock", "AccessExclusiveLock")
+_WORDS = ("SHARE", "SHARE ROW EXCLUSIVE", "EXCLUSIVE", "ACCESS EXCLUSIVE")
+_TABLES = b"""
+SELECT oid, coalesce(pg_partition_root(oid), oid)::regclass::text, relkind = 'p', pg_relation_filenode(oid)
+FROM pg_class WHERE relnamespace = to_regnamespace('windrow') AND relkind IN ('r', 'p')
+"""
+_CHILDLESS = b"""
+SELECT format('CREATE TABLE %s_rest PARTITION OF %s DEFAULT', oid::regclass, oid::regclass) FROM pg_class
+WHERE relnamespace = 'windrow'::regnamespace AND relkind = 'p'
+    AND NOT EXISTS (SELECT FROM pg_inherits WHERE inhparent = oid)
+"""
+_LOCKS = b"SELECT relation, mode FROM pg_locks WHERE locktype = 'relation' AND pid = pg_backend_pid()"
+_SCANS = b"SELECT relid FROM pg_stat_xact_user_tables WHERE seq_scan > 0"
+
+
+def reported(dsn: str, migration: Migration) -> dict[str, object]:
+    """Runs a migration, and returns what it locks and reads. In a session of its own, because Postgres counts scans for
+    some time after their transaction."""
+    with psycopg.connect(dsn) as connection:
+        before = {oid: (str(root), node) for oid, root, _, node in connection.execute(_TABLES).fetchall()}
+        connection.execute(migration.script, prepare=False)
+        locks: dict[str, int] = {}
+        for oid, mode in connection.execute(_LOCKS).fetchall():
+            if oid in before and mode in _MODES:
+                table = before[oid][0].removeprefix("windrow.")
+                locks[table] = max(locks.get(table, 0), _MODES.index(mode))
+        read = {oid for (oid,) in connection.execute(_SCANS).fetchall()} & before.keys()
+        after = {oid: node for oid, _, _, node in connection.execute(_TABLES).fetchall()}
+        read |= {oid for oid, (_, node) in before.items() if oid in after and after[oid] != node}
+        return {
+            "locks": {table: _WORDS[locks[table]] for table in sorted(locks)},
+            "reads": sorted({before[oid][0].removeprefix("windrow.") for oid in read}),
+        }
+
+
+def test_the_file_of_locks_says_what_postgres_reports_of_each_migration(empty_dsn: str) -> None:
+    with psycopg.connect(empty_dsn, autocommit=True) as connection:
+        connection.execute("CREATE SCHEMA windrow")
+    found: dict[str, object] = {}
+    for migration in schema.migrations():
+        found[f"{migration.number:04}"] = reported(empty_dsn, migration)
+        # A partitioned table without partitions has nothing to read.
+        with psycopg.connect(empty_dsn, autocommit=True) as connection:
+            while made := connection.execute(_CHILDLESS).fetchall():
+                for (statement,) in made:
+                    connection.execute(statement.encode())
+    text = "{\n" + ",\n".join(f'  "{number}": {json.dumps(cost)}' for number, cost in found.items()) + "\n}\n"
+    assert upgrade_plan._FILE.read_text() == text, f"write this into {upgrade_plan._FILE.name}:\n{text}"
+
+
+def test_the_plan_of_a_newer_schema_is_refused_and_of_an_empty_or_older_one_told(
+    fresh_dsn: str, empty_dsn: str, postgres: Server, tmp_path: Path
+) -> None:
+    config = write_cluster(tmp_path / "cluster.toml", {"s1": fresh_dsn, "s2": empty_dsn})
+    newest = schema.migrations()[-1]
+
+    def told() -> tuple[int, list[dict[str, Any]]]:
+        done = windrow("upgrade", "plan", "--config", str(config), "--json")
+        return done.code, done.documents
+
+    code, (first, second) = told()
+    assert (code, first["state"], second["state"]) == (1, "up to date", "empty")
+    with psycopg.connect(fresh_dsn, autocommit=True) as connection:
+        connection.execute("DELETE FROM windrow.migration WHERE number = %s", [newest.number])
+    code, (first, _) = told()
+    cost = upgrade_plan.costs()[newest.number]
+    (step,) = first["migrations"]
+    assert (code, first["state"]) == (1, "to migrate")
+    assert (step["name"], step["breaking"]) == (f"{newest.number:04} {newest.name}", newest.breaking)
+    assert step["locks"] == cost.locks
+    assert sorted(step["reads_bytes"]) == list(cost.reads)
+    out = windrow("upgrade", "plan", "--config", str(config)).out
+    assert f"{newest.number:04} {newest.name}" in out
+    # Nothing was run.
+    assert told()[1][0]["state"] == "to migrate"
+    with psycopg.connect(fresh_dsn, autocommit=True) as connection:
+        connection.execute("INSERT INTO windrow.migration VALUES (9000, 'later', 'x', true)")
+    code, (first, _) = told()
+    assert (code, first["state"]) == (5, "refused")
+    assert "its schema has migration 9000 of a newer release" in str(first["error"])
+    config = write_cluster(tmp_path / "cluster.toml", {"s1": "host=127.0.0.1 port=1 dbname=x"})
+    assert (told()[0], told()[1][0]["state"]) == (3, "unreachable")
