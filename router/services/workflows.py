@@ -10,6 +10,7 @@ from router.codec import workflows as codec
 from router.codec.status import InvalidRequest, Violation
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
+from router.gate.admission import MESSAGE_BYTES_MAX
 from router.gate.calls import ANSWER_HELD_BYTES, unary
 from router.gate.tracing import current_trace
 from router.route import by_id
@@ -37,6 +38,8 @@ _NODES_DEFAULT = 1000
 _PARENTS_DEFAULT = 100
 # Jobs of one cancel.
 _JOBS_AT_ONCE = 1000
+# The memory of a retry: all jobs of a workflow, which came in one request, and a page of them as it is looked up.
+_RETRY_BYTES = MESSAGE_BYTES_MAX + ANSWER_HELD_BYTES
 # A workflow with more nodes is checked and converted in a thread: 10,000 nodes take half a second, in which the router
 # process would serve nobody else.
 _NODES_HERE_MAX = 200
@@ -160,7 +163,7 @@ class WorkflowsService:
         await self._cancel(org, [job], SKIPPED)
         return workflows_pb2.SkipNodeResponse(workflow=await self._info(org, workflow))
 
-    @unary(answer_bytes=ANSWER_HELD_BYTES)
+    @unary(answer_bytes=_RETRY_BYTES)
     async def RetryWorkflow(self, request: workflows_pb2.RetryWorkflowRequest) -> workflows_pb2.RetryWorkflowResponse:
         org, old, new = OrgId(request.org), WorkflowId(request.id), WorkflowId(request.new_id)
         home = await self._home(org)
