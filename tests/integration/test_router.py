@@ -465,6 +465,7 @@ def test_reflection_lists_the_services(running: Running, version: str) -> None:
         "windrow.v1.Cluster",
         "windrow.v1.Schedules",
         "windrow.v1.Workflows",
+        "externalscaler.ExternalScaler",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
     }
