@@ -439,7 +439,14 @@ class WaitRoom:
                 self._wake(key, 1)
             else:
                 # The consumer that takes the job and finds no more asks for a new probe.
-                awaited.due_timer = loop.call_later(left_s, self._wake, key, 1)
+                awaited.due_timer = loop.call_later(left_s, self._fall_due, key)
+
+    def _fall_due(self, key: _Key) -> None:
+        self._wake(key, 1)
+        awaited = self._queues.get(key)
+        if awaited is not None and awaited.watchers:
+            # The timer may be a little early, and a watcher that finds nothing asks for no probe.
+            self._probe_soon([key])
 
     def _probe_old(self, waiter: Waiter) -> None:
         """Probes those of the waiter's queues whose last probe is older than 1 s. For the others the timers are still

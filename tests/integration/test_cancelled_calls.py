@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import psycopg
@@ -27,6 +27,10 @@ ORG = "acme"
 LARGE = bytes(1_000_000)
 
 
+# Returns the statements that wait for a lock.
+Waiting: TypeAlias = Callable[[], Awaitable[frozenset[Any]]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     dsn: str
@@ -39,8 +43,9 @@ class Cluster:
         return [line for line in lines if f" {level} " in line or line.startswith("Traceback")]
 
     @contextlib.asynccontextmanager
-    async def locked(self) -> AsyncGenerator[Callable[[], Awaitable[bool]], None]:
-        """Makes every statement wait during the block. Yields a function that tells whether one waits."""
+    async def locked(self) -> AsyncGenerator[Waiting, None]:
+        """Makes every statement wait during the block. Yields a function that returns those that wait; also statements
+        of the router's own, such as sweeps."""
         async with (
             await psycopg.AsyncConnection.connect(self.dsn) as holder,
             await psycopg.AsyncConnection.connect(self.dsn, autocommit=True) as watcher,
@@ -50,19 +55,14 @@ class Cluster:
                 " windrow.owned_slot, windrow.catalog IN ACCESS EXCLUSIVE MODE"
             )
 
-            async def waits() -> bool:
+            async def waiting() -> frozenset[Any]:
                 cursor = await watcher.execute(
-                    "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
+                    "SELECT pid, query_start FROM pg_stat_activity WHERE datname = current_database()"
                     " AND wait_event_type = 'Lock' AND application_name = 'windrow'"
                 )
-                row = await cursor.fetchone()
-                return row is not None and row[0] > 0
+                return frozenset(await cursor.fetchall())
 
-            async def rests() -> bool:
-                return not await waits()
-
-            await until(rests, "nothing waits yet")
-            yield waits
+            yield waiting
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +123,23 @@ def unary_calls(to: Client, lease: bytes) -> dict[str, Callable[[], Any]]:
     }
 
 
+async def cancel_while_it_waits(name: str, make: Callable[[], Any], waiting: Waiting) -> None:
+    before, started = await waiting(), frozenset[Any]()
+
+    async def waits() -> bool:
+        nonlocal started
+        started = await waiting() - before
+        return bool(started)
+
+    async def rests() -> bool:
+        return not await waiting() & started
+
+    call = make()
+    await until(waits, f"{name} waits for the shard")
+    await cancel(call)
+    await until(rests, f"{name} has ended")
+
+
 async def test_unary_calls_are_cancelled_at_any_stage_without_an_error_in_the_log(
     cluster: Cluster, near: Client
 ) -> None:
@@ -138,19 +155,12 @@ async def test_unary_calls_are_cancelled_at_any_stage_without_an_error_in_the_lo
             for _ in range(turns):
                 await asyncio.sleep(0)
             await cancel(call)
-    async with cluster.locked() as waits:
+    async with cluster.locked() as waiting:
         for name, make in calls.items():
             if name in ("Enqueue, refused", "Dequeue that waits", "ListShards"):
                 # They need nothing that is locked.
                 continue
-            call = make()
-            await until(waits, f"{name} waits for the shard")
-            await cancel(call)
-
-            async def rests() -> bool:
-                return not await waits()
-
-            await until(rests, f"{name} has ended")
+            await cancel_while_it_waits(name, make, waiting)
     # When another call is answered, the last cancelled one has been handled too.
     await near.enqueue(ORG)
     assert cluster.errors() == []
@@ -179,13 +189,13 @@ async def test_streams_are_cancelled_at_any_stage_without_an_error_in_the_log(cl
     await near.enqueue(ORG, *(new_job(queue="stream") for _ in range(3)))
     async with near.stream(ORG, "stream", credit=2) as stream:
         jobs = await stream.until_jobs(1)
-        async with cluster.locked() as waits:
+        async with cluster.locked() as waiting:
             await stream.send(request_id=1, acks=acks(jobs))
-            await until(waits, "the ack waits for the shard")
+            await until(waiting, "the ack waits for the shard")
             await stream.cancel()
     # While it claims jobs.
-    async with cluster.locked() as waits, near.stream(ORG, "stream", credit=2) as stream:
-        await until(waits, "it looks for jobs")
+    async with cluster.locked() as waiting, near.stream(ORG, "stream", credit=2) as stream:
+        await until(waiting, "it looks for jobs")
         await stream.cancel()
     async for _ in near.cluster.CheckShard(cluster_pb2.CheckShardRequest(shard="s1"), timeout=PATIENCE_S):
         break
