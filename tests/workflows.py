@@ -129,7 +129,8 @@ class Flows:
 
     async def check(self) -> None:
         """Asserts that nothing is wrong with the workflows of this org."""
-        assert [fault for fault in await self.admin.check() if fault.org == self.org] == []
+        faults = [fault for fault in await self.admin.check() if fault.org == self.org]
+        assert faults == []
 
 
 def fan_in(width: int) -> dict[str, list[str]]:
