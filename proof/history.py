@@ -29,7 +29,7 @@ _SUFFIX = ".jsonl"
 
 class Verb(enum.StrEnum):
     ENQUEUE = "enqueue"
-    # Of a workflow: enqueues all its jobs.
+    # Starts a workflow, which enqueues all its jobs.
     START = "start"
     DEQUEUE = "dequeue"
     CONSUME = "consume"
@@ -108,7 +108,7 @@ class Enqueue:
     key: str = ""
     # Infinity: it is due when other jobs have ended.
     delay_s: float = 0.0
-    # Of a node: its workflow, and the jobs that it waits for.
+    # The workflow that the job is in, and the jobs that it waits for. Empty: it is in none.
     workflow: str = ""
     after: Sequence[str] = ()
     # The acknowledged id: this job's, or that of another job with the same dedup key. None: no answer came.

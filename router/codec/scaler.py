@@ -6,6 +6,7 @@ import re
 from typing import NamedTuple
 
 from router.codec.status import InvalidRequest, Violation
+from router.codec.validate import NAME
 from router.keda import externalscaler_pb2 as keda
 from shard.vocabulary import OrgId, QueueName
 
@@ -18,7 +19,6 @@ _KEYS_MAX = 100
 _SHOWN_CHARS_MAX = 128
 _METADATA = "scalerMetadata"
 _ORG = re.compile(r"[!-~]{1,128}", re.ASCII)
-_QUEUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}", re.ASCII)
 _NUMBER = re.compile(r"[0-9]{1,6}", re.ASCII)
 
 
@@ -63,7 +63,7 @@ def target_of(request: keda.ScaledObjectRef | keda.GetMetricsRequest) -> Target:
         refuse("org", f"must be 1 to 128 visible ASCII characters, not {_shown(org)}")
     if queue is None:
         refuse("queue", "is missing: name the queue that the workers consume")
-    elif not _QUEUE.fullmatch(queue):
+    elif not NAME.fullmatch(queue):
         refuse("queue", f"must be 1 to 128 of A–Z a–z 0–9 . _ : / -, the first a letter or digit, not {_shown(queue)}")
     if number is None:
         refuse("jobsPerWorker", 'is missing: say how many jobs one worker is for, such as "10"')

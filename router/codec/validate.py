@@ -38,7 +38,8 @@ _RESULT_BYTES_MAX = 65_536
 _PATHS_MAX = 100
 # The result of checking a Dequeue of more bytes is not cached.
 _CACHED_BYTES_MAX = 1_000
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}", re.ASCII)
+# The names of queues and kinds.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}", re.ASCII)
 _ORG = re.compile(r"[!-~]{1,128}", re.ASCII)
 _UUID7_CHARS = 36
 _UUID7S = re.compile(r"(?:[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}(?:,|\Z))+")
@@ -295,7 +296,7 @@ def plain_jobs(request: queue_pb2.EnqueueRequest) -> NewJobs | None:
     priorities = [template.priority for template in templates]
     joined = ",".join(ids)
     if (
-        not all(map(_NAME.fullmatch, {*queues, *kinds}))
+        not all(map(NAME.fullmatch, {*queues, *kinds}))
         # Without the length check, "a,b" in one job's id would pass for the ids of two jobs.
         or len(joined) != (_UUID7_CHARS + 1) * count - 1
         or _UUID7S.fullmatch(joined) is None

@@ -63,15 +63,20 @@ class WorkflowsService:
         else:
             workflow, numbers = codec.new_workflow(request, trace=trace)
 
+        duplicate = await self._store(workflow, field="id")
+        ids = workflow.jobs.ids
+        return workflows_pb2.StartWorkflowResponse(duplicate=duplicate, job_ids=[ids[number] for number in numbers])
+
+    async def _store(self, workflow: NewWorkflow, *, field: str) -> bool:
+        """Returns whether it was stored before. `field`: that of its id in the request."""
+
         async def start(member: ShardHandle, placement: Placement) -> bool:
             return await self._start(member.require_open(), placement, workflow)
 
         try:
-            duplicate = await self._fleet.write(OrgId(request.org), start)
+            return await self._fleet.write(workflow.jobs.org, start)
         except BadIds as error:
-            raise InvalidRequest([Violation("id", error.about(workflow.id))]) from error
-        ids = workflow.jobs.ids
-        return workflows_pb2.StartWorkflowResponse(duplicate=duplicate, job_ids=[ids[number] for number in numbers])
+            raise InvalidRequest([Violation(field, error.about(workflow.id))]) from error
 
     async def _start(self, member: ShardHandle, placement: Placement, workflow: NewWorkflow) -> bool:
         try:
@@ -94,11 +99,8 @@ class WorkflowsService:
 
     @unary()
     async def GetWorkflow(self, request: workflows_pb2.GetWorkflowRequest) -> workflows_pb2.GetWorkflowResponse:
-        org, workflow = OrgId(request.org), WorkflowId(request.id)
-        member = await self._home(org)
-        record = await member.workflows.get(org, workflow)
-        counts = await member.workflows.count(org, workflow)
-        return workflows_pb2.GetWorkflowResponse(workflow=codec.info(record, member.name), counts=codec.counts(counts))
+        info, counts = await self._counted(OrgId(request.org), WorkflowId(request.id))
+        return workflows_pb2.GetWorkflowResponse(workflow=info, counts=counts)
 
     @unary(answer_bytes=ANSWER_HELD_BYTES)
     async def ListNodes(self, request: workflows_pb2.ListNodesRequest) -> workflows_pb2.ListNodesResponse:
@@ -134,9 +136,7 @@ class WorkflowsService:
             admin = member.require_writable().workflows
             return await admin.doom(org, workflow, reason=reason, epoch=placement.epoch)
 
-        jobs = await self._fleet.write(org, doom)
-        for at in range(0, len(jobs), _JOBS_AT_ONCE):
-            await self._cancel(org, jobs[at : at + _JOBS_AT_ONCE], reason)
+        await self._cancel(org, await self._fleet.write(org, doom), reason)
         return workflows_pb2.CancelWorkflowResponse(workflow=await self._info(org, workflow))
 
     @unary()
@@ -168,20 +168,10 @@ class WorkflowsService:
         org, old, new = OrgId(request.org), WorkflowId(request.id), WorkflowId(request.new_id)
         home = await self._home(org)
         retry = await retry_of(self._fleet, home.workflows, org, old, new, trace=current_trace())
-
-        async def start(member: ShardHandle, placement: Placement) -> bool:
-            return await self._start(member.require_open(), placement, retry.workflow)
-
-        try:
-            duplicate = await self._fleet.write(org, start)
-        except BadIds as error:
-            raise InvalidRequest([Violation("new_id", error.about(new))]) from error
-        for at in range(0, len(retry.dead), _JOBS_AT_ONCE):
-            await self._cancel(org, retry.dead[at : at + _JOBS_AT_ONCE], f"retried by workflow {new}")
-        counts = await (await self._home(org)).workflows.count(org, new)
-        return workflows_pb2.RetryWorkflowResponse(
-            workflow=await self._info(org, new), counts=codec.counts(counts), duplicate=duplicate
-        )
+        duplicate = await self._store(retry.workflow, field="new_id")
+        await self._cancel(org, retry.dead, f"retried by workflow {new}")
+        info, counts = await self._counted(org, new)
+        return workflows_pb2.RetryWorkflowResponse(workflow=info, counts=counts, duplicate=duplicate)
 
     @unary(answer_bytes=ANSWER_HELD_BYTES)
     async def ListParents(self, request: workflows_pb2.ListParentsRequest) -> workflows_pb2.ListParentsResponse:
@@ -214,6 +204,10 @@ class WorkflowsService:
         return {record.id: record for record in found.answers.values()}
 
     async def _cancel(self, org: OrgId, ids: Sequence[JobId], reason: str) -> None:
+        for at in range(0, len(ids), _JOBS_AT_ONCE):
+            await self._cancel_part(org, ids[at : at + _JOBS_AT_ONCE], reason)
+
+    async def _cancel_part(self, org: OrgId, ids: Sequence[JobId], reason: str) -> None:
         async def cancel(member: ShardHandle, positions: Sequence[int]) -> list[Answer]:
             return await member.store.cancel(org, [ids[at] for at in positions], reason=reason)
 
@@ -226,6 +220,14 @@ class WorkflowsService:
 
         await self._fleet.write(OrgId(org), act)
         return await self._info(OrgId(org), WorkflowId(workflow))
+
+    async def _counted(
+        self, org: OrgId, workflow: WorkflowId
+    ) -> tuple[workflows_pb2.WorkflowInfo, workflows_pb2.NodeCounts]:
+        member = await self._home(org)
+        record = await member.workflows.get(org, workflow)
+        counts = await member.workflows.count(org, workflow)
+        return codec.info(record, member.name), codec.counts(counts)
 
     async def _info(self, org: OrgId, workflow: WorkflowId) -> workflows_pb2.WorkflowInfo:
         member = await self._home(org)

@@ -32,7 +32,7 @@ from tests.postgres import EMPTY, Server
 from tests.routers import CHECKOUT, PATIENCE_S, first_line, reserved_address, stubs, until, write_cluster
 
 PER_SECOND = 200
-# So long nothing is replaced, for comparison.
+# Nothing is replaced until the load of so many seconds is stored, for comparison.
 CALM_S = 2.0
 # What a router and a client are made of.
 _PARTS = ("router", "shard", "clients/python/windrow")
@@ -230,7 +230,9 @@ def roll_there_and_back(old: Release, new: Release, postgres: Server, folder: Pa
             try:
                 until(lambda: log.exists() and log.stat().st_size > 0, "the load begins")
                 calm_s = time.monotonic()
-                time.sleep(CALM_S)
+                # Lines of the log may be torn while it is written.
+                calm_jobs = log.read_bytes().count(b'"stored"') + PER_SECOND * CALM_S
+                until(lambda: log.read_bytes().count(b'"stored"') >= calm_jobs, "the load goes on undisturbed")
                 marks = [time.monotonic()]
                 for release in (new, old):
                     cluster.roll_to(release)

@@ -38,7 +38,7 @@ def test_a_trial_is_judged_by_how_its_attempts_ended(state: str | None, outcomes
         {"attempt": at, "outcome": outcome, "leased_at_us": 100 + at, "ended_at_us": 101 + at}
         for at, outcome in enumerate(outcomes)
     ]
-    # What was before the trial does not count.
+    # Attempts before the trial do not count.
     before = [
         {"attempt": 0, "outcome": outcome, "leased_at_us": 1, "ended_at_us": 99} for outcome in ("nacked", "expired")
     ]
