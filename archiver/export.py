@@ -23,9 +23,9 @@ from archiver.errors import Damaged, ExportFailed, NoSuchFile
 from archiver.export_location import ExportLocation
 from archiver.object_store import FileInfo, Files
 from archiver.parquet import MANIFEST, Batch, Manifest, Reader, Writer, Written
-from shard.history import cold_day
-from shard.history.cold_day import ColdJob, OrgDay
+from shard.history import export_reader
 from shard.history.days import Day
+from shard.history.export_reader import ColdJob, OrgDay
 from shard.postgres.pool import Database
 from shard.vocabulary import OrgId, ShardName
 
@@ -85,7 +85,7 @@ async def export_day(files: Files, database: Database, day: Day, *, cluster: str
     try:
         manifest, written = await _exported(files, database, day, cluster=cluster, stop=stop)
     except parquet.pa.ArrowException as error:
-        raise ExportFailed(f"{day.name}: {' '.join(str(error).split())}") from error
+        raise ExportFailed(f"{day.name}: {' '.join(str(error).split())}") from error  # pyrefly: ignore[unknown-argument-type]
     return Exported(
         partition=day.name,
         file=files.name(manifest.path),
@@ -100,7 +100,7 @@ async def _exported(
     files: Files, database: Database, day: Day, *, cluster: str, stop: asyncio.Event
 ) -> tuple[Manifest, bool]:
     folder = parquet.folder_of(database.name, day.retention, day.first)
-    orgs = await cold_day.count(database, day)
+    orgs = await export_reader.count(database, day)
     counts = {org.org: org.jobs for org in orgs}
     existing = await asyncio.to_thread(_manifest, files, folder)
 
@@ -114,7 +114,8 @@ async def _exported(
                 f"{files.name(folder)} was exported by cluster {existing.cluster!r}, and this is {cluster!r}: each "
                 "cluster needs an export location of its own"
             )
-        if existing.rows_by_org == counts and (existing.min_id, existing.max_id) == await cold_day.ends(database, day):
+        ids = (existing.min_id, existing.max_id)
+        if existing.rows_by_org == counts and ids == await export_reader.ends(database, day):
             try:
                 await asyncio.to_thread(parquet.check, files, existing)
             except Damaged as error:
@@ -283,7 +284,7 @@ async def _compare(files: Files, path: str, source: Source) -> None:
 
 
 async def _table(database: Database, day: Day, orgs: list[OrgDay], stop: asyncio.Event) -> AsyncGenerator[Batch]:
-    async with aclosing(cold_day.pages(database, day, orgs)) as pages:
+    async with aclosing(export_reader.pages(database, day, orgs)) as pages:
         async for page in pages:
             if stop.is_set():
                 raise Stopped

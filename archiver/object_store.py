@@ -121,7 +121,7 @@ class Files:
         """Returns the files below this folder, ordered by path."""
         found: list[FileInfo] = []
         with self.failures(prefix):
-            for chunk in obstore.list(self._store, prefix or None):  # pyright: ignore[reportUnknownMemberType]
+            for chunk in obstore.list(self._store, prefix or None):
                 found += [
                     FileInfo(path=entry["path"], bytes=entry["size"], modified=entry["last_modified"])
                     for entry in chunk

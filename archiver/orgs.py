@@ -87,9 +87,9 @@ async def read(cluster: Cluster) -> list[Policy]:
 
 
 async def apply_to_past(cluster: Cluster, org: OrgId, *, say: Callable[[str], None]) -> int:
-    """Applies the present retention of each of the org's queues to its finished jobs. Returns for how many jobs that is
-    a change. `say` is called with a text for each shard. Raises AnotherArchives, ShardError; if it is interrupted, call
-    it again.
+    """Applies the present retention of each of the org's queues to its finished jobs. Returns how many jobs had another
+    retention before. `say` is called with a text for each shard. Raises AnotherArchives, ShardError; if it is
+    interrupted, call it again.
     """
     jobs = 0
     async with _every(cluster) as (catalog, shards):

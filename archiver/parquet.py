@@ -17,7 +17,7 @@ from urllib.parse import quote, unquote
 
 from archiver.errors import Damaged, ExportFailed, NoSuchFile
 from archiver.object_store import Files, Sink, Source
-from shard.history.cold_day import ColdJob, Columns
+from shard.history.export_reader import ColdJob, Columns
 from shard.vocabulary import JobId, Micros, OrgId, ShardName
 
 # pyarrow has no type annotations.

@@ -200,7 +200,7 @@ class Mover:
             await move_steps.carry_arrivals(source, target, told_of, epoch=move.epoch)
         departing = [row.slot for row in self._remaining if row.departing]
         free = [row.slot for row in self._remaining if row.free or row.dead]
-        # Without those whose last ends were carried just now: others may have come since.
+        # Slots of which ends were carried just now do not count as empty: more ends may have come since.
         empty = set(move.slots).difference(row.slot for row in self._remaining)
         if departing:
             await self._hand_over(move, source, target, departing)

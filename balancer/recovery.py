@@ -23,6 +23,7 @@ from shard.placement.move_steps import ExportedJobs
 from shard.postgres import schema
 from shard.postgres.pool import Database
 from shard.queue.store import Store
+from shard.schedules import lost_runs
 from shard.vocabulary import JobId, Micros, OrgId, ShardName, Slot
 
 _TRIES_MAX = 100
@@ -51,8 +52,8 @@ class Loss:
     shard: ShardName
     # The mark that the catalog has confirmed and the shard lacks.
     confirmed: marks.Confirmed
-    # The newest mark that the shard still has of the history that it had before; None: it has none. Routers may have
-    # marked the restored database before they noticed the loss: marks that are newer than the confirmed one are of
+    # The newest mark that the shard still has from its history before the restore; None: it has none. Routers may have
+    # marked the restored database before they noticed the loss: marks that are newer than the confirmed one belong to
     # its new history.
     newest: int | None
     newest_at: Micros | None
@@ -98,8 +99,7 @@ async def find_loss(shard: Database, catalog_database: Database, *, cluster: str
         return None
     newest, newest_at = await marks.last_before(shard, confirmed.at) or (None, None)
     known = await catalog.read(catalog_database)
-    states = await move_steps.read_slots(shard, [Slot(slot) for slot in range(len(known.slots))])
-    behind = [slot for slot, state in states.items() if state.epoch < known.slots[slot].epoch]
+    behind = await slots_behind(shard, known)
     return Loss(
         shard=shard.name,
         confirmed=confirmed,
@@ -108,6 +108,22 @@ async def find_loss(shard: Database, catalog_database: Database, *, cluster: str
         slots_come=sum(shard.name in known.slots[slot].writes for slot in behind),
         slots_left=sum(shard.name not in known.slots[slot].reads for slot in behind),
     )
+
+
+async def slots_behind(shard: Database, known: Catalog) -> list[Slot]:
+    """Returns the slots that have moved from or to this shard, or to it and back, since the point to which it went
+    back. Slots that it has never had, and has not now, are left out."""
+    states = await move_steps.read_slots(shard, [Slot(slot) for slot in range(len(known.slots))])
+    return [
+        Slot(slot)
+        for slot, placement in enumerate(known.slots)
+        if (
+            states[Slot(slot)].epoch < placement.epoch
+            if slot in states
+            # An org that was pinned where it lived got a slot that no other shard has had.
+            else shard.name in placement.writes and bool(placement.former or placement.sources)
+        )
+    ]
 
 
 async def compare_histories(
@@ -134,11 +150,17 @@ async def compare_histories(
 
 
 async def accept(
-    loss: Loss, shards: Mapping[ShardName, Database], catalog_database: Database, *, cluster: str
+    loss: Loss,
+    shards: Mapping[ShardName, Database],
+    catalog_database: Database,
+    *,
+    cluster: str,
+    runs_again: bool = False,
 ) -> list[str]:
-    """Lets the shard serve again without what it lost: tells it which slots have left it and which have come to it, and
-    begins a new history. Returns what was done about moves, one sentence each. Raises ShardUnavailable, Misconfigured;
-    it may then be called again."""
+    """Lets the shard serve again without what it lost: tells it which slots have left it and which have come to it,
+    skips the runs of schedules that it may have stored before, and begins a new history. With `runs_again`, these runs
+    are caught up instead, as after an outage. Returns what was done about moves and schedules, one sentence each.
+    Raises ShardUnavailable, Misconfigured; it may then be called again."""
     shard = shards[loss.shard]
     await schema.migrate(shard, cluster=cluster)
     confirmed = await marks.confirmed(catalog_database, loss.shard)
@@ -166,6 +188,13 @@ async def accept(
     known = await catalog.read(catalog_database)
     await _retry_until_done(shard, lambda: strays.fence(shard, known))
     await catalog.grant_slots(shard, known)
+    if not runs_again:
+        skipped = await lost_runs.skip(shard)
+        if skipped.schedules:
+            messages.append(
+                f"{skipped.schedules} schedule(s) skip their runs until now, {skipped.buffered} of which waited: "
+                f"{loss.shard!r} may have stored them before"
+            )
     # This comes last: until then routers refuse the shard.
     await marks.accept(shard, catalog_database, loss.confirmed.mark)
     return messages
@@ -179,7 +208,7 @@ async def _delete_copies(
     A slot may have left the shard since the backup and have come back, or be on its way back. The backup then holds
     jobs that left with the slot, and the shard would lease them again. Jobs that another shard knows are deleted; jobs
     that no other shard knows stay. Returns how many were deleted. Raises ShardUnavailable, Misconfigured."""
-    shard, databases = shards[lost], _Databases(shards, catalog_database, cluster=cluster)
+    shard, databases = shards[lost], ExaminedDatabases(shards, catalog_database, cluster=cluster)
     # Slots that leave the shard are not looked at: `_repair_move` makes their jobs stray.
     read_there = [
         Slot(slot)
@@ -195,24 +224,25 @@ async def _delete_copies(
                 continue
             ids = await strays.read_unfinished(shard, row.org, row.queue)
             while ids:
-                known_elsewhere = await _known_elsewhere(lost, databases, known, row.org, ids)
-                deleted += await strays.delete_copies(shard, row.org, sorted(known_elsewhere))
+                copies = await known_elsewhere(lost, databases, known, row.org, ids)
+                deleted += await strays.delete_copies(shard, row.org, sorted(copies))
                 ids = await strays.read_unfinished(shard, row.org, row.queue, behind=ids[-1])
     return deleted
 
 
-async def _known_elsewhere(
-    lost: ShardName, databases: _Databases, known: Catalog, org: OrgId, ids: Sequence[JobId]
-) -> set[JobId]:
-    """Returns the jobs that another shard knows: a shard where the org's jobs are read now, or a former owner on which
-    the job has finished."""
+async def known_elsewhere(
+    lost: ShardName, databases: ExaminedDatabases, known: Catalog, org: OrgId, ids: Sequence[JobId]
+) -> dict[JobId, ShardName]:
+    """Returns the jobs that another shard knows, with that shard: one where the org's jobs are read now, or a former
+    owner on which the job has finished."""
     placement = known.placement(org)
-    found = set[JobId]()
+    found: dict[JobId, ShardName] = {}
     for name in dict.fromkeys((*placement.reads, *(former.shard for former in placement.former))):
         rest = [job_id for job_id in ids if job_id not in found]
         if name != lost and rest:
             database = await databases.at(name)
-            found |= await (strays.known if name in placement.reads else _known_as_ended)(database, org, rest)
+            there = await (strays.known if name in placement.reads else _known_as_ended)(database, org, rest)
+            found |= dict.fromkeys(there, name)
     return found
 
 
@@ -252,7 +282,7 @@ async def recover(
     deleted on the stray shard instead. With `older`, also handles jobs whose ids were made more than 7 days ago;
     other shards may have forgotten that such a job has run. `report` is called with the number of jobs handled so far.
     Raises ShardUnavailable, Misconfigured; it may then be called again."""
-    databases = _Databases(shards, catalog_database, cluster=cluster)
+    databases = ExaminedDatabases(shards, catalog_database, cluster=cluster)
     shard = await databases.at(name)
     known = await catalog.read(catalog_database)
     await _retry_until_done(shard, lambda: strays.fence(shard, known))
@@ -290,7 +320,7 @@ async def recover(
     return recovery
 
 
-class _Databases:
+class ExaminedDatabases:
     """The databases of the shards. Each is examined before its first use, so a shard that is not needed may be
     unreachable."""
 
@@ -310,7 +340,7 @@ class _Databases:
 
 
 async def _recover_org(
-    shard: Database, databases: _Databases, known: Catalog, slot: Slot, parts: Sequence[Strays]
+    shard: Database, databases: ExaminedDatabases, known: Catalog, slot: Slot, parts: Sequence[Strays]
 ) -> tuple[ShardName, int, int] | None:
     """Moves or cancels these stray jobs of one org. Returns where the org lives, how many jobs were moved there, and
     how many were cancelled because another shard knows them. Returns None if the org is moving now."""

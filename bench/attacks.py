@@ -29,7 +29,7 @@ _AGAIN_S = 0.1
 _MIB = 1024 * 1024
 _UNREAD_CALLS = 400
 _UNFINISHED_CALLS, _UNFINISHED_BYTES, _UNFINISHED_CONNECTIONS = 120, 15 * _MIB, 4
-# How many streams one connection of theirs has; a router allows 1,000 calls of a connection.
+# How many streams an attacker opens on one connection; a router allows 1,000 calls on it.
 _STREAMS_OF_CONNECTION = 500
 _STREAM_CONNECTIONS_MIN = 4
 _JOBS_FOR_STREAMS, _JOBS_OF_CALL = 600, 15
@@ -45,7 +45,7 @@ _OLD_ID = "00000000-0000-7000-8000-{:012x}"
 
 
 class Attack(enum.StrEnum):
-    """By the names that --attacks takes."""
+    """The attacks, by the names that --attacks takes."""
 
     UNREAD_ANSWERS = "unread-answers"
     UNFINISHED_REQUESTS = "unfinished-requests"

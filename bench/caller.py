@@ -99,7 +99,7 @@ class Caller:
             self._recorder.end(number, Outcome.OK, answered=answered)
 
     async def _answered(self, number: int, send: Callable[[], Awaitable[_T]]) -> _T | None:
-        """None: it failed."""
+        """Returns the answer to a call; None if it failed."""
         try:
             return await send()
         except grpc.aio.AioRpcError as error:

@@ -115,7 +115,7 @@ class Client:
             before = self._tally.taken
             await self._system.enqueue(stamped(1))
             await self._until(lambda: self._tally.taken > before, "1 more")  # noqa: B023 - ended before the next turn
-            # No rhythm that could fall in with a poll of the system's.
+            # Pause for a random time, so that the jobs do not keep step with the system's polls.
             await asyncio.sleep(pause_s * random.uniform(0.2, 1.8))
         return jobs
 
@@ -141,7 +141,7 @@ class Client:
         """Consumes until all clients together have finished `total` jobs, and goes on consuming. Answers when this
         client finished its last job."""
         await self.work(batch=batch, concurrency=concurrency)
-        # Many looks would be many wake-ups, which are counted.
+        # Look rarely at first: each look is a wake-up, and wake-ups are counted.
         await self._until(lambda: self._tally.finished >= 0.9 * total, f"{total}", look_s=_LOOK_AFAR_S)
         await self._until(lambda: self._tally.finished >= total, f"{total}")
         return self._finished_at_s
@@ -192,7 +192,7 @@ class Client:
         self._pickups = array("q")
 
     async def messages(self) -> dict[str, int]:
-        """Those of this process's Consume streams, since it began."""
+        """Answers the messages of this process's Consume streams, since it began."""
         return asdict(MESSAGES)
 
     async def check(self, jobs: int) -> None:

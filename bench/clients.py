@@ -24,12 +24,12 @@ class Answered:
     found: Any
 
 
-# Beside the time that an order names itself.
+# How long an order may take beyond the time that it names.
 _ORDER_S_MAX = 300.0
 
 
 class Clients:
-    """`pids` are those of its processes."""
+    """`pids` are the ids of the client processes."""
 
     def __init__(self, processes: list[Process]) -> None:
         self._processes = processes

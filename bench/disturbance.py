@@ -1,12 +1,14 @@
-"""Other load on a database while a queue works in it: a transaction left open, readers, or an archiver with much to do.
-All end with their scope."""
+"""What goes on while a queue works: a transaction left open, readers, an archiver with much to do, or restarts of its
+routers. All end with their scope."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import psycopg
@@ -22,6 +24,8 @@ _READERS = 4
 # How long a reader keeps its snapshot. The readers begin one after another, so that there is always an old snapshot.
 _READ_S = 20.0
 _SCAN_EVERY_S = 1.0
+# From one restart of a router process to the next.
+_START_S = 6.0
 
 # The tables whose rows are changed and deleted: a queue's hot tables. Tables that are only appended to are not scanned.
 _HOT_TABLES = """
@@ -65,6 +69,24 @@ async def _read(dsn: str, *, begin_s: float) -> None:
                     await connection.execute(sql.SQL("SELECT count(*) FROM {}").format(table))
                 await asyncio.sleep(_SCAN_EVERY_S)
             await connection.commit()
+
+
+@contextlib.asynccontextmanager
+async def restarts(pids: Callable[[], Sequence[int]]) -> AsyncGenerator[None, None]:
+    """Restarts one router process after another, in an orderly way, again and again. Each has some seconds to start
+    before the next one ends."""
+
+    async def restart() -> None:
+        while True:
+            # The longest running one comes first.
+            victim = pids()[0]
+            os.kill(victim, signal.SIGTERM)
+            await asyncio.sleep(_START_S)
+            if victim in pids():
+                raise Wrong(f"router process {victim} has not ended {_START_S:g} s after SIGTERM")
+
+    async with background(restart()):
+        yield
 
 
 @dataclass(slots=True)

@@ -60,7 +60,9 @@ def _method(request: type[Message], answer: Callable[[Any], Message]) -> grpc.Rp
         return answer(message)
 
     return grpc.unary_unary_rpc_method_handler(
-        serve, request_deserializer=request.FromString, response_serializer=lambda message: message.SerializeToString()
+        serve,  # pyrefly: ignore[bad-argument-type]
+        request_deserializer=request.FromString,
+        response_serializer=lambda message: message.SerializeToString(),  # pyrefly: ignore[unknown-return-type]
     )
 
 

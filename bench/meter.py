@@ -32,12 +32,12 @@ WHERE d.datname = current_database()
 class Spent:
     """CPU seconds of all processes of a sort together."""
 
-    # In processes that enqueue; those that do both count as workers.
+    # CPU of processes that only enqueue; those that enqueue and work count as workers.
     producer_s: float
     worker_s: float
     router_s: float
     postgres_s: float
-    # This process's.
+    # CPU of this process.
     own_s: float
     machine_s: float
 

@@ -24,7 +24,7 @@ async def main(listen: str) -> None:
 
     server = grpc.aio.server()
     method = grpc.unary_unary_rpc_method_handler(
-        export,
+        export,  # pyrefly: ignore[bad-argument-type]
         request_deserializer=ExportTraceServiceRequest.FromString,
         response_serializer=ExportTraceServiceResponse.SerializeToString,
     )

@@ -37,7 +37,7 @@ class Results:
         self.batches = sorted({sample["load"]["batch"] for sample in self._samples}, reverse=True)
 
     def systems(self, known: Sequence[str]) -> list[str]:
-        """Those of the known ones that were measured."""
+        """Returns those of the known systems that were measured."""
         found = {sample["system"] for sample in self._samples}
         return [system for system in known if system in found]
 

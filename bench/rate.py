@@ -207,7 +207,7 @@ def _dealt(jobs: int, callers: list[int]) -> list[int]:
 
 
 def _least(batch: int) -> int:
-    """Enough calls for a useful time."""
+    """Returns a number of jobs whose calls take long enough for a useful measurement."""
     return _rounded(max(500, min(2_000, 20 * batch), 4 * batch), batch)
 
 

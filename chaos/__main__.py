@@ -26,7 +26,7 @@ from chaos.faults import FAULTS
 from chaos.run import Order, Told, run
 from cli.standard_error import standard_error_to
 from embedded import EmbeddedError
-from proof.arguments import names, positive
+from proof.arguments import names, number, positive
 from proof.checker import examine
 from proof.environment import environment
 from router.errors import CannotListen, RouterFailed
@@ -76,6 +76,13 @@ def read_order(arguments: list[str]) -> Order:
     parser.add_argument(
         "--router-memory", type=positive, default=None, metavar="MIB", help="more resident in a router is a violation"
     )
+    parser.add_argument(
+        "--schedules",
+        type=number(10**6),
+        default=0,
+        metavar="COUNT",
+        help="so many more that nobody changes; each fires every 15 minutes",
+    )
     given = parser.parse_args(arguments)
     seed = secrets.randbelow(1_000_000) if given.seed is None else given.seed
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
@@ -88,6 +95,7 @@ def read_order(arguments: list[str]) -> Order:
         out=out.absolute(),
         faults=given.only,
         router_bytes_max=None if given.router_memory is None else round(given.router_memory * 2**20),
+        steady_schedules=given.schedules,
     )
 
 

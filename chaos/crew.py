@@ -40,7 +40,7 @@ class Member:
 
 
 class Crew:
-    """Members are named by their names."""
+    """The clients of a run. Calls identify a member by its name."""
 
     def __init__(self, members: Sequence[Member], environ: Mapping[str, str], log: IO[bytes]) -> None:
         self._members = {member.name: member for member in members}

@@ -40,5 +40,5 @@ class FakeTime:
         }
 
     def jump(self, offset_s: float) -> None:
-        """Sets the clock so far from the true time; 0 is the true time."""
+        """Sets the clock this many seconds ahead of the true time; 0 is the true time."""
         self.offset.write_text(f"{offset_s:+.3f}\n")

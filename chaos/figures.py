@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from chaos.run import Told
@@ -41,6 +41,43 @@ def jobs(evidence: Evidence) -> Mapping[str, int]:
             f"in the tables: {state}": count
             for state, count in sorted(Counter(row.state for row in evidence.rows).items())
         },
+        **{
+            f"runs of schedules: {outcome}": count
+            for outcome, count in sorted(Counter(run.outcome for run in evidence.runs).items())
+        },
+        "runs of schedules: triggered": len({run.job for run in evidence.runs if run.request is not None}),
+        "runs of schedules: backfilled": len({run.job for run in evidence.runs if run.job and run.cause == "backfill"}),
+        **_answered(
+            "schedules",
+            (
+                call
+                for schedule in evidence.schedules
+                for call in (
+                    *((str(one.kind), one.ended_us is not None) for one in schedule.changes),
+                    *(("backfill", one.ended_us is not None) for one in schedule.backfills),
+                )
+            ),
+        ),
+        **_answered(
+            "workflows",
+            (
+                call
+                for flow in evidence.operated
+                for call in (
+                    *((str(one.kind), one.ended_us is not None) for one in flow.changes),
+                    *([("retry", flow.retried)] if flow.retry else []),
+                )
+            ),
+        ),
+        "nodes that jobs have added": sum(len(flow.added) for flow in evidence.flows),
+    }
+
+
+def _answered(of: str, calls: Iterable[tuple[str, bool]]) -> Mapping[str, int]:
+    """The numbers of calls of operators, by their kinds and by whether they were answered."""
+    return {
+        f"{of}: {kind}, {'answered' if answered else 'not answered'}": count
+        for (kind, answered), count in sorted(Counter(calls).items())
     }
 
 

@@ -20,15 +20,18 @@ import psycopg
 from balancer.shards import open_shards
 from chaos.disk import SmallDisk
 from chaos.faults import CHANGES, FAULTS
+from chaos.job_schedules import open_schedules
+from chaos.job_workflows import open_workflows
 from chaos.progress import Progress
 from chaos.schedule import Kind, Planned, plan
 from chaos.stage import Cast, Stage, open_stage
 from embedded import EmbeddedError
 from proof import history, journal, tables
 from proof.background import background
-from proof.checker.evidence import Alone, Evidence, Files, InForce, Restored, Row, Violation
+from proof.checker.evidence import Alone, Evidence, Files, InForce, OperatedFlow, Restored, Row, Schedule, Violation
 from proof.history import History
 from proof.memory import resident_bytes
+from proof.postgres import Shard
 from router.settings import RouterSettings
 from shard.errors import ShardError
 from shard.placement.cluster_file import read_cluster
@@ -66,6 +69,8 @@ class Order:
     cast: Cast = field(default_factory=Cast)
     # How much memory a router process may have resident; None: no bound is checked.
     router_bytes_max: int | None = None
+    # How many schedules there are that nobody changes, beside the others.
+    steady_schedules: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +119,30 @@ async def run(order: Order, *, disk: SmallDisk | None, say: Callable[[str], None
             await asyncio.sleep(_WARM_UP_S)
             began_s = time.monotonic()
             striker = _Striker(stage, order, began_s)
-            await striker.run()
-            say("all is healed; waiting until no slot moves")
-            unrested = await _rested(stage)
+            schedules_scope = open_schedules(
+                stage.address,
+                order.cast.org_names,
+                seed=order.seed,
+                seconds=order.seconds,
+                steady=order.steady_schedules,
+            )
+            workflows_scope = open_workflows(
+                stage.address,
+                order.cast.org_names,
+                order.out / "histories",
+                seed=order.seed,
+                seconds=order.seconds,
+            )
+            async with schedules_scope as schedules, workflows_scope as workflows:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(schedules.run())
+                    group.create_task(workflows.run())
+                    group.create_task(striker.run())
+                say("all is healed; waiting until no slot moves")
+                unrested = await _rested(stage)
+                await schedules.resume()
+                await workflows.resume()
+            await _until_still(stage, tables.open_schedules)
             stalls.clear()
             await striker.run_alone()
             unrested += await _rested(stage)
@@ -139,7 +165,14 @@ async def run(order: Order, *, disk: SmallDisk | None, say: Callable[[str], None
             ended_s = time.monotonic()
             say("reading tables and histories")
             evidence = await asyncio.to_thread(
-                _read, stage, order, in_force=in_force, calm_s=calm_s, late_s_max=late_s_max
+                _read,
+                stage,
+                order,
+                schedules.seen,
+                workflows.seen,
+                in_force=in_force,
+                calm_s=calm_s,
+                late_s_max=late_s_max,
             )
             evidence = replace(
                 evidence,
@@ -164,7 +197,16 @@ async def run(order: Order, *, disk: SmallDisk | None, say: Callable[[str], None
     )
 
 
-def _read(stage: Stage, order: Order, *, in_force: Sequence[InForce], calm_s: float, late_s_max: float) -> Evidence:
+def _read(
+    stage: Stage,
+    order: Order,
+    schedules: Sequence[Schedule],
+    operated: Sequence[OperatedFlow],
+    *,
+    in_force: Sequence[InForce],
+    calm_s: float,
+    late_s_max: float,
+) -> Evidence:
     shards, catalog = stage.shards.values(), next(iter(stage.shards.values()))
     seen, rows = history.read(order.out / "histories"), tables.read_rows(shards)
     return Evidence(
@@ -172,6 +214,11 @@ def _read(stage: Stage, order: Order, *, in_force: Sequence[InForce], calm_s: fl
         rows=rows,
         books=tables.read_books(stage.address, stage.shards),
         flows=tables.read_flows(shards),
+        operated=operated,
+        releases=journal.read_releases(shards),
+        schedules=schedules,
+        stored_schedules=tables.read_schedules(shards),
+        runs=journal.read_runs(shards),
         placed=journal.read_placed(catalog),
         owned=journal.read_owned(shards),
         pins=journal.read_pins(catalog),
@@ -316,12 +363,17 @@ async def _rested(stage: Stage) -> list[Violation]:
 
 
 async def _drained(stage: Stage) -> None:
-    """Waits until no job is live, or until the number does not change any more; then the checker reports it."""
+    """Waits until no job is live."""
+    await _until_still(stage, tables.live_jobs)
+
+
+async def _until_still(stage: Stage, count: Callable[[Iterable[Shard]], int]) -> None:
+    """Waits until this number is 0, or does not change any more; then the checker reports what is left."""
     left, moved_s = -1, time.monotonic()
     deadline_s = moved_s + _DRAIN_S_MAX
     while time.monotonic() < deadline_s and time.monotonic() - moved_s < _STUCK_S_MAX:
         stage.crew.check()
-        now = await asyncio.to_thread(tables.live_jobs, stage.shards.values())
+        now = await asyncio.to_thread(count, stage.shards.values())
         if now == 0:
             return
         if now != left:

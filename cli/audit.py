@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _LIMIT_MAX = 100_000
+# The columns of the rows that `entry_row` returns.
+COLUMNS = (
+    *(Column(title=title) for title in ("at", "who", "from", "what", "org", "queue", "outcome")),
+    Column(title="request", detail=True),
+)
 
 
 def audit(
@@ -67,19 +72,9 @@ def audit(
 
     found = databases.asked(look())
     if as_json:
-        output.say_json(map(_json, found))
+        output.say_json(map(entry_json, found))
     elif found:
-        columns = [
-            Column(title="at"),
-            Column(title="who"),
-            Column(title="from"),
-            Column(title="what"),
-            Column(title="org"),
-            Column(title="queue"),
-            Column(title="outcome"),
-            Column(title="request", detail=True),
-        ]
-        output.table(columns, list(map(_row, found)))
+        output.table(COLUMNS, list(map(entry_row, found)))
     elif audit_log.is_on(cluster):
         output.note("no entry matches")
     else:
@@ -89,8 +84,8 @@ def audit(
 async def recorded(
     cluster: Cluster, command: str, work: Coroutine[Any, Any, _T], *, org: str = "", **request: object
 ) -> _T:
-    """Does the work of a command that changes the cluster, and writes down who does it: before it begins, and how it
-    ended. Raises ShardUnavailable, before the work began, if the catalog does not answer."""
+    """Does the work of a command that changes the cluster. Writes down who does it before it begins, and afterwards how
+    it ended. Raises ShardUnavailable, before the work begins, if the catalog does not answer."""
     from archiver.service import opened
     from shard.admin import audit as audit_log
     from shard.admin.audit import End
@@ -139,7 +134,7 @@ def _user() -> str:
         return str(os.getuid())
 
 
-def _row(entry: Entry) -> tuple[str, ...]:
+def entry_row(entry: Entry) -> tuple[str, ...]:
     what = entry.method.rpartition("/")[2]
     return (
         output.time_text(_time(entry.at)),
@@ -160,7 +155,7 @@ def _outcome(entry: Entry) -> str:
     return ", ".join([entry.outcome, *(f"{many:,} {what.replace('_', ' ')}" for what, many in counts.items())])
 
 
-def _json(entry: Entry) -> dict[str, object]:
+def entry_json(entry: Entry) -> dict[str, object]:
     return {
         "id": entry.id,
         "at": _time(entry.at).isoformat(),

@@ -20,8 +20,9 @@ from cli import profiles
 from cli.exits import CommandFailed, ExitCode, RequestRefused
 from windrow import SyncClient, Tls, errors, handshake, tls
 from windrow.address import address_fault, split_scheme, stays_here, uses_proxy
+from windrow.limits import LimitReached, read_reached
 from windrow.org_header import org_metadata
-from windrow.v1 import server_pb2
+from windrow.v1 import limits_pb2, server_pb2
 from windrow.v1.admin_pb2_grpc import AdminStub
 from windrow.v1.cluster_pb2_grpc import ClusterStub
 from windrow.v1.queue_pb2_grpc import QueueStub
@@ -81,6 +82,15 @@ class _Page(Protocol):
 
 _AnyPageRequest = TypeVar("_AnyPageRequest", bound=_PageRequest)
 _AnyPage = TypeVar("_AnyPage", bound=_Page)
+
+
+class TooMuch(CommandFailed):
+    """A router refused a call that asks for too much: trying it again does not help. `limit`: the limit that is smaller
+    than the call, if it is one."""
+
+    def __init__(self, message: str, *, limit: LimitReached | None) -> None:
+        super().__init__(message, ExitCode.REFUSED)
+        self.limit = limit
 
 
 class Router:
@@ -180,8 +190,12 @@ class Router:
             )
         if code is grpc.StatusCode.UNAUTHENTICATED:
             return CommandFailed(f"{message}; a token comes from --token-file or WINDROW_TOKEN", ExitCode.REFUSED)
-        if details is not None and (retry_s := _retry_after_s(details)) is not None:
-            message += f"; try again in {retry_s:g} s"
+        retry_s = None if details is None else _retry_after_s(details)
+        if retry_s is not None:
+            # Some messages have the time already.
+            message += "" if "try again in" in message else f"; try again in {retry_s:g} s"
+        elif code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return TooMuch(message or code.name, limit=None if details is None else _limit_reached(details))
         if violations := _violations(details):
             return _refused(violations)
         return CommandFailed(message or code.name, _CODES.get(code, ExitCode.UNAVAILABLE))
@@ -260,6 +274,8 @@ def _failure(error: errors.WindrowError) -> CommandFailed:
             code = ExitCode.NOT_FOUND
         case errors.AlreadyExists() | errors.FailedPrecondition() | errors.PermissionDenied():
             code = ExitCode.REFUSED
+        case errors.ResourceExhausted(retry_after=None):
+            code = ExitCode.REFUSED
         case _:
             return CommandFailed(str(error), ExitCode.UNAVAILABLE)
     # Which call it was, and how often it was tried, says nothing about a mistake of the user.
@@ -299,6 +315,11 @@ def _as_typed(field: str) -> str:
         _, _, index = parts[0]
         return f"LEASE number {int(index.rstrip(']')) + 1}"
     return _TYPED.get(field) or _TYPED.get(name) or f"--{name.replace('_', '-')}"
+
+
+def _limit_reached(details: status_pb2.Status) -> LimitReached | None:
+    reached = limits_pb2.LimitReached()
+    return next((read_reached(reached) for detail in details.details if detail.Unpack(reached)), None)
 
 
 def _retry_after_s(details: status_pb2.Status) -> float | None:

@@ -43,7 +43,8 @@ SHARDS = ("s1", "s2")
 ROUTERS = 2
 WORKERS = 2
 
-# Faults: how often, and where. A killed worker's jobs come back when their visibility window ends, so it is short then.
+# How often and where faults occur. A killed worker's jobs come back when their visibility window ends, so with faults
+# the window is short.
 WORKER_KILLED_EVERY_S = 1.0
 ROUTER_KILLED_EVERY_S = 3.0
 POSTGRES_KILLED = "s1"

@@ -204,8 +204,7 @@ def _enqueue_lines(
     try:
         with output.counting("jobs stored") as progress:
             task = progress.add_task("", total=None, count=0) if progress else None
-            for batch in _batches(lines):
-                results = _store_lines(router, org, pattern, batch, batch_id)
+            for results in _stored(router, org, pattern, lines, batch_id):
                 stored += len(results)
                 duplicates += sum(result.duplicate for result in results)
                 if progress is not None and task is not None:
@@ -223,19 +222,29 @@ def _enqueue_lines(
             output.note(f"{output.counted(stored, 'job')} stored{before}")
 
 
-def _store_lines(
-    router: Router, org: str, pattern: job_pb2.NewJob, batch: Sequence[tuple[int, bytes]], batch_id: str
-) -> Sequence[queue_pb2.EnqueueResult]:
+def _stored(
+    router: Router, org: str, pattern: job_pb2.NewJob, lines: Iterable[bytes], batch_id: str
+) -> Iterator[Sequence[queue_pb2.EnqueueResult]]:
+    """Yields the results of each call. Where a limit is smaller than a call, the lines go in smaller ones."""
+    from cli.calls import TooMuch
     from windrow.ids import nth_id
 
-    jobs = [_with_payload(pattern, payload) for _, payload in batch]
-    for job, (number, _) in zip(jobs, batch, strict=True):
-        job.id = nth_id(batch_id, number)
-    try:
-        return _store(router, org, jobs, ids_given=False)
-    except CommandFailed as error:
-        where = f"line {batch[0][0]} and those after it are not stored"
-        raise CommandFailed(f"{error}; {where}", error.code, particulars=error.particulars) from error
+    for batch in _batches(lines):
+        at, size = 0, len(batch)
+        while part := batch[at : at + size]:
+            jobs = [_with_payload(pattern, payload) for _, payload in part]
+            for job, (number, _) in zip(jobs, part, strict=True):
+                job.id = nth_id(batch_id, number)
+            try:
+                results = _store(router, org, jobs, ids_given=False)
+            except CommandFailed as error:
+                if isinstance(error, TooMuch) and error.limit and (smaller := error.limit.part_of(len(part))):
+                    size = smaller
+                    continue
+                where = f"line {part[0][0]} and those after it are not stored"
+                raise CommandFailed(f"{error}; {where}", error.code, particulars=error.particulars) from error
+            yield results
+            at += len(part)
 
 
 def _batches(lines: Iterable[bytes]) -> Iterator[list[tuple[int, bytes]]]:

@@ -17,7 +17,8 @@ class ExitCode(IntEnum):
     USAGE = 2
     UNAVAILABLE = 3
     NOT_FOUND = 4
-    # The current state does not allow it: the queue exists already or is not empty, or the port is in use.
+    # Trying again later does not help: the queue exists already or is not empty, the port is in use, or a limit is
+    # smaller than the call.
     REFUSED = 5
     INTERRUPTED = 130
     # As a shell reports it: 128 plus the number of SIGPIPE.
@@ -28,7 +29,7 @@ MEANINGS = {
     ExitCode.OK: "success, or the answer is yes",
     ExitCode.NO: "the answer is no: no due job, a stale lease, unbalanced counts, slots that still have to move",
     ExitCode.USAGE: "the command or one of its values is wrong; nothing was done",
-    ExitCode.UNAVAILABLE: "a router or a shard cannot be reached",
+    ExitCode.UNAVAILABLE: "a router or a shard cannot be reached, or has no room now: try again later",
     ExitCode.NOT_FOUND: "no such job, queue, org or shard",
     ExitCode.REFUSED: "refused: the current state does not allow it",
     ExitCode.INTERRUPTED: "interrupted by Ctrl-C",

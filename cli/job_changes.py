@@ -209,7 +209,7 @@ def redrive(
             raise typer.BadParameter(why, param_hint="'--per-second'")
         slowly = {name: conditions[name] for name in ("kind", "died_after", "died_before") if name in conditions}
 
-        # In the order of their deaths, in few statements: without a look at each job.
+        # Redrives the jobs in the order of their deaths, with few statements and without a look at each job.
         def at_once(client: SyncClient, rate: float = per_second) -> int:
             return client.redrive_queue(queue, limit=limit, per_second=rate, **slowly)
 
@@ -367,7 +367,7 @@ def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions:
     if ids and not found.is_empty:
         raise typer.BadParameter("job ids and conditions are both given: give one of them", param_hint="'ID'")
     if not ids and found.is_empty:
-        # Before --state and --not-killed: alone they would mean nearly every job of the org.
+        # --state and --not-killed are not enough: alone they would mean nearly every job of the org.
         raise typer.BadParameter(
             "neither job ids nor conditions are given: give ids, or at least one of --queue, --kind, --where and the "
             "times",
@@ -389,7 +389,7 @@ def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions:
         with connect_client(how.address, org, how.timeout) as client:
             _change_named(client, change, wanted, as_json=how.as_json)
         return
-    # Not those that are stored while the command runs: nobody has counted them.
+    # Leave out jobs that are stored while the command runs: nobody has counted them.
     found = replace(found, created_before=found.created_before or datetime.now(UTC))
     with connect_client(how.address, org, how.timeout) as client:
         total = None
@@ -445,7 +445,7 @@ def _preview(client: SyncClient, change: _Change, where: JobFilter, org: str, ho
 
 
 def _why(job: JobRecord) -> list[str]:
-    """Returns in one line why a job is dead, as a list shows it; nothing of other jobs."""
+    """Returns why a job is dead, in one line as a list shows it; empty for other jobs."""
     from cli.messages import first_line
 
     failure = job.attempts[-1].failure if job.attempts else None

@@ -143,8 +143,8 @@ def watch(
 ) -> None:
     """Prints a job's state, and each change of it and of its progress, until the job has ended.
 
-    Then prints the result. Of a failed attempt it shows the first line of the failure; `windrow jobs get` has all of
-    it. Sees a change within a second, and the end at once. Exit code 1: the job is dead or cancelled; 4: the org has no
+    Then prints the result. Shows the first line of the failure of a failed attempt; `windrow jobs get` has all of it.
+    Sees a change within a second, and the end at once. Exit code 1: the job is dead or cancelled; 4: the org has no
     such job.
     """
     from google.protobuf.duration_pb2 import Duration

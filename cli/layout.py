@@ -13,7 +13,6 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-_TYPE = re.compile(r" <[^>]*>$")
 # Longer than any first sentence of a help text.
 _SENTENCE = 200
 # What other systems call a command, and the command.
@@ -104,33 +103,39 @@ class Commands(Mapping[str, Any]):
             alone = App(add_completion=False)
             alone.command()(found)
             command = typer.main.get_command(alone)
-        command.name, command.rich_help_panel = name, self._headings[name]
+        command.name, command.rich_help_panel = name, self._headings[name]  # pyrefly: ignore[missing-attribute]
         return command
 
 
 class Command(TyperCommand):
-    """Shows an argument as ORG instead of typer's {ORG} <str>, and puts the wrong value into error messages."""
+    """Shows an argument as ORG instead of typer's {ORG}, and one that can be repeated with dots. Its messages about
+    wrong numbers are in words."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
-            error.message = _readable_message(error)
+            error.message = _readable_message(error.message)
             raise
         except Exception as error:
             _tell_its_place(error, ctx)
             raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [re.sub(r"^\{(.*)\}", r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
+        arguments = [
+            piece.strip("{}") + ("" if one.nargs == 1 else "...")
+            for one in self.get_params(ctx)
+            for piece in one.get_usage_pieces(ctx)
+        ]
+        return ["[OPTIONS]", *arguments]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write_parameters(self, ctx, formatter)
 
 
 def _tell_its_place(error: Any, ctx: Any) -> None:
-    """Has an error about an unknown option say where that belongs: before the command, if it is for all commands; or at
-    the end, if this command takes as an argument what others take as an option."""
+    """Makes an error about an unknown option say where the option belongs: before the command if it is for all
+    commands, or at the end if this command takes as an argument what others take as an option."""
     root = ctx.find_root()
     # typer does not export the error's class.
     if type(error).__name__ != "NoSuchOption":
@@ -159,7 +164,7 @@ def _write_parameters(command: Any, ctx: Any, formatter: Any) -> None:
             continue
         name, text = record
         if parameter.param_type_name == "argument":
-            arguments.append((_TYPE.sub("", name), text.removesuffix("[required]").rstrip()))
+            arguments.append((name, text.removesuffix("[required]").rstrip()))
         else:
             options.append((name, _plain(text)))
     for heading, records in (("Arguments", arguments), ("Options", options)):
@@ -168,30 +173,19 @@ def _write_parameters(command: Any, ctx: Any, formatter: Any) -> None:
                 formatter.write_dl(records)
 
 
-def _readable_message(error: typer.BadParameter) -> str:
-    """Replaces pydantic's messages about numbers, which are for programmers and do not show the value."""
-    cause: Any = error.__cause__
-    if not hasattr(cause, "errors"):
-        return error.message
-    found: dict[str, Any] = cause.errors()[0]
-    value, bounds = found["input"], found.get("ctx", {})
-    match found["type"]:
-        case "int_parsing" | "int_from_float":
-            return f"{value!r} is not a whole number"
-        case "float_parsing":
-            return f"{value!r} is not a number"
-        case "greater_than_equal":
-            return f"{value} is too small: it must be at least {bounds['ge']:g}"
-        case "less_than_equal":
-            return f"{value} is too large: it must be at most {bounds['le']:g}"
-        case _:
-            return error.message.removeprefix("Value error, ")
+def _readable_message(text: str) -> str:
+    """Replaces typer's messages about numbers, which are for programmers."""
+    if found := re.fullmatch(r"(\S+) is not in the range (\S+)\.", text):
+        return f"{found[1]} is out of range: it must be {_plain(found[2])}"
+    text = re.sub(r"is not a valid int(eger)?( range)?\.", "is not a whole number", text)
+    return re.sub(r"is not a valid float( range)?\.", "is not a number", text)
 
 
 def _plain(text: str) -> str:
     """Writes defaults and bounds as words."""
     text = re.sub(r"default: \(([^()]*)\)", r"default: \1", text)
     text = re.sub(r"(\d+)<=x<=(\d+)", r"\1 to \2", text)
+    text = re.sub(r"x<=(\d+)", r"at most \1", text)
     return re.sub(r"x>=(\d+)", r"at least \1", text)
 
 

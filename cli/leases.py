@@ -120,8 +120,8 @@ def dequeue(
 
 
 def _reasons(router: Router, org: str, queues: Sequence[str]) -> list[str]:
-    """Returns one text with the reasons why queues give no jobs: missing or paused. Empty if there are none, or if the
-    router does not answer."""
+    """Returns one text with the reasons why queues give no jobs: missing, paused, or what holds their ready jobs. Empty
+    if there are none, or if the router does not answer."""
     from windrow.v1 import admin_pb2
 
     reasons: list[str] = []
@@ -135,7 +135,34 @@ def _reasons(router: Router, org: str, queues: Sequence[str]) -> list[str]:
         else:
             if found.paused:
                 reasons.append(f"queue {queue!r} is paused (resume it with windrow queues resume {org} {queue})")
+            elif held := _held_by(router, org, queue):
+                reasons.append(f"{held} (windrow queues why {org} {queue} says more)")
     return ["; ".join(reasons)] if reasons else []
+
+
+def _held_by(router: Router, org: str, queue: str) -> str:
+    """Returns what holds a queue's ready jobs, in a sentence; empty if nothing does, or if the router does not say."""
+    from windrow.causes import read_causes
+    from windrow.v1 import admin_pb2
+
+    try:
+        explained = router.call(router.admin.ExplainQueue, admin_pb2.ExplainQueueRequest(org=org, queue=queue))
+    except CommandFailed:
+        return ""
+    causes = read_causes(explained.causes, of_queue=True)
+    # A limit holds nothing if no job is ready, nor does the quarantine of a kind without jobs.
+    ready = any(cause.name == "backlog" for cause in causes)
+    for cause in causes:
+        match cause.name:
+            case "start_limit" | "in_flight_limit" if ready:
+                return str(cause)
+            case "quarantine" if cause.figures["set_aside"]:
+                return str(cause)
+            case "shard_down" | "group_backlog":
+                return str(cause)
+            case _:
+                pass
+    return ""
 
 
 def _first(router: Router, request: queue_pb2.DequeueRequest, wait: timedelta) -> queue_pb2.DequeueResponse:

@@ -156,7 +156,7 @@ def list_limits(
 ) -> None:
     """Lists the limits: the defaults first, then those of orgs by name.
 
-    With --org, the scope read is enough: those that count for this org, defaults included.
+    With --org, lists those that count for this org, defaults included; the scope read is enough for that.
     """
     from cli.calls import connect
     from windrow.v1 import admin_pb2, cluster_pb2

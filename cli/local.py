@@ -70,6 +70,7 @@ async def local_cluster(
             listen=listen,
             processes=processes,
             drain_seconds=settings.drain_seconds,
+            metrics=settings.metrics,
             exposed=exposure(cluster, listen, insecure=settings.insecure),
         )
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -115,9 +115,9 @@ def time_json(message: Any, field: str) -> str | None:
     return getattr(message, field).ToJsonString() if message.HasField(field) else None
 
 
-def causes_shown(causes: Iterable[cause_pb2.Cause]) -> str:
-    """Returns a line for each cause of an ExplainJob or ExplainQueue."""
-    return "\n".join(map(str, read_causes(causes)))
+def causes_shown(causes: Iterable[cause_pb2.Cause], *, of_queue: bool = False) -> str:
+    """Returns a line for each cause of an ExplainJob or, with `of_queue`, of an ExplainQueue."""
+    return "\n".join(map(str, read_causes(causes, of_queue=of_queue)))
 
 
 def causes_json(causes: Iterable[cause_pb2.Cause]) -> list[dict[str, object]]:

@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from shard.vocabulary import Micros, ShardName, Slot
 
 _LOOK_S = 1.0
-# A balancer that starts, or takes over from another one, may take so long until it leads.
+# A balancer that starts, or takes over from another one, may take this long until it leads.
 _LEADERLESS_S = 3.0
+# How many orgs that cannot leave a draining shard are named.
+_STUCK_SHOWN_MAX = 10
 # A balancer notices a new cluster file within less than this.
 _FOLLOWED_WITHIN_S = 3.0
 
@@ -317,7 +319,8 @@ def drain(
     """Waits until a draining shard holds no slots.
 
     The shard must be set to draining in the cluster file. A balancer moves its slots away; this command shows the
-    progress. At the end it prints how long the shard must stay in the cluster file.
+    progress. At the end it prints how long the shard must stay in the cluster file. Exit code 1: only orgs are left
+    that are pinned to this shard, or that cannot move for another reason.
     """
     from shard.placement.cluster_file import ShardState
 
@@ -350,6 +353,7 @@ async def _drain(cluster: Cluster, name: ShardName) -> Micros | None:
             obstacles = _Obstacles(cluster, shards)
             while remaining := _held_by(known, name):
                 show(total - remaining)
+                await _refuse_stuck(shards, known, name)
                 if leader := await observer.leader():
                     led_s = time.monotonic()
                     await obstacles.report(leader)
@@ -361,6 +365,26 @@ async def _drain(cluster: Cluster, name: ShardName) -> Micros | None:
                 await asyncio.sleep(_LOOK_S)
                 known = await shards.read_catalog()
     return known.left_by(name)
+
+
+async def _refuse_stuck(shards: Shards, known: Catalog, name: ShardName) -> None:
+    """Raises CommandFailed if all that the shard still holds are slots of single orgs which no balancer can move."""
+    from shard.placement.slots import SLOTS
+
+    held = {slot for slot, placement in enumerate(known.slots) if name in placement.reads}
+    if min(held) < SLOTS or not all(known.slots[slot].at_rest for slot in held):
+        return
+    complaints = (await shards.plan_pins(known)).complaints
+    stuck = [why for org, why in complaints.items() if known.pins.get(org) in held]
+    if len(stuck) == len(held):
+        if (more := len(stuck) - _STUCK_SHOWN_MAX) > 0:
+            stuck[_STUCK_SHOWN_MAX:] = [f"and {more:,} more: see windrow shards pins"]
+        raise CommandFailed(
+            f"shard {name!r} still holds {output.counted(len(held), 'org')} that cannot move. Pin each to another "
+            "shard (windrow shards pin ORG --to SHARD), or unpin it (windrow shards unpin ORG)",
+            ExitCode.NO,
+            particulars=stuck,
+        )
 
 
 def _held_by(known: Catalog, name: ShardName) -> int:

@@ -1,4 +1,5 @@
-"""`windrow shards pin`, `unpin` and `pins`: orgs that an operator places on a shard, instead of their hash.
+"""`windrow shards pin`, `unpin` and `pins`: orgs that live on a shard of an operator's choice, and not on that of their
+hash.
 
 The commands change the wanted shard in the catalog. A balancer then moves the orgs.
 """

@@ -48,7 +48,7 @@ class _Choice:
     name: str | None = None
     profile: Profile | None = None
     is_read: bool = False
-    # The environment does not override it.
+    # True: the environment does not override it.
     alone: bool = False
 
 

@@ -108,7 +108,8 @@ def why(
         causes = causes_json(found.causes)
         output.say_json([{"org": org, "queue": queue, "runs_at": time_json(found, "runs_at"), "causes": causes}])
         return
-    output.facts([("queue", queue), ("why", causes_shown(found.causes)), ("runs at", time_shown(found, "runs_at"))])
+    why = causes_shown(found.causes, of_queue=True)
+    output.facts([("queue", queue), ("why", why), ("runs at", time_shown(found, "runs_at"))])
 
 
 @app.command()

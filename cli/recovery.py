@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from datetime import UTC, datetime
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
     from shard.vocabulary import Micros, ShardName
 
 
+class LostRuns(StrEnum):
+    """What becomes of runs of schedules that a shard may have stored before it lost history."""
+
+    SKIP = "skip"
+    RUN_AGAIN = "run-again"
+
+
 def add_to(shards: App) -> None:
     shards.command("accept")(accept)
     shards.command("recover")(recover)
@@ -31,6 +39,9 @@ def add_to(shards: App) -> None:
 def accept(
     shard: Annotated[str, typer.Argument(metavar="SHARD", help="The shard that lost history.", show_default=False)],
     config: options.Config,
+    schedules: Annotated[
+        LostRuns, typer.Option("--schedules", help="What to do with runs that the shard may have stored before.")
+    ] = LostRuns.SKIP,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: options.Json = False,
 ) -> None:
@@ -38,19 +49,32 @@ def accept(
 
     Use it when the shard's database was restored from a backup, or is a standby that lagged when it was promoted:
     routers refuse the shard until then. Shows what is known about the loss and asks for confirmation. Lost jobs stay
-    lost. Exit code 5: not accepted.
+    lost. The runs of schedules until now are skipped for the reason `recovered`; `--schedules run-again` stores them
+    as after an outage. Exit code 5: not accepted.
     """
     cluster = databases.read(config)
     loss = databases.asked(_find_loss(cluster, shard))
     said: list[str] = []
     if loss is not None:
         if not as_json:
-            output.say(_loss_text(loss))
+            output.say(loss_text(loss))
+            output.say(
+                f"`windrow shards differences {shard} --config {config}` lists what is known, "
+                "until the loss is accepted"
+            )
         if not yes:
             _confirm(shard)
-        said = databases.asked(recorded(cluster, "shards accept", _accept(cluster, loss), shard=shard))
+        said = databases.asked(
+            recorded(
+                cluster,
+                "shards accept",
+                _accept(cluster, loss, runs_again=schedules is LostRuns.RUN_AGAIN),
+                shard=shard,
+                schedules=str(schedules),
+            )
+        )
     if as_json:
-        output.say_json([_loss_json(shard, loss)])
+        output.say_json([loss_json(shard, loss)])
         return
     if loss is None:
         output.say(f"shard {shard} has lost nothing that the catalog knows of: there is nothing to accept")
@@ -70,30 +94,30 @@ def _confirm(shard: str) -> None:
         raise CommandFailed("nothing was changed", ExitCode.REFUSED)
 
 
-def _loss_text(loss: Loss) -> str:
+def loss_text(loss: Loss) -> str:
     if loss.newest_at is None:
         since = "it has no mark of its history"
     else:
-        since = f"its newest mark is {loss.newest:,}, of {_text(loss.newest_at)}"
+        since = f"its newest mark is {loss.newest:,}, of {time_text(loss.newest_at)}"
     return (
         f"shard {loss.shard} has lost history: the catalog has confirmed its mark {loss.confirmed.number:,}, of "
-        f"{_text(loss.confirmed.at)};\n{since}. Everything done there since is lost.\n"
+        f"{time_text(loss.confirmed.at)};\n{since}. Everything done there since is lost.\n"
         f"slots that arrived since: {loss.slots_come:,} (their jobs there are lost); "
         f"slots that left since: {loss.slots_left:,} (their jobs there are stray)\n"
         "jobs that finished since will run again"
     )
 
 
-def _loss_json(shard: str, loss: Loss | None) -> dict[str, object]:
+def loss_json(shard: str, loss: Loss | None) -> dict[str, object]:
     if loss is None:
         return {"shard": shard, "lost_history": False}
     return {
         "shard": shard,
         "lost_history": True,
         "confirmed_mark": loss.confirmed.number,
-        "confirmed_at": _json_time(loss.confirmed.at),
+        "confirmed_at": time_json(loss.confirmed.at),
         "newest_mark": loss.newest,
-        "newest_at": None if loss.newest_at is None else _json_time(loss.newest_at),
+        "newest_at": None if loss.newest_at is None else time_json(loss.newest_at),
         "slots_come": loss.slots_come,
         "slots_left": loss.slots_left,
     }
@@ -103,17 +127,19 @@ async def _find_loss(cluster: Cluster, shard: str) -> Loss | None:
     from balancer.recovery import find_loss
     from balancer.shards import open_shards
 
-    name = _named(cluster, shard)
+    name = named(cluster, shard)
     async with open_shards(cluster) as shards:
         return await find_loss(shards.databases[name], shards.catalog, cluster=cluster.name)
 
 
-async def _accept(cluster: Cluster, loss: Loss) -> list[str]:
+async def _accept(cluster: Cluster, loss: Loss, *, runs_again: bool) -> list[str]:
     from balancer import recovery
     from balancer.shards import open_shards
 
     async with open_shards(cluster) as shards:
-        return await recovery.accept(loss, shards.databases, shards.catalog, cluster=cluster.name)
+        return await recovery.accept(
+            loss, shards.databases, shards.catalog, cluster=cluster.name, runs_again=runs_again
+        )
 
 
 def recover(
@@ -150,7 +176,7 @@ async def _recover(cluster: Cluster, shard: str, *, older: bool) -> Recovery:
     from balancer import recovery
     from balancer.shards import open_shards
 
-    name = _named(cluster, shard)
+    name = named(cluster, shard)
     async with open_shards(cluster) as shards:
         with output.working(f"moving the stray jobs of {shard}") as status:
 
@@ -163,7 +189,7 @@ async def _recover(cluster: Cluster, shard: str, *, older: bool) -> Recovery:
             )
 
 
-def _named(cluster: Cluster, shard: str) -> ShardName:
+def named(cluster: Cluster, shard: str) -> ShardName:
     entry = cluster.shard(shard)
     if entry is None:
         names = ", ".join(one.name for one in cluster.shards)
@@ -217,9 +243,9 @@ def _time(micros: Micros) -> datetime:
     return datetime.fromtimestamp(micros // 1_000_000, UTC)
 
 
-def _text(micros: Micros) -> str:
+def time_text(micros: Micros) -> str:
     return output.time_text(_time(micros))
 
 
-def _json_time(micros: Micros) -> str:
+def time_json(micros: Micros) -> str:
     return _time(micros).isoformat().replace("+00:00", "Z")

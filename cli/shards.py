@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from cli import clock, moves, options, output, pins, recovery
+from cli import clock, differences, moves, options, output, pins, recovery
 from cli.exits import ExitCode
 from cli.layout import App
 from cli.output import Column
@@ -43,7 +43,8 @@ def list_shards(
     if as_json:
         output.say_json({**_shard_json(shard), "cluster_file": _file_json(file)} for shard in found.shards)
     else:
-        # Columns of their own, and only if they say something: text after a count would push the counts out of line.
+        # These have columns of their own, which are shown only if they say something. Text after the counts in another
+        # column would push those out of line.
         fields = {"leaving": "leaving_slots", "pinned orgs": "pinned_orgs"}
         extra = {title: name for title, name in fields.items() if any(getattr(shard, name) for shard in found.shards)}
         columns = [
@@ -153,3 +154,4 @@ moves.add_to(app)
 pins.add_to(app)
 clock.add_to(app)
 recovery.add_to(app)
+differences.add_to(app)

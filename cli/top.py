@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cli.calls import Router
     from windrow.v1 import admin_pb2
 
-# A look may take one in so many parts of the time: the shards count for no more than that, however many jobs they have.
+# Looks may take one of this many parts of the time: the shards count for no longer, however many jobs they have.
 _REST = 20
 # Lines of the screen that are not rows: two heads, the line for trouble, and an empty one, so that nothing scrolls.
 _HEADS = 4
@@ -43,7 +43,7 @@ class _Figures:
     away: Sequence[str]
 
 
-# Returns at most so many rows, of figures that are not older than that.
+# Takes the highest number of rows and the highest age of the figures.
 _Look = Callable[[int, timedelta], _Figures]
 
 
@@ -190,7 +190,7 @@ def _show(look: _Look, interval: timedelta, limit: int) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Generator[Callable[[float], bool], None, None]:
-    """Yields a function that waits so many seconds, and returns True as soon as q is pressed."""
+    """Yields a function that waits for a number of seconds, and returns True as soon as q is pressed."""
     if not sys.stdin.isatty():
 
         def sleep(wait_s: float) -> bool:

@@ -9,7 +9,6 @@ import os
 import shlex
 import signal
 import socket
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +20,9 @@ from cli.exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
     from cli.local import LocalCluster
+
+# Beside the cluster file: the API key that --secure prints.
+_KEY_FILE = "acme.key"
 
 
 def up(
@@ -61,7 +63,7 @@ def up(
         bool,
         typer.Option(
             "--secure",
-            help="From now on, ask callers for an API key. Creates one for the org acme, and prints it.",
+            help="From now on, ask callers for an API key. Prints one for the org acme.",
         ),
     ] = False,
     as_json: options.Json = False,
@@ -73,7 +75,7 @@ def up(
     """
     from cli import local_file
     from embedded import ClusterInUse, EmbeddedError, default_root
-    from router.errors import CannotListen, ListensOpenly, RouterFailed
+    from router.errors import CannotListen, CannotServeMetrics, ListensOpenly, RouterFailed
     from router.settings import host_and_port
     from shard.placement.cluster_file import ClusterFileError
 
@@ -83,20 +85,16 @@ def up(
         host, port = host_and_port(listen, where="--listen")
     except ClusterFileError as error:
         raise CommandFailed(str(error), ExitCode.USAGE) from error
-    if port and _is_answered(host, port):
-        raise CommandFailed(
-            f"{listen} is in use, most likely by another cluster; stop that, or choose another address with --listen, "
-            f"such as {host}:0 for any free port",
-            ExitCode.REFUSED,
-        )
     root = None if ephemeral else default_root() if data is None else data.absolute()
+    if port and _is_answered(host, port):
+        raise CommandFailed(f"{listen} is in use, most likely by {_user(root, listen, host)}", ExitCode.REFUSED)
     names = local_file.servers(root, shards)
     cluster = _Up(shards=names, processes=processes, listen=listen, root=root, secure=secure, as_json=as_json)
     try:
         asyncio.run(cluster.run())
     except asyncio.CancelledError:
         raise typer.Exit(ExitCode.INTERRUPTED) from None
-    except ListensOpenly as error:
+    except (ListensOpenly, CannotServeMetrics) as error:
         raise CommandFailed(str(error), ExitCode.REFUSED) from error
     except CannotListen as error:
         raise CommandFailed(f"{error} with --listen", ExitCode.REFUSED) from error
@@ -119,6 +117,16 @@ def up(
         ) from error
     if cluster.hurried:
         raise typer.Exit(ExitCode.INTERRUPTED)
+
+
+def _user(root: Path | None, listen: str, host: str) -> str:
+    """Returns which cluster probably uses an address, and what to do."""
+    from cli import local_file
+
+    other = f"choose another address with --listen, such as {host}:0 for any free port"
+    if root is not None and local_file.address(root) == listen:
+        return f"the cluster that runs on the data in {root} already: use that one, or stop it; otherwise {other}"
+    return f"another cluster; stop that, or {other}"
 
 
 def _use(root: Path | None) -> str:
@@ -179,7 +187,7 @@ class _Up:
                         secure=self.secure,
                     )
                 )
-                key = await _new_key(self._cluster.config) if self.secure else None
+                key = await _key(self._cluster.config) if self.secure else None
             if self.root is not None:
                 local_file.keep_address(self.root, self._cluster.address)
             self._announce(self._cluster, key)
@@ -225,17 +233,21 @@ class _Up:
         at = "" if cluster.address == options.ADDRESS_DEFAULT else f" --address {cluster.address}"
         data = "none is kept" if self.root is None else f"in {self.root}; it is kept"
         enqueue = f'{command} enqueue acme mail greet \'{{"to": "ada"}}\'{at}'
-        needs = ""
-        if key is None:
-            if "auth" in databases.read(cluster.config).tables:
-                # An earlier start had --secure, or somebody has edited the file. Old keys cannot be printed again.
-                needs = (
-                    "\nThis cluster asks callers for an API key: set WINDROW_TOKEN to one for the org acme before you "
-                    "paste.\nA start with --secure prints a new key.\n"
-                )
-            pasted = [enqueue, f"{command} dequeue acme mail --ack{at}", f"{command} stats acme --finished{at}"]
-        else:
-            pasted = [f"export WINDROW_TOKEN={key}", enqueue, _python(cluster.address)]
+        pasted = [enqueue, f"{command} dequeue acme mail --ack{at}", f"{command} stats acme --finished{at}"]
+        needs = may = ""
+        if key is not None:
+            pasted.insert(0, f"export WINDROW_TOKEN={key}")
+            may = (
+                f"\nThe key is for the org acme, and has the scopes {', '.join(_scopes())}.\n"
+                f"Calls about all orgs, such as {command} shards, need another one:\n\n"
+                f"  {command} keys create --all-orgs --scope cluster --config {shlex.quote(str(cluster.config))}\n"
+            )
+        elif "auth" in databases.read(cluster.config).tables:
+            # An earlier start had --secure, or somebody has edited the file.
+            needs = (
+                "\nThis cluster asks callers for an API key: set WINDROW_TOKEN to one for the org acme before you "
+                "paste.\nA start with --secure prints one.\n"
+            )
         lines = "\n  ".join(pasted)
         output.say(
             f"""\
@@ -246,7 +258,7 @@ Cluster file: {cluster.config}
 Try it in another terminal{place}:
 
   {lines}
-
+{may}
 Ctrl-C stops it."""
         )
 
@@ -259,24 +271,30 @@ def _how_to_call() -> tuple[str, str]:
     return "windrow", ""
 
 
-def _python(address: str) -> str:
-    """Returns a command that takes a job with the Python client."""
-    where = "" if address == options.ADDRESS_DEFAULT else f"{address!r}, "
-    code = f"import windrow; print(windrow.SyncClient({where}org='acme').dequeue('mail', wait=5))"
-    return f'{shlex.quote(sys.executable)} -c "{code}"'
-
-
-async def _new_key(config: Path) -> str:
-    """Creates an API key for the org acme. Returns its text."""
+def _scopes() -> list[str]:
     from router.gate.auth.scopes import Scope
+
+    return [scope.value for scope in Scope if scope is not Scope.CLUSTER]
+
+
+async def _key(config: Path) -> str:
+    """Returns an API key for the org acme: that of the earlier starts, or a new one. It is kept beside the cluster
+    file, which has the passwords of the databases."""
+    from embedded.folders import write_file
     from shard.admin import api_keys
     from shard.vocabulary import OrgId
 
-    scopes = [scope.value for scope in Scope if scope is not Scope.CLUSTER]
+    path = config.with_name(_KEY_FILE)
     async with databases.catalog_of(databases.read(config)) as database:
+        text = path.read_text().strip() if path.exists() else ""
+        if (known := api_keys.parse(text)) is not None:
+            stored = (await api_keys.find(database, [known.id])).keys.get(known.id)
+            if stored is not None and stored.secret_sha256 == known.secret_sha256 and not stored.revoked:
+                return text
         _, text = await api_keys.create(
-            database, org=OrgId("acme"), scopes=scopes, name="windrow up --secure", expires_in_s=None
+            database, org=OrgId("acme"), scopes=_scopes(), name="windrow up --secure", expires_in_s=None
         )
+    write_file(path, text + "\n", mode=0o600)
     return text
 
 

@@ -157,6 +157,17 @@ def job_ids(values: Iterable[str], *, instead: str = "") -> list[str]:
     return ids
 
 
+def workflow_id(text: str) -> str:
+    """Parses the id of a workflow. Returns it in canonical lower-case text."""
+    plain = text.strip().lower()
+    if not _ID.fullmatch(plain):
+        raise typer.BadParameter(
+            f"{text!r} is not the id of a workflow: those are UUIDs of version 7, such as "
+            "019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55"
+        )
+    return plain
+
+
 def leases(values: Iterable[str]) -> list[bytes]:
     """Parses lease tokens from base64, in either alphabet, padded or not."""
     tokens: list[bytes] = []

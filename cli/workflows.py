@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 
 import typer
 
-from cli import options, output
+from cli import options, output, values
 from cli.exits import CommandFailed, ExitCode
 from cli.layout import App
 from cli.output import Column
@@ -43,7 +43,9 @@ class Format(StrEnum):
     JSON = "json"
 
 
-_Id: TypeAlias = Annotated[str, typer.Argument(metavar="ID", help="The workflow's id.", show_default=False)]
+_Id: TypeAlias = Annotated[
+    str, typer.Argument(metavar="ID", parser=values.workflow_id, help="The workflow's id.", show_default=False)
+]
 
 
 @app.command()
@@ -54,11 +56,15 @@ def start(
         typer.Argument(metavar="FILE", help="The workflow as JSON; default: standard input.", show_default=False),
     ] = None,
     workflow_id: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--id", metavar="UUID", help="A UUIDv7, so that a repeated start stores nothing.", show_default="a new one"
+            "--id",
+            parser=values.workflow_id,
+            metavar="UUID",
+            help="A UUIDv7, so that a repeated start stores nothing.",
+            show_default="a new one",
         ),
-    ] = "",
+    ] = None,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
@@ -71,7 +77,7 @@ def start(
 
     Exit code 5: another workflow has this id.
     """
-    flow = _read_file(file, workflow_id)
+    flow = _read_file(file, workflow_id or "")
 
     from cli.calls import connect
 
@@ -225,14 +231,15 @@ def retry(
     org: options.Org,
     workflow_id: _Id,
     new_id: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--new-id",
+            parser=values.workflow_id,
             metavar="UUID",
             help="The id of the new workflow, a UUIDv7, so that the command may be repeated.",
             show_default="a new one",
         ),
-    ] = "",
+    ] = None,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,

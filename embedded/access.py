@@ -30,7 +30,7 @@ class Passwords:
     def read(self) -> dict[str, str]:
         """Returns the passwords by role. Raises NotCreated or EmbeddedError."""
         match read_json(self._path):
-            case {"postgres": str(superuser), "windrow": str(role)}:
+            case {"postgres": str(superuser), "windrow": str(role)}:  # pyrefly: ignore[not-callable]
                 return {SUPERUSER: superuser, ROLE: role}
             case None:
                 raise NotCreated(

@@ -329,7 +329,7 @@ class Cluster:
         # Copy only data that the same binaries have made.
         template = os.environ.get(TEMPLATE_VARIABLE) if self._ephemeral and self._wanted_binaries is None else None
         if primary is not None:
-            passwords = primary._passwords.read()
+            passwords = primary._passwords.read()  # noqa: SLF001 - of the same class
             self._passwords.keep(passwords)
             new.follow(port=primary.port, password=passwords[SUPERUSER])
         elif template:

@@ -29,7 +29,7 @@ class RememberedPort:
     def read(self) -> int | None:
         """Returns the port, or None before the first start. Raises EmbeddedError for an invalid file."""
         match read_json(self._path):
-            case {"port": int(port)} if 0 < port < 65_536:
+            case {"port": int(port)} if 0 < port < 65_536:  # pyrefly: ignore[not-callable]
                 return port
             case None:
                 return None
@@ -47,7 +47,7 @@ class RememberedPort:
             # A temporary folder may contain unrelated files, which may be unreadable or have other content.
             with contextlib.suppress(OSError):
                 match read_json(path):
-                    case {"port": int(neighbour)}:
+                    case {"port": int(neighbour)}:  # pyrefly: ignore[not-callable]
                         reserved.add(neighbour)
                     case _:
                         pass

@@ -35,7 +35,7 @@ def environment() -> dict[str, object]:
 def described(environment: Mapping[str, object]) -> str:
     """One sentence of a report."""
     server = environment.get("postgres")
-    # Not everything that is measured needs one.
+    # Not every measurement uses a Postgres.
     postgres = f", PostgreSQL {server['version']}" if isinstance(server, Mapping) else ""
     return (
         f"{environment['date']}, commit {environment['commit']}: {environment['cores']} cores ({environment['cpu']}), "

@@ -31,6 +31,8 @@ class Verb(enum.StrEnum):
     ENQUEUE = "enqueue"
     # Starts a workflow, which enqueues all its jobs.
     START = "start"
+    # A job adds nodes to its workflow.
+    ADD = "add"
     DEQUEUE = "dequeue"
     CONSUME = "consume"
     ACK = "ack"
@@ -100,7 +102,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enqueue:
-    """One job of one enqueue, or of one start of a workflow."""
+    """One job of one enqueue, of one start of a workflow, or of one acknowledged addition to one."""
 
     call: Call
     job: str
@@ -114,6 +116,22 @@ class Enqueue:
     # The acknowledged id: this job's, or that of another job with the same dedup key. None: no answer came.
     answered: str | None = None
     duplicate: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addition:
+    """One call by which a job adds nodes to its workflow. Clients choose the names of all nodes: those of the start are
+    named by the ids of their jobs."""
+
+    call: Call
+    workflow: str
+    # The lease of the job that adds them.
+    lease: LeaseKey
+    # The nodes that each new one waits for, by names.
+    nodes: Mapping[str, Sequence[str]]
+    # The id of each node's job, by its name, and how many of them were told new. Empty: no answer came.
+    jobs: Mapping[str, str] = field(default_factory=dict[str, str])
+    stored: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +184,7 @@ class History:
 
     calls: Sequence[Call] = ()
     enqueues: Sequence[Enqueue] = ()
+    additions: Sequence[Addition] = ()
     deliveries: Sequence[Delivery] = ()
     settles: Sequence[Settle] = ()
     cancels: Sequence[Cancel] = ()
@@ -226,6 +245,11 @@ def asked_to_start(*, job: str, queue: str, workflow: str, after: Sequence[str])
     return asked_to_store(job=job, queue=queue, delay_s=delay_s) | {"workflow": workflow, "after": list(after)}
 
 
+def asked_to_add(*, workflow: str, lease: bytes, nodes: Mapping[str, Sequence[str]]) -> dict[str, object]:
+    """New nodes of a workflow that runs, as a line records them."""
+    return {"workflow": workflow, "lease": lease.hex(), "nodes": nodes}
+
+
 def payload_of(org: str, job: str, padding: int) -> bytes:
     return f"{org} {job} ".encode() + b"." * padding
 
@@ -234,6 +258,7 @@ def read(folder: Path) -> History:
     """All files of a folder."""
     calls: list[Call] = []
     enqueues: list[Enqueue] = []
+    additions: list[Addition] = []
     deliveries: list[Delivery] = []
     settles: list[Settle] = []
     cancels: list[Cancel] = []
@@ -246,6 +271,9 @@ def read(folder: Path) -> History:
             match call.verb:
                 case Verb.ENQUEUE | Verb.START:
                     enqueues += _enqueues(call, told)
+                case Verb.ADD:
+                    additions.append(added := _addition(call, told))
+                    enqueues += _added_jobs(added)
                 case Verb.DEQUEUE | Verb.CONSUME:
                     deliveries += _deliveries(call, told)
                 case Verb.CANCEL:
@@ -259,6 +287,7 @@ def read(folder: Path) -> History:
     return History(
         calls=calls,
         enqueues=enqueues,
+        additions=additions,
         deliveries=deliveries,
         settles=settles,
         cancels=cancels,
@@ -322,6 +351,19 @@ def _enqueues(call: Call, told: _Tale) -> Iterator[Enqueue]:
             answered=None if answer is None else answer["job"],
             duplicate=answer is not None and answer["duplicate"],
         )
+
+
+def _addition(call: Call, told: _Tale) -> Addition:
+    asked, answered = told.begun["asked"], (told.ended or {}).get("answered") or {}
+    return Addition(call=call, workflow=asked["workflow"], lease=_key(asked["lease"]), nodes=asked["nodes"], **answered)
+
+
+def _added_jobs(added: Addition) -> Iterator[Enqueue]:
+    """A job that was acknowledged is one that was stored, whichever call stored it."""
+    # The answer only says how many nodes were new.
+    all_new = added.stored == len(added.nodes)
+    for job in added.jobs.values():
+        yield Enqueue(call=added.call, job=job, queue="", delay_s=math.inf, answered=job, duplicate=not all_new)
 
 
 def _deliveries(call: Call, told: _Tale) -> Iterator[Delivery]:

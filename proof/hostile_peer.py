@@ -143,11 +143,11 @@ class HostilePeer:
         return stream
 
     async def ping(self, count: int) -> None:
-        """Sends so many pings at once."""
+        """Sends this many pings at once."""
         await self.write(PingFrame(opaque_data=b"flooding").serialize() * count)
 
     async def begin(self, path: str, size_bytes: int, *, withheld_bytes: int = 1) -> int:
-        """Announces a request of so many bytes and sends all but the last ones, as the server's windows allow."""
+        """Announces a request of this many bytes and sends all but the last ones, as the server's windows allow."""
         stream = await self._open(path)
         await self._send(stream, _prefix(size_bytes), size_bytes - withheld_bytes + _PREFIX_BYTES, ends=False)
         return stream

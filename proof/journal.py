@@ -1,8 +1,9 @@
-"""A journal of slots, which the databases write: triggers record every change of the catalog's placement and of each
-shard's owned slots, in the same transaction. So no change is missed, and none is recorded that did not happen.
+"""A journal that the databases write: triggers record every change of the catalog's placement, of each shard's owned
+slots, of the runs of its schedules, and each release of a node of a workflow, in the same transaction. So no change is
+missed, and none is recorded that did not happen.
 
 Times in the databases are those of the wall clock, which all servers of a machine share. They are converted to the
-monotonic clock here.
+monotonic clock here, except those of runs and releases.
 """
 
 from __future__ import annotations
@@ -10,9 +11,45 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from proof.checker.evidence import Owned, Placed
+from proof.checker.evidence import Owned, Placed, Release, Run
 from proof.postgres import Shard, ask
 
+_NOTE_RUNS = """
+DO $do$ BEGIN
+    CREATE TABLE chaos.run (LIKE windrow.schedule_run);
+    CREATE FUNCTION chaos.note_run() RETURNS trigger LANGUAGE plpgsql AS $note$ BEGIN
+        INSERT INTO chaos.run SELECT * FROM news;
+        RETURN NULL;
+    END $note$;
+    CREATE TRIGGER note_insert AFTER INSERT ON windrow.schedule_run REFERENCING NEW TABLE AS news
+        FOR EACH STATEMENT EXECUTE FUNCTION chaos.note_run();
+    CREATE TRIGGER note_update AFTER UPDATE ON windrow.schedule_run REFERENCING NEW TABLE AS news
+        FOR EACH STATEMENT EXECUTE FUNCTION chaos.note_run();
+END $do$
+"""
+_RUNS = """
+SELECT DISTINCT
+    schedule_id::text, (extract(epoch FROM at) * 1000000)::bigint, (extract(epoch FROM through) * 1000000)::bigint,
+    outcome, skipped_for, job_id::text, (extract(epoch FROM decided_at) * 1000000)::bigint, request::text, cause
+FROM chaos.run
+"""
+_NOTE_RELEASES = """
+DO $do$ BEGIN
+    CREATE TABLE chaos.release (workflow uuid, job_id uuid, at timestamptz);
+    CREATE FUNCTION chaos.note_release() RETURNS trigger LANGUAGE plpgsql AS $note$ BEGIN
+        INSERT INTO chaos.release
+        SELECT w.id, n.job_id, clock_timestamp()
+        FROM news n
+        JOIN olds o ON o.flow = n.flow AND o.node = n.node AND o.state <> 'released'
+        JOIN windrow.workflow w ON w.flow = n.flow
+        WHERE n.state = 'released';
+        RETURN NULL;
+    END $note$;
+    CREATE TRIGGER note_release AFTER UPDATE ON windrow.workflow_node REFERENCING OLD TABLE AS olds NEW TABLE AS news
+        FOR EACH STATEMENT EXECUTE FUNCTION chaos.note_release();
+END $do$
+"""
+_RELEASES = "SELECT workflow::text, job_id::text, (extract(epoch FROM at) * 1000000)::bigint FROM chaos.release"
 _PLACED, _OWNED = "writes, reads, epoch", "state, epoch, chunk, arriving"
 
 
@@ -21,11 +58,13 @@ def install(catalog: Shard, shards: Iterable[Shard]) -> None:
     for shard in shards:
         ask(shard.direct_dsn, "CREATE SCHEMA chaos")
         ask(shard.direct_dsn, _noting("owned_slot", _OWNED))
+        ask(shard.direct_dsn, _NOTE_RUNS)
+        ask(shard.direct_dsn, _NOTE_RELEASES)
     ask(catalog.direct_dsn, _noting("placement", _PLACED))
 
 
 def read_placed(catalog: Shard) -> list[Placed]:
-    """In order."""
+    """Returns the journal of the catalog's placement, in order."""
     ahead_s = time.time() - time.monotonic()
     return [
         Placed(at_s=at_s - ahead_s, slots=slots, writes=tuple(writes), reads=tuple(reads), epoch=epoch)
@@ -47,6 +86,16 @@ def owned_in(dsn: str, shard: str) -> list[Owned]:
     ]
 
 
+def read_runs(shards: Iterable[Shard]) -> frozenset[Run]:
+    """Returns all runs of schedules that a shard has ever recorded."""
+    return frozenset(Run._make(row) for shard in shards for row in ask(shard.direct_dsn, _RUNS))
+
+
+def read_releases(shards: Iterable[Shard]) -> list[Release]:
+    """Returns each release of a node of a workflow, on any shard."""
+    return [Release._make(row) for shard in shards for row in ask(shard.direct_dsn, _RELEASES)]
+
+
 def read_pins(catalog: Shard) -> dict[str, int]:
     """The slots of orgs that have one of their own."""
     return dict(ask(catalog.direct_dsn, "SELECT org, slot FROM windrow.pin"))
@@ -57,7 +106,8 @@ def _read(table: str, columns: str) -> str:
 
 
 def _noting(table: str, columns: str) -> str:
-    """One row for all slots that a statement changes in the same way. One transaction, in which nobody else writes."""
+    """Returns the statement that begins a journal of this table, in one transaction, in which nobody else writes. The
+    journal has one row for all slots that a statement changes in the same way."""
     note = f"""
     INSERT INTO chaos.{table} (slots, {columns})
     SELECT array_agg(slot ORDER BY slot), {columns} FROM %s GROUP BY {columns}

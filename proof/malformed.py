@@ -108,7 +108,8 @@ def _broken_calls(luck: random.Random, valid: bytes) -> bytes:
 
 
 def _broken_messages(luck: random.Random, valid: bytes) -> bytes:
-    """Calls that are right but for their gRPC messages: no length is that of what follows, or flags are unknown."""
+    """Calls that are valid except for their gRPC messages, whose lengths are not those of what follows, or whose flags
+    are unknown."""
     flags, lengths = (0, 0, 1, 2, 255), (0, 1, len(valid) - 1, len(valid) + 1, 2**32 - 1)
     return _call(
         luck.choice(METHODS),
@@ -119,7 +120,7 @@ def _broken_messages(luck: random.Random, valid: bytes) -> bytes:
 
 
 def _broken_protobuf(luck: random.Random, valid: bytes) -> bytes:
-    """Calls whose only fault is that their message is none of the method."""
+    """Calls whose only fault is that their message is not of the method's type."""
     damaged = bytearray(valid)
     _damage(luck, damaged)
     # Groups and lengths within each other, a field of 2 GiB, a varint of eleven bytes, an empty field without end.
@@ -171,7 +172,7 @@ def _damage(luck: random.Random, data: bytearray) -> None:
 
 def _any_frame(luck: random.Random) -> bytes:
     body = luck.randbytes(luck.choice((0, 1, 4, 5, 6, 8, 9, luck.randrange(256))))
-    # Most streams are few, so that frames meet those of others.
+    # Most frames use one of a few streams, so that several frames meet on one stream.
     stream = luck.choice((0, 1, 3, 5, 2, 2**31 - 1, luck.randrange(2**31)))
     return _frame(luck.randrange(_FRAME_TYPES), luck.randrange(256), stream, body)
 

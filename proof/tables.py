@@ -11,8 +11,9 @@ from typing import Protocol, TypeVar
 
 import grpc
 
-from proof.checker.evidence import Flow, Found, Health, Key, OrgBooks, Past, Row, State
+from proof.checker.evidence import Flow, Found, Health, Key, OrgBooks, Past, Row, RunName, State, StoredSchedule
 from proof.postgres import ask
+from shard.schedule import ScheduledRun
 from windrow.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, cluster_pb2_grpc, job_pb2, queue_pb2, queue_pb2_grpc
 
 _CHECK_S_MAX = 60.0
@@ -28,7 +29,8 @@ _STATES = {
     job_pb2.JOB_STATE_CANCELLED: State.CANCELLED,
 }
 _COLUMNS = (
-    "j.id::text, q.org, q.queue, j.dedup_key, j.lease, (extract(epoch FROM j.leased_at) * 1000000)::bigint, j.history"
+    "j.id::text, q.org, q.queue, j.dedup_key, j.lease, (extract(epoch FROM j.leased_at) * 1000000)::bigint, j.history, "
+    "j.scheduled_run, j.attributes->>'terms'"
 )
 _ROWS = f"""
 SELECT {_COLUMNS}, 'live', false FROM windrow.job j JOIN windrow.queue q USING (queue_id)
@@ -38,11 +40,20 @@ UNION ALL SELECT {_COLUMNS}, CASE WHEN j.reason IS NULL THEN 'live' ELSE 'dead' 
     FROM windrow.departing j JOIN windrow.queue q USING (queue_id)
 """
 _FLOWS = """
-SELECT w.id::text, o.org, w.state, jsonb_object_agg(n.job_id, n.state)
+SELECT
+    w.id::text, o.org, w.state, jsonb_object_agg(n.job_id, n.state),
+    coalesce(jsonb_object_agg(n.job_id, n.name) FILTER (WHERE n.added_by IS NOT NULL), '{}'),
+    coalesce(array_agg(n.job_id::text) FILTER (WHERE n.callback IS NOT NULL), '{}'),
+    coalesce(w.retry_of::text, ''), jsonb_object_agg(n.job_id, n.name)
 FROM windrow.workflow w
 JOIN windrow.org o USING (org_id)
 JOIN windrow.workflow_node n USING (flow)
 GROUP BY w.flow, o.org
+"""
+_SCHEDULES = """
+SELECT s.id::text, o.org, s.name, (extract(epoch FROM s.created_at) * 1000000)::bigint
+FROM windrow.schedule s
+JOIN windrow.org o USING (org_id)
 """
 _KEYS = "SELECT q.org, q.queue, d.key, d.job_id::text FROM windrow.dedup d JOIN windrow.queue q USING (queue_id)"
 
@@ -71,10 +82,42 @@ def read_rows(shards: Iterable[Place]) -> list[Row]:
 
 
 def read_flows(shards: Iterable[Place]) -> list[Flow]:
+    return [flow for shard in shards for flow in flows_in(shard.direct_dsn, shard.name)]
+
+
+def flows_in(dsn: str, shard: str) -> list[Flow]:
+    """The workflows that a shard's database has."""
     return [
-        Flow(workflow=workflow, org=org, shard=shard.name, state=state, nodes=nodes)
-        for shard in shards
-        for workflow, org, state, nodes in ask(shard.direct_dsn, _FLOWS)
+        Flow(
+            workflow=workflow,
+            org=org,
+            shard=shard,
+            state=state,
+            nodes=nodes,
+            added=added,
+            callbacks=frozenset(callbacks),
+            retry_of=retry_of,
+            names=names,
+        )
+        for workflow, org, state, nodes, added, callbacks, retry_of, names in ask(dsn, _FLOWS)
+    ]
+
+
+def open_schedules(shards: Iterable[Place]) -> int:
+    """Reads how many schedules have instants that are not decided, or runs that wait."""
+    count = "SELECT count(*) FROM windrow.schedule WHERE next_at IS NOT NULL OR buffered > 0"
+    return sum(int(ask(shard.direct_dsn, count)[0][0]) for shard in shards)
+
+
+def read_schedules(shards: Iterable[Place]) -> list[StoredSchedule]:
+    return [schedule for shard in shards for schedule in schedules_in(shard.direct_dsn, shard.name)]
+
+
+def schedules_in(dsn: str, shard: str) -> list[StoredSchedule]:
+    """The schedules that a shard's database has."""
+    return [
+        StoredSchedule(id=schedule, org=org, name=name, shard=shard, created_us=created_us)
+        for schedule, org, name, created_us in ask(dsn, _SCHEDULES)
     ]
 
 
@@ -85,7 +128,7 @@ def keys_in(dsn: str) -> frozenset[Key]:
 
 def rows_in(dsn: str, shard: str) -> Iterator[Row]:
     """What a shard's database has of each job."""
-    for job, org, queue, key, lease, leased_at_us, history, state, departing in ask(dsn, _ROWS):
+    for job, org, queue, key, lease, leased_at_us, history, run, terms, state, departing in ask(dsn, _ROWS):
         entries = json.loads(history) if isinstance(history, str) else history
         yield Row(
             job=job,
@@ -106,7 +149,13 @@ def rows_in(dsn: str, shard: str) -> Iterator[Row]:
                 for entry in entries or ()
             ],
             departing=departing,
+            run=None if run is None else _run_name(run, terms),
         )
+
+
+def _run_name(stored: str, terms: str | None) -> RunName:
+    run = ScheduledRun.from_json(stored)
+    return RunName(run.schedule, run.at, int(terms or 0))
 
 
 def read_books(address: str, shards: Iterable[str]) -> list[OrgBooks]:

@@ -21,7 +21,7 @@ from shard.vocabulary import ShardName
 WAIT_S_MAX = 5.0
 # How many orgs, and how many connections of an org, are checked each time that memory is freed.
 _CHECKS_MAX = 16
-# From so many parts of an account on, those that hold nothing are dropped.
+# If an account has this many parts, those that hold nothing are dropped.
 _PARTS_KEPT = 100
 # The most that one claim reserves. A claim begins only if its shard has room for this: otherwise claims of few jobs,
 # which always find room sooner, could keep one of many jobs waiting for ever.

@@ -12,5 +12,9 @@ class ListensOpenly(CannotListen):
     """Others can reach the address, and the cluster file protects it too little. The message says what is missing."""
 
 
+class CannotServeMetrics(CannotListen):
+    """The address of the metrics is in use, or is not an address of this machine. The message names it."""
+
+
 class RouterFailed(Exception):
     """A router process ended, and starting it again cannot help. Its own message is on standard error."""

@@ -12,6 +12,7 @@ calls_per_connection = 1000
 sweep_seconds = 3
 connection_age_seconds = 1800
 metrics = "127.0.0.1:9464"
+metrics_queues = 0
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import partial
 
+from shard.admin.queue_figures import NAMED_MAX
 from shard.placement.cluster_file import Cluster, ClusterFileError, Faults, known_keys
 
 LISTEN_DEFAULT = "127.0.0.1:7419"
@@ -55,6 +57,8 @@ class RouterSettings:
     connection_age_seconds: float = 1800.0
     # Where the metrics of all processes of this machine are served, as HOST:PORT. None: nowhere.
     metrics: str | None = None
+    # How many queues of each shard the metrics name, with their orgs: the largest. All others are added up.
+    metrics_queues: int = 0
 
     @property
     def connection_grace_s(self) -> float:
@@ -90,6 +94,7 @@ _BOUNDS = {
     "calls_per_connection": (1, 100_000),
     "sweep_seconds": (0.05, 3600),
     "connection_age_seconds": (1, 86_400),
+    "metrics_queues": (0, NAMED_MAX),
 }
 
 

@@ -28,6 +28,10 @@ ShardError
 ├── WorkflowExists        make another id: the org has a workflow of this one with other content
 ├── UnknownNode           name another node: the workflow has none of this name
 ├── NodeEnded             nothing to do: the node has ended
+├── WorkflowEnded         start another workflow
+├── LeaseEnded            nothing to do: another consumer may have the job, or nobody will run it any more
+├── NodeExists            give the new node another name
+├── TooManyNodes          start another workflow, or let one job do the work of several
 ├── NotRetryable          retry another workflow, or start a new one
 ├── TooManyWeights        set a weight back to 1 first
 ├── UnknownShard          name a shard that ListShards lists
@@ -282,6 +286,38 @@ class UnknownNode(ShardError):
 class NodeEnded(ShardError):
     def __init__(self, workflow: str, node: str) -> None:
         super().__init__(f"node {node!r} of workflow {workflow} has ended")
+
+
+class WorkflowEnded(ShardError):
+    """`how`: what ended it, a participle."""
+
+    def __init__(self, workflow: str, how: str) -> None:
+        super().__init__(f"workflow {workflow} has {how}, so no nodes can be added to it: start another one")
+
+
+class LeaseEnded(ShardError):
+    def __init__(self, job: str, workflow: str) -> None:
+        super().__init__(
+            f"this lease of job {job} has ended, or the job is not in workflow {workflow}: nothing was added; only a "
+            "job that runs adds nodes to its workflow"
+        )
+
+
+class NodeExists(ShardError):
+    def __init__(self, workflow: str, node: str) -> None:
+        super().__init__(
+            f"workflow {workflow} has a node {node!r} that this job has not added: give the new node another name"
+        )
+
+
+class TooManyNodes(ShardError):
+    """`what`: nodes, or edges between them."""
+
+    def __init__(self, workflow: str, what: str, *, present: int, more: int, bound: int) -> None:
+        super().__init__(
+            f"workflow {workflow} has {present:,} {what}, and {more:,} more would exceed the {bound:,} that it may "
+            "have: start another workflow, or let one job do the work of several"
+        )
 
 
 class NotRetryable(ShardError):

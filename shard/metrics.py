@@ -2,9 +2,10 @@
 checked against it.
 
 Metrics are recorded per call or per act, never per job. Their labels are method, code, shard, act and the like, whose
-values are few; never an org, a job or a payload. If PROMETHEUS_MULTIPROC_DIR is set when this module is imported, the
-values are in files of that folder, so that those of several processes can be added up, and those of a killed process
-are not lost (router/process/metrics.py). Otherwise they are in memory, where nobody reads them.
+values are few; never a job or a payload. Orgs and queues are named only by the gauges of the largest queues. If
+PROMETHEUS_MULTIPROC_DIR is set when this module is imported, the values are in files of that folder, so that those of
+several processes can be added up, and those of a killed process are not lost (router/process/metrics.py). Otherwise
+they are in memory, where nobody reads them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Literal, NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
+# Buckets for how long jobs wait for workers, in seconds.
+_WAITS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 3600.0)
 _SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
@@ -44,9 +47,16 @@ def _histogram(name: str, unit: str, meaning: str, *labels: str, buckets: Sequen
 
 
 def _lowest(name: str, unit: str, meaning: str, *labels: str) -> Gauge:
-    """A gauge: the lowest value of the processes that run."""
+    """Declares a gauge that shows the lowest value of the running processes."""
     DECLARED.append(Declared(name, "gauge", labels, unit, meaning))
     return Gauge(name, meaning, labels, registry=_REGISTRY, multiprocess_mode="livemin")
+
+
+def _at_once(name: str, unit: str, meaning: str, *labels: str) -> Declared:
+    """Declares a gauge whose values a process replaces all at once, in a file (router/fleet/shard_gauges.py). So a
+    queue that is no longer among the largest loses its series."""
+    DECLARED.append(declared := Declared(name, "gauge", labels, unit, meaning))
+    return declared
 
 
 CALLS = _counter(
@@ -76,6 +86,20 @@ CLAIMED = _counter(
     "windrow_jobs_claimed_total", "jobs",
     "Jobs leased by claims. Jobs that an enqueue hands over to a waiting consumer are not claimed.", "shard",
 )  # fmt: skip
+PICKUP_SECONDS = _histogram(
+    "windrow_pickup_seconds", "seconds",
+    "How long the job of a claim that had been due longest had waited, for each claim that got jobs. Jobs that an "
+    "enqueue hands over do not wait.",
+    "shard", buckets=_WAITS,
+)  # fmt: skip
+LEASES_EXPIRED = _counter(
+    "windrow_leases_expired_total", "leases",
+    "Leases that had expired, found when their jobs were leased again.", "shard",
+)  # fmt: skip
+DEAD = _counter(
+    "windrow_jobs_dead_total", "jobs",
+    "Jobs that died: they failed permanently, or had no attempt left.", "shard",
+)  # fmt: skip
 SETTLED = _counter(
     "windrow_leases_settled_total", "leases",
     "Leases named by acks, nacks, extends, releases and snoozes, by the answer. stale: the lease had ended.",
@@ -87,6 +111,10 @@ SHARD_UP = _lowest(
     "no longer names it, or says that it is off.",
     "shard",
 )  # fmt: skip
+CATALOG_UP = _lowest(
+    "windrow_catalog_up", "0 or 1",
+    "1 if every process of this router has read the catalog within 10 seconds; 0 if one of them has not.",
+)  # fmt: skip
 QUARANTINED_KINDS = _lowest(
     "windrow_quarantined_kinds", "kinds",
     "Kinds of jobs that are quarantined on the shard, because they crashed their workers or an operator did it.",
@@ -97,3 +125,48 @@ CERTIFICATE_EXPIRY = _lowest(
     "Unix time",
     "When the router's TLS certificate expires; 0 without TLS.",
 )
+QUEUE_JOBS = _at_once(
+    "windrow_queue_jobs", "jobs",
+    "Unfinished jobs of a queue by state, as they were counted last, about every minute. Only the largest queues of a "
+    "shard are named, and none by default; the series without org and queue has the sums of all others.",
+    "shard", "org", "queue", "state",
+)  # fmt: skip
+QUEUE_OLDEST_SECONDS = _at_once(
+    "windrow_queue_oldest_ready_seconds", "seconds",
+    "How long the oldest job that a claim would get had been ready; 0 if there was none, or the queue is paused.",
+    "shard", "org", "queue",
+)  # fmt: skip
+SLOTS = _at_once(
+    "windrow_slots", "slots",
+    "Slots by shard. owned: the shard takes their jobs. leaving: they move away, and the shard is only read for them.",
+    "shard", "state",
+)  # fmt: skip
+SNAPSHOT_SECONDS = _at_once(
+    "windrow_oldest_snapshot_seconds", "seconds",
+    "How long the oldest snapshot has been held on the shard, which keeps dead rows from being removed; 0 if there is "
+    "none. Sessions of other roles are seen only with pg_read_all_stats.",
+    "shard",
+)  # fmt: skip
+SCHEDULE_LATE_SECONDS = _at_once(
+    "windrow_schedule_late_seconds", "seconds",
+    "How late the schedule of the shard is that is the latest; 0 if none is.", "shard",
+)  # fmt: skip
+ARCHIVE_LATE_SECONDS = _at_once(
+    "windrow_archive_late_seconds", "seconds",
+    "For how long the archiver could have moved a day of finished jobs to the cold tables, or dropped one; 0 if none.",
+    "shard",
+)  # fmt: skip
+TRANSACTION_AGE = _at_once(
+    "windrow_transaction_age", "transactions",
+    "How many transactions ago the oldest row on the shard's server was written that is not frozen. Postgres refuses "
+    "writes shortly before it is 2,147,483,648.",
+    "shard",
+)  # fmt: skip
+CONNECTIONS_USED = _at_once(
+    "windrow_connections_used_ratio", "0 to 1",
+    "The share of the connections that ordinary roles may open on the shard's server that is used.", "shard",
+)  # fmt: skip
+PARTITIONS_MISSING = _at_once(
+    "windrow_partitions_missing", "partitions",
+    "Partitions of finished jobs, from yesterday to tomorrow, that no router has made ahead.", "shard",
+)  # fmt: skip

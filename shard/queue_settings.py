@@ -20,7 +20,7 @@ class QueueSettings:
     group_concurrency: int | None = None
     # A ready job of priority p is moved to priority 1 after (p - 1) times this.
     ageing_seconds: int | None = None
-    # A kind of the queue's jobs is quarantined after so many crashes in a row.
+    # A kind of the queue's jobs is quarantined after this many crashes in a row.
     quarantine_after: int | None = None
     paused: bool | None = None
 

@@ -47,10 +47,10 @@ class Overlap(enum.Enum):
 
 
 class CatchUp(enum.Enum):
-    """Which instants are stored late, of those that nobody could store in time. The others are skipped."""
+    """If nobody could store some instants in time: which of these are stored late. The others are skipped."""
 
     LATEST = "latest"
-    # Those of the last `catch_up_window_us`, at most CATCH_UP_MAX.
+    # The instants of the last `catch_up_window_us`, at most CATCH_UP_MAX.
     WINDOW = "window"
     # The newest CATCH_UP_MAX.
     ALL = "all"
@@ -77,6 +77,8 @@ class SkipReason(enum.Enum):
     OVERLAP = "overlap"
     CATCH_UP = "catch_up"
     PAUSE = "pause"
+    # The shard lost history, and may have stored it before.
+    RECOVERED = "recovered"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

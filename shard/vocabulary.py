@@ -33,7 +33,7 @@ RETENTION_MAX = 3650
 # How many different retentions the queues and orgs of one shard may have. An enqueue looks for its ids in each hot day
 # of each retention.
 RETENTIONS_MAX = 32
-# Those that every shard has.
+# The retentions that every shard has.
 STANDARD_RETENTIONS = (0, 1, 7, 30, 90, 365, 2557)
 
 
@@ -190,7 +190,7 @@ JOB_CONTENT: Mapping[str, str] = {
     # The dedup key of a job that counts while the job is live, instead of dedup_key.
     "live_key": "live_keys",
     "max_runtime_us": "max_runtimes_us",
-    # Of the jobs of one queue and group, only so many are leased at a time as the queue's group_concurrency says.
+    # At most group_concurrency (a setting of the queue) jobs of one queue and group are leased at a time.
     "group_key": "groups",
 }
 # What consumers report while they hold a lease (Extend): columns of the tables of jobs.
@@ -207,7 +207,7 @@ class Alteration(NamedTuple):
     priority: int | None = None
     run_at_us: int | None = None
     delay_us: int | None = None
-    # All of them, as JSON.
+    # All new attributes, as JSON.
     attributes: str | None = None
 
 

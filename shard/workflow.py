@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, NewType
 from uuid import UUID
 
@@ -21,6 +21,10 @@ NodeName = NewType("NodeName", str)
 
 NODES_MAX = 10_000
 EDGES_MAX = 100_000
+# Those of one addition, which is stored under the workflow's lock: ends of its other jobs wait for that, and with them
+# the calls of other orgs that share their statement (docs/decisions/0058-folds-in-portions.md).
+ADDED_NODES_MAX = 1_000
+ADDED_EDGES_MAX = 10_000
 CALLBACKS_MAX = 10
 # How many nodes may wait for each other in a row.
 DEPTH_MAX = 1_000
@@ -46,8 +50,8 @@ class NodeState(enum.Enum):
     SKIPPED = "skipped"
 
 
-# The states that a shard stores besides: decided, and not done yet, because the job is locked, on another shard, or its
-# workflow paused.
+# Further states that a shard stores. What becomes of the node is decided, but not done yet, because its job is locked
+# or on another shard, or its workflow is paused.
 STORED_AS = {"due": NodeState.BLOCKED, "doomed": NodeState.BLOCKED}
 
 
@@ -106,8 +110,8 @@ class EndedNode(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewWorkflow:
-    """A workflow to be stored. `numbers`, `names` and `jobs` have an entry for each node that is to run; callbacks come
-    last. The ids of the jobs are those of `job_id_of`."""
+    """A workflow to be stored. `numbers`, `names` and `jobs` have an entry for each node that is to run, in the order
+    of the numbers. The ids of the jobs are those of `job_id_of`."""
 
     id: WorkflowId
     name: str
@@ -123,6 +127,27 @@ class NewWorkflow:
     # None: it retries none.
     retry_of: WorkflowId | None = None
     ended: Sequence[EndedNode] = ()
+    # The nodes that a job has added, also those that have ended, and the node of that job; by number.
+    added_by: Mapping[int, int] = field(default_factory=dict[int, int])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewNodes:
+    """Nodes that a job of a workflow adds to it. `names` and `jobs` have an entry for each, in an order in which each
+    comes after those of them that it waits for. The ids of the jobs are made when their numbers are known."""
+
+    workflow: WorkflowId
+    names: Sequence[NodeName]
+    jobs: NewJobs
+    # What a node waits for, by its position; also nodes that the workflow has already.
+    after: Mapping[int, Sequence[tuple[NodeName, OnFailed]]]
+
+
+class AddedNodes(NamedTuple):
+    """The jobs of NewNodes, and how many of them were stored now: the others were added before."""
+
+    jobs: Sequence[JobId]
+    stored: int
 
 
 class WorkflowRecord(NamedTuple):
@@ -154,6 +179,8 @@ class NodeRecord(NamedTuple):
     # The earliest time for its job, and how long after its release it is due.
     run_at: Micros | None
     delay_us: int | None
+    # The node whose job added it. None: it was stored with the workflow.
+    added_by: int | None
 
 
 class ParentRecord(NamedTuple):

@@ -76,9 +76,11 @@ class Target:
     # A schedule, and the page token of a ListSchedules.
     schedule: str = "daily"
     schedule_page_token: str = ""
-    # A workflow whose node "second" waits for "first", and the page tokens of its nodes and of a ListWorkflows.
+    # A workflow whose node "second" waits for "first", the lease of the job of "first", and the page tokens of
+    # its nodes and of a ListWorkflows.
     workflow: str = field(default_factory=job_id)
     cancelled_workflow: str = field(default_factory=job_id)
+    node_lease: bytes = b""
     node_page_token: str = ""
     workflow_page_token: str = ""
 
@@ -94,13 +96,13 @@ def new_schedule(org: str, name: str) -> schedules_pb2.CreateScheduleRequest:
     return schedules_pb2.CreateScheduleRequest(org=org, name=name, spec=spec, job=job)
 
 
-def new_workflow(org: str, workflow: str) -> workflows_pb2.StartWorkflowRequest:
+def new_node(name: str, *after: str) -> workflows_pb2.NewNode:
     job = job_pb2.NewJob(template=job_pb2.JobTemplate(queue="flows", kind="send"))
-    after = [workflows_pb2.WorkflowEdge(node="first")]
-    nodes = [
-        workflows_pb2.NewNode(name="first", job=job),
-        workflows_pb2.NewNode(name="second", job=job, after=after),
-    ]
+    return workflows_pb2.NewNode(name=name, job=job, after=[workflows_pb2.WorkflowEdge(node=one) for one in after])
+
+
+def new_workflow(org: str, workflow: str) -> workflows_pb2.StartWorkflowRequest:
+    nodes = [new_node("first"), new_node("second", "first")]
     return workflows_pb2.StartWorkflowRequest(org=org, id=workflow, nodes=nodes)
 
 
@@ -179,6 +181,9 @@ REQUESTS: Mapping[str, Callable[[Target], Message]] = {
         org=it.org, name=it.schedule
     ),
     "windrow.v1.Workflows/StartWorkflow": lambda it: new_workflow(it.org, job_id()),
+    "windrow.v1.Workflows/AddNodes": lambda it: workflows_pb2.AddNodesRequest(
+        org=it.org, id=it.workflow, lease=it.node_lease, nodes=[new_node("third")]
+    ),
     "windrow.v1.Workflows/GetWorkflow": lambda it: workflows_pb2.GetWorkflowRequest(org=it.org, id=it.workflow),
     "windrow.v1.Workflows/ListNodes": lambda it: workflows_pb2.ListNodesRequest(org=it.org, id=it.workflow),
     "windrow.v1.Workflows/ListWorkflows": lambda it: workflows_pb2.ListWorkflowsRequest(org=it.org),
@@ -239,8 +244,8 @@ class Secured:
         assert changed.rowcount == 1
 
     def rows(self) -> dict[tuple[str, str], list[str]]:
-        """Returns all rows of all tables, by shard and table. Those of partitions are in their table. The large tables
-        are told by a hash, because this is called hundreds of times."""
+        """Returns all rows of all tables, by shard and table. Rows of partitions are with their table. For a large
+        table it returns a hash of the rows, because this is called hundreds of times."""
         rows: dict[tuple[str, str], list[str]] = {}
         for shard, database in self._shards.items():
             for (table,) in database.execute(_TABLES).fetchall():
@@ -465,6 +470,7 @@ def things_of(channel: grpc.Channel, org: str, metadata: Metadata) -> Target:
     for one in (cancelled_workflow, workflow):
         do("Workflows/StartWorkflow", new_workflow(org, one))
     do("Workflows/CancelWorkflow", workflows_pb2.CancelWorkflowRequest(org=org, id=cancelled_workflow))
+    (node,) = lease("flows")
     workflows = do("Workflows/ListWorkflows", workflows_pb2.ListWorkflowsRequest(org=org, page_size=1))
     assert workflows.next_page_token
     nodes = do("Workflows/ListNodes", workflows_pb2.ListNodesRequest(org=org, id=workflow, page_size=1))
@@ -483,6 +489,7 @@ def things_of(channel: grpc.Channel, org: str, metadata: Metadata) -> Target:
         queue_page_token=queues.next_page_token,
         schedule_page_token=schedules.next_page_token,
         workflow=workflow,
+        node_lease=node.lease,
         cancelled_workflow=cancelled_workflow,
         node_page_token=nodes.next_page_token,
         workflow_page_token=workflows.next_page_token,

@@ -17,6 +17,7 @@ from shard.metrics import DECLARED
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMETHEUS = ROOT / "deploy" / "prometheus"
+TESTS = ("rules.test.yml", "rules.hours.test.yml")
 _METRIC = re.compile(r"\bwindrow[a-z0-9_:]*")
 
 
@@ -30,7 +31,9 @@ def faults(rules: dict[str, Any], tests: dict[str, Any], runbook: str) -> Iterat
     """Yields what is wrong, one sentence each."""
     every = [rule for group in rules["groups"] for rule in group["rules"]]
     known = series_names() | {rule["record"] for rule in every if "record" in rule}
-    tested = {case["alertname"] for test in tests["tests"] for case in test["alert_rule_test"] if case["exp_alerts"]}
+    tested = {
+        case["alertname"] for test in tests["tests"] for case in test.get("alert_rule_test", ()) if case["exp_alerts"]
+    }
     headings = set(re.findall(r"^## (\w+)$", runbook, re.MULTILINE))
     alerts = {rule["alert"] for rule in every if "alert" in rule}
     for rule in every:
@@ -42,7 +45,7 @@ def faults(rules: dict[str, Any], tests: dict[str, Any], runbook: str) -> Iterat
         if name not in headings:
             yield f"{name}: docs/runbook.md has no heading of this name"
         if name not in tested:
-            yield f"{name}: rules.test.yml has no case in which it fires"
+            yield f"{name}: {' and '.join(TESTS)} have no case in which it fires"
     for rule in every:
         if "alert" in rule and rule["annotations"].get("runbook") != f"docs/runbook.md#{rule['alert'].lower()}":
             yield f"{rule['alert']}: its annotation `runbook` does not link its entry"
@@ -54,7 +57,7 @@ def main() -> int:
     found = list(
         faults(
             yaml.safe_load((PROMETHEUS / "rules.yml").read_text()),
-            yaml.safe_load((PROMETHEUS / "rules.test.yml").read_text()),
+            {"tests": [test for file in TESTS for test in yaml.safe_load((PROMETHEUS / file).read_text())["tests"]]},
             (ROOT / "docs" / "runbook.md").read_text(),
         )
     )

@@ -42,8 +42,8 @@ def tool(name: str) -> str:
 def checks() -> list[Check]:
     """The slowest first: the others are done while they run."""
     found = [
-        Check(name="pyright", command=(tool("pyright"), "-p", str(ROOT), "--pythonpath", sys.executable)),
         Check(name="mypy --strict", command=(tool("mypy"),)),
+        Check(name="pyrefly", command=(tool("pyrefly"), "check", "--python-interpreter-path", sys.executable)),
         Check(name="ruff check", command=(tool("ruff"), "check", "--quiet", ".")),
         Check(name="ruff format", command=(tool("ruff"), "format", "--quiet", "--check", "--diff", ".")),
         Check(name="import contracts", command=(tool("lint-imports"), "--cache-dir", str(CACHE / "imports"))),

@@ -36,7 +36,7 @@ class _Logs(logs_service_pb2_grpc.LogsServiceServicer):
     def __init__(self, keep: Callable[[list[LogRecord]], None]) -> None:
         self._keep = keep
 
-    def Export(  # noqa: N802 - as the service calls it
+    def Export(  # noqa: N802 - as the service calls it  # pyrefly: ignore[bad-override]
         self, request: logs_service_pb2.ExportLogsServiceRequest, context: grpc.ServicerContext
     ) -> logs_service_pb2.ExportLogsServiceResponse:
         del context
@@ -59,7 +59,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def Export(  # noqa: N802 - as the service calls it
+    def Export(  # noqa: N802 - as the service calls it  # pyrefly: ignore[bad-override]
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
     ) -> trace_service_pb2.ExportTraceServiceResponse:
         del context
@@ -80,7 +80,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
             self._more.notify_all()
 
     def records(self, count: int) -> list[LogRecord]:
-        """Waits for so many log records. Returns all that have come."""
+        """Waits for this many log records. Returns all that have come."""
         with self._more:
             assert self._more.wait_for(lambda: len(self._records) >= count, PATIENCE_S), f"only {self._records}"
             return list(self._records)

@@ -60,9 +60,9 @@ settings.register_profile("usual", deadline=None, print_blob=True, suppress_heal
 settings.register_profile("thorough", settings.get_profile("usual"), max_examples=1500)
 settings.load_profile("thorough" if THOROUGH else "usual")
 
-# A thorough run has one of so many tests.
+# A thorough run has one in this many tests.
 _PART = int(os.environ.get("WINDROW_TEST_PART", "1"))
-# With it, no test begins so many minutes after the first one.
+# No test begins later than this many minutes after the first one.
 _MINUTES = float(os.environ.get("WINDROW_TEST_MINUTES", "inf"))
 _began_s = time.monotonic()
 # How long each test file took, as reports tell it.
@@ -88,15 +88,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Lets the workers collect one after another. In a new checkout the first one compiles every test module; those who
-    collect at the same time would compile them too."""
+    """Lets one worker collect first, and then the others at the same time. In a new checkout the first one compiles
+    every test module; those who collect beside it would compile them too."""
     with contextlib.ExitStack() as stack:
         # Garbage collections would look through the collected tests again and again, and free nothing.
         gc.disable()
         stack.callback(gc.enable)
         if place := os.environ.get(_COLLECTING):
             lock = stack.enter_context(open(place, "a"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fcntl.flock(lock, fcntl.LOCK_SH)
         return (yield)
 
 
@@ -155,7 +158,7 @@ def pytest_runtest_setup() -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     _took_s[_file_of(report.nodeid)] += report.duration
     if report.skipped and isinstance(report.longrepr, tuple) and " is not installed: " in report.longrepr[2]:
-        _not_installed.add(report.longrepr[2].removeprefix("Skipped: "))
+        _not_installed.add(report.longrepr[2].removeprefix("Skipped: "))  # pyrefly: ignore[missing-attribute]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

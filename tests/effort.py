@@ -29,8 +29,8 @@ def trials(usual: int, *, thorough: int) -> int:
 
 
 def waiting(tests: Iterable[tuple[str, int | None]], turn: int) -> set[int]:
-    """Returns the places of the tests that have their turn another day. `tests`: the file of each, and the n of its
-    mark `turns(n)`. Of those of a file, one in n is next."""
+    """Returns the positions of the tests that have their turn another day. `tests`: the file of each, and the n of its
+    mark `turns(n)`. Among such tests of one file, one in n has its turn now."""
     numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
     return {place for place, (file, n) in enumerate(tests) if n is not None and (next(numbers[file]) + turn) % n}
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 from shard.lease_token import parse_token, token
 from shard.queue.store import Store
 from shard.retry_policy import Fixed, Policy, to_json
-from shard.vocabulary import SPARSE_COLUMNS, Claimed, JobId, Lease, NewJobs, OrgId, QueueName
+from shard.vocabulary import SPARSE_COLUMNS, Alteration, Claimed, JobId, Lease, NewJobs, OrgId, QueueName
 from windrow.v1 import job_pb2
 
 T = TypeVar("T")
@@ -110,6 +110,14 @@ async def lease_jobs(
         org, [QueueName(queue)], max_jobs=max_jobs, window_us=window_us, worker=worker
     )
     return [(job, parse_token(token(prefix, job.id))[1]) for job in claimed]
+
+
+async def alter_until(done: asyncio.Event, store: Store, org: OrgId, ids: list[JobId], altered: asyncio.Event) -> None:
+    """Alters these jobs again and again, a few at a time, and tells that it has begun."""
+    while not done.is_set():
+        for at in range(0, len(ids), 5):
+            await store.alter(org, ids[at : at + 5], Alteration(priority=1 + at % 9))
+            altered.set()
 
 
 def history_of(text: str | None) -> list[dict[str, object]]:

@@ -20,7 +20,7 @@ _ROOM_BYTES = 6 << 30
 
 def use_memory(environ: MutableMapping[str, str] = os.environ) -> None:
     """Makes ephemeral clusters use memory, in this process and in those that it starts. `tmp_path` stays on the disk,
-    because it survives the tests. Whoever sets TMPDIR has chosen already."""
+    because it survives the tests. If TMPDIR is set, it decides."""
     if "TMPDIR" in environ or not _has_room(_MEMORY):
         return
     environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())

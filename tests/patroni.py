@@ -7,6 +7,7 @@ Patroni and etcd end with this process, even if it is killed; Postgres ends by a
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -102,6 +103,11 @@ class Member:
         except (OSError, urllib.error.HTTPError):
             return False
 
+    def dcs_last_seen(self) -> int:
+        """Returns when its Patroni began its last cycle, in seconds since 1970."""
+        with urllib.request.urlopen(f"http://{HOST}:{self.rest}/patroni", timeout=_ANSWER_S_MAX) as answer:
+            return int(json.load(answer)["dcs_last_seen"])
+
     def is_in_failsafe_mode(self) -> bool:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{HOST}:{self.rest}/metrics") as answer:
             return any(
@@ -110,7 +116,7 @@ class Member:
         return False
 
     def processes(self) -> list[psutil.Process]:
-        """Those of its Postgres: the postmaster first."""
+        """The processes of its Postgres, the postmaster first."""
         running = read_postmaster(self.data)
         self.watcher.guard(None if running is None else running.pid)
         if running is None:

@@ -46,6 +46,8 @@ class Server:
 
     def create(self, database: str, *, template: str = SPARE) -> str:
         """Creates a database, a copy of the template. Returns its owner's DSN."""
+        # A session that has just ended may still be there.
+        self._cut(template)
         self._administer(
             "CREATE DATABASE {} TEMPLATE {} OWNER {} STRATEGY file_copy",
             database,
@@ -62,11 +64,13 @@ class Server:
         """Cuts all connections to a database, and allows no new ones during the block."""
         self._administer("ALTER DATABASE {} ALLOW_CONNECTIONS false", database)
         try:
-            sessions = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s"
-            self._admin.execute(sessions, [database])
+            self._cut(database)
             yield
         finally:
             self._administer("ALTER DATABASE {} ALLOW_CONNECTIONS true", database)
+
+    def _cut(self, database: str) -> None:
+        self._admin.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [database])
 
     def _administer(self, statement: LiteralString, *names: str) -> None:
         self._admin.execute(sql.SQL(statement).format(*map(sql.Identifier, names)))

@@ -54,7 +54,7 @@ def start(
 
 
 class _Forked(subprocess.Popen[AnyStr]):
-    """A process that was forked from one with the imports. Of all classes only this one uses Popen's own parts."""
+    """A process that was forked from one with the imports. Only this class uses private parts of Popen."""
 
     def _fork(self, args: Sequence[str], cwd: object, env: Mapping[str, str], descriptors: list[int]) -> int | None:
         """Returns the pid of a new child with these descriptors as 0, 1 and 2; None: it is to be started as usual."""

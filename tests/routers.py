@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import socket
 import subprocess
@@ -174,6 +175,13 @@ def ending(pids: Sequence[int]) -> Generator[None, None, None]:
             poll = select.poll()
             poll.register(handle, select.POLLIN)
             assert poll.poll(PATIENCE_S * 1000), f"process {pid} still runs"
+
+
+def metrics_of(routers: Routers) -> str:
+    """Returns the address at which routers serve their metrics: their log tells it."""
+    found = re.search(r"metrics are at (http://\S+)", routers.log.read_text())
+    assert found is not None
+    return found[1]
 
 
 def until(condition: Callable[[], object], what: str, *, within_s: float = PATIENCE_S, every_s: float = 0.05) -> None:

@@ -76,12 +76,18 @@ class Shard:
                 return total
 
     async def set_back(self, org: OrgId, by_us: int, name: ScheduleName = DAILY) -> Micros:
-        """Lets the schedule be as if no router had run for so long. Returns its next instant then."""
+        """Makes the schedule look as if no router had run for this long. Returns its next instant then."""
+        at = await self.set_back_paused(org, by_us, name)
+        await self.wake(org, name)
+        return at
+
+    async def set_back_paused(self, org: OrgId, by_us: int, name: ScheduleName = DAILY) -> Micros:
+        """Does the same with a paused schedule, which no router looks at."""
         found = await self.admin.get(org, name)
         at = calendar.following(found.schedule.spec.timing, Micros(found.now - by_us))
         assert at is not None
         await self.database.run(
-            b"UPDATE windrow.schedule SET next_at = timestamptz 'epoch' + %(at)s * interval '1 us', wake_at = now() "
+            b"UPDATE windrow.schedule SET next_at = timestamptz 'epoch' + %(at)s * interval '1 us' "
             b"WHERE id = %(id)s::uuid",
             {"at": at, "id": found.schedule.id},
         )

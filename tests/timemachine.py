@@ -15,7 +15,7 @@ from shard.postgres.pool import Database
 from shard.vocabulary import JobId, OrgId
 
 _PATIENCE_S = 30.0
-# For a test that watches for a while from a transaction that has locked a table.
+# For a test that observes for a while in a transaction that has locked a table.
 NO_HURRY = "SET LOCAL idle_in_transaction_session_timeout = 0"
 
 

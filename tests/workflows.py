@@ -11,11 +11,12 @@ from shard.queue.settle import Nack, Settlement
 from shard.queue.store import Store
 from shard.vocabulary import Answer, Claimed, Failure, JobId, Lease, OrgId, QueueName
 from shard.workflow import (
+    AddedNodes,
     Callback,
     Edge,
+    NewNodes,
     NewWorkflow,
     NodeName,
-    NodeOf,
     OnFailed,
     WorkflowId,
     job_id_of,
@@ -63,6 +64,20 @@ def new_workflow(
     )
 
 
+def new_nodes(org: OrgId, flow: NewWorkflow, graph: Graph, **fields: object) -> NewNodes:
+    """Returns nodes to be added to a workflow, whose jobs have these fields of `some_jobs`."""
+    return NewNodes(
+        workflow=flow.id,
+        names=[NodeName(name) for name in graph],
+        jobs=some_jobs(org, ids=[JobId("")] * len(graph), **fields),  # type: ignore[arg-type]
+        after={
+            at: [(NodeName(one), CANCEL) if isinstance(one, str) else (NodeName(one[0]), one[1]) for one in after]
+            for at, after in enumerate(graph.values())
+            if after
+        },
+    )
+
+
 class Flows:
     """The workflows of one org on one shard. Claimed jobs are known by the names of their nodes."""
 
@@ -72,7 +87,9 @@ class Flows:
         self.store = store or Store(database)
         self.sweep = WorkflowSweep(database, self.store)
         self.admin = WorkflowAdmin(database, self.store, self.sweep)
-        self._names: dict[tuple[WorkflowId, int], str] = {}
+        # The names of the nodes of jobs, and the jobs of nodes that were added.
+        self.names: dict[str, str] = {}
+        self.added: dict[tuple[WorkflowId, str], JobId] = {}
         self.leases: dict[str, Lease] = {}
 
     async def start(self, graph: Graph, *, epoch: int = 1, **fields: object) -> NewWorkflow:
@@ -81,13 +98,27 @@ class Flows:
         self.know(flow)
         return flow
 
+    async def add(
+        self, flow: NewWorkflow, adder: str | Lease, graph: Graph, *, epoch: int = 1, **fields: object
+    ) -> AddedNodes:
+        """Adds nodes from the job of the node with this name, or with this lease."""
+        nodes = new_nodes(self.org, flow, graph, **fields)
+        lease = self.leases[adder] if isinstance(adder, str) else adder
+        added = await self.admin.add(nodes, adder=lease, epoch=epoch)
+        self.names |= dict(zip(added.jobs, graph, strict=True))
+        self.added |= {(flow.id, name): job for job, name in zip(added.jobs, graph, strict=True)}
+        return added
+
     def know(self, flow: NewWorkflow) -> None:
-        self._names |= {(flow.id, number): name for number, name in enumerate(flow.names)}
+        self.names |= dict(zip(flow.jobs.ids, flow.names, strict=True))
+
+    async def learn(self, flow: NewWorkflow) -> None:
+        """Learns the names of nodes that others have added."""
+        nodes, _ = await self.admin.nodes(self.org, flow.id, page_size=1000, page_token="")
+        self.names |= {node.job_id: node.name for node in nodes}
 
     def name_of(self, job: Claimed) -> str:
-        assert job.workflow_node is not None
-        of = NodeOf.parse(job.workflow_node)
-        return self._names[of.workflow, of.node]
+        return self.names[job.id]
 
     async def claim(self, *, queue: str = QUEUE, max_jobs: int = 1000) -> set[str]:
         """Leases what is ready. Returns the names of its nodes."""
@@ -109,7 +140,7 @@ class Flows:
         assert await self.store.cancel(self.org, ids, reason="by hand") == [Answer.OK] * len(ids)
 
     def job(self, flow: NewWorkflow, name: str) -> JobId:
-        return JobId(flow.jobs.ids[list(flow.names).index(NodeName(name))])
+        return self.added.get((flow.id, name)) or JobId(flow.jobs.ids[list(flow.names).index(NodeName(name))])
 
     async def run_all(self, *, queue: str = QUEUE) -> list[set[str]]:
         """Claims and acks until nothing is ready. Returns the names, by rounds."""
@@ -144,6 +175,6 @@ def chain(length: int) -> dict[str, list[str]]:
 
 
 async def set_portion(database: Database, jobs: int) -> None:
-    """Lets each fold release and cancel only so many jobs."""
+    """Lets each fold release and cancel only this many jobs."""
     function = f"windrow.fold_room() RETURNS integer LANGUAGE sql STABLE AS 'SELECT {jobs}'"
     await database.run(f"CREATE OR REPLACE FUNCTION {function}".encode(), {})

@@ -1,5 +1,5 @@
 """How long jobs wait for a worker while 2,000 a second come in for minutes: undisturbed, beside a transaction that
-holds a snapshot, beside readers, and after too much load.
+holds a snapshot, beside readers, after too much load, beside an archiver, and while routers are restarted.
 
 The load is open: each job has a planned time and is stored then, even if earlier calls have not ended. Its waiting time
 counts from the planned time.
@@ -24,7 +24,7 @@ import grpc
 from bench import pickups
 from bench.arguments import add_peers
 from bench.clients import Clients
-from bench.disturbance import Archived, archiver, held_snapshot, readers
+from bench.disturbance import Archived, archiver, held_snapshot, readers, restarts
 from bench.history import fill_day
 from bench.pickups import Pickup, Waits, ms_text
 from bench.report import Found, Plot
@@ -53,13 +53,18 @@ class Beside(StrEnum):
     READERS = "four readers"
     OVERLOAD = "1.5 × load"
     ARCHIVER = "an archiver at full speed"
+    RESTARTS = "rolling restarts"
+
+
+# Peers have no such part.
+_OF_WINDROW = frozenset({Beside.ARCHIVER, Beside.RESTARTS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     systems: tuple[str, ...] = (WINDROW,)
     beside: tuple[Beside, ...] = tuple(Beside)
-    # Those of the above that peers are measured with.
+    # The disturbances of `beside` with which peers are measured too.
     peers_beside: tuple[Beside, ...] = (Beside.SNAPSHOT,)
     jobs_per_s: int = 2000
     # Jobs that are stored by one call, and those that a worker may fetch at once.
@@ -104,7 +109,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
     async with bench.stage(shards=1, routers=plan.routers) as stage:
         for beside in plan.beside:
             for system in systems:
-                if system in PEERS and (beside not in plan.peers_beside or beside is Beside.ARCHIVER):
+                if system in PEERS and (beside not in plan.peers_beside or beside in _OF_WINDROW):
                     continue
 
                 async def turn(system: str = system, beside: Beside = beside) -> None:
@@ -143,7 +148,7 @@ async def _sample(stage: Stage, clients: Clients, plan: Plan, system: str, besid
         phases.append(Phase(name=name, began_s=began_s, ended_s=time.monotonic(), stored=stored))
 
     await phase("before", plan.jobs_per_s, plan.before_s)
-    async with _beside(beside, dsns) if archived is None else archiver(read_cluster(stage.cluster_file.path), archived):
+    async with _beside(beside, stage, dsns, archived):
         share = _OVERLOAD if beside is Beside.OVERLOAD else 1.0
         await phase("during", plan.jobs_per_s * share, plan.during_s)
     await phase("after", plan.jobs_per_s, plan.after_s)
@@ -173,7 +178,7 @@ async def _sample(stage: Stage, clients: Clients, plan: Plan, system: str, besid
 
 
 async def _fill(stage: Stage, plan: Plan) -> None:
-    """An org of its own gets its history."""
+    """Gives a new org the finished jobs that the archiver works on."""
     ((_, dsn),) = stage.dsns.items()
     channel = grpc.aio.insecure_channel(stage.routers.address)
     try:
@@ -196,13 +201,20 @@ async def _fill(stage: Stage, plan: Plan) -> None:
         await channel.close()
 
 
-def _beside(beside: Beside, dsns: Sequence[str]) -> contextlib.AbstractAsyncContextManager[None]:
+def _beside(
+    beside: Beside, stage: Stage, dsns: Sequence[str], archived: Archived | None
+) -> contextlib.AbstractAsyncContextManager[None]:
     match beside:
         case Beside.SNAPSHOT:
             return held_snapshot(dsns)
         case Beside.READERS:
             return readers(dsns)
-        case Beside.NOTHING | Beside.OVERLOAD | Beside.ARCHIVER:
+        case Beside.RESTARTS:
+            return restarts(stage.routers.pids)
+        case Beside.ARCHIVER:
+            assert archived is not None
+            return archiver(read_cluster(stage.cluster_file.path), archived)
+        case Beside.NOTHING | Beside.OVERLOAD:
             return contextlib.nullcontext()
         case _:
             assert_never(beside)

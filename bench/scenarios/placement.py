@@ -27,8 +27,8 @@ from shard.vocabulary import OrgId, ShardName
 _TAILS: Mapping[str, float] = {"45/20": 2.0, "80/20": 1.161}
 _SEED = 20_240_229
 _ORGS_A_TURN = 200_000
-# Orgs with more than this share of a shard's mean are left out, as if each were pinned to a shard of its own; and at
-# most how many.
+# Orgs with more than this share of a shard's mean are left out, as if each were pinned to a shard of its own. At most
+# _PINNED_MAX are left out.
 _PINNED_ABOVE = 0.1
 _PINNED_MAX = 1000
 
@@ -121,7 +121,7 @@ async def populate(orgs: int, bench: Bench) -> Population:
             counts[slot] += 1
             above = 1.0 - luck.random()
             for tail, exponent in _TAILS.items():
-                size = above ** (-1 / exponent)
+                size: float = above ** (-1 / exponent)
                 jobs[tail][slot] += size
                 if size > largest[tail][0][0]:
                     heapq.heapreplace(largest[tail], (size, slot))

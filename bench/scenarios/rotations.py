@@ -43,8 +43,8 @@ _ISSUER, _AUDIENCE = "https://issuer.bench", "bench"
 _ALGORITHM = "Ed25519"
 # Clients are asked to connect again at this age, so that they see new certificates.
 _CONNECTION_AGE_S = 10
-# Routers follow a file within 2 s. The issuer signs with a key only when it has been published for so long, and
-# publishes it for so long after it has signed with it.
+# Routers follow a file within 2 s. The issuer signs with a key only when it has been published for _PUBLISHED_S, and
+# publishes it for _KEPT_S after it has last signed with it.
 _PUBLISHED_S, _KEPT_S = 3.0, 2.0
 # Routers read a file once it has stayed the same for two looks, 0.5 s apart. Files are not replaced faster than that.
 _FILE_PAUSE_S = 1.3
@@ -135,7 +135,7 @@ class _Issuer:
         return jwt.encode(header, claims | {"scope": " ".join(_SCOPES)}, key, algorithms=[_ALGORITHM])
 
     def rotate(self) -> str | None:
-        """Publishes a new key, and no longer those that are not needed. Returns a token of one that has gone."""
+        """Publishes a new key, and drops keys that are not needed any more. Returns a token of a dropped key."""
         now_s = time.monotonic()
         signing = self._signing() if self._keys else None
         gone: str | None = None
@@ -153,7 +153,7 @@ class _Issuer:
         return known[-1] if known else self._keys[0][1]
 
     def _replaced_s(self) -> float:
-        """When the issuer stopped to sign with its oldest key."""
+        """When the issuer stopped signing with its oldest key."""
         return self._keys[1][0] + _PUBLISHED_S
 
 

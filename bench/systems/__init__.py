@@ -7,22 +7,22 @@ from types import MappingProxyType
 
 from bench.system import System
 
-# By its Python client and worker, as users have it.
+# Windrow by its Python client and worker, as users have it.
 WINDROW = "windrow"
 # The same, with a handler that takes many jobs at once.
 BATCHES = "windrow-batches"
 # Windrow by its generated stubs: the speed of the protocol with a client that does nothing else.
 RAW = "windrow-raw"
-# Windrow is compared with this in every round: the same statements without routers and gRPC.
+# The limit, with which Windrow is compared in every round: the same statements without routers and gRPC.
 LIMIT = "limit"
 ECHO = "echo"
-# One job a unary call; by routers that trace; and by routers that serve metrics.
+# With unary calls of one job each; with routers that trace; and with routers that serve metrics.
 UNARY, TRACED, MEASURED = "windrow-unary", "windrow-traced", "windrow-measured"
-# By routers that speak TLS, and one job a unary call to these.
+# With routers that speak TLS; and with unary calls of one job each to such routers.
 TLS, TLS_UNARY = "windrow-tls", "windrow-tls-unary"
-# By routers that speak TLS and ask for an API key.
+# The same with routers that speak TLS and ask for an API key.
 SECURE, SECURE_UNARY = "windrow-secure", "windrow-secure-unary"
-# A worker and a stream for each consumer.
+# With a worker and a stream for each consumer.
 WORKERS = "windrow-workers"
 
 OURS = MappingProxyType(

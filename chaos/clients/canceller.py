@@ -56,7 +56,7 @@ class Canceller:
         jobs: Sequence[job_pb2.LeasedJob] = []
         try:
             await call.write(queue_pb2.ConsumeRequest(start=start, credit=_CREDIT))
-            message: Any = await call.read()
+            message = await calls.read(call)
             if message is not grpc.aio.EOF:
                 jobs = message.jobs
                 self._recorder.got(number, [calls.told(job) for job in jobs])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
+from chaos.clients.adder import Adder
 from proof.clients import calls
 from proof.clients.consumer import Consumer
 from proof.clients.site import Orders, Site, main
@@ -20,14 +21,12 @@ async def _work(site: Site, orders: Orders) -> None:
         recorder = stack.enter_context(site.recorder())
         channels = [await stack.enter_async_context(calls.connect(site.address)) for _ in range(_CHANNELS)]
         stubs = [queue_pb2_grpc.QueueStub(channel) for channel in channels]
-        consumers = [
-            Consumer(site, orders, stubs[at % _CHANNELS], recorder, org=org)
-            for at, org in enumerate(site.orgs)
-            if at < _EVERYWHERE or at % site.places == site.mine
-        ]
         async with asyncio.TaskGroup() as group:
-            for consumer in consumers:
-                group.create_task(consumer.run())
+            adder = Adder(site, orders, calls.Calls(channels, recorder), group)
+            for at, org in enumerate(site.orgs):
+                if at < _EVERYWHERE or at % site.places == site.mine:
+                    stub = stubs[at % _CHANNELS]
+                    group.create_task(Consumer(site, orders, stub, recorder, org=org, add=adder.add).run())
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ import asyncio
 import random
 
 import windrow
-from proof.clients.fates import NACK_DELAY_S_MAX, Fate, draw
+from proof.clients import calls
+from proof.clients.fates import NACK_DELAY_S_MAX, Fate, draw, draw_added
 from proof.clients.site import QUEUE, Orders, Site, main
-from proof.history import Recorder, Verb, leased
+from proof.history import Outcome, Recorder, Verb, asked_to_add, leased, payload_of
 
 _ORGS = 10
 _CONCURRENCY = 5
@@ -28,7 +29,7 @@ def _worker(
     stream = recorder.begin(Verb.CONSUME, org, {"window_s": site.window_s})
 
     @worker.handler("work")
-    async def work(job: windrow.Job) -> None:  # pyright: ignore[reportUnusedFunction]
+    async def work(job: windrow.Job) -> None:
         recorder.got(stream, [leased(lease=job.lease, attempt=job.attempt, payload=job.payload)])
 
         def about_to(verb: Verb, span_s: float = 0.0) -> None:
@@ -36,6 +37,8 @@ def _worker(
 
         fate = draw(luck, calm=orders.calm.is_set())
         try:
+            if job.workflow is not None and not orders.calm.is_set():
+                await _add(job, job.workflow, org, recorder, luck)
             match fate:
                 case Fate.EXTEND | Fate.OVERSLEEP:
                     # The worker keeps the lease.
@@ -61,6 +64,28 @@ def _worker(
         about_to(Verb.ACK)
 
     return worker
+
+
+async def _add(
+    job: windrow.Job, workflow: windrow.WorkflowNode, org: str, recorder: Recorder, luck: random.Random
+) -> None:
+    """Adds nodes to the job's workflow, if it is one that does."""
+    node = str(leased(lease=job.lease, attempt=job.attempt, payload=job.payload)["job"])
+    added = draw_added(node, luck)
+    if not added:
+        return
+    nodes = windrow.Nodes()
+    for name, after in added.items():
+        nodes.job(QUEUE, "work", payload_of(org, name, 0), name=name, after=after, on_failed=windrow.RUN_ANYWAY)
+    asked = asked_to_add(workflow=workflow.workflow_id, lease=job.lease, nodes=added)
+    number = recorder.begin(Verb.ADD, org, asked)
+    try:
+        done = await workflow.add(nodes)
+    except windrow.WindrowError as error:
+        # Tries before the last one may have been executed.
+        recorder.end(number, Outcome.UNKNOWN, code=calls.error_code(error))
+    else:
+        recorder.end(number, Outcome.OK, answered={"jobs": dict(done.job_ids), "stored": done.stored})
 
 
 async def _work(site: Site, orders: Orders) -> None:

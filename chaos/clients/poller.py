@@ -1,4 +1,5 @@
-"""`python -m chaos.clients.poller`: a worker that takes jobs by Dequeue, of any org, and settles them by calls."""
+"""`python -m chaos.clients.poller`: a worker that takes jobs by Dequeue, of any org, and settles them by calls. Jobs
+of workflows may add nodes to their workflow before."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import random
 from collections import defaultdict
 from contextlib import AsyncExitStack
 
+from chaos.clients.adder import Adder
 from proof.clients import calls
 from proof.clients.fates import NACK_DELAY_S_MAX, Fate, draw, pick_org
 from proof.clients.site import QUEUE, Orders, Site, main
@@ -20,11 +22,12 @@ _WORK_S = 0.05
 
 
 class Poller:
-    def __init__(self, site: Site, orders: Orders, made: calls.Calls) -> None:
+    def __init__(self, site: Site, orders: Orders, made: calls.Calls, adder: Adder) -> None:
         self._site = site
         self._orders = orders
         self._orgs = list(site.orgs)
         self._calls = made
+        self._adder = adder
 
     async def call_on(self, luck: random.Random) -> None:
         while not self._orders.over.is_set():
@@ -37,9 +40,11 @@ class Poller:
                 wait_s=luck.choice((0.0, luck.uniform(0.0, _WAIT_S_MAX))),
                 worker=self._site.name,
             )
+            forgotten = await asyncio.gather(*(self._adder.add(org, job, luck) for job in jobs))
             by_fate: defaultdict[Fate, list[bytes]] = defaultdict(list)
-            for job in jobs:
-                by_fate[draw(luck, calm=self._orders.calm.is_set())].append(job.lease)
+            for job, is_forgotten in zip(jobs, forgotten, strict=True):
+                if not is_forgotten:
+                    by_fate[draw(luck, calm=self._orders.calm.is_set())].append(job.lease)
             await asyncio.gather(*(self._settle(fate, org, leases, luck) for fate, leases in by_fate.items()))
             if not jobs:
                 # Pause also when no router answers, so as not to flood it with calls.
@@ -73,8 +78,9 @@ async def _work(site: Site, orders: Orders) -> None:
     async with AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(calls.connect(site.address)) for _ in range(_CHANNELS)]
         recorder = stack.enter_context(site.recorder())
-        poller = Poller(site, orders, calls.Calls(channels, recorder))
+        made = calls.Calls(channels, recorder)
         async with asyncio.TaskGroup() as group:
+            poller = Poller(site, orders, made, Adder(site, orders, made, group))
             for caller in range(_CALLERS):
                 group.create_task(poller.call_on(site.luck(str(caller))))
 

@@ -6,18 +6,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 import windrow
+from chaos.clients import flows
 from proof.clients import calls
 from proof.clients.fates import pick_org
 from proof.clients.site import QUEUE, Orders, Site, main
-from proof.history import Answer, Outcome, Recorder, Verb, asked_to_start, payload_of
-from shard.workflow import WorkflowId, job_id_of
+from proof.history import Answer, Outcome, Recorder, Verb, payload_of
 
-# The load is open: calls begin at this pace without waiting for earlier ones, up to so many at a time.
+# The load is open: calls begin at this pace without waiting for earlier ones, up to this many at a time.
 _EVERY_S = 0.15
 _CALLS_MAX = 200
 _TRIES_MAX = 20
@@ -28,7 +27,6 @@ _KEYS = 40
 _KEY_WINDOW_S = 86_400.0
 _REMEMBERED = 200
 _BIG_BYTES = 20_000
-_NODES_MAX = 12
 
 
 class Producer:
@@ -74,7 +72,7 @@ class Producer:
             await self._until_stored(org, [_job(org, luck) for _ in range(luck.randint(2, 25))], self._together)
         elif dice < 0.87:
             await self._until_stored(org, [_job(org, luck) for _ in range(luck.randint(2, 25))], self._independent)
-        elif dice < 0.9:
+        elif dice < 0.92:
             await self._until_started(org, luck)
         elif dice < 0.95 and self._recent:
             # A job that was sent before, and acknowledged.
@@ -108,27 +106,27 @@ class Producer:
                 stored = await send(org, jobs)
             except windrow.WindrowError as error:
                 refused = isinstance(error, windrow.InvalidRequest)
-                self._recorder.end(number, Outcome.ERROR if refused else Outcome.UNKNOWN, code=_code(error))
+                self._recorder.end(number, Outcome.ERROR if refused else Outcome.UNKNOWN, code=calls.error_code(error))
                 if refused or self._orders.over.is_set():
                     return
                 continue
             answered = [None if one.error else {"job": one.id, "duplicate": one.duplicate} for one in stored]
             failed = next((one.error for one in stored if one.error), None)
             outcome = Outcome.OK if failed is None else Outcome.UNKNOWN
-            self._recorder.end(number, outcome, code=_code(failed) if failed else "", answered=answered)
+            self._recorder.end(number, outcome, code=calls.error_code(failed) if failed else "", answered=answered)
             if failed is None:
                 for job in jobs:
                     (self._keyed if job.dedup_key else self._recent).append((org, job))
                 return
 
     async def _until_started(self, org: str, luck: random.Random) -> None:
-        flow, asked = _workflow(org, luck)
+        flow, asked = flows.draw(org, luck)
         for _ in range(_TRIES_MAX):
             number = self._recorder.begin(Verb.START, org, asked)
             try:
                 started = await self._client.for_org(org).start(flow)
             except windrow.WindrowError as error:
-                self._recorder.end(number, Outcome.UNKNOWN, code=_code(error))
+                self._recorder.end(number, Outcome.UNKNOWN, code=calls.error_code(error))
                 if self._orders.over.is_set():
                     return
                 continue
@@ -164,7 +162,7 @@ class Producer:
         try:
             answers = await self._client.for_org(org).cancel_jobs([job], reason="chaos")
         except windrow.WindrowError as error:
-            self._recorder.end(number, Outcome.UNKNOWN, code=_code(error))
+            self._recorder.end(number, Outcome.UNKNOWN, code=calls.error_code(error))
         else:
             self._recorder.end(number, Outcome.OK, answered=[Answer(answer.value) for answer in answers])
 
@@ -173,7 +171,7 @@ class Producer:
         try:
             found = await self._client.for_org(org).get_jobs(jobs)
         except windrow.WindrowError as error:
-            self._recorder.end(number, Outcome.UNKNOWN, code=_code(error))
+            self._recorder.end(number, Outcome.UNKNOWN, code=calls.error_code(error))
         else:
             self._recorder.end(number, Outcome.OK, answered=list(found))
 
@@ -192,41 +190,18 @@ def _job(org: str, luck: random.Random | None) -> windrow.NewJob:
         "work",
         payload_of(org, name, _BIG_BYTES if luck.random() < 0.02 else luck.randint(0, 500)),
         id=name,
-        priority=luck.choice((0, 0, 0, 1, 9)),
+        priority=luck.choice((None, None, None, 1, 9)),
         delay=_delay(luck),
         dedup_key=f"key-{luck.randrange(_KEYS)}" if keyed else "",
         dedup_window=_KEY_WINDOW_S if keyed else None,
-        max_attempts=3 if luck.random() < 0.1 else 0,
+        max_attempts=3 if luck.random() < 0.1 else None,
     )
-
-
-def _workflow(org: str, luck: random.Random) -> tuple[windrow.Workflow, list[dict[str, object]]]:
-    """Draws a workflow, whose nodes run however those before them ended. Returns it, and how the history records it."""
-    flow = windrow.Workflow("chaos")
-    asked: list[dict[str, object]] = []
-
-    def next_job(after: Sequence[int]) -> bytes:
-        job = job_id_of(WorkflowId(flow.id), len(asked))
-        before = [str(asked[at]["job"]) for at in after]
-        asked.append(asked_to_start(job=job, queue=QUEUE, workflow=flow.id, after=before))
-        return payload_of(org, job, luck.randint(0, 500))
-
-    for number in range(luck.randint(1, _NODES_MAX)):
-        after = sorted(luck.sample(range(number), min(number, luck.randint(0, 3))))
-        parents = [flow.nodes[at] for at in after]
-        flow.job(QUEUE, "work", next_job(after), after=parents, on_failed=windrow.RUN_ANYWAY)
-    flow.on_end(QUEUE, "work", next_job(range(len(flow.nodes))))
-    return flow, asked
 
 
 def _delay(luck: random.Random) -> float | None:
     if luck.random() >= 0.2:
         return None
     return luck.uniform(0.1, _DELAY_S_MAX if luck.random() < 0.7 else _LONG_DELAY_S_MAX)
-
-
-def _code(error: windrow.WindrowError) -> str:
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(error).__name__).upper()
 
 
 async def _work(site: Site, orders: Orders) -> None:

@@ -225,4 +225,6 @@ def _read(shard: Shard, database: str) -> Version:
         rows=list(tables.rows_in(dsn, shard.name)),
         keys=tables.keys_in(dsn),
         owned=journal.owned_in(dsn, shard.name),
+        schedules=tables.schedules_in(dsn, shard.name),
+        flows=frozenset(flow.workflow for flow in tables.flows_in(dsn, shard.name)),
     )

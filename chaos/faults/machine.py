@@ -12,7 +12,7 @@ _JUMP_S_MAX = 86_400.0
 
 
 class FillDisk(Fault):
-    """The last shard's disk. Its server may go on, refuse, or crash and not come up."""
+    """Fills the last shard's disk. Its server may go on, refuse writes, or crash and not come up."""
 
     name = "fill-disk"
     seconds = (2.0, 8.0)

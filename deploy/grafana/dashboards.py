@@ -19,13 +19,17 @@ class Panel(NamedTuple):
     title: str
     unit: str
     description: str
-    # By the legend.
+    # The queries, each by the legend of its lines.
     queries: dict[str, str]
 
 
 def _quantile(of: float, histogram: str, by: str, where: str = "") -> str:
     return f"histogram_quantile({of}, sum by (le, {by}) (rate({histogram}_bucket{where}{_OVER})))"
 
+
+# All routers have the same figures.
+_DEPTH = "max by (shard, org, queue, state) (windrow_queue_jobs)"
+_OLDEST = "windrow_queue_oldest_ready_seconds"
 
 CLUSTER = (
     Panel("Routers", "short",
@@ -34,6 +38,13 @@ CLUSTER = (
     Panel("Shards that can be used", "bool_yes_no",
           "No: at least one router process cannot use the shard. Calls for its orgs fail with UNAVAILABLE.",
           {"{{shard}}": "min by (shard) (windrow_shard_up)"}),
+    Panel("The catalog can be read", "bool_yes_no",
+          "No: a process of the router at this address has not read it for 10 seconds, and goes on with its copy.",
+          {"{{instance}}": "min by (instance) (windrow_catalog_up)"}),
+    Panel("Slots that move", "short", "Slots that leave a shard: their new jobs already go to another one.",
+          {"{{shard}}": 'max by (shard) (windrow_slots{state="leaving"})'}),
+    Panel("Late schedules", "s", "How late the schedule is that is the latest, by shard.",
+          {"{{shard}}": "max by (shard) (windrow_schedule_late_seconds)"}),
     Panel("Enqueues that fail", "percentunit",
           "The share of Enqueue calls that fail for a reason of the service, over 5 minutes. The objective is 0.1 %.",
           {"failed": "windrow:enqueue_errors:ratio_rate5m"}),
@@ -44,6 +55,10 @@ CLUSTER = (
     Panel("Jobs enqueued on each shard", "ops",
           "New jobs a second by shard. Orgs differ: one shard may have much more than its share of the slots.",
           {"{{shard}}": f'sum by (shard) (rate({_ENQUEUED}{{outcome="new"}}{_OVER}))'}),
+    Panel("Unfinished jobs", "short", "Jobs by state, as they were counted last: about every minute.",
+          {"{{state}}": f"sum by (state) ({_DEPTH})"}),
+    Panel("Oldest ready job", "s", "How long the job has waited that consumers could have leased first, by shard.",
+          {"{{shard}}": f"max by (shard) ({_OLDEST})"}),
     Panel("Calls", "reqps", "Calls a second that have ended, by method.",
           {"{{method}}": f"sum by (method) (rate(windrow_calls_total{_OVER}))"}),
     Panel("Calls that are refused or fail", "reqps",
@@ -70,6 +85,15 @@ SHARD = (
     Panel("Jobs claimed", "ops",
           "Jobs leased a second by claims, without those that an enqueue hands over to a waiting consumer.",
           {"claimed": f"sum(rate(windrow_jobs_claimed_total{_OF_SHARD}{_OVER}))"}),
+    Panel("Time until a job is leased", "s",
+          "Of each claim that got jobs, how long the first job had waited. Jobs that are handed over do not wait.",
+          {"median": _quantile(0.5, "windrow_pickup_seconds", "shard", _OF_SHARD),
+           "99th percentile": _quantile(0.99, "windrow_pickup_seconds", "shard", _OF_SHARD)}),
+    Panel("Jobs that die", "ops", "Jobs a second that fail permanently or have no attempt left.",
+          {"dead": f"sum(rate(windrow_jobs_dead_total{_OF_SHARD}{_OVER}))"}),
+    Panel("Leases that expire", "ops",
+          "Leases a second that nobody ended, found when their jobs were leased again. Their workers died or hung.",
+          {"expired": f"sum(rate(windrow_leases_expired_total{_OF_SHARD}{_OVER}))"}),
     Panel("Leases settled", "ops", "Acks, nacks, extends, releases and snoozes a second, by their answer.",
           {"{{verb}} {{answer}}": f"sum by (verb, answer) (rate({_SETTLED}{_OF_SHARD}{_OVER}))"}),
     Panel("Acks that come too late", "percentunit",
@@ -82,10 +106,37 @@ SHARD = (
           {"{{act}}": _quantile(0.5, "windrow_act_duration_seconds", "act", _OF_SHARD)}),
     Panel("Time of acts, 99th percentile", "s", "99 of 100 acts take less. If it rises, run `windrow doctor`.",
           {"{{act}}": _quantile(0.99, "windrow_act_duration_seconds", "act", _OF_SHARD)}),
+    Panel("Oldest snapshot", "s", "How long it has kept dead rows from being removed. `windrow doctor` names it.",
+          {"held": f"max(windrow_oldest_snapshot_seconds{_OF_SHARD})"}),
+    Panel("Archiver is late", "s",
+          "For how long a day of finished jobs could have been archived or dropped. With a nightly pass, up to a day.",
+          {"late": f"max(windrow_archive_late_seconds{_OF_SHARD})"}),
+    Panel("Connections that are used", "percentunit", "The share of the connections that the shard's server allows.",
+          {"used": f"max(windrow_connections_used_ratio{_OF_SHARD})"}),
+    Panel("Age of the oldest row", "short",
+          "In transactions. Postgres refuses writes before it is two billion; autovacuum freezes rows long before.",
+          {"transactions": f"max(windrow_transaction_age{_OF_SHARD})"}),
+    Panel("Partitions that are missing", "short", "Partitions of finished jobs that routers have not made ahead.",
+          {"missing": f"max(windrow_partitions_missing{_OF_SHARD})"}),
     Panel("Calls that share an act", "short",
           "Mean number of calls of an act. It rises with the load, and then each call costs less.",
           {"{{act}}": f"sum by (act) (rate(windrow_act_calls_sum{_OF_SHARD}{_OVER})) / "
                       f"sum by (act) (rate(windrow_act_calls_count{_OF_SHARD}{_OVER}))"}),
+)  # fmt: skip
+
+_OF_ORG = '{org="$org"}'
+ORG = (
+    Panel("Unfinished jobs", "short",
+          "The org's jobs by state, of those of its queues that the metrics name, as they were counted last.",
+          {"{{state}}": f"sum by (state) (max by (shard, queue, state) (windrow_queue_jobs{_OF_ORG}))"}),
+    Panel("Ready jobs by queue", "short", "Jobs that consumers could lease, or that wait for a slot of their group.",
+          {"{{queue}}": 'sum by (queue) (max by (shard, queue) (windrow_queue_jobs{org="$org",state="ready"}))'}),
+    Panel("Leased jobs by queue", "short", "Jobs that are being worked on.",
+          {"{{queue}}": 'sum by (queue) (max by (shard, queue) (windrow_queue_jobs{org="$org",state="leased"}))'}),
+    Panel("Dead jobs by queue", "short", "Jobs that failed permanently or had no attempt left. They can be redriven.",
+          {"{{queue}}": 'sum by (queue) (max by (shard, queue) (windrow_queue_jobs{org="$org",state="dead"}))'}),
+    Panel("Oldest ready job by queue", "s", "How long the job has waited that consumers could have leased first.",
+          {"{{queue}}": f"max by (queue) ({_OLDEST}{_OF_ORG})"}),
 )  # fmt: skip
 
 
@@ -120,17 +171,25 @@ def dashboard(name: str, panels: tuple[Panel, ...], variables: list[dict[str, An
     }
 
 
-def main() -> int:
-    shard = {
-        "name": "shard",
-        "label": "shard",
+def _variable(label: str, metric: str) -> dict[str, Any]:
+    """A choice among the values of this label."""
+    return {
+        "name": label,
+        "label": label,
         "type": "query",
         "datasource": {"type": "prometheus", "uid": "windrow"},
-        "query": "label_values(windrow_shard_up, shard)",
+        "query": f"label_values({metric}, {label})",
         "refresh": 2,
         "sort": 1,
     }
-    made = {"cluster": dashboard("cluster", CLUSTER, []), "shard": dashboard("shard", SHARD, [shard])}
+
+
+def main() -> int:
+    made = {
+        "cluster": dashboard("cluster", CLUSTER, []),
+        "shard": dashboard("shard", SHARD, [_variable("shard", "windrow_shard_up")]),
+        "org": dashboard("org", ORG, [_variable("org", "windrow_queue_jobs")]),
+    }
     stale = 0
     for name, content in made.items():
         file, text = FOLDER / f"{name}.json", json.dumps(content, indent=2) + "\n"

@@ -49,7 +49,7 @@ def stop(client: windrow.SyncClient, person: str) -> int:
 
 
 def move(client: windrow.SyncClient, person: str, days: float) -> int:
-    """Sends what a person has not got yet so many days later. Returns how many messages."""
+    """Sends what a person has not got yet this many days later. Returns how many messages."""
     moved, token = 0, ""
     while True:
         page = client.list_jobs(

@@ -17,7 +17,7 @@ def make_worker(org: str, mail: str, *, window_s: float) -> windrow.Worker:
     worker = windrow.Worker(windrow.Client(org=org), QUEUE, visibility_window=window_s)
 
     @worker.handler(KIND)
-    def send_message(job: windrow.Job) -> None:  # pyright: ignore[reportUnusedFunction]
+    def send_message(job: windrow.Job) -> None:
         send_mail(job, mail)
 
     return worker

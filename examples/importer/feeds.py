@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import windrow
 
 IMPORTS, ROWS = "imports", "rows"
-# The supplier's server allows so many downloads at a time.
+# The supplier's server allows this many downloads at a time.
 AT_ONCE = 2
 # These feeds stand for files that a supplier offers: their names, and how many products each has.
 FEEDS = {"coats": 5000, "hats": 900, "shoes": 1200, "ties": 300}
-# Every so many rows one is broken.
+# One in this many rows is broken.
 BROKEN_EVERY = 250
 
 

@@ -4,7 +4,6 @@ python -m examples.newsletter.django_app news --port 8002
 """
 
 # Django has no type hints.
-# pyright: basic
 from __future__ import annotations
 
 import json

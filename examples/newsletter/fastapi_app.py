@@ -36,7 +36,7 @@ def make_app(settings: Settings) -> FastAPI:
     app = FastAPI(lifespan=lifespan)
 
     @app.post("/subscribers", status_code=202)
-    async def subscribe(subscription: Subscription) -> dict[str, str]:  # pyright: ignore[reportUnusedFunction]
+    async def subscribe(subscription: Subscription) -> dict[str, str]:
         subscribers.add(subscription.address)
         try:
             # The same NewJob, sent again, is stored once.
@@ -46,7 +46,7 @@ def make_app(settings: Settings) -> FastAPI:
         return {"welcome": stored.id}
 
     @app.get("/health")
-    async def health() -> dict[str, str]:  # pyright: ignore[reportUnusedFunction]
+    async def health() -> dict[str, str]:
         # A worker ends by itself only for what no retry can fix, such as a revoked key.
         if not app.state.worker.is_alive():
             raise HTTPException(503, "the worker has ended")

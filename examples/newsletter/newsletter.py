@@ -85,7 +85,7 @@ def make_worker(settings: Settings) -> windrow.Worker:
     worker = windrow.Worker(client, [DIGESTS, MAILS], concurrency=20, visibility_window=5)
 
     @worker.every(EVERY, tz=TZ)
-    async def send_digest(job: windrow.Job) -> dict[str, int]:  # pyright: ignore[reportUnusedFunction]
+    async def send_digest(job: windrow.Job) -> dict[str, int]:
         """Enqueues the mails of an issue. May run again, here or in the other process: each mail is stored once."""
         assert job.scheduled_run is not None
         # The day that the calendar says, and not that of today: the run may be late.
@@ -95,7 +95,7 @@ def make_worker(settings: Settings) -> windrow.Worker:
         return {"mails": len(stored), "known": sum(one.duplicate for one in stored)}
 
     @worker.handler("send_mail")
-    def send(job: windrow.Job) -> None:  # pyright: ignore[reportUnusedFunction]
+    def send(job: windrow.Job) -> None:
         send_mail(job, settings.mail)
 
     return worker

@@ -79,7 +79,7 @@ class Orders:
 
 
 def place(client: windrow.SyncClient, orders: Orders, count: int) -> list[windrow.Enqueued]:
-    """Places so many orders, each with a payment. May be repeated: an order is paid for once."""
+    """Places this many orders, each with a payment. May be repeated: an order is paid for once."""
     numbers = range(1, count + 1)
     jobs: list[windrow.NewJob] = []
     for number in numbers:

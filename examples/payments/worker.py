@@ -42,7 +42,7 @@ def make_worker(org: str, bank: str, file: Path, *, window_s: float) -> windrow.
     worker = windrow.Worker(windrow.Client(org=org), QUEUE, concurrency=CONCURRENCY, visibility_window=window_s)
 
     @worker.handler(KIND)
-    def charge(job: windrow.Job) -> dict[str, str] | None:  # pyright: ignore[reportUnusedFunction]
+    def charge(job: windrow.Job) -> dict[str, str] | None:
         order, fence = job.json(), Fence.of(job)
         if not orders.write(order["order"], "charging", fence):
             return None

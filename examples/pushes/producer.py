@@ -19,7 +19,7 @@ from examples.pushes.totals import Push, read_pushes
 QUEUE = "pushes"
 KIND = "push"
 
-# How many pushes are sent at once. Those of one org are one call, and the next pushes wait until all of these are
+# How many pushes are sent at once. The pushes of one org are one call, and the next pushes wait until all of these are
 # acknowledged. So an org's jobs are stored in recorded order, and across orgs a job overtakes fewer others than this.
 WINDOW = 500
 DELAYED_EVERY = 10

@@ -61,7 +61,7 @@ def make_worker(
     worker = windrow.Worker(client, QUEUE, concurrency=CONCURRENCY, visibility_window=visibility_window_s, name=name)
 
     @worker.handler(KIND)
-    async def push(job: windrow.Job) -> None:  # pyright: ignore[reportUnusedFunction]
+    async def push(job: windrow.Job) -> None:
         # The job is acked when this returns, so only after the commit.
         await totals.add(job.id, Push.from_json(job.payload))
 

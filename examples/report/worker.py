@@ -22,7 +22,7 @@ def make_worker(org: str, *, window_s: float, slow_s: float) -> windrow.Worker:
     worker = windrow.Worker(client, QUEUE, visibility_window=window_s)
 
     @worker.handler("count")
-    def count(job: windrow.Job) -> list[int]:  # pyright: ignore[reportUnusedFunction]
+    def count(job: windrow.Job) -> list[int]:
         """Counts the pushes of one part."""
         time.sleep(slow_s)
         try:
@@ -34,18 +34,18 @@ def make_worker(org: str, *, window_s: float, slow_s: float) -> windrow.Worker:
         return figures
 
     @worker.handler("add")
-    async def add(job: windrow.Job) -> list[int]:  # pyright: ignore[reportUnusedFunction]
+    async def add(job: windrow.Job) -> list[int]:
         """Adds up the parts of one project."""
         parts = [json.loads(parent.result) for parent in await client.parents(job)]
         return [sum(column) for column in zip(*parts, strict=True)]
 
     @worker.handler("write_report")
-    async def write_report(job: windrow.Job) -> dict[str, list[int]]:  # pyright: ignore[reportUnusedFunction]
+    async def write_report(job: windrow.Job) -> dict[str, list[int]]:
         """Puts the sums of all projects together. A node's name says whose they are."""
         return {parent.name: json.loads(parent.result) for parent in await client.parents(job)}
 
     @worker.handler("raise_alarm")
-    async def raise_alarm(job: windrow.Job) -> None:  # pyright: ignore[reportUnusedFunction]
+    async def raise_alarm(job: windrow.Job) -> None:
         assert job.workflow is not None
         failed = [
             node.name

@@ -1,4 +1,4 @@
-"""A function: it takes one job, works it, and ends. Whoever runs functions starts as many as the scaler says.
+"""A function: it takes one job, works it, and ends. The scaler starts as many functions as are needed.
 
 python -m examples.serverless.function shop
 """

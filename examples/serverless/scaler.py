@@ -1,4 +1,4 @@
-"""Starts functions: as many as there are jobs, up to so many at a time. None runs while there is no job.
+"""Starts functions: as many as there are jobs, up to a limit. None runs while there is no job.
 
 python -m examples.serverless.scaler shop --most 4
 

@@ -54,7 +54,7 @@ def make_worker(org: str, *, window_s: float) -> windrow.Worker:
     worker.handler(KIND, timeout=ATTEMPT_S)(deliver)
 
     @worker.every("* * * * *", queue=UPKEEP)
-    async def report_dead(_: windrow.Job) -> None:  # pyright: ignore[reportUnusedFunction]
+    async def report_dead(_: windrow.Job) -> None:
         """Reports once a minute how many deliveries were given up."""
         counts = (await client.stats(QUEUE)).queues.get(QUEUE)
         if counts is not None and counts.dead:

@@ -8,7 +8,20 @@ Violations that a restored backup explains are reported separately (proof/checke
 
 from __future__ import annotations
 
-from proof.checker import bounds, faultless, files, leases, orgs, ownership, progress, refusal, stored, workflows
+from proof.checker import (
+    bounds,
+    faultless,
+    files,
+    leases,
+    orgs,
+    ownership,
+    progress,
+    refusal,
+    schedules,
+    stored,
+    workflow_changes,
+    workflows,
+)
 from proof.checker.evidence import Evidence, Violation
 
 __all__ = ["EXAMINED", "Evidence", "Violation", "check", "examine"]
@@ -23,6 +36,7 @@ EXAMINED = {
     "I6": "Stale knowledge is refused, not obeyed",
     "I7": "Hints are never truth",
     "I9": "Bounds hold against anyone",
+    "I10": "A run is stored once",
     "I11": "An end of a node counts once",
     "restart": "An orderly restart of a router shows clients nothing but UNAVAILABLE",
     "restore": "A shard that lost history is refused until that is accepted, and no other shard is",
@@ -47,5 +61,7 @@ def examine(evidence: Evidence) -> list[Violation]:
         *bounds.check(evidence),
         *refusal.check(evidence),
         *faultless.check(evidence),
+        *schedules.check(evidence),
         *workflows.check(evidence),
+        *workflow_changes.check(evidence),
     ]

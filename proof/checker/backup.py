@@ -35,8 +35,13 @@ class Backup:
         self._to_cancel = {one.job for one in evidence.history.cancels}
         self._keys = replaced.keys | backup.keys
         self._lost_keys = replaced.keys - backup.keys
+        # What had arrived since the backup; and what had left, so that there are two of it now.
+        self.lost_schedules = set(replaced.schedules) - set(backup.schedules)
+        self.second_schedules = set(backup.schedules) - set(replaced.schedules)
+        self.lost_flows = replaced.flows - backup.flows
+        self.second_flows = backup.flows - replaced.flows
 
-    # ── Of jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── Jobs ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def lacks(self, job: str) -> bool:
         """Returns whether the shard had this job when its database was replaced, and the backup has no trace of it."""
@@ -77,7 +82,7 @@ class Backup:
         )
         return self.came_after(enqueue.call) and not elsewhere
 
-    # ── Of what was done to them ─────────────────────────────────────────────────────────────────────────────────────
+    # ── What was done to jobs ────────────────────────────────────────────────────────────────────────────────────────
 
     def forgot(self, settle: Settle) -> bool:
         """Returns whether the replaced database has this settle in its history, and the backup does not."""
@@ -100,13 +105,13 @@ class Backup:
 
     def was_given_before(self, delivery: Delivery) -> bool:
         """Returns whether the lease was given before the backup was restored; the backup counts a job's attempts from
-        its own state. All leases of other jobs are of one kind."""
+        its own state. True for all leases of a job that the restore did not change."""
         row = self._replaced.get(delivery.lease.job)
         if row is None or not self.rewinds(delivery.lease.job) or delivery.received_s < self.swapped_s:
             return True
         return delivery.lease.number in {row.lease, *(past.lease for past in row.past)}
 
-    # ── Of times ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── Times ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def came_after(self, call: Call) -> bool:
         """Returns whether the call began when the replaced database could not be reached any more."""
@@ -120,8 +125,8 @@ class Backup:
         return self.lacks(job) and call.ended_s is not None and call.ended_s >= self._accepting_s
 
     def ends_by(self, job: str, began_s: float) -> float:
-        """Returns the time by which the database's replacement ended a lease of this job, if a call that began at
-        `began_s` gave it. Infinity: it did not end it."""
+        """Returns when a lease of this job, given by a call that began at `began_s`, was ended by the replacement of
+        the database. Infinity: the replacement did not end it."""
         return self.swapped_s if began_s < self.swapped_s and self.rewinds(job) else float("inf")
 
 

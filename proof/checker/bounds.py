@@ -12,8 +12,13 @@ from proof.history import Call, Outcome, Verb
 
 # SETTLED_…: the answer to one message of a stream. STREAM_ENDED: the stream ended before it was answered.
 _RESTART_CODES = frozenset({"UNAVAILABLE", "SETTLED_UNAVAILABLE", "STREAM_ENDED"})
-# Ends of a stream that no router caused: its consumer gave it a deadline, or wrote to it after it had ended.
-_OWN_CODES: Mapping[Verb, frozenset[str]] = {Verb.CONSUME: frozenset({"DEADLINE_EXCEEDED", "WRITE_FAILED"})}
+# These codes are not caused by a router that restarts.
+_OWN_CODES: Mapping[Verb, frozenset[str]] = {
+    # The consumer gave its stream a deadline, or wrote to it after it had ended.
+    Verb.CONSUME: frozenset({"DEADLINE_EXCEEDED", "WRITE_FAILED"}),
+    # The client gave the call up at once, or the lease or the workflow had ended.
+    Verb.ADD: frozenset({"DEADLINE_EXCEEDED", "FAILED_PRECONDITION"}),
+}
 
 
 def check(evidence: Evidence) -> Iterator[Violation]:

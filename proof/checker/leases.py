@@ -1,13 +1,14 @@
 """I2: one lease at a time, and a lease that has ended changes nothing.
 
 A client does not see all of a lease's life: the lease was made before the job arrived, and ended at a moment that only
-the shard knows. But two things are certain.
+the shard knows. But three things are certain.
 
-- A settle or an extend that was answered OK found the lease live: so the lease was live at least until that call began.
-  If the call was repeated, until its first try began: a repeated ack is OK because the first one did it.
+- A settle or an extend that was answered OK found the lease live, and so did an addition of nodes to its workflow. So
+  the lease was live at least until that call began, or, if the call was repeated, until its first try began: a
+  repeated ack is OK because the first one did it.
 - A lease that a Dequeue gave lasts for its window, counted from the beginning of the call, which is earlier than the
-  lease; for longer if it was extended; for less only if its holder ends it, or somebody cancels the job. This does not
-  hold for a stream's lease: nobody knows when it began.
+  lease. It lasts longer if it was extended, and less only if its holder ends it, or somebody cancels the job. This does
+  not hold for a stream's lease: nobody knows when it began.
 - A job that a consumer has read is given back by that consumer, and by nobody else. A router gives back jobs that no
   consumer has read.
 
@@ -27,7 +28,8 @@ from itertools import pairwise
 
 from proof.checker.backup import Backup, answered_ok, books_have, latest_by_job
 from proof.checker.evidence import Evidence, Row, State, Violation
-from proof.history import ENDED, Answer, Cancel, Delivery, LeaseKey, Settle, Verb
+from proof.checker.workflows import by_operators
+from proof.history import ENDED, Answer, Call, Cancel, Delivery, LeaseKey, Settle, Verb
 
 # The outcome in a job's history, and the calls that lead to it.
 _OUTCOMES = {"acked": (Verb.ACK,), "nacked": (Verb.NACK, Verb.KILL), "released": (Verb.RELEASE,)}
@@ -40,8 +42,15 @@ def check(evidence: Evidence) -> Iterator[Violation]:
     settles: defaultdict[LeaseKey, list[Settle]] = defaultdict(list)
     for settle in history.settles:
         settles[settle.lease].append(settle)
+    for added in history.additions:
+        # Like an extend, it is answered only if it found the lease live.
+        if added.jobs:
+            call = replace(added.call, verb=Verb.EXTEND)
+            settles[added.lease].append(Settle(call=call, lease=added.lease, answer=Answer.OK))
     cancels: defaultdict[str, list[Cancel]] = defaultdict(list)
     for cancel in history.cancels:
+        cancels[cancel.job].append(cancel)
+    for cancel in (*_by_schedules(evidence), *(cancel for _, cancel in by_operators(evidence))):
         cancels[cancel.job].append(cancel)
     deliveries: defaultdict[str, list[Delivery]] = defaultdict(list)
     for delivery in history.deliveries:
@@ -58,6 +67,7 @@ def check(evidence: Evidence) -> Iterator[Violation]:
         yield from _after_the_end(of_job, settles, cancels[job], backup)
         yield from _refused(of_job, settles, cancels[job], backup, slack_s=slack_s)
     yield from _two_ends(settles, backup)
+    yield from _used_after_the_end(settles, backup)
     read = {delivery.lease for delivery in history.deliveries}
     for row in evidence.rows:
         yield from _in_order(row)
@@ -78,6 +88,20 @@ def check(evidence: Evidence) -> Iterator[Violation]:
         if cancel.answer is Answer.OK and cancel.job in rows and rows[cancel.job].state is not State.CANCELLED:
             what = f"job {cancel.job} was cancelled, and is {rows[cancel.job].state}"
             yield _violation(what, excused=backup.forgot_cancel(cancel))
+
+
+def _by_schedules(evidence: Evidence) -> Iterator[Cancel]:
+    """Yields the cancels of jobs whose schedules cancel the job of the run before. Routers make them, at unknown
+    times."""
+    cancelling = {
+        (schedule.org, schedule.name)
+        for schedule in evidence.schedules
+        if schedule.terms.cancels or any(terms.cancels for _, _, terms in schedule.alterations)
+    }
+    for row in evidence.rows:
+        if row.state is State.CANCELLED and row.run is not None and (row.org, row.run.schedule) in cancelling:
+            call = Call(client="schedule", verb=Verb.CANCEL, org=row.org, began_s=float("-inf"))
+            yield Cancel(call=call, job=row.job, answer=None)
 
 
 # ── By what clients saw ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -222,6 +246,17 @@ def _two_ends(settles: defaultdict[LeaseKey, list[Settle]], backup: Backup) -> I
         if len(leases) > 1:
             what = f"acks of {len(leases)} leases of job {job} were answered OK"
             yield _violation(what, excused=len(leases - forgotten[job]) <= 1)
+
+
+def _used_after_the_end(settles: defaultdict[LeaseKey, list[Settle]], backup: Backup) -> Iterator[Violation]:
+    """Yields extends and additions that were answered OK after the lease had ended."""
+    for lease, of_lease in settles.items():
+        for end in filter(answered_ok, of_lease):
+            for use in of_lease:
+                is_use = use.call.verb is Verb.EXTEND and use.answer is Answer.OK
+                if is_use and end.call.ended_s is not None and use.call.began_s > end.call.ended_s:
+                    what = f"job {lease.job}: lease {lease.number} was used after its {end.call.verb} was answered OK"
+                    yield _violation(what, excused=backup.forgot(end))
 
 
 # ── By the books ─────────────────────────────────────────────────────────────────────────────────────────────────────

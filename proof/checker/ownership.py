@@ -38,7 +38,8 @@ def check(evidence: Evidence) -> Iterator[Violation]:
 
 
 def _steps(placed: Sequence[Placed]) -> Iterator[Violation]:
-    """Allowed are only the steps at rest, begun, switched, at rest, in this order; only begin raises the epoch."""
+    """Yields steps of the catalog that are not allowed. A slot is at rest, begun, switched, and at rest again, in this
+    order, and only `begin` raises the epoch."""
     known: dict[int, Placed] = {}
     for now in placed:
         wrong: defaultdict[str, list[int]] = defaultdict(list)
@@ -178,7 +179,7 @@ def _at_rest(evidence: Evidence) -> Iterator[Violation]:
             wrong[f"are still on their way from {now.reads[0]} to {now.reads[-1]}"].append(slot)
             continue
         if not _is_a_state(now):
-            # Told above.
+            # Already reported by `_steps`.
             continue
         (writer,) = now.writes
         for shard in shards:

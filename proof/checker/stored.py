@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from proof.checker.backup import Backup
 from proof.checker.evidence import Evidence, Key, Row, Violation
+from proof.checker.workflows import added_names
 from proof.history import Answer, Call, Enqueue, Outcome
 
 
@@ -70,7 +71,7 @@ def _overlooked(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
 
 
 def _found(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
-    """Every job once, and as the tables have it."""
+    """Yields the jobs that a router does not find exactly once, in the state that the tables have."""
     if evidence.found is None:
         return
     rows: defaultdict[str, list[Row]] = defaultdict(list)
@@ -118,12 +119,13 @@ def _doubled(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
         if len(calls) > 1:
             before, after = sum(map(backup.was_answered_before, calls)), sum(map(backup.came_after, calls))
             what = f"{len(calls)} enqueues of job {job} were each told that it was new"
-            # Once by the replaced database, and once by the backup.
+            # The replaced database may have told one of them, and the backup the other.
             once_each = len(calls) == 2 and before <= 1 and after <= 1
             yield Violation(invariant="I3", what=what, excused=backup.lacks(job) and once_each)
-    asked = {enqueue.job for enqueue in enqueues}
+    asked = {enqueue.job for enqueue in enqueues} | added_names(evidence).keys()
     for row in evidence.rows:
-        if row.job not in asked:
+        # Jobs of schedules: see schedules.py.
+        if row.job not in asked and row.run is None:
             yield Violation(invariant="I3", what=f"job {row.job} of {row.org} is stored, and nobody enqueued it")
     # An enqueue is answered with its own job, or with one that was sent under the same key.
     of_key: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)
@@ -137,7 +139,7 @@ def _doubled(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
 
 
 def _keys(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
-    """The window of a key is longer than a run: one key, one job."""
+    """Yields dedup keys that stand for several jobs. A key's window is longer than a run, so there must be one job."""
     answered: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)
     # The calls for which the key still counted, even if the restored backup lacks some jobs.
     standing: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)

@@ -1,17 +1,20 @@
-"""Checks I11: an end of a node counts once, so no node runs before those that it waits for, and none is stranded.
+"""Checks I11: an end of a node counts once, so no node runs before those that it waits for, and none is stranded. That
+also holds for nodes that jobs add to their workflow: each is there once if it was acknowledged, and callbacks wait for
+it.
 
 Clients only start workflows whose nodes run however the nodes before them ended. They record a settle or a cancel
 before they make the call. So a node that arrives before any such call of a node that it waits for has come too early.
+Payloads name nodes; those of the start have the ids of their jobs as names.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
 from proof.checker.backup import Backup, latest_by_job
 from proof.checker.evidence import Evidence, Flow, Row, State, Violation
-from proof.history import Enqueue, Verb
+from proof.history import Addition, Call, Cancel, Enqueue, Verb
 
 # What the state of a node says of its job.
 _JOBS = {
@@ -22,23 +25,31 @@ _JOBS = {
 }
 # The calls that end a job. A nack does it at the last attempt.
 _ENDING = frozenset({Verb.ACK, Verb.NACK, Verb.KILL})
+# No job adds a node of another one's name, and each lease is that of a node of a workflow that is there.
+_WRONG_CODES = frozenset({"ALREADY_EXISTS", "NOT_FOUND"})
 
 
 def check(evidence: Evidence) -> Iterator[Violation]:
     backup = Backup(evidence)
-    yield from _too_early(evidence)
+    yield from _too_early(evidence, backup)
     started: defaultdict[str, dict[str, Enqueue]] = defaultdict(dict)
     for enqueue in evidence.history.enqueues:
         if enqueue.workflow and enqueue.answered is not None:
             started[enqueue.workflow][enqueue.job] = enqueue
+    additions: defaultdict[str, list[Addition]] = defaultdict(list)
+    for addition in evidence.history.additions:
+        additions[addition.workflow].append(addition)
     stored: defaultdict[str, list[Flow]] = defaultdict(list)
     for flow in evidence.flows:
         stored[flow.workflow].append(flow)
     rows = latest_by_job(evidence.rows, lambda row: row.departing or backup.is_second(row))
+    retried = {one.workflow for one in evidence.operated if one.retry}
     for workflow, nodes in started.items():
         flows = stored[workflow]
+        added = [job for one in additions[workflow] for job in one.jobs.values()]
         # A backup may lack a workflow, or bring back a copy of one that has moved since.
-        excused = any(backup.lacks(job) or backup.rewinds(job) or backup.revives(job) for job in nodes)
+        moved = backup.second_flows if len(flows) == 2 else backup.lost_flows
+        excused = workflow in moved or any(_was_changed(backup, job) for job in (*nodes, *added))
         if len(flows) != 1:
             yield Violation(
                 invariant="I1" if not flows else "I3",
@@ -46,42 +57,130 @@ def check(evidence: Evidence) -> Iterator[Violation]:
                 excused=excused,
             )
         for flow in flows:
-            yield from _unfinished(evidence, flow, nodes, rows, excused=excused)
+            yield from _unfinished(evidence, flow, nodes, rows, retried=workflow in retried, excused=excused)
+            yield from _wrongly_added(flow, additions[workflow], excused=excused)
 
 
-def _too_early(evidence: Evidence) -> Iterator[Violation]:
+def added_names(evidence: Evidence) -> dict[str, set[str]]:
+    """Returns the names of the nodes that jobs have added, by the ids of the nodes' jobs: as the tables have them, if a
+    client asked for them, and as clients were told. If the tables do not have the workflow, which `check` reports, as
+    payloads say."""
+    asked = {(one.workflow, name) for one in evidence.history.additions for name in one.nodes}
+    names: defaultdict[str, set[str]] = defaultdict(set)
+    for flow in evidence.flows:
+        for job, name in flow.added.items():
+            if (flow.workflow, name) in asked:
+                names[job].add(name)
+    # The jobs of a retry have the payloads of those that they repeat.
+    retries = {one.retry for one in evidence.operated}
+    for flow in evidence.flows:
+        if flow.workflow in retries:
+            for job, name in flow.names.items():
+                names[job].add(name)
+    for one in evidence.history.additions:
+        for name, job in one.jobs.items():
+            names[job].add(name)
+    there = {flow.workflow for flow in evidence.flows}
+    lost = {name for workflow, name in asked if workflow not in there}
+    for delivery in evidence.history.deliveries:
+        if delivery.payload_job in lost:
+            names[delivery.lease.job].add(delivery.payload_job)
+    return dict(names)
+
+
+def by_operators(evidence: Evidence) -> Iterator[tuple[Flow, Cancel]]:
+    """Yields the cancels of jobs whose workflows were cancelled, and of dead jobs whose workflows were retried after
+    that."""
+    operated = {one.workflow: one for one in evidence.operated if one.cancelling_s is not None}
+    for flow in evidence.flows:
+        one = operated.get(flow.workflow)
+        if one is not None and one.cancelling_s is not None:
+            call = Call(client="operator", verb=Verb.CANCEL, org=flow.org, began_s=one.cancelling_s)
+            for job, state in flow.nodes.items():
+                if job not in flow.callbacks or (one.retry and state == "failed"):
+                    yield flow, Cancel(call=call, job=job, answer=None)
+
+
+def _was_changed(backup: Backup, job: str) -> bool:
+    return backup.lacks(job) or backup.rewinds(job) or backup.revives(job)
+
+
+def _too_early(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
     history = evidence.history
+    names = {delivery.lease: delivery.payload_job for delivery in history.deliveries}
     ended_s: dict[str, float] = {}
     ends = [
-        *((one.lease.job, one.call) for one in history.settles if one.call.verb in _ENDING),
+        *((names.get(one.lease, one.lease.job), one.call) for one in history.settles if one.call.verb in _ENDING),
         *((one.job, one.call) for one in history.cancels),
+        *((flow.added.get(cancel.job, cancel.job), cancel.call) for flow, cancel in by_operators(evidence)),
     ]
-    for job, call in ends:
-        ended_s[job] = min(call.began_s, ended_s.get(job, call.began_s))
+    for name, call in ends:
+        ended_s[name] = min(call.began_s, ended_s.get(name, call.began_s))
     after = {one.job: one.after for one in history.enqueues if one.after}
+    for addition in history.additions:
+        after |= addition.nodes
+    # A workflow that a restored backup has taken back may have ended before, without some of these nodes.
+    after_added = {
+        callback: (list(flow.added.values()), any(_was_changed(backup, job) for job in flow.nodes))
+        for flow in evidence.flows
+        for callback in flow.callbacks
+    }
     for delivery in history.deliveries:
-        job = delivery.lease.job
-        for parent in after.get(job, ()):
+        name = delivery.payload_job
+        added, excused = after_added.get(name, ((), False))
+        for parent, is_excused in (
+            *((parent, False) for parent in after.get(name, ())),
+            *((parent, excused) for parent in added),
+        ):
             if delivery.received_s < ended_s.get(parent, float("inf")):
-                what = f"job {job} came to {delivery.call.client} before job {parent}, which it waits for, had ended"
-                yield Violation(invariant="I11", what=what)
+                what = f"node {name} came to {delivery.call.client} before node {parent}, which it waits for, had ended"
+                yield Violation(invariant="I11", what=what, excused=is_excused)
 
 
 def _unfinished(
-    evidence: Evidence, flow: Flow, nodes: Mapping[str, Enqueue], rows: Mapping[str, Row], *, excused: bool
+    evidence: Evidence,
+    flow: Flow,
+    nodes: Mapping[str, Enqueue],
+    rows: Mapping[str, Row],
+    *,
+    retried: bool,
+    excused: bool,
 ) -> Iterator[Violation]:
     def wrong(what: str) -> Violation:
         return Violation(invariant="I11", what=f"workflow {flow.workflow} on {flow.shard}: {what}", excused=excused)
 
-    if flow.nodes.keys() != nodes.keys():
-        yield wrong(f"it has {len(flow.nodes)} nodes, and {len(nodes)} were stored")
+    of_start = flow.nodes.keys() - flow.added.keys()
+    if of_start != nodes.keys():
+        yield wrong(f"it has {len(of_start)} nodes, and {len(nodes)} were stored")
     for job, state in flow.nodes.items():
         row = rows.get(job)
         if state not in _JOBS:
             # Every job is done by the end of a run that was drained.
             if evidence.calm_s is not None:
                 yield wrong(f"the node of job {job} is {state}, and will not end")
+        # The dead jobs of a workflow are cancelled when it is retried.
+        elif retried and state == "failed" and row is not None and row.state is State.CANCELLED:
+            continue
         elif row is not None and row.state is not _JOBS[state]:
             yield wrong(f"the node of job {job} has {state}, and the job is {row.state}")
     if evidence.calm_s is not None and flow.state == "running":
         yield wrong("it has not ended")
+
+
+def _wrongly_added(flow: Flow, additions: Sequence[Addition], *, excused: bool) -> Iterator[Violation]:
+    def wrong(invariant: str, what: str) -> Violation:
+        what = f"workflow {flow.workflow} on {flow.shard}: {what}"
+        return Violation(invariant=invariant, what=what, excused=excused)
+
+    for name, job in {node for one in additions for node in one.jobs.items()}:
+        if flow.added.get(job) != name:
+            yield wrong("I1", f"it has no node {name} with job {job}, which was acknowledged")
+    asked = {name for one in additions for name in one.nodes}
+    for name, count in Counter(flow.added.values()).items():
+        if count > 1:
+            yield wrong("I3", f"node {name} was added {count} times")
+        if name not in asked:
+            yield wrong("I3", f"it has node {name}, which nobody added")
+    for one in additions:
+        if one.call.code in _WRONG_CODES:
+            yield wrong("I11", f"job {one.lease.job} got {one.call.code} when it added nodes")

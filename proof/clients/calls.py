@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
 import windrow
-from proof.history import Answer, Outcome, Recorder, Verb, asked_to_store, leased
-from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
+from proof.clients.site import QUEUE
+from proof.history import Answer, Outcome, Recorder, Verb, asked_to_add, asked_to_store, leased, payload_of
+from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc, workflows_pb2, workflows_pb2_grpc
+
+_Stub = TypeVar("_Stub")
 
 TRY_S = 5.0
 WRITE_FAILED = "WRITE_FAILED"
@@ -29,6 +33,7 @@ _REFUSALS = frozenset(
     {
         grpc.StatusCode.INVALID_ARGUMENT,
         grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.ALREADY_EXISTS,
         grpc.StatusCode.FAILED_PRECONDITION,
         grpc.StatusCode.RESOURCE_EXHAUSTED,
     }
@@ -73,6 +78,15 @@ def outcome_of(error: grpc.aio.AioRpcError) -> tuple[Outcome, str]:
     return Outcome.ERROR if code in _REFUSALS else Outcome.UNKNOWN, code_name(code, error.details())
 
 
+async def read(call: Any) -> Any:
+    """Returns a stream's next message, or EOF. Raises InvalidStateError, as a write does, if the connection is cut just
+    then: grpc.aio returns None."""
+    message = await call.read()
+    if message is None:
+        raise asyncio.InvalidStateError("the connection was cut while a message was read")
+    return message
+
+
 def code_name(code: grpc.StatusCode, details: str | None) -> str:
     """Returns the name of a status. WRITE_FAILED means that no router sent the status: the client's gRPC library sets
     it when a message is written to a stream that has just ended, and forgets the status that the stream ended with."""
@@ -81,11 +95,17 @@ def code_name(code: grpc.StatusCode, details: str | None) -> str:
     return code.name
 
 
+def error_code(error: windrow.WindrowError) -> str:
+    """Returns the name of the status that the Python client made this error of."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(error).__name__).upper()
+
+
 class Calls:
     """The unary calls of one worker process."""
 
     def __init__(self, channels: Sequence[grpc.aio.Channel], recorder: Recorder) -> None:
         self._stubs = [queue_pb2_grpc.QueueStub(channel) for channel in channels]
+        self._workflows = [workflows_pb2_grpc.WorkflowsStub(channel) for channel in channels]
         self._turn = 0
         self._recorder = recorder
 
@@ -120,6 +140,32 @@ class Calls:
                 return
             await asyncio.sleep(_PAUSE_S)
 
+    async def add_nodes(
+        self, org: str, job: job_pb2.LeasedJob, nodes: Mapping[str, Sequence[str]], *, try_s: float = TRY_S
+    ) -> bool:
+        """Adds nodes to the job's workflow, in one try: what each waits for, by names. Returns whether it may be worth
+        while to repeat it."""
+        workflow = job.workflow.workflow_id
+        request = workflows_pb2.AddNodesRequest(org=org, id=workflow, lease=job.lease)
+        for name, after in nodes.items():
+            node = request.nodes.add(name=name)
+            node.job.template.queue, node.job.template.kind = QUEUE, "work"
+            node.job.template.payload = payload_of(org, name, 0)
+            for other in after:
+                node.after.add(node=other, on_failed=workflows_pb2.FAILURE_POLICY_RUN)
+        asked = asked_to_add(workflow=workflow, lease=job.lease, nodes=nodes)
+        number = self._recorder.begin(Verb.ADD, org, asked)
+        stub = self._next(self._workflows)
+        try:
+            response = await stub.AddNodes(request, timeout=try_s)
+        except grpc.aio.AioRpcError as error:
+            outcome, code = outcome_of(error)
+            self._recorder.end(number, outcome, code=code)
+            return outcome is Outcome.UNKNOWN
+        jobs = dict(zip(nodes, response.job_ids, strict=True))
+        self._recorder.end(number, Outcome.OK, answered={"jobs": jobs, "stored": response.added})
+        return True
+
     def _settle(
         self, stub: queue_pb2_grpc.QueueAsyncStub, verb: Verb, org: str, leases: Sequence[bytes], span_s: float
     ) -> Callable[[], Any]:
@@ -152,8 +198,11 @@ class Calls:
             return None
 
     def _stub(self) -> queue_pb2_grpc.QueueAsyncStub:
-        self._turn = (self._turn + 1) % len(self._stubs)
-        return self._stubs[self._turn]
+        return self._next(self._stubs)
+
+    def _next(self, stubs: Sequence[_Stub]) -> _Stub:
+        self._turn = (self._turn + 1) % len(stubs)
+        return stubs[self._turn]
 
 
 def nack(verb: Verb, lease: bytes, span_s: float) -> queue_pb2.Nack:

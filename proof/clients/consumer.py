@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,11 @@ class Consumer:
         recorder: Recorder,
         *,
         org: str,
+        add: Callable[[str, job_pb2.LeasedJob, random.Random], Awaitable[bool]] | None = None,
     ) -> None:
+        """`add`: adds nodes to the workflow of a job before it is settled, and returns whether to forget the job
+        instead."""
+        self._add = add
         self._site = site
         self._orders = orders
         self._stub = stub
@@ -91,7 +95,7 @@ class Consumer:
         outcome, code = Outcome.OK, ""
         try:
             while True:
-                message: Any = await call.read()
+                message = await calls.read(call)
                 if message is grpc.aio.EOF:
                     break
                 if message.jobs:
@@ -107,6 +111,8 @@ class Consumer:
                 outcome, code = Outcome.UNKNOWN, calls.code_name(status, await call.details())
         except grpc.aio.AioRpcError as error:
             outcome, code = calls.outcome_of(error)
+        except asyncio.InvalidStateError:
+            outcome, code = Outcome.UNKNOWN, calls.WRITE_FAILED
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -215,7 +221,8 @@ class Consumer:
 
     async def _work(self, job: job_pb2.LeasedJob) -> None:
         luck, window_s, lease = self._luck, self._site.window_s, job.lease
-        match draw(luck, calm=self._orders.calm.is_set()):
+        forgets = self._add is not None and await self._add(self._org, job, luck)
+        match Fate.FORGET if forgets else draw(luck, calm=self._orders.calm.is_set()):
             case Fate.ACK:
                 await self._orders.pause(luck.expovariate(1 / _WORK_S))
                 self._say(_Saying(verb=Verb.ACK, lease=lease))

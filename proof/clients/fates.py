@@ -29,6 +29,10 @@ _WEIGHTS = {
     Fate.FORGET: 2.0,
 }
 NACK_DELAY_S_MAX = 2.0
+# How many of the jobs of workflows add nodes, how many at most, and through how many generations.
+_ADDERS = 0.6
+_ADDED_MAX = 3
+_GENERATIONS_MAX = 2
 
 
 def draw(luck: random.Random, *, calm: bool) -> Fate:
@@ -42,3 +46,15 @@ def draw(luck: random.Random, *, calm: bool) -> Fate:
 def pick_org(luck: random.Random, orgs: list[str]) -> str:
     """A few orgs have most of the jobs."""
     return orgs[int(len(orgs) * luck.random() ** 3)]
+
+
+def draw_added(node: str, luck: random.Random) -> dict[str, list[str]]:
+    """Returns the nodes that the job of a workflow's node adds to it, and what each waits for, by names. They are the
+    same in each attempt of the job; only how many of them a call names is drawn by `luck`. Empty: the job adds none."""
+    own = random.Random(node)
+    added: dict[str, list[str]] = {}
+    if node.count("+") < _GENERATIONS_MAX and own.random() < _ADDERS:
+        for number in range(own.randint(1, _ADDED_MAX)):
+            before = [node, *added]
+            added[f"{node}+{number}"] = own.sample(before, own.randint(0, min(2, len(before))))
+    return dict(list(added.items())[: luck.randint(1, _ADDED_MAX)])

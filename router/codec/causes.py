@@ -40,7 +40,7 @@ class Waiting:
 
     # The kinds that each of them takes; none: all kinds.
     kinds: Sequence[Collection[str]] = ()
-    # One of them has found no jobs, and has room.
+    # Whether one of them has found no jobs, and has room.
     has_room: bool = False
 
     def takes(self, kind: str) -> bool:
@@ -96,12 +96,12 @@ def of_job(facts: JobFacts, shard: ShardName, around: Surroundings) -> admin_pb2
 
 
 def of_unknown_job(around: Surroundings) -> admin_pb2.ExplainJobResponse:
-    """Explains a job that no shard has that answered."""
+    """Explains a job that none of the shards that answered has."""
     return admin_pb2.ExplainJobResponse(causes=_down(around))
 
 
 def of_queue(facts: QueueFacts | None, around: Surroundings) -> admin_pb2.ExplainQueueResponse:
-    """Explains a queue. None: no shard of its org answers."""
+    """Explains a queue. `facts` None: no shard of its org answers."""
     if facts is None:
         return admin_pb2.ExplainQueueResponse(causes=_down(around))
     waiting = [*map(_quarantine, facts.quarantines), *_group_backlog(facts), *_in_flight(facts), *_next_due(facts)]
@@ -116,7 +116,7 @@ def of_queue(facts: QueueFacts | None, around: Surroundings) -> admin_pb2.Explai
             consumer_waits=around.waiting.has_room,
         )
         runs_at = None if holding or around.share or around.fair_share else facts.now
-        found = [*holding, *_moving(around), *_share(around), Cause(backlog=backlog), *waiting]
+        found = [*holding, *_moving(around), *_share(around, facts), Cause(backlog=backlog), *waiting]
     else:
         runs_at = None if holding else facts.next_due
         found = [*(waiting or [Cause(empty=causes.EmptyCause())]), *holding, *_moving(around)]
@@ -169,7 +169,7 @@ def _of_live(
         return [until, *holding, *_moving(around)], runs_at
     if group is not None:
         return [_group(group), *holding, *_moving(around)], None
-    found = [*holding, *_moving(around), *_share(around)]
+    found = [*holding, *_moving(around), *_share(around, live)]
     if live.more_urgent + live.earlier:
         return [*found, _ahead(live)], None
     if not holding:
@@ -229,7 +229,7 @@ def _quarantine(quarantine: QuarantineFacts) -> Cause:
 
 
 def _blocked(record: JobRecord, blocked: BlockedFacts | None) -> Cause:
-    """`blocked` None: the workflow is on another shard."""
+    """Returns what a blocked job waits for. `blocked` None: the workflow is on another shard."""
     message = causes.BlockedCause()
     if record.workflow_node is not None:
         message.workflow_id = NodeOf.parse(record.workflow_node).workflow
@@ -320,7 +320,7 @@ def _next_due(facts: QueueFacts) -> Iterable[Cause]:
 def _holding(
     gives_jobs: bool, kind: str | None, consumers: ConsumersOf, now: Micros, around: Surroundings
 ) -> list[Cause]:
-    """Returns what holds all jobs of a queue, or all of this kind, whatever their order is. None: of any kind."""
+    """Returns what holds all jobs of a queue, or all of this kind (None: of any kind), whatever their order is."""
     found = _down(around)
     if not gives_jobs:
         found.append(Cause(paused=causes.PausedCause()))
@@ -355,12 +355,15 @@ def _moving(around: Surroundings) -> Iterable[Cause]:
 
 
 def _on_its_way(source: ShardName, around: Surroundings) -> Cause:
-    """This router may not have heard of the move yet."""
+    """Returns the cause of a job that is being moved. Its target is empty if this router has not heard of the move."""
     target = "" if around.move is None else around.move[1]
     return Cause(moving=causes.MovingCause(source=source, target=target, on_its_way=True))
 
 
-def _share(around: Surroundings) -> Iterable[Cause]:
+def _share(around: Surroundings, of: LiveFacts | QueueFacts) -> Iterable[Cause]:
+    # A paused queue has no part in the sharing.
+    if not of.gives_jobs:
+        return
     if around.share is not None:
         yield Cause(router_share=around.share)
     if around.fair_share is not None:

@@ -11,7 +11,7 @@ from google.protobuf.descriptor import Descriptor
 from router.codec.status import InvalidRequest, Violation
 
 # The limit for the fields of a request, those of its messages included. 1,000 jobs with everything that the rules allow
-# have 128,000. Decoded, so many fields take at most 22 MiB. Most requests are too short to have as many.
+# have 128,000. Decoded, 250,000 fields take at most 22 MiB. Most requests are too short to have as many.
 FIELDS_MAX = 250_000
 _BITS = 7
 _MORE = 1 << _BITS
@@ -63,7 +63,7 @@ def _count(raw: bytes, at: int, end: int, shape: _Shape, most: int) -> int:
             at += 1
             if length & _MORE:
                 if at < end and not raw[at] & _MORE:
-                    # Two bytes: by far the most frequent of the longer ones.
+                    # A length of two bytes is by far the most frequent one with more than one byte.
                     length += (raw[at] - 1) << _BITS
                     at += 1
                 else:

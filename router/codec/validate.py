@@ -51,8 +51,8 @@ _TIMESTAMP_S = range(-62_135_596_800, 253_402_300_800)
 _DURATION_S_MAX = 315_576_000_000
 _KEY_CHARS_MAX = 64
 _SHOWN_CHARS_MAX = 128
-# So many violations of a request are described with their values. To read a value takes 0.05 ms, and a request may
-# break thousands of rules.
+# At most this many violations of a request are described with their values. To read a value takes 0.05 ms, and a
+# request may break thousands of rules.
 _DESCRIBED_MAX = 100
 # Descriptions of the contract's patterns, by a text that each pattern contains.
 _PATTERNS = {
@@ -244,8 +244,8 @@ def check_ack(request: queue_pb2.AckRequest) -> None:
 
 
 def _fit(acks: Sequence[queue_pb2.Ack]) -> bool:
-    """Returns whether the acks are not too many, no result is too large and none has a log: `check` knows what logs may
-    contain. There must be at least one ack."""
+    """Returns whether there are not too many acks, no result is too large, and no ack has a log: only `check` knows
+    what logs may contain. There must be at least one ack."""
     return (
         len(acks) <= _JOBS_MAX
         and max([len(ack.result) for ack in acks]) <= _RESULT_BYTES_MAX

@@ -14,12 +14,15 @@ from router.codec.validate import enqueue_violations, violations_of
 from shard.job_record import JobRecord
 from shard.vocabulary import JobId, OrgId, ShardName
 from shard.workflow import (
+    ADDED_EDGES_MAX,
+    ADDED_NODES_MAX,
     CALLBACKS_MAX,
     DEPTH_MAX,
     EDGES_MAX,
     NODES_MAX,
     Callback,
     Edge,
+    NewNodes,
     NewWorkflow,
     NodeName,
     NodeRecord,
@@ -48,19 +51,21 @@ _CALLBACKS_BY_NUMBER: Mapping[int, Callback] = {number: callback for callback, n
 # ── In ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _check(request: workflows_pb2.StartWorkflowRequest) -> None:
+def _check(request: workflows_pb2.StartWorkflowRequest | workflows_pb2.AddNodesRequest) -> None:
     """Raises InvalidRequest with the violations of the contract's rules, or else with those of the graph."""
+    adds = isinstance(request, workflows_pb2.AddNodesRequest)
+    nodes_max, edges_max = (ADDED_NODES_MAX, ADDED_EDGES_MAX) if adds else (NODES_MAX, EDGES_MAX)
     nodes = list(request.nodes)
     edges = sum(len(node.after) for node in nodes)
-    # First, because to check that many would take long.
-    if len(nodes) > NODES_MAX:
-        raise InvalidRequest([Violation("nodes", f"must have at most {NODES_MAX:,} items, not {len(nodes):,}")])
-    if edges > EDGES_MAX:
+    # This is checked first, because to check so many nodes would take long.
+    if len(nodes) > nodes_max:
+        raise InvalidRequest([Violation("nodes", f"must have at most {nodes_max:,} items, not {len(nodes):,}")])
+    if edges > edges_max:
         raise InvalidRequest(
-            [Violation("nodes", f"must wait for at most {EDGES_MAX:,} others together, not {edges:,}")]
+            [Violation("nodes", f"must wait for at most {edges_max:,} others together, not {edges:,}")]
         )
-    violations = violations_of(request, items_max=NODES_MAX) or _job_violations(request.org, nodes)
-    violations = violations or _node_violations(nodes) or _graph_violations(nodes)
+    violations = violations_of(request, items_max=nodes_max) or _job_violations(request.org, nodes)
+    violations = violations or _node_violations(nodes, adds=adds) or _graph_violations(nodes)
     if violations:
         raise InvalidRequest(violations[:_VIOLATIONS_MAX])
 
@@ -81,7 +86,8 @@ def _job_violations(org: str, nodes: Sequence[workflows_pb2.NewNode]) -> list[Vi
     return violations
 
 
-def _node_violations(nodes: Sequence[workflows_pb2.NewNode]) -> list[Violation]:
+def _node_violations(nodes: Sequence[workflows_pb2.NewNode], *, adds: bool) -> list[Violation]:
+    """`adds`: they are added to a workflow, and may wait for nodes that it has."""
     violations: list[Violation] = []
     numbers: dict[str, int] = {}
     callbacks = 0
@@ -89,7 +95,9 @@ def _node_violations(nodes: Sequence[workflows_pb2.NewNode]) -> list[Violation]:
         first = numbers.setdefault(node.name, at)
         if first != at:
             violations.append(Violation(f"nodes[{at}].name", f"is that of nodes[{first}] too: {node.name!r}"))
-        if node.callback:
+        if node.callback and adds:
+            violations.append(Violation(f"nodes[{at}].callback", "must not be set: callbacks start with the workflow"))
+        elif node.callback:
             callbacks += 1
             if node.after:
                 violations.append(Violation(f"nodes[{at}].after", "must be empty: the node is a callback"))
@@ -103,9 +111,9 @@ def _node_violations(nodes: Sequence[workflows_pb2.NewNode]) -> list[Violation]:
             field = f"nodes[{at}].after[{number}].node"
             if edge.node == node.name:
                 violations.append(Violation(field, f"is the node itself: {edge.node!r}"))
-            elif edge.node not in numbers:
+            elif edge.node not in numbers and not adds:
                 violations.append(Violation(field, f"names no node of the workflow: {edge.node!r}"))
-            elif nodes[numbers[edge.node]].callback:
+            elif edge.node in numbers and nodes[numbers[edge.node]].callback:
                 violations.append(Violation(field, f"is a callback, which runs after the workflow: {edge.node!r}"))
             elif edge.node in seen:
                 violations.append(Violation(field, f"is named twice: {edge.node!r}"))
@@ -116,7 +124,8 @@ def _node_violations(nodes: Sequence[workflows_pb2.NewNode]) -> list[Violation]:
 
 
 def _graph_violations(nodes: Sequence[workflows_pb2.NewNode]) -> list[Violation]:
-    """Returns the violation of a graph with a cycle, or with a chain that is too long. All names are known."""
+    """Returns the violation of a graph with a cycle, or with a chain that is too long. Any other name is that of a node
+    that the workflow has already."""
     numbers = {node.name: at for at, node in enumerate(nodes)}
     try:
         order = _ordered(nodes)
@@ -129,7 +138,7 @@ def _graph_violations(nodes: Sequence[workflows_pb2.NewNode]) -> list[Violation]
     depths: dict[str, int] = {}
     for at in order:
         node = nodes[at]
-        depths[node.name] = depth = 1 + max((depths[edge.node] for edge in node.after), default=0)
+        depths[node.name] = depth = 1 + max((depths.get(edge.node, 0) for edge in node.after), default=0)
         if depth > DEPTH_MAX:
             return [Violation(f"nodes[{at}].after", f"ends a chain of more than {DEPTH_MAX:,} nodes: {node.name!r}")]
     return []
@@ -141,9 +150,11 @@ def _ordered(nodes: Sequence[workflows_pb2.NewNode]) -> list[int]:
     numbers = {node.name: at for at, node in enumerate(nodes)}
     callbacks = [at for at, node in enumerate(nodes) if node.callback]
     plain = [at for at, node in enumerate(nodes) if not node.callback]
-    if all(numbers[edge.node] < at for at in plain for edge in nodes[at].after):
+    if all(numbers.get(edge.node, -1) < at for at in plain for edge in nodes[at].after):
         return [*plain, *callbacks]
-    sorter = TopologicalSorter({nodes[at].name: [edge.node for edge in nodes[at].after] for at in plain})
+    sorter = TopologicalSorter(
+        {nodes[at].name: [edge.node for edge in nodes[at].after if edge.node in numbers] for at in plain}
+    )
     return [*(numbers[name] for name in sorter.static_order()), *callbacks]
 
 
@@ -174,6 +185,29 @@ def new_workflow(request: workflows_pb2.StartWorkflowRequest, *, trace: str | No
         },
     )
     return new, [numbers[node.name] for node in nodes]
+
+
+def new_nodes(request: workflows_pb2.AddNodesRequest, *, trace: str | None) -> tuple[NewNodes, list[int]]:
+    """Returns the nodes of a request, and the position of each of the request's nodes among them. Raises
+    InvalidRequest."""
+    _check(request)
+    nodes = list(request.nodes)
+    order = _ordered(nodes)
+    places = {nodes[at].name: place for place, at in enumerate(order)}
+    new = NewNodes(
+        workflow=WorkflowId(request.id),
+        names=[NodeName(nodes[at].name) for at in order],
+        jobs=convert.new_jobs(OrgId(request.org), [nodes[at].job for at in order], trace=trace),
+        after={
+            place: [
+                (NodeName(edge.node), _POLICIES_BY_NUMBER.get(edge.on_failed, OnFailed.CANCEL))
+                for edge in nodes[at].after
+            ]
+            for place, at in enumerate(order)
+            if nodes[at].after
+        },
+    )
+    return new, [places[node.name] for node in nodes]
 
 
 def wanted_state(number: int) -> WorkflowState | None:

@@ -6,9 +6,9 @@ time. The ready org with the least tag is served next, and its tag then grows by
 weight. So orgs that always have ready jobs get worker-seconds in proportion to their weights, and if only one has any,
 it gets all of them.
 
-A charge is the time of a lease, from its hand-out to its end. When a job is handed out that is not known yet: the org
-is charged an estimate, which is corrected later. The floor of virtual time is the tag of the org that was served last.
-An org that becomes ready starts there at the earliest: it cannot save up credit while it has no jobs.
+A charge is the time of a lease, from its hand-out to its end. When a job is handed out, this time is not known yet: the
+org is charged an estimate, which is corrected later. The floor of virtual time is the tag of the org served last. An
+org that becomes ready starts there at the earliest: it cannot save up credit while it has no jobs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FIRST_ESTIMATE_S = 0.05
 # The interval in which charges are brought up to date, and how much longer it is for each lease.
 _ACCRUE_S = 0.05
 _ACCRUE_LEASE_S = 0.000_05
-# How many orgs are remembered before it is looked which of them can be forgotten.
+# If more orgs than this are remembered, those that can be forgotten are looked for.
 _IDLE_KEPT = 1_000
 # How many idle orgs are remembered at most, and how many estimates and leases.
 _ORGS_MAX = 100_000
@@ -291,7 +291,7 @@ class Schedule:
         kept = {o: known for o, known in self._orgs.items() if known.shards or known.running or known.tag > self.floor}
         idle = [org for org, known in kept.items() if not known.shards and not known.running]
         if len(idle) > _ORGS_MAX:
-            # Those that are least ahead of the floor lose least by it.
+            # Forget the orgs that are least ahead of the floor: for them it matters least.
             idle.sort(key=lambda org: kept[org].tag)
             for org in idle[: len(idle) // 2]:
                 del kept[org]

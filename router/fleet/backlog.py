@@ -15,7 +15,7 @@ from shard.limits import Limit, Measure
 from shard.queue.store import Store
 from shard.vocabulary import OrgId
 
-# How long a count is used: this long, and so many times as long as it took.
+# A count is used for _USED_S, or for _USED_TIMES as long as it took if that is longer.
 _USED_S = 1.0
 _USED_TIMES = 50.0
 
@@ -51,7 +51,7 @@ class Backlog:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is lost if this object is forgotten."""
+        """Whether nothing is lost if this object is forgotten."""
         return not self._unsettled and self._counting is None
 
     def take(self, cost: int, store: Store) -> None:
@@ -63,7 +63,8 @@ class Backlog:
         self._added -= cost
 
     def settled(self, cost: int) -> None:
-        """What a `take` let through has been stored, or not: a count that begins now shows it."""
+        """The shard has answered an enqueue that a `take` let through: a count that begins now includes what it
+        stored."""
         self._unsettled -= cost
 
     def ready_in_s(self, lack: int) -> float:

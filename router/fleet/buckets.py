@@ -29,8 +29,8 @@ _Key: TypeAlias = tuple[OrgId, QueueName]
 
 # A block has what the process needs for this long.
 _AHEAD_S = 0.5
-# But at most what the limit gives in this time. So all processes together hold little of a limit that is small, or of a
-# minute of one that is large.
+# A block has at most what the limit gives in this time. So even all processes together hold few of a small limit's
+# tokens, and little of what a large limit gives in a minute.
 _BLOCK_S_MAX = 0.1
 # A shorter time says too little about the pace of a process.
 _PACE_S_MIN = 0.01
@@ -40,7 +40,7 @@ PAUSE_S = 0.05
 _HELD_S = 1.0
 GIVE_BACK_S = 0.5
 _FINISH_S_MAX = 1.0
-# So many buckets the process remembers; above that it forgets those without tokens.
+# The process remembers this many buckets. With more, it forgets those without tokens.
 _BUCKETS_MAX = 20_000
 
 
@@ -93,8 +93,8 @@ class Bucket:
         self._used = max(0, self._used - cost)
 
     def ready_in_s(self, lack: int, *, within_s: float = math.inf) -> float:
-        """Returns in how many seconds the shard may have so many tokens, at the earliest. `within_s`: the longest time
-        between two questions, because other processes may have given tokens back."""
+        """Returns in how many seconds the shard may have this many tokens, at the earliest. `within_s`: the longest
+        time between two questions, because other processes may have given tokens back."""
         if lack <= self.left or self._drawing is not None:
             return 0.0
         after_s = min(max(PAUSE_S, (lack - self.left) / self.limit.tokens_per_s), within_s)
@@ -106,7 +106,7 @@ class Bucket:
         return amount if self.left == math.inf else max(0, min(amount, amount - int(self.left) - self.tokens))
 
     async def draw(self, store: Store, lack: int, wanted: int | None = None) -> None:
-        """Draws what a call lacks, or waits for the draw that is under way. `wanted`: the call can use so many tokens;
+        """Draws what a call lacks, or waits for the draw that is under way. `wanted`: how many tokens the call can use;
         None: only what it lacks. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
         wanted = lack if wanted is None else wanted
         self.waiting += wanted
@@ -201,8 +201,8 @@ class Buckets:
 
     def replace(self, table: LimitTable) -> None:
         """Puts these limits in force. Tokens that were drawn under a limit with another amount or interval are
-        dropped. Those of a limit that has only a newer version stay: the removal of any limit gives a newer version to
-        all."""
+        dropped. Tokens of a limit that has only a newer version stay: the removal of any limit gives a newer version
+        to all limits."""
         self.table = table.only(self._measures)
         before, self._buckets = self._buckets, {}
         for (org, queue), buckets in before.items():
@@ -247,8 +247,8 @@ class Buckets:
         return buckets
 
     def _forget(self) -> None:
-        """Forgets buckets without tokens, and then the oldest ones: what this process knows of them is a hint, and of
-        the tokens that are lost there is at most one block for each."""
+        """Forgets buckets without tokens, and then the oldest ones. What this process knows of a bucket is a hint. With
+        each bucket that has tokens, at most one block of tokens is lost."""
         used = {key: buckets for key, buckets in self._buckets.items() if any(b.tokens or b.waiting for b in buckets)}
         for key in list(used)[: max(0, len(used) - _BUCKETS_MAX // 2)]:
             del used[key]

@@ -23,6 +23,8 @@ from shard.vocabulary import CATALOG, OrgId, ShardName
 _LOOKING = "look at the catalog"
 _LOOK_S = 3.0
 _LOOK_S_MAX = 5.0
+# A copy that is older than this is not fresh: at least one look has failed.
+_FRESH_S = 10.0
 # The catalog has a single connection. While a look runs on it, the server can only be asked by a new connection, which
 # takes long on a busy machine. Few calls need the catalog, so they can wait until its silence is certain.
 _PATIENCE = 4.0
@@ -57,6 +59,8 @@ class CatalogCopy:
         self._limits = LimitTable()
         self._weights_version = 0
         self._current: Catalog | None = None
+        # When the last look that succeeded began, by the clock of the event loop.
+        self._looked_s = float("-inf")
         self._notified = asyncio.Event()
         # A migration was run, or a notification of one may have been missed.
         self._migrated = False
@@ -77,7 +81,7 @@ class CatalogCopy:
         """Sets the first copy of the catalog, and reads the limits. Raises ShardUnavailable."""
         await self._read_limits(None)
         await self._read_weights()
-        self._current = first
+        self._current, self._looked_s = first, asyncio.get_running_loop().time()
 
     @property
     def current(self) -> Catalog:
@@ -85,6 +89,11 @@ class CatalogCopy:
         if self._current is None:
             raise ShardUnavailable(CATALOG, "it has not been read yet")
         return self._current
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the catalog has been read within some seconds."""
+        return asyncio.get_running_loop().time() - self._looked_s < _FRESH_S
 
     async def run(self) -> None:
         """Keeps the copy up to date until cancelled."""
@@ -121,7 +130,7 @@ class CatalogCopy:
     async def _look(self, asked: Sequence[None]) -> Sequence[Catalog]:
         before, began_s = self.current, asyncio.get_running_loop().time()
         after, marks, revocations, limits_version, weights_version = await catalog.look(self.database, before)
-        self._current = after
+        self._current, self._looked_s = after, began_s
         self._on_marks(marks)
         self.on_revocations(revocations, began_s)
         if limits_version != self._limits.version:

@@ -30,7 +30,8 @@ _LOOK_S_MAX = 2.0
 # The jobs of one statement, and the pause after it.
 _JOBS_MAX = 1000
 _PAUSE_S = 0.020
-# How long another router's wait is remembered: somewhat longer than one can last. And how many of them are.
+# How long another router's wait is remembered, which is somewhat longer than a wait can last; and how many such waits
+# are remembered.
 _ELSEWHERE_S = 70.0
 _ELSEWHERE_MAX = 100_000
 
@@ -136,7 +137,7 @@ class EndWaits:
             _, _, wait = heapq.heappop(self._looks)
             if not wait.woken.done():
                 waits.append(wait)
-                # Before the statement, which may fail.
+                # Set the time of the next look before the statement, which may fail.
                 self._look_at(wait, now_s + min(max(now_s - wait.began_s, _LOOK_S_MIN), _LOOK_S_MAX))
         if not waits:
             return
@@ -144,7 +145,7 @@ class EndWaits:
         try:
             ended = {jobs[position] for position in await self._store.find_ended(jobs)}
         except ShardUnavailable:
-            # Their calls look for themselves, and answer that the shard is away.
+            # Wake the callers: each looks for itself, and answers that the shard is away.
             for wait in waits:
                 wait.wake()
             raise

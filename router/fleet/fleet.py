@@ -29,7 +29,18 @@ from router.fleet.starts import Starts
 from shard.admin import api_keys
 from shard.admin.api_keys import FoundKeys
 from shard.admin.weights import Weights
-from shard.errors import Misconfigured, NotOwned, PlacementChanging, ShardError, ShardUnavailable, UnknownShard
+from shard.errors import (
+    Misconfigured,
+    NotOwned,
+    PlacementChanging,
+    ShardError,
+    ShardUnavailable,
+    UnknownNode,
+    UnknownQueue,
+    UnknownSchedule,
+    UnknownShard,
+    UnknownWorkflow,
+)
 from shard.lease_token import shard_tag
 from shard.limits import LimitTable
 from shard.placement import catalog, identity, marks, pins
@@ -142,7 +153,8 @@ class Fleet:
                 )
 
     def _take_up(self, cluster: Cluster) -> None:
-        before, self._members = self._members, {}
+        before = self._members
+        self._members = {}
         self._cluster = cluster
         changed: set[ShardName] = set()
         for entry in cluster.shards:
@@ -202,6 +214,11 @@ class Fleet:
         for the shards that it asks, the shard that it writes to, and the epoch that it sends."""
         return self._catalog.current.placement(org)
 
+    @property
+    def has_fresh_catalog(self) -> bool:
+        """Whether this process has read the catalog within some seconds."""
+        return self._catalog.is_fresh
+
     async def newest_catalog(self) -> Catalog:
         """Reads the catalog. Returns this router's copy while the catalog does not answer."""
         try:
@@ -246,6 +263,19 @@ class Fleet:
     def writer(self, placement: Placement) -> ShardHandle:
         """Returns the shard that takes an org's new jobs and has its queue configurations."""
         return self.placed(placement.writes[0])
+
+    async def read(self, org: OrgId, act: Callable[[ShardHandle], Awaitable[_T]]) -> _T:
+        """Runs `act` on the shard that has the org's queue configurations, schedules and workflows. Other shards may
+        have old ones, so this reads the catalog first. While the catalog does not answer, no move makes progress and
+        this router's copy of it is good enough. If `act` does not find what it looks for, and the org has moved
+        meanwhile, it runs again. Raises ShardUnavailable."""
+        while True:
+            placement = (await self.newest_catalog()).placement(org)
+            try:
+                return await act(self.writer(placement).require_up())
+            except (UnknownQueue, UnknownSchedule, UnknownWorkflow, UnknownNode):
+                if (await self.newest_catalog()).placement(org) == placement:
+                    raise
 
     async def write(self, org: OrgId, act: Callable[[ShardHandle, Placement], Awaitable[_T]]) -> _T:
         """Runs `act` on the shard that takes the org's new jobs. If that shard refuses because the org has moved, waits

@@ -52,7 +52,7 @@ class Handovers:
         positions: Sequence[int]
         for queue, positions in _by_queue(jobs).items():
             if quarantined := self.store.quarantine.kinds(jobs.org, queue):
-                # Claims set these aside.
+                # Leave jobs of quarantined kinds to claims, which set them aside.
                 positions = [at for at in positions if jobs.kinds[at] not in quarantined]
             permit = self._starts.take(jobs.org, queue, len(positions))
             if permit is not None:
@@ -67,7 +67,8 @@ class Handovers:
                     dealt.append((share, positions[start : start + share.count]))
                     start += share.count
             awaited = self._room.queue(jobs.org, queue)
-            # Not with tokens: what a sibling's consumer does not get is released there, and the tokens would be lost.
+            # Jobs that need tokens are not offered to siblings: if a sibling's consumer does not get a job, the job is
+            # released there, and its token would be lost.
             if permit is None and start < len(positions) and (awaited is None or not awaited.backlog):
                 left[queue] = positions[start:]
         promises: list[Promise] = []

@@ -9,8 +9,9 @@ from typing import TypeAlias
 
 from router.fleet.backlog import Backlog
 from router.fleet.buckets import PAUSE_S, Bucket, Buckets
-from shard.errors import LimitReached
+from shard.errors import ClockSetBack, LimitReached, RowLocked, ShardError, ShardUnavailable
 from shard.limits import ALL_QUEUES, BACKLOG, ENQUEUED, Limit, LimitTable
+from shard.queue.coalescer import TooManyWaiting
 from shard.queue.store import Store
 from shard.vocabulary import NewJobs, OrgId, QueueName
 
@@ -21,12 +22,13 @@ _TRIES_MAX = 20
 # What jobs of a call cost in one bucket, or one backlog: this, the positions of the jobs (None: all of them), and the
 # tokens. A plain tuple, because each call makes some.
 _Cost: TypeAlias = tuple[Bucket | Backlog, Sequence[int] | None, int]
-# So many backlogs this process remembers; above that it forgets those that it can count again.
+# The process remembers this many backlogs. With more, it forgets those that it can count again.
 _BACKLOGS_MAX = 20_000
 
 
 class Charge:
-    """The tokens that a call has used."""
+    """The tokens that a call has used. The block `with charge:` is the part of the call that stores jobs. If it ends
+    with an error after which certainly nothing was stored, the tokens are put back. After other errors they are not."""
 
     __slots__ = ("_costs", "_jobs")
 
@@ -34,22 +36,33 @@ class Charge:
         self._costs = costs
         self._jobs = jobs
 
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None and _stored_nothing(error):
+            self.refund()
+        for bucket, _, tokens in self._costs:
+            if isinstance(bucket, Backlog):
+                bucket.settled(tokens)
+
     def refund(self) -> None:
         """Puts all tokens back: nothing was stored."""
         for bucket, _, tokens in self._costs:
             bucket.put_back(tokens)
-
-    def settled(self) -> None:
-        """The call has ended. Comes after a refund, if there is one."""
-        for bucket, _, tokens in self._costs:
-            if isinstance(bucket, Backlog):
-                bucket.settled(tokens)
 
     def refund_jobs(self, known: Collection[int]) -> None:
         """Puts the tokens of the jobs at these positions back: they had been stored before."""
         for bucket, positions, _ in self._costs:
             of_bucket = known if positions is None else [at for at in positions if at in known]
             bucket.put_back(_cost(bucket, self._jobs, of_bucket))
+
+
+def _stored_nothing(error: BaseException) -> bool:
+    """Whether this error of a shard says for certain that the call stored nothing."""
+    if isinstance(error, ShardUnavailable):
+        return isinstance(error, (RowLocked, ClockSetBack))
+    return isinstance(error, (ShardError, TooManyWaiting))
 
 
 class Limits(Buckets):
@@ -69,13 +82,12 @@ class Limits(Buckets):
             if of_backlogs.limits.get(limit.key) == limit
         }
 
-    async def charge(self, store: Store, jobs: NewJobs, *, independent: bool) -> Charge | None:
-        """Uses the tokens that these jobs cost, in all buckets that count for them. Returns None if nothing limits
-        them. `independent`: each job may be stored alone. Raises LimitReached, RowLocked, ShardUnavailable,
-        TooManyWaiting; no tokens are used then."""
+    async def charge(self, store: Store, jobs: NewJobs, *, independent: bool) -> Charge:
+        """Uses the tokens that these jobs cost, in all buckets that count for them. `independent`: each job may be
+        stored alone. Raises LimitReached, RowLocked, ShardUnavailable, TooManyWaiting; no tokens are used then."""
         costs = self._costs(jobs)
         if not costs:
-            return None
+            return Charge(costs, jobs)
         worst = costs[0]
         for _ in range(_TRIES_MAX):
             short = [cost for cost in costs if cost[0].tokens < cost[2]]
@@ -137,7 +149,7 @@ def _reached(
     retry_after_s = bucket.ready_in_s(asked - bucket.tokens) if asked <= limit.amount else None
     if independent:
         each = {at: _cost(bucket, jobs, [at]) for at in positions}
-        # Those that no later call could store are refused first, by themselves: to wait does not help them.
+        # If there are jobs that no later call could store, refuse only these: waiting does not help them.
         positions = [at for at in positions if each[at] > limit.amount]
         if positions:
             asked, retry_after_s = max(each[at] for at in positions), None

@@ -223,7 +223,7 @@ class OrgPool:
                 if full:
                     shards.discard(shard)
                 else:
-                    # It has moved away, and left strays at most.
+                    # The org has moved away. At most strays of it are left here.
                     self._take_queues(org, shard)
                     self.schedule.idle(org, shard)
                 continue
@@ -327,7 +327,7 @@ class OrgPool:
             except RowLocked:
                 if in_flight is None:
                     raise
-                # Other claims of this org take long: they count, too.
+                # Another claim of this org, which must be counted first, takes long.
                 request.queues.difference_update(queues)
                 self._set_aside(request.org, member.name, list(queues))
                 continue
@@ -351,9 +351,9 @@ class OrgPool:
     def _claimed(
         self, member: ShardHandle, requests: Sequence[_Request], results: Sequence[bool | BaseException]
     ) -> None:
-        """Takes back what did not come."""
+        """Takes back the credit and the charges of jobs that did not come, and notes which orgs may have more jobs."""
         shard = member.name
-        # By org: whether its queues may have more jobs.
+        # Whether the queues of each org may have more jobs.
         more: dict[OrgId, bool] = {}
         away = False
         for request, result in zip(requests, results, strict=True):

@@ -26,10 +26,10 @@ _log = logging.getLogger(__name__)
 _STEP_QUEUES = 500
 # For how long the statements of one sweep may walk in all.
 _SWEEP_S = 0.060
-# The pause after probes; queues that come meanwhile go with the next one. And after a failure.
+# The pause after a probe, and the pause after a failure. Queues that come meanwhile go with the next probe.
 _PAUSE_S = 0.010
 _FAILED_PAUSE_S = 0.5
-# Jobs that fall due later than after so many sweeps are not remembered: a later sweep finds them in time.
+# Jobs that fall due after more than this many sweeps are not remembered: a later sweep finds them in time.
 _SOON_SWEEPS = 3
 # With more queues to probe, or with more that fall due soon, the walk begins again instead.
 _QUEUES_MAX = 100_000

@@ -26,9 +26,10 @@ _log = logging.getLogger(__name__)
 # The pause after a failure, and after a round in which no schedule could be decided.
 _PAUSE_S = 1.0
 _UNDECIDED_S = 0.1
-# For how long it is believed what other shards have answered about a job.
+# How long the answers of other shards about a job are used.
 _KNOWN_S = 2.0
-# While no schedule sleeps with a time, the shard is asked this often. Whoever creates one looks at once.
+# While no schedule has a time to wake up at, the shard is asked this often. A router that creates a schedule looks at
+# once.
 _NONE_S = 10.0
 _REASON = "replaced by the next run of its schedule"
 
@@ -53,7 +54,7 @@ class Scheduler:
         self._may_fire = may_fire
         self._elsewhere = elsewhere
         self._changed = asyncio.Event()
-        # Whether jobs on which decisions depend are live, and until when that is believed, by the loop's clock.
+        # Whether jobs on which decisions depend are live, and until when such an answer is used, by the loop's clock.
         self._known: dict[JobId, tuple[bool, float]] = {}
 
     def look(self) -> None:

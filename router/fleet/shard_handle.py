@@ -20,6 +20,8 @@ from router.fleet.starts import Starts
 from router.fleet.wait_room import WaitRoom
 from shard.admin.queue_admin import QueueAdmin
 from shard.errors import Misconfigured, ShardError, ShardUnavailable
+from shard.health import signs
+from shard.health.signs import Signs
 from shard.placement import marks
 from shard.placement.cluster_file import ShardEntry, ShardState
 from shard.placement.marks import MARK_S, Made
@@ -154,6 +156,10 @@ class ShardHandle:
     def is_usable(self) -> bool:
         """Whether calls can use the shard now."""
         return self.up.is_set() and not self._queue_database.is_away
+
+    async def signs(self) -> Signs:
+        """Reads signs that the shard needs an operator. Raises ShardUnavailable."""
+        return await signs.read(self._admin_database)
 
     # ── Guards: each returns this handle, or raises ShardUnavailable ─────────────────────────────────────────────────
 

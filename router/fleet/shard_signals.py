@@ -1,4 +1,4 @@
-"""Records which shards this router process can use."""
+"""Records whether this router process can use the shards and the catalog."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ async def record(fleet: Fleet) -> None:
     """Records it every second, until cancelled."""
     recorded: set[ShardName] = set()
     while True:
+        metrics.CATALOG_UP.set(fleet.has_fresh_catalog)
         usable = {
             name: handle.is_usable
             for name, handle in fleet.shards().items()

@@ -2,8 +2,9 @@
 (docs/decisions/0049-starts-are-held-back.md), and how many may be leased at a time
 (docs/decisions/0052-leases-in-flight-are-counted.md).
 
-A start limit holds back and refuses nothing. Whoever leases jobs of a limited queue takes tokens first, then leases at
-most that many, and puts back what it did not use. While there are no tokens, the queue counts as one without due jobs.
+A start limit refuses nothing: it holds jobs back. A claim of a limited queue takes tokens first, then leases at most
+that many jobs, and puts back the tokens that it did not use. While there are no tokens, the queue counts as one without
+due jobs.
 
 A limit of jobs in flight is enforced by the claim itself, on the shard. This module only says which limits a claim
 obeys.
@@ -26,7 +27,7 @@ from shard.vocabulary import OrgId, QueueName
 
 # How often a claim asks the shard: other claims may take what it drew.
 _TRIES_MAX = 20
-# A bucket is asked again after so long, even if its next token comes later: another process may have given tokens back.
+# A bucket is asked again after this time, even if its next token comes later: another process may give tokens back.
 _HOLD_S_MAX = 3.0
 
 

@@ -29,7 +29,7 @@ from shard.vocabulary import NewJobs, OrgId, QueueId, QueueName
 
 _log = logging.getLogger(__name__)
 
-# A sweep sets no timers for jobs that are due later than after so many sweeps: a later sweep finds them in time, and
+# A sweep sets no timers for jobs that are due after more than this many sweeps: a later sweep finds them in time, and
 # probes set their own timers. Otherwise each sweep might set thousands of timers again, for nothing.
 _SOON_SWEEPS = 3
 # The pause between two probes.
@@ -38,7 +38,7 @@ _PAUSE_S = 0.010
 _PROBE_AGE_S_MIN = 1.0
 
 _UNAWAITED_MAX = 100_000
-# After so many consumers were noted, other tasks get their turn.
+# After this many consumers were noted, other tasks get their turn.
 _NOTED_AT_ONCE = 100
 
 _Key = tuple[OrgId, QueueName]

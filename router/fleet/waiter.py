@@ -48,9 +48,9 @@ class Waiter(Protocol):
 
     # How many more jobs it takes.
     credit: int
-    # It has found no jobs and waits.
+    # Whether it has found no jobs and waits.
     idle: bool
-    # It takes only one delivery, which is on its way to it: nothing else wakes it.
+    # Whether it takes only one delivery, which is on its way to it: then nothing else wakes it.
     promised: bool
 
     @property
@@ -92,7 +92,7 @@ class AwaitedQueue:
     # The most recently served consumer comes last.
     waiters: OrderedDict[Waiter, None] = field(default_factory=OrderedDict[Waiter, None])
     watchers: set[Watcher] = field(default_factory=set[Watcher])
-    # There may be jobs that no waiting consumer had room for.
+    # Whether there may be jobs that no waiting consumer had room for.
     backlog: bool = False
     probed_s: float = -math.inf
     number: QueueId | None = None

@@ -42,8 +42,8 @@ STREAMS_MAX = 10_000
 PUBLIC_CALLS_MAX = 500
 # The largest request, and the largest message of a stream: 1,000 jobs of 16 KiB, or 15 of the largest.
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024
-# The size of all metadata of a call, as gRPC counts it: 32 bytes more for each entry. gRPC takes up to 16 MiB until a
-# client has acknowledged this limit, which one that attacks need not do.
+# The size of all metadata of a call, as gRPC counts it: 32 bytes more for each entry. gRPC takes up to 16 MiB until the
+# client has acknowledged this limit, and an attacker need not acknowledge it.
 METADATA_BYTES_MAX = 16 * 1024
 # How much refused metadata may wait for the garbage collector.
 _METADATA_GARBAGE_MAX = 4 * 1024 * 1024

@@ -4,7 +4,7 @@ beyond them (router/gate/connections.py) is what the connection may hold in mess
 For each message, this module counts only the bytes that the message must have had on the wire. Counting more, such as a
 call's metadata, would let a client hide what it holds: HPACK sends metadata that it repeats in a few bytes. So the
 count falls behind, by about 100 bytes a call, and `catch_up` corrects it: once all calls have ended that were there
-when a connection had received so many bytes, none of these bytes are held any more.
+when a connection had received a certain number of bytes, none of these bytes are held any more.
 """
 
 from __future__ import annotations

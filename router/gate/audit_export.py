@@ -29,7 +29,7 @@ class AuditExport:
     def send(self, intent: Intent, end: End) -> None:
         """Sends a change that has ended."""
         self._logger.emit(
-            LogRecord(
+            LogRecord(  # pyrefly: ignore[direct-abstract-base-instantiation]
                 timestamp=time.time_ns(),
                 severity_number=SeverityNumber.INFO,
                 severity_text="INFO",

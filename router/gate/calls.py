@@ -55,7 +55,7 @@ _CODES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
 _OK, _CANCELLED, _UNKNOWN = (
     code.value[0] for code in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
 )
-# Refusals of one kind are logged in at most one line per so many seconds.
+# Refusals of one kind are logged in at most one line in this time.
 _REFUSALS_LOG_S = 60.0
 
 
@@ -445,8 +445,8 @@ def _message_only(act: Callable[..., Any]) -> Callable[[Any, Context], Any]:
 
 
 async def _identify(gate: Gate, call: Call, context: Context, access: Access) -> None:
-    """Notes who makes the call, in a cluster that asks. Raises Unauthenticated and ScopeMissing; ShardError and
-    TooManyWaiting if that cannot be found out now."""
+    """Notes who makes the call, in a cluster that authenticates callers. Raises Unauthenticated and ScopeMissing;
+    ShardError and TooManyWaiting if that cannot be found out now."""
     if gate.authenticator is None:
         return
     try:
@@ -543,7 +543,7 @@ def refusal(context: Context, error: Exception) -> tuple[Awaitable[NoReturn], in
     request before it awaits. Otherwise they would form a reference cycle, and garbage collections are rare here.
     """
     status = status_for(error)
-    ending = context.abort_with_status(rpc_status.to_status(status))  # pyright: ignore[reportUnknownMemberType]
+    ending = context.abort_with_status(rpc_status.to_status(status))
     return ending, status.code
 
 

@@ -17,8 +17,8 @@ class ChangeRate:
     def __init__(self, per_s: float = CHANGES_PER_S, at_once: int = CHANGES_AT_ONCE) -> None:
         self._each_s = 1 / per_s
         self._debt_s_max = at_once / per_s
-        # When an org has paid for all that it has done, the org that changed something last at the end. An org that is
-        # not here may do `at_once`.
+        # A change costs an org 1 / `per_s` seconds. This is the time at which each org has paid for all its changes;
+        # the org with the latest change comes last. An org that is not here may make `at_once` changes.
         self._paid_at_s: OrderedDict[str, float] = OrderedDict()
 
     def wait_s(self, org: str, now_s: float) -> float:
@@ -33,7 +33,8 @@ class ChangeRate:
         return 0.0
 
     def _forget(self, now_s: float) -> None:
-        """Forgets orgs that owe nothing, unless one that was quiet for longer owes something."""
+        """Forgets orgs that owe nothing, beginning with the one whose latest change is oldest, until one owes
+        something."""
         while self._paid_at_s:
             oldest = next(iter(self._paid_at_s))
             if self._paid_at_s[oldest] > now_s:

@@ -78,8 +78,8 @@ def accepted_max(connections_max: int) -> int:
 
 
 def allow_files(connections_max: int) -> int:
-    """Raises the process's limit of open files for so many connections, as far as it may. Returns how many it then can
-    have, and warns if those are fewer."""
+    """Raises the process's limit of open files for this many connections, as far as it may. Returns how many
+    connections it can have then, and warns if those are fewer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = accepted_max(connections_max) + _OTHER_FILES
     files = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

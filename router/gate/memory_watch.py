@@ -28,15 +28,15 @@ _LOOK_S = 0.25
 _QUICK_LOOK_S = 0.025
 # How long it takes until closed connections have given back their memory.
 _CLOSE_S = 0.25
-# How long no connection is looked for after a look found none to close. The memory is then in use, or freed but kept by
-# the allocator.
+# After a look that found no connection to close, no further look is made for this long. The memory is then in use, or
+# freed but kept by the allocator.
 _REST_S = 2.0
 # During these two times, connections are closed only if the memory has grown by more than this.
 _GROWTH_BYTES = 8 * _MIB
 # A connection that holds less is not closed: that may be a message on its way, or frames that are not counted.
 _BLAMED_BYTES = _MIB
-# After so many messages the connections are listed, so that the count of the bytes that are done with catches up: until
-# then it falls behind by about 100 bytes for each.
+# After this many messages the connections are listed, so that the count of the bytes that are done with catches up: it
+# falls behind by about 100 bytes for each message.
 _LIST_EVERY = 10_000
 # This long after a connection was listed, gRPC has handed over every call that it had then.
 _HANDED_OVER_S = 1.0
@@ -65,7 +65,7 @@ class MemoryWatch:
         self._accepted_bytes = 0
         self._accepted_until_s = 0.0
         self._log_again_s = 0.0
-        # The connections are listed after so many messages, or when so many connections are counted.
+        # The connections are listed after this many messages, or when this many connections are counted.
         self._list_at = _LIST_EVERY
         self._forget_at = 1000
         # What each connection had received when they were last listed; None once the arrivals know it.

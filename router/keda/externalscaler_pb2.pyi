@@ -3,7 +3,7 @@
 isort:skip_file
 The calls with which KEDA asks a scaler how many workers are wanted. Package, services, fields and numbers are those of
 KEDA's externalscaler.proto (https://keda.sh/docs/latest/concepts/external-scalers/), so that KEDA can call a router.
-Only the comments and the scopes are ours. Left out is StreamMetricSpec, which KEDA does without: targets do not
+Only the comments and the scopes are ours. StreamMetricSpec is left out, and KEDA works without it: targets do not
 change while a ScaledObject stays the same.
 
 What the metadata of a ScaledObject may say: docs/keda.md.

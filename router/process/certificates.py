@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 _RETRY_S = 1.0
 # The expiry is compared with the clock this often.
 _CLOCK_S = 600.0
-# Each of these is reported once, when so much of a certificate's time is left.
+# Each of these is reported once, when this much of a certificate's time is left.
 _REPORTED_AT = (timedelta(days=30), timedelta(days=7), timedelta(0))
 
 

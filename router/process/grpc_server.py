@@ -64,9 +64,7 @@ class _Acceptor(cygrpc.AioServer):  # type: ignore[misc]
     def __init__(
         self, handler: grpc.GenericRpcHandler, names: Iterable[str], options: Sequence[tuple[str, int]]
     ) -> None:
-        super().__init__(  # pyright: ignore[reportUnknownMemberType]
-            asyncio.get_running_loop(), None, (), (), tuple(options), None
-        )
+        super().__init__(asyncio.get_running_loop(), None, (), (), tuple(options), None)
         # gRPC's core only needs the names. `handler` has the handlers, and sees every call.
         self.add_registered_method_handlers(dict.fromkeys(names))
         self._resolver = cygrpc._MethodResolver([handler], {})
@@ -83,7 +81,7 @@ class _Acceptor(cygrpc.AioServer):  # type: ignore[misc]
         name = "" if method is None else method.decode()
         while True:
             try:
-                state = await (self._request_call() if method is None else self._request_registered_call(method))
+                state = await (self._request_call() if method is None else self._request_registered_call(method))  # pyrefly: ignore[unknown-variable-type]
             except cygrpc._RequestCallError:
                 if not self.is_running():
                     raise

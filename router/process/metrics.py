@@ -9,19 +9,21 @@ no metric by name.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Generator, Iterable
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.mmap_dict import MmapedDict
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from router.errors import CannotListen
+from router.errors import CannotServeMetrics
 from router.settings import host_and_port
 
 _log = logging.getLogger(__name__)
@@ -42,7 +44,21 @@ class Metrics:
     def collect(self) -> Iterable[Metric]:
         """Returns the figures of all processes, added up. The server calls this, in threads of its own."""
         with self._lock:
-            return list(MultiProcessCollector(None, path=str(self._folder)).collect())  # type: ignore[no-untyped-call]
+            added_up = list(MultiProcessCollector(None, path=str(self._folder)).collect())  # type: ignore[no-untyped-call]
+        return [*added_up, *self._written_at_once()]
+
+    def _written_at_once(self) -> Iterable[Metric]:
+        """Returns the gauges that a process replaces all at once (router/fleet/shard_gauges.py), unless nobody has
+        replaced them in time."""
+        gauges: dict[str, GaugeMetricFamily] = {}
+        for file in self._folder.glob("*.json"):
+            written = json.loads(file.read_text())
+            if time.time() < written["until"]:
+                for name, meaning, labels, samples in written["families"]:
+                    gauge = gauges.setdefault(name, GaugeMetricFamily(name, meaning, labels=labels))
+                    for values, value in samples:
+                        gauge.add_metric(values, value)
+        return gauges.values()
 
     def ended(self, pid: int) -> None:
         """A router process has ended: keeps what it has counted, and drops its gauges."""
@@ -75,7 +91,7 @@ class Metrics:
 @contextlib.contextmanager
 def served(address: str) -> Generator[Metrics, None, None]:
     """Serves the figures at http://ADDRESS/metrics within this scope, in a thread. Port 0 chooses a free port, which
-    the log tells. Raises CannotListen."""
+    the log tells. Raises CannotServeMetrics."""
     host, port = host_and_port(address, where="metrics")
     with tempfile.TemporaryDirectory(
         prefix="windrow-metrics-", dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None
@@ -86,8 +102,8 @@ def served(address: str) -> Generator[Metrics, None, None]:
         try:
             server, thread = start_http_server(port, host.strip("[]"), registry)
         except OSError as error:
-            raise CannotListen(
-                f"cannot serve metrics on {address}: {error.strerror}; choose another address"
+            raise CannotServeMetrics(
+                f"cannot serve metrics on {address}: {error.strerror}; choose another address for them"
             ) from error
         try:
             _log.info("metrics are at http://%s:%d/metrics", host, server.server_port)

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
@@ -17,7 +18,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from router.buffer import Buffer
 from router.codec.scaler import org_named
-from router.fleet import shard_signals
+from router.fleet import shard_gauges, shard_signals
 from router.fleet.fleet import Fleet
 from router.fleet.reload import Reloader
 from router.gate import connections
@@ -123,6 +124,7 @@ async def serve(
                 _running(_auditing(audit)),
                 _running(_follow(certificates)),
                 _running(shard_signals.record(fleet)),
+                _running(_measuring(fleet, settings)),
             ):
                 async with _running(reloader.run()), _running(_end_with(server, stop)):
                     await stop.wait()
@@ -221,6 +223,12 @@ def _authenticator(settings: AuthSettings | None, fleet: Fleet) -> Authenticator
 async def _judging(authenticator: Authenticator | None) -> None:
     if authenticator is not None:
         await authenticator.run()
+
+
+async def _measuring(fleet: Fleet, settings: RouterSettings) -> None:
+    # Set where metrics are served (router/process/metrics.py).
+    if (folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR")) is not None:
+        await shard_gauges.record(fleet, Path(folder), named_max=settings.metrics_queues)
 
 
 async def _auditing(audit: Audit | None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
 from router.route.by_id import find, find_duplicates
-from shard.errors import BadIds, LimitReached, NotOwned, RowLocked, ShardUnavailable, TooManyQueues
+from shard.errors import BadIds, LimitReached, ShardUnavailable
 from shard.placement.slots import Placement
 from shard.queue.coalescer import TooManyWaiting
 from shard.vocabulary import JobId, Known, NewJobs
@@ -56,22 +56,16 @@ async def store(fleet: Fleet, jobs: NewJobs, *, hand: bool, independent: bool = 
             except LimitReached as error:
                 error.positions = [remaining[at] for at in error.positions]
                 raise
-        try:
-            handover = await member.handovers.offer(new) if hand else None
-            duplicates = await member.store.enqueue(new, handover, epoch=placement.epoch)
-        except (BadIds, NotOwned, RowLocked, TooManyQueues, TooManyWaiting) as error:
-            # Nothing was stored. After other errors that is not certain, and the charge stands.
-            if charge is not None:
-                charge.refund()
-            if before and isinstance(error, BadIds):
-                error.positions = [remaining[at] for at in error.positions]
-            raise
-        else:
-            if charge is not None and duplicates:
+        with charge:
+            try:
+                handover = await member.handovers.offer(new) if hand else None
+                duplicates = await member.store.enqueue(new, handover, epoch=placement.epoch)
+            except BadIds as error:
+                if before:
+                    error.positions = [remaining[at] for at in error.positions]
+                raise
+            if duplicates:
                 charge.refund_jobs(duplicates)
-        finally:
-            if charge is not None:
-                charge.settled()
         member.room.stored(new, duplicates, handover)
         return before | {remaining[at]: known_as for at, known_as in duplicates.items()} if before else duplicates
 

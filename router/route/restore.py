@@ -84,8 +84,9 @@ async def restore(
 
 
 async def look_up(fleet: Fleet, org: OrgId, ids: Sequence[JobId]) -> dict[JobId, JobRecord]:
-    """Returns jobs as they were stored, without those that the org does not have; not all of them whole, but at least
-    one. Raises ShardUnavailable, also if a shard that may have one of the jobs does not answer."""
+    """Returns jobs as they were stored, without those that the org does not have. Some may lack their large columns,
+    but at least one is whole. Raises ShardUnavailable, also if a shard that may have one of the jobs does not
+    answer."""
 
     async def get(member: ShardHandle, positions: Sequence[int]) -> dict[int, JobRecord]:
         wanted = [ids[at] for at in positions]

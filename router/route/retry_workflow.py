@@ -92,6 +92,7 @@ async def retry_of(
         callbacks={node.number: Callback(node.callback) for node in running if node.callback is not None},
         retry_of=old,
         ended=ended,
+        added_by={node.number: node.added_by for node in nodes if node.added_by is not None},
     )
     dead = [
         node.job_id for node in running if node.callback is None and records[node.job_id].state == JobState.DEAD.value

@@ -134,7 +134,7 @@ class Stream:
         self._jobs: deque[tuple[float, Delivery]] = deque()
         self._jobs_bytes = 0
         self._take_back_timer: asyncio.TimerHandle | None = None
-        # The client did not read, so jobs were taken back; it has not caught up with reading since.
+        # True if jobs were taken back because the client did not read, and it has not caught up with reading since.
         self._behind = False
         # Answers to be written, each with the bytes that its message holds in the buffer until then.
         self._settled: deque[tuple[queue_pb2.Settled, int]] = deque()
@@ -287,7 +287,7 @@ class Stream:
         by_org: dict[OrgId | None, list[int]] = {}
         for at, lease in enumerate(tokens(entries)):
             by_org.setdefault(org_of_token(lease), []).append(at)
-        # A lease that names no org is none of such a stream.
+        # A lease that names no org does not belong to a stream of all orgs.
         answers = [job_pb2.JOB_ANSWER_NOT_FOUND] * len(entries)
         by_org.pop(None, None)
         settled = await asyncio.gather(
@@ -365,7 +365,7 @@ class Stream:
                 # The client may read these jobs even if the stream fails from here on, so they stay leased.
                 await self._context.write(message)
                 self._gate.written(self._call)
-                self._call.give_back(held + sum(map(len, revoked)))
+                self._call.give_back(held + sum(map(len, revoked)))  # pyrefly: ignore[bad-argument-type]
                 self._consumer.sent(jobs, sent_bytes)
                 self._room.set()
                 self._settled_one.set()

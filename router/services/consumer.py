@@ -268,7 +268,7 @@ class Consumer:
             except RowLocked:
                 if in_flight is None:
                     raise
-                # Other claims of this org take long: they count, too.
+                # Another claim of this org, which must be counted first, takes long.
                 member.room.hold(self.org, queues, PAUSE_S)
                 continue
             except ShardUnavailable:

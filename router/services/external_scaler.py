@@ -24,15 +24,15 @@ from shard.queue.coalescer import TooManyWaiting
 
 # Streams of one process. Each looks every few seconds while there is work.
 STREAMS_MAX = 1_000
-# While there is work, or it is not known: how often a stream looks whether that has changed. While there is none,
-# nothing is asked: the watch wakes the stream.
+# How often a stream looks again while there is work, or while it is not known whether there is. While there is none, it
+# asks nothing, and the watch wakes it.
 _LOOK_S = 5.0
 # The least time between two looks of a stream.
 _PAUSE_S = 0.1
 # A count ends here: more workers than this are not asked for, and no more jobs than that are counted.
 _WORKERS_MAX = 1_000
 _COUNTED_MAX = 1_000_000
-# Above router.settings.RouterSettings.stream_s_max, with which streams end.
+# Longer than router.settings.RouterSettings.stream_s_max, after which streams end.
 _STREAM_S_MAX: Final = 600.0
 
 

@@ -360,7 +360,7 @@ class _FirstJobs:
         return False
 
     async def reserve(self, count: int, shard: ShardName) -> None:
-        """Returns once the call holds so many more bytes. Raises RouterFull after 5 s."""
+        """Returns once the call holds this many more bytes. Raises RouterFull after 5 s."""
         await self.account.reserve(count, shard=shard)
 
 

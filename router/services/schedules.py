@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import islice
 
@@ -12,7 +11,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
 from router.gate.calls import ANSWER_HELD_BYTES, unary
 from router.route import by_id
-from shard.errors import ShardError, ShardUnavailable
+from shard.errors import ShardError
 from shard.placement.slots import Placement
 from shard.queue.coalescer import TooManyWaiting
 from shard.schedule import Overlap, Run, ScheduleName
@@ -60,27 +59,31 @@ class SchedulesService:
     @unary(answer_bytes=ANSWER_HELD_BYTES)
     async def GetSchedule(self, request: schedules_pb2.GetScheduleRequest) -> schedules_pb2.GetScheduleResponse:
         org = OrgId(request.org)
-        member = await self._home(org)
-        found = await member.schedule_admin.get(org, ScheduleName(request.name))
-        runs = await member.schedule_admin.runs(org, found.schedule.id)
+
+        async def get(member: ShardHandle) -> tuple[schedules_pb2.ScheduleInfo, Sequence[Run]]:
+            found = await member.schedule_admin.get(org, ScheduleName(request.name))
+            return _info(found, member), await member.schedule_admin.runs(org, found.schedule.id)
+
+        info, runs = await self._fleet.read(org, get)
         states = await self._states(org, runs)
-        return schedules_pb2.GetScheduleResponse(
-            schedule=_info(found, member), runs=[codec.run_message(run, states) for run in runs]
-        )
+        return schedules_pb2.GetScheduleResponse(schedule=info, runs=[codec.run_message(run, states) for run in runs])
 
     @unary(answer_bytes=ANSWER_HELD_BYTES)
     async def ListSchedules(self, request: schedules_pb2.ListSchedulesRequest) -> schedules_pb2.ListSchedulesResponse:
         org = OrgId(request.org)
-        member = await self._home(org)
-        found, token = await member.schedule_admin.list(
-            org,
-            declared_by=request.declared_by,
-            page_size=request.page_size or _PAGE_DEFAULT,
-            page_token=request.page_token,
-        )
-        return schedules_pb2.ListSchedulesResponse(
-            schedules=[_info(one, member) for one in found], next_page_token=token
-        )
+
+        async def list_schedules(member: ShardHandle) -> schedules_pb2.ListSchedulesResponse:
+            found, token = await member.schedule_admin.list(
+                org,
+                declared_by=request.declared_by,
+                page_size=request.page_size or _PAGE_DEFAULT,
+                page_token=request.page_token,
+            )
+            return schedules_pb2.ListSchedulesResponse(
+                schedules=[_info(one, member) for one in found], next_page_token=token
+            )
+
+        return await self._fleet.read(org, list_schedules)
 
     @unary()
     async def DeleteSchedule(
@@ -141,11 +144,12 @@ class SchedulesService:
         self, request: schedules_pb2.PreviewScheduleRequest
     ) -> schedules_pb2.PreviewScheduleResponse:
         org = OrgId(request.org)
-        admin = (await self._home(org)).schedule_admin
         if request.WhichOneof("of") == "spec":
-            timing, now = codec.spec(request.spec).timing, await admin.now(org)
+            timing = codec.spec(request.spec).timing
+            now = await self._fleet.read(org, lambda member: member.schedule_admin.now(org))
         else:
-            found = await admin.get(org, ScheduleName(request.name))
+            name = ScheduleName(request.name)
+            found = await self._fleet.read(org, lambda member: member.schedule_admin.get(org, name))
             timing, now = found.schedule.spec.timing, found.now
         after = moment(request.after) if request.HasField("after") else now
         instants = islice(calendar.after(timing, after), request.count or _PREVIEW_DEFAULT)
@@ -167,12 +171,6 @@ class SchedulesService:
             return await admin.set_paused(OrgId(org), ScheduleName(name), paused=paused, epoch=placement.epoch)
 
         return await self._changed(OrgId(org), act)
-
-    async def _home(self, org: OrgId) -> ShardHandle:
-        """Returns the shard that has the org's schedules. See AdminService._home."""
-        with contextlib.suppress(ShardUnavailable):
-            await self._fleet.is_current(org, self._fleet.placement(org))
-        return self._fleet.writer(self._fleet.placement(org)).require_up()
 
     async def _states(self, org: OrgId, runs: Sequence[Run]) -> dict[JobId, job_pb2.JobState.ValueType]:
         """Returns the states of the jobs of these runs, as far as their shards answer."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+from router.codec import convert
 from router.codec import workflows as codec
 from router.codec.status import InvalidRequest, Violation
 from router.fleet.fleet import Fleet
@@ -15,21 +16,11 @@ from router.gate.calls import ANSWER_HELD_BYTES, unary
 from router.gate.tracing import current_trace
 from router.route import by_id
 from router.route.retry_workflow import retry_of
-from shard.errors import (
-    BadIds,
-    LimitReached,
-    NotOwned,
-    NotRetryable,
-    RowLocked,
-    ShardUnavailable,
-    TooManyQueues,
-    WorkflowExists,
-)
+from shard.errors import BadIds, LimitReached
 from shard.job_record import ANSWER_BYTES_MAX, JobRecord
 from shard.placement.slots import Placement
-from shard.queue.coalescer import TooManyWaiting
-from shard.vocabulary import Answer, JobId, OrgId
-from shard.workflow import NewWorkflow, NodeName, WorkflowId
+from shard.vocabulary import Answer, JobId, Lease, OrgId
+from shard.workflow import AddedNodes, NewNodes, NewWorkflow, NodeName, WorkflowId
 from shard.workflows.workflow_admin import SKIPPED, parents_from, parents_token
 from windrow.v1 import workflows_pb2
 
@@ -44,9 +35,19 @@ _RETRY_BYTES = MESSAGE_BYTES_MAX + ANSWER_HELD_BYTES
 # process would serve nobody else.
 _NODES_HERE_MAX = 200
 
+_Nodes = workflows_pb2.StartWorkflowRequest | workflows_pb2.AddNodesRequest
+_Decoded = TypeVar("_Decoded")
 
-def _checked_by_method(_request: workflows_pb2.StartWorkflowRequest) -> None:
-    """StartWorkflow checks its request itself: a large one in a thread."""
+
+def _checked_by_method(_request: _Nodes) -> None:
+    """The method checks its request itself: a large one in a thread."""
+
+
+async def _decoded(decode: Callable[..., _Decoded], request: _Nodes) -> _Decoded:
+    trace = current_trace()
+    if len(request.nodes) > _NODES_HERE_MAX:
+        return await asyncio.to_thread(decode, request, trace=trace)
+    return decode(request, trace=trace)
 
 
 class WorkflowsService:
@@ -57,18 +58,13 @@ class WorkflowsService:
 
     @unary(_checked_by_method)
     async def StartWorkflow(self, request: workflows_pb2.StartWorkflowRequest) -> workflows_pb2.StartWorkflowResponse:
-        trace = current_trace()
-        if len(request.nodes) > _NODES_HERE_MAX:
-            workflow, numbers = await asyncio.to_thread(codec.new_workflow, request, trace=trace)
-        else:
-            workflow, numbers = codec.new_workflow(request, trace=trace)
-
+        workflow, numbers = await _decoded(codec.new_workflow, request)
         duplicate = await self._store(workflow, field="id")
         ids = workflow.jobs.ids
         return workflows_pb2.StartWorkflowResponse(duplicate=duplicate, job_ids=[ids[number] for number in numbers])
 
     async def _store(self, workflow: NewWorkflow, *, field: str) -> bool:
-        """Returns whether it was stored before. `field`: that of its id in the request."""
+        """Returns whether the workflow was stored before. `field`: the field of the request with its id."""
 
         async def start(member: ShardHandle, placement: Placement) -> bool:
             return await self._start(member.require_open(), placement, workflow)
@@ -86,16 +82,39 @@ class WorkflowsService:
             if await member.workflows.is_known(workflow):
                 return True
             raise
-        try:
+        with charge:
             duplicate = await member.workflows.start(workflow, epoch=placement.epoch)
-        except (BadIds, NotOwned, NotRetryable, RowLocked, TooManyQueues, TooManyWaiting, WorkflowExists):
-            # Nothing was stored. After other errors that is not certain, and the charge stands.
-            if charge is not None:
+            if duplicate:
                 charge.refund()
-            raise
-        if duplicate and charge is not None:
-            charge.refund()
-        return duplicate
+            return duplicate
+
+    @unary(_checked_by_method)
+    async def AddNodes(self, request: workflows_pb2.AddNodesRequest) -> workflows_pb2.AddNodesResponse:
+        nodes, places = await _decoded(codec.new_nodes, request)
+        ((tag, lease),) = convert.leases([request.lease], field="lease")
+
+        async def add(member: ShardHandle, placement: Placement) -> AddedNodes:
+            return await self._add(member.require_open(), placement, nodes, tag, lease)
+
+        added = await self._fleet.write(nodes.jobs.org, add)
+        return workflows_pb2.AddNodesResponse(job_ids=[added.jobs[place] for place in places], added=added.stored)
+
+    async def _add(
+        self, member: ShardHandle, placement: Placement, nodes: NewNodes, tag: int, lease: Lease
+    ) -> AddedNodes:
+        adder: Lease | int = lease
+        holder = self._fleet.by_tag(tag)
+        if holder is not None and holder is not member:
+            # The org has moved since: leased jobs stay where they are.
+            adder = await holder.require_up().workflows.node_of(nodes.jobs.org, nodes.workflow, lease)
+        # Nodes that were added before cost nothing.
+        new = nodes.jobs.only(await member.workflows.unknown(nodes))
+        charge = await self._fleet.limits.charge(member.store, new, independent=False)
+        with charge:
+            added = await member.workflows.add(nodes, adder=adder, epoch=placement.epoch)
+            if not added.stored:
+                charge.refund()
+            return added
 
     @unary()
     async def GetWorkflow(self, request: workflows_pb2.GetWorkflowRequest) -> workflows_pb2.GetWorkflowResponse:
@@ -104,26 +123,29 @@ class WorkflowsService:
 
     @unary(answer_bytes=ANSWER_HELD_BYTES)
     async def ListNodes(self, request: workflows_pb2.ListNodesRequest) -> workflows_pb2.ListNodesResponse:
-        org = OrgId(request.org)
-        member = await self._home(org)
-        nodes, token = await member.workflows.nodes(
-            org, WorkflowId(request.id), page_size=request.page_size or _NODES_DEFAULT, page_token=request.page_token
+        org, workflow, rows = OrgId(request.org), WorkflowId(request.id), request.page_size or _NODES_DEFAULT
+        nodes, token = await self._fleet.read(
+            org,
+            lambda member: member.workflows.nodes(org, workflow, page_size=rows, page_token=request.page_token),
         )
         return workflows_pb2.ListNodesResponse(nodes=map(codec.node, nodes), next_page_token=token)
 
     @unary()
     async def ListWorkflows(self, request: workflows_pb2.ListWorkflowsRequest) -> workflows_pb2.ListWorkflowsResponse:
         org = OrgId(request.org)
-        member = await self._home(org)
-        found, token = await member.workflows.list_workflows(
-            org,
-            state=codec.wanted_state(request.state),
-            page_size=request.page_size or _PAGE_DEFAULT,
-            page_token=request.page_token,
-        )
-        return workflows_pb2.ListWorkflowsResponse(
-            workflows=[codec.info(record, member.name) for record in found], next_page_token=token
-        )
+
+        async def list_workflows(member: ShardHandle) -> workflows_pb2.ListWorkflowsResponse:
+            found, token = await member.workflows.list_workflows(
+                org,
+                state=codec.wanted_state(request.state),
+                page_size=request.page_size or _PAGE_DEFAULT,
+                page_token=request.page_token,
+            )
+            return workflows_pb2.ListWorkflowsResponse(
+                workflows=[codec.info(record, member.name) for record in found], next_page_token=token
+            )
+
+        return await self._fleet.read(org, list_workflows)
 
     @unary()
     async def CancelWorkflow(
@@ -166,8 +188,10 @@ class WorkflowsService:
     @unary(answer_bytes=_RETRY_BYTES)
     async def RetryWorkflow(self, request: workflows_pb2.RetryWorkflowRequest) -> workflows_pb2.RetryWorkflowResponse:
         org, old, new = OrgId(request.org), WorkflowId(request.id), WorkflowId(request.new_id)
-        home = await self._home(org)
-        retry = await retry_of(self._fleet, home.workflows, org, old, new, trace=current_trace())
+        trace = current_trace()
+        retry = await self._fleet.read(
+            org, lambda member: retry_of(self._fleet, member.workflows, org, old, new, trace=trace)
+        )
         duplicate = await self._store(retry.workflow, field="new_id")
         await self._cancel(org, retry.dead, f"retried by workflow {new}")
         info, counts = await self._counted(org, new)
@@ -176,10 +200,10 @@ class WorkflowsService:
     @unary(answer_bytes=ANSWER_HELD_BYTES)
     async def ListParents(self, request: workflows_pb2.ListParentsRequest) -> workflows_pb2.ListParentsResponse:
         org, workflow = OrgId(request.org), WorkflowId(request.id)
-        member = await self._home(org)
-        rows = request.page_size or _PARENTS_DEFAULT
-        parents = await member.workflows.parents(
-            org, workflow, request.node, from_node=parents_from(request.page_token), rows=rows + 1
+        rows, from_node = request.page_size or _PARENTS_DEFAULT, parents_from(request.page_token)
+        parents = await self._fleet.read(
+            org,
+            lambda member: member.workflows.parents(org, workflow, request.node, from_node=from_node, rows=rows + 1),
         )
         jobs = await self._jobs(org, [parent.job_id for parent in parents[:rows]])
         # The page ends before the first job whose result did not fit.
@@ -224,20 +248,18 @@ class WorkflowsService:
     async def _counted(
         self, org: OrgId, workflow: WorkflowId
     ) -> tuple[workflows_pb2.WorkflowInfo, workflows_pb2.NodeCounts]:
-        member = await self._home(org)
-        record = await member.workflows.get(org, workflow)
-        counts = await member.workflows.count(org, workflow)
-        return codec.info(record, member.name), codec.counts(counts)
+        async def get(member: ShardHandle) -> tuple[workflows_pb2.WorkflowInfo, workflows_pb2.NodeCounts]:
+            record = await member.workflows.get(org, workflow)
+            counts = await member.workflows.count(org, workflow)
+            return codec.info(record, member.name), codec.counts(counts)
+
+        return await self._fleet.read(org, get)
 
     async def _info(self, org: OrgId, workflow: WorkflowId) -> workflows_pb2.WorkflowInfo:
-        member = await self._home(org)
-        return codec.info(await member.workflows.get(org, workflow), member.name)
+        async def get(member: ShardHandle) -> workflows_pb2.WorkflowInfo:
+            return codec.info(await member.workflows.get(org, workflow), member.name)
 
-    async def _home(self, org: OrgId) -> ShardHandle:
-        """Returns the shard that has the org's workflows. See AdminService._home."""
-        with contextlib.suppress(ShardUnavailable):
-            await self._fleet.is_current(org, self._fleet.placement(org))
-        return self._fleet.writer(self._fleet.placement(org)).require_up()
+        return await self._fleet.read(org, get)
 
 
 def _is_whole(jobs: dict[JobId, JobRecord], job: JobId) -> bool:

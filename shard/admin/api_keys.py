@@ -40,7 +40,7 @@ class ApiKey(NamedTuple):
     revoked_at: Micros | None
     # The latest UTC day on which a router took it.
     last_used: date | None
-    # By the catalog's clock, when it was read.
+    # Whether it had expired when it was read, by the catalog's clock.
     expired: bool
 
 

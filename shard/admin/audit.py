@@ -3,7 +3,7 @@ says when.
 
 A change has one row, which is written before the change begins; its outcome is added afterwards. If the row cannot be
 written, the change must not be made. Reads of the whole cluster are counted, in one row for each caller and minute. The
-rows hold no payloads, no values of attributes and no secrets: who makes an entry leaves them out.
+rows hold no payloads, no values of attributes and no secrets: whoever makes an entry leaves them out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shard.vocabulary import Micros
 
 DAYS_DEFAULT = 90
 _DAYS_MAX = 3650
-# The texts of an entry with its request, and each text.
+# Upper bounds: for all texts of an entry together, its request included, and for each text.
 ENTRY_BYTES_MAX = 1024
 _TEXT_BYTES_MAX = 200
 # Stands for a field of a request for which an entry has no room.

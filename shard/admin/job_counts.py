@@ -16,7 +16,7 @@ from shard.admin.job_pages import Wanted
 from shard.postgres.pool import Database
 from shard.vocabulary import JobState, Micros
 
-# A part reads ranges of about so many jobs, and ends after this time: other lists and counts wait for it.
+# A part reads ranges of about this many jobs, and ends after this time: other lists and counts wait for it.
 _ROWS = 10_000
 _S_MAX = 0.040
 _ID_BYTES = 16
@@ -88,9 +88,10 @@ async def count(database: Database, wanted: WantedCount, *, page_token: str, wit
     }
     ends_s = time.monotonic() + _S_MAX
     while first_id < below:
-        from_id = await job_pages.scan_end(database, parameters, first_id, below, rows=_ROWS)
-        bounds = {"from_id": from_id, "before_id": below, "since": job_pages.finished_since(from_id)}
-        ((more, more_ids),) = await database.run(statements.COUNT_JOBS, {**parameters, **bounds})
+        from_id, before_id = await job_pages.scan_range(database, parameters, first_id, below, rows=_ROWS)
+        bounds = {"from_id": from_id, "before_id": before_id, "since": job_pages.finished_since(from_id)}
+        rows: list[tuple[int, bytes | None]] = await database.run(statements.COUNT_JOBS, {**parameters, **bounds})
+        ((more, more_ids),) = rows
         found += more
         ids += more_ids or b""
         below = from_id

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple, TypeAlias, cast
+from uuid import UUID
 
 from shard.admin import statements
 from shard.errors import BadPageToken
@@ -45,13 +46,15 @@ _CLOCKS_MS = 2 * _HOUR_MS
 _RANGE_MS, _RANGE_GROWTH = _HOUR_MS, 8
 _SEARCH_S_MAX = 1.0
 # Conditions may match few of an org's jobs, or none, and no index finds those. A search by conditions begins with
-# longer ranges, but none has more than about so many jobs. If a range had as many, its pages end after this time: a
+# longer ranges, but none has more than about this many jobs. If a range had as many, its pages end after this time: a
 # search of a million jobs takes many short calls (docs/decisions/0033-attributes-have-no-index.md). The pages of a
 # small org are full, however busy the machine is.
 _SCAN_RANGE_MS = _DAY_MS
 _SCAN_ROWS = 5_000
-# The first range of a page has at most so many jobs for each job of a full page: often that is enough.
-_SCAN_FIRST = 10
+# The first range of a page has at most _SCAN_FIRST jobs for each job of a full page; often that is enough. By the share
+# of matches in a range, the next range is made long enough to find the rest, and _SCAN_MARGIN times longer to be sure:
+# to begin a range costs as much as to look at some thousand jobs.
+_SCAN_FIRST, _SCAN_MARGIN = 20, 4
 _SCAN_S_MAX = 0.020
 
 
@@ -86,7 +89,7 @@ class Wanted:
 
     @property
     def has_conditions(self) -> bool:
-        """Whether jobs of the org are read that may not be listed."""
+        """Whether there are conditions, so that jobs of the org are read that do not match."""
         return bool(self.queue or self.state or self.states or self.kind) or self.attributes is not None
 
     @property
@@ -195,11 +198,16 @@ def search_parameters(wanted: Wanted, org_lookup: OrgLookup) -> dict[str, object
     }
 
 
-async def scan_end(database: Database, parameters: dict[str, object], first_id: str, below: str, *, rows: int) -> str:
-    """Returns an id so that each table has about `rows` jobs of the org, or fewer, from it to `below`."""
+async def scan_range(
+    database: Database, parameters: dict[str, object], first_id: str, below: str, *, rows: int
+) -> tuple[str, str]:
+    """Returns the beginning and the end of a range of ids: each table has about `rows` jobs of the org in it, or fewer,
+    and none from its end to `below`."""
     bounds = {"from_id": first_id, "before_id": below, "since": finished_since(first_id), "rows": rows}
-    found = await database.run(statements.FIND_SCAN_END, {**parameters, **bounds})
-    return cast("str", found[0][0]) if found else first_id
+    ((end, newest),) = cast(
+        "list[tuple[str | None, str | None]]", await database.run(statements.FIND_SCAN_RANGE, {**parameters, **bounds})
+    )
+    return end or first_id, first_id if newest is None else min(below, _next_id(newest))
 
 
 def finished_since(from_id: str) -> datetime:
@@ -259,13 +267,13 @@ async def _newest_first(
         if from_id <= first_id or _made_ms(from_id) <= oldest_ms:
             from_id = first_id
         range_ms *= _RANGE_GROWTH
+        before_id = below
         if wanted.has_conditions:
-            end = await scan_end(database, parameters, from_id, below, rows=scan_rows)
+            end, before_id = await scan_range(database, parameters, from_id, below, rows=scan_rows)
             if end != from_id:
                 from_id, range_ms = end, _SCAN_RANGE_MS
                 if scan_rows == _SCAN_ROWS:
                     search_s_max = _SCAN_S_MAX
-            scan_rows = _SCAN_ROWS
         # A full page gets no more jobs, but whether it is the last one is still unknown.
         missing = 0 if bytes_left <= 0 else page_size - len(jobs)
         rows = await database.run(
@@ -273,7 +281,7 @@ async def _newest_first(
             {
                 **parameters,
                 "from_id": from_id,
-                "before_id": below,
+                "before_id": before_id,
                 "since": finished_since(from_id),
                 "rows": missing + 1,
                 "bytes_max": bytes_left if missing else 1,
@@ -286,6 +294,9 @@ async def _newest_first(
         below = from_id
         if rows:
             bytes_left -= rows[-1][-2]
+            scan_rows = min(_SCAN_ROWS, _SCAN_MARGIN * (page_size - len(jobs) + 1) * scan_rows // len(rows))
+        else:
+            scan_rows = _SCAN_ROWS
         if below > first_id and time.monotonic() - began_s > search_s_max:
             until = (below,)
             break
@@ -296,6 +307,10 @@ def _made_at(ms: int) -> str:
     """Returns the least id that can have been made at this time."""
     digits = f"{min(max(ms, 0), _MS_MAX):012x}"
     return f"{digits[:8]}-{digits[8:]}{_FIRST_UUID[13:]}"
+
+
+def _next_id(job_id: str) -> str:
+    return str(UUID(int=min(UUID(job_id).int + 1, UUID(_LAST_UUID).int)))
 
 
 def _made_ms(job_id: str) -> int:

@@ -35,7 +35,7 @@ async def forget_org(database: Database, org: OrgId) -> None:
 
 
 async def read(database: Database, known: LimitTable | None = None) -> LimitTable:
-    """Returns all limits. With an earlier copy, only what has changed since is read."""
+    """Returns all limits. Given an earlier copy, reads only what has changed since."""
     since = -1 if known is None else known.version
     rows = await database.run(statements.READ_LIMITS, {"since": since})
     version, cleared = rows[0][:2]

@@ -45,15 +45,15 @@ class OrgFigures(NamedTuple):
     dead: int
     # How long the oldest ready job had been ready when the jobs were counted. None: none was ready.
     oldest_ready_age_us: int | None
-    # Between the last two counts: jobs that were stored, and jobs that ended. In a thousand seconds, so that these are
-    # whole numbers, by which orgs can be sorted.
+    # How many jobs were stored, and how many ended, between the last two counts. The rates are per thousand seconds, so
+    # that they are whole numbers, by which orgs can be sorted.
     enqueued_per_1000_s: int = 0
     ended_per_1000_s: int = 0
     # The time between the two counts. None: the jobs were counted once, and the rates are not known.
     rates_over_us: int | None = None
 
     def figure(self, sort: OrgSort) -> int:
-        """Returns what the org is sorted by, as list_orgs.sql does."""
+        """Returns the figure by which list_orgs.sql sorts the org."""
         match sort:
             case OrgSort.BACKLOG:
                 return self.scheduled + self.ready
@@ -69,7 +69,7 @@ class OrgFigures(NamedTuple):
                 return 0
 
     def plus(self, other: OrgFigures) -> OrgFigures:
-        """Returns the figures of the org with those that another shard has for it."""
+        """Returns these figures together with those that another shard has for the same org."""
         ages = [age for age in (self.oldest_ready_age_us, other.oldest_ready_age_us) if age is not None]
         spans = [span for span in (self.rates_over_us, other.rates_over_us) if span is not None]
         return OrgFigures(

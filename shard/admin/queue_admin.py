@@ -16,10 +16,11 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
-from shard.admin import job_counts, job_pages, org_figures, statements
+from shard.admin import job_counts, job_pages, org_figures, queue_figures, statements
 from shard.admin.job_counts import Part, WantedCount
 from shard.admin.job_pages import Page, Wanted
 from shard.admin.org_figures import OrgPage, Place, SomeFigures, WantedOrgs
+from shard.admin.queue_figures import QueueFigures
 from shard.errors import BadPageToken, QueueExists, QueueNotEmpty, ShardUnavailable, TooManyQueues, UnknownQueue
 from shard.placement.slots import FIRST_EPOCH
 from shard.postgres import partitions
@@ -35,14 +36,14 @@ from shard.vocabulary import Micros, OrgId, QueueName, ShardName
 
 T = TypeVar("T")
 _NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
-# Longest time for one scan, so that others get their turn, and longest wait for the turn.
+# The longest time for one scan, so that others get their turn, and the longest wait for a turn.
 _SCAN_S_MAX = 20.0
 _SCAN_WAIT_S_MAX = 60.0
-# Lanes (of up to nine priorities of each queue) that a count of work reads, and jobs due later that it reads in each of
-# them to find the leased ones.
+# Upper bounds for a count of work: how many lanes it reads (each queue has one for each of its up to nine priorities),
+# and how many jobs that are due later it reads in each lane to find the leased ones.
 _WORK_LANES_MAX = 100_000
 _WORK_LATER_MAX = 10_000
-# The latter for a count that only asks whether there is any.
+# The second bound for a count that only asks whether there is any work.
 _ANY_WORK_LATER_MAX = 100
 
 
@@ -107,7 +108,7 @@ class OrgBooks(NamedTuple):
 
     org: str
     accepted: int
-    # Blocked ones too.
+    # Includes blocked jobs.
     scheduled: int
     ready: int
     leased: int
@@ -125,7 +126,7 @@ class OrgBooks(NamedTuple):
 
     @property
     def balanced(self) -> bool:
-        """Invariant I5."""
+        """Whether the accepted jobs are as many as all other counts together (I5)."""
         return self.accepted == self.unfinished + self.succeeded + self.cancelled + self.archived + self.expired
 
 
@@ -359,7 +360,7 @@ class QueueAdmin:
         """Returns whether a queue of the org (None: of any org) has jobs that are ready or leased. If it has more than
         100 of one priority that are due earlier than its first lease ends, it may miss a leased one."""
         parameters = _work_parameters(org, queue, jobs_max=1, later_max=_ANY_WORK_LATER_MAX)
-        # In turn with short calls: the first ready job does not wait for somebody's long count.
+        # This runs in turn with short calls, so that it never waits for somebody's long count.
         rows = await self._in_turn(org or OrgId(""), partial(self._database.run, statements.COUNT_WORK, parameters))
         return any(rows[0])
 
@@ -375,7 +376,7 @@ class QueueAdmin:
         return list(map(OrgBooks._make, rows))
 
     async def list_orgs(self, wanted: WantedOrgs, *, after: Place, page_size: int) -> OrgPage:
-        """Returns the next page of orgs by their figures, and counts the jobs before if the last count is too old."""
+        """Returns the next page of orgs by their figures. Counts the jobs first if the last count is too old."""
         await self._scan(None, partial(org_figures.count, self._database, max_age_us=wanted.max_age_us))
         return await self._scan(
             None, partial(org_figures.page, self._database, wanted, after=after, page_size=page_size)
@@ -384,6 +385,11 @@ class QueueAdmin:
     async def org_figures(self, orgs: Sequence[OrgId]) -> SomeFigures:
         """Returns the figures of those of the orgs that live here, by the last count, and the age of that count."""
         return await org_figures.read(self._database, orgs)
+
+    async def queue_figures(self, *, max_age_us: int) -> list[QueueFigures]:
+        """Returns the figures of the largest queues, and the sums of all others, from a count that is at most about
+        `max_age_us` old."""
+        return await self._scan(None, partial(queue_figures.measure, self._database, max_age_us=max_age_us))
 
     async def _in_turn(self, org: OrgId, act: Callable[[], Awaitable[T]]) -> T:
         """Runs a call about queues of an org when it is its turn. `act` must not call this."""

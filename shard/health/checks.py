@@ -109,14 +109,17 @@ def judge_server(server: Server) -> Iterator[Finding]:
             why="without a free connection, routers cannot reconnect and operators cannot connect",
             fix=system("max_connections", str(2 * (server.connections_max + 3)), restart=True),
         )
-    for what, age in (("transaction", server.age), ("multixact", server.multixact_age)):
+    ages = (("transaction", server.age, server.oldest), ("multixact", server.multixact_age, server.multixact_oldest))
+    for what, age, database in ages:
         if age >= _AGE_WARNED:
             yield Finding(
                 severity=Severity.CRITICAL if age >= _AGE_CRITICAL else Severity.WARNING,
                 about="wraparound",
-                what=f"the oldest {what} ids are {age:,} old",
-                why="Postgres refuses writes before they are 2,147,483,648 old; vacuum does not freeze them",
-                fix=f"{comment('after what holds a snapshot has ended; as a superuser')}VACUUM (FREEZE);",
+                what=f"the oldest {what} ids, of database {database}, are {age:,} old",
+                why="Postgres refuses writes in all databases of the server before they are 2,147,483,648 old; vacuum "
+                "does not freeze them",
+                fix=comment(f"after what holds a snapshot has ended; as a superuser, in database {database}")
+                + "VACUUM (FREEZE);",
             )
     if not server.sees_others:
         yield Finding(

@@ -1,7 +1,7 @@
 """The facts about a shard's Postgres from which its health is judged, and how they are read.
 
-They are read over a connection of their own that is set up like anybody's, so they are what other sessions see too.
-Reading changes nothing, and waits for locks only briefly.
+They are read over a separate connection with the usual settings, so they are what other sessions see too. Reading
+changes nothing, and waits for locks only briefly.
 """
 
 from __future__ import annotations
@@ -55,8 +55,11 @@ class Server(NamedTuple):
     sees_others: bool
     connections: int
     connections_max: int
+    # How old the oldest transaction ids and multixact ids of the server are, and which database has them.
     age: int
+    oldest: str
     multixact_age: int
+    multixact_oldest: str
 
 
 class Setting(NamedTuple):
@@ -157,7 +160,7 @@ class Clock(NamedTuple):
 
 
 class MissingPartition(NamedTuple):
-    """In the order of find_missing_partitions.sql's columns."""
+    """A partition that is missing, in the order of find_missing_partitions.sql's columns."""
 
     name: str
     retention: int

@@ -30,7 +30,7 @@ def _is(*values: str) -> Callable[[Setting], bool]:
 
 
 def _between(least: float, most: float) -> Callable[[Setting], bool]:
-    """Both bounds are wrong values too."""
+    """Matches wrong values: those from `least` to `most`, both included."""
     return lambda setting: least <= setting.number <= most
 
 
@@ -97,8 +97,8 @@ _RULES = (
         "shared_buffers",
         _between(0, 128 * _MB),
         Severity.NOTICE,
-        "this is Postgres' default: the hot table, its indexes and those of the latest finished jobs should fit "
-        "(a quarter of the machine's memory is usual)",
+        "no more than Postgres' default of 128MB: the hot table, its indexes and those of the latest finished jobs "
+        "should fit (a quarter of the machine's memory is usual)",
         "1GB",
     ),
     _Rule(

@@ -12,6 +12,8 @@ _load = partial(load, Path(__file__).parent / "sql")
 
 READ_CLOCK = _load("read_clock")
 
+READ_SIGNS = _load("read_signs")
+
 READ_SERVER = _load("read_server")
 READ_SETTINGS = _load("read_settings")
 READ_TABLES = _load("read_tables")

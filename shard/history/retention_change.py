@@ -1,5 +1,5 @@
-"""Changes for how long jobs that have already finished are kept: by the present setting of their queue instead of the
-one at the time when they finished.
+"""Changes for how long jobs that have already finished are kept: as the present setting of their queue says, and not as
+the setting at the time when they finished.
 
 Jobs move from the partition of one retention to that of another, one day per transaction. Nobody who enqueues, acks or
 claims waits.
@@ -26,11 +26,11 @@ async def read(database: Database, org: OrgId) -> dict[QueueName, int]:
 
 
 async def apply(database: Database, org: OrgId, retentions: Mapping[QueueName, int]) -> int:
-    """Keeps all finished jobs of these queues on this shard for so many days after they finished. Returns for how many
-    jobs that is a change. If it is interrupted, call it again. Raises ShardUnavailable."""
+    """Keeps all finished jobs of these queues on this shard for their queue's number of days after they finished.
+    Returns how many jobs had another retention before. If it is interrupted, call it again. Raises ShardUnavailable."""
     parameters = {"org": org, "queues": arrays.names(retentions), "days": arrays.numbers(retentions.values())}
     jobs = 0
-    # This shard may have kept no job for so many days yet.
+    # The shard may have no partitions for these retentions yet.
     await partitions.make_retentions(database, retentions.values())
     for kind, statement in (("finished", statements.KEEP_FINISHED), ("cold", statements.KEEP_COLD)):
         for retention, day in await database.run(statements.FIND_KEPT_OTHERWISE, {**parameters, "kind": kind}):

@@ -91,7 +91,7 @@ class ShardState(enum.Enum):
     @property
     def word(self) -> str:
         """The state as the cluster file spells it."""
-        return str(self._value_)
+        return str(self._value_)  # pyrefly: ignore[unknown-argument-type]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

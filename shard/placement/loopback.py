@@ -6,7 +6,7 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether it is `localhost` or a loopback address. Resolves no name."""
+    """Whether the host is `localhost` or a loopback address. Resolves no name."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

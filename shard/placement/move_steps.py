@@ -97,7 +97,8 @@ class WorkflowOfSlot(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """An end of a node that was not taken in where it happened, in the order of read_arrivals.sql's columns."""
+    """An end of a node that its workflow has not taken in on the source, in the order of read_arrivals.sql's
+    columns."""
 
     number: int
     org: OrgId
@@ -297,7 +298,7 @@ async def _write_workflows(
     connection: Connection, slots: Sequence[Slot], workflows: Sequence[WorkflowOfSlot], *, epoch: int
 ) -> None:
     """Stores the workflows of slots that were opened in this transaction."""
-    # As for schedules.
+    # A shard that was restored from a backup may have workflows of an earlier stay.
     parameters = {"slots": arrays.numbers(slots), "state": "owned", "epoch": epoch}
     await connection.run(statements.DELETE_WORKFLOWS, parameters)
     opened = [one for one in workflows if one.slot in slots]
@@ -318,7 +319,7 @@ async def _write_quarantines(
     connection: Connection, slots: Sequence[Slot], quarantines: Sequence[QuarantinesOfSlot], *, epoch: int
 ) -> None:
     """Stores the quarantines of slots that were opened in this transaction."""
-    # As for schedules.
+    # A shard that was restored from a backup may have quarantines of an earlier stay.
     parameters = {"slots": arrays.numbers(slots), "state": "owned", "epoch": epoch}
     await connection.run(statements.DELETE_QUARANTINES, parameters)
     for batch in _batches([one for one in quarantines if one.slot in slots]):

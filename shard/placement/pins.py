@@ -98,7 +98,7 @@ async def read(database: Database) -> list[Pin]:
 
 
 async def read_on(database: Database, shard: ShardName) -> list[Pin]:
-    """Returns those of them whose jobs this shard takes, ordered by org."""
+    """Returns the orgs with a slot of their own whose jobs this shard takes, ordered by org."""
     return [_pin(*row) for row in await database.run(statements.READ_PINS_ON, {"shard": shard})]
 
 

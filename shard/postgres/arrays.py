@@ -50,8 +50,8 @@ def names(values: Iterable[str]) -> str:
 
 
 def sparse_numbers(values: Mapping[int, int], length: int) -> str:
-    """Encodes a column with `length` entries, most of which are NULL. `values`: the others, by position. A column of
-    NULLs becomes the empty array, which unnest fills with NULLs."""
+    """Encodes a column with `length` entries, most of which are NULL. `values`: the entries that are not NULL, by
+    position. A column of NULLs becomes the empty array, which unnest fills with NULLs."""
     if not values:
         return "{}"
     get = values.get

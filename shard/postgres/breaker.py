@@ -70,7 +70,7 @@ class Breaker:
         self._ended = False
 
     def doubt(self) -> None:
-        """The server may be unavailable: asks it, unless that has just been done."""
+        """Asks the server, which may be unavailable, unless it was asked a moment ago."""
         now_s = asyncio.get_running_loop().time()
         if now_s - self._closed_s > _CALM_S:
             self._silence_s = self._patience * _SILENCE_S

@@ -66,14 +66,14 @@ async def first_of(dsn: str, connect: Callable[[str], Coroutine[Any, Any, _Conne
 
 
 def only(dsn: str, server: psycopg.ConnectionInfo) -> str:
-    """Returns a DSN of that one of its servers to which a connection was made."""
+    """Returns the DSN with only one of its servers: the one to which a connection was made."""
     return make_conninfo(dsn, host=server.host, hostaddr=server.hostaddr or None, port=server.port)
 
 
 async def replaced_by(dsn: str, own_dsn: str) -> str | None:
-    """Returns which other server of a DSN was promoted after the one of `own_dsn`, if both take writes: a primary may
-    run on when a standby has replaced it, and then it acknowledges nothing that needs the standby. None: there is no
-    such server."""
+    """Returns another server of a DSN that was promoted after the one of `own_dsn`, if both take writes. A primary may
+    run on after a standby has replaced it; then it acknowledges nothing that needs the standby. None: there is no such
+    server."""
     every = each_of(dsn)
     if len(every) == 1:
         return None

@@ -16,8 +16,9 @@ from shard.postgres.connection import Connection
 from shard.postgres.pool import Database
 from shard.vocabulary import RETENTIONS_MAX
 
-# No more, because a lookup by id reads every partition since the id was made, also those of future days: a clock that
-# was ahead may have filled them. Routers make partitions every hour, and `finish` makes one that is missing.
+# One day is enough: routers make partitions every hour, and `finish` makes one that is missing. More would cost every
+# lookup by id, which reads all partitions since the id was made, also those of future days, because a clock that was
+# ahead may have filled them.
 DAYS_AHEAD = 1
 _AHEAD = {"days_ahead": DAYS_AHEAD}
 # The advisory lock of sessions that make partitions. Any number, but the same everywhere.

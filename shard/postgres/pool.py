@@ -37,11 +37,12 @@ _TRACER = trace.get_tracer("windrow.shard")
 SHARED_LOCK_WAIT_S = 0.2
 # The pause between two tries to connect while the server still answers on other connections.
 _RECONNECT_S = 0.5
-# For each server; the smallest value that libpq accepts. While a probe takes longer, other probes run beside it.
+# How long a probe tries to connect to each server; the smallest value that libpq accepts. While a probe takes longer,
+# other probes run beside it.
 _PROBE_CONNECT_S_MAX = 2
 # The errors of a statement in a database that has no schema yet.
 NO_SCHEMA = (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName)
-# While statements are slow, it is looked so often whether another server has replaced theirs.
+# While statements are slow, the pool checks this often whether another server has replaced the one that runs them.
 _COMPARE_S = 2.0
 
 
@@ -97,6 +98,7 @@ class Database:
         self._wait_s = wait_s
         self._shared_lock_wait_s = shared_lock_wait_s
         self._tries = connections + 2
+        self._may_scan = may_scan
         self._settings: LiteralString = SCAN_SETTINGS if may_scan else QUEUE_SETTINGS
         self._dsn = dsn
         self._breaker = Breaker(name, ask=self._ask, opened=self._went_away, patience=patience)
@@ -155,12 +157,15 @@ class Database:
         RowLocked if a shared statement does not get a lock within a moment: it has done nothing then."""
         shared = getattr(statement, "shared", False)
         lock_wait_s = self._shared_lock_wait_s if shared else LOCK_WAIT_S
+        indexed = getattr(statement, "indexed", False)
         try:
             for tries_left in range(self._tries, -1, -1):
                 try:
                     async with self._connection() as connection:
                         if connection.lock_wait_s != lock_wait_s:
                             await connection.set_lock_wait(lock_wait_s)
+                        if self._may_scan and connection.indexed is not indexed:
+                            await connection.set_indexed(indexed=indexed)
                         if trace.get_current_span().is_recording():
                             with self._span(statement):
                                 return await connection.run(statement, parameters)
@@ -194,6 +199,8 @@ class Database:
             async with self._connection() as connection:
                 if connection.lock_wait_s != LOCK_WAIT_S:
                     await connection.set_lock_wait(LOCK_WAIT_S)
+                if self._may_scan and connection.indexed is not False:
+                    await connection.set_indexed(indexed=False)
                 async with connection.transaction():
                     yield connection
         except psycopg.errors.DiskFull as error:
@@ -281,7 +288,7 @@ class Database:
             self._overdue_timer = loop.call_later(OVERDUE_S / 2, self._check_overdue)
 
     def _compare(self, session: Session) -> None:
-        """Looks, beside what else goes on, whether another server has replaced the one of this session."""
+        """Checks in a task of its own whether another server has replaced the one of this session."""
         now_s = asyncio.get_running_loop().time()
         busy = self._compare_task is not None and not self._compare_task.done()
         if not busy and not session.closed and now_s - self._compared_s >= _COMPARE_S:
@@ -335,8 +342,8 @@ class Database:
         self._pool.replace_all()
 
     async def _check_idle(self) -> None:
-        """Drops the broken ones of the idle sessions. This runs in a task of its own, so that it is not cancelled with
-        a caller."""
+        """Drops the idle sessions that are broken. This runs in a task of its own, so that it is not cancelled with a
+        caller."""
         # The check itself may get no answer.
         self._breaker.doubt()
         if self._check_task is None or self._check_task.done():
@@ -439,6 +446,6 @@ def _connection_lost(error: psycopg.Error) -> bool:
 
 
 def _in_doubt(error: psycopg.Error) -> bool:
-    """Returns whether the server went away so that it is unknown whether the statement was done."""
+    """Returns whether the server went away, and nobody knows whether the statement was done."""
     state = error.sqlstate
     return state is None or state.startswith("08") or state in {"57P01", "57P02", "57P03"}

@@ -49,6 +49,7 @@ SCAN_SETTINGS = f"""{_SETTINGS}
 # The lock_timeout in these settings.
 LOCK_WAIT_S = 10.0
 _SET_LOCK_WAIT = b"SELECT set_config('lock_timeout', %(milliseconds)s, false)"
+_SET_SEQSCAN = b"SELECT set_config('enable_seqscan', %(seqscan)s, false)"
 
 
 class _MicrosLoader(Loader):
@@ -84,6 +85,8 @@ class Session(Connection):
     replace_at_s = 0.0
     # The present lock_timeout. None: unknown.
     lock_wait_s: float | None = LOCK_WAIT_S
+    # With SCAN_SETTINGS: whether statements read by indexes only at present (Statement.indexed). None: unknown.
+    indexed: bool | None = False
 
     async def set_up(self, settings: LiteralString) -> None:
         await self.execute(settings)
@@ -98,3 +101,8 @@ class Session(Connection):
         self.lock_wait_s = None
         await self.run(_SET_LOCK_WAIT, {"milliseconds": str(round(seconds * 1000))})
         self.lock_wait_s = seconds
+
+    async def set_indexed(self, *, indexed: bool) -> None:
+        self.indexed = None
+        await self.run(_SET_SEQSCAN, {"seqscan": "off" if indexed else "on"})
+        self.indexed = indexed

@@ -41,7 +41,8 @@ class SessionPool:
         self._idle: list[Session] = []
         self._waiting: deque[asyncio.Future[Session]] = deque()
         self._connecting: set[asyncio.Task[None]] = set()
-        # How many sessions these tasks still have to make. A task is in the set for a moment longer than that.
+        # How many sessions the tasks in `_connecting` still have to make. A task stays in that set for a moment after
+        # it has made its session.
         self._to_come = 0
         self._closed = False
 

@@ -4,29 +4,29 @@ What several statements share is written once, here, and included by name:
 
     {{job_columns}}      the columns that the tables job, dead and finished have in common
     {{columns_but_history}}  job_columns without the last one, history
-    {{job_content}}      those of them that the producer gave: JOB_CONTENT in shard/vocabulary.py
+    {{job_content}}      the job_columns that the producer filled: JOB_CONTENT in shard/vocabulary.py
     {{kept_content}}     job_content, and what consumers reported: what a job keeps wherever it goes
-    {{unkeyed_content(e)}}  the same of row e, without the key that counts while a job is live: the row gave it up
+    {{unkeyed_content(e)}}  kept_content of row e, without the live key, which the row has given up
     {{new_job_arrays}}   job_content as the parameters of enqueue.sql: an array for each column
     {{new_job_values(n)}}  job_content of row n, which comes from these arrays: JSON is still text there
-    {{claimed_content}}  those of job_content that a claim returns: the fields that Claimed has
+    {{claimed_content}}  the columns of job_content that a claim returns: the fields that Claimed has
     {{answer_columns}}   what lookups and lists read of a job in every table
     {{short_content}}    those of answer_columns that the producer gave as texts or numbers: each statement says how it
                          returns the others (payload, attributes, retry, progress, checkpoint)
     {{setting_columns}}  the settings of a queue: the columns of SETTING_COLUMNS in shard/queue_settings.py
-    {{queue_settings(q)}}  the same, as QueueSettings.from_row takes them
-    {{effective_settings(q)}}  the same, with the org's value where the queue has none
-    {{setting_arrays}}   the same as parameters, for many queues: an array of texts for each setting
+    {{queue_settings(q)}}  the settings of row q of windrow.queue, as QueueSettings.from_row takes them
+    {{effective_settings(q)}}  queue_settings, with the org's value where the queue has none
+    {{setting_arrays}}   setting_columns as parameters, for many queues: an array of texts for each setting
     {{altered_settings(q)}}  the SET items that change the given settings and put back to the default what `reset` names
-    {{default_settings}}  the SET items that put back all of them
+    {{default_settings}}  the SET items that put back all settings to their defaults
     {{claim_room}}       how many jobs a group gets from claim.sql at most
     {{gives_jobs(q)}}    GIVES_JOBS in shard/queue_settings.py: whether the queue q gives jobs now
     {{is_due(j)}}        whether the row j of windrow.job is due: it is visible, or it waits for a group slot, or
                          is set aside
-    {{is_blocked(j)}}    whether it waits for other nodes of its workflow
-    {{is_set_aside(j)}}  whether it is set aside, because its kind is quarantined
-    {{is_later(j)}}      whether it becomes visible later, by its time or at the end of its lease
-    {{history_with_lost(j)}}  the history of row j; if its lease ended at its deadline unnoticed, with an entry for that
+    {{is_blocked(j)}}    whether the row j waits for other nodes of its workflow
+    {{is_set_aside(j)}}  whether the row j is set aside, because its kind is quarantined
+    {{is_later(j)}}      whether the row j becomes visible later, by its time or at the end of its lease
+    {{history_with_lost(j)}}  the history of row j, with an entry for its lease if that has expired unnoticed
     {{seen_history(j)}}  the history of row j, and what the attempt under way has logged (JobRecord.history)
     {{org_of(e)}}        the id of the org to which the queue e.queue_id belongs
     {{org_id_of(n)}}     the id of the org that must own row n: `orgs` is a list of names, and n.org_position is a
@@ -34,11 +34,16 @@ What several statements share is written once, here, and included by name:
     {{retention_of(e)}}  the retention in days of jobs in the queue e.queue_id
     {{retention_default}}  the retention in days of jobs whose queue and org have none
     {{schedule_spec(s)}}  the columns of SPEC_COLUMNS in shard/schedule.py
-    {{schedule_spec_values}}  the same as parameters
+    {{schedule_spec_values}}  schedule_spec as parameters
     {{template_columns}}  the columns of TEMPLATE_COLUMNS in shard/schedule.py
-    {{template_values}}  the same as parameters
+    {{template_values}}  template_columns as parameters
     {{template_content(s)}}  job_content of a new job of the schedule s
     {{schedule_record(s)}}  what lookups and lists read of the schedule s, except the payload
+    {{is_fired_here(s)}}  whether this shard owns the slot of the schedule s, and so fires it. Finds org and slot by
+                         their numbers, for one schedule after another (OFFSET 0 fences)
+    {{holds_snapshot(a)}}  whether the session a of pg_stat_activity holds a snapshot of this database; a vacuum's does
+                         not hold back other vacuums
+    {{connections_max}}  how many connections ordinary roles may open on the server
     {{finish_time}}      when a job finishes: now, but never before the latest recorded time. If the clock was set back,
                          a lookup by id would not find the job otherwise (shard/postgres/clock.py)
 
@@ -59,7 +64,7 @@ from shard.schedule import SPEC_COLUMNS, TEMPLATE_COLUMNS
 from shard.vocabulary import JOB_CONTENT, OF_SCHEDULES, OF_WORKFLOWS, REPORTED, RETENTION_DEFAULT, Claimed
 
 _KEPT = (*JOB_CONTENT, *REPORTED, *OF_SCHEDULES, *OF_WORKFLOWS)
-# The other columns of these are texts.
+# The columns of _KEPT that are not texts, by their types.
 _BINARY, _JSON, _NUMBERS = {"payload", "checkpoint"}, {"attributes", "retry", "progress"}, {"max_runtime_us"}
 _CLAIMED = tuple(column for column in Claimed._fields if column in JOB_CONTENT)
 _ANSWERED = tuple(column for column in JobRecord._fields if column in _KEPT)
@@ -125,7 +130,7 @@ _EXPRESSIONS = {
     "gives_jobs": GIVES_JOBS,
     "is_due": "({0}.visible_at <= now() OR {0}.visible_at = 'infinity' AND {0}.run_at < 'infinity')",
     "is_blocked": "{0}.run_at = 'infinity'",
-    # As the index job_set_aside says it.
+    # The same condition as in the index job_set_aside.
     "is_set_aside": (
         "NOT isfinite({0}.visible_at) AND isfinite({0}.run_at) "
         "AND ({0}.group_key IS NULL OR {0}.group_slot IS NOT NULL)"
@@ -148,6 +153,19 @@ _EXPRESSIONS = {
         f"{RETENTION_DEFAULT})"
     ),
     "retention_default": str(RETENTION_DEFAULT),
+    "is_fired_here": (
+        "(SELECT w.state = 'owned' FROM (SELECT o.slot FROM windrow.org o WHERE o.org_id = {0}.org_id OFFSET 0) o "
+        "CROSS JOIN LATERAL (SELECT w.state FROM windrow.owned_slot w WHERE w.slot = o.slot OFFSET 0) w)"
+    ),
+    "holds_snapshot": (
+        "{0}.datname = current_database() AND {0}.pid <> pg_backend_pid() "
+        "AND ({0}.backend_xmin IS NOT NULL OR {0}.backend_xid IS NOT NULL) "
+        "AND NOT EXISTS (SELECT FROM pg_stat_progress_vacuum v WHERE v.pid = {0}.pid)"
+    ),
+    "connections_max": (
+        "(current_setting('max_connections')::integer - current_setting('superuser_reserved_connections')::integer "
+        "- coalesce(current_setting('reserved_connections', true)::integer, 0))"
+    ),
     "finish_time": (
         "greatest(now(), (SELECT timestamptz 'epoch' + c.last_value * interval '1 us' FROM windrow.clock c))"
     ),
@@ -161,7 +179,7 @@ class Statement(bytes):
 
     # Traces use it as the name of the operation.
     name: str
-    # The same, except if several statements come from one file.
+    # The name of its file. It differs from `name` if several statements come from one file.
     file: str
     # True if the statement may run again after a lost connection, when nobody knows whether the first run committed.
     # Most statements may: they name the ids or the lease that they change.
@@ -169,6 +187,9 @@ class Statement(bytes):
     # True if the statement serves calls of several orgs at once. It then waits only briefly for a row lock, and changes
     # nothing if it does not get the lock (shard/queue/row_locks.py).
     shared: bool
+    # True if the statement must not scan tables, not even in a database whose statements may: with a LIMIT the planner
+    # expects to find the rows of an org everywhere in a table, and they may all be at its end.
+    indexed: bool
     # True if the statement writes to tables, and what it writes must not be lost with the server.
     writes: bool
 
@@ -179,6 +200,7 @@ def load(
     *,
     repeatable: bool = True,
     shared: bool = False,
+    indexed: bool = False,
     hint: bool = False,
     file: str | None = None,
     includes: Mapping[str, str] | None = None,
@@ -197,6 +219,7 @@ def load(
     statement.file = file
     statement.repeatable = repeatable
     statement.shared = shared
+    statement.indexed = indexed
     statement.writes = not hint and _WRITES.search(statement) is not None
     return statement
 

@@ -54,10 +54,14 @@ def count_enqueued(shard: ShardName) -> _Count[Call, dict[int, JobId]]:
 
 
 def count_claimed(shard: ShardName) -> _Count[ClaimRequest, ClaimResult]:
-    claimed = metrics.CLAIMED.labels(shard)
+    claimed, waited = metrics.CLAIMED.labels(shard), metrics.PICKUP_SECONDS.labels(shard)
 
     def count(_: Sequence[ClaimRequest], results: Sequence[ClaimResult | Exception]) -> None:
-        claimed.inc(sum(len(result.jobs) for result in results if isinstance(result, ClaimResult)))
+        jobs = [job for result in results if isinstance(result, ClaimResult) for job in result.jobs]
+        if jobs:
+            claimed.inc(len(jobs))
+            # Both times are by the shard's clock.
+            waited.observe(max(0, max(job.leased_at - job.run_at for job in jobs)) / 1e6)
 
     return count
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from shard import metrics
 from shard.errors import ShardUnavailable
 from shard.lease_token import draw_number, lease_of, token_prefix
 from shard.limits import InFlightLimits
@@ -21,8 +22,8 @@ from shard.queue.queue_ids import QueueIds
 from shard.queue.revocation import Revocation
 from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, Answer, Claimed, Lease, OrgId, QueueId, QueueName
 
-# Statements of one act. Each serves all its takers, except if it took jobs that were expired or out of attempts, or if
-# the jobs are large: two of 1 MiB fill a statement.
+# Upper bound for the statements of one act. One statement serves all its takers, unless it took jobs that were expired
+# or out of attempts, or the jobs are large: two of 1 MiB fill a statement.
 _RUNS_MAX = 8
 # Groups (sets of queues) in one statement.
 _GROUPS_MAX = 64
@@ -40,7 +41,7 @@ JOB_BYTES = 500
 
 
 def bytes_most(jobs: int) -> int:
-    """Returns the most memory that so many jobs of one claim take. Callers reserve it before they claim."""
+    """Returns the most memory that this many jobs of one claim take. Callers reserve it before they claim."""
     return min(jobs * _LARGEST_JOB_BYTES, CLAIM_BYTES_MAX + _LARGEST_JOB_BYTES) + jobs * JOB_BYTES
 
 
@@ -116,6 +117,8 @@ class Claimer:
         self._names = names
         self._floors = floors
         self._quarantine = quarantine
+        self._expired = metrics.LEASES_EXPIRED.labels(database.name)
+        self._died = metrics.DEAD.labels(database.name)
 
     async def claim(self, requests: Sequence[ClaimRequest]) -> list[ClaimResult | Exception]:
         """Leases jobs to each request. Returns the result or the error of each, in order. A request that has jobs gets
@@ -124,7 +127,8 @@ class Claimer:
             _Taker(request=request, number=draw_number(counted=request.in_flight is not None)) for request in requests
         ]
         unavailable: ShardUnavailable | None = None
-        # Whoever is not served by then claims again, in another act: until then every taker of this one waits.
+        # A taker that has got nothing after these runs claims again in another act, because all takers of this act
+        # wait for its end.
         runs = 0
         while runs < _RUNS_MAX and unavailable is None and (waiting := _unserved(takers)):
             while waiting and unavailable is None:
@@ -207,7 +211,11 @@ class Claimer:
                 suspects.setdefault(job.lease, []).append(job)
             elif not is_unfit:
                 by_lease[job.lease].jobs.append(job)
-        self._revoke_expired(by_lease, [job for job in claimed if job.expired_lease is not None])
+        # A claim that runs several times may lease a job twice under one number: that lease is live.
+        expired = [job for job in claimed if job.expired_lease not in (None, job.lease)]
+        if expired:
+            self._expired.inc(len(expired))
+            self._revoke_expired(by_lease, expired)
         self._floors.claimed(zip([row[1] for row in rows], claimed, strict=True), arrivals=arrivals)
         if sum(map(_size, claimed)) >= bytes_max:
             # The statement serves one group after another. It has locked rows of the last group that got jobs, or of
@@ -247,12 +255,10 @@ class Claimer:
         """Reports the leases that had expired before these jobs were leased again."""
         ended: dict[tuple[OrgId, Answer], list[tuple[str, Lease]]] = {}
         for job in claimed:
-            # A claim that runs several times may lease a job twice under one number: that lease is live.
-            if job.expired_lease != job.lease:
-                answer = Answer.CANCELLED if job.expired else Answer.STALE
-                lease = lease_of(job.id, job.expired_lease or 0)
-                of_org = ended.setdefault((takers[job.lease].request.org, answer), [])
-                of_org.append((job.expired_worker or "", lease))
+            answer = Answer.CANCELLED if job.expired else Answer.STALE
+            lease = lease_of(job.id, job.expired_lease or 0)
+            of_org = ended.setdefault((takers[job.lease].request.org, answer), [])
+            of_org.append((job.expired_worker or "", lease))
         for (org, answer), leases in ended.items():
             self._revoked(Revocation.by_worker(org, answer, leases))
 
@@ -266,7 +272,7 @@ class Claimer:
         exhausted = [job for job in jobs if not job.expired]
         if exhausted:
             count = len(exhausted)
-            rows += await self._database.run(
+            died = await self._database.run(
                 statements.MARK_DEAD,
                 {
                     "ids": arrays.plain(job.id for job in exhausted),
@@ -281,6 +287,8 @@ class Claimer:
                     ),
                 },
             )
+            self._died.inc(len(died))
+            rows += died
         freed_in = {queue_id for row in rows for queue_id in row[-1] or ()}
         if freed_in:
             self._visible(freed_in)

@@ -57,7 +57,8 @@ class Floors:
         return queue.floors
 
     def late(self, queue_id: QueueId) -> list[Micros]:
-        """Returns from where to look for jobs that committed late, by priority. This is no use of the queue."""
+        """Returns from where to look for jobs that committed late, by priority. This does not count as a use of the
+        queue."""
         queue = self._queues.get(queue_id)
         floors = [Micros(0)] * len(PRIORITIES) if queue is None else queue.floors
         return [Micros(max(0, floor - _LATE_US)) for floor in floors]

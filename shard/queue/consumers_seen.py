@@ -23,7 +23,7 @@ from shard.vocabulary import OrgId, QueueName
 NOTE_S = 60.0
 # The pause after each write.
 PAUSE_S = 1.0
-# A consumer that was noted so long ago is noted again. It is less than the shortest interval of NOTE_S, and more than
+# A consumer that was noted this long ago is noted again. It is less than the shortest interval of NOTE_S, and more than
 # the age from which record_consumers.sql writes a row again.
 _AGAIN_S = 50.0
 # How long a consumer that was seen counts as being there: a few notes may come late, or get lost.
@@ -80,7 +80,7 @@ class ConsumersSeen:
         seen = [one for one in noted if one[0] is not None and one[:2] in exist]
         of_all_orgs = [one[1:] for one in noted if one[0] is None]
         if len(seen) + len(of_all_orgs) < len(noted):
-            # Whoever looks for a queue that does not exist yet is noted again when it looks again.
+            # A consumer of a queue that does not exist yet is noted again when it looks again.
             self._noted_s.clear()
         for at in range(0, len(seen), _ROWS_MAX):
             part = seen[at : at + _ROWS_MAX]

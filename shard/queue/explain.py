@@ -32,7 +32,7 @@ class ConsumersOf(NamedTuple):
 
 
 class GroupFacts(NamedTuple):
-    """What a job waits for that waits for a slot of its group."""
+    """Why a job waits for a slot of its group."""
 
     group: str
     # How many jobs of the group may be leased, how many have a slot, and how many of these are leased.
@@ -53,7 +53,7 @@ class BlockedFacts(NamedTuple):
 
     # The name of its node.
     node: str
-    # Its workflow is paused.
+    # Whether its workflow is paused.
     paused: bool
     # Some of the nodes that have not ended. None: there is none.
     waits_for: Sequence[str] | None
@@ -68,7 +68,7 @@ class QuarantineFacts(NamedTuple):
     kind: str
     since: Micros
     crashes: int
-    # None: crashes did it, and not an operator.
+    # None: crashes caused the quarantine, and not an operator.
     reason: str | None
     # None: a trial is under way, or there are none.
     next_trial_at: Micros | None
@@ -83,7 +83,7 @@ class LiveFacts(NamedTuple):
 
     now: Micros
     visible_at: Micros
-    # It has a lease, which may have expired.
+    # Whether it has a lease, which may have expired.
     leased: bool
     gives_jobs: bool
     # How many ready jobs come before it, with a smaller priority and with the same one; together at most
@@ -92,7 +92,7 @@ class LiveFacts(NamedTuple):
     earlier: int
     # When it is moved to priority 1, because it has waited for so long. None: never, or it has that priority.
     goes_first_at: Micros | None
-    # It waits for a slot of its group, or is set aside.
+    # Whether it waits for a slot of its group, or is set aside.
     waits: bool
     consumers: ConsumersOf
 
@@ -104,7 +104,7 @@ class JobFacts(NamedTuple):
     record: JobRecord | None
     # Only of a live job that is not on its way to another shard.
     live: LiveFacts | None = None
-    # It is on its way to another shard.
+    # Whether it is on its way to another shard.
     departing: bool = False
     # Only of a job that waits for a slot of its group.
     group: GroupFacts | None = None

@@ -33,7 +33,7 @@ PAUSE_S_MAX = 3600
 # Kinds whose crashes one sweep judges, and trials that one sweep begins.
 _KINDS_MAX = 20
 _TRIALS_MAX = 100
-# Jobs that one statement releases, and such statements of one sweep.
+# How many jobs one statement releases, and how many of these statements one sweep runs.
 _RELEASED_AT_ONCE = 1_000
 _RELEASES_MAX = 10
 _NO_KINDS: frozenset[str] = frozenset()
@@ -158,8 +158,8 @@ class Quarantine:
         return ready
 
     async def _judge_crashes(self) -> None:
-        """Quarantines the kind with most crashes of those that have too many. The crashes of the org's other kinds are
-        then forgotten: their workers may have died of that one."""
+        """Among the kinds with too many crashes, quarantines the one with most. The crashes of the org's other kinds
+        are then forgotten: their workers may have died of that one."""
         judged: set[OrgId] = set()
         for queue_id, org, kind, allowed, jobs in await self._database.run(
             statements.FIND_SUSPECTS, {"kinds_max": _KINDS_MAX}

@@ -45,7 +45,7 @@ class QueueIds:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._queue_ids: dict[Name, QueueId] = {}
-        # The names of queues whose ids came first: those that a doorbell or a walk named.
+        # The names of queues by their ids. A doorbell or a walk gives ids, for which the names are then looked up.
         self._names: dict[QueueId, Name] = {}
         self._locks = row_locks.of_names(database)
 
@@ -147,7 +147,8 @@ class QueueIds:
         """Returns the queues for which their orgs have room. Concurrent calls may exceed the limit by a few queues."""
         orgs = {org for org, _ in queues}
         parameters = {"orgs": arrays.texts(list(orgs)), "queues_max": QUEUES_MAX}
-        room = {org: QUEUES_MAX - count for org, count in await self._database.run(statements.COUNT_QUEUES, parameters)}
+        counts: list[tuple[OrgId, int]] = await self._database.run(statements.COUNT_QUEUES, parameters)
+        room = {org: QUEUES_MAX - count for org, count in counts}
         fitting: list[Name] = []
         for org, queue in queues:
             if room[org]:

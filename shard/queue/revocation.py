@@ -28,8 +28,8 @@ class Revocation(NamedTuple):
 
     @classmethod
     def by_worker(cls, org: OrgId, answer: Answer, ended: Iterable[tuple[str, Lease]]) -> list[Revocation]:
-        """Returns one for each worker of `ended`, which has workers with their leases. A consumer without a name cannot
-        be told: all such consumers of the org would be."""
+        """Returns one revocation for each worker of `ended`, which has pairs of a worker and a lease. Leases of
+        consumers without a name are left out: the revocation would reach all such consumers of the org."""
         leases: dict[str, list[Lease]] = {}
         for worker, lease in ended:
             if worker:

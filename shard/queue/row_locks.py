@@ -1,4 +1,4 @@
-"""Rows that other sessions keep locked, and the calls that need them.
+"""Finds rows that other sessions keep locked, so that the calls that need them can be refused.
 
 A statement that serves many calls waits only a moment for a lock (shard/postgres/pool.py). If it does not get the lock,
 it has done nothing. Then the locked rows are found without waiting, the calls that need them are refused, and the other

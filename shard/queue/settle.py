@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from shard import retry_policy
+from shard import metrics, retry_policy
 from shard.errors import RowLocked
 from shard.postgres import arrays, partitions
 from shard.postgres.pool import Database
@@ -153,6 +153,7 @@ class LeaseSettler:
         self._database = database
         self._locks = locks
         self._visible = visible
+        self._died = metrics.DEAD.labels(database.name)
 
     async def settle(self, calls: Sequence[Settlement]) -> _Answers:
         """Settles the leases of calls with the same verb, if possible in one statement.
@@ -268,6 +269,7 @@ class LeaseSettler:
                 "reasons": arrays.texts(deaths.fates),
             }
             rows = await partitions.finish(self._database, statements.MARK_DEAD, parameters)
+            self._died.inc(len(rows))
             done.update((job_id, number) for job_id, number, _ in rows)
             freed_in = {queue_id for *_, freed in rows for queue_id in freed or ()}
             if freed_in:

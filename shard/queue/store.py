@@ -72,7 +72,8 @@ _PROBE_QUEUES_MAX = 500
 _FULL_SWEEP_S_MAX = 0.1
 _FULL_SWEEP_PAUSE = 50.0
 _UNRELEASED_MAX = 10_000
-# Jobs of one priority of a queue that a sweep moves because they have aged. The queue's urgent jobs come behind them.
+# Upper bound for the jobs of one priority of a queue that a sweep moves because they have aged: they go before the
+# queue's urgent jobs.
 _AGED_MAX = 200
 # Verbs after which a job may have ended.
 _ENDING = frozenset({"ack", "nack"})
@@ -309,7 +310,8 @@ class Store:
         self.clock.check()
         answers = await self._settlements[call.verb].submit(call)
         if call.verb in _ENDING:
-            # Only those that were the org's: others' callers may wait for a job whose id somebody has guessed (I4).
+            # Only for leases that were the org's own. Somebody may have guessed the id of another org's job, for whose
+            # end that org's callers wait (I4).
             ended = zip(call.leases, answers, strict=True)
             self.on_settled(lease.job_hex for lease, answer in ended if answer is Answer.OK)
         return answers
@@ -594,7 +596,8 @@ class Store:
         return await self._probe(list(queues), self._floors.of)
 
     def arrived(self, queues: Collection[QueueId]) -> None:
-        """Jobs of these queues have arrived from another shard. They may be older than any job claimed here."""
+        """Notes that jobs of these queues have arrived from another shard. They may be older than any job claimed
+        here."""
         self._floors.arrived(queues)
 
     def emptied(self, queues: Collection[QueueId]) -> None:
@@ -627,7 +630,7 @@ class Store:
         return due
 
     async def _move_aged(self, queues: Sequence[QueueId]) -> None:
-        """Moves jobs to priority 1 that are ready for long. They were ready before, so nobody has to be woken."""
+        """Moves jobs to priority 1 that have been ready for long. They were ready before, so nobody has to be woken."""
         for at in range(0, len(queues), _PROBE_QUEUES_MAX):
             part = queues[at : at + _PROBE_QUEUES_MAX]
             floors = [floor for queue in part for floor in self._floors.late(queue)]
@@ -635,7 +638,7 @@ class Store:
             await self._database.run(statements.MOVE_AGED, parameters)
 
     async def _look(self, queues: list[QueueId]) -> Due:
-        """Looks for a sweep into these queues."""
+        """Looks into these queues, as part of a sweep."""
         began_s = time.monotonic()
         if began_s < self._full_sweep_from_s:
             return await self._probe(queues, self._floors.late, is_sweep=True)

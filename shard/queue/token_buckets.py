@@ -18,7 +18,7 @@ from shard.vocabulary import OrgId
 
 
 class Draw(NamedTuple):
-    """A wish for `wanted` tokens, or for as many as there are, but at least `needed`. Negative numbers give tokens
+    """Asks for `wanted` tokens, or for as many as there are, but at least `needed`. Negative numbers give tokens
     back."""
 
     org: OrgId

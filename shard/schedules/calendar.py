@@ -28,7 +28,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _FIRST, _LAST = datetime(1971, 1, 1, tzinfo=UTC), datetime(9000, 1, 1, tzinfo=UTC)
 # The first span that is searched backwards; each further one is twice as long.
 _BACK_US = 64_000_000
-# So many instants are looked for at once. A span of `_BACK_US` has no more.
+# This many instants are looked for at once. A span of `_BACK_US` has no more.
 _BACK_MAX = 64
 _EXPRESSION_CHARS_MAX = 256
 _INTERVAL_US_MIN = 1_000_000
@@ -138,7 +138,8 @@ def _instants_until(timing: Timing, moment: int) -> Iterator[int]:
 
 @functools.lru_cache(maxsize=10_000)
 def _following_cron(cron: str, zone: str, moment: int) -> int | None:
-    """Returns the first instant of `_cron_after`. Many schedules have the same expression, and are due together."""
+    """Returns the first instant of `_cron_after`. Cached: many schedules have the same expression, and are due
+    together."""
     return next(_cron_after(cron, zone, moment), None)
 
 

@@ -39,9 +39,9 @@ _log = logging.getLogger(__name__)
 BATCH_MAX = 500
 # Runs of one transaction. A schedule that catches up may exceed it.
 _RUNS_MAX = 2000
-# After so many schedules were decided, other tasks get their turn.
+# After this many schedules were decided, other tasks get their turn.
 _AT_ONCE = 5
-# When a schedule is looked at again that could not be decided.
+# How soon a schedule that could not be decided is looked at again: if it waits for news of a job, and after an error.
 _AGAIN_US = 100_000
 _AGAIN_LATER_US = 60_000_000
 
@@ -55,7 +55,7 @@ class Wake(NamedTuple):
 
 
 class Needed(NamedTuple):
-    """A job on which a decision depends, and which another shard may have; or which must be cancelled first."""
+    """A job on which a decision depends: another shard may have it, or (`cancel`) it must be cancelled first."""
 
     org: OrgId
     job: JobId
@@ -88,7 +88,7 @@ class Due(NamedTuple):
     last_job: JobId | None
     buffered: int
     decided: int
-    # Whether it counts that the job of the run before is live, and whether it is live on this shard.
+    # Whether the decision depends on whether the job of the run before is live, and whether it is live on this shard.
     matters: bool
     is_live: bool | None
     now: Micros
@@ -119,9 +119,9 @@ class DueSchedules:
     ) -> Fired:
         """Fires some of the schedules that are due, those first that have waited longest.
 
-        `is_whole` says whether this shard has all live jobs of an org. If not, and if it counts whether a job is live
-        that this shard does not have, the job is `needed`, and its schedule waits until it is among the `known` ones:
-        whether they are live, or were cancelled. Raises ClockSetBack."""
+        `is_whole` says whether this shard has all live jobs of an org. If it has not, a decision may depend on whether
+        a job that is not live here is live on another shard. Such a job is `needed`, and its schedule waits until
+        `known` has it: `known` says of jobs whether they are live. Raises ClockSetBack."""
         self._store.clock.check()
         fired = Fired()
         async with self._database.transaction() as connection:
@@ -173,9 +173,9 @@ class _Writer:
     def __init__(self) -> None:
         self.runs: list[NewRun] = []
         self._advances: dict[ScheduleId, Advance] = {}
-        # Those of which a buffered run is stored now.
+        # The schedules of which a buffered run is stored now.
         self._promoted: dict[ScheduleId, Due] = {}
-        # Those whose older runs are to be forgotten.
+        # The schedules whose older runs are to be forgotten.
         self._full: list[ScheduleId] = []
 
     def postpone(self, schedule: Due, by_us: int) -> None:
@@ -195,7 +195,8 @@ class _Writer:
         self._advances[schedule.id] = Advance(
             schedule.id, decided.next_at, decided.wake_at, latest, latest, decided.buffered, count
         )
-        # Not each time: a schedule that is due often would look for its oldest run for each new one.
+        # Do this only once in RUNS_KEPT runs: a schedule that is due often would look for its oldest run for each new
+        # one.
         if schedule.decided // RUNS_KEPT < (schedule.decided + count) // RUNS_KEPT:
             self._full.append(schedule.id)
 
@@ -215,8 +216,11 @@ class _Writer:
         for name, at, cause in rows:
             schedule = self._promoted.pop(name)
             self.runs.append(_new(schedule, Run(at, RunCause(cause), RunOutcome.STORED), schedule.last_at))
-            # Nothing else was stored beside it: other runs wait.
-            self._advances[schedule.id] = self._advances[schedule.id]._replace(last_at=at, run_at=at)
+            change = self._advances[schedule.id]._replace(run_at=at)
+            # A run of the calendar that was stored with it is later. A backfill is no run of the calendar.
+            if change.last_at is None and cause != RunCause.BACKFILL.value:
+                change = change._replace(last_at=at)
+            self._advances[schedule.id] = change
         for name in self._promoted:
             # The count was wrong: no run waits.
             self._advances[name] = self._advances[name]._replace(buffered=0)

@@ -25,9 +25,9 @@ from shard.schedule import (
 from shard.schedules import calendar
 from shard.vocabulary import Micros
 
-# A run that is stored this long after it was due is one of catch-up.
+# A run that is stored this long after it was due counts as catch-up.
 LATE_US = 60_000_000
-# How often a router looks whether the job has ended for which a buffered run waits.
+# How often a router checks whether the job that a buffered run waits for has ended.
 BUFFER_LOOK_US = 1_000_000
 # How many instants are looked at for the latest one whose jitter is over.
 _JITTERED_MAX = 100
@@ -92,13 +92,16 @@ def backfill(instants: Iterable[Micros], overlap: Overlap, *, running: bool, buf
     return [line.add(at, overlap, RunCause.BACKFILL, last=ordered[-1]) for at in ordered], line.buffered
 
 
-def skip_pause(timing: Timing, next_at: Micros | None, now: Micros) -> tuple[Run | None, Micros | None]:
-    """Returns what a pause that ends now has skipped, and the first instant after it."""
+def skip_until_now(
+    timing: Timing, next_at: Micros | None, now: Micros, *, reason: SkipReason
+) -> tuple[Run | None, Micros | None]:
+    """Returns the run that records all undecided instants until now as skipped, such as those of a pause that ends now;
+    and the first instant after these."""
     after = calendar.following(timing, now)
     if next_at is None or next_at > now:
         return None, next_at
     run = _skipped(timing, next_at, Micros(now + 1) if after is None else after)
-    return run._replace(skipped_for=SkipReason.PAUSE, cause=RunCause.SCHEDULE), after
+    return run._replace(skipped_for=reason, cause=RunCause.SCHEDULE), after
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,7 +125,7 @@ class _Line:
             case Overlap.ALLOW:
                 return Run(at, cause, RunOutcome.STORED)
             case Overlap.CANCEL_RUNNING:
-                # Each run would be cancelled by the next one at once.
+                # Each earlier run would be cancelled by the next one at once.
                 if at == last:
                     return Run(at, cause, RunOutcome.STORED)
                 room = 0
@@ -144,7 +147,7 @@ class _Line:
 
 
 def _latest_due(schedule: ScheduleId, timing: Timing, next_at: Micros, now: Micros) -> Micros | None:
-    """Returns the latest instant that is due. With it, all instants before are due, whatever their jitter is."""
+    """Returns the latest instant that is due. All instants before it count as due too, whatever their jitter is."""
     for at in islice(calendar.until(timing, now), _JITTERED_MAX):
         if at < next_at:
             return None
@@ -171,7 +174,7 @@ def _kept(spec: ScheduleSpec, next_at: Micros, latest: Micros, now: Micros) -> l
 
 
 def _skipped(timing: Timing, first: Micros, before: Micros) -> Run:
-    """Returns the skip of the instants from `first` up to, but not including, `before`."""
+    """Returns the run that records the instants from `first` up to, but not including, `before` as skipped."""
     last = next(calendar.until(timing, Micros(before - 1)), first)
     through = last if last > first else None
     return Run(first, RunCause.CATCH_UP, RunOutcome.SKIPPED, through=through, skipped_for=SkipReason.CATCH_UP)

@@ -27,13 +27,13 @@ class NewRun(NamedTuple):
     previous: Micros | None
     # The shard's time.
     now: Micros
-    # Names the call that wanted it. None: no call did, or it has no name.
+    # The id of the call that asked for the run. None: no call did, or the call has no id.
     request: str | None = None
 
 
 class Advance(NamedTuple):
-    """What becomes of a schedule. `last_at` and `run_at`: the instant of its latest run that was due by the calendar,
-    and of any cause, if one was stored now."""
+    """What becomes of a schedule. `last_at` is the instant of the latest run stored now that was due by the calendar,
+    `run_at` that of the latest run stored now, whatever its cause. None: none was stored."""
 
     schedule: ScheduleId
     next_at: Micros | None
@@ -54,7 +54,7 @@ class Stored(NamedTuple):
 
 def job_id_of(schedule: ScheduleId, at: Micros, now: Micros) -> JobId:
     """Returns the id of a run's job. Its time is that of the firing, because the time in an id counts for the dedup
-    horizon; the run itself is once by its row."""
+    horizon. That a run is stored only once is assured by its row, not by this id."""
     digest = int.from_bytes(hashlib.blake2b(f"{schedule} {at}".encode(), digest_size=10).digest())
     number = now // 1000 << 80 | 0x7 << 76 | (digest >> 62 & 0xFFF) << 64 | 0b10 << 62 | digest & (1 << 62) - 1
     return JobId(str(UUID(int=number)))

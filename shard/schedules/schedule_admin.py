@@ -9,7 +9,7 @@ import base64
 import binascii
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, takewhile
@@ -59,6 +59,9 @@ from shard.vocabulary import JobId, Micros, OrgId, QueueId, QueueName
 _T = TypeVar("_T")
 _NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _PAYLOAD = "payload"
+# A backfill stores instants that were skipped for these reasons. An instant that was skipped for an overlap stays
+# skipped.
+_BACKFILLED = {SkipReason.CATCH_UP, SkipReason.PAUSE, SkipReason.RECOVERED}
 _LISTED = tuple(name for name in TEMPLATE_COLUMNS if name != _PAYLOAD)
 
 
@@ -148,7 +151,7 @@ class ScheduleAdmin:
         epoch: int,
     ) -> Found:
         """Changes a schedule. `change` gets what it has, and returns what it is to have. A changed timing counts from
-        now on: instants before now that are not decided yet are skipped. Raises UnknownSchedule, BadSchedule,
+        now on: instants until now that are not decided yet are told as skipped. Raises UnknownSchedule, BadSchedule,
         TooManyQueues."""
         return await self._in_turn(org, partial(self._update, org, name, change, epoch))
 
@@ -160,7 +163,12 @@ class ScheduleAdmin:
         epoch: int,
     ) -> Found:
         self._store.clock.check()
-        before = await self._get(org, name)
+        try:
+            before = await self._get(org, name)
+        except UnknownSchedule:
+            # It may have moved away with its org.
+            await self._refuse_unowned(org, epoch)
+            raise
         _, template = change(before.schedule.spec, before.schedule.template)
         if template["queue"] != before.schedule.template["queue"]:
             await self._refuse_unowned(org, epoch)
@@ -172,6 +180,7 @@ class ScheduleAdmin:
             refuse_bad(spec)
             next_at = schedule.next_at
             if spec.timing != schedule.spec.timing:
+                await self._skip_due(connection, found)
                 next_at = calendar.following(spec.timing, found.now)
             changed = replace(schedule, spec=spec, template=template)
             await self._write(connection, Found(changed, found.now), next_at=next_at, paused_at=schedule.paused_at)
@@ -179,8 +188,20 @@ class ScheduleAdmin:
         self._changed()
         return answer
 
+    async def _skip_due(self, connection: Connection, found: Found) -> None:
+        """Skips the instants of a locked schedule until now that are not decided: its new timing does not have them."""
+        schedule, now = found
+        # A timing that has become invalid has no instants: its time zone may be gone.
+        if calendar.faults(schedule.spec.timing):
+            return
+        reason = SkipReason.CATCH_UP if schedule.paused_at is None else SkipReason.PAUSE
+        skipped, _ = plan.skip_until_now(schedule.spec.timing, schedule.next_at, now, reason=reason)
+        if skipped is not None:
+            await self._store_runs(connection, found, [skipped], buffered=schedule.buffered)
+
     async def set_paused(self, org: OrgId, name: ScheduleName, *, paused: bool, epoch: int) -> Found:
-        """Pauses or resumes a schedule; what it is already stays so. Raises UnknownSchedule."""
+        """Pauses or resumes a schedule; changes nothing if it is paused, or not paused, already. Raises
+        UnknownSchedule."""
         return await self._in_turn(org, partial(self._set_paused, org, name, paused, epoch))
 
     async def _set_paused(self, org: OrgId, name: ScheduleName, paused: bool, epoch: int) -> Found:
@@ -192,7 +213,7 @@ class ScheduleAdmin:
                 return found
             next_at = schedule.next_at
             if not paused:
-                skipped, next_at = plan.skip_pause(schedule.spec.timing, next_at, now)
+                skipped, next_at = plan.skip_until_now(schedule.spec.timing, next_at, now, reason=SkipReason.PAUSE)
                 if skipped is not None:
                     await self._store_runs(connection, found, [skipped], buffered=schedule.buffered)
             await self._write(connection, found, next_at=next_at, paused_at=now if paused else None)
@@ -230,18 +251,7 @@ class ScheduleAdmin:
         """Returns the newest runs of a schedule, the latest instant first."""
         parameters = {"id": schedule, "rows": RUNS_KEPT}
         rows = await self._in_turn(org, partial(self._database.run, statements.READ_RUNS, parameters))
-        return [
-            Run(
-                at=at,
-                cause=RunCause(cause),
-                outcome=RunOutcome(outcome),
-                through=through,
-                skipped_for=None if skipped_for is None else SkipReason(skipped_for),
-                job_id=job_id,
-                decided_at=decided_at,
-            )
-            for at, cause, outcome, through, skipped_for, job_id, decided_at in rows
-        ]
+        return list(map(_run, rows))
 
     async def list(self, org: OrgId, *, declared_by: str, page_size: int, page_token: str) -> tuple[list[Found], str]:
         """Returns a page of schedules by name, without payloads, and the token of the next page (empty on the last
@@ -290,8 +300,9 @@ class ScheduleAdmin:
                     "end", "must not be after the shard's present time: schedules fire by themselves then"
                 )
             instants = instants_between(schedule.spec.timing, begin, end)
-            parameters = {"id": schedule.id, "ats_us": arrays.numbers(instants)}
-            known = {at for (at,) in await connection.run(statements.FIND_RUNS, parameters)}
+            found_runs = await self._find_runs(connection, schedule.id, instants)
+            skipped = [run for run in found_runs if run.outcome is RunOutcome.SKIPPED]
+            known = {run.at for run in found_runs} - {run.at for run in skipped if run.skipped_for in _BACKFILLED}
             new = [at for at in instants if at not in known]
             if not new:
                 return Backfilled(stored=0, buffered=0, skipped=0, known=len(known))
@@ -300,7 +311,12 @@ class ScheduleAdmin:
                 ended = await self._store.find_ended([(org, schedule.last_job.replace("-", ""))])
                 running = not ended
             runs, buffered = plan.backfill(new, overlap, running=running, buffered=schedule.buffered)
-            queues = await self._store_runs(connection, found, runs, buffered=buffered)
+            rest = [run for one in skipped if (run := await self._rest(connection, schedule, one, new)) is not None]
+            # Skips of a timing that was changed may overlap; a statement cannot store one instant twice.
+            rest = list({run.at: run for run in rest}.values())
+            next_at = await self._find_undecided(connection, schedule, new)
+            found = found._replace(schedule=replace(schedule, next_at=next_at))
+            queues = await self._store_runs(connection, found, [*runs, *rest], buffered=buffered)
         self._store.jobs_stored(queues)
         self._changed()
         outcomes = [run.outcome for run in runs]
@@ -310,6 +326,44 @@ class ScheduleAdmin:
             skipped=outcomes.count(RunOutcome.SKIPPED),
             known=len(known),
         )
+
+    async def _rest(
+        self, connection: Connection, schedule: ScheduleRecord, skipped: Run, new: Collection[Micros]
+    ) -> Run | None:
+        """If the instant of `skipped` is stored now, the instants that were skipped together with it need another
+        record. Returns it: a skip of those that have no run of their own. None: there are none."""
+        if skipped.through is None or skipped.at not in new:
+            return None
+        instants = calendar.after(schedule.spec.timing, skipped.at)
+        together = list(islice(takewhile(lambda at: at <= (skipped.through or 0), instants), BACKFILL_MAX))
+        taken = {*new, *(run.at for run in await self._find_runs(connection, schedule.id, together))}
+        first = next((at for at in together if at not in taken), None)
+        if first is None:
+            return None
+        return skipped._replace(at=first, through=skipped.through if skipped.through > first else None)
+
+    async def _find_undecided(
+        self, connection: Connection, schedule: ScheduleRecord, new: Collection[Micros]
+    ) -> Micros | None:
+        """Returns the first instant that is not decided, once those of `new` have runs. Instants that are skipped
+        together are recorded at the first of them: if that one had a run already, nothing would tell of the others."""
+        if schedule.next_at is None or schedule.next_at not in new:
+            return schedule.next_at
+        later = calendar.after(schedule.spec.timing, schedule.next_at)
+        # Ends after the instants that have runs.
+        while instants := list(islice(later, RUNS_KEPT)):
+            taken = {*new, *(run.at for run in await self._find_runs(connection, schedule.id, instants))}
+            for at in instants:
+                if at not in taken:
+                    return at
+        return None
+
+    async def _find_runs(
+        self, connection: Connection, schedule: ScheduleId, instants: Sequence[Micros]
+    ) -> Sequence[Run]:
+        """Returns the runs of these instants, as far as there are any."""
+        parameters = {"id": schedule, "ats_us": arrays.numbers(instants)}
+        return [_run(row) for row in await connection.run(statements.FIND_RUNS, parameters)]
 
     async def _store_runs(
         self,
@@ -401,6 +455,20 @@ def instants_between(timing: Timing, begin: Micros, end: Micros) -> list[Micros]
     if len(found) > BACKFILL_MAX:
         raise BadSchedule("end", f"makes more than {BACKFILL_MAX:,} instants: backfill in several parts")
     return found
+
+
+def _run(row: Sequence[Any]) -> Run:
+    """Reads what read_runs.sql and find_runs.sql return."""
+    at, cause, outcome, through, skipped_for, job_id, decided_at = row
+    return Run(
+        at=at,
+        cause=RunCause(cause),
+        outcome=RunOutcome(outcome),
+        through=through,
+        skipped_for=None if skipped_for is None else SkipReason(skipped_for),
+        job_id=job_id,
+        decided_at=decided_at,
+    )
 
 
 def _found(row: Sequence[Any]) -> Found:

@@ -1,8 +1,9 @@
 """Goes on with folds of one shard's workflows that left something, and forgets old workflows.
 
-The transaction that ends a job also takes its end in (migrations/0019_workflows.sql), but releases and cancels at most
-a portion of jobs (migrations/0022_folds_in_portions.sql). It notifies the routers of the rest. Sweeps find what no
-notification tells of: jobs that were locked when they were to be released, and what moves and kills have left (I7).
+The transaction that ends a job also takes its end in (windrow.fold_at_commit), but releases and cancels at most a
+portion of jobs (windrow.fold_portion; CONTRIBUTING.md tells where such functions are). It notifies the routers of the
+rest. Sweeps find what no notification tells of: jobs that were locked when they were to be released, and what moves and
+kills have left (I7).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from shard.workflows import statements
 
 _ROWS = 1_000
 _FORGOTTEN_AT_ONCE = 100
-# Others hold the lock of a workflow, and come first. It is then left to the next sweep, if they do not end.
+# While others hold the lock of a workflow, a fold of it is tried this often and this many times. After that it is left
+# to the next sweep.
 _BUSY_PAUSE_S = 0.010
 _BUSY_MAX = 100
 # Workflows that wait for `go_on`; further ones are left to the sweep.
@@ -73,8 +75,8 @@ class WorkflowSweep:
             pass
 
     async def _finish(self, workflows: Sequence[Left]) -> None:
-        """Goes on with these workflows and with those that `left` was told of: with a portion of each in turn, until
-        nothing is left, or others hold their locks for long."""
+        """Goes on with these workflows, and with those that `left` was told of. Takes in a portion of each in turn,
+        until nothing is left, or others hold their locks for long."""
         busy = 0
         while True:
             workflows = [*dict.fromkeys([*workflows, *self._left])]

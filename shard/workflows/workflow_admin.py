@@ -1,4 +1,4 @@
-"""Calls about the workflows of one shard: start, look, cancel, pause, skip.
+"""Calls about the workflows of one shard: start, add to, look, cancel, pause, skip.
 
 A change locks the workflow first, in a statement of its own, so that the statements after it see all ends that were
 taken in before (docs/decisions/0054-ends-of-nodes-are-appended-and-folded.md).
@@ -18,15 +18,19 @@ import psycopg
 from shard.errors import (
     BadPageToken,
     IdsOutsideHorizon,
+    LeaseEnded,
     NodeEnded,
+    NodeExists,
     NotRetryable,
     ShardUnavailable,
+    TooManyNodes,
     TooManyQueues,
     UnknownNode,
     UnknownWorkflow,
+    WorkflowEnded,
     WorkflowExists,
 )
-from shard.job_id import made_at_ms
+from shard.job_id import from_hex, made_at_ms
 from shard.placement import statements as placement_statements
 from shard.postgres import arrays, partitions
 from shard.postgres.connection import Connection
@@ -35,9 +39,14 @@ from shard.queue.coalescer import Coalescer, SingleCall, one_by_one
 from shard.queue.enqueue import SPARSE_ENCODERS, find_refused
 from shard.queue.queue_ids import QUEUES_MAX
 from shard.queue.store import ID_AGE_DAYS_MAX, Store
-from shard.vocabulary import SPARSE_COLUMNS, JobId, Micros, OrgId, QueueId, QueueName
+from shard.vocabulary import SPARSE_COLUMNS, JobId, Lease, Micros, OrgId, QueueId, QueueName
 from shard.workflow import (
+    EDGES_MAX,
+    NODES_MAX,
+    AddedNodes,
+    Edge,
     Fault,
+    NewNodes,
     NewWorkflow,
     NodeName,
     NodeRecord,
@@ -46,6 +55,7 @@ from shard.workflow import (
     WorkflowId,
     WorkflowRecord,
     WorkflowState,
+    job_id_of,
     node_state,
 )
 from shard.workflows import statements
@@ -69,6 +79,29 @@ class _Locked(NamedTuple):
     flow: int
     org_id: int
     state: WorkflowState
+
+
+class _Known(NamedTuple):
+    """A node that the workflow has, in the order of find_nodes.sql's columns after the name."""
+
+    number: int
+    job: JobId
+    has_ended: bool
+    is_callback: bool
+    added_by: int | None
+
+
+class _Growth(NamedTuple):
+    """The workflow to which nodes are added."""
+
+    flow: int
+    is_paused: bool
+    # By number.
+    waits_on: Mapping[int, int]
+
+
+class _QueuesChanged(Exception):
+    """The ids of queues have changed since they were looked up: nothing was stored."""
 
 
 class WorkflowAdmin:
@@ -104,11 +137,7 @@ class WorkflowAdmin:
         await self._refuse_unowned(org, epoch)
         queues = sorted(set(workflow.jobs.queues))
         for _ in range(_TRIES_MAX):
-            numbers = await self._store.names.make([(org, queue) for queue in queues])
-            if len(numbers) < len(queues):
-                missing = [queue for queue in queues if (org, queue) not in numbers]
-                raise TooManyQueues(self._database.name, org, missing, queues_max=QUEUES_MAX)
-            ids = {queue: numbers[org, queue] for queue in queues}
+            ids = await self._queue_ids(org, queues)
             try:
                 rows = await self._database.run(statements.STORE_WORKFLOW, _parameters(workflow, ids, epoch=epoch))
             except psycopg.errors.UniqueViolation as error:
@@ -132,6 +161,14 @@ class WorkflowAdmin:
             self._store.names.forget()
         raise ShardUnavailable(self._database.name, "the ids of its queues keep changing")
 
+    async def _queue_ids(self, org: OrgId, queues: Sequence[QueueName]) -> dict[QueueName, QueueId]:
+        """Raises TooManyQueues."""
+        numbers = await self._store.names.make([(org, queue) for queue in queues])
+        if len(numbers) < len(queues):
+            missing = [queue for queue in queues if (org, queue) not in numbers]
+            raise TooManyQueues(self._database.name, org, missing, queues_max=QUEUES_MAX)
+        return {queue: numbers[org, queue] for queue in queues}
+
     async def _refuse_second_retry(self, workflow: NewWorkflow) -> None:
         """Raises NotRetryable, unless it is this workflow that retries the other one."""
         assert workflow.retry_of is not None
@@ -149,6 +186,142 @@ class WorkflowAdmin:
         if rows and bytes(rows[0][0]) != workflow.digest:
             raise WorkflowExists(workflow.jobs.org, workflow.id)
         return bool(rows)
+
+    # ── Add ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def node_of(self, org: OrgId, workflow: WorkflowId, lease: Lease) -> int:
+        """Returns the node of a workflow whose job has this lease, on this shard. Raises LeaseEnded."""
+        parameters = _lease_parameters(org, workflow, lease)
+        return _node_of(await self._read(org, statements.FIND_LEASE, parameters), workflow, lease)
+
+    async def unknown(self, nodes: NewNodes) -> list[int]:
+        """Returns the positions of those nodes that the workflow does not have."""
+        parameters = _names_parameters(nodes.jobs.org, nodes.workflow, nodes.names)
+        known = {row[0] for row in await self._read(nodes.jobs.org, statements.FIND_NODES, parameters)}
+        return [at for at, name in enumerate(nodes.names) if name not in known]
+
+    async def add(self, nodes: NewNodes, *, adder: Lease | int, epoch: int) -> AddedNodes:
+        """Adds nodes to a workflow that runs. Those that the same node has added before stay as they are.
+
+        `adder`: the lease of the job that adds them, or its node, if another shard has the job and has looked at its
+        lease. Raises LeaseEnded, UnknownWorkflow, WorkflowEnded, NodeExists, UnknownNode, TooManyNodes,
+        TooManyQueues."""
+        org = nodes.jobs.org
+        for _ in range(_TRIES_MAX):
+            # Refuse before queues are made, which would be a trace.
+            await self._in_turn(org, partial(self._refuse_unowned, org, epoch))
+            try:
+                await self.get(org, nodes.workflow)
+            except UnknownWorkflow:
+                # It may have moved away with its org meanwhile.
+                await self._in_turn(org, partial(self._refuse_unowned, org, epoch))
+                raise
+            queues = sorted(set(nodes.jobs.queues))
+            ids = await self._in_turn(org, partial(self._queue_ids, org, queues))
+            added: list[AddedNodes] = []
+
+            async def act(
+                locked: _Locked, ids: Mapping[QueueName, QueueId] = ids, added: list[AddedNodes] = added
+            ) -> None:
+                added[:] = [await self._add(locked, nodes, ids, adder, epoch)]
+
+            try:
+                await self._change(org, nodes.workflow, act, epoch=epoch)
+            except _QueuesChanged:
+                self._store.names.forget()
+                continue
+            if added[0].stored:
+                self._store.jobs_stored(set(ids.values()))
+            return added[0]
+        raise ShardUnavailable(self._database.name, "the ids of its queues keep changing")
+
+    async def _add(
+        self,
+        locked: _Locked,
+        nodes: NewNodes,
+        ids: Mapping[QueueName, QueueId],
+        adder: Lease | int,
+        epoch: int,
+    ) -> AddedNodes:
+        """Takes the workflow's lock. So either its last end was taken in before, and the workflow has ended, or that
+        end will find these nodes. The end of the job that adds them is taken in under this lock too."""
+        connection, workflow, org = locked.connection, nodes.workflow, nodes.jobs.org
+        if not isinstance(adder, int):
+            parameters = _lease_parameters(org, workflow, adder)
+            adder = _node_of(await connection.run(statements.FIND_LEASE, parameters), workflow, adder)
+        parents = {parent for after in nodes.after.values() for parent, _ in after}
+        parameters = _names_parameters(org, workflow, sorted({*nodes.names, *parents}))
+        rows = await connection.run(statements.FIND_NODES, parameters)
+        known = {NodeName(row[0]): _Known._make(row[1:]) for row in rows}
+        for name in nodes.names:
+            if name in known and known[name].added_by != adder:
+                raise NodeExists(workflow, name)
+        new = [at for at, name in enumerate(nodes.names) if name not in known]
+        if new:
+            await self._store_nodes(locked, nodes, new, known, ids, adder, epoch)
+        return AddedNodes([known[name].job for name in nodes.names], len(new))
+
+    async def _store_nodes(
+        self,
+        locked: _Locked,
+        nodes: NewNodes,
+        new: Sequence[int],
+        known: dict[NodeName, _Known],
+        ids: Mapping[QueueName, QueueId],
+        adder: int,
+        epoch: int,
+    ) -> None:
+        """Stores the nodes at the positions `new`, and adds them to `known`."""
+        connection, flow, workflow, org = locked.connection, locked.flow, nodes.workflow, nodes.jobs.org
+        more_edges = sum(len(nodes.after.get(at, ())) for at in new)
+        ((count, edge_count, is_cancelled, is_paused),) = await connection.run(
+            statements.READ_SIZE, {"flow": flow, "edges": more_edges > 0}
+        )
+        if locked.state is not WorkflowState.RUNNING or is_cancelled:
+            raise WorkflowEnded(workflow, "been cancelled" if is_cancelled else locked.state.value)
+        if count + len(new) > NODES_MAX:
+            raise TooManyNodes(workflow, "nodes", present=count, more=len(new), bound=NODES_MAX)
+        if edge_count + more_edges > EDGES_MAX:
+            raise TooManyNodes(workflow, "edges", present=edge_count, more=more_edges, bound=EDGES_MAX)
+        numbers = range(count, count + len(new))
+        for number, at in zip(numbers, new, strict=True):
+            known[nodes.names[at]] = _Known(number, job_id_of(workflow, number), False, False, adder)
+        edges: list[Edge] = []
+        for number, at in zip(numbers, new, strict=True):
+            for parent, policy in nodes.after.get(at, ()):
+                if parent not in known or known[parent].is_callback:
+                    raise UnknownNode(org, workflow, parent)
+                edges.append(Edge(number, known[parent].number, policy))
+        edges.sort()
+        ended = {node.number for node in known.values() if node.has_ended}
+        # A node looks at its last parent that has not ended. If all have, it is told once more of the last one's end.
+        waits_on = {edge.node: edge.parent for edge in edges}
+        waits_on |= {edge.node: edge.parent for edge in edges if edge.parent not in ended}
+        jobs = nodes.jobs.only(new)
+        jobs.ids = [job_id_of(workflow, number) for number in numbers]
+        growth = NewWorkflow(
+            id=workflow,
+            name="",
+            digest=b"",
+            numbers=numbers,
+            names=[nodes.names[at] for at in new],
+            jobs=jobs,
+            edges=edges,
+            callbacks={},
+            added_by=dict.fromkeys(numbers, adder),
+        )
+        parameters = _parameters(growth, ids, epoch=epoch, grows=_Growth(flow, is_paused, waits_on))
+        try:
+            ((_, _, admitted, _),) = await connection.run(statements.STORE_WORKFLOW, parameters)
+        except psycopg.errors.UniqueViolation as error:
+            # Somebody has taken the id of one of the jobs.
+            raise WorkflowExists(org, workflow) from error
+        if admitted < len(ids):
+            raise _QueuesChanged
+        told = {edge.parent for edge in edges} & ended
+        if told:
+            parameters = {"org_id": locked.org_id, "id": workflow, "flow": flow, "nodes": arrays.numbers(told)}
+            await connection.run(statements.TELL_AGAIN, parameters)
 
     # ── Look ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -323,7 +496,24 @@ class WorkflowAdmin:
         return answer
 
 
-def _parameters(workflow: NewWorkflow, ids: Mapping[QueueName, QueueId], *, epoch: int) -> dict[str, object]:
+def _names_parameters(org: OrgId, workflow: WorkflowId, names: Sequence[NodeName]) -> dict[str, object]:
+    return {"org": org, "id": workflow, "names": arrays.texts(list(names))}
+
+
+def _lease_parameters(org: OrgId, workflow: WorkflowId, lease: Lease) -> dict[str, object]:
+    return {"org": org, "id": workflow, "job": from_hex(lease.job_hex), "lease": lease.number}
+
+
+def _node_of(rows: Sequence[Any], workflow: WorkflowId, lease: Lease) -> int:
+    if not rows:
+        raise LeaseEnded(from_hex(lease.job_hex), workflow)
+    return int(rows[0][0])
+
+
+def _parameters(
+    workflow: NewWorkflow, ids: Mapping[QueueName, QueueId], *, epoch: int, grows: _Growth | None = None
+) -> dict[str, object]:
+    """`grows`: the workflow exists, and these are new nodes of it."""
     jobs = workflow.jobs
     count = len(jobs)
     positions = {number: at for at, number in enumerate(workflow.numbers)}
@@ -333,22 +523,35 @@ def _parameters(workflow: NewWorkflow, ids: Mapping[QueueName, QueueId], *, epoc
         for edge in workflow.edges
         if edge.node in positions and edge.parent in positions
     }
+    if grows is not None:
+        waits_on = {positions[node]: parent for node, parent in grows.waits_on.items()}
     callbacks = {positions[number]: callback.value for number, callback in workflow.callbacks.items()}
+    added_by = {positions[number]: adder for number, adder in workflow.added_by.items() if number in positions}
+    ended_added_by = {
+        at: workflow.added_by[node.number] for at, node in enumerate(workflow.ended) if node.number in workflow.added_by
+    }
+    plain = count + len(workflow.ended) - len(callbacks)
+    # Nodes that were added have the numbers after those of the callbacks.
+    nodes = min(workflow.callbacks, default=plain)
     return {
         "made_ms": made_at_ms(workflow.id),
         "horizon_us": round(ID_AGE_DAYS_MAX * _DAY_US),
         "org": jobs.org,
         "epoch": epoch,
         "id": workflow.id,
+        "flow": None if grows is None else grows.flow,
+        "is_paused": grows is not None and grows.is_paused,
         "name": workflow.name,
         "digest": workflow.digest,
-        "nodes": count + len(workflow.ended) - len(callbacks),
+        "nodes": nodes,
+        "added": plain - nodes if grows is None else count,
         "open_node": max(positions.keys() - workflow.callbacks.keys()),
         "retry_of": workflow.retry_of,
         "ended_nodes": arrays.numbers(node.number for node in workflow.ended),
         "ended_names": arrays.texts([node.name for node in workflow.ended]),
         "ended_jobs": arrays.plain(node.job_id for node in workflow.ended),
         "ended_states": arrays.plain(node.state.value for node in workflow.ended),
+        "ended_added_by": arrays.sparse_numbers(ended_added_by, len(workflow.ended)),
         "numbers": arrays.numbers(workflow.numbers),
         "lane_ids": arrays.numbers(ids.values()),
         "lane_queues": arrays.names(ids),
@@ -356,6 +559,7 @@ def _parameters(workflow: NewWorkflow, ids: Mapping[QueueName, QueueId], *, epoc
         "ids": arrays.plain(jobs.ids),
         "callbacks": arrays.sparse_texts(callbacks, count),
         "waits_on": arrays.sparse_numbers(waits_on, count),
+        "added_by": arrays.sparse_numbers(added_by, count),
         "queue_ids": arrays.numbers(ids[queue] for queue in jobs.queues),
         "kinds": arrays.names(jobs.kinds),
         "payloads": arrays.blobs(jobs.payloads),

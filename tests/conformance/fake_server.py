@@ -56,13 +56,14 @@ AWAY = Refusal(code=StatusCode.UNAVAILABLE, reason="SHARD_UNAVAILABLE")
 TOO_LARGE = Refusal(code=StatusCode.INVALID_ARGUMENT, reason="MESSAGE_TOO_LARGE")
 
 
-# Untyped: unlike the generated class says, gRPC also takes a Consume that writes.
+# Untyped: gRPC also takes a Consume that writes its answers, which the types of the generated class do not allow.
 _Servicer: Any = queue_pb2_grpc.QueueServicer
 
 
 class FakeServer(_Servicer):  # type: ignore[misc]
     """Answers what consumers call; other methods are UNIMPLEMENTED. Scenarios replace its answers: `greet` says whether
-    a stream is refused, by its number from 1 on; `settle` answers a message with leases, with None: never."""
+    a stream is refused, by its number from 1 on; `settle` answers a message with leases, or never if it returns
+    None."""
 
     def __init__(self, *, org: str, queue: str) -> None:
         self.seen = Transcript(org=org, queue=queue)
@@ -70,7 +71,7 @@ class FakeServer(_Servicer):  # type: ignore[misc]
         self.settle: Settle = self.settled
         # By lease; OK if it is not here.
         self.answers: dict[bytes, job_pb2.JobAnswer.ValueType] = {}
-        # Refuses so many calls of Enqueue, and then answers.
+        # The next calls of Enqueue get these refusals, one each; later calls are answered.
         self.enqueue_refusals: deque[Refusal] = deque()
         # Sent when the client has closed its side, as a job that was on its way.
         self.parting: job_pb2.LeasedJob | None = None

@@ -90,7 +90,7 @@ class Stage:
         return self.client.code
 
     async def watch(self, for_s: float) -> None:
-        """Lets the client do what it should not do."""
+        """Gives the client time to do what it should not do."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(for_s):
                 while True:

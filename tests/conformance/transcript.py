@@ -148,7 +148,7 @@ def entries(request: queue_pb2.ConsumeRequest) -> list[tuple[str, bytes, bytes]]
 
 
 def credit_after(events: list[Event]) -> int:
-    """The credit that is left after these messages. That of a message that was too large does not count."""
+    """The credit that is left after these messages. The credit of a message that was too large does not count."""
     credit, of_message = 0, dict[int, int]()
     for event in events:
         match event.message:

@@ -1,11 +1,10 @@
-"""A cluster of real processes: Postgres from embedded/, and router processes started as an operator starts them."""
+"""A cluster of real processes: Postgres from embedded/, and router processes with an operator's arguments."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import psutil
 import pytest
 
 from embedded import open_clusters
+from tests import preloaded
 from tests.collector import Collector, collecting
 from tests.routers import reserved_address
 from windrow import Client, uuid7
@@ -37,13 +37,7 @@ class RunningCluster:
         shards = "".join(f'[[shard]]\nname = "{name}"\ndsn = "{dsn}"\n' for name, dsn in self.dsns.items())
         self._config.write_text(f'{shards}[router]\nlisten = "{self.address}"\nprocesses = 1\ndrain_seconds = 2\n')
         with self._log.open("a") as log:
-            self._router = subprocess.Popen(
-                [sys.executable, "-m", "router", "--config", str(self._config)],
-                cwd=CHECKOUT,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+            self._router = preloaded.start("-m", "router", "--config", self._config, stdout=subprocess.PIPE, stderr=log)
         assert self._router.stdout is not None
         for line in self._router.stdout:
             if line.startswith("listening on "):

@@ -83,7 +83,7 @@ def most_at_once(jobs: Sequence[JobRecord]) -> int:
     """How many of the jobs were leased at the same time, by the shard's clock."""
     attempts = [attempt for job in jobs for attempt in job.attempts]
     changes = [(one.leased_at, 1) for one in attempts] + [(one.ended_at, -1) for one in attempts]
-    # Of changes at the same time, ends come first.
+    # If a lease ends at the time when another one begins, the end comes first.
     return max(accumulate(change for _, change in sorted(changes)))
 
 
@@ -109,8 +109,8 @@ class Page:
     def started(
         self, of: str, *more: str, listens: bool = False
     ) -> Generator[tuple[subprocess.Popen[str], str], None, None]:
-        """Runs the one command that contains this text, as started() does. Of an option that is given twice, the last
-        one counts."""
+        """Runs the one command that contains this text, as started() does. If an option is given twice, the last one
+        counts."""
         python, option, module, *arguments = self.command(of)
         assert (python, option) == (sys.executable, "-m")
         with started(self._cluster, module, *arguments, *more, listens=listens) as program:

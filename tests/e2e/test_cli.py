@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import tomllib
+import urllib.request
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ from grpc_status import rpc_status
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cli import enqueue, output, values
+from cli import enqueue, local_file, output, values
 from cli.exits import CommandFailed, ExitCode, RequestRefused
 from cli.jobs import print_job
 from cli.layout import ELSEWHERE
@@ -327,24 +328,37 @@ def test_up_says_what_to_paste_keeps_the_data_and_leaves_nothing_running(windrow
 def test_a_secure_cluster_prints_lines_to_paste_that_work_and_refuses_who_has_no_key(folder: Path) -> None:
     data = ("--data", str(folder / "data"), "--shards", "1", "--processes", "1", "--listen", "127.0.0.1:0", "--secure")
     with windrow_up(*data) as (_, output):
-        said = [output.readline().strip() for _ in range(9)]
+        said = [output.readline().strip() for _ in range(15)]
         address = said[0].split()[4].removesuffix(":")
-        pasted = said[6:9]
-        assert [line.split()[0] for line in pasted[:2]] == ["export", "./run"]
+        pasted = said[6:10]
+        assert pasted[0].startswith("export WINDROW_TOKEN=wr_")
+        assert [line.split()[2] for line in pasted[1:]] == ["enqueue", "dequeue", "stats"]
         here = environ(WINDROW_ADDRESS=address)
         script = "\n".join(pasted).replace("./run windrow", "windrow")
         done = subprocess.run(
             ["bash", "-ec", script], env=here, capture_output=True, text=True, check=False, timeout=WAIT_S
         )
         assert done.returncode == 0, done.stderr
-        assert "kind='greet'" in done.stdout
+        assert "1 acked" in done.stderr
+        # Calls about all orgs are refused with what they take, and the last line to paste makes that.
+        assert said[11].startswith("The key is for the org acme, and has the scopes enqueue, consume, read, admin.")
+        script = f"{pasted[0]}\nwindrow shards || {said[14]}".replace("./run windrow", "windrow")
+        done = subprocess.run(
+            ["bash", "-ec", script], env=here, capture_output=True, text=True, check=False, timeout=WAIT_S
+        )
+        assert "it takes a key for all orgs with the scope 'cluster' (windrow keys create --all-orgs " in done.stderr
+        of_all = environ(WINDROW_ADDRESS=address, WINDROW_TOKEN=done.stdout.strip())
+        assert subprocess.run(["windrow", "shards"], env=of_all, check=False, timeout=WAIT_S).returncode == 0
         refused = subprocess.run(
             ["windrow", "stats", "acme"], env=here, capture_output=True, text=True, check=False, timeout=WAIT_S
         )
         assert (refused.returncode, refused.stdout) == (5, "")
         assert "a token comes from --token-file or WINDROW_TOKEN" in refused.stderr
     assert (folder / "data" / "s1" / "cluster.toml").read_text().count("[auth]") == 1
-    # A later start without --secure still asks for keys, and prints lines that work with an old one.
+    # A later start prints the same key.
+    with windrow_up(*data, "--json") as (_, output):
+        assert json.loads(output.readline())["key"] == pasted[0].partition("=")[2]
+    # A start without --secure still asks for keys, and prints lines that work with an old one.
     with windrow_up(*data[:-1]) as (_, output):
         said = [line.strip() for line in itertools.takewhile(lambda line: "Ctrl-C" not in line, output)]
         assert said[4].startswith("This cluster asks callers for an API key: set WINDROW_TOKEN ")
@@ -393,20 +407,39 @@ def test_a_shard_that_is_added_to_the_data_is_filled(windrow: Windrow, folder: P
             assert windrow("check", "--shard", shard, "--address", address).code == 0
 
 
-def test_a_port_that_is_taken_is_refused_before_anything_starts() -> None:
+def test_a_port_that_is_taken_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    def start(*data: str) -> str:
+        command = ["windrow", "up", *data, "--shards", "1", "--processes", "1", "--listen", listen]
+        done = subprocess.run(command, env=environ(), capture_output=True, text=True, check=False, timeout=WAIT_S)
+        assert done.returncode == 5
+        assert "Traceback" not in done.stderr
+        return done.stderr
+
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        done = subprocess.run(
-            ["windrow", "up", "--ephemeral", "--shards", "1", "--processes", "1", "--listen", listen],
-            env=environ(),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=WAIT_S,
+        assert f"{listen} is in use, most likely by another cluster; stop that, or choose " in start("--ephemeral")
+        local_file.keep_address(tmp_path, listen)
+        by_itself = f"most likely by the cluster that runs on the data in {tmp_path} already: use that one, or stop it"
+        assert by_itself in start("--data", str(tmp_path))
+
+
+def test_up_serves_metrics_where_its_cluster_file_says_or_refuses_the_address(folder: Path) -> None:
+    data = ("--data", str(folder / "data"), "--shards", "1", "--processes", "1", "--listen", "127.0.0.1:0", "--json")
+    with windrow_up(*data) as (_, output):
+        config = Path(json.loads(output.readline())["config"])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        config.write_text(config.read_text().replace("[router]\n", f'[router]\nmetrics = "{address}"\n'))
+        refused = subprocess.run(
+            ["windrow", "up", *data], env=environ(), capture_output=True, text=True, check=False, timeout=WAIT_S
         )
-    assert done.returncode == 5
-    assert f"{listen} is in use" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert refused.returncode == 5
+    assert f"cannot serve metrics on {address}: Address already in use; choose another address" in refused.stderr
+    assert "--listen" not in refused.stderr
+    with windrow_up(*data) as (_, output):
+        output.readline()
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=WAIT_S) as answer:
+            assert 'shard="s1"' in answer.read().decode()
 
 
 def test_a_router_of_a_cluster_file_serves_until_it_is_told_to_stop(windrow: Windrow, running: Running) -> None:
@@ -608,7 +641,7 @@ class Waited:
 def waited() -> Iterator[Waited]:
     router = Waited()
     handler = grpc.unary_unary_rpc_method_handler(
-        router.dequeue,
+        router.dequeue,  # pyrefly: ignore[bad-argument-type]
         request_deserializer=queue_pb2.DequeueRequest.FromString,
         response_serializer=queue_pb2.DequeueResponse.SerializeToString,
     )
@@ -951,7 +984,9 @@ def half_away() -> Iterator[str]:
 
     def unary(answer: Callable[[Any, grpc.ServicerContext], Message], request: type[Message]) -> Any:
         return grpc.unary_unary_rpc_method_handler(
-            answer, request_deserializer=request.FromString, response_serializer=serialize
+            answer,  # pyrefly: ignore[bad-argument-type]
+            request_deserializer=request.FromString,
+            response_serializer=serialize,
         )
 
     admin = {
@@ -961,7 +996,7 @@ def half_away() -> Iterator[str]:
     cluster = {
         "ListShards": unary(list_half, cluster_pb2.ListShardsRequest),
         "CheckShard": grpc.unary_stream_rpc_method_handler(
-            check_half,
+            check_half,  # pyrefly: ignore[bad-argument-type]
             request_deserializer=cluster_pb2.CheckShardRequest.FromString,
             response_serializer=cluster_pb2.CheckShardResponse.SerializeToString,
         ),
@@ -1086,14 +1121,14 @@ def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
         ),
         (["enqueue", "a", "q", "k", "--while-live"], 2, "it needs a --dedup-key, and none is given"),
         (["enqueue", "a", "q", "k", "--dedup-key", "x", "--while-live", "--dedup-window", "1d"], 2, "not both"),
-        (["enqueue", "a", "q", "k", "--max-attempts", "0"], 2, "0 is too small: it must be at least 1"),
+        (["enqueue", "a", "q", "k", "--max-attempts", "0"], 2, "0 is out of range: it must be 1 to 1000"),
         (["enqueue", "a", "q", "k", "--priority", "high"], 2, "'high' is not a whole number"),
         (["enqueue", "a", "q", "k", "--retry", "1s..1h,2"], 2, "is not a retry policy"),
         (["enqueue", "a", "q", "k", "--id", "7"], 2, "'7' is not a job id"),
         (["enqueue", "a", "two words", "k"], 2, "QUEUE: must be 1 to 128 of"),
         (["enqueue", "a", "two words", "k"], 2, ", not 'two words'"),
         (["enqueue", "a", "q", "k", "--delay", "9999d"], 2, "--delay: must be 0 s to 3,650 days, not 9,999 days"),
-        (["enqueue", "a", "q", "k", "--max-attempts", "1001"], 2, "1001 is too large: it must be at most 1000"),
+        (["enqueue", "a", "q", "k", "--max-attempts", "1001"], 2, "1001 is out of range: it must be 1 to 1000"),
         (["dequeue", "a", "q", "--window", "1ms"], 2, "--window: must be 100 ms to 12 h, not 1 ms"),
         (["ack", "a", "not/a lease!"], 2, "'not/a lease!' is not a lease"),
         (["ack", "a", "AAAA"], 2, "LEASE number 1: "),
@@ -1120,7 +1155,7 @@ def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
         (["up", "--listen", "7419"], 2, "must be HOST:PORT"),
         (["up", "--ephemeral", "--data", "/x"], 2, "keeps no data"),
         (["up", "--data", "/etc/passwd"], 2, "'/etc/passwd' is a file"),
-        (["up", "--shards", "99"], 2, "99 is too large: it must be at most 16"),
+        (["up", "--shards", "99"], 2, "99 is out of range: it must be 1 to 16"),
         (["stats", "a", "--token-file", "f"], 2, "before the command: windrow --token-file … stats …"),
         (["jobs", "list", "a", "--profile=p"], 2, "before the command: windrow --profile … jobs list …"),
         (["jobs", "--token-file", "f", "list", "a"], 2, "before the command: windrow --token-file … jobs …"),
@@ -1130,6 +1165,13 @@ def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
         (["jobs", "cancel", "a", "--dry-run"], 2, "neither job ids nor conditions are given"),
         (["jobs", "cancel", "a", "--state", "ready"], 2, "neither job ids nor conditions are given"),
         (["jobs", "redrive", "a", ID_OF_NONE, "--queue", "q"], 2, "job ids and conditions are both given"),
+        (["workflows", "retry", "a", "foo"], 2, "Invalid value for 'ID': 'foo' is not the id of a workflow: those are"),
+        (
+            ["workflows", "retry", "a", ID_OF_NONE, "--new-id", "x"],
+            2,
+            "Invalid value for '--new-id': 'x' is not the id",
+        ),
+        (["workflows", "start", "--id", "x", "a"], 2, "Invalid value for '--id': 'x' is not the id of a workflow"),
         (["stat"], 2, "Did you mean 'stats'"),
         (["get", "a", "x"], 2, "No such command 'get'. Did you mean `windrow jobs get`?"),
         (["dead", "a"], 2, "No such command 'dead'. Did you mean `windrow jobs list ORG --state dead`?"),
@@ -1165,6 +1207,32 @@ def test_a_dequeue_says_what_keeps_a_queue_from_giving_jobs(windrow: Windrow) ->
     windrow("queues", "resume", "resting", "mail")
     assert windrow("dequeue", "resting", "mail", "--ack").code == 0
     assert windrow("dequeue", "resting", "mail").err == "nothing is due in mail\n"
+
+
+def test_a_dequeue_says_what_holds_the_jobs_that_are_ready(windrow: Windrow) -> None:
+    def told(queue: str) -> str:
+        """Returns what a dequeue says while the queue has one more job."""
+        assert windrow("enqueue", "held", queue, "k").code == 0
+        return windrow("dequeue", "held", queue).err
+
+    # Routers know a limit or a quarantine a few seconds later.
+    assert windrow("limits", "set", "--org", "held", "--queue", "few", "--in-flight", "1").code == 0
+    few = (
+        "nothing is due in few: queue 'few' may have 1 job leased at a time, and has 1: one must end first "
+        "(windrow queues why held few says more)\n"
+    )
+    until(lambda: told("few") == few, "a dequeue names the limit in flight")
+
+    assert windrow("limits", "set", "--org", "held", "--queue", "slow", "--starts", "1", "--per", "1h").code == 0
+    slow = "nothing is due in slow: queue 'slow' may have 1 start per 60 min, and 1 is in use; the next job starts in "
+    until(lambda: told("slow").startswith(slow), "a dequeue names the limit of starts")
+
+    assert windrow("enqueue", "held", "bad", "k").code == 0
+    assert windrow("queues", "quarantine", "held", "bad", "k").code == 0
+    until(lambda: "bad: kind 'k' is quarantined since " in told("bad"), "a dequeue names the quarantine")
+    for queue in ("few", "slow"):
+        measure = "--in-flight" if queue == "few" else "--starts"
+        assert windrow("limits", "clear", "--org", "held", "--queue", queue, measure).code == 0
 
 
 def test_an_expiry_that_has_passed_is_no_fault_of_a_job_that_is_sent_again(windrow: Windrow) -> None:

@@ -124,7 +124,7 @@ async def test_the_pair_of_run_at_and_attempt_is_higher_for_each_lease(client: C
         assert await client.alter_jobs([job.id], run_at=past) == [Answer.OK]
 
     async def expire(_: Job) -> None:
-        """The next dequeue waits for it."""
+        """Does nothing: the next dequeue waits until the lease has expired."""
 
     ends: list[Callable[[Job], Awaitable[object]]] = [
         *(client.release, partial(client.snooze, after=0), partial(client.nack, retry_after=0)),
@@ -614,6 +614,8 @@ async def test_jobs_that_meet_conditions_are_changed_in_steps_and_a_repeated_cal
     later: dict[str, Any] = {"priority": 9, "run_at": datetime.now(UTC) + 2 * HOUR}
     tried = await client.alter_where(where, **later, dry_run=True)
     assert (tried.found, tried.changed, [job.id for job in tried.first]) == (6, 0, odd[:0:-1])
+    # Records of jobs have whole stacks: printing the answer shows the numbers.
+    assert repr(tried) == "BulkChange(found=6, changed=0, skipped=0)"
     steps: list[BulkChange] = []
 
     def interrupt(so_far: BulkChange) -> None:
@@ -766,7 +768,7 @@ async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str, c
     examples = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     # test_readme.py runs the others: they are about workers, and need nothing to do.
     enqueue, many, grouped, plain, cancel, keyed, admin, _schedules, workflow, *rest = examples
-    work, _middleware, _batch, stop, _timeout, _process, _tests, relay, traced = rest
+    work, _all_orgs, _middleware, _batch, stop, _timeout, _process, _tests, relay, traced = rest
     environ = os.environ | {
         "WINDROW_ADDRESS": cluster.address,
         "PYTHONUNBUFFERED": "1",

@@ -35,8 +35,8 @@ SECTION = PAGE.partition("\n## Failover\n")[2].partition("\n## ")[0]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PASSWORD = "of-this-test"
 INITDB_S_MAX = 120.0
-# These programs work on the data directory and refuse to run as root.
-OF_THE_SERVER = ("pg_basebackup", "pg_ctl", "pg_rewind")
+# These programs work on folders of the server's account, and those of Postgres refuse to run as root.
+OF_THE_SERVER = ("pg_basebackup", "pg_ctl", "pg_rewind", "mkdir")
 # Ids of acknowledged jobs: org-1 lives on s2, org-2 on s1.
 ENQUEUE = "for number in 1 2; do windrow enqueue org-$number mail greet; done"
 AS_ACCOUNT = """#!{python}
@@ -100,7 +100,7 @@ def search_path(folder: Path, programs: Path, account: Account | None) -> str:
     """Returns a PATH where a shell finds the server's programs, wrapped so that they run as the server's account."""
     if account is not None:
         for name in OF_THE_SERVER:
-            program = str(programs / name)
+            program = shutil.which(name, path=os.pathsep.join((str(programs), environ()["PATH"])))
             text = AS_ACCOUNT.format(python=sys.executable, gid=account.gid, uid=account.uid, program=program)
             (folder / name).write_text(text)
             (folder / name).chmod(0o700)

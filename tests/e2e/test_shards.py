@@ -208,6 +208,26 @@ async def test_a_drain_waits_until_nothing_is_left_and_tells_what_the_shard_is_n
     assert document["knows_ids_until"] < document["knows_dedup_keys_until"]
 
 
+async def test_a_drain_ends_when_only_orgs_are_left_that_are_pinned_to_the_shard(field: Field) -> None:
+    field.write(s1={})
+    field.write(s1=BUT_A_PART, s2={})
+    for org in ("acme", "shop"):
+        assert (await windrow(field, "shards", "pin", org, "--to", "s2")).code == 0
+    assert (await windrow(field, "balancer", "--once")).code == 0
+    field.write(s1={}, s2={"state": "draining"})
+    assert (await windrow(field, "balancer", "--once")).code == 0
+    assert await field.slots() == {"s1": SLOTS}
+    done = await windrow(field, "shards", "drain", "s2")
+    assert (done.code, done.out) == (1, "")
+    assert "shard 's2' still holds 2 orgs that cannot move. Pin each to another shard " in done.err
+    assert "or unpin it (windrow shards unpin ORG)" in done.err
+    assert "org 'acme' stays on shard 's2': shard 's2' is draining, and so takes no orgs" in done.err
+    for org in ("acme", "shop"):
+        assert (await windrow(field, "shards", "unpin", org)).code == 0
+    async with balanced(field):
+        assert (await windrow(field, "shards", "drain", "s2")).code == 0
+
+
 async def test_a_drained_shard_is_forgotten_when_it_can_know_nothing_any_more_or_by_force(field: Field) -> None:
     field.write(s1=BUT_A_PART, s2={})
     assert (await windrow(field, "balancer", "--once")).code == 0

@@ -40,7 +40,7 @@ async def test_a_short_run_under_faults_keeps_every_invariant(tmp_path: Path) ->
     # The run had load, from every kind of client.
     assert len(told.evidence.rows) > 200
     clients = {call.client.partition(".")[0] for call in told.evidence.history.calls}
-    assert clients == {"producer-1", "worker-1-consumer", "worker-2-poller"}
+    assert clients == {"operator", "producer-1", "worker-1-consumer", "worker-2-poller"}
     report.write(tmp_path, order, told, [], environment())
     timeline.draw(tmp_path, told, said.append)
     assert {"report.json", "report.md", "timeline.png", "clients.log", "balancer-1.log", "histories"} <= set(

@@ -250,7 +250,7 @@ async def test_a_job_whose_hand_over_was_cut_at_the_commit_comes_to_somebody_soo
     luck = luck_of(f"handover {moment}")
     async with open_proxy_before(fresh_dsn) as proxy:
         config = write_cluster(
-            # No sweep comes: what comes at all was told of.
+            # No sweep comes: so a job that comes at all was found by a notification.
             tmp_path / "cluster.toml",
             {SHARD: through(fresh_dsn, proxy)},
             name=CLUSTER,

@@ -40,7 +40,7 @@ ORGS_A_SHARD = 2
 BATCH, PAUSE_S = 20, 0.1
 # How many more jobs each org has after a kill.
 AFTER = 10 * BATCH
-# Jobs that race for so many names, and how many tasks send them.
+# Jobs that race for this many names, and how many tasks send them.
 RACING, NAMES, RACERS = trials(1500, thorough=10_000), 100, 16
 _numbers = itertools.count(1)
 _T = TypeVar("_T")
@@ -203,6 +203,7 @@ def replace(path: Path, text: str) -> None:
     other.replace(path)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("kill", [kill_consumer, kill_router, kill_postgres, freeze_postgres, rewrite_cluster_file])
 async def test_a_kill_loses_nothing_and_doubles_nothing(
     cluster: LocalCluster, tmp_path: Path, kill: Callable[[Load], Awaitable[None]]

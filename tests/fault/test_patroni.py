@@ -54,7 +54,14 @@ class Cluster:
             while True:
                 org = f"org-{next(_numbers)}"
                 request = admin_pb2.CreateQueueRequest(org=org, queue="load")
-                if both.admin.CreateQueue(request, timeout=PATIENCE_S).queue.shard == shard:
+                try:
+                    found = both.admin.CreateQueue(request, timeout=PATIENCE_S).queue.shard
+                except grpc.RpcError as error:
+                    # A router that has just started may not have reached the shard yet.
+                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                        raise
+                    continue
+                if found == shard:
                     return org
 
     def enqueue(self, org: str, *, timeout_s: float = _LOOK_S) -> None:
@@ -169,6 +176,10 @@ async def test_a_primary_whose_patroni_was_killed_is_left_once_it_is_replaced(cl
         old.start()
         await until(lambda: asyncio.to_thread(old.is_, "leader"), "it leads again", every_s=0.2)
         assert not cluster.watched.has_leader(other_than=old)
+        # In its first cycle Patroni may name the synchronous standby anew. Until it has, nobody may be promoted.
+        first_s = old.dcs_last_seen()
+        await until(lambda: asyncio.to_thread(lambda: old.dcs_last_seen() > first_s), "its next cycle", every_s=0.2)
+        await whole(cluster.watched)
         began_s = time.monotonic()
         old.patroni.kill()
         await replaced(cluster.watched, old)

@@ -92,11 +92,11 @@ async def test_a_kind_that_kills_its_workers_is_quarantined_and_the_pool_goes_on
                 await until(lambda: all_done(ids), "the pool runs on")
                 await until(is_set_aside, "no worker has any of the kind")
 
-            # The other router process may not have heard of it yet when these come.
+            # The other router process may not have heard of the quarantine yet when these come.
             await more()
             deaths = workers.deaths
             before = {one: job.attempt for one, job in (await client.get_jobs(poisoned)).items()}
-            # From now on workers that wait are not handed any.
+            # From now on no such job is handed over to waiting workers.
             await more()
             await more()
             after = await client.get_jobs(poisoned)
@@ -105,7 +105,7 @@ async def test_a_kind_that_kills_its_workers_is_quarantined_and_the_pool_goes_on
             assert {job.state for job in after.values()} == {windrow.JobState.READY}
             why = await client.explain_job(poisoned[-1])
             assert why.causes[0].name == "quarantine"
-        # Workers are deployed that bear it.
+        # Workers that survive such jobs are deployed.
         async with workers.running(cluster.address, ORG, "mended"):
             assert await client.release_kind(QUEUE, POISON)
             await until(lambda: all_done(poisoned), "the released jobs are done")

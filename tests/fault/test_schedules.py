@@ -91,6 +91,7 @@ async def patiently(call: Callable[[], Awaitable[object]]) -> object:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kill", [kill_routers, kill_postgres, freeze_postgres])
 async def test_a_kill_loses_no_run_and_doubles_none(
     cluster: LocalCluster, kill: Callable[[LocalCluster], Awaitable[None]]

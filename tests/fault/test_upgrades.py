@@ -32,7 +32,7 @@ from tests.postgres import EMPTY, Server
 from tests.routers import CHECKOUT, PATIENCE_S, first_line, reserved_address, stubs, until, write_cluster
 
 PER_SECOND = 200
-# Nothing is replaced until the load of so many seconds is stored, for comparison.
+# Nothing is replaced until the load of this many seconds is stored, for comparison.
 CALM_S = 2.0
 # What a router and a client are made of.
 _PARTS = ("router", "shard", "clients/python/windrow")
@@ -99,7 +99,9 @@ def earlier(tmp_path: Path) -> Release:
     before the first release they were still edited."""
     ours = schema.migrations()
     newest = f"{_MIGRATIONS}/{ours[-1].number:04}_{ours[-1].name}.sql"
-    added = _git("log", "--diff-filter=A", "--format=%H", "-1", "--", newest).decode().strip()
+    # A merge may have added it, too.
+    log = ("log", "--first-parent", "-m", "--diff-filter=A", "--format=%H", "-1", "--", newest)
+    added = _git(*log).decode().strip()
     if not added:
         pytest.skip("the newest migration is in no commit yet, or the clone is shallow")
     folder = tmp_path / "earlier"

@@ -48,6 +48,7 @@ def random_flow() -> windrow.Workflow:
     return flow
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kill", [kill_routers, kill_postgres, freeze_postgres])
 async def test_a_kill_strands_no_node_and_doubles_no_callback(
     cluster: LocalCluster, kill: Callable[[LocalCluster], Awaitable[None]]

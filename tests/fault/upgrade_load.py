@@ -86,7 +86,7 @@ async def main(org: str, log: Path, per_second: float, addresses: list[str]) -> 
                     producing.create_task(produce(client, number))
             all_stored.set()
             look()
-            # What never runs is told by the log.
+            # If jobs never run, the log shows it.
             await asyncio.wait([asyncio.create_task(all_ran.wait())], timeout=_LINGER_S_MAX)
             all_ran.set()
             await asyncio.gather(*workers)

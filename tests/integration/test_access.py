@@ -1,8 +1,9 @@
-"""Who may call what, over gRPC: every method of the contract, and every way to be refused (tests/access.py). What is
-refused changes no row."""
+"""Who may call what, over gRPC: every method of the contract, and every way to be refused (tests/access.py). A refused
+call changes no row."""
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -35,7 +36,7 @@ from tests.access import (
 )
 from tests.issuers import jwks, jwt_table, put, signing_key
 from tests.postgres import Server
-from tests.routers import PATIENCE_S, running_routers, write_cluster
+from tests.routers import CHECKOUT, PATIENCE_S, running_routers, write_cluster
 from tests.streams import start
 from windrow.v1 import admin_pb2, queue_pb2, schedules_pb2, workflows_pb2
 
@@ -66,6 +67,17 @@ def owned(secured: Secured, channel: grpc.Channel) -> Target:
 
 def test_every_method_has_a_request_here() -> None:
     assert REQUESTS.keys() == METHODS.keys()
+
+
+def test_security_md_names_every_method_beside_its_scope() -> None:
+    table = re.findall(r"^\| (?:`(\w+)`|any) \| (.+) \|$", (CHECKOUT / "SECURITY.md").read_text(), re.MULTILINE)
+    told = {scope: re.findall(r"\b[A-Z]\w+\b", names.partition(", and ")[0]) for scope, names in table}
+    for method in METHODS:
+        service, name = method.split("/")
+        if service.startswith("windrow.v1."):
+            scope = scope_of(method)
+            assert name in told["" if scope is None else scope.value], f"{method} is not in the row of {scope}"
+            assert sum(name in names for names in told.values()) == 1, f"{method} is in several rows"
 
 
 @pytest.mark.parametrize("way", [*WAYS, *OF_JWT], ids=lambda way: way.what)
@@ -120,7 +132,7 @@ NAMING: dict[str, Callable[[Target], Message]] = {
             *("Schedules/DeleteSchedule", "Schedules/PauseSchedule", "Schedules/ResumeSchedule"),
             *("Schedules/TriggerSchedule", "Schedules/BackfillSchedule", "Schedules/PreviewSchedule"),
             *("Workflows/GetWorkflow", "Workflows/CancelWorkflow", "Workflows/PauseWorkflow", "Workflows/SkipNode"),
-            *("Workflows/ResumeWorkflow", "Workflows/ListParents", "Workflows/RetryWorkflow"),
+            *("Workflows/ResumeWorkflow", "Workflows/ListParents", "Workflows/RetryWorkflow", "Workflows/AddNodes"),
         )
     },
     "Queue/Consume": lambda it: queue_pb2.ConsumeRequest(
@@ -169,6 +181,7 @@ def test_what_is_another_orgs_is_answered_as_what_does_not_exist(
     nobodys = Target(
         org=org,
         lease=owned.lease[:-16] + secrets.token_bytes(16),
+        node_lease=owned.node_lease[:-16] + secrets.token_bytes(16),
         page_token=owned.page_token,
         queue_page_token=owned.queue_page_token,
         node_page_token=owned.node_page_token,
@@ -236,7 +249,7 @@ def test_only_a_key_for_all_orgs_with_the_scopes_read_and_cluster_may_scale_by_a
     del metadata["org"]
     for all_orgs in ("true", None):
         if all_orgs is None:
-            # Whoever forgets the org is not told about all of them.
+            # A request that forgets the org is not answered about all orgs.
             del metadata["allOrgs"]
         else:
             metadata["allOrgs"] = all_orgs

@@ -135,7 +135,7 @@ class Sink(metrics_service_pb2_grpc.MetricsServiceServicer):
     def __init__(self) -> None:
         self.numbers: dict[tuple[str, str], float] = {}
 
-    def Export(  # noqa: N802 - as the service calls it
+    def Export(  # noqa: N802 - as the service calls it  # pyrefly: ignore[bad-override]
         self, request: metrics_service_pb2.ExportMetricsServiceRequest, context: grpc.ServicerContext
     ) -> metrics_service_pb2.ExportMetricsServiceResponse:
         del context

@@ -69,7 +69,7 @@ class Audited:
             return cursor.fetchall() if cursor.description else []
 
     def ended(self, org: str, many: int = 1) -> list[tuple[Any, ...]]:
-        """Returns (method, outcome, counts, request) of the org's changes, the oldest first, when so many have
+        """Returns (method, outcome, counts, request) of the org's changes, the oldest first, when this many have
         ended."""
         found: list[tuple[Any, ...]] = []
 

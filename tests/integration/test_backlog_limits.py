@@ -11,7 +11,8 @@ import grpc
 import psycopg
 import pytest
 
-from tests.command import windrow
+import windrow
+from tests.command import windrow as command
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
 from tests.streams import QUEUE, Client, acks, client, detail, new_job, retry_after_s
@@ -147,6 +148,33 @@ async def test_a_queues_limit_is_its_own_and_a_repeat_is_no_new_job(cluster: Clu
     await near.enqueue(org, *(new_job(queue=OTHER) for _ in range(5)))
 
 
+async def test_the_jobs_of_workflows_count_until_they_have_ended(cluster: Cluster, near: Client) -> None:
+    org = await near.org_on("s1")
+    await limit(cluster, near, org, 5)
+    # One connection: all calls reach the same process.
+    async with (
+        windrow.Client(cluster.near.address, org=org, timeout=PATIENCE_S) as client,
+        windrow.Client(cluster.near.address, org=org, timeout=3) as hurried,
+    ):
+        for _ in range(3):
+            flow = windrow.Workflow()
+            flow.job(QUEUE, "k", name="list")
+            # It waits until the jobs of the round before are counted as ended.
+            await client.start(flow)
+            (job,) = await client.dequeue(QUEUE)
+            nodes = windrow.Nodes()
+            for at in range(4):
+                nodes.job(QUEUE, "k", name=f"page {at}")
+            await client.add_nodes(job, nodes)
+            # Nodes that were added before cost nothing.
+            nodes.job(QUEUE, "k", name="one too many")
+            with pytest.raises(windrow.ResourceExhausted, match="the call has 1;"):
+                await hurried.add_nodes(job, nodes)
+            for one in [job, *await client.dequeue(QUEUE, max_jobs=10)]:
+                await client.ack(one)
+    assert cluster.stored(org) == 0
+
+
 async def test_an_independent_call_stores_what_fits(cluster: Cluster, near: Client) -> None:
     org = await near.org_on("s1")
     await limit(cluster, near, org, 3)
@@ -189,18 +217,18 @@ async def test_each_process_lets_through_no_more_than_the_limit_beyond_what_it_k
 
 def test_the_command_sets_lists_and_clears(cluster: Cluster) -> None:
     at = ("--address", cluster.near.address)
-    done = windrow("limits", "set", "--org", "hoarder", "--backlog", "1000", *at)
+    done = command("limits", "set", "--org", "hoarder", "--backlog", "1000", *at)
     assert (done.code, done.out) == (0, "org hoarder: 1,000 jobs of backlog\n")
-    done = windrow("limits", "set", "--org", "hoarder", "--queue", QUEUE, "--backlog-bytes", "5000", *at)
+    done = command("limits", "set", "--org", "hoarder", "--queue", QUEUE, "--backlog-bytes", "5000", *at)
     assert (done.code, done.out) == (0, "org hoarder, queue mail: 5,000 bytes of backlog\n")
-    listed = windrow("limits", "list", "--org", "hoarder", "--json", *at).documents
+    listed = command("limits", "list", "--org", "hoarder", "--json", *at).documents
     assert [(one["measure"], one["amount"], one["interval_s"]) for one in listed] == [
         ("backlog", 1000, None),
         ("backlog_bytes", 5000, None),
     ]
-    refused = windrow("limits", "set", "--org", "hoarder", "--backlog", "5", "--per", "1s", *at)
+    refused = command("limits", "set", "--org", "hoarder", "--backlog", "5", "--per", "1s", *at)
     assert (refused.code, refused.out) == (2, "")
     assert "--per" in refused.err
-    assert windrow("limits", "clear", "--org", "hoarder", "--backlog", *at).code == 0
-    assert windrow("limits", "clear", "--org", "hoarder", "--queue", QUEUE, "--backlog-bytes", *at).code == 0
-    assert windrow("limits", "list", "--org", "hoarder", "--json", *at).documents == []
+    assert command("limits", "clear", "--org", "hoarder", "--backlog", *at).code == 0
+    assert command("limits", "clear", "--org", "hoarder", "--queue", QUEUE, "--backlog-bytes", *at).code == 0
+    assert command("limits", "list", "--org", "hoarder", "--json", *at).documents == []

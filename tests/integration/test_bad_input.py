@@ -680,6 +680,7 @@ def workflow_cases() -> Iterator[Bad]:
     node = {"name": "first", "job": job}
     requests: dict[str, tuple[type[Message], dict[str, Any]]] = {
         "StartWorkflow": (workflows_pb2.StartWorkflowRequest, {**good, "nodes": [node]}),
+        "AddNodes": (workflows_pb2.AddNodesRequest, {**good, "lease": LEASE, "nodes": [node]}),
         "GetWorkflow": (workflows_pb2.GetWorkflowRequest, good),
         "ListNodes": (workflows_pb2.ListNodesRequest, good),
         "ListWorkflows": (workflows_pb2.ListWorkflowsRequest, {"org": ORG}),
@@ -702,6 +703,8 @@ def workflow_cases() -> Iterator[Bad]:
             yield from of(rpc, "id", IDS)
     yield from of("StartWorkflow", "name", texts)
     yield from of("StartWorkflow", "nodes", {"empty": []})
+    yield from of("AddNodes", "nodes", {"empty": []})
+    yield from of("AddNodes", "lease", LEASES)
     yield from of("SkipNode", "node", {"empty": "", **texts})
     yield from of("RetryWorkflow", "new_id", IDS)
     yield from of("CancelWorkflow", "reason", {"too long": "x" * 1025, "with NUL": "a\0b"})
@@ -735,6 +738,9 @@ def workflow_cases() -> Iterator[Bad]:
     }
     for path, bad in nodes.items():
         yield Bad("StartWorkflow", path, "bad", make(**{**fields, "nodes": [bad]}))
+    adds, added = requests["AddNodes"]
+    for path, bad in {**nodes, "nodes[0].callback": {**node, "callback": 1}}.items():
+        yield Bad("AddNodes", path, "bad", adds(**{**added, "nodes": [bad]}))
     yield Bad(
         "StartWorkflow",
         "id",

@@ -415,7 +415,8 @@ def test_an_org_on_two_shards_has_its_jobs_in_the_order_of_priority_on_each_of_t
 
 
 def test_a_waiting_consumer_gets_jobs_that_arrive_by_a_move(cluster: Cluster, thread: ThreadPoolExecutor) -> None:
-    org, job = cluster.org(), new_job(delay=Duration(seconds=1))
+    # Not due before the move, however slow the machine is.
+    org, job = cluster.org(), new_job(delay=Duration(seconds=5))
     move = cluster.begin(org)
     waiting = thread.submit(dequeue, cluster.near, org, wait_s=60)
     enqueue(cluster.far, org, job)

@@ -312,6 +312,10 @@ async def test_an_org_that_others_are_served_before_is_told_so(near: Client, que
         (share,) = [cause.fair_share for cause in answer.causes if cause.HasField("fair_share")]
         assert share.weight == 1
         assert share.ahead.ToTimedelta().total_seconds() > 0
+        # A paused queue has no part in the sharing.
+        await near.admin.PauseQueue(admin_pb2.PauseQueueRequest(org=org, queue=queue), timeout=PATIENCE_S)
+        answer = await near.admin.ExplainQueue(request, timeout=PATIENCE_S)
+        assert [cause.WhichOneof("cause") for cause in answer.causes][:2] == ["paused", "backlog"]
 
 
 async def test_a_stream_of_all_orgs_is_told_of_a_cancelled_job(near: Client, far: Client, queue: str) -> None:

@@ -609,8 +609,10 @@ async def test_a_job_that_waits_for_its_group_says_for_which_job(scene: Scene) -
     assert group.HasField("until")
     assert (group.ahead, group.at_least) == (1, False)
     sentence = str(read_causes((await scene.why(jobs[2])).causes)[0])
-    assert sentence.startswith(f"waits for group 'g': 1 of 1 leased: job {jobs[0]} by worker 'w1' until ")
-    assert sentence.endswith(", and 1 job before it")
+    assert sentence.startswith(
+        f"waits for group 'g', of which 1 job may run at a time: worker 'w1' has job {jobs[0]} until "
+    )
+    assert sentence.endswith("; 1 job before it")
     waiting = (await scene.why_queue()).causes
     assert names(waiting) == ["group_backlog", "in_flight"]
     assert (waiting[0].group_backlog.jobs, waiting[0].group_backlog.at_least) == (2, False)

@@ -32,7 +32,7 @@ from archiver.export_search import ExportFilter, find
 from archiver.object_store import Files
 from archiver.run import Pass
 from shard.admin.queue_admin import QueueAdmin
-from shard.history import cold_day, erasure
+from shard.history import erasure, export_reader
 from shard.history.days import Day, NotExported, days_over, days_past, drop, turn_cold
 from shard.postgres import partitions
 from shard.postgres.pool import Database
@@ -289,7 +289,7 @@ async def test_every_column_of_a_cold_job_is_exported(fresh_database: Database) 
 async def test_orgs_and_ids_come_in_their_order_however_many_pages_it_takes(
     fresh_database: Database, monkeypatch: pytest.MonkeyPatch, files: Files
 ) -> None:
-    monkeypatch.setattr(cold_day, "_ROWS", 4)
+    monkeypatch.setattr(export_reader, "_ROWS", 4)
     orgs = [OrgId(name) for name in ("zebra", "Äther", "acme", "Zebra")]
     for org, count in zip(orgs, (9, 1, 3, 2), strict=True):
         await finish(fresh_database, org, count)
@@ -307,10 +307,10 @@ async def test_orgs_and_ids_come_in_their_order_however_many_pages_it_takes(
 async def test_a_page_ends_before_it_fills_the_memory(
     fresh_database: Database, org: OrgId, monkeypatch: pytest.MonkeyPatch, files: Files
 ) -> None:
-    monkeypatch.setattr(cold_day, "_BYTES", 3 * 1024)
+    monkeypatch.setattr(export_reader, "_BYTES", 3 * 1024)
     day = await make_cold_day(fresh_database, org, jobs=10)
-    orgs = await cold_day.count(fresh_database, day)
-    assert [len(page[0]) async for page in cold_day.pages(fresh_database, day, orgs)] == [3, 3, 3, 1]
+    orgs = await export_reader.count(fresh_database, day)
+    assert [len(page[0]) async for page in export_reader.pages(fresh_database, day, orgs)] == [3, 3, 3, 1]
     assert (await run_export(files, fresh_database, day)).jobs == 10
 
 

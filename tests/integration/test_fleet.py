@@ -18,12 +18,12 @@ from embedded import Cluster as Server
 from router.buffer import Buffer
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
-from shard.errors import Misconfigured, ShardUnavailable
+from shard.errors import Misconfigured, ShardUnavailable, UnknownQueue
 from shard.placement import catalog
 from shard.placement.cluster_file import Cluster, parse_cluster
 from shard.placement.slots import SLOTS, slot_of
 from shard.postgres.pool import Database
-from shard.vocabulary import OrgId, ShardName
+from shard.vocabulary import OrgId, QueueName, ShardName
 from tests.jobs import lease_jobs, some_jobs
 from tests.postgres import EMPTY, frozen
 from tests.postgres import Server as Postgres
@@ -273,6 +273,30 @@ async def test_a_new_database_is_given_no_slot_that_has_left_the_shard_and_told_
             owned = {number for (number,) in connection.execute("SELECT slot FROM windrow.owned_slot")}
         assert (len(owned), slot in owned, SLOTS in owned) == (8192, False, True)
         await store(fleet, pinned)
+
+
+async def test_what_is_not_found_where_an_org_was_is_looked_for_where_it_has_moved_meanwhile(dsns: list[str]) -> None:
+    first, second, _ = dsns
+    asked: list[ShardName] = []
+    async with opened(two(first, second)) as fleet:
+        await up(fleet)
+        org = org_on(fleet, S1)
+
+        async def look(member: ShardHandle) -> None:
+            asked.append(member.name)
+            if asked == [S1]:
+                with psycopg.connect(first) as connection:
+                    connection.execute("UPDATE windrow.catalog SET epoch = 2")
+                    connection.execute(
+                        "UPDATE windrow.placement SET writes = '{s2}', reads = '{s2}', epoch = 2, changed = 2 "
+                        "WHERE slot = %s",
+                        [slot_of(org)],
+                    )
+            raise UnknownQueue(org, QueueName("mail"))
+
+        with pytest.raises(UnknownQueue):
+            await fleet.read(org, look)
+    assert asked == [S1, S2]
 
 
 async def test_no_cluster_is_founded_beside_a_shard_of_another(dsns: list[str]) -> None:

@@ -36,7 +36,7 @@ async def pair(fresh_dsn: str, spare_dsn: str) -> AsyncGenerator[Pair, None]:
 
 @pytest.fixture
 async def databases(module_dsn: str) -> AsyncGenerator[list[Database], None]:
-    """Those of two routers."""
+    """The databases of two routers."""
     opened = [Database(SHARD, module_dsn, connections=4) for _ in range(2)]
     for database in opened:
         await database.open()
@@ -124,6 +124,40 @@ async def test_nothing_of_a_group_runs_while_its_first_job_backs_off(store: Stor
     ((_, lease),) = await leased(store, org)
     await store.settle(Settlement.nack(org, [Nack(lease=lease, retry_after_us=HOUR_US)]))
     assert await leased(store, org) == []
+
+
+async def test_where_several_jobs_of_a_group_may_run_one_that_backs_off_gives_its_slot_up(
+    store: Store, books: QueueAdmin, database: Database, org: OrgId
+) -> None:
+    jobs = await enqueue(store, org, 5)
+    await allow(books, org, 2)
+    ways: list[Callable[[Lease], Settlement]] = [
+        lambda lease: Settlement.nack(org, [Nack(lease=lease, retry_after_us=HOUR_US)]),
+        lambda lease: Settlement.snooze(org, [Snooze(lease, HOUR_US)]),
+    ]
+    rung: list[set[QueueId]] = []
+    store.on_visible = rung.append
+    for (_, lease), back in zip(await leased(store, org), ways, strict=True):
+        assert await store.settle(back(lease)) == [Answer.OK]
+    assert len(rung) == 2
+    held = await leased(store, org)
+    assert names(held) == jobs[2:4]
+    # When they are due, they wait for slots behind the jobs that wait.
+    await make_due(database, org)
+    assert await leased(store, org) == []
+    await ack(store, org, held[0][1])
+    last = await leased(store, org)
+    assert names(last) == jobs[4:]
+    await ack(store, org, held[1][1], last[0][1])
+    assert names(await leased(store, org)) == jobs[:2]
+
+
+async def test_a_job_that_is_given_back_at_once_keeps_its_slot(store: Store, books: QueueAdmin, org: OrgId) -> None:
+    jobs = await enqueue(store, org, 4)
+    await allow(books, org, 2)
+    for _, lease in await leased(store, org):
+        assert await store.settle(Settlement.release(org, [lease])) == [Answer.OK]
+    assert names(await leased(store, org)) == jobs[:2]
 
 
 async def test_a_lease_that_ended_unnoticed_keeps_its_slot(store: Store, database: Database, org: OrgId) -> None:
@@ -434,7 +468,8 @@ async def test_never_more_than_k_are_leased_whatever_consumers_do(
                             case "ack":
                                 await store.settle(Settlement.ack(org, [lease]))
                             case "nack":
-                                await store.settle(Settlement.nack(org, [Nack(lease=lease, retry_after_us=0)]))
+                                after_us = random.choice([0, 1000])
+                                await store.settle(Settlement.nack(org, [Nack(lease=lease, retry_after_us=after_us)]))
                             case "release":
                                 await store.settle(Settlement.release(org, [lease]))
                             case "die":
@@ -530,7 +565,7 @@ async def test_a_group_goes_on_after_its_last_lease_ended_on_the_source(pair: Pa
 
 
 async def until_there(database: Database, jobs: int) -> None:
-    """Waits until so many jobs of groups have arrived."""
+    """Waits until this many jobs of groups have arrived."""
     found = 0
     while found < jobs:
         ((found,),) = await database.run(b"SELECT count(*) FROM windrow.job WHERE group_key IS NOT NULL", {})

@@ -106,7 +106,7 @@ class Work:
 
 
 async def work(streams: Sequence[Stream], jobs: int) -> Work:
-    """Returns once the consumers have done so many jobs."""
+    """Returns once the consumers have done this many jobs."""
     doing = Work()
     tasks = [asyncio.create_task(doing.run(stream)) for stream in streams]
     try:

@@ -16,7 +16,7 @@ from archiver.export_location import ExportLocation
 from archiver.export_search import ExportFilter, find
 from archiver.object_store import Files
 from shard.admin.job_pages import Wanted
-from shard.history import cold_day
+from shard.history import export_reader
 from shard.history.days import days_over, days_past, expire_waiting, retire_dead, turn_cold
 from shard.job_record import ANSWER_BYTES_MAX, NOT_REPEATED, JobRecord, as_new
 from shard.queue.settle import Nack, Settlement
@@ -122,9 +122,9 @@ async def test_no_field_of_a_job_is_lost_on_its_way(pair: Pair, org: OrgId, tmp_
     files = Files(ExportLocation.parse(str(tmp_path / "export")), make=True)
     await export.export_day(files, pair.databases[B], day, cluster=CLUSTER, stop=asyncio.Event())
     exported = {job["queue"]: job for job in find(files, ExportFilter(org=org, payloads=True))}
-    orgs = await cold_day.count(pair.databases[B], day)
-    pages = [page async for page in cold_day.pages(pair.databases[B], day, orgs)]
-    cold = [cold_day.ColdJob._make(job) for page in pages for job in zip(*page, strict=True)]
+    orgs = await export_reader.count(pair.databases[B], day)
+    pages = [page async for page in export_reader.pages(pair.databases[B], day, orgs)]
+    cold = [export_reader.ColdJob._make(job) for page in pages for job in zip(*page, strict=True)]
     assert len(cold) == len(exported) == len(jobs)
     for row in cold:
         assert set(JOB_CONTENT) <= set(row._fields)

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -104,26 +105,41 @@ def test_keys_that_cannot_be_had_are_no_fault_of_the_caller(dsn: str, tmp_path: 
         assert "there are no keys to verify tokens with" in routers.log.read_text()
 
 
-@pytest.mark.parametrize("answer", ["a page of a proxy", "an empty set", "an error", "a set without the key"])
-def test_a_url_that_answers_badly_refuses_nobody_whose_key_is_known(
-    dsn: str, tmp_path: Path, keys: KeyServer, answer: str
-) -> None:
-    with cluster(dsn, tmp_path, jwks_url=keys.url, refresh_seconds=10) as (routers, channel):
-        enqueue(channel, token(OLD))
-        keys.answer = {
-            "a page of a proxy": page(b"<!DOCTYPE html><title>Log in</title>", kind="text/html"),
-            "an empty set": page(b'{"keys": []}'),
-            "an error": page(b"", status=500),
-            "a set without the key": page(jwks(NEW)),
-        }[answer]
-        asked = keys.asked
-        until(lambda: keys.asked > asked, "the keys are fetched again")
-        until(lambda: keys.url in routers.log.read_text(), "the answer is logged")
-        # A new token of the same key: it is not remembered.
-        enqueue(channel, token(OLD, sub="worker-2"))
-        if answer == "a set without the key":
-            until(lambda: "no longer has 'old'" in routers.log.read_text(), "the key is dropped")
-            assert refused(channel, token(OLD))[0] == UNAUTHENTICATED
+ANSWERS = {
+    "a page of a proxy": page(b"<!DOCTYPE html><title>Log in</title>", kind="text/html"),
+    "an empty set": page(b'{"keys": []}'),
+    "an error": page(b"", status=500),
+    "a set without the key": page(jwks(NEW)),
+}
+
+
+def test_a_url_that_answers_badly_refuses_nobody_whose_key_is_known(dsn: str, tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        # A router asks again after 10 s. They all wait at the same time.
+        pool = stack.enter_context(ThreadPoolExecutor(len(ANSWERS)))
+        checks = list[Future[None]]()
+        for number, answer in enumerate(ANSWERS):
+            keys = stack.enter_context(key_server())
+            keys.answer = page(jwks(OLD))
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            routers, channel = stack.enter_context(cluster(dsn, folder, jwks_url=keys.url, refresh_seconds=10))
+            enqueue(channel, token(OLD))
+            checks.append(pool.submit(answer_badly, answer, keys, routers, channel))
+        for check in checks:
+            check.result()
+
+
+def answer_badly(answer: str, keys: KeyServer, routers: Routers, channel: grpc.Channel) -> None:
+    keys.answer = ANSWERS[answer]
+    asked = keys.asked
+    until(lambda: keys.asked > asked, f"the keys are fetched again: {answer}")
+    until(lambda: keys.url in routers.log.read_text(), f"the answer is logged: {answer}")
+    # A new token of the same key: it is not remembered.
+    enqueue(channel, token(OLD, sub="worker-2"))
+    if answer == "a set without the key":
+        until(lambda: "no longer has 'old'" in routers.log.read_text(), "the key is dropped")
+        assert refused(channel, token(OLD))[0] == UNAUTHENTICATED
 
 
 def test_a_new_key_of_the_issuer_is_fetched_when_its_first_token_comes(

@@ -30,7 +30,7 @@ from tests.jobs import job_id, job_message
 from tests.moves import begin_move
 from tests.postgres import Server, kill
 from tests.routers import PATIENCE_S, Routers, Stubs, detail, running_routers, stubs, until, write_cluster
-from windrow import Client, LimitMeasure, NewJob, ResourceExhausted
+from windrow import Batch, Client, LimitMeasure, NewJob, ResourceExhausted, uuid7
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, limits_pb2, queue_pb2
 
 QUEUE, OTHER = "mail", "files"
@@ -136,7 +136,7 @@ def refused(call: Callable[[], object]) -> grpc.RpcError:
 
 
 def stored(cluster: Cluster, org: str, *, tries: int) -> int:
-    """Returns how many of so many single jobs, sent to both routers in turn, are stored."""
+    """Returns how many of this many single jobs, sent to both routers in turn, are stored."""
     count = 0
     for both in itertools.islice(itertools.cycle((cluster.near, cluster.far)), tries):
         with contextlib.suppress(grpc.RpcError):
@@ -156,6 +156,55 @@ def test_a_batch_above_the_limit_is_refused_whole_and_is_told_that_it_can_never_
     assert detail(error, error_details_pb2.RetryInfo) is None
     # It used nothing.
     assert len(enqueue(cluster.far, org, some(10))) == 10
+
+
+async def test_a_batch_of_the_client_above_the_limit_goes_in_calls_that_the_limit_allows(cluster: Cluster) -> None:
+    org, steps = cluster.org(), list[Batch]()
+    cluster.limit(org, 20, per_s=1)
+    async with Client(cluster.routers.address, org=org) as client:
+        jobs = [NewJob(QUEUE, "k") for _ in range(50)]
+        done = await client.enqueue_batch(jobs, batch=(batch := uuid7()), on_progress=steps.append)
+        assert (done, steps) == (Batch(jobs=50), [Batch(jobs=50)])
+        assert (await client.enqueue_batch(jobs, batch=batch)).duplicates == 50
+
+
+async def test_a_batch_of_the_client_above_a_limit_of_bytes_goes_in_parts_but_one_job_that_is_too_large_is_refused(
+    cluster: Cluster,
+) -> None:
+    org = cluster.org()
+    cluster.limit(org, 1000, per_s=1, measure=BYTES)
+    async with Client(cluster.routers.address, org=org) as client:
+        jobs = [NewJob(QUEUE, "k", bytes(size)) for size in (600, 10, 10, 10, 10, 900, 10)]
+        assert (await client.enqueue_batch(jobs, batch=uuid7())).jobs == 7
+        with pytest.raises(ResourceExhausted, match="can never succeed"):
+            await client.enqueue_batch([*jobs[:2], NewJob(QUEUE, "k", bytes(1001))], batch=uuid7())
+        assert (await client.stats(QUEUE)).queues[QUEUE].ready == 9
+
+
+def test_lines_above_the_limit_go_in_calls_that_the_limit_allows(cluster: Cluster, tmp_path: Path) -> None:
+    org, batch = cluster.org(), str(uuid7())
+    cluster.limit(org, 20, per_s=3600)
+    lines = tmp_path / "lines"
+    lines.write_text("".join(f"{n}\n" for n in range(50)))
+    command = ("enqueue", org, QUEUE, "k", "--lines", "--file", str(lines), "--batch", batch)
+    at = ("--address", cluster.routers.address)
+    done = windrow(*command, *at)
+    # The limit has no room for more within the hour: that is another refusal, after which waiting helps.
+    assert (done.code, len(done.out.splitlines())) == (3, 20)
+    assert "line 21 and those after it are not stored" in done.err
+    again = windrow(*command, *at)
+    assert (again.code, again.out) == (3, "")
+    cluster.clear(org)
+    assert windrow(*command, *at).code == 0
+    assert int(windrow("jobs", "count", org, QUEUE, *at).out.split()[0]) == 50
+
+
+def test_a_refusal_after_which_waiting_does_not_help_has_the_exit_code_of_one(cluster: Cluster) -> None:
+    org = cluster.org()
+    cluster.limit(org, 3, measure=BYTES)
+    done = windrow("enqueue", org, QUEUE, "k", "four", "--address", cluster.routers.address)
+    assert (done.code, done.out) == (5, "")
+    assert "the call has 4 and can never succeed; send at most 3 at a time" in done.err
 
 
 @pytest.mark.parametrize(
@@ -557,3 +606,12 @@ def test_the_command_sets_lists_and_clears(cluster: Cluster) -> None:
     assert f"{org}" in windrow("limits", "list", *at).out
     assert windrow("limits", "clear", "--org", org, "--jobs", *at).code == 0
     assert windrow("limits", "list", "--org", org, "--json", *at).documents == [wanted]
+
+
+def test_the_command_says_once_when_to_try_a_refused_enqueue_again(cluster: Cluster) -> None:
+    org, at = cluster.org(), ("--address", cluster.routers.address)
+    cluster.limit(org, 1)
+    assert windrow("enqueue", org, QUEUE, "greet", *at).code == 0
+    refused = windrow("enqueue", org, QUEUE, "greet", *at)
+    assert refused.code != 0
+    assert refused.err.count("try again in") == 1, refused.err

@@ -105,7 +105,7 @@ class WithToken:
         await self._queue.WaitJob(request, timeout=2 * PATIENCE_S, metadata=self._metadata)
 
     async def are_leased(self, count: int, jobs: Sequence[str]) -> bool:
-        """Returns whether at least so many of the jobs are leased."""
+        """Returns whether at least this many of the jobs are leased."""
         request = queue_pb2.GetJobsRequest(org=ORG, ids=jobs)
         answer = await self._queue.GetJobs(request, timeout=PATIENCE_S, metadata=self._metadata)
         return [job.state for job in answer.jobs].count(job_pb2.JOB_STATE_LEASED) >= count
@@ -126,7 +126,7 @@ async def stream(
     """A stream over a connection of its own. If it is not read, the connection's windows stay small: otherwise gRPC may
     enlarge them until they hold all the jobs."""
     async with calls(cluster, token, name, *(() if reads else (("grpc.http2.bdp_probe", 0),))) as queue:
-        opened = Stream(queue, reads=reads)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        opened = Stream(queue, reads=reads)  # type: ignore[arg-type]
         await opened.send(start=start(ORG, name, window_s=3600), credit=1000)
         # The headers say that the router serves it.
         await opened._call.initial_metadata()

@@ -15,11 +15,12 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
-from balancer import recovery
+from balancer import differences, recovery
 from balancer.recovery import Recovery, find_loss, recover
 from balancer.service import balance_once
 from balancer.shards import open_shards
-from shard.errors import LostHistory, Misconfigured, ShardUnavailable
+from shard.admin.queue_admin import QueueAdmin
+from shard.errors import LostHistory, Misconfigured, ShardUnavailable, UnknownSchedule, UnknownWorkflow
 from shard.placement import catalog, identity, marks, move_steps, pins
 from shard.placement.catalog import Move
 from shard.placement.cluster_file import parse_cluster
@@ -27,7 +28,8 @@ from shard.placement.pins import OnShard
 from shard.postgres.pool import Database
 from shard.queue.settle import Nack, Settlement
 from shard.queue_settings import QueueSettings
-from shard.vocabulary import CATALOG, Answer, Failure, JobId, NewJobs, OrgId, ShardName
+from shard.schedule import CatchUp, Overlap, ScheduleSpec
+from shard.vocabulary import CATALOG, Answer, Failure, JobId, NewJobs, OrgId, QueueName, ShardName
 from tests import timemachine
 from tests.command import Done, windrow
 from tests.conftest import CLUSTER
@@ -37,6 +39,9 @@ from tests.pair import A, B, Died, Fate, Mortal, Pair, deaths, open_pair
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, running_routers, write_cluster
 from tests.routers import until as wait_until
+from tests.schedules import DAILY
+from tests.schedules import Shard as Schedules
+from tests.workflows import Flows
 
 _numbers = itertools.count(1)
 DAY_MS = 24 * 3_600_000
@@ -390,8 +395,21 @@ def test_operators_accept_a_loss_see_stray_jobs_and_recover_them(
         assert "that left since: 1" in refused.out
         assert "confirm with --yes" in refused.err
         assert windrow("shards", "recover", "s2", *at).code == 5
+        told = windrow("shards", "differences", "s2", *at, "--json")
+        assert told.code == 0, told.err
+        loss, *differences = told.documents
+        assert (loss["lost_history"], loss["slots_left"]) == (True, 1)
+        fates = {one["id"]: (one["org"], one["fate"], one["known_on"]) for one in differences}
+        assert fates == dict.fromkeys(gone.ids.values(), (org, "deleted", "s1"))
+        shown = windrow("shards", "differences", "s2", *at)
+        assert "a copy that another shard knows is deleted" in " ".join(shown.out.split())
+        assert [line.split() for line in shown.lines if "acked" in line] == [
+            [org, "acked", "ready", "deleted", "s1", "1"]
+        ]
         accepted = windrow("shards", "accept", "s2", *at, "--yes")
         assert accepted.code == 0, accepted.err
+        again = windrow("shards", "differences", "s2", *at)
+        assert (again.code, "has lost nothing" in again.out) == (0, True)
         again = windrow("shards", "accept", "s2", *at)
         assert (again.code, "nothing to accept" in again.out) == (0, True)
         wait_until(lambda: windrow("shards", *to).code == 0, "all shards are up")
@@ -464,6 +482,29 @@ async def test_jobs_that_nobody_else_knows_are_brought_home_whole(pair: Pair, or
     await pair.balance()
     assert len(await lease_jobs(pair.store(A), org, max_jobs=10)) == 3
     assert counts(await run(pair)) == (0, 0)
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+async def test_a_blocked_job_whose_node_has_ended_at_home_runs_again(pair: Pair, org: OrgId, has_ended: bool) -> None:
+    """The backup has it blocked. It has run since, and its end was lost with the shard; the workflow has moved away."""
+    await run(pair)
+    home = Flows(pair.databases[A], org)
+    flow = await home.start({"a": [], "b": ["a"]}, epoch=(await pair.known()).placement(org).epoch)
+    lost = home.job(flow, "b")
+    if has_ended:
+        assert await home.run_all() == [{"a"}, {"b"}]
+    await pair.databases[A].run(b"DELETE FROM windrow.finished WHERE id = %(id)s::uuid", {"id": lost})
+    await pair.databases[A].run(b"DELETE FROM windrow.job WHERE id = %(id)s::uuid", {"id": lost})
+    await stray(pair, some_jobs(org, ids=[lost]))
+    await pair.databases[B].run(
+        b"UPDATE windrow.job SET run_at = 'infinity', visible_at = 'infinity', workflow_node = %(node)s "
+        b"WHERE id = %(id)s::uuid",
+        {"id": lost, "node": f"{flow.id}/1"},
+    )
+    assert counts(await run(pair)) == (1, 0)
+    assert await home.run_all() == ([{"b"}] if has_ended else [{"a"}, {"b"}])
+    assert await home.state(flow) == "succeeded"
+    await home.check()
 
 
 async def test_a_job_that_has_finished_where_its_org_lives_never_runs_again(pair: Pair, org: OrgId) -> None:
@@ -754,6 +795,117 @@ async def test_jobs_that_had_left_a_restored_shard_do_not_run_there_again_when_t
         assert await lease_jobs(pair.store(B), org, queue="acked", max_jobs=9) == []
         assert await states(pair, org, [ids["acked"]]) == {(A, ids["acked"]): "succeeded"}
         await pair.balance()
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+async def test_the_list_names_each_job_once_and_says_what_becomes_of_it(
+    fresh_dsn: str, backups: Backups, org: OrgId, is_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each page has one row."""
+    monkeypatch.setattr("shard.admin.restored.ROWS_MAX", 1)
+    ids = await come_again(fresh_dsn, backups, org)
+    async with open_pair(fresh_dsn, backups.dsn) as pair:
+        if is_back:
+            await pair.move([org], target=B)
+        await marks.mark(pair.databases[B], pair.catalog)
+    backups.put_back()
+    async with connected({A: fresh_dsn, B: backups.dsn}) as databases:
+        loss = await find_loss(databases[B], databases[A], cluster=CLUSTER)
+        assert loss is not None
+        found = await differences.find(loss, databases[B], databases, databases[A], cluster=CLUSTER)
+        jobs = [job async for page in found.jobs() for job in page]
+        came = [one async for page in found.came() for one in page]
+        slot = (await catalog.read(databases[A])).slot(org)
+        await recovery.accept(loss, databases, databases[A], cluster=CLUSTER)
+    # The copy that went to s1 and came back is lost, so the backup's is the only one.
+    fate, known_on = (differences.Fate.MAY_RUN_AGAIN, None) if is_back else (differences.Fate.DELETED, A)
+    assert {(job.id, job.queue, job.state, job.fate, job.known_on) for job in jobs} == {
+        (ids["acked"], "acked", "ready", differences.Fate.DELETED, A),
+        (ids["ready"], "ready", "ready", fate, known_on),
+    }
+    assert len(jobs) == 2
+    assert came == ([(org, slot, A)] if is_back else [])
+    async with open_pair(fresh_dsn, backups.dsn) as pair:
+        await run(pair)
+        assert await lease_jobs(pair.store(B), org, queue="acked") == []
+        assert len(await lease_jobs(pair.store(B if is_back else A), org, queue="ready", max_jobs=9)) == 1
+
+
+async def test_a_job_that_no_shard_knows_is_listed_as_one_that_moves_home(
+    fresh_dsn: str, backups: Backups, org: OrgId
+) -> None:
+    """Routers with an old placement may have stored it before they were refused."""
+    gone = await go_back_in_time(fresh_dsn, backups, org)
+    lost = JobId(job_id())
+    async with connected({A: fresh_dsn, B: backups.dsn}) as databases:
+        await databases[B].run(
+            b"UPDATE windrow.job SET id = %(lost)s::uuid WHERE id = %(id)s::uuid",
+            {"lost": lost, "id": gone.ids["waits"]},
+        )
+        loss = await find_loss(databases[B], databases[A], cluster=CLUSTER)
+        assert loss is not None
+        found = await differences.find(loss, databases[B], databases, databases[A], cluster=CLUSTER)
+        fates = {job.id: (job.fate, job.known_on) async for page in found.jobs() for job in page}
+        assert fates.pop(lost) == (differences.Fate.MOVED, None)
+        assert set(fates.values()) == {(differences.Fate.DELETED, A)}
+        await recovery.accept(loss, databases, databases[A], cluster=CLUSTER)
+    async with open_pair(fresh_dsn, backups.dsn) as pair:
+        assert counts(await run(pair)) == (1, 5)
+
+
+@pytest.mark.parametrize("runs_again", [False, True])
+async def test_runs_of_schedules_are_skipped_when_a_loss_is_accepted_unless_they_are_to_run_again(
+    fresh_dsn: str, backups: Backups, org: OrgId, runs_again: bool
+) -> None:
+    async with open_pair(fresh_dsn, backups.dsn) as pair:
+        move = await pair.move([org], target=B)
+        shard = Schedules(pair.databases[B])
+        spec = ScheduleSpec(timing=await shard.hourly(), catch_up=CatchUp.ALL, overlap=Overlap.ALLOW)
+        await shard.create(org, spec, epoch=move.epoch)
+        first = await shard.set_back(org, 3 * HOUR_US)
+    backups.make()
+    async with open_pair(fresh_dsn, backups.dsn) as pair:
+        assert (await Schedules(pair.databases[B]).fire()).jobs == 3
+        await marks.mark(pair.databases[B], pair.catalog)
+    backups.put_back()
+    async with connected({A: fresh_dsn, B: backups.dsn}) as databases:
+        loss = await find_loss(databases[B], databases[A], cluster=CLUSTER)
+        assert loss is not None
+        found = await differences.find(loss, databases[B], databases, databases[A], cluster=CLUSTER)
+        ((listed,),) = [page async for page in found.schedules()]
+        assert (listed.org, listed.first, listed.through) == (org, first, first + 2 * HOUR_US)
+        said = await recovery.accept(loss, databases, databases[A], cluster=CLUSTER, runs_again=runs_again)
+        assert [sentence for sentence in said if sentence.startswith("1 schedule(s) skip")] == said
+        assert bool(said) is not runs_again
+        assert (await Schedules(databases[B]).fire()).jobs == (3 if runs_again else 0)
+
+
+async def test_schedules_workflows_and_configurations_that_came_with_an_org_are_gone_with_its_jobs(
+    fresh_dsn: str, backups: Backups, org: OrgId
+) -> None:
+    """As docs/operations.md says: their only copy was on the shard."""
+    queue, paused = QueueName("mail"), QueueSettings(paused=True)
+    async with open_pair(fresh_dsn, backups.dsn) as pair:
+        pass
+    backups.make()
+    async with open_pair(fresh_dsn, backups.dsn) as pair:
+        await QueueAdmin(pair.databases[A]).create_queue(org, queue, paused)
+        shard = Schedules(pair.databases[A])
+        await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
+        flow = await Flows(pair.databases[A], org).start({"a": []})
+        move = await pair.move([org], target=B)
+        assert (await Schedules(pair.databases[B]).admin.get(org, DAILY)).schedule.org == org, "it came"
+        await marks.mark(pair.databases[B], pair.catalog)
+    backups.put_back()
+    await accept_all(fresh_dsn, backups)
+    async with open_pair(fresh_dsn, backups.dsn) as pair:
+        for database in pair.databases.values():
+            with pytest.raises(UnknownSchedule):
+                await Schedules(database).admin.get(org, DAILY)
+            with pytest.raises(UnknownWorkflow):
+                await Flows(database, org).state(flow)
+        await pair.store(B).enqueue(some_jobs(org, 1, queue=queue), epoch=move.epoch)
+        assert len(await lease_jobs(pair.store(B), org, queue=queue)) == 1, "the queue is not paused"
 
 
 async def test_a_loss_that_was_accepted_is_not_accepted_again_over_a_move_that_began_since(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import urllib.parse
@@ -20,8 +19,8 @@ from shard.vocabulary import OrgId
 from tests import alerts
 from tests.jobs import job_id, job_message
 from tests.prometheus import INSTALL, asked, running_prometheus
-from tests.routers import PATIENCE_S, Routers, running_routers, stubs, until, write_cluster
-from windrow.v1 import queue_pb2
+from tests.routers import PATIENCE_S, Routers, metrics_of, running_routers, stubs, until, write_cluster
+from windrow.v1 import job_pb2, queue_pb2
 
 ENQUEUE = "windrow.v1.Queue/Enqueue"
 
@@ -34,15 +33,9 @@ def routers(module_dsn: str, tmp_path_factory: pytest.TempPathFactory) -> Genera
         yield running
 
 
-def endpoint(routers: Routers) -> str:
-    found = re.search(r"metrics are at (http://\S+)", routers.log.read_text())
-    assert found is not None
-    return found[1]
-
-
 def figures(routers: Routers) -> dict[str, dict[tuple[str, ...], float]]:
     """Scrapes once. Returns the values of each series name, by the values of its labels in the order of their names."""
-    with urllib.request.urlopen(endpoint(routers), timeout=PATIENCE_S) as answer:
+    with urllib.request.urlopen(metrics_of(routers), timeout=PATIENCE_S) as answer:
         text = answer.read().decode()
     found: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(text):
@@ -111,12 +104,53 @@ def test_the_figures_of_all_processes_are_what_was_done_also_after_each_process_
     until(lambda: figures(routers)["windrow_shard_up"] == {("s1",): 1}, "both processes can use the shard")
 
 
-def test_metrics_name_no_org_no_queue_and_no_job(routers: Routers, org: OrgId) -> None:
+def test_waits_expired_leases_and_deaths_are_counted(routers: Routers, org: OrgId) -> None:
+    def counted() -> tuple[float, ...]:
+        found = figures(routers)
+        names = ("windrow_pickup_seconds_count", "windrow_leases_expired_total", "windrow_jobs_dead_total")
+        return tuple(found.get(name, {}).get(("s1",), 0) for name in names)
+
+    def leased(window_s: float) -> job_pb2.LeasedJob:
+        window = Duration(nanos=round(window_s * 1e9) % 10**9, seconds=int(window_s))
+        request = queue_pb2.DequeueRequest(
+            org=org, queues=["mail"], visibility_window=window, wait=Duration(seconds=30)
+        )
+        (job,) = both.queue.Dequeue(request, timeout=PATIENCE_S).jobs
+        return job
+
+    before = counted()
+    with stubs(routers.address) as both:
+        job = job_message(id=job_id(), queue="mail", kind="greet")
+        both.queue.Enqueue(queue_pb2.EnqueueRequest(org=org, jobs=[job]), timeout=PATIENCE_S)
+        leased(0.1)
+        again = leased(60)
+        assert again.attempt == 2
+        nack = queue_pb2.Nack(lease=again.lease, failure=job_pb2.Failure(permanent=True))
+        both.queue.Nack(queue_pb2.NackRequest(org=org, nacks=[nack]), timeout=PATIENCE_S)
+    assert counted() == (before[0] + 2, before[1] + 1, before[2] + 1)
+
+
+def test_metrics_name_no_org_no_queue_and_no_job_unless_told_to(routers: Routers, org: OrgId) -> None:
     with stubs(routers.address) as both:
         job = job_message(id=job_id(), queue="secret-queue", kind="secret-kind", payload=b"secret-payload")
         both.queue.Enqueue(queue_pb2.EnqueueRequest(org=f"secret-{org}", jobs=[job]), timeout=PATIENCE_S)
-    with urllib.request.urlopen(endpoint(routers), timeout=PATIENCE_S) as answer:
+    with urllib.request.urlopen(metrics_of(routers), timeout=PATIENCE_S) as answer:
         assert b"secret" not in answer.read()
+
+
+def test_a_scrape_tells_the_slots_of_each_shard_the_signs_that_it_needs_somebody_and_whether_the_catalog_is_there(
+    routers: Routers,
+) -> None:
+    until(lambda: "windrow_slots" in figures(routers), "the shards were read")
+    found = figures(routers)
+    assert found["windrow_slots"] == {("s1", "owned"): 16_384, ("s1", "leaving"): 0}
+    assert found["windrow_catalog_up"] == {(): 1}
+    for name in ("schedule_late_seconds", "partitions_missing"):
+        assert found[f"windrow_{name}"] == {("s1",): 0}
+    assert found["windrow_oldest_snapshot_seconds"][("s1",)] < PATIENCE_S
+    assert 0 < found["windrow_connections_used_ratio"][("s1",)] < 1
+    assert 0 < found["windrow_transaction_age"][("s1",)] < 2**31
+    assert found["windrow_archive_late_seconds"][("s1",)] < 86_400
 
 
 def test_every_series_is_declared(routers: Routers) -> None:
@@ -125,9 +159,9 @@ def test_every_series_is_declared(routers: Routers) -> None:
 
 
 def test_prometheus_scrapes_a_router_and_loads_the_alerts(routers: Routers, tmp_path: Path) -> None:
-    target = urllib.parse.urlsplit(endpoint(routers)).netloc
+    target = urllib.parse.urlsplit(metrics_of(routers)).netloc
     shipped = (alerts.PROMETHEUS / "prometheus.yml").read_text()
-    config = shipped.replace("127.0.0.1:9464", target).replace("scrape_interval: 15s", "scrape_interval: 1s")
+    config = shipped.replace("127.0.0.1:9464", target).replace("scrape_interval: 10s", "scrape_interval: 1s")
     (tmp_path / "prometheus.yml").write_text(config)
     shutil.copy(alerts.PROMETHEUS / "rules.yml", tmp_path)
     expected = figures(routers)["windrow_jobs_enqueued_total"]
@@ -139,16 +173,17 @@ def test_prometheus_scrapes_a_router_and_loads_the_alerts(routers: Routers, tmp_
             (one["metric"]["outcome"], one["metric"]["shard"]): float(one["value"][1]) for one in found["result"]
         } == expected
         loaded = asked(address, "rules", type="alert")
-        assert len(loaded["groups"][0]["rules"]) == 7
+        assert len(loaded["groups"][0]["rules"]) == 17
 
 
-def test_each_alert_fires_and_resolves_as_its_unit_test_says() -> None:
+@pytest.mark.parametrize("file", alerts.TESTS)
+def test_each_alert_fires_and_resolves_as_its_unit_test_says_and_none_on_a_healthy_day(file: str) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip(f"promtool is not installed: {INSTALL}")
     done = subprocess.run(
-        (promtool, "test", "rules", "rules.test.yml"),
-        cwd=alerts.PROMETHEUS, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+        (promtool, "test", "rules", file),
+        cwd=alerts.PROMETHEUS, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
 

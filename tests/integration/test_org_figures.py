@@ -121,7 +121,7 @@ async def test_the_jobs_are_counted_again_only_when_the_count_is_too_old(
     await fresh_books.purge_queue(org, some_jobs(org).queues[0], limit=100, include_dead=True)
     assert [counts(one) for one in await listed(fresh_books)] == [(org, 0, 0, 0, 0)]
     # A count needs the row of the last one, and waits for whoever holds it: then there is nothing left to count.
-    two = await asyncio.gather(*(org_figures.count(fresh_books._database, max_age_us=MINUTE) for _ in range(2)))  # pyright: ignore[reportPrivateUsage]
+    two = await asyncio.gather(*(org_figures.count(fresh_books._database, max_age_us=MINUTE) for _ in range(2)))
     assert two == [None, None]
 
 
@@ -177,13 +177,26 @@ async def test_a_count_that_waited_for_another_does_not_count_again(
         # The other count: it holds the row until it commits.
         await connection.execute("UPDATE windrow.org_figures_counted SET before = at, at = now(), accepted_at = now()")
         await connection.execute("UPDATE windrow.org_figures SET ready = 8, accepted = 8, enqueued = 4")
-        second = asyncio.create_task(org_figures.count(fresh_books._database, max_age_us=NOW))  # pyright: ignore[reportPrivateUsage]
+        second = asyncio.create_task(org_figures.count(fresh_books._database, max_age_us=NOW))
         waiting = b"SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
         await until(lambda: fresh_database.run(waiting, {}), bool)
     await second
     (one,) = await listed(fresh_books, max_age_us=MINUTE)
     assert one.rates_over_us
     assert one.enqueued_per_1000_s == 4 * 1_000_000_000 // one.rates_over_us
+
+
+async def test_a_count_of_a_clock_that_was_set_back_since_is_not_used(
+    fresh_database: Database, fresh_books: QueueAdmin, org: OrgId
+) -> None:
+    """Otherwise the figures stand still until the clock is where it was."""
+    await listed(fresh_books)
+    await fresh_database.run(
+        b"UPDATE windrow.org_figures_counted SET at = at + interval '1 hour', accepted_at = at + interval '1 hour'", {}
+    )
+    await populate(Store(fresh_database), org, ready=4)
+    (one,) = await listed(fresh_books, max_age_us=MINUTE)
+    assert (one.ready, one.rates_over_us) == (4, None)
 
 
 async def test_a_search_finds_parts_of_names_in_either_case(fresh_database: Database, fresh_books: QueueAdmin) -> None:

@@ -804,13 +804,14 @@ async def test_a_page_of_cold_jobs_costs_what_is_on_it(fresh_dsn: str, org: OrgI
         assert seen == 12 * page_size
 
 
-SEARCHES = {"range": admin_statements.FIND_SCAN_END, "list": admin_statements.LIST_JOBS}
+SEARCHES = {"range": admin_statements.FIND_SCAN_RANGE, "list": admin_statements.LIST_JOBS}
 
 FILL_LANE = b"""
 INSERT INTO windrow.job (id, queue_id, run_at, visible_at, priority, kind, payload, attributes, enqueued_at)
 SELECT
     (
-        lpad(to_hex((extract(epoch FROM now()) * 1000)::bigint + n), 12, '0') || '70008' || lpad(to_hex(n), 15, '0')
+        lpad(to_hex((extract(epoch FROM now()) * 1000)::bigint + %(later_ms)s + n), 12, '0')
+        || '70008' || lpad(to_hex(n), 15, '0')
     )::uuid,
     %(lane)s, now(), now(), 5, 'fill', '', '{"campaign": "1"}', now()
 FROM generate_series(1, %(rows)s) AS n
@@ -821,14 +822,11 @@ async def test_right_after_a_load_a_search_and_a_count_read_a_range_and_not_all_
     fresh_dsn: str, org: OrgId
 ) -> None:
     """Without statistics the planner believes that an org has few jobs, and would read all of them."""
-    async with contextlib.AsyncExitStack() as stack:
-        recorder = Recorder(SHARD, fresh_dsn, connections=2, may_scan=True)
-        await recorder.open()
-        stack.push_async_callback(recorder.close)
+    async with recording(fresh_dsn, may_scan=True) as recorder:
         await recorder.run(b"ALTER TABLE windrow.job SET (autovacuum_enabled = off)", {})
         queue = QueueName("queue-1")
         lane = (await Store(recorder).names.make([(org, queue)]))[org, queue]
-        await recorder.run(FILL_LANE, {"lane": lane, "rows": ROWS})
+        await recorder.run(FILL_LANE, {"lane": lane, "rows": ROWS, "later_ms": 0})
         admin = QueueAdmin(recorder)
         page = await admin.list_jobs(Wanted(org=org, attributes='{"campaign": "2"}'), page_size=50, page_token="")
         assert (page.jobs, page.until is None) == ([], False)
@@ -842,6 +840,51 @@ async def test_right_after_a_load_a_search_and_a_count_read_a_range_and_not_all_
                 plan = await explain(connection, search)
             read = max(float(node["Actual Rows"]) * float(node["Actual Loops"]) for node in plan.nodes())
             assert read <= 10_001, (name, plan.root)
+
+
+async def test_a_search_and_a_count_do_not_read_the_newer_jobs_of_another_org(fresh_dsn: str, org: OrgId) -> None:
+    """A range that has them all is most of the table, and the planner would read the table instead."""
+    async with recording(fresh_dsn, may_scan=True) as recorder:
+        queue, other = QueueName("queue-1"), OrgId(f"{org}-other")
+        lanes = await Store(recorder).names.make([(org, queue), (other, queue)])
+        await recorder.run(FILL_LANE, {"lane": lanes[org, queue], "rows": ROWS, "later_ms": 0})
+        await recorder.run(FILL_LANE, {"lane": lanes[other, queue], "rows": ROWS, "later_ms": ROWS})
+        await recorder.run(b"ANALYZE windrow.job", {})
+        admin = QueueAdmin(recorder)
+        page = await admin.list_jobs(Wanted(org=org, attributes='{"campaign": "2"}'), page_size=50, page_token="")
+        assert (page.jobs, page.until is None) == ([], False)
+        await admin.count_jobs(WantedCount(org=org), page_token="", with_ids=False)
+        searches = [one for one in recorder.runs if one[0] in {admin_statements.LIST_JOBS, admin_statements.COUNT_JOBS}]
+        assert len(searches) >= 3
+        for search in searches:
+            async with recorder.transaction() as connection:
+                await run(connection, search)
+                plan = await explain(connection, search)
+            assert plan.rows_read("job") <= 10_001, plan.root
+
+
+async def test_to_find_a_range_no_older_jobs_of_another_org_are_read(fresh_dsn: str, org: OrgId) -> None:
+    """The planner expects the jobs of the org everywhere in the table: a scan would soon have found enough."""
+    async with recording(fresh_dsn, may_scan=True) as recorder:
+        queue, other = QueueName("queue-1"), OrgId(f"{org}-other")
+        lanes = await Store(recorder).names.make([(org, queue), (other, queue)])
+        await recorder.run(FILL_LANE, {"lane": lanes[other, queue], "rows": ROWS, "later_ms": 0})
+        await recorder.run(FILL_LANE, {"lane": lanes[org, queue], "rows": ROWS // 20, "later_ms": ROWS})
+        await recorder.run(b"ANALYZE windrow.job", {})
+        admin = QueueAdmin(recorder)
+        await admin.list_jobs(Wanted(org=org, attributes='{"campaign": "2"}'), page_size=50, page_token="")
+        await admin.list_jobs(Wanted(org=org, queue=queue, kind="other"), page_size=50, page_token="")
+        await admin.count_jobs(WantedCount(org=org), page_token="", with_ids=False)
+        ranges = [one for one in recorder.runs if one[0] == admin_statements.FIND_SCAN_RANGE]
+        assert len(ranges) >= 3
+        for search in ranges:
+            async with recorder.transaction() as connection:
+                if getattr(search[0], "indexed", False):
+                    await connection.execute("SET LOCAL enable_seqscan = off")
+                await run(connection, search)
+                plan = await explain(connection, search)
+            # The jobs of the org twice, at most.
+            assert plan.rows_read("job") <= ROWS // 10, plan.root
 
 
 # Moves 128 slots away, as a balancer does.
@@ -947,10 +990,33 @@ def _limit(number: int) -> Limit:
 
 
 @contextlib.asynccontextmanager
-async def recording(dsn: str) -> AsyncGenerator[Recorder, None]:
-    recorder = Recorder(SHARD, dsn, connections=3)
+async def recording(dsn: str, *, may_scan: bool = False) -> AsyncGenerator[Recorder, None]:
+    recorder = Recorder(SHARD, dsn, connections=3, may_scan=may_scan)
     await recorder.open()
     try:
         yield recorder
     finally:
         await recorder.close()
+
+
+@pytest.mark.parametrize("analyzed", [False, True])
+async def test_a_page_of_the_jobs_of_a_restored_shard_reads_no_job_besides_them(
+    recorder: Recorder, fresh_dsn: str, analyzed: bool
+) -> None:
+    """The list of differences reads all unfinished jobs in the order of their ids."""
+    await fill(recorder)
+    if analyzed:
+        await recorder.run(b"ANALYZE windrow.job, windrow.queue, windrow.dead, windrow.departing", {})
+    ((middle,),) = await recorder.run(b"SELECT id::text FROM windrow.job ORDER BY id OFFSET 50000 LIMIT 1", {})
+    page = (admin_statements.SCAN_UNFINISHED, {"behind": middle, "rows": 1000})
+    scanning = Database(SHARD, fresh_dsn, connections=1, may_scan=True)
+    await scanning.open()
+    try:
+        async with scanning.transaction() as connection:
+            for _ in range(SETTLED):
+                await run(connection, page)
+            plan = await explain(connection, page)
+    finally:
+        await scanning.close()
+    assert "job_id" in plan.indexes()
+    assert plan.rows_read("job") <= 1000, plan.root

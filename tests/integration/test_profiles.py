@@ -42,7 +42,7 @@ class Place:
         pair = authority.sign()
         self._server = grpc.server(futures.ThreadPoolExecutor(2))
         method: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(
-            self.fake.server_info,
+            self.fake.server_info,  # pyrefly: ignore[bad-argument-type]
             request_deserializer=server_pb2.GetServerInfoRequest.FromString,
             response_serializer=server_pb2.GetServerInfoResponse.SerializeToString,
         )

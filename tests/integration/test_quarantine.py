@@ -12,13 +12,14 @@ from shard.admin.queue_admin import QueueAdmin
 from shard.postgres.pool import Database
 from shard.queue import statements
 from shard.queue.quarantine import PAUSE_S, PAUSE_S_MAX
-from shard.queue.settle import Nack, Settlement
+from shard.queue.settle import Nack, Settlement, Snooze
 from shard.queue.store import Store
 from shard.queue_settings import QueueSettings
-from shard.vocabulary import Answer, Claimed, JobId, Lease, NewJobs, OrgId
+from shard.vocabulary import Alteration, Answer, Claimed, JobId, Lease, NewJobs, OrgId
 from tests.command import windrow as command
+from tests.conftest import SHARD
 from tests.effort import luck_of, trials
-from tests.jobs import QUEUE, history_of, ids_of, lease_jobs, some_jobs
+from tests.jobs import MINUTE_US, QUEUE, alter_until, history_of, ids_of, lease_jobs, some_jobs
 from tests.postgres import Server
 from tests.recorder import Recorder
 from tests.routers import PATIENCE_S, running_routers, write_cluster
@@ -46,8 +47,8 @@ async def end_leases(database: Database, org: OrgId) -> None:
 
 
 async def crash(store: Store, database: Database, org: OrgId, times: int, *kinds: str) -> None:
-    """Lets so many workers die that have leased jobs of these kinds. Jobs of other kinds are given back before. The
-    last death is found by a worker that gives everything back."""
+    """Lets `times` workers die while they have leased jobs of these kinds. Before that, each gives jobs of other kinds
+    back. The last death is found by a worker that gives everything back."""
     for _ in range(times):
         leased = await lease_jobs(store, org)
         assert {job.kind for job, _ in leased}.issuperset(kinds)
@@ -288,6 +289,32 @@ async def test_a_trial_that_crashes_is_not_leased_again_and_the_pause_doubles(
     assert pause_s == PAUSE_S_MAX
 
 
+@pytest.mark.thorough
+async def test_a_job_that_is_altered_while_its_trial_begins_is_let_through(
+    store: Store, database: Database, module_dsn: str, org: OrgId
+) -> None:
+    kinds = sorted(f"kind-{at:02}" for at in range(60))
+    ids: list[JobId] = []
+    for kind in kinds:
+        await store.enqueue(jobs := jobs_of(kind, org))
+        ids += ids_of(jobs)
+        await store.quarantine.add(org, QUEUE, kind, "", epoch=1)
+    assert await kinds_leased(store, org) == []
+    other = Database(SHARD, module_dsn)
+    await other.open()
+    for _ in range(trials(10, thorough=100)):
+        await database.run(b"UPDATE windrow.quarantine SET next_trial_at = now(), trial_id = NULL, trial_at = NULL", {})
+        altered, begun = asyncio.Event(), asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(alter_until(begun, Store(other), org, ids, altered))
+            await altered.wait()
+            await store.sweep()
+            begun.set()
+        tried = [kind for kind, (_, _, tries) in sorted((await quarantined(database, org)).items()) if tries]
+        assert await kinds_leased(store, org) == tried
+    await other.close()
+
+
 async def test_a_trial_that_is_nacked_reopens_the_kind(store: Store, database: Database, org: OrgId) -> None:
     await poisoned(store, database, org)
     assert await kinds_leased(store, org) == []
@@ -328,6 +355,32 @@ async def test_a_group_keeps_its_order_behind_a_job_that_is_set_aside(
     await store.cancel(org, ids_of(first), reason="")
     ((job, _),) = await lease_jobs(store, org)
     assert job.id == ids_of(second)[0]
+
+
+async def test_a_trial_that_waits_for_a_slot_of_jobs_that_are_set_aside_is_replaced(
+    store: Store, database: Database, books: QueueAdmin, org: OrgId
+) -> None:
+    """A snoozed job gives its slot up. What has the slots then waits for the end of the trial, and the trial for it."""
+    await books.alter_queue(org, QUEUE, QueueSettings(group_concurrency=2))
+    await store.enqueue(jobs_of("poison", org, 3, group="g"))
+    await crash(store, database, org, AFTER + 1, "poison")
+    await store.sweep()
+    assert await kinds_leased(store, org) == []
+    await pass_pause(database, org)
+    await store.sweep()
+    ((trial, lease),) = await lease_jobs(store, org)
+    assert await store.settle(Settlement.snooze(org, [Snooze(lease, MINUTE_US)])) == [Answer.OK]
+    # What got a slot meanwhile is set aside.
+    assert await kinds_leased(store, org) == []
+    await store.alter(org, [trial.id], Alteration(delay_us=0))
+    assert await kinds_leased(store, org) == []
+    await store.sweep()
+    ((second, lease),) = await lease_jobs(store, org)
+    assert second.id != trial.id
+    assert await store.settle(Settlement.ack(org, [lease])) == [Answer.OK]
+    await store.sweep()
+    assert await quarantined(database, org) == {}
+    assert len(await lease_jobs(store, org)) == 2
 
 
 async def test_jobs_that_are_set_aside_are_counted_cancelled_and_purged(

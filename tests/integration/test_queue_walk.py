@@ -19,7 +19,7 @@ from tests.timemachine import NO_HURRY
 
 ORGS, FEW, READY = 100_000, 1_000, 10
 NAME = QueueName("mail")
-# A queue of the name for each org, with one job in an hour; of ten orgs it is ready.
+# Each org has a queue of this name, with one job that is due in an hour. For ten orgs the job is ready.
 FILL = (
     b"INSERT INTO windrow.org (org, slot) SELECT 'org-' || n, 1 FROM generate_series(1, %(orgs)s) AS n",
     b"INSERT INTO windrow.queue_name (queue) VALUES ('mail'), ('other')",

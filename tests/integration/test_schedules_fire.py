@@ -1,4 +1,4 @@
-"""Schedules of one shard: each instant is stored once, or is told as skipped with its reason (I10)."""
+"""Schedules of one shard: each instant is stored once, or is recorded as skipped with its reason (I10)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from shard.admin.queue_admin import QueueAdmin
 from shard.errors import NotOwned, ScheduleExists, TooManySchedules, UnknownSchedule
 from shard.history import erasure
+from shard.placement.slots import slot_of
 from shard.postgres.pool import Database
 from shard.schedule import (
     CATCH_UP_MAX,
@@ -23,8 +24,9 @@ from shard.schedule import (
     SkipReason,
     Timing,
 )
-from shard.schedules import schedule_admin
+from shard.schedules import calendar, lost_runs, schedule_admin
 from shard.schedules.due_schedules import DueSchedules
+from shard.schedules.schedule_admin import Backfilled
 from shard.vocabulary import JobId, Micros, OrgId
 from tests.conftest import SHARD
 from tests.schedules import DAILY, DAY_US, HALF_US, HOUR_US, Shard, template
@@ -340,11 +342,7 @@ async def test_a_job_that_another_shard_may_have_is_asked_for_before_a_run_is_de
 async def test_what_falls_into_a_pause_is_skipped_for_it(shard: Shard, org: OrgId) -> None:
     await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
     await shard.admin.set_paused(org, DAILY, paused=True, epoch=1)
-    await shard.database.run(
-        b"UPDATE windrow.schedule s SET next_at = s.next_at - interval '3 hours' FROM windrow.org o "
-        b"WHERE o.org_id = s.org_id AND o.org = %(org)s",
-        {"org": org},
-    )
+    await shard.set_back_paused(org, 3 * HOUR_US)
     assert (await shard.fire()).taken == 0
     resumed = await shard.admin.set_paused(org, DAILY, paused=False, epoch=1)
     assert resumed.schedule.next_at is not None
@@ -385,6 +383,169 @@ async def test_a_backfill_obeys_its_own_overlap_policy(shard: Shard, org: OrgId)
     assert await shard.jobs(org) == []
 
 
+@pytest.mark.parametrize("reason", ["pause", "recovered"])
+async def test_a_backfill_stores_instants_that_were_skipped_together_and_the_others_stay_told(
+    shard: Shard, org: OrgId, reason: str
+) -> None:
+    await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
+    if reason == "pause":
+        await shard.admin.set_paused(org, DAILY, paused=True, epoch=1)
+        first = await shard.set_back_paused(org, 5 * HOUR_US)
+        await shard.admin.set_paused(org, DAILY, paused=False, epoch=1)
+    else:
+        first = await shard.set_back(org, 5 * HOUR_US)
+        await lost_runs.skip(shard.database)
+    (told,) = await shard.runs(org)
+    assert (told.at, told.through, told.skipped_for) == (first, first + 4 * HOUR_US, SkipReason(reason))
+
+    async def backfill(begin: int, instants: int) -> Backfilled:
+        at = Micros(first + begin * HOUR_US)
+        end = Micros(at + (instants - 1) * HOUR_US + 1)
+        return await shard.admin.backfill(org, DAILY, begin=at, end=end, overlap=Overlap.ALLOW, epoch=1)
+
+    assert (await backfill(1, 1)).stored == 1
+    # The first instant has the row that records all of them; the second one has a row of its own by now.
+    done = await backfill(0, 1)
+    assert (done.stored, done.known) == (1, 0)
+    runs = await shard.runs(org)
+    assert [(run.at, run.through) for run in runs] == [
+        (first, None),
+        (first + HOUR_US, None),
+        (first + 2 * HOUR_US, first + 4 * HOUR_US),
+    ]
+    assert outcomes(runs) == ["stored", "stored", f"skipped {reason}"]
+    done = await backfill(0, 5)
+    assert (done.stored, done.known) == (3, 2)
+    assert outcomes(await shard.runs(org)) == ["stored"] * 5
+    assert len({job.at for job in await shard.jobs(org)}) == 5
+
+
+async def test_a_backfill_leaves_what_an_overlap_has_skipped(shard: Shard, org: OrgId) -> None:
+    await shard.create(org, ScheduleSpec(timing=await shard.hourly(), catch_up=CatchUp.ALL))
+    first = await shard.set_back(org, 2 * HOUR_US)
+    await shard.fire()
+    assert outcomes(await shard.runs(org)) == ["stored", "skipped overlap"]
+    end = Micros(first + HOUR_US + 1)
+    done = await shard.admin.backfill(org, DAILY, begin=first, end=end, overlap=Overlap.ALLOW, epoch=1)
+    assert (done.stored, done.known) == (0, 2)
+
+
+@pytest.mark.parametrize("ends_by", ["resume", "another timing", "catch-up"])
+async def test_a_backfill_of_instants_that_are_not_decided_leaves_the_later_ones_told_as_skipped(
+    shard: Shard, org: OrgId, ends_by: str
+) -> None:
+    await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
+    if ends_by != "catch-up":
+        await shard.admin.set_paused(org, DAILY, paused=True, epoch=1)
+    first = await shard.set_back_paused(org, 5 * HOUR_US)
+    # The second instant before the first one.
+    for begin in (first + HOUR_US, first):
+        end = Micros(begin + 1)
+        await shard.admin.backfill(org, DAILY, begin=Micros(begin), end=end, overlap=Overlap.ALLOW, epoch=1)
+    match ends_by:
+        case "resume":
+            await shard.admin.set_paused(org, DAILY, paused=False, epoch=1)
+        case "another timing":
+            yearly = Timing(cron="0 0 1 1 *")
+            await shard.admin.update(org, DAILY, lambda spec, had: (replace(spec, timing=yearly), had), epoch=1)
+        case _:
+            await shard.wake(org)
+            await shard.fire()
+    told = await shard.runs(org)
+    reason = "catch_up" if ends_by == "catch-up" else "pause"
+    assert outcomes(told[:3]) == ["stored", "stored", f"skipped {reason}"]
+    last = first + (3 if ends_by == "catch-up" else 4) * HOUR_US
+    assert (told[2].at, told[2].through) == (first + 2 * HOUR_US, last)
+
+
+async def test_a_backfilled_run_that_has_waited_is_no_run_of_the_calendar(shard: Shard, org: OrgId) -> None:
+    created = await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
+    last = await shard.set_back(org, HOUR_US)
+    await shard.fire()
+    begin, end = Micros(created.now - 30 * HOUR_US), Micros(created.now - 29 * HOUR_US)
+    done = await shard.admin.backfill(org, DAILY, begin=begin, end=end, overlap=Overlap.BUFFER_ONE, epoch=1)
+    assert done.buffered == 1
+    await shard.end_job(org)
+    await shard.wake(org)
+    await shard.fire()
+    assert [job.cause for job in await shard.jobs(org)] == ["backfill"]
+    assert (await shard.admin.get(org, DAILY)).schedule.last_at == last
+
+
+# ── A shard that lost history ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("catch_up", list(CatchUp))
+async def test_what_a_lost_history_may_have_stored_is_skipped_whatever_the_catch_up_is(
+    shard: Shard, org: OrgId, catch_up: CatchUp
+) -> None:
+    window_us = DAY_US if catch_up is CatchUp.WINDOW else None
+    spec = ScheduleSpec(timing=await shard.hourly(), catch_up=catch_up, catch_up_window_us=window_us)
+    created = await shard.create(org, spec)
+    first = await shard.set_back(org, 4 * HOUR_US)
+    await lost_runs.skip(shard.database)
+    assert (await shard.fire()).jobs == 0
+    (run,) = await shard.runs(org)
+    assert (run.at, run.through, run.skipped_for) == (first, first + 3 * HOUR_US, SkipReason.RECOVERED)
+    found = await shard.admin.get(org, DAILY)
+    assert found.schedule.next_at == created.schedule.next_at
+    assert await lost_runs.skip(shard.database) == (0, 0), "it may be repeated"
+    assert await shard.runs(org) == [run]
+
+
+async def test_runs_that_wait_may_have_been_stored_too(shard: Shard, org: OrgId) -> None:
+    spec = ScheduleSpec(timing=await shard.hourly(), overlap=Overlap.BUFFER_ALL, catch_up=CatchUp.ALL)
+    await shard.create(org, spec)
+    await shard.set_back(org, 3 * HOUR_US)
+    await shard.fire()
+    assert outcomes(await shard.runs(org)) == ["stored", "buffered", "buffered"]
+    assert (await lost_runs.skip(shard.database)).buffered == 2
+    assert outcomes(await shard.runs(org)) == ["stored", "skipped recovered", "skipped recovered"]
+    await shard.end_job(org)
+    await shard.wake(org)
+    assert (await shard.fire()).jobs == 0
+    assert (await shard.admin.get(org, DAILY)).schedule.buffered == 0
+
+
+async def test_a_paused_schedule_sleeps_on_and_one_of_another_shard_is_left(
+    shard: Shard, org: OrgId, other_org: OrgId
+) -> None:
+    for one in (org, other_org):
+        await shard.create(one, ScheduleSpec(timing=await shard.hourly()))
+    await shard.admin.set_paused(org, DAILY, paused=True, epoch=1)
+    await shard.set_back_paused(org, 3 * HOUR_US)
+    await shard.set_back(other_org, 3 * HOUR_US)
+    slot = slot_of(other_org)
+    await shard.database.run(b"UPDATE windrow.owned_slot SET state = 'draining' WHERE slot = %(slot)s", {"slot": slot})
+    try:
+        await lost_runs.skip(shard.database)
+        assert await shard.runs(org) == []
+        assert await shard.runs(other_org) == []
+    finally:
+        await shard.database.run(b"UPDATE windrow.owned_slot SET state = 'owned' WHERE slot = %(slot)s", {"slot": slot})
+    await lost_runs.skip(shard.database)
+    assert outcomes(await shard.runs(other_org)) == ["skipped recovered"]
+    assert await shard.runs(org) == []
+
+
+async def test_a_schedule_that_cannot_be_decided_holds_up_no_other_after_a_loss(
+    shard: Shard, org: OrgId, other_org: OrgId, caplog: pytest.LogCaptureFixture
+) -> None:
+    for one in (org, other_org):
+        await shard.create(one, ScheduleSpec(timing=Timing(cron="0 * * * *")))
+        await shard.set_back(one, 3 * HOUR_US)
+    await shard.database.run(
+        b"UPDATE windrow.schedule s SET zone = 'Mars/Olympus' FROM windrow.org o "
+        b"WHERE o.org_id = s.org_id AND o.org = %(org)s",
+        {"org": org},
+    )
+    await lost_runs.skip(shard.database)
+    assert f"of org '{org}' cannot be decided" in caplog.text
+    assert outcomes(await shard.runs(other_org)) == ["skipped recovered"]
+    assert await shard.runs(org) == []
+    await shard.admin.delete(org, DAILY, epoch=1)
+
+
 async def test_a_changed_timing_counts_from_now_on(shard: Shard, org: OrgId) -> None:
     await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
     await shard.set_back(org, 3 * HOUR_US)
@@ -393,6 +554,44 @@ async def test_a_changed_timing_counts_from_now_on(shard: Shard, org: OrgId) -> 
     assert changed.schedule.next_at is not None
     assert changed.schedule.next_at > changed.now
     assert (await shard.fire()).jobs == 0
+
+
+@pytest.mark.parametrize(("paused", "reason"), [(False, "catch_up"), (True, "pause")])
+async def test_what_was_due_by_a_timing_that_is_changed_is_told_as_skipped(
+    shard: Shard, org: OrgId, paused: bool, reason: str
+) -> None:
+    created = await shard.create(org, ScheduleSpec(timing=await shard.hourly(), catch_up=CatchUp.ALL))
+    if paused:
+        await shard.admin.set_paused(org, DAILY, paused=True, epoch=1)
+    first = await shard.set_back_paused(org, 3 * HOUR_US)
+    daily = Timing(cron="0 0 1 1 *")
+    changed = await shard.admin.update(org, DAILY, lambda spec, had: (replace(spec, timing=daily), had), epoch=1)
+    (run,) = await shard.runs(org)
+    assert outcomes([run]) == [f"skipped {reason}"]
+    assert (run.at, run.through) == (first, first + 2 * HOUR_US)
+    # The schedule itself goes on by the new timing, and is paused as before.
+    schedule = changed.schedule
+    assert schedule.next_at == calendar.following(daily, changed.now)
+    assert (schedule.paused_at is not None) is paused
+    # Only a change of the timing does this.
+    await shard.set_back_paused(org, 370 * DAY_US)
+    await shard.admin.update(org, DAILY, lambda spec, had: (replace(spec, note="new"), had), epoch=1)
+    assert await shard.admin.runs(org, created.schedule.id) == [run]
+
+
+async def test_a_timing_that_has_become_invalid_can_be_changed(shard: Shard, org: OrgId) -> None:
+    """The time zone is gone, after an update of the system for example."""
+    await shard.create(org, ScheduleSpec(timing=await shard.hourly(cron=None)))
+    await shard.set_back(org, 3 * HOUR_US)
+    await shard.database.run(
+        b"UPDATE windrow.schedule s SET zone = 'Mars/Olympus', cron = '0 * * * *', interval_us = NULL "
+        b"FROM windrow.org o WHERE o.org_id = s.org_id AND o.org = %(org)s",
+        {"org": org},
+    )
+    daily = Timing(cron="0 0 1 1 *")
+    changed = await shard.admin.update(org, DAILY, lambda spec, had: (replace(spec, timing=daily), had), epoch=1)
+    assert changed.schedule.next_at == calendar.following(daily, changed.now)
+    assert await shard.runs(org) == []
 
 
 async def test_a_job_goes_where_the_changed_template_says(shard: Shard, org: OrgId) -> None:
@@ -432,7 +631,7 @@ async def test_an_org_may_have_so_many_schedules(shard: Shard, org: OrgId, monke
     await shard.create(org, spec)
     with pytest.raises(TooManySchedules):
         await shard.create(org, spec, ScheduleName("second"))
-    # Whoever repeats a create is told that it exists.
+    # A repeated create is answered that the schedule exists.
     with pytest.raises(ScheduleExists):
         await shard.create(org, spec)
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 
-from shard.errors import ShardUnavailable, UnknownSchedule
+from shard.errors import NotOwned, ShardUnavailable, UnknownSchedule
 from shard.postgres.pool import Database
 from shard.schedule import CatchUp, Overlap, RunOutcome, ScheduleName, ScheduleSpec
 from shard.schedules import due_schedules
@@ -56,6 +56,9 @@ async def test_a_move_takes_schedules_with_their_runs_and_nothing_is_left(pair: 
     assert await target.runs(org) == runs
     with pytest.raises(UnknownSchedule):
         await source.admin.get(org, DAILY)
+    # A router that does not know of the move yet is sent on.
+    with pytest.raises(NotOwned):
+        await source.admin.update(org, DAILY, lambda spec, had: (spec, had), epoch=1)
     assert await pair.databases[A].run(b"SELECT count(*) FROM windrow.schedule_run", {}) == [(0,)]
     # And back, over what the earlier stay may have left.
     await pair.move([org], target=A)

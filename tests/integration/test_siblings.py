@@ -176,7 +176,7 @@ def inserts_blocked(dsns: dict[str, str], shard: str = "s1") -> Generator[psycop
 
 
 async def until_inserting(dsns: dict[str, str], count: int = 1, shard: str = "s1") -> None:
-    """Waits until so many statements are blocked: by then their jobs have been offered."""
+    """Waits until this many statements are blocked: by then their jobs have been offered."""
     statement = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
     await until(lambda: sql(dsns, shard, statement)[0][0] >= count, "the insert is blocked")
 

@@ -114,7 +114,7 @@ async def test_what_comes_while_enqueues_are_under_way_goes_together(module_dsn:
     await recorder.close()
 
 
-# One call will not do
+# One call fails
 
 Spoil = Callable[[NewJobs], None]
 
@@ -733,7 +733,7 @@ async def test_a_call_that_is_stored_plain_and_beside_options_by_two_routers_doe
         jobs.queues = [queue for _, queue in newest_first]
         beside = some_jobs(org, 1, max_attempts=3)
         async with asyncio.TaskGroup() as group, database.transaction() as connection:
-            # Whoever comes to the job in the middle waits there, and holds its jobs.
+            # An enqueue that comes to the job in the middle waits there, and holds the locks of the jobs before it.
             await connection.execute(
                 "INSERT INTO windrow.job (id, queue_id, run_at, visible_at, priority, kind, payload) "
                 "VALUES (%s, %s, now(), now(), 5, 'greet', '')",

@@ -217,7 +217,7 @@ async def test_a_probe_tells_when_the_lease_of_a_job_handed_over_ends(database: 
     assert due.now >= told.calls[0].leased_at
 
 
-# What is not
+# What is not handed over
 
 
 async def test_a_paused_queue_hands_nothing_over_and_its_jobs_are_ready(

@@ -304,7 +304,7 @@ async def test_of_jobs_that_race_for_one_live_key_one_is_live_at_a_time(wide: Da
 
     async def consume() -> None:
         store = Store(wide)
-        while producers:
+        while producers:  # pyrefly: ignore[redundant-condition]
             taken = await lease_jobs(store, org, max_jobs=luck.randint(1, len(names)))
             if taken:
                 end = luck.choice(list(ENDS.values()))

@@ -150,7 +150,7 @@ async def test_consumers_that_never_read_fill_their_share_and_cause_no_releases(
         assert abs(held - BUFFER_BYTES // 2) <= bytes_most(100)
         assert busy.jobs == 50
         assert recorder.count(statements.GIVE_BACK) == 0
-        # Whoever waits for room does not look again and again.
+        # A consumer that waits for room does not look again and again.
         claims = recorder.count(statements.CLAIM)
         for _ in range(50):
             busy.got.clear()

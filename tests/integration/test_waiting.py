@@ -24,6 +24,8 @@ from router.fleet.handover import Handovers
 from router.fleet.siblings.siblings import Siblings
 from router.fleet.starts import Starts
 from router.fleet.wait_room import WaitRoom
+from router.keda import externalscaler_pb2 as keda
+from router.keda import externalscaler_pb2_grpc as keda_grpc
 from shard.errors import ShardUnavailable
 from shard.history import erasure
 from shard.placement.slots import slot_of
@@ -822,6 +824,26 @@ async def test_two_hundred_consumers_who_wait_cost_next_to_nothing(
         await until_statements_a_second(dsns, below=60)
         await near.enqueue(org, *(new_job(queue=queue) for queue in queues))
         await until(lambda: sum(len(stream.jobs) for stream in streams) == 100, "every queue is served")
+
+
+async def test_four_hundred_scalers_of_queues_without_work_cost_next_to_nothing(
+    near: Client, dsns: dict[str, str], org: str
+) -> None:
+    scaler: keda_grpc.ExternalScalerAsyncStub = keda_grpc.ExternalScalerStub(near.channel)
+    streams: list[Any] = []
+    try:
+        for number in range(400):
+            metadata = {"org": org, "queue": f"idle-{number}", "jobsPerWorker": "1"}
+            streams.append(scaler.StreamIsActive(keda.ScaledObjectRef(scalerMetadata=metadata), timeout=PATIENCE_S))
+        assert not any(answer.result for answer in await asyncio.gather(*(stream.read() for stream in streams)))
+        await until_statements_a_second(dsns, below=60)
+        # If each looked every 5 s, all at once, there would be 80.
+        assert await statements_a_second(dsns, seconds=6) < 60
+        await near.enqueue(org, new_job(queue="idle-7"))
+        assert (await streams[7].read()).result
+    finally:
+        for stream in streams:
+            stream.cancel()
 
 
 async def test_a_consumer_of_a_paused_queue_with_a_backlog_costs_next_to_nothing(

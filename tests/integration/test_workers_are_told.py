@@ -202,7 +202,7 @@ async def test_jobs_that_come_before_their_workers_wait_for_them_and_no_attempt_
         await near.enqueue_many(jobs)
 
         async def work(worker: Worker, holds: Callable[[JobRecord], bool]) -> Sequence[JobRecord]:
-            """Runs the worker until each job is so."""
+            """Runs the worker until each job is as `holds` wants it."""
             records: Sequence[JobRecord] = ()
 
             async def done() -> bool:

@@ -19,7 +19,7 @@ from shard.postgres.pool import Database
 from shard.queue.settle import Settlement
 from shard.queue.store import Store
 from shard.vocabulary import Alteration, Answer, JobId, OrgId, QueueName
-from shard.workflow import Callback, NodeName, WorkflowId
+from shard.workflow import Callback, Fault, NodeName, WorkflowId
 from tests.conftest import SHARD
 from tests.effort import luck_of, trials
 from tests.jobs import HOUR_US, QUEUE, job_id
@@ -495,3 +495,45 @@ async def test_acks_cancels_and_alterations_at_the_same_time_deadlock_never(two:
                     continue
             pytest.fail("the calls block each other")
     await two[0].check()
+
+
+# ── The check ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("damage", "node", "what"),
+    [
+        ("DELETE FROM windrow.workflow", 1, "its job is blocked, and nothing will release it"),
+        (
+            "UPDATE windrow.workflow_node SET state = 'succeeded', ended_at = now(), waits_on = NULL WHERE name = 'b'",
+            1,
+            "its job is blocked, and nothing will release it",
+        ),
+        ("UPDATE windrow.workflow_node SET waits_on = 5 WHERE name = 'b'", 1, "it waits for node 5 instead of 0"),
+        (
+            "DELETE FROM windrow.job WHERE workflow_node LIKE '%/0'",
+            0,
+            "it was released, and its job is nowhere to be found",
+        ),
+        ("DELETE FROM windrow.job WHERE workflow_node LIKE '%/1'", 1, "it is blocked, and its job is not"),
+        ("UPDATE windrow.workflow SET open_node = 0", -1, "it is running, and node 1 has not ended"),
+        (
+            "INSERT INTO windrow.workflow_arrival (org_id, workflow, node, how) "
+            "SELECT w.org_id, w.id, 0, 'succeeded' FROM windrow.workflow w",
+            0,
+            "its end was not taken in",
+        ),
+    ],
+)
+async def test_a_check_finds_what_is_wrong(
+    fresh_database: Database, fresh_dsn: str, org: OrgId, damage: str, node: int, what: str
+) -> None:
+    flows = Flows(fresh_database, org)
+    flow = await flows.start({"a": [], "b": ["a"]})
+    assert await flows.admin.check() == []
+    async with await psycopg.AsyncConnection.connect(fresh_dsn) as session:
+        # No trigger repairs it.
+        for table in ("job", "workflow_arrival"):
+            await session.execute(f"ALTER TABLE windrow.{table} DISABLE TRIGGER USER".encode())
+        await session.execute(damage.encode())
+    assert Fault(org, flow.id, node, what) in await flows.admin.check()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator
+import gc
+from collections.abc import AsyncGenerator, Generator, Sequence
 
 import grpc
 import pytest
@@ -183,6 +184,180 @@ async def test_nodes_are_skipped_and_workflows_paused(client: windrow.Client) ->
         await client.skip_node(started.id, "last")
     with pytest.raises(windrow.NotFound):
         await client.skip_node(uuid7(), "first")
+
+
+async def test_a_handler_adds_nodes_and_callbacks_wait_for_them(client: windrow.Client) -> None:
+    worker = windrow.Worker(client, "crawl")
+    ran: list[str] = []
+    added: list[windrow.Added] = []
+    is_told = asyncio.Event()
+
+    @worker.handler("list_pages")
+    async def list_pages(job: windrow.Job) -> None:
+        assert job.workflow is not None
+        more = windrow.Nodes()
+        pages = [more.job("crawl", "fetch", {"page": number}) for number in range(3)]
+        more.job("crawl", "index", name="index", after=pages)
+        added.append(await job.workflow.add(more))
+        # Repeated with the same nodes, also by the next attempt.
+        added.append(await job.workflow.add(more))
+        if job.attempt == 1:
+            raise windrow.Retry("once more", after=0)
+        another = windrow.Nodes()
+        another.job("crawl", "fetch", {"page": 9}, after="index")
+        added.append(await job.workflow.add(another))
+
+    @worker.handler("fetch")
+    async def fetch(job: windrow.Job) -> None:
+        ran.append(f"page {job.json()['page']}")
+
+    @worker.handler("index")
+    async def index(_: windrow.Job) -> None:
+        ran.append("index")
+
+    @worker.handler("tell")
+    async def tell(_: windrow.Job) -> None:
+        ran.append("told")
+        is_told.set()
+
+    flow = windrow.Workflow("site")
+    flow.job("crawl", "list_pages")
+    flow.on_success("crawl", "tell")
+    running = asyncio.create_task(worker.run())
+    started = await client.start(flow)
+    assert (await until_ended(client, started.id)).state is windrow.WorkflowState.SUCCEEDED
+    await asyncio.wait_for(is_told.wait(), PATIENCE_S)
+    assert sorted(ran[:3]) == ["page 0", "page 1", "page 2"]
+    assert ran[3:] == ["index", "page 9", "told"]
+    assert [one.stored for one in added] == [4, 0, 0, 0, 1]
+    assert list(added[0].job_ids) == ["fetch", "fetch-2", "fetch-3", "index"]
+    assert added[0].job_ids == added[1].job_ids == added[2].job_ids
+    record, _ = await client.get_workflow(started.id)
+    assert record.nodes == 6
+    names = ["list_pages", "tell", "0.1.fetch", "0.1.fetch-2", "0.1.fetch-3", "index", "0.2.fetch"]
+    assert [node.name for node in await client.list_nodes(started.id)] == names
+    running.cancel()
+    await asyncio.wait({running})
+
+
+async def test_a_def_handler_that_would_add_nodes_in_vain_is_told_so(client: windrow.Client) -> None:
+    worker = windrow.Worker(client, "crawl")
+    told: list[str] = []
+
+    @worker.handler("list_pages")
+    def list_pages(job: windrow.Job) -> None:
+        assert job.workflow is not None
+        more = windrow.Nodes()
+        more.job("crawl", "fetch")
+        try:
+            # Nobody can await it here.
+            job.workflow.add(more)
+        except RuntimeError as error:
+            told.append(str(error))
+
+    flow = windrow.Workflow()
+    flow.job("crawl", "list_pages")
+    running = asyncio.create_task(worker.run())
+    started = await client.start(flow)
+    await until_ended(client, started.id)
+    running.cancel()
+    await asyncio.wait({running})
+    assert told == ["only an async handler of a Worker can add nodes here: use add_nodes of a client"]
+
+
+async def test_a_worker_leaves_no_job_of_a_workflow_to_the_garbage_collector(client: windrow.Client) -> None:
+    """Payloads may be large, and the collector comes when there are many objects, however large they are."""
+    worker = windrow.Worker(client, "crawl")
+
+    @worker.handler("fetch")
+    async def fetch(_: windrow.Job) -> None:
+        pass
+
+    flow = windrow.Workflow()
+    for _ in range(20):
+        flow.job("crawl", "fetch", bytes(1000))
+    started = await client.start(flow)
+    gc.collect()
+    gc.disable()
+    try:
+        running = asyncio.create_task(worker.run())
+        await until_ended(client, started.id)
+        running.cancel()
+        await asyncio.wait({running})
+        assert [one for one in gc.get_objects() if isinstance(one, windrow.Job)] == []
+    finally:
+        gc.enable()
+
+
+async def test_a_dequeued_job_adds_nodes_by_the_client_until_its_lease_has_ended(
+    client: windrow.Client, routers: Routers
+) -> None:
+    flow = windrow.Workflow()
+    flow.job("q", "k")
+    await client.start(flow)
+    (job,) = await client.dequeue("q")
+    assert job.workflow is not None
+    nodes = windrow.Nodes()
+    nodes.job("q", "k", name="x")
+    with pytest.raises(RuntimeError, match="use add_nodes of a client"):
+        await job.workflow.add(nodes)
+    with windrow.SyncClient(routers.address, org=client.org) as blocking:
+        added = await asyncio.to_thread(blocking.add_nodes, job, nodes)
+    assert added.stored == 1
+    assert await client.add_nodes(job, nodes) == windrow.Added(job_ids=added.job_ids, stored=0)
+    await client.ack(job)
+    (job,) = await client.dequeue("q")
+    taken = windrow.Nodes()
+    taken.job("q", "k", name="x")
+    with pytest.raises(windrow.AlreadyExists, match="that this job has not added"):
+        await client.add_nodes(job, taken)
+    nobody = windrow.Nodes()
+    nobody.job("q", "k", name="y", after="nobody")
+    with pytest.raises(windrow.NotFound, match="has no node 'nobody'"):
+        await client.add_nodes(job, nobody)
+    await client.ack(job)
+    late = windrow.Nodes()
+    late.job("q", "k", name="late")
+    with pytest.raises(windrow.FailedPrecondition, match="has ended, or the job is not in workflow"):
+        await client.add_nodes(job, late)
+
+
+async def test_ten_thousand_nodes_are_the_most_that_a_workflow_gets(client: windrow.Client) -> None:
+    flow = windrow.Workflow()
+    flow.job("q", "first")
+    flow.on_end("ops", "tell")
+    started = await client.start(flow)
+    (job,) = await client.dequeue("q")
+    for _ in range(9):
+        assert (await client.add_nodes(job, some_nodes(1_000))).stored == 1_000
+    with pytest.raises(windrow.ResourceExhausted, match="has 9,002 nodes, and 999 more would exceed the 10,000"):
+        await client.add_nodes(job, some_nodes(999))
+    assert (await client.add_nodes(job, some_nodes(998))).stored == 998
+    assert (await client.get_workflow(started.id))[0].nodes == 9_999
+    assert len(await client.list_nodes(started.id)) == 10_000
+
+
+async def test_one_call_adds_at_most_a_thousand_nodes_with_ten_thousand_edges(client: windrow.Client) -> None:
+    flow = windrow.Workflow()
+    parents = [flow.job("other", "k", name=f"p{number}") for number in range(11)]
+    flow.job("q", "first")
+    started = await client.start(flow)
+    (job,) = await client.dequeue("q")
+    with pytest.raises(windrow.InvalidRequest, match="nodes: must have at most 1,000 items, not 1,001"):
+        await client.add_nodes(job, some_nodes(1_001))
+    with pytest.raises(windrow.InvalidRequest, match="must wait for at most 10,000 others together, not 11,000"):
+        await client.add_nodes(job, some_nodes(1_000, after=[f"p{number}" for number in range(11)]))
+    assert (await client.get_workflow(started.id))[0].nodes == len(parents) + 1
+    assert (
+        await client.add_nodes(job, some_nodes(1_000, after=[f"p{number}" for number in range(10)]))
+    ).stored == 1_000
+
+
+def some_nodes(count: int, *, after: Sequence[str] = ()) -> windrow.Nodes:
+    nodes = windrow.Nodes()
+    for _ in range(count):
+        nodes.job("q", "k", after=after)
+    return nodes
 
 
 async def test_ten_thousand_nodes_start_and_are_listed(client: windrow.Client) -> None:

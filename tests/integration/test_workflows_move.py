@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from shard.errors import NotOwned, UnknownWorkflow
+from shard.errors import LeaseEnded, NotOwned, UnknownWorkflow
 from shard.queue.settle import Settlement
 from shard.vocabulary import Answer, OrgId
-from shard.workflow import Callback
+from shard.workflow import Callback, WorkflowId, WorkflowRecord
 from tests.pair import A, B, Died, Fate, Pair, deaths, mortal_mover, open_pair
-from tests.workflows import IGNORE, Flows, Graph, chain, fan_in, new_workflow, set_portion
+from tests.workflows import IGNORE, Flows, Graph, chain, fan_in, new_nodes, new_workflow, set_portion
 
 GRAPH: Graph = {"a": [], "b": [], "c": ["a"], "d": ["c", ("b", IGNORE)], "e": ["b"]}
 
@@ -28,7 +28,7 @@ async def pair(fresh_dsn: str, spare_dsn: str) -> AsyncGenerator[Pair, None]:
 def both(pair: Pair, org: OrgId) -> tuple[Flows, Flows]:
     source, target = Flows(pair.databases[A], org), Flows(pair.databases[B], org)
     # Both know the names of the same nodes.
-    target._names = source._names
+    target.names = source.names
     return source, target
 
 
@@ -89,6 +89,36 @@ async def test_an_end_on_the_source_releases_on_the_target(pair: Pair, org: OrgI
     }  # fmt: skip
     await target.check()
     await pair.balance()
+
+
+async def test_a_job_on_the_source_adds_nodes_on_the_target(pair: Pair, org: OrgId) -> None:
+    source, target = both(pair, org)
+    flow = await source.start({"a": [], "b": []}, callbacks={"over": Callback.END})
+    await source.claim()
+    await source.add(flow, "a", {"w": ["a"]})
+    move = await pair.begin([org], target=B)
+    mover = pair.mover(move)
+    while (await pair.placement(org))[0] != (B,):
+        assert await mover.step()
+    # The shard that has the workflow does not have the job, and the other one the reverse.
+    with pytest.raises(LeaseEnded):
+        await target.add(flow, source.leases["a"], {"x": []}, epoch=move.epoch)
+    with pytest.raises(NotOwned):
+        await source.add(flow, "a", {"x": []})
+    by = await source.admin.node_of(org, flow.id, source.leases["a"])
+    again = await target.admin.add(new_nodes(org, flow, {"w": ["a"]}), adder=by, epoch=move.epoch)
+    assert again.stored == 0
+    added = await target.admin.add(new_nodes(org, flow, {"x": ["a", "w"]}), adder=by, epoch=move.epoch)
+    target.names[added.jobs[0]] = "x"
+    acked = source.leases["a"]
+    await source.ack("a", "b")
+    with pytest.raises(LeaseEnded):
+        await source.admin.node_of(org, flow.id, acked)
+    await mover.finish()
+    await target.sweep.sweep()
+    assert await target.run_all() == [{"w"}, {"x"}, {"over"}]
+    await pair.balance()
+    await target.check()
 
 
 async def test_a_job_that_is_released_before_it_arrives_is_released_then(pair: Pair, org: OrgId) -> None:
@@ -166,3 +196,27 @@ async def test_balancers_die_at_every_step_and_every_end_counts_once(pair: Pair,
     assert await target.state(flow) == "failed"
     await target.check()
     await pair.balance()
+
+
+async def test_an_addition_to_a_workflow_that_moves_away_meanwhile_is_sent_on(
+    pair: Pair, org: OrgId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, _ = both(pair, org)
+    flow = await source.start({"a": []})
+    await source.claim()
+    find, looks = source.admin.get, 0
+
+    async def move_first(org: OrgId, workflow: WorkflowId) -> WorkflowRecord:
+        nonlocal looks
+        looks += 1
+        move = await pair.begin([org], target=B)
+        mover = pair.mover(move)
+        while (await pair.placement(org))[0] != (B,):
+            assert await mover.step()
+        return await find(org, workflow)
+
+    # The shard has the workflow when it is asked whether it owns the slot, and not when it is asked for the workflow.
+    monkeypatch.setattr(source.admin, "get", move_first)
+    with pytest.raises(NotOwned):
+        await source.add(flow, "a", {"x": []})
+    assert looks == 1

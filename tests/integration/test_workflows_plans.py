@@ -13,10 +13,12 @@ from shard.placement import statements as placement_statements
 from shard.postgres import arrays
 from shard.postgres.pool import Database
 from shard.postgres.sql_loader import Statement
+from shard.vocabulary import OrgId
 from shard.workflows import statements
 from tests.conftest import SHARD
 from tests.integration.test_plans import Plan
 from tests.integration.test_schedules_plans import plan
+from tests.workflows import Flows
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 
@@ -111,6 +113,18 @@ def statements_about(one: One) -> Mapping[str, tuple[Statement, Mapping[str, obj
         ),
         "find_released": (statements.FIND_RELEASED, named, NODES + 20),
         "find_node": (statements.FIND_NODE, {"flow": one.flow, "name": "n77"}, 10),
+        "find_nodes": (statements.FIND_NODES, {**named, "names": arrays.texts(["n77", "n78"])}, 20),
+        "read_size": (statements.READ_SIZE, {"flow": one.flow, "edges": True}, 6_000),
+        "tell_again": (
+            statements.TELL_AGAIN,
+            {"org_id": one.org_id, "id": one.id, "flow": one.flow, "nodes": arrays.numbers([7, 8])},
+            40,
+        ),
+        "find_lease": (
+            statements.FIND_LEASE,
+            {**named, "job": "01890000-0000-7000-8000-000000000000", "lease": 1},
+            20,
+        ),
         "cancel_workflow": (statements.CANCEL_WORKFLOW, {"flow": one.flow, "reason": "why"}, 20),
         "find_unfolded": (statements.FIND_UNFOLDED, {"rows": 1000}, 3_000),
         "forget_workflows": (statements.FORGET_WORKFLOWS, {"days": 30, "rows": 1}, 30_000),
@@ -131,6 +145,18 @@ async def test_a_statement_reads_its_workflow_by_indexes(filled: tuple[Database,
         found = await plan(connection, statement, parameters)
     assert not any("Seq" in scan["Node Type"] for table in TABLES for scan in found.scans(table))
     assert found.buffers <= pages_max, explained(found)
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_a_check_looks_each_node_of_a_large_workflow_up_without_statistics(
+    fresh_database: Database, org: OrgId
+) -> None:
+    flows, nodes = Flows(fresh_database, org), 3_000
+    # All but the first one are blocked, and so are their jobs.
+    await flows.start({"n0": [], **{f"n{at}": ["n0"] for at in range(1, nodes)}})
+    async with fresh_database.transaction() as connection:
+        found = await plan(connection, statements.CHECK_WORKFLOWS, {"rows": 100})
+    assert found.rows_read("workflow_node") <= 10 * nodes
 
 
 def explained(plan: Plan) -> list[str]:

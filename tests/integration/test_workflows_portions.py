@@ -22,7 +22,7 @@ from tests.routers import PATIENCE_S, running_routers, write_cluster
 from tests.timemachine import until_blocked
 from tests.workflows import IGNORE, Flows, Graph
 
-# One transaction releases or cancels at most so many jobs (0022_folds_in_portions.sql).
+# One transaction releases or cancels at most this many jobs (0022_folds_in_portions.sql).
 PORTION = 200
 WIDTH = 900
 FAN_OUT: Graph = {"root": [], **{f"n{at}": ["root"] for at in range(WIDTH)}}
@@ -159,7 +159,7 @@ async def test_ends_of_which_everybody_was_told_are_not_taken_in_again(flows: Fl
         """
     for _ in range(3):
         ((org_id, number),) = await database.run(arrivals, {"id": flow.id})
-        # That of the root, and those of the jobs that the last portion has cancelled.
+        # The arrival of the root, and the arrivals of the jobs that the last portion has cancelled.
         assert number == 1 + PORTION
         await database.run(statements.FOLD_MORE, {"org_id": org_id, "id": flow.id})
     await flows.sweep.sweep()

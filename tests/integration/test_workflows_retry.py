@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 
+import psycopg
 import pytest
 
 import windrow
@@ -12,10 +14,13 @@ from shard.history import days
 from shard.postgres.pool import Database
 from shard.vocabulary import OrgId
 from tests.conftest import SHARD
+from tests.effort import luck_of, trials
 from tests.integration.test_workflows_calls import until_ended
 from tests.routers import Routers, running_routers, write_cluster
 from tests.timemachine import age_finished
 from windrow.ids import uuid7
+
+luck = luck_of("retries")
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +148,97 @@ async def test_what_has_not_succeeded_runs_again_and_the_rest_is_taken_over(clie
     (old,) = (await client.get_jobs([started.job_ids["b"]])).values()
     assert (old.state, old.reason) == (windrow.JobState.CANCELLED, f"retried by workflow {retry.id}")
     assert [one.id for one in await client.list_workflows()] == [retry.id, started.id]
+
+
+@pytest.mark.parametrize("was_moved", [False, True], ids=["", "moved by the release before"])
+async def test_added_nodes_run_again_too(client: windrow.Client, module_dsn: str, was_moved: bool) -> None:
+    started = await client.start(diamond())
+    (job,) = await client.dequeue("q")
+    nodes = windrow.Nodes()
+    x = nodes.job("q", "k", "x", name="x", after="b")
+    nodes.job("q", "k", "y", name="y", after=x)
+    await client.add_nodes(job, nodes)
+    await client.ack(job)
+    await work(client, ["x"])
+    if was_moved:
+        # It did not know that nodes are added.
+        async with await psycopg.AsyncConnection.connect(module_dsn, autocommit=True) as connection:
+            await connection.execute("UPDATE windrow.workflow_node SET added_by = NULL")
+            await connection.execute("UPDATE windrow.workflow SET added = 0")
+    retry = await client.retry_workflow(started.id)
+    assert retry.nodes == 6
+    seen: list[str] = []
+    await work(client, seen=seen)
+    assert seen == ["x", "y", "success", "end"]
+    listed = await client.list_nodes(retry.id)
+    assert [node.name for node in listed] == ["a", "b", "c", "d", "success", "failure", "end", "x", "y"]
+    assert [node.number for node in listed] == list(range(9))
+    assert listed[8].after == {"x": windrow.FailurePolicy.CANCEL}
+    assert (await client.get_workflow(retry.id))[0].state is windrow.WorkflowState.SUCCEEDED
+
+
+async def test_a_job_that_failed_after_it_had_added_nodes_finds_them_in_the_retry(client: windrow.Client) -> None:
+    """Also the unnamed nodes of a node that was itself added: what names them must be the same in the retry."""
+    started = await client.start(diamond())
+    named, unnamed = windrow.Nodes(), windrow.Nodes()
+    named.job("q", "k", "x", name="x")
+    unnamed.job("q", "k", "y")
+
+    async def run(dies: Sequence[str]) -> tuple[list[str], list[int]]:
+        seen: list[str] = []
+        stored: list[int] = []
+        while jobs := await client.dequeue("q", max_jobs=1, wait=0):
+            (job,) = jobs
+            seen.append(job.text())
+            if (more := {"a": named, "x": unnamed}.get(job.text())) is not None:
+                stored.append((await client.add_nodes(job, more)).stored)
+            if job.text() in dies:
+                await client.nack(job, error="it is broken", permanent=True)
+            else:
+                await client.ack(job)
+        return seen, stored
+
+    assert await run(["a", "x"]) == (["a", "x", "y", "failure", "end"], [1, 1])
+    retry = await client.retry_workflow(started.id)
+    assert retry.nodes == 6
+    seen, stored = await run([])
+    assert (sorted(seen[:-2]), stored) == (["a", "b", "c", "d", "x"], [0, 0])
+    assert sorted(seen[-2:]) == ["end", "success"]
+    assert (await client.get_workflow(retry.id))[0].state is windrow.WorkflowState.SUCCEEDED
+
+
+@pytest.mark.thorough
+async def test_with_retries_each_node_succeeds_once_whatever_was_added_and_has_failed(client: windrow.Client) -> None:
+    """Jobs add named and unnamed nodes, which add nodes too, and fail afterwards; a job adds the same each time."""
+    for _ in range(trials(3, thorough=100)):
+        succeeded: Counter[str] = Counter()
+        children: dict[str, list[bool]] = {}
+        flow = windrow.Workflow()
+        for at in range(3):
+            flow.job("q", "k", f"n{at}", name=f"n{at}", after=["n0"] if at == 2 else [])
+        flow.on_success("q", "k", name="won")
+        last = (await client.start(flow)).id
+        while True:
+            while jobs := await client.dequeue("q", max_jobs=3, wait=0):
+                for job in jobs:
+                    name = job.text()
+                    if name and name.count(".") < 4 and luck.random() < 0.6:
+                        children.setdefault(name, [luck.random() < 0.5 for _ in range(luck.randint(1, 3))])
+                    nodes = windrow.Nodes()
+                    for at, is_named in enumerate(children.get(name, ())):
+                        nodes.job("q", "k", f"{name}.{at}", name=f"{name}.{at}" if is_named else "")
+                    if nodes.nodes:
+                        await client.add_nodes(job, nodes)
+                    if name and luck.random() < 0.25:
+                        await client.nack(job, permanent=True)
+                    else:
+                        await client.ack(job)
+                        succeeded[name] += 1
+            if (await client.get_workflow(last))[0].state is windrow.WorkflowState.SUCCEEDED:
+                break
+            last = (await client.retry_workflow(last)).id
+        added = {f"{name}.{at}" for name, named in children.items() for at in range(len(named))}
+        assert succeeded == Counter(["", "n0", "n1", "n2", *added])
 
 
 async def test_a_node_finds_the_results_of_those_that_were_taken_over(client: windrow.Client) -> None:

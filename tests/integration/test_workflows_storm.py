@@ -1,6 +1,6 @@
-"""Everything at once on the workflows of one org: two routers ack, fail, cancel, skip, pause, resume and alter, while
-connections are cut. Each node runs after its parents, each callback once, nothing is stranded, and no two sessions
-deadlock (I11)."""
+"""Everything at once on the workflows of one org: two routers ack, fail, cancel, skip, pause, resume, alter and add
+nodes, while connections are cut. Each node runs after its parents, each callback once and after all nodes, nothing is
+stranded, and no two sessions deadlock (I11)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from functools import partial
 import psycopg
 import pytest
 
-from shard.errors import NodeEnded, ShardUnavailable
+from shard.errors import LeaseEnded, NodeEnded, ShardUnavailable, WorkflowEnded
 from shard.postgres.pool import Database
 from shard.queue.settle import Nack, Settlement
-from shard.vocabulary import Alteration, Answer, Failure, JobId, OrgId
+from shard.vocabulary import Alteration, Answer, Failure, JobId, Lease, OrgId
 from shard.workflow import Callback, NewWorkflow, OnFailed
 from tests.conftest import SHARD
 from tests.effort import luck_of, trials
+from tests.jobs import alter_until
 from tests.workflows import CANCEL, IGNORE, RUN, Flows, new_workflow, set_portion
 
 luck = luck_of("workflows storm")
@@ -29,6 +30,7 @@ CALLBACKS = {"won": Callback.SUCCESS, "lost": Callback.FAILURE, "over": Callback
 EXPECTED = {"succeeded": {"won", "over"}, "failed": {"lost", "over"}, "cancelled": {"over"}}
 QUEUES = ("q1", "q2")
 NODES_MAX = 30
+ADDED_MAX = 20
 
 
 @pytest.fixture
@@ -56,6 +58,9 @@ class Storm:
         self.two = two
         self.org = org
         self.ran: Counter[str] = Counter()
+        self.had_round = asyncio.Event()
+        # What added nodes wait for, also if nobody knows whether they were added.
+        self.added: dict[str, list[str]] = {}
 
     async def run(self, flow: NewWorkflow) -> None:
         """Works until the workflow has ended and its callbacks ran."""
@@ -66,6 +71,7 @@ class Storm:
                 if state != "running" and await self._callbacks_ran(flow, state):
                     return
                 await self._round(flow)
+                self.had_round.set()
             except ShardUnavailable:
                 await asyncio.sleep(0.01)
 
@@ -75,15 +81,20 @@ class Storm:
 
     async def _round(self, flow: NewWorkflow) -> None:
         flows = luck.choice(self.two)
+        await flows.learn(flow)
         for queue in QUEUES:
             await flows.claim(queue=queue)
         states = await flows.states(flow)
-        parents: dict[str, list[str]] = {name: [] for name in flow.names}
+        parents: dict[str, list[str]] = {**{name: [] for name in flow.names}, **self.added}
+        open_nodes = {name for name, state in states.items() if state not in ENDED} - CALLBACKS.keys()
         for edge in flow.edges:
             parents[flow.names[edge.node]].append(flow.names[edge.parent])
         calls: list[Awaitable[object]] = []
         for name, lease in sorted(flows.leases.items()):
             assert all(states[parent] in ENDED for parent in parents[name]), (name, states)
+            assert not (name in CALLBACKS and open_nodes), (name, states)
+            if name not in CALLBACKS and luck.random() < 0.3 and len(self.added) < ADDED_MAX:
+                calls.append(self._add(flow, lease, sorted(states.keys() - CALLBACKS.keys())))
             calls += self._settle(flow, name, lease)
         flows.leases.clear()
         victim = JobId(luck.choice(flow.jobs.ids[: len(flow.jobs.ids) - len(CALLBACKS)]))
@@ -103,25 +114,41 @@ class Storm:
             if isinstance(outcome, BaseException) and not isinstance(outcome, NodeEnded | ShardUnavailable):
                 raise outcome
 
-    def _settle(self, flow: NewWorkflow, name: str, lease: object) -> list[Awaitable[object]]:
+    async def _add(self, flow: NewWorkflow, lease: Lease, names: list[str]) -> None:
+        """Beside what ends this lease."""
+        graph = {
+            f"m{len(self.added) + at}": [
+                (name, luck.choice((CANCEL, IGNORE, IGNORE, RUN)))
+                for name in luck.sample(names, min(len(names), luck.choice((0, 1, 2))))
+            ]
+            for at in range(luck.randint(1, 3))
+        }
+        self.added |= {node: [name for name, _ in after] for node, after in graph.items()}
+        with contextlib.suppress(LeaseEnded, WorkflowEnded, ShardUnavailable):
+            await luck.choice(self.two).add(flow, lease, graph, queue=luck.choice(QUEUES))
+
+    def _settle(self, flow: NewWorkflow, name: str, lease: Lease) -> list[Awaitable[object]]:
         if name not in CALLBACKS and luck.random() < 0.2:
-            nack = Nack(lease=lease, failure=Failure(permanent=True))  # type: ignore[arg-type]
+            nack = Nack(lease=lease, failure=Failure(permanent=True))
             return [luck.choice(self.two).store.settle(Settlement.nack(self.org, [nack]))]
         return [self._ack(flow, name, lease) for _ in range(luck.choice((1, 1, 2)))]
 
-    async def _ack(self, flow: NewWorkflow, name: str, lease: object) -> None:
+    async def _ack(self, flow: NewWorkflow, name: str, lease: Lease) -> None:
         """Repeats an ack until it is answered: so also one of which nobody knows whether it was done."""
         while True:
             with contextlib.suppress(ShardUnavailable):
-                settlement = Settlement.ack(self.org, [lease])  # type: ignore[list-item]
+                settlement = Settlement.ack(self.org, [lease])
                 (answer,) = await luck.choice(self.two).store.settle(settlement)
                 self.ran[f"{flow.id}/{name}"] += answer is Answer.OK
                 return
 
 
-async def cut_connections(dsn: str, *, pause_s: float) -> None:
+async def cut_connections(dsn: str, storm: Storm, *, pause_s: float) -> None:
+    """Cuts at most one connection in a round, so that also a slow machine gets on."""
     async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
         while True:
+            await storm.had_round.wait()
+            storm.had_round.clear()
             await asyncio.sleep(luck.random() * pause_s)
             await connection.execute(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
@@ -146,8 +173,9 @@ async def test_whatever_happens_at_once_strands_nothing(
     await set_portion(two[0].database, portion)
     before = await deadlocks(module_dsn)
     storm = Storm(two, org)
-    cutter = asyncio.create_task(cut_connections(module_dsn, pause_s=0.1)) if cut else None
+    cutter = asyncio.create_task(cut_connections(module_dsn, storm, pause_s=0.1)) if cut else None
     for _ in range(trials(8, thorough=400)):
+        storm.added.clear()
         queues = {f"n{at}": luck.choice(QUEUES) for at in range(NODES_MAX)}
         flow = new_workflow(
             org,
@@ -169,6 +197,29 @@ async def test_whatever_happens_at_once_strands_nothing(
             await two[0].check()
             break
     assert await deadlocks(module_dsn) == before
+
+
+@pytest.mark.thorough
+async def test_jobs_that_are_altered_while_they_are_released_do_not_stay_blocked(two: list[Flows]) -> None:
+    flows, other = two
+    await set_portion(flows.database, 200)
+    names = [f"n{at}" for at in range(150)]
+    for _ in range(trials(6, thorough=100)):
+        flow = await flows.start({"root": [], **{name: ["root"] for name in names}})
+        await flows.claim()
+        acked, altered = asyncio.Event(), asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            for turn in range(4):
+                ids = [flows.job(flow, name) for name in names[turn::4]]
+                group.create_task(alter_until(acked, other.store, other.org, ids, altered))
+            await altered.wait()
+            await flows.ack("root")
+            acked.set()
+        # It releases those that were locked.
+        await flows.sweep.sweep()
+        assert await flows.claim() == set(names)
+        await flows.ack(*names)
+    await flows.check()
 
 
 def queue_of(queues: Mapping[str, str], name: str) -> str:

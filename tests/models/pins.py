@@ -89,7 +89,7 @@ class Catalog(NamedTuple):
     epoch: int
     # By slot; with the org's own slot once it is pinned.
     placements: tuple[Placement, ...]
-    # When it was.
+    # The epoch at which the org was pinned; 0: it was not.
     pinned: int = 0
 
     @property

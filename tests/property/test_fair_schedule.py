@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from router.fair.schedule import Schedule
 from shard.vocabulary import OrgId, ShardName
+from tests.effort import trials
 
 SHARD, OTHER = ShardName("s1"), ShardName("s2")
 WINDOW_S = 1e9
@@ -77,7 +78,7 @@ def jain(shares: Sequence[float]) -> float:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 40))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=trials(3, thorough=100), deadline=None)
 def test_fifty_equal_orgs_get_equal_worker_seconds_whatever_their_jobs_take(seed: int, workers: int) -> None:
     luck = random.Random(seed)
     typical = {org: luck.uniform(0.01, 2) for org in orgs(50)}
@@ -94,7 +95,7 @@ def test_weights_of_one_two_and_four_give_shares_of_one_two_and_four(workers: in
     pool = Pool(workers, lambda _: 0.1, {a: 1, b: 2, c: 4})
     for org in (a, b, c):
         pool.enqueue(org, 1_000_000)
-    pool.run(until_s=1000)
+    pool.run(until_s=2000 / workers)
     assert pool.seconds[b] / pool.seconds[a] == pytest.approx(2, rel=0.05)
     assert pool.seconds[c] / pool.seconds[a] == pytest.approx(4, rel=0.05)
 

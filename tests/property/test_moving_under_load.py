@@ -28,6 +28,8 @@ from tests.pair import A, B, Died, Fate, Pair, mortal_mover, open_pair
 
 ORGS, QUEUES, KEYS = 3, ("a", "b"), 8
 MOVES = trials(4, thorough=20)
+# Producers add no new jobs while this many are open. The one consumer would fall ever further behind on a slow machine.
+OPEN_MAX = 200
 PATIENCE_S = 60.0
 
 
@@ -80,11 +82,12 @@ class Told:
 
 
 async def produce(router: Router, orgs: list[OrgId], told: Told, luck: random.Random, over: asyncio.Event) -> None:
-    """Enqueues new jobs, and repeats earlier jobs and keys through this router or another one, some after a long
-    time."""
+    """Enqueues new jobs while fewer than OPEN_MAX are open, and repeats earlier jobs and keys through this router or
+    another one, some after a long time."""
     sent: list[NewJobs] = []
     while not over.is_set():
-        if sent and luck.random() < 0.5:
+        full = len(told.stored) - len(told.acked) > OPEN_MAX
+        if sent and (full or luck.random() < 0.5):
             jobs = luck.choice(sent)
         else:
             jobs = NewJobs(org=luck.choice(orgs))

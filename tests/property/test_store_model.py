@@ -96,7 +96,7 @@ class Job:
     lease: int | None = None
     expires: bool = False
     past_expiry: bool = False
-    # Not after a redrive: a dead job gives its live key up.
+    # Whether the job still has its live key. A redriven job has none: it gave the key up when it died.
     keyed: bool = True
     ended: dict[int, Outcome] = field(default_factory=dict[int, Outcome])
     outcomes: list[tuple[int, Outcome]] = field(default_factory=list[tuple[int, Outcome]])

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from shard.postgres.pool import Database
 from shard.vocabulary import Answer, OrgId
-from shard.workflow import Callback, NewWorkflow, NodeName, OnFailed
+from shard.workflow import AddedNodes, Callback, NewWorkflow, NodeName, OnFailed
 from tests.conftest import SHARD
 from tests.effort import trials
 from tests.workflows import Flows, set_portion
@@ -44,6 +44,7 @@ def graphs(draw: st.DrawFn) -> Edges:
 class Model:
     """What a workflow should be."""
 
+    # Each node comes after its parents.
     edges: Edges
     # How each ended node has ended.
     ended: dict[str, str] = field(default_factory=dict[str, str])
@@ -104,6 +105,8 @@ class WorkflowsMachine(RuleBasedStateMachine):
         self.flow: NewWorkflow = self.do(self.routers[0].start(graph, callbacks=CALLBACKS))
         self.routers[1].know(self.flow)
         self.callbacks: set[str] = set()
+        # What each node has added last.
+        self.added: dict[str, Edges] = {}
         self.compare()
 
     def do(self, act: Coroutine[Any, Any, T]) -> T:
@@ -171,6 +174,42 @@ class WorkflowsMachine(RuleBasedStateMachine):
             self.do(flows.store.cancel(flows.org, [job], reason="skipped"))
         self.model.end(node, "cancelled" if how == "cancel" else "skipped")
         self.compare()
+
+    @rule(number=st.integers(0, 99), router=st.integers(0, 1), graph=graphs(), draw=st.data())
+    def add(self, number: int, router: int, graph: Edges, draw: st.DataObject) -> None:
+        """Adds a graph, of which each node may also wait for what the workflow has."""
+        live = sorted(self.model.free)
+        if not live:
+            return
+        adder, size = live[number % len(live)], len(self.model.edges)
+        policies = st.dictionaries(st.sampled_from(sorted(self.model.edges)), st.sampled_from(OnFailed), max_size=3)
+        new = {
+            f"m{size}-{node}": {f"m{size}-{parent}": policy for parent, policy in parents.items()} | draw.draw(policies)
+            for node, parents in graph.items()
+        }
+        self.send(router, adder, new)
+        self.model.edges |= new
+        self.model.settle()
+        self.added[adder] = new
+        self.compare()
+
+    @rule(number=st.integers(0, 99), router=st.integers(0, 1))
+    def add_again(self, number: int, router: int) -> None:
+        """A repeated call adds nothing."""
+        adders = sorted(self.added.keys() & self.model.free)
+        if adders:
+            adder = adders[number % len(adders)]
+            assert self.send(router, adder, self.added[adder]).stored == 0
+            self.compare()
+
+    def send(self, router: int, adder: str, new: Edges) -> AddedNodes:
+        flows, other = self.routers[router], self.routers[0]
+        graph = {node: list(parents.items()) for node, parents in new.items()}
+        added = self.do(flows.add(self.flow, other.leases[adder], graph))
+        for one in self.routers:
+            one.names |= flows.names
+            one.added |= flows.added
+        return added
 
     @rule()
     def end_all_at_once(self) -> None:

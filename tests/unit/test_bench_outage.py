@@ -29,7 +29,7 @@ def call(org: int, due_s: float, took_s: float = 0.01, code: str = OK, verb: Ver
 
 
 def an_outage() -> list[Call]:
-    """One call per org and second. Those of s2 fail at once, from the kill until 2 s after the restart."""
+    """One call per org and second. Calls of s2's orgs fail at once, from the kill until 2 s after the restart."""
     calls: list[Call] = []
     for at in range(100, 130):
         calls.append(call(0, at + 0.1))

@@ -55,7 +55,7 @@ def router() -> FakeRouter:
 async def stub(router: FakeRouter) -> AsyncGenerator[queue_pb2_grpc.QueueAsyncStub, None]:
     server = grpc.aio.server()
     method = grpc.stream_stream_rpc_method_handler(
-        router.consume,
+        router.consume,  # pyrefly: ignore[bad-argument-type]
         request_deserializer=queue_pb2.ConsumeRequest.FromString,
         response_serializer=queue_pb2.ConsumeResponse.SerializeToString,
     )

@@ -166,7 +166,7 @@ async def test_a_server_that_is_silent_again_and_again_gets_more_time_each_time(
         await asyncio.wait_for(server.breaker.until_closed(), 60)
         return lasted_s
 
-    # At least so long: a busy machine may take longer.
+    # At least this long: a busy machine may take longer.
     for silence_s in (SILENCE_S, 2 * SILENCE_S, 4 * SILENCE_S):
         assert await seconds_until_open() >= silence_s
     monkeypatch.setattr(shard.postgres.breaker, "_CALM_S", 0.0)

@@ -70,7 +70,7 @@ def test_figures_are_times_spans_words_and_failures() -> None:
     assert [str(one) for one in (first, second, third)] == [
         "the job died at 2026-01-01 00:00:00Z, after attempt 3 of 3: out of attempts (3 of 3): E: two",
         "no consumer of the queue was seen in the last 3 min; the last one was seen at 2026-01-01 00:00:00Z",
-        "the job has succeeded at 2026-01-01 00:00:00Z",
+        "the job succeeded at 2026-01-01 00:00:00Z",
     ]
     assert causes_json(messages)[:2] == [
         {
@@ -95,3 +95,39 @@ def test_jobs_ahead_are_told_as_they_were_counted() -> None:
         "these come first: 2 jobs more urgent and 1,200 jobs of the same priority, earlier"
     )
     assert shown(earlier=1000, at_least=1) == "more than 1,000 jobs of the queue come first"
+
+
+def test_a_job_that_was_cancelled_without_a_reason_says_so_once() -> None:
+    def shown(reason: str) -> str:
+        finished = cause_pb2.FinishedCause(state=job_pb2.JOB_STATE_CANCELLED, at=TIME, reason=reason)
+        return causes_shown([Cause(finished=finished)])
+
+    assert shown("cancelled") == shown("") == "the job was cancelled at 2026-01-01 00:00:00Z"
+    assert shown("too late") == "the job was cancelled at 2026-01-01 00:00:00Z: too late"
+
+
+def test_a_job_that_waits_for_its_group_says_what_the_places_of_the_group_do() -> None:
+    def shown(**figures: object) -> str:
+        group = cause_pb2.GroupCause(group="g", concurrency=2, **figures)  # type: ignore[arg-type]
+        return causes_shown([Cause(group=group)])
+
+    held = "waits for group 'g', of which 2 jobs may run at a time: "
+    assert shown(taken=2, holder_id="x", ahead=3) == (
+        f"{held}job x has a place, and is ready or waits for its retry; 3 jobs before it"
+    )
+    assert shown(taken=2, leased=2, holder_id="x", worker="w", until=TIME) == (
+        f"{held}worker 'w' has job x until 2026-01-01 00:00:00Z; 0 jobs before it"
+    )
+
+
+def test_a_queue_says_that_its_scheduled_jobs_are_others_than_those_that_are_ready() -> None:
+    scheduled = [Cause(scheduled=cause_pb2.ScheduledCause(until=TIME))]
+    assert causes_shown(scheduled) == "not due before 2026-01-01 00:00:00Z"
+    assert (
+        causes_shown(scheduled, of_queue=True) == "the next job that waits for its time is due at 2026-01-01 00:00:00Z"
+    )
+
+
+def test_a_small_share_is_not_told_as_none() -> None:
+    fair = cause_pb2.FairShareCause(weight=1, ahead=Duration(nanos=300))
+    assert "has had less than 1 s more of the time" in causes_shown([Cause(fair_share=fair)])

@@ -44,7 +44,7 @@ async def judged(
         return b""
 
     server = grpc.aio.server()
-    handlers: dict[str, Any] = {"Call": grpc.unary_unary_rpc_method_handler(answer)}
+    handlers: dict[str, Any] = {"Call": grpc.unary_unary_rpc_method_handler(answer)}  # pyrefly: ignore[bad-argument-type]
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("tests.Tests", handlers),))
     shown = authority.sign("server")
     credentials = grpc.ssl_server_credentials(

@@ -205,9 +205,9 @@ async def test_each_caller_has_its_own_deadline(router: FakeRouter) -> None:
         for tasks, at_s in ((early, 0.5), (late, 0.7), (last, 0.9)):
             told = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), WAIT_S)
             assert all(isinstance(one, DeadlineExceeded) for one in told)
-            # None is told before its own time is over,
+            # No call fails before its own time is over,
             assert at_s - 0.05 <= time.monotonic() - began
-        # and none waits for those that came later.
+        # and no call waits for those that came later.
         assert order == [0.5] * len(early) + [0.7, 0.9]
 
 

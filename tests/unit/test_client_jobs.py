@@ -103,14 +103,23 @@ def test_what_has_no_form_on_the_wire_is_refused_by_its_path(options: dict[str, 
         ({"attributes": ["a"]}, "template.attributes: must be a dict of str to str, not ['a']"),
         ({"dedup_key": 7}, "dedup.key: must be a str, not 7"),
         ({"priority": 1.5}, "template.priority: must be an int, not 1.5"),
+        ({"priority": 0}, "template.priority: must be 1 to 9, not 0; leave it out for the default"),
+        ({"max_attempts": 0}, "template.max_attempts: must be 1 to 1,000, not 0; leave it out for the default"),
         ({"priority": "x" * 1000}, "template.priority: must be an int, not '" + "x" * 99 + "…"),
     ],
 )
-def test_a_field_of_the_wrong_type_is_refused_with_its_value_and_what_it_may_be(
+def test_a_field_of_the_wrong_type_or_zero_is_refused_with_its_value_and_what_it_may_be(
     options: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(InvalidJob, match="^" + re.escape(f"jobs[0].{told}")):
         enqueue_request("acme", [NewJob("q", "k", **options)])
+
+
+def test_a_priority_or_a_number_of_attempts_that_is_none_is_the_default() -> None:
+    job = NewJob("q", "k", priority=None, max_attempts=None)
+    (message,) = enqueue_request("acme", [job]).jobs
+    assert (message.template.priority, message.template.max_attempts) == (0, 0)
+    assert (NewJob("q", "k").priority, NewJob("q", "k").max_attempts) == (None, None)
 
 
 def test_a_payload_or_result_that_is_no_json_is_told_with_its_type_and_what_is_taken() -> None:

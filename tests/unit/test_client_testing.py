@@ -179,7 +179,7 @@ async def test_a_known_id_or_key_is_a_duplicate(client: testing.RecordingClient)
     assert keyed == Enqueued(id=first.id, duplicate=True, state=JobState.SCHEDULED)
     for other in ({"queue": "other"}, {"dedup_while_live": True}):
         options = {"queue": "q", "kind": "k", "dedup_key": "a", **other}
-        assert not (await client.enqueue(**options)).duplicate  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        assert not (await client.enqueue(**options)).duplicate  # type: ignore[arg-type]
     assert len(client.jobs) == 3
 
 

@@ -559,7 +559,7 @@ class WordlessError(Exception):
         (BaseExceptionGroup("several", [Panic("rust")]), "BaseExceptionGroup: several"),
         (RateLimited(3), "AttributeError: 'RateLimited' object has no attribute 'after'"),
         (AskingTooMuch(), "ValueError: after must be 0 s to 3,650 days"),
-        (Kill(Wordless()), ": <exception str() failed>"),  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        (Kill(Wordless()), ": <exception str() failed>"),  # type: ignore[arg-type]
         (WordlessError(), "WordlessError: <exception str() failed>"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",

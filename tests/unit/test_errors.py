@@ -56,6 +56,10 @@ RAISED: dict[str, Callable[[], BaseException]] = {
     "WORKFLOW_NOT_FOUND": lambda: errors.UnknownWorkflow(ACME, "019a9f5e"),
     "WORKFLOW_EXISTS": lambda: errors.WorkflowExists(ACME, "019a9f5e"),
     "NODE_NOT_FOUND": lambda: errors.UnknownNode(ACME, "019a9f5e", "load"),
+    "WORKFLOW_ENDED": lambda: errors.WorkflowEnded("019a9f5e", "succeeded"),
+    "LEASE_ENDED": lambda: errors.LeaseEnded("019a9f5f", "019a9f5e"),
+    "NODE_EXISTS": lambda: errors.NodeExists("019a9f5e", "load"),
+    "TOO_MANY_NODES": lambda: errors.TooManyNodes("019a9f5e", "nodes", present=9_999, more=2, bound=10_000),
     "NODE_ENDED": lambda: errors.NodeEnded("019a9f5e", "load"),
     "NOT_RETRYABLE": lambda: errors.NotRetryable("019a9f5e", "it has succeeded"),
     "LIMIT_REACHED": lambda: errors.LimitReached(

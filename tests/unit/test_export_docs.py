@@ -18,7 +18,7 @@ from archiver.export_location import ExportLocation
 from archiver.object_store import Files
 from archiver.parquet import Manifest, Writer
 from cli.main import main
-from shard.history.cold_day import ColdJob
+from shard.history.export_reader import ColdJob
 from shard.vocabulary import JobId, Micros, OrgId, QueueName, ShardName
 from tests.unit.test_cluster_file import ONE
 from tests.unit.test_export_form import JOB, MANIFEST

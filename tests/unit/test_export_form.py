@@ -13,7 +13,7 @@ from archiver.errors import Damaged
 from archiver.export_location import ExportLocation
 from archiver.object_store import Files
 from archiver.parquet import Manifest, Reader, Writer
-from shard.history.cold_day import ColdJob
+from shard.history.export_reader import ColdJob
 from shard.vocabulary import JobId, Micros, OrgId, QueueName, ShardName
 
 GOLDEN = """\

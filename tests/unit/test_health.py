@@ -35,7 +35,9 @@ SERVER = Server(
     connections=10,
     connections_max=97,
     age=1000,
+    oldest="windrow",
     multixact_age=1,
+    multixact_oldest="windrow",
 )
 HOT = Table(
     name="job",

@@ -217,7 +217,7 @@ def test_the_page_shows_the_retry_policy_of_the_service_config() -> None:
 
 @contextmanager
 def failing_server(method: str, code: grpc.StatusCode, *, times: int) -> Generator[tuple[str, list[None]]]:
-    """A server whose method fails so many times, and then answers. Yields its address and one entry for each call."""
+    """A server whose method fails this many times, and then answers. Yields its address and one entry for each call."""
     calls: list[None] = []
 
     def answer(_request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -227,7 +227,8 @@ def failing_server(method: str, code: grpc.StatusCode, *, times: int) -> Generat
         return b""
 
     handler = grpc.method_handlers_generic_handler(
-        "windrow.v1.Queue", {method: grpc.unary_unary_rpc_method_handler(answer)}
+        "windrow.v1.Queue",
+        {method: grpc.unary_unary_rpc_method_handler(answer)},  # pyrefly: ignore[bad-argument-type]
     )
     server = grpc.server(ThreadPoolExecutor(1), handlers=[handler])
     port = server.add_insecure_port("127.0.0.1:0")

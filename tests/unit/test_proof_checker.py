@@ -5,28 +5,52 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from proof.checker import Evidence, check, examine
 from proof.checker.evidence import (
     Alone,
+    Backfill,
+    Change,
+    ChangeKind,
     Files,
     Flow,
     Found,
     Health,
     InForce,
     Key,
+    OperatedFlow,
     OrgBooks,
     Owned,
     Past,
     Placed,
+    Release,
     Restored,
     Row,
+    Run,
+    RunName,
+    Schedule,
     State,
+    StoredSchedule,
+    Terms,
     Version,
 )
-from proof.history import Answer, Call, Cancel, Delivery, Enqueue, History, LeaseKey, Lookup, Outcome, Settle, Verb
+from proof.history import (
+    Addition,
+    Answer,
+    Call,
+    Cancel,
+    Delivery,
+    Enqueue,
+    History,
+    LeaseKey,
+    Lookup,
+    Outcome,
+    Settle,
+    Verb,
+)
 from shard.placement.slots import SLOTS, slot_of
 from shard.vocabulary import OrgId
 
@@ -332,6 +356,27 @@ def test_a_lease_that_is_used_after_another_has_the_job_is_found(verb: Verb) -> 
         rows=[succeeded("j1", lease=2, history=[past(1, outcome, 10_000, 900_000)])],
     )
     assert found(given) == ["I2"]
+
+
+@pytest.mark.parametrize("verb", [Verb.ACK, Verb.NACK, Verb.RELEASE])
+def test_a_lease_that_is_extended_after_its_end_is_found(verb: Verb) -> None:
+    """Nobody else has had the job, so the lease was not live beside another one."""
+    outcome = {Verb.NACK: "nacked", Verb.RELEASE: "released"}.get(verb)
+    history = [] if outcome is None else [past(1, outcome, 10_000, 900_000)]
+    last = delivery("j1", 30.0, lease=2, attempt=2)
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[delivery("j1", 11.0, lease=1), *([] if verb is Verb.ACK else [last])],
+        settles=[
+            settle(verb, "j1", 12.0, lease=1),
+            settle(Verb.EXTEND, "j1", 13.0, lease=1, span_s=WINDOW_S),
+            *([] if verb is Verb.ACK else [settle(Verb.ACK, "j1", 31.0, lease=2)]),
+        ],
+        rows=[succeeded("j1", lease=1 if verb is Verb.ACK else 2, history=history)],
+    )
+    assert found(given) == ["I2"]
+    settles = [replace(one, answer=Answer.STALE) if one.span_s else one for one in given.history.settles]
+    assert found(changed(given, settles=settles)) == []
 
 
 def test_two_acks_of_one_job_are_found() -> None:
@@ -904,6 +949,9 @@ def test_an_orderly_restart_that_shows_unavailable_passes() -> None:
         # The client's own deadline for a stream was over; or it wrote to a stream that had ended.
         failed(Verb.CONSUME, 21.0, "DEADLINE_EXCEEDED"),
         failed(Verb.CONSUME, 21.0, "WRITE_FAILED"),
+        # The lease had ended; or the client gave the call up.
+        failed(Verb.ADD, 21.0, "FAILED_PRECONDITION"),
+        failed(Verb.ADD, 21.0, "DEADLINE_EXCEEDED"),
         # Calls before the restart, and after it.
         failed(Verb.ACK, 12.0, "CANCELLED"),
         failed(Verb.ACK, 26.0, "CANCELLED"),
@@ -1391,9 +1439,32 @@ def test_an_acknowledged_workflow_that_is_nowhere_is_found(answered: bool) -> No
     assert found(replace(given, flows=[])) == ["I1"] * answered
 
 
+@pytest.mark.parametrize("was_lost", [True, False])
+def test_only_a_workflow_that_arrived_after_the_backup_may_be_nowhere(was_lost: bool) -> None:
+    """Its finished jobs stayed on another shard."""
+    given = replace(workflow_of_two(), flows=[])
+    restore = restored(given).restored
+    assert restore is not None
+    whole = replace(restore.replaced, flows=frozenset({"w"}))
+    restore = replace(restore, replaced=whole, backup=restore.backup if was_lost else whole)
+    given = replace(given, restored=restore)
+    assert (found(given), excused(given)) == (([], ["I1"]) if was_lost else (["I1"], []))
+
+
 def test_a_workflow_on_two_shards_is_found() -> None:
     given = workflow_of_two()
     assert found(replace(given, flows=[flow_of_two(), replace(flow_of_two(), shard="s2")])) == ["I3"]
+
+
+@pytest.mark.parametrize("had_left", [True, False])
+def test_only_a_workflow_that_had_left_after_the_backup_may_be_there_twice(had_left: bool) -> None:
+    given = replace(workflow_of_two(), flows=[flow_of_two(), replace(flow_of_two(), shard="s2")])
+    restore = restored(given).restored
+    assert restore is not None
+    whole = replace(restore.backup, flows=frozenset({"w"}))
+    restore = replace(restore, backup=whole, replaced=restore.replaced if had_left else whole)
+    given = replace(given, restored=restore)
+    assert (found(given), excused(given)) == (([], ["I3"]) if had_left else (["I3"], []))
 
 
 def test_a_stranded_node_is_found() -> None:
@@ -1411,3 +1482,910 @@ def test_a_node_that_says_otherwise_than_its_job_is_found() -> None:
 def test_a_node_that_is_missing_is_found() -> None:
     lacks = Flow(workflow="w", org=ORG, shard=SHARD, state="succeeded", nodes={"j1": "succeeded"})
     assert found(replace(workflow_of_two(), flows=[lacks])) == ["I11"]
+
+
+# ── Nodes that jobs add ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def addition(
+    at_s: float,
+    *,
+    jobs: Mapping[str, str] | None = None,
+    stored: int = 0,
+    lease: LeaseKey = LeaseKey("j1", 1),  # noqa: B008 - it is a tuple
+    code: str = "",
+) -> Addition:
+    """Job j1 adds node j1+0, which waits for it. The call is answered unless there are no jobs."""
+    outcome = Outcome.OK if jobs else Outcome.UNKNOWN
+    return Addition(
+        call=replace(call(Verb.ADD, at_s), code=code, outcome=outcome),
+        workflow="w",
+        lease=lease,
+        nodes={"j1+0": ["j1"]},
+        jobs=jobs or {},
+        stored=stored,
+    )
+
+
+def told(added: Addition) -> Enqueue:
+    """The job of an acknowledged addition, as histories are read."""
+    (job,) = added.jobs.values()
+    return replace(enqueue(job, 0.0, duplicate=not added.stored, delay_s=math.inf), call=added.call)
+
+
+def workflow_that_grew() -> Evidence:
+    """While job j1 ran, it added node j1+0, whose job is j3. The callback j2 came after both. The first call was not
+    answered, and the second one found what the first had stored."""
+    given = workflow_of_two()
+    again = addition(11.7, jobs={"j1+0": "j3"})
+    return changed(
+        replace(
+            given,
+            rows=[*given.rows, succeeded("j3", lease=3)],
+            books=[replace(given.books[0], accepted=3)],
+            flows=[grown_flow()],
+        ),
+        enqueues=[*given.history.enqueues, told(again)],
+        additions=[addition(11.5), again],
+        deliveries=[
+            *given.history.deliveries,
+            delivery("j3", 12.2, lease=3, payload_job="j1+0"),
+        ],
+        settles=[*given.history.settles, settle(Verb.ACK, "j3", 12.4, lease=3)],
+    )
+
+
+def grown_flow(state: str = "succeeded", *, job: str = "j3", name: str = "j1+0", **nodes: str) -> Flow:
+    states = {job: "succeeded"} | nodes
+    return replace(flow_of_two(state, **states), added={job: name}, callbacks=frozenset({"j2"}))
+
+
+def test_a_workflow_that_grew_passes_whether_an_answer_came_or_not() -> None:
+    given = workflow_that_grew()
+    assert found(given) == []
+    unanswered = changed(given, enqueues=given.history.enqueues[:2], additions=given.history.additions[:1])
+    assert found(unanswered) == []
+
+
+def test_a_node_that_was_acknowledged_as_added_and_is_nowhere_is_found() -> None:
+    given = workflow_that_grew()
+    assert found(replace(given, flows=[replace(flow_of_two(), callbacks=frozenset({"j2"}))])) == ["I1"]
+    # The node is there with another job.
+    other = replace(
+        given,
+        flows=[grown_flow(job="j9")],
+        rows=[*given.rows, succeeded("j9", lease=9)],
+        books=[replace(given.books[0], accepted=4)],
+    )
+    other = changed(
+        other,
+        deliveries=[*given.history.deliveries, delivery("j9", 12.2, lease=9, payload_job="j1+0")],
+        settles=[*given.history.settles, settle(Verb.ACK, "j9", 12.4, lease=9)],
+    )
+    assert found(other) == ["I1"]
+    # Its job is nowhere.
+    lost = replace(given, rows=given.rows[:2], books=[replace(given.books[0], accepted=2)])
+    assert found(lost) == ["I1"]
+
+
+def test_a_node_that_was_added_twice_is_found() -> None:
+    given = workflow_that_grew()
+    twice = replace(grown_flow(j4="succeeded"), added={"j3": "j1+0", "j4": "j1+0"})
+    given = replace(
+        given,
+        flows=[twice],
+        rows=[*given.rows, succeeded("j4", lease=4)],
+        books=[replace(given.books[0], accepted=4)],
+    )
+    given = changed(
+        given,
+        deliveries=[*given.history.deliveries, delivery("j4", 12.2, lease=4, payload_job="j1+0")],
+        settles=[*given.history.settles, settle(Verb.ACK, "j4", 12.4, lease=4)],
+    )
+    assert found(given) == ["I3"]
+
+
+def test_a_node_that_was_told_new_twice_is_found() -> None:
+    given = workflow_that_grew()
+    calls = [addition(at_s, jobs={"j1+0": "j3"}, stored=1) for at_s in (11.5, 11.7)]
+    given = changed(given, enqueues=[*given.history.enqueues[:2], *map(told, calls)], additions=calls)
+    assert found(given) == ["I3"]
+
+
+def test_a_node_that_nobody_added_is_found() -> None:
+    given = workflow_that_grew()
+    given = changed(given, enqueues=given.history.enqueues[:2], additions=[])
+    # The node, its job, and the payload of the job.
+    assert sorted(found(given)) == ["I3", "I3", "I4"]
+
+
+def test_an_added_node_that_runs_before_the_one_that_it_waits_for_has_ended_is_found() -> None:
+    given = workflow_that_grew()
+    early = [*given.history.deliveries[:2], replace(given.history.deliveries[2], received_s=11.9)]
+    assert found(changed(given, deliveries=early)) == ["I11"]
+
+
+def test_a_callback_that_runs_before_an_added_node_has_ended_is_found() -> None:
+    given = workflow_that_grew()
+    late = [*given.history.settles[:2], settle(Verb.ACK, "j3", 13.5, lease=3)]
+    assert found(changed(given, settles=late)) == ["I11"]
+    # It need not wait if it is no callback.
+    assert found(changed(replace(given, flows=[replace(grown_flow(), callbacks=frozenset())]), settles=late)) == []
+
+
+def test_an_added_node_that_is_stranded_is_found() -> None:
+    given = workflow_that_grew()
+    stranded = replace(given, flows=[grown_flow(j3="released")])
+    assert found(stranded) == ["I11"]
+    assert found(replace(given, flows=[grown_flow("failed", j3="failed")])) == ["I11"]
+
+
+def test_an_addition_whose_lease_had_ended_is_found() -> None:
+    """Job j1 was given to another consumer before the call began."""
+    given = workflow_that_grew()
+    first = delivery("j1", 11.0, lease=8, of=Verb.CONSUME)
+    second = delivery("j1", 11.4, lease=1, attempt=2, client="w2", of=Verb.CONSUME)
+    late = addition(11.5, jobs={"j1+0": "j3"}, stored=1, lease=first.lease)
+    given = changed(
+        replace(given, rows=[succeeded("j1", history=[past(8, "expired", 1, 2)]), *given.rows[1:]]),
+        enqueues=[*given.history.enqueues[:2], told(late)],
+        additions=[late],
+        deliveries=[first, second, *given.history.deliveries[1:]],
+    )
+    assert found(given) == ["I2"]
+    # Its job was acked before the call began.
+    late = addition(12.5, jobs={"j1+0": "j3"}, stored=1)
+    acked = workflow_that_grew()
+    acked = changed(acked, enqueues=[*acked.history.enqueues[:2], told(late)], additions=[late])
+    assert found(acked) == ["I2"]
+    refused = addition(11.5, lease=first.lease, code="FAILED_PRECONDITION")
+    assert found(changed(given, enqueues=given.history.enqueues[:2], additions=[refused])) == []
+
+
+@pytest.mark.parametrize("code", ["ALREADY_EXISTS", "NOT_FOUND"])
+def test_an_addition_that_is_refused_as_if_it_were_of_others_is_found(code: str) -> None:
+    given = workflow_that_grew()
+    assert found(changed(given, additions=[*given.history.additions, addition(11.9, code=code)])) == ["I11"]
+
+
+def test_a_job_of_an_added_node_may_be_there_although_its_workflow_was_lost() -> None:
+    """The workflow arrived after the backup, and the jobs that were done stayed. No addition was answered."""
+    given = workflow_that_grew()
+    given = changed(given, enqueues=given.history.enqueues[:2], additions=given.history.additions[:1])
+    given = restored(replace(given, flows=[]), backup=given.rows, replaced=given.rows)
+    assert found(given) == ["I1"]
+    restore = given.restored
+    assert restore is not None
+    restore = replace(restore, replaced=replace(restore.replaced, flows=frozenset({"w"})))
+    assert found(replace(given, restored=restore)) == []
+
+
+@pytest.mark.parametrize("was_lost", [True, False])
+def test_only_a_job_of_a_workflow_that_was_lost_may_wait_for_ever(was_lost: bool) -> None:
+    """The workflow arrived after the backup, and the jobs followed later."""
+    given = workflow_that_grew()
+    given = replace(given, flows=[] if was_lost else given.flows, rows=[*given.rows[:2], live("j3")])
+    given = changed(given, deliveries=given.history.deliveries[:2], settles=given.history.settles[:2])
+    given = restored(given, backup=given.rows, replaced=given.rows)
+    restore = given.restored
+    assert restore is not None
+    restore = replace(restore, replaced=replace(restore.replaced, flows=frozenset({"w"})))
+    given = replace(given, restored=restore)
+    # The callback of a workflow that is there must not have come before it, either.
+    assert found(given) == ([] if was_lost else ["I7", "I11"])
+
+
+@pytest.mark.parametrize("was_lost", [True, False])
+def test_only_an_added_node_that_the_backup_lacks_may_be_missing(was_lost: bool) -> None:
+    given = workflow_that_grew()
+    lacking = replace(
+        given,
+        flows=[replace(flow_of_two(), callbacks=frozenset({"j2"}))],
+        rows=given.rows[:2],
+        books=[replace(given.books[0], accepted=2)],
+    )
+    lacking = restored(lacking, backup=given.rows[: 2 if was_lost else 3], replaced=given.rows)
+    # The job, its ack if the backup lacks that, and the node.
+    assert (found(lacking), excused(lacking)) == (([], ["I1", "I2", "I1"]) if was_lost else (["I1", "I1"], []))
+
+
+# ── Schedules ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+SECOND_US = 1_000_000
+
+
+def a_run(at_s: int, *, job: str | None = None, skipped_for: str | None = None, through_s: int | None = None) -> Run:
+    """A run that was stored if there is a job, skipped if there is a reason, and waits otherwise."""
+    outcome = "stored" if job else "skipped" if skipped_for else "buffered"
+    through_us = None if through_s is None else through_s * SECOND_US
+    # It is decided at once.
+    decided_us = (through_s or at_s) * SECOND_US
+    return Run("id", at_s * SECOND_US, through_us, outcome, skipped_for, job, decided_us)
+
+
+def of_run(job: str, at_s: int, *, terms: int = 0, **fields: object) -> Row:
+    return replace(succeeded(job), run=RunName("tick", at_s * SECOND_US, terms), **fields)  # type: ignore[arg-type]
+
+
+def every(seconds: int, *, number: int = 0, skips_for: str = "overlap", cancels: bool = False) -> Terms:
+    return Terms(number=number, every_us=seconds * SECOND_US, skips_for=frozenset({skips_for}), cancels=cancels)
+
+
+def a_schedule() -> Evidence:
+    """Created at 1000.5 s, it fires every two seconds before 1010 s. One run was stored, one has waited, and two were
+    skipped together."""
+    given = evidence(
+        deliveries=[delivery(job, 2.0, lease=1, payload_job="tick") for job in ("j1", "j2")],
+        settles=[settle(Verb.ACK, job, 2.2, lease=1) for job in ("j1", "j2")],
+        rows=[of_run("j1", 1002), of_run("j2", 1004)],
+    )
+    return replace(
+        given,
+        schedules=[
+            Schedule(org=ORG, name="tick", terms=every(2), ends_us=1010 * SECOND_US),
+        ],
+        stored_schedules=[StoredSchedule(id="id", org=ORG, name="tick", shard=SHARD, created_us=1000_500_000)],
+        runs=frozenset(
+            {
+                a_run(1002, job="j1"),
+                *(a_run(1004), a_run(1004, job="j2")),
+                a_run(1006, skipped_for="overlap", through_s=1008),
+            }
+        ),
+    )
+
+
+def with_runs(*runs: Run, instead_of: int | None = None) -> Evidence:
+    """The schedule with further runs, and without those of this second."""
+    given = a_schedule()
+    left = {run for run in given.runs if instead_of is None or run.at_us != instead_of * SECOND_US}
+    return replace(given, runs=frozenset(left | set(runs)))
+
+
+def test_a_schedule_whose_instants_were_stored_or_skipped_passes() -> None:
+    assert found(a_schedule()) == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(with_runs(instead_of=1006), id="nobody decided two instants"),
+        pytest.param(with_runs(a_run(1006, skipped_for="overlap"), instead_of=1006), id="nobody decided the last one"),
+        pytest.param(with_runs(a_run(1002, skipped_for="overlap")), id="it was also skipped"),
+        pytest.param(
+            with_runs(a_run(1006, skipped_for="catch_up", through_s=1008), instead_of=1006), id="no reason of it"
+        ),
+        pytest.param(with_runs(a_run(1000, skipped_for="overlap")), id="an instant before its creation"),
+        pytest.param(with_runs(a_run(1010, skipped_for="overlap")), id="an instant after its end"),
+        pytest.param(with_runs(a_run(1003, skipped_for="overlap")), id="an instant between two others"),
+        pytest.param(with_runs(a_run(1002, job="j9"), instead_of=1002), id="another job than the stored one"),
+    ],
+)
+def test_a_wrong_decision_about_an_instant_is_found(given: Evidence) -> None:
+    assert set(found(given)) == {"I10"}
+
+
+def test_instants_lie_later_by_the_offset_of_their_schedule() -> None:
+    given = a_schedule()
+    (schedule,) = given.schedules
+    later = replace(schedule, terms=replace(schedule.terms, offset_us=SECOND_US))
+    assert set(found(replace(given, schedules=[later]))) == {"I10"}
+    all_skipped = a_run(1001, skipped_for="overlap", through_s=1009)
+    without_jobs = replace(given, rows=[], runs=frozenset({all_skipped}), books=[replace(given.books[0], accepted=0)])
+    without_jobs = changed(replace(without_jobs, schedules=[later]), settles=[], deliveries=[])
+    assert found(without_jobs) == []
+
+
+def test_an_instant_that_was_stored_twice_is_found() -> None:
+    again = with_runs(a_run(1002, job="j3"))
+    rows = [*again.rows, of_run("j3", 1002)]
+    books = [replace(again.books[0], accepted=3)]
+    ack, came = settle(Verb.ACK, "j3", 2.2, lease=1), delivery("j3", 2.0, lease=1, payload_job="tick")
+    again = changed(
+        replace(again, rows=rows, books=books),
+        settles=[*again.history.settles, ack],
+        deliveries=[*again.history.deliveries, came],
+    )
+    assert found(again) == ["I10"]
+    # No run needs to say so.
+    assert found(replace(again, runs=a_schedule().runs)) == ["I10"]
+
+
+def test_a_run_that_waits_for_ever_is_found() -> None:
+    waits = with_runs(a_run(1004), instead_of=1004)
+    rows = [of_run("j1", 1002)]
+    waits = changed(
+        replace(waits, rows=rows, books=[replace(waits.books[0], accepted=1)]),
+        settles=waits.history.settles[:1],
+        deliveries=waits.history.deliveries[:1],
+    )
+    assert found(waits) == ["I10"]
+    assert found(replace(waits, calm_s=None)) == []
+
+
+def test_a_job_of_a_run_that_is_nowhere_is_found() -> None:
+    given = a_schedule()
+    lost = changed(
+        replace(given, rows=given.rows[:1], books=[replace(given.books[0], accepted=1)]),
+        settles=given.history.settles[:1],
+        deliveries=given.history.deliveries[:1],
+    )
+    assert found(lost) == ["I10"]
+
+
+@pytest.mark.parametrize("was_lost", [True, False])
+def test_only_a_job_of_a_run_that_arrived_after_the_backup_may_be_nowhere(was_lost: bool) -> None:
+    """It is dead, so that it moves with its org."""
+    given = a_schedule()
+    nacked = [*given.history.settles[:1], settle(Verb.KILL, "j2", 2.2, lease=1, answer=None)]
+    dead = of_run("j2", 1004, state=State.DEAD)
+    lost = changed(replace(given, rows=given.rows[:1], books=[replace(given.books[0], accepted=1)]), settles=nacked)
+    lost = restored(lost, backup=given.rows[:1] if was_lost else [given.rows[0], dead], replaced=[given.rows[0], dead])
+    # Its payload, and its run.
+    assert (found(lost), excused(lost)) == (([], ["I4", "I10"]) if was_lost else (["I4", "I10"], []))
+
+
+def test_a_job_of_a_run_that_is_never_done_is_found() -> None:
+    given = a_schedule()
+    stuck = changed(
+        replace(given, rows=[given.rows[0], of_run("j2", 1004, state=State.LIVE)]), settles=given.history.settles[:1]
+    )
+    assert found(stuck) == ["I7"]
+
+
+@pytest.mark.parametrize("cancels", [True, False])
+def test_only_a_schedule_that_cancels_may_have_cancelled_jobs(cancels: bool) -> None:
+    given = a_schedule()
+    given = replace(
+        given,
+        rows=[of_run("j1", 1002, state=State.CANCELLED), given.rows[1]],
+        schedules=[replace(given.schedules[0], terms=every(2, cancels=cancels))],
+    )
+    # Its consumer is told, before its window has ended.
+    refused = replace(given.history.settles[0], answer=Answer.STALE)
+    given = changed(given, settles=[refused, given.history.settles[1]])
+    assert found(given) == ([] if cancels else ["I2", "I2"])
+
+
+def test_a_job_that_names_a_run_of_no_schedule_is_found() -> None:
+    given = a_schedule()
+    assert found(replace(given, schedules=[], stored_schedules=[], runs=frozenset())) == ["I10"]
+
+
+def test_a_job_that_comes_with_the_payload_of_another_schedule_is_found() -> None:
+    given = a_schedule()
+    wrong = replace(given.history.deliveries[0], payload_job="tock")
+    assert found(changed(given, deliveries=[wrong, given.history.deliveries[1]])) == ["I4"]
+
+
+def test_an_acknowledged_schedule_that_is_nowhere_is_found() -> None:
+    given = replace(a_schedule(), rows=[], books=[], stored_schedules=[], runs=frozenset())
+    given = changed(given, deliveries=[], settles=[])
+    assert found(given) == ["I10"]
+    assert found(replace(given, schedules=[replace(given.schedules[0], acknowledged=False)])) == []
+
+
+def test_a_schedule_on_two_shards_is_found() -> None:
+    given = a_schedule()
+    copies = [*given.stored_schedules, replace(given.stored_schedules[0], shard="s2")]
+    assert found(replace(given, stored_schedules=copies)) == ["I10"]
+
+
+@pytest.mark.parametrize("had_left", [True, False])
+def test_only_a_schedule_that_had_left_after_the_backup_may_be_there_twice(had_left: bool) -> None:
+    given = a_schedule()
+    restore = restored(given, backup=given.rows, replaced=given.rows).restored
+    assert restore is not None
+    whole = replace(restore.backup, schedules=given.stored_schedules)
+    restore = replace(restore, backup=whole, replaced=restore.replaced if had_left else whole)
+    copies = [*given.stored_schedules, replace(given.stored_schedules[0], shard="s2")]
+    given = replace(given, stored_schedules=copies, restored=restore)
+    assert (found(given), excused(given)) == (([], ["I10"]) if had_left else (["I10"], []))
+
+
+@pytest.mark.parametrize("was_lost", [True, False])
+def test_only_a_schedule_that_arrived_after_the_backup_may_be_nowhere(was_lost: bool) -> None:
+    given = with_runs(a_run(1002, skipped_for="overlap"))
+    restore = restored(replace(given, stored_schedules=[]), backup=given.rows, replaced=given.rows).restored
+    assert restore is not None
+    whole = replace(restore.replaced, schedules=given.stored_schedules)
+    restore = replace(restore, replaced=whole, backup=restore.backup if was_lost else whole)
+    given = replace(given, stored_schedules=[], restored=restore)
+    assert excused(given) == ["I10"] * was_lost
+    # Its runs are examined in any case, or nobody knows whose jobs these are.
+    assert found(given) == ["I10"] * (1 if was_lost else 2)
+
+
+# ── What operators do to schedules ───────────────────────────────────────────────────────────────────────────────────
+
+
+def change(kind: ChangeKind, at_s: float, *, answered: bool = True, terms: Terms | None = None) -> Change:
+    """A call that takes a tenth of a second."""
+    began_us = round(at_s * SECOND_US)
+    ended_us = began_us + SECOND_US // 10 if answered else None
+    return Change(kind=kind, began_us=began_us, ended_us=ended_us, terms=terms)
+
+
+PAUSE, RESUME = change(ChangeKind.PAUSE, 1005.0), change(ChangeKind.RESUME, 1009.0)
+
+
+def with_changes(given: Evidence, *changes: Change) -> Evidence:
+    return replace(given, schedules=[replace(given.schedules[0], changes=changes)])
+
+
+def with_jobs(given: Evidence, *rows: Row) -> Evidence:
+    """The schedule with further jobs that have run."""
+    deliveries = [delivery(row.job, 2.0, lease=1, payload_job="tick") for row in rows]
+    settles = [settle(Verb.ACK, row.job, 2.2, lease=1) for row in rows]
+    all_rows = [*given.rows, *rows]
+    return changed(
+        replace(given, rows=all_rows, books=[replace(given.books[0], accepted=len(all_rows))]),
+        deliveries=[*given.history.deliveries, *deliveries],
+        settles=[*given.history.settles, *settles],
+    )
+
+
+def with_pause(*runs: Run, changes: Sequence[Change] = (PAUSE, RESUME)) -> Evidence:
+    """The schedule was paused from 1005 to 1009, and so for its instants 1006 and 1008."""
+    return with_changes(with_runs(*runs, instead_of=1006), *changes)
+
+
+SKIPPED_TOGETHER = a_run(1006, skipped_for="pause", through_s=1008)
+
+
+def test_a_pause_whose_instants_are_skipped_passes() -> None:
+    assert found(with_pause(SKIPPED_TOGETHER)) == []
+    again = [PAUSE, change(ChangeKind.PAUSE, 1005.2, answered=False), RESUME]
+    assert found(with_pause(SKIPPED_TOGETHER, changes=again)) == []
+
+
+@pytest.mark.parametrize("decided_s", [1006, 1012])
+def test_a_run_of_an_instant_of_a_pause_is_found(decided_s: int) -> None:
+    stored = a_run(1006, job="j3")._replace(decided_us=decided_s * SECOND_US)
+    given = with_jobs(with_pause(stored, a_run(1008, skipped_for="pause")), of_run("j3", 1006))
+    # The instant is one of the pause, and perhaps it was also stored during the pause.
+    assert found(given) == ["I10"] * (2 if decided_s == 1006 else 1)
+
+
+def test_an_instant_of_a_pause_that_is_skipped_for_another_reason_is_found() -> None:
+    assert found(with_pause(a_run(1006, skipped_for="overlap", through_s=1008))) == ["I10", "I10"]
+
+
+def test_an_instant_of_a_pause_that_is_not_told_as_skipped_is_found() -> None:
+    assert found(with_pause(a_run(1008, skipped_for="pause"))) == ["I10"]
+
+
+def test_an_earlier_run_that_waited_and_is_stored_during_the_pause_is_found() -> None:
+    promoted = a_run(1004, job="j2")._replace(decided_us=1007 * SECOND_US)
+    given = with_pause(SKIPPED_TOGETHER)
+    runs = {run for run in given.runs if run.job != "j2"}
+    assert found(replace(given, runs=frozenset(runs | {promoted}))) == ["I10"]
+
+
+def test_an_instant_that_is_skipped_for_a_pause_which_had_ended_is_found() -> None:
+    early = (change(ChangeKind.PAUSE, 1002.5), change(ChangeKind.RESUME, 1003.0))
+    assert found(with_pause(SKIPPED_TOGETHER, changes=early)) == ["I10"]
+    assert found(with_pause(SKIPPED_TOGETHER, changes=())) == ["I10"]
+    # A pause that was not answered may have come later.
+    late = replace(early[0], ended_us=None)
+    assert found(with_pause(SKIPPED_TOGETHER, changes=[late, *early])) == []
+
+
+def test_what_was_not_answered_makes_a_pause_uncertain() -> None:
+    stored = with_jobs(with_pause(a_run(1006, job="j3"), a_run(1008, skipped_for="pause")), of_run("j3", 1006))
+    for changes in (
+        (replace(PAUSE, ended_us=None), RESUME),
+        # It may be executed after the pause began.
+        (change(ChangeKind.RESUME, 1003.0, answered=False), PAUSE, RESUME),
+        (PAUSE, change(ChangeKind.RESUME, 1005.5, answered=False), RESUME),
+    ):
+        assert found(with_changes(stored, *changes)) == []
+
+
+def altered(*runs: Run, answered: bool = True) -> Evidence:
+    """From 1005 on the schedule fires every three seconds, last at 1008, and skips for catch-up only."""
+    terms = every(3, number=1, skips_for="catch_up")
+    alter = change(ChangeKind.ALTER, 1005.0, answered=answered, terms=terms)
+    return with_changes(with_runs(*runs, instead_of=1006), alter)
+
+
+EIGHTH = a_run(1008, job="j3")
+
+
+def test_an_altered_schedule_passes() -> None:
+    assert found(with_jobs(altered(EIGHTH), of_run("j3", 1008, terms=1))) == []
+    assert found(altered(a_run(1008, skipped_for="catch_up"))) == []
+    # Nobody knows when the call took effect: 1006 is an instant of the old timing.
+    for number in (0, 1):
+        late = altered(a_run(1006, skipped_for="overlap"), EIGHTH, answered=False)
+        assert found(with_jobs(late, of_run("j3", 1008, terms=number))) == []
+    assert found(altered(a_run(1006, skipped_for="overlap", through_s=1008), answered=False)) == []
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        pytest.param((), id="the instant of the new timing is missing"),
+        pytest.param((a_run(1006, skipped_for="catch_up"), a_run(1008, skipped_for="catch_up")), id="one of the old"),
+        pytest.param((a_run(1008, skipped_for="overlap"),), id="skipped by the old policy"),
+    ],
+)
+def test_a_wrong_decision_after_an_alteration_is_found(runs: Sequence[Run]) -> None:
+    assert set(found(altered(*runs))) == {"I10"}
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_an_alteration_that_keeps_the_timing_drops_no_instant(answered: bool) -> None:
+    same = every(2, number=1, skips_for="catch_up")
+    alter = change(ChangeKind.ALTER, 1005.95, answered=answered, terms=same)
+    assert (
+        found(with_changes(with_runs(a_run(1006, skipped_for="catch_up", through_s=1008), instead_of=1006), alter))
+        == []
+    )
+    # The call was under way at the instant of 1006.
+    assert found(with_changes(with_runs(a_run(1008, skipped_for="catch_up"), instead_of=1006), alter)) == ["I10"]
+
+
+def test_an_instant_before_an_alteration_that_was_not_decided_is_found() -> None:
+    given = altered(a_run(1008, skipped_for="catch_up"))
+    dropped = replace(given, runs=frozenset(run for run in given.runs if run.at_us != 1004 * SECOND_US))
+    # The job of that instant says so too.
+    assert found(dropped) == ["I10", "I10"]
+
+
+def test_a_job_that_is_stored_by_terms_that_were_altered_before_is_found() -> None:
+    assert found(with_jobs(altered(EIGHTH), of_run("j3", 1008))) == ["I10"]
+
+
+REQUEST = "request-1"
+
+
+def triggered(*jobs: str, answers: Sequence[str] = ("j3",), newer: int = 0) -> Evidence:
+    """A run was triggered at 1005.5 s; and again a thousand seconds later, if there is another job."""
+    given = a_schedule()
+    later = 1010 * SECOND_US
+    runs = {
+        a_run(0, job=job)._replace(at_us=1005_500_000 + 1000 * SECOND_US * at, request=REQUEST)
+        for at, job in enumerate(jobs)
+    }
+    runs |= {a_run(0)._replace(at_us=later + at, request=f"newer-{at}") for at in range(newer)}
+    rows = [replace(of_run(run.job, 0), run=RunName("tick", run.at_us)) for run in runs if run.job]
+    schedule = replace(given.schedules[0], triggers={REQUEST: answers, **{f"newer-{at}": [] for at in range(newer)}})
+    return with_jobs(replace(given, runs=given.runs | runs, schedules=[schedule]), *rows)
+
+
+def test_a_run_that_was_triggered_once_passes_whether_the_call_was_answered_or_not() -> None:
+    assert found(triggered("j3")) == []
+    assert found(triggered("j3", answers=["j3", "j3"])) == []
+    assert found(triggered("j3", answers=[])) == []
+    assert found(triggered(answers=[])) == []
+
+
+def test_a_triggered_run_that_is_nowhere_is_found() -> None:
+    assert found(triggered()) == ["I10"]
+    # Another job than the one of the answer.
+    assert found(triggered("j4")) == ["I10"]
+
+
+def test_a_run_that_was_triggered_twice_by_one_call_is_found_unless_it_was_forgotten() -> None:
+    assert found(triggered("j3", "j4")) == ["I10"]
+    # One more came by itself.
+    assert found(triggered("j3", "j4", newer=18)) == ["I10"]
+    assert found(triggered("j3", "j4", newer=19)) == []
+
+
+def test_a_run_that_nobody_triggered_is_found() -> None:
+    given = triggered("j3")
+    assert found(replace(given, schedules=[replace(given.schedules[0], triggers={})])) == ["I10"]
+
+
+def test_a_schedule_that_a_router_does_not_know_any_more_is_found() -> None:
+    given = a_schedule()
+    assert found(replace(given, schedules=[replace(given.schedules[0], denied=1)])) == ["I10"]
+
+
+# ── Backfills of schedules ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def backfill(
+    begin_s: int, end_s: int, at_s: float, *, told: int | None, may_skip: bool = False, answered: bool = True
+) -> Backfill:
+    """A call that takes a tenth of a second."""
+    began_us = round(at_s * SECOND_US)
+    return Backfill(
+        begin_us=begin_s * SECOND_US,
+        end_us=end_s * SECOND_US,
+        may_skip=may_skip,
+        began_us=began_us,
+        ended_us=began_us + SECOND_US // 10 if answered else None,
+        instants=told,
+    )
+
+
+def by_backfill(at_s: int, decided_s: float, *, job: str | None = None, skipped_for: str | None = None) -> Run:
+    run = a_run(at_s, job=job, skipped_for=skipped_for)
+    return run._replace(cause="backfill", decided_us=round(decided_s * SECOND_US))
+
+
+def with_backfills(
+    *runs: Run, calls: Sequence[Backfill], given: Evidence | None = None, changes: Sequence[Change] = ()
+) -> Evidence:
+    given = a_schedule() if given is None else given
+    known = {row.job for row in given.rows}
+    jobs = {run.job: run.at_us // SECOND_US for run in runs if run.job}
+    schedule = replace(given.schedules[0], backfills=calls, changes=changes)
+    given = replace(given, schedules=[schedule], runs=given.runs | set(runs))
+    return with_jobs(given, *(of_run(job, at_s) for job, at_s in jobs.items() if job not in known))
+
+
+# The instants 998 and 1000 are from before the creation; 1002 has a run.
+BEFORE = backfill(998, 1003, 1004.5, told=3)
+EARLY = by_backfill(998, 1004.55, job="b1"), by_backfill(1000, 1004.55, job="b2")
+
+
+def test_a_backfill_whose_instants_have_one_run_each_passes_whether_it_was_answered_or_not() -> None:
+    assert found(with_backfills(*EARLY, calls=[BEFORE, replace(BEFORE, began_us=BEFORE.began_us + SECOND_US)])) == []
+    unanswered = backfill(998, 1003, 1004.5, told=None, answered=False)
+    assert found(with_backfills(*EARLY, calls=[unanswered])) == []
+    assert found(with_backfills(calls=[unanswered])) == []
+    # It waits first, as the policy of the backfill may say.
+    waited = [by_backfill(1000, 1004.55), by_backfill(1000, 1006.0, job="b2")]
+    assert found(with_backfills(EARLY[0], *waited, calls=[replace(BEFORE, may_skip=True)])) == []
+    skipped = by_backfill(1000, 1004.55, skipped_for="overlap")
+    assert found(with_backfills(EARLY[0], skipped, calls=[replace(BEFORE, may_skip=True)])) == []
+
+
+@pytest.mark.parametrize(
+    ("runs", "calls"),
+    [
+        pytest.param(EARLY[:1], [BEFORE], id="an instant is left out"),
+        pytest.param([*EARLY, by_backfill(1000, 1005.55, job="b3")], [BEFORE, BEFORE], id="one is stored twice"),
+        pytest.param([*EARLY, by_backfill(1002, 1004.55, job="b3")], [BEFORE], id="one that had a run is stored"),
+        pytest.param(EARLY, [], id="nobody asked"),
+        pytest.param([*EARLY, by_backfill(996, 1004.55, job="b3")], [BEFORE], id="one outside the range"),
+        pytest.param(EARLY, [backfill(998, 1003, 1005.5, told=3)], id="stored before anybody asked"),
+        pytest.param([*EARLY, by_backfill(999, 1004.55, job="b3")], [BEFORE], id="one that the calendar has not"),
+        pytest.param(
+            [EARLY[0], by_backfill(1000, 1004.55, skipped_for="overlap")], [BEFORE], id="skipped although all may run"
+        ),
+        pytest.param(
+            [EARLY[0], by_backfill(1000, 1004.55, skipped_for="catch_up")],
+            [replace(BEFORE, may_skip=True)],
+            id="skipped for what is no reason of backfills",
+        ),
+        pytest.param([EARLY[0], by_backfill(1000, 1004.55)], [BEFORE], id="it waits for ever"),
+        pytest.param(EARLY, [replace(BEFORE, instants=2)], id="the answer tells of fewer"),
+    ],
+)
+def test_a_wrong_decision_of_a_backfill_is_found(runs: Sequence[Run], calls: Sequence[Backfill]) -> None:
+    assert set(found(with_backfills(*runs, calls=calls))) == {"I10"}
+
+
+def test_a_run_that_may_have_been_forgotten_may_be_backfilled_again() -> None:
+    again = by_backfill(1002, 1009.05, job="b1")
+    call = backfill(1002, 1003, 1009.0, told=1)
+    newer = [by_backfill(at_s, 1008.05, job=f"n{at_s}") for at_s in range(1004, 1044, 2)]
+    # They are instants of the schedule, of which it decides some itself.
+    of_newer = backfill(1010, 1044, 1008.0, told=17)
+    assert "I10" in found(with_backfills(again, calls=[call]))
+    given = with_runs()
+    kept = frozenset(run for run in given.runs if run.at_us <= 1002 * SECOND_US)
+    given = replace(given, runs=kept, rows=[row for row in given.rows if row.job == "j1"])
+    given = changed(
+        given,
+        deliveries=[one for one in given.history.deliveries if one.lease.job == "j1"],
+        settles=[one for one in given.history.settles if one.lease.job == "j1"],
+    )
+    of_all = replace(of_newer, begin_us=1004 * SECOND_US, instants=20)
+    assert found(with_backfills(again, *newer, calls=[of_all, call], given=given)) == []
+    less = replace(of_all, begin_us=1006 * SECOND_US, instants=19)
+    fourth = a_run(1004, skipped_for="overlap")._replace(decided_us=1009_500_000)
+    assert found(with_backfills(again, *newer[1:], fourth, calls=[less, call], given=given)) == ["I10"]
+
+
+def test_an_instant_of_a_pause_may_be_backfilled_during_it_and_after_it() -> None:
+    for at_s in (1007.0, 1009.5):
+        runs = by_backfill(1006, at_s + 0.05, job="b1"), a_run(1008, skipped_for="pause")
+        call = backfill(1006, 1007, at_s, told=1)
+        given = with_runs(instead_of=1006)
+        assert found(with_backfills(*runs, calls=[call], changes=[PAUSE, RESUME], given=given)) == []
+        # The rest of the pause is told again when its first instant is stored.
+        together = by_backfill(1006, at_s + 0.05, job="b1"), SKIPPED_TOGETHER, runs[1]
+        assert found(with_backfills(*together, calls=[call], changes=[PAUSE, RESUME], given=given)) == []
+        # Nobody says that the other instant was skipped.
+        assert found(with_backfills(runs[0], calls=[call], changes=[PAUSE, RESUME], given=given)) == ["I10"]
+
+
+def test_a_run_of_a_backfill_that_has_waited_and_is_stored_during_a_pause_is_found() -> None:
+    runs = by_backfill(1000, 1004.55), by_backfill(1000, 1007.0, job="b2")
+    given = with_backfills(
+        *runs,
+        SKIPPED_TOGETHER,
+        calls=[backfill(1000, 1001, 1004.5, told=1, may_skip=True)],
+        changes=[PAUSE, RESUME],
+        given=with_runs(instead_of=1006),
+    )
+    assert found(given) == ["I10"]
+
+
+def test_a_backfill_after_an_alteration_has_the_instants_of_the_new_timing() -> None:
+    given = with_jobs(altered(EIGHTH), of_run("j3", 1008, terms=1))
+    call = backfill(998, 1002, 1008.5, told=1)
+    stored = by_backfill(999, 1008.55, job="b1")
+    for calls, expected in (([call], []), ([replace(call, instants=2)], ["I10"])):
+        schedule = replace(given.schedules[0], backfills=calls)
+        now = replace(given, schedules=[schedule], runs=given.runs | {stored})
+        assert found(with_jobs(now, of_run("b1", 999, terms=1))) == expected
+
+
+# ── What operators do to workflows ───────────────────────────────────────────────────────────────────────────────────
+
+
+def with_operator(given: Evidence, *changes: Change, **fields: Any) -> Evidence:
+    one = OperatedFlow(workflow="w", org=ORG, changes=changes, **fields)
+    return replace(given, operated=[one])
+
+
+def released(at_s: float) -> list[Release]:
+    return [Release("w", "j2", round(at_s * SECOND_US))]
+
+
+def test_a_node_that_is_released_before_or_after_a_pause_passes() -> None:
+    paused = with_operator(workflow_of_two(), PAUSE, RESUME)
+    for at_s in (1004.5, 1005.05, 1009.05):
+        assert found(replace(paused, releases=released(at_s))) == []
+    # A call that may have ended the pause.
+    for ends in (change(ChangeKind.RESUME, 1005.5, answered=False), change(ChangeKind.CANCEL, 1005.5, answered=False)):
+        ended = with_operator(
+            workflow_of_two(), PAUSE, ends, RESUME, cancelling_s=11.5 if ends.kind is ChangeKind.CANCEL else None
+        )
+        assert found(replace(ended, releases=released(1007.0))) == []
+
+
+def test_a_node_that_is_released_during_a_pause_is_found() -> None:
+    paused = with_operator(workflow_of_two(), PAUSE, RESUME)
+    assert found(replace(paused, releases=released(1007.0))) == ["I11"]
+
+
+def a_cancelled_workflow(*, leased_s: float = 1000.0, state: str = "cancelled", **nodes: str) -> Evidence:
+    """The workflow was cancelled at 1005 s, or at 11.5 s by the clients' clock. Job j1 was leased then, and the
+    callback j3 runs after it."""
+    states = {"j1": "cancelled", "j2": "cancelled", "j3": "succeeded"} | nodes
+    flow = Flow(workflow="w", org=ORG, shard=SHARD, state=state, nodes=states, callbacks=frozenset({"j3"}))
+    first, second, third = (replace(enqueue(job, 10.0), workflow="w") for job in ("j1", "j2", "j3"))
+    leased_us = round(leased_s * SECOND_US)
+    given = evidence(
+        enqueues=[
+            first,
+            replace(second, after=["j1"], delay_s=math.inf),
+            replace(third, after=["j1", "j2"], delay_s=math.inf),
+        ],
+        deliveries=[delivery("j1", 11.0, lease=1), delivery("j3", 13.0, lease=1)],
+        settles=[settle(Verb.ACK, "j3", 14.0, lease=1)],
+        rows=[
+            replace(succeeded("j1", state=State.CANCELLED), leased_at_us=leased_us),
+            replace(succeeded("j2", state=State.CANCELLED), lease=None, leased_at_us=None),
+            replace(succeeded("j3"), leased_at_us=1007 * SECOND_US),
+        ],
+        flows=[flow],
+    )
+    return with_operator(given, change(ChangeKind.CANCEL, 1005.0), cancelling_s=11.5, ended_as="cancelled")
+
+
+def test_a_cancelled_workflow_whose_callback_runs_passes() -> None:
+    assert found(a_cancelled_workflow()) == []
+
+
+def test_a_node_that_is_leased_after_its_workflow_was_cancelled_is_found() -> None:
+    assert found(a_cancelled_workflow(leased_s=1005.3)) == ["I11"]
+    # Its attempt may also have ended meanwhile.
+    given = a_cancelled_workflow()
+    late = past(1, "expired", 1006 * SECOND_US, 1007 * SECOND_US)
+    rows = [replace(given.rows[0], past=[late], lease=None, leased_at_us=None), *given.rows[1:]]
+    assert found(replace(given, rows=rows)) == ["I11"]
+
+
+def test_a_cancelled_workflow_that_has_not_ended_or_has_ended_otherwise_is_found() -> None:
+    assert found(a_cancelled_workflow(state="running")) == ["I11"]
+    assert found(a_cancelled_workflow(state="failed")) == ["I11"]
+    # A node of it is stranded.
+    assert found(a_cancelled_workflow(j2="blocked")) == ["I11"]
+
+
+def test_a_workflow_or_its_callback_that_is_cancelled_and_nobody_said_so_is_found() -> None:
+    given = a_cancelled_workflow()
+    assert set(found(replace(given, operated=[]))) == {"I2", "I11"}
+    cancelled = [*given.rows[:2], succeeded("j3", state=State.CANCELLED)]
+    (flow,) = given.flows
+    without = changed(
+        replace(given, rows=cancelled, flows=[replace(flow, nodes={**flow.nodes, "j3": "cancelled"})]),
+        deliveries=given.history.deliveries[:1],
+        settles=[],
+    )
+    assert found(without) == ["I2"]
+
+
+def a_retry(*, answered: bool = True, state: str = "succeeded", flows: int = 1, **names: str) -> Evidence:
+    """Job r2 repeats j2, and r3 the callback j3; j1 had succeeded."""
+    given = a_cancelled_workflow(j1="succeeded")
+    (old,) = given.flows
+    old = replace(old, names={job: job for job in old.nodes})
+    jobs = {"j1": "j1", "r2": "j2", "r3": "j3"} | names
+    flow = Flow(
+        workflow="v",
+        org=ORG,
+        shard=SHARD,
+        state=state,
+        nodes=dict.fromkeys(jobs, "succeeded"),
+        callbacks=frozenset({"r3"}),
+        retry_of="w",
+        names=jobs,
+    )
+    new = [job for job in jobs if job != "j1"]
+    at_us = {job: (1010 + 2 * at) * SECOND_US for at, job in enumerate(new)}
+    rows = [
+        replace(succeeded(job, history=[past(1, "acked", at_us[job], at_us[job] + SECOND_US)]), leased_at_us=at_us[job])
+        for job in new
+    ]
+    rows = [replace(succeeded("j1"), leased_at_us=1000 * SECOND_US), *given.rows[1:], *rows]
+    given = changed(
+        given,
+        deliveries=[
+            *given.history.deliveries,
+            *(delivery(job, 20.0 + at, lease=1, payload_job=jobs[job]) for at, job in enumerate(new)),
+        ],
+        settles=[
+            settle(Verb.ACK, "j1", 11.2, lease=1),
+            *given.history.settles,
+            *(settle(Verb.ACK, job, 20.5 + at, lease=1) for at, job in enumerate(new)),
+        ],
+    )
+    one = replace(given.operated[0], retry="v", retried=answered)
+    books = [replace(given.books[0], accepted=len(rows))]
+    return replace(given, rows=rows, flows=[old, *[flow] * flows], operated=[one], books=books)
+
+
+def test_a_retry_that_runs_what_had_not_succeeded_passes_whether_it_was_answered_or_not() -> None:
+    assert found(a_retry()) == []
+    assert found(a_retry(answered=False)) == []
+
+
+def test_a_retry_that_is_nowhere_or_there_twice_is_found() -> None:
+    given = a_retry()
+    known = replace(given, flows=given.flows[:1])
+    assert "I11" in found(known)
+    assert "I11" in found(a_retry(flows=2))
+
+
+def test_a_node_of_a_retry_that_runs_twice_or_not_at_all_is_found() -> None:
+    assert set(found(a_retry(r4="j2"))) == {"I11"}
+    # The node had succeeded, and runs again.
+    assert set(found(a_retry(r4="j1"))) == {"I11"}
+    # A node that the workflow had not.
+    assert set(found(a_retry(r4="j9"))) == {"I11"}
+    given = a_retry()
+    old, flow = given.flows
+    lacking = replace(flow, nodes={"j1": "succeeded", "r3": "succeeded"}, names={"j1": "j1", "r3": "j3"})
+    assert "I11" in found(replace(given, flows=[old, lacking]))
+
+
+def test_a_retry_that_has_not_ended_or_runs_in_another_order_is_found() -> None:
+    assert found(a_retry(state="running")) == ["I11"]
+    given = a_retry()
+    rows = [replace(row, leased_at_us=1010 * SECOND_US, past=()) if row.job == "r3" else row for row in given.rows]
+    assert found(replace(given, rows=rows)) == ["I11"]
+
+
+def test_a_retry_that_nobody_asked_for_is_found() -> None:
+    given = a_retry()
+    assert "I11" in found(replace(given, operated=[replace(given.operated[0], retry="", retried=False)]))
+
+
+def test_only_the_dead_jobs_of_a_workflow_that_is_retried_are_cancelled_later() -> None:
+    given = a_retry()
+    old, flow = given.flows
+    dead = replace(old, nodes={**old.nodes, "j2": "failed"})
+    assert found(replace(given, flows=[dead, flow])) == []
+    alone = replace(given, flows=[dead], operated=[replace(given.operated[0], retry="", retried=False)])
+    assert "I11" in found(alone)

@@ -6,7 +6,7 @@ import math
 import time
 from pathlib import Path
 
-from proof.history import Answer, LeaseKey, Outcome, Recorder, Verb, leased, payload_of, read
+from proof.history import Answer, LeaseKey, Outcome, Recorder, Verb, asked_to_add, leased, payload_of, read
 from shard.lease_token import token, token_prefix
 from shard.vocabulary import JobId, ShardName
 
@@ -25,6 +25,26 @@ def test_an_enqueue_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert (first.call.client, first.call.org, first.call.outcome) == ("producer-1.0", "acme", Outcome.OK)
     assert first.call.ended_s is not None
     assert first.call.began_s <= first.call.ended_s
+
+
+def test_an_addition_is_read_as_it_was_written_and_its_jobs_are_stored_ones(tmp_path: Path) -> None:
+    nodes = {"a": ["w"], "b": ["w", "a"]}
+    asked = asked_to_add(workflow="w", lease=LEASE, nodes=nodes)
+    with Recorder(tmp_path, "worker-1.0") as recorder:
+        recorder.begin(Verb.ADD, "acme", asked)
+        for stored in (2, 1):
+            number = recorder.begin(Verb.ADD, "acme", asked)
+            recorder.end(number, Outcome.OK, answered={"jobs": {"a": "j1", "b": "j2"}, "stored": stored})
+    history = read(tmp_path)
+    unanswered, first, second = history.additions
+    assert (unanswered.nodes, unanswered.jobs, unanswered.stored) == (nodes, {}, 0)
+    assert (first.workflow, first.lease, first.jobs) == ("w", LeaseKey(JOB, 42), {"a": "j1", "b": "j2"})
+    # The second answer does not say which of them was new.
+    assert [(one.answered, one.duplicate) for one in history.enqueues] == [
+        *(("j1", False), ("j2", False)),
+        *(("j1", True), ("j2", True)),
+    ]
+    assert second.stored == 1
 
 
 def test_a_call_that_was_planned_is_late_since_it_was_due(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def walls(zone: ZoneInfo, first: datetime, last: datetime) -> list[tuple[datetim
 def oracle(expression: Expression, shown: list[tuple[datetime, datetime]], first: datetime) -> list[datetime]:
     """Returns the instants from `first` on, by looking at each of these minutes."""
     if not expression.is_fixed:
-        return [at for at, wall in shown if at >= first and expression.has_date(wall) and expression.has_time(wall)]
+        return [at for at, wall in shown if at >= first and expression.has_time(wall) and expression.has_date(wall)]
     found: list[datetime] = []
     # The latest time that the clock has shown.
     latest = shown[0][1]
@@ -85,7 +85,7 @@ def oracle(expression: Expression, shown: list[tuple[datetime, datetime]], first
         # Every minute of the wall clock that was skipped, and this one, unless it was shown before.
         passed, fires = latest + MINUTE, False
         while passed <= wall:
-            fires |= expression.has_date(passed) and expression.has_time(passed)
+            fires |= expression.has_time(passed) and expression.has_date(passed)
             passed += MINUTE
         latest = max(latest, wall)
         if fires and at >= first:
@@ -95,11 +95,10 @@ def oracle(expression: Expression, shown: list[tuple[datetime, datetime]], first
 
 def changes(zone: ZoneInfo, year: int) -> Iterator[datetime]:
     """Yields the hours of a year before which the clocks of this zone are set."""
-    at = datetime(year, 1, 1, tzinfo=UTC)
-    while at.year == year:
-        if (at + timedelta(hours=1)).astimezone(zone).utcoffset() != at.astimezone(zone).utcoffset():
+    hours = [datetime(year, 1, 1, tzinfo=UTC) + timedelta(hours=number) for number in range(366 * 24 + 1)]
+    for (at, before), (_, after) in pairwise((hour, hour.astimezone(zone).utcoffset()) for hour in hours):
+        if before != after and at.year == year:
             yield at
-        at += timedelta(hours=1)
 
 
 def micros(moment: datetime) -> Micros:

@@ -26,7 +26,7 @@ PATIENCE_S = 6 * WAIT_S
 
 
 async def until(router: FakeRouter, count: int) -> dict[bytes, Any]:
-    """Waits for the outcomes of so many jobs, and returns them by lease."""
+    """Waits for the outcomes of this many jobs, and returns them by lease."""
 
     def ended() -> dict[bytes, Any]:
         messages = router.of("Consume")

@@ -1,4 +1,4 @@
-"""What a new workflow may look like, and what is told of one that may not be."""
+"""What a new workflow may look like, and what the error says if it is refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,19 @@ import pytest
 
 from router.codec import workflows as codec
 from router.codec.status import InvalidRequest
-from shard.workflow import DEPTH_MAX, EDGES_MAX, NODES_MAX, Callback, Edge, NodeOf, OnFailed, WorkflowId, job_id_of
+from shard.workflow import (
+    ADDED_NODES_MAX,
+    DEPTH_MAX,
+    EDGES_MAX,
+    NODES_MAX,
+    Callback,
+    Edge,
+    NodeName,
+    NodeOf,
+    OnFailed,
+    WorkflowId,
+    job_id_of,
+)
 from windrow.v1 import job_pb2
 from windrow.v1 import workflows_pb2 as pb
 
@@ -126,3 +138,35 @@ def test_a_request_with_other_content_has_another_digest() -> None:
     changed.nodes[0].job.template.payload = b"other"
     assert one.digest == same.digest
     assert codec.new_workflow(changed, trace=None)[0].digest != one.digest
+
+
+def added(*nodes: pb.NewNode) -> pb.AddNodesRequest:
+    return pb.AddNodesRequest(org="acme", id=ID, lease=b"lease", nodes=nodes)
+
+
+def test_added_nodes_come_after_those_of_them_that_they_wait_for() -> None:
+    new, places = codec.new_nodes(added(node("a", "b", "there"), node("b"), node("c", "there")), trace=None)
+    assert [new.names[place] for place in places] == ["a", "b", "c"]
+    assert new.names.index(NodeName("b")) < new.names.index(NodeName("a"))
+    assert {new.names[place]: [name for name, _ in after] for place, after in new.after.items()} == {
+        "a": ["b", "there"],
+        "c": ["there"],
+    }
+
+
+def test_faults_of_added_nodes_are_told_with_their_places() -> None:
+    for nodes, field, words in (
+        ([node("a"), node("a")], "nodes[1].name", "is that of nodes[0] too: 'a'"),
+        ([node("a", "b"), node("b", "a")], "nodes[0].after", "waits for itself"),
+        ([node("a", callback=pb.CALLBACK_ON_END)], "nodes[0].callback", "must not be set: callbacks start"),
+        ([node("a", id=ID)], "nodes[0].job.id", "must not be set in a node of a workflow"),
+        ([node(f"n{at}") for at in range(ADDED_NODES_MAX + 1)], "nodes", "must have at most 1,000 items"),
+    ):
+        with pytest.raises(InvalidRequest) as refused:
+            codec.new_nodes(added(*nodes), trace=None)
+        first = refused.value.violations[0]
+        assert first.field == field or (field == "nodes[0].after" and first.field.endswith(".after"))
+        assert first.description.startswith(words)
+    # Nodes that may be added at once may be a chain.
+    chain = [node("n0", "there"), *(node(f"n{at}", f"n{at - 1}") for at in range(1, ADDED_NODES_MAX))]
+    codec.new_nodes(added(*chain), trace=None)

@@ -21,7 +21,7 @@ const (
 	maxWorkers        = 2_000
 	// Events that find the channel full are dropped.
 	eventsMax = 500_000
-	// Of the consumer, beside those that enqueue: fetches, completions, and LISTEN.
+	// The consumer's connections, beside those that enqueue: for fetches, completions, and LISTEN.
 	workConnections = 10
 	// Two client processes must not both make what is missing.
 	migrateLock = 20

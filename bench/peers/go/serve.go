@@ -25,7 +25,7 @@ const (
 	frameTaken    = 4
 	frameFinished = 5
 	headBytes     = 5
-	// What was taken is told at most so often: one frame for many jobs, and late by no more than that.
+	// Taken jobs are reported at most this often: one frame for many jobs, which is late by no more than this.
 	tellEvery = 2 * time.Millisecond
 	endMax    = 5 * time.Second
 )
@@ -36,11 +36,11 @@ type peer interface {
 	open(ctx context.Context, dsn string, connections int) error
 	// Makes an empty queue; in another process it may be there already.
 	prepare(ctx context.Context, run string) error
-	// One call of the system; committed when it returns.
+	// Stores jobs by one call of the system. They have committed when it returns.
 	enqueue(ctx context.Context, payloads []string) error
-	// Its own consumer, until ctx ends; then it finishes what it has begun.
+	// Runs the system's own consumer until ctx ends. Then it finishes the jobs that it has begun.
 	work(ctx context.Context, batch, concurrency int, report *report) error
-	// The jobs of the last prepared run that are left, accepted and finished.
+	// Returns the jobs of the last prepared run that are left, accepted and finished.
 	counts(ctx context.Context) (left, accepted, finished int, err error)
 	close()
 }

@@ -6,9 +6,10 @@ const { Logger, makeWorkerUtils, run, runMigrations } = await load("graphile-wor
 const { default: pg } = await load("pg");
 
 const CONCURRENT_JOBS = 24;
-// Its performance page has 500 at once for 24 workers; our batches are what callers are ready to wait for.
+// The queue holds this many batches. Its performance page has 500 jobs at once for 24 workers; our batches are as large
+// as callers are ready to wait for.
 const LOCAL_QUEUE_BATCHES = 5;
-// As its own performance test adds them: addJobs() of its library would fetch every row that it has made.
+// Adds jobs as its own performance test does. Its library's addJobs() would fetch every row that it has made.
 const ADD_JOBS = {
   name: "add-jobs",
   text: `SELECT 1 FROM graphile_worker.add_jobs(

@@ -7,11 +7,11 @@ import { pathToFileURL } from "node:url";
 
 const CALL = 1, ENQUEUE = 2, ANSWER = 3, TAKEN = 4, FINISHED = 5;
 const HEAD_BYTES = 5;
-// What was taken is told at most so often: one frame for many jobs, and late by no more than that.
+// Taken jobs are reported at most this often: one frame for many jobs, which is late by no more than this.
 const TELL_MS = 2;
 const END_MS_MAX = 5000;
 
-// Frames alone go to the client: what a library prints goes where errors go.
+// Only frames go to the client: what a library prints goes to standard error.
 for (const level of ["log", "info", "debug"]) console[level] = console.error;
 const out = new Socket({ fd: 1, readable: false, writable: true });
 out.on("error", () => process.exit(1));

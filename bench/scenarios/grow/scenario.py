@@ -325,7 +325,7 @@ def _owners(stage: Stage) -> list[str]:
         return [shard for (shard,) in connection.execute(_OWNERS.encode(), [SLOTS]).fetchall()]
 
 
-# ── What is told of it ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── What the report says ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ def _worker(client: windrow.Client, site: Site, recorder: Recorder) -> windrow.W
     stream = recorder.begin(Verb.CONSUME, client.org, {"window_s": site.window_s})
 
     @worker.handler("no-op")
-    async def no_op(job: windrow.Job) -> None:  # pyright: ignore[reportUnusedFunction]
+    async def no_op(job: windrow.Job) -> None:
         recorder.got(stream, [leased(lease=job.lease, attempt=job.attempt, payload=job.payload)])
         # The worker does not report the outcome, so the run stays open in the history.
         recorder.begin(Verb.ACK, client.org, {"leases": [job.lease.hex()]})

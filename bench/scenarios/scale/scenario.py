@@ -53,7 +53,7 @@ _READ_SHARE = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    # In the catalog; and how many router processes use it, or one shard.
+    # The number of shards in the catalog, and of the router processes that use the catalog, or one shard.
     shards: int = 1000
     routers: int = 200
     # Connections of each router process to the one shard, for the queue: the default of 4 would need 600 more backends.

@@ -327,7 +327,7 @@ def _member(member: Member) -> Table:
 
 def _enqueued(member: Member, enqueued: Sequence[Enqueued]) -> Table:
     def of_job(one: Enqueued, name: str) -> float:
-        """What a job costs, without what is spent while there are none."""
+        """What a job costs, minus what is spent while there are no jobs."""
         spent: float = getattr(one.spent, name)
         return (spent - _rate(member.waiting, name) * one.spent.seconds) / one.jobs
 

@@ -19,7 +19,8 @@ else:
         """Imports a module of this package, or all of the client when one of its names is used for the first time.
         Routers and the command need a few modules only, and would take a seventh longer to start if they imported all
         of it."""
-        # A module that imports another one from this package asks here too: all of the client may need the first one.
+        # `from windrow import x` in a module of this package comes here too. Do not import all of the client then: it
+        # may need that module, which is being imported.
         if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")
         names = import_module("windrow.names")

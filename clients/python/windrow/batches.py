@@ -27,7 +27,7 @@ class Batch:
 
     # The jobs that are stored: all up to this number.
     jobs: int = 0
-    # Those of them that were stored before, by an earlier call with the same batch.
+    # How many of them were stored before, by an earlier call with the same batch.
     duplicates: int = 0
 
 

@@ -32,9 +32,12 @@ class Cause:
 
     name: str
     figures: Mapping[str, Figure]
+    # It explains a queue, and not a job.
+    of_queue: bool = False
 
     def __str__(self) -> str:
-        sentence = _SENTENCES.get(self.name)
+        sentence = _OF_QUEUES.get(self.name) if self.of_queue else None
+        sentence = sentence or _SENTENCES.get(self.name)
         return f"{self.name}: upgrade the client to read this cause" if sentence is None else sentence(self.figures)
 
 
@@ -77,19 +80,20 @@ def read_job(message: admin_pb2.ExplainJobResponse) -> JobExplanation:
 
 def read_queue(message: admin_pb2.ExplainQueueResponse) -> QueueExplanation:
     return QueueExplanation(
-        causes=read_causes(message.causes),
+        causes=read_causes(message.causes, of_queue=True),
         runs_at=moment(message.runs_at) if message.HasField("runs_at") else None,
     )
 
 
-def read_causes(messages: Iterable[cause_pb2.Cause]) -> list[Cause]:
-    return [_read(message) for message in messages]
+def read_causes(messages: Iterable[cause_pb2.Cause], *, of_queue: bool = False) -> list[Cause]:
+    """`of_queue`: they explain a queue, and not a job."""
+    return [_read(message, of_queue) for message in messages]
 
 
-def _read(message: cause_pb2.Cause) -> Cause:
+def _read(message: cause_pb2.Cause, of_queue: bool) -> Cause:
     name = message.WhichOneof("cause")
     if name is None:
-        return Cause(name=_UNKNOWN, figures={})
+        return Cause(name=_UNKNOWN, figures={}, of_queue=of_queue)
     inner = cast("Message", getattr(message, name))
     figures: dict[str, Figure] = {}
     for field in inner.DESCRIPTOR.fields:
@@ -99,7 +103,7 @@ def _read(message: cause_pb2.Cause) -> Cause:
             figures[field.name] = _figure(
                 getattr(inner, field.name), enum=None if field.enum_type is None else field.enum_type.name
             )
-    return Cause(name=name, figures=figures)
+    return Cause(name=name, figures=figures, of_queue=of_queue)
 
 
 def _figure(value: Any, *, enum: str | None) -> Figure:
@@ -132,6 +136,8 @@ def _span(span: timedelta | None) -> str:
     if span is None:
         return "few minutes"
     seconds = round(span.total_seconds())
+    if not seconds:
+        return "less than 1 s"
     return f"{seconds // 60} min" if seconds % 60 == 0 else f"{seconds} s"
 
 
@@ -155,9 +161,10 @@ def _last_seen(time: datetime | None) -> str:
 def _finished(of: _Figures) -> str:
     if of["state"] is JobState.UNKNOWN:
         return "the job has ended, and was deleted at the end of its retention"
-    how = "succeeded" if of["state"] is JobState.SUCCEEDED else "been cancelled"
-    reason = f": {of['reason']}" if of["reason"] else ""
-    return f"the job has {how} at {_time(of['at'])}{reason}"
+    how = "succeeded" if of["state"] is JobState.SUCCEEDED else "was cancelled"
+    # Without a reason of the caller, the router stores "cancelled".
+    reason = f": {of['reason']}" if of["reason"] not in ("", "cancelled") else ""
+    return f"the job {how} at {_time(of['at'])}{reason}"
 
 
 def _dead(of: _Figures) -> str:
@@ -224,13 +231,13 @@ def _backlog(of: _Figures) -> str:
 
 def _group(of: _Figures) -> str:
     ahead = f"{'more than ' if of['at_least'] else ''}{_jobs(of['ahead'])} before it"
-    held = f"waits for group {of['group']!r}: {of['leased']} of {of['concurrency']} leased"
+    held = f"waits for group {of['group']!r}, of which {_jobs(of['concurrency'])} may run at a time"
     if not of["holder_id"]:
-        return f"{held}, and {ahead}"
+        return f"{held}: {ahead}"
     if of["until"] is None:
-        return f"{held}: job {of['holder_id']} comes first, which is ready or waits for a retry, and {ahead}"
+        return f"{held}: job {of['holder_id']} has a place, and is ready or waits for its retry; {ahead}"
     worker = f"worker {of['worker']!r}" if of["worker"] else "a consumer without a name"
-    return f"{held}: job {of['holder_id']} by {worker} until {_time(of['until'])}, and {ahead}"
+    return f"{held}: {worker} has job {of['holder_id']} until {_time(of['until'])}; {ahead}"
 
 
 def _quarantine(of: _Figures) -> str:
@@ -249,8 +256,11 @@ def _quarantine(of: _Figures) -> str:
 
 def _start_limit(of: _Figures) -> str:
     whose = f"queue {of['queue']!r}" if of["queue"] else "the org"
-    limit = f"{of['amount']:,} starts per {_span(of['interval'])}"
-    return f"{whose} may have {limit}, and {of['usage']:,} are in use; the next job starts in {_span(of['next_start'])}"
+    starts = "1 start" if of["amount"] == 1 else f"{of['amount']:,} starts"
+    used = f"{of['usage']:,} {'is' if of['usage'] == 1 else 'are'} in use"
+    return f"{whose} may have {starts} per {_span(of['interval'])}, and {used}; the next job starts in " + _span(
+        of["next_start"]
+    )
 
 
 def _in_flight_limit(of: _Figures) -> str:
@@ -305,4 +315,8 @@ _SENTENCES: Mapping[str, Callable[[_Figures], str]] = {
     "quarantine": _quarantine,
     "start_limit": _start_limit,
     "in_flight_limit": _in_flight_limit,
+}
+# Those of queues that have other sentences.
+_OF_QUEUES: Mapping[str, Callable[[_Figures], str]] = {
+    "scheduled": lambda of: f"the next job that waits for its time is due at {_time(of['until'])}",
 }

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from windrow.v1.workflows_pb2_grpc import WorkflowsAsyncStub
 
     class Stub(
-        QueueAsyncStub,  # pyright: ignore[reportGeneralTypeIssues]
-        AdminAsyncStub,  # pyright: ignore[reportGeneralTypeIssues]
-        ClusterAsyncStub,  # pyright: ignore[reportGeneralTypeIssues]
-        SchedulesAsyncStub,  # pyright: ignore[reportGeneralTypeIssues]
-        WorkflowsAsyncStub,  # pyright: ignore[reportGeneralTypeIssues]
+        QueueAsyncStub,
+        AdminAsyncStub,
+        ClusterAsyncStub,
+        SchedulesAsyncStub,
+        WorkflowsAsyncStub,
     ):
         """The methods of the services on one channel."""
 
@@ -185,7 +185,7 @@ class Channels:
         self._channels = [self._connect(pem) for _ in range(self._count)]
         self._stubs.clear()
         for channel in self._channels:
-            self._stubs.append(Stub(channel))  # pyright: ignore[reportArgumentType]
+            self._stubs.append(Stub(channel))  # pyrefly: ignore[bad-argument-type]
 
     def _connect(self, pem: Pem | None) -> aio.Channel:
         options: list[tuple[str, int | str]] = [

@@ -27,6 +27,7 @@ from windrow.errors import (
     InvalidJob,
     InvalidRequest,
     NotFound,
+    ResourceExhausted,
     RouterError,
     Span,
     Unavailable,
@@ -34,6 +35,7 @@ from windrow.errors import (
     WindrowError,
     alone,
     invalid_argument,
+    shifted,
 )
 from windrow.failures import Failure, failure_message, failure_of, stack_of
 from windrow.job_changes import JobChanges, in_parts
@@ -120,7 +122,7 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
     Every method raises WindrowError (see errors.py), and may safely be called again after one.
     """
 
-    # Another one in testing.py.
+    # testing.py sets another class.
     _calls_class: ClassVar[type[Calls]] = Calls
 
     def __init__(
@@ -248,10 +250,10 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         after each 1,000 jobs or less.
 
         `batch` is a windrow.uuid7() that the caller keeps. Job n is stored as windrow.nth_id(batch, n), whatever its
-        own id is. So after an error, or if the program died, call again with the same batch and jobs within 7 days:
-        what is stored already is not stored again. Raises InvalidJob for the first job that breaks a rule; all jobs
-        before its call are stored. Raises InvalidRequest if the batch was used for other jobs. Middleware is not
-        called."""
+        own id is. A call that a limit can never admit goes in smaller ones. After an error, or if the program died,
+        call again with the same batch and jobs within 7 days: what is stored already is not stored again. Raises
+        InvalidJob for the first job that breaks a rule; all jobs before its call are stored. Raises InvalidRequest if
+        the batch was used for other jobs. Middleware is not called."""
         done = Batch()
         for calls in calls_of(self.org, jobs, batch):
             outcomes = await self.send_together(calls)
@@ -262,8 +264,31 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         return done
 
     async def send_together(self, calls: Together) -> list[list[Enqueued] | BaseException]:
-        """Stores the jobs of a few calls of a batch. Returns the outcome of each."""
-        return await asyncio.gather(*(self.send(request) for _, request in calls), return_exceptions=True)
+        """Stores the jobs of a few calls of a batch. Returns the outcome of each. Where a limit is smaller than a call,
+        sends the call's jobs in parts, one after another."""
+        requests = [request for _, request in calls]
+        outcomes = await asyncio.gather(*map(self.send, requests), return_exceptions=True)
+        for at, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
+            if isinstance(outcome, ResourceExhausted) and (size := _part_of(request, outcome)):
+                try:
+                    outcomes[at] = await self._send_in_turn(request, size)
+                except WindrowError as error:
+                    outcomes[at] = error
+        return outcomes
+
+    async def _send_in_turn(self, request: queue_pb2.EnqueueRequest, size: int) -> list[Enqueued]:
+        stored: list[Enqueued] = []
+        while (first := len(stored)) < len(request.jobs):
+            part = queue_pb2.EnqueueRequest(org=request.org, jobs=request.jobs[first : first + size])
+            try:
+                stored += await self.send(part)
+            except InvalidRequest as error:
+                raise type(error)(str(error), shifted(error.violations, first)) from error
+            except ResourceExhausted as error:
+                if not (smaller := _part_of(part, error)):
+                    raise
+                size = smaller
+        return stored
 
     async def send(self, request: queue_pb2.EnqueueRequest, *, timeout: Span | None = None) -> list[Enqueued]:
         """Stores the jobs of a prepared request: the low-level form of enqueue_many. Splits an independent request.
@@ -622,6 +647,13 @@ def _size(message: queue_pb2.EnqueueRequest | job_pb2.NewJob) -> int:
             "independent=True stores the jobs in several calls"
         )
     return size
+
+
+def _part_of(request: queue_pb2.EnqueueRequest, error: ResourceExhausted) -> int:
+    """Returns how many jobs of a refused call to send at a time, if it was refused because a limit is smaller; or 0."""
+    if error.limit is None or error.retry_after is not None:
+        return 0
+    return error.limit.part_of(len(request.jobs))
 
 
 def _enqueued(request: queue_pb2.EnqueueRequest, response: queue_pb2.EnqueueResponse, *, first: int) -> list[Enqueued]:

@@ -55,7 +55,7 @@ class HandlerThreads:
 
     @property
     def places_lost(self) -> int:
-        """How many places threads of handlers that timed out keep."""
+        """How many places are taken by threads of handlers that timed out."""
         return max(0, self._abandoned - _ABANDONED_MAX)
 
     async def run(
@@ -94,7 +94,7 @@ class HandlerThreads:
         try:
             match error:
                 case None:
-                    return result  # type: ignore[return-value]  # pyright: ignore[reportReturnType]
+                    return result  # type: ignore[return-value]
                 case StopIteration() | GeneratorExit():
                     # Neither may be raised in a coroutine: StopIteration ends it, and GeneratorExit closes it.
                     raise RuntimeError(f"the handler raised {type(error).__name__}") from error
@@ -137,7 +137,7 @@ def frames_now(thread: int, *, runners: Collection[str]) -> TracebackType | None
     """Returns the present stack of a thread, as a traceback from the handler on. `runners`: the files that call
     handlers."""
     traceback: TracebackType | None = None
-    frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
+    frame = sys._current_frames().get(thread)  # noqa: SLF001
     while frame is not None and frame.f_code.co_filename not in runners:
         traceback = TracebackType(traceback, frame, frame.f_lasti, frame.f_lineno)
         frame = frame.f_back

@@ -38,7 +38,7 @@ Middleware = Callable[[Job, CallNext], Awaitable[Payload]]
 HandlerT = TypeVar("HandlerT", bound=Handler)
 _Result = TypeVar("_Result")
 
-# Their frames are no part of a handler's traceback.
+# The files that call handlers. Their frames are no part of a handler's traceback.
 RUNNERS = frozenset(
     os.path.join(os.path.dirname(__file__), name) for name in ("batch_handlers.py", "handler_threads.py", "handlers.py")
 )
@@ -53,7 +53,7 @@ class Registered(NamedTuple):
     is_async: bool
     timeout_s: float | None
     isolated: bool = False
-    # Its own coroutine may be run, with nothing around it.
+    # Whether its own coroutine may be run, with nothing around it.
     is_bare: bool = False
 
 
@@ -234,7 +234,7 @@ class Handlers:
             action, cause, frames = process.action, error, None
         else:
             action, cause = action_of(error, runners=RUNNERS)
-            # What a process did that timed out is not known.
+            # It is not known what a process that timed out was doing.
             unknown = process is not None and isinstance(cause, TimedOut)
             frames = None if unknown else frames_of(cause, runners=RUNNERS)
         if isinstance(action, Failed):

@@ -20,9 +20,12 @@ from windrow.payloads import duration, timestamp
 from windrow.v1 import admin_pb2, queue_pb2
 
 _PAGE_MAX = 1000
-# A step changes the jobs of one page, at most this many. After a step the client pauses for as long as the step took,
-# because consumers come first.
-_STEP_MAX = 100
+# A step finds the jobs of one page and changes them. Then the client rests for _REST times as long, because consumers
+# come first.
+_STEP_MAX = 200
+_REST = 30
+# No longer, because a call may have waited for a shard that was away.
+_REST_S_MAX = 2.0
 _PRIORITY_MAX = 9
 # How many jobs a BulkChange shows.
 _FIRST_MAX = 5
@@ -57,7 +60,7 @@ class JobFilter:
 
     def __post_init__(self) -> None:
         for key, value in self.attributes.items():
-            if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            if not isinstance(value, str):
                 raise invalid_argument(f"attributes[{key!r}]", f"must be a text, not {value!r}")
         for name in _TIMES:
             try:
@@ -92,14 +95,14 @@ _ALL = JobFilter()
 class BulkChange:
     """How far a change of all jobs that meet conditions has come."""
 
-    # The jobs that met the conditions.
+    # How many jobs met the conditions.
     found: int = 0
-    # Those of them that were changed; none by a dry run.
+    # How many of them were changed. A dry run changes none.
     changed: int = 0
-    # Those of them that were not changed, because their state had changed meanwhile.
+    # How many of them were not changed, because their state had changed meanwhile.
     skipped: int = 0
     # The first few of those that were found.
-    first: Sequence[JobRecord] = ()
+    first: Sequence[JobRecord] = field(default=(), repr=False)
 
 
 OnProgress = Callable[[BulkChange], object]
@@ -261,8 +264,8 @@ class JobChanges(AdminCalls):
             raise invalid_argument("limit", f"must be 1 or more, or None for all, not {limit}")
         so_far, token = BulkChange(), ""
         while True:
-            began_s = time.monotonic()
             # Ordered by id: a changed job keeps its place in the list, before the next page.
+            began_s = time.monotonic()
             page = await self.list_jobs(
                 where.queue,
                 states=states,
@@ -276,7 +279,7 @@ class JobChanges(AdminCalls):
             self._refuse_away(page.unavailable_shards, "did not list its jobs")
             jobs = [job for job in page.jobs if where.allows(job) and needs_it(job)]
             jobs = jobs if limit is None else jobs[: limit - so_far.found]
-            done = await act([job.id for job in jobs]) if jobs and not dry_run else []
+            done = [] if dry_run or not jobs else await act([job.id for job in jobs])
             so_far = BulkChange(
                 found=so_far.found + len(jobs),
                 changed=so_far.changed + done.count(Answer.OK),
@@ -288,8 +291,9 @@ class JobChanges(AdminCalls):
             token = page.next_page_token
             if not token or so_far.found == limit:
                 return so_far
+            # A search that finds nothing to change does not rest.
             if done:
-                await asyncio.sleep(time.monotonic() - began_s)
+                await asyncio.sleep(min(_REST_S_MAX, _REST * (time.monotonic() - began_s)))
 
     def _refuse_away(self, shards: Sequence[str], what: str) -> None:
         if shards:

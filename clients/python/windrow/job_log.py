@@ -29,7 +29,7 @@ class Lines(NamedTuple):
 
 def lines_of(text: str) -> Lines:
     """Returns the newest lines of a text, long ones cut. Raises TypeError."""
-    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(text, str):
         raise TypeError(f"a log line must be a str, not {text!r:.100}")
     lines = text.splitlines()
     return Lines([_cut(line) for line in lines[-LINES_MAX:]], max(0, len(lines) - LINES_MAX))
@@ -46,9 +46,9 @@ def _cut(line: str) -> bytes:
 class JobLog:
     """The newest 50 lines, or fewer if these have more than 4 KiB. Thread-safe."""
 
-    # An object has what differs from these: most jobs log nothing, and each has a log.
+    # These are the values of a log without lines. Most jobs log nothing, so only objects with other values store any.
     _lines: deque[bytes] | None = None
-    # Those of the lines, with their line ends.
+    # The bytes of the lines, with their line ends.
     _bytes = 0
     # How many lines were logged, the dropped ones included.
     count = 0

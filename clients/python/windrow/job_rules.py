@@ -121,7 +121,7 @@ def _retry_faults(retry: job_pb2.RetryPolicy) -> Iterator[Violation]:
 
 
 def _is_text(text: str, shortest: int, longest: int) -> bool:
-    """Returns whether the text has so many bytes and no NUL."""
+    """Returns whether the text has `shortest` to `longest` bytes and no NUL."""
     return shortest <= len(text.encode()) <= longest and "\0" not in text
 
 

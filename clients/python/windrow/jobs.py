@@ -10,7 +10,7 @@ import asyncio
 import enum
 import json
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
@@ -22,6 +22,9 @@ from windrow.job_log import JobLog
 from windrow.payloads import Payload, duration, encode, moment, timestamp
 from windrow.reports import Progress, Reporter, read_progress, report_of
 from windrow.v1 import job_pb2, queue_pb2
+
+if TYPE_CHECKING:
+    from windrow.workflows import Added, Nodes
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _NOBODY = Reporter()
@@ -91,6 +94,18 @@ class WorkflowNode:
 
     workflow_id: str
     node: int
+    # Calls Client.add_nodes with the lease of the job; a Worker sets it.
+    adder: Callable[[WorkflowNode, Nodes], Awaitable[Added]] | None = field(default=None, repr=False, compare=False)
+    # The nodes that were added with this lease, in the order of the calls.
+    added: list[Nodes] = field(default_factory=list["Nodes"], repr=False, compare=False)
+
+    def add(self, nodes: Nodes) -> Awaitable[Added]:
+        """Adds nodes to this workflow, for an `async def` handler of a Worker, which must await it: see
+        Client.add_nodes. Raises RuntimeError elsewhere."""
+        # Not a coroutine function: a `def` handler would get a coroutine, which does nothing.
+        if self.adder is None or not _in_event_loop():
+            raise RuntimeError("only an async handler of a Worker can add nodes here: use add_nodes of a client")
+        return self.adder(self, nodes)
 
 
 class LostReason(enum.Enum):
@@ -162,11 +177,11 @@ class JobOptions(TypedDict, total=False):
     """The optional fields of a new job: those of NewJob besides queue, kind and payload."""
 
     attributes: Mapping[str, str] | None
-    priority: int
+    priority: int | None
     run_at: datetime | None
     delay: Span | None
     expires_at: datetime | None
-    max_attempts: int
+    max_attempts: int | None
     max_runtime: Span | None
     group: str
     retry: RetryPolicy | None
@@ -189,19 +204,19 @@ class NewJob:
     _: KW_ONLY
     # At most 32 labels, readable without the payload.
     attributes: Mapping[str, str] | None = None
-    # 1 (first) to 9 (last); 0: the default, 5.
-    priority: int = 0
+    # 1 (first) to 9 (last). None: the default, 5.
+    priority: int | None = None
     # When the job may run: at `run_at` (with a time zone), or `delay` after it is stored. Neither: at once.
     run_at: datetime | None = None
     delay: Span | None = None
     # A job that is not leased by then is cancelled.
     expires_at: datetime | None = None
-    # 1 to 1,000; 0: the queue's setting, or 20 without one.
-    max_attempts: int = 0
+    # 1 to 1,000. None: the queue's setting, or 20 without one.
+    max_attempts: int | None = None
     # How long one attempt may take, 1 s to 30 days; then its lease ends. None: as long as its worker runs it.
     max_runtime: Span | None = None
-    # Only so many jobs of one group in the queue run at a time as the queue's group_concurrency says (1 by default), in
-    # order. At most 256 bytes; empty: the job has no group.
+    # At most group_concurrency (a setting of the queue; 1 by default) jobs of one group run at a time, in order. At
+    # most 256 bytes; empty: the job has no group.
     group: str = ""
     # None: the queue's setting, or exponential from 1 s to 1 h without one.
     retry: RetryPolicy | None = None
@@ -511,10 +526,15 @@ def write(job: NewJob, message: job_pb2.NewJob) -> None:
         return
     if job.attributes:
         template.attributes.update(job.attributes)
-    if job.priority:
+    # In a message 0 means the default: a caller who writes 0 means something else.
+    if job.priority is not None:
         template.priority = job.priority
-    if job.max_attempts:
+        if not template.priority:
+            raise ValueError("must be 1 to 9, not 0; leave it out for the default")
+    if job.max_attempts is not None:
         template.max_attempts = job.max_attempts
+        if not template.max_attempts:
+            raise ValueError("must be 1 to 1,000, not 0; leave it out for the default")
     if job.max_runtime is not None:
         template.max_runtime.CopyFrom(duration(job.max_runtime))
     if job.group:
@@ -651,11 +671,11 @@ def read_new(message: job_pb2.NewJob) -> NewJob:
         template.kind,
         template.payload,
         attributes=dict(template.attributes),
-        priority=template.priority,
+        priority=template.priority or None,
         run_at=moment(message.run_at) if message.HasField("run_at") else None,
         delay=message.delay.ToTimedelta() if message.HasField("delay") else None,
         expires_at=moment(message.expires_at) if message.HasField("expires_at") else None,
-        max_attempts=template.max_attempts,
+        max_attempts=template.max_attempts or None,
         max_runtime=template.max_runtime.ToTimedelta() if template.HasField("max_runtime") else None,
         group=template.group,
         retry=read_retry(template.retry),
@@ -726,3 +746,11 @@ def read_scheduled_run(message: job_pb2.ScheduledRun) -> ScheduledRun:
 
 def read_run_cause(value: int) -> RunCause:
     return _RUN_CAUSES.get(value, RunCause.UNKNOWN)
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

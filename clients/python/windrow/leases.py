@@ -30,7 +30,7 @@ def named(job: Job) -> str:
 class HeldLease:
     """A leased job that the worker holds."""
 
-    # What holds for most jobs until they end. An object has what differs.
+    # The values of most jobs until they end. Only objects with other values store any.
 
     # The time from which no extend prolongs it.
     until = math.inf

@@ -31,8 +31,8 @@ class LimitMeasure(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """How much may be enqueued, or how many jobs may start, in each interval. After a pause, the whole amount may be
-    used at once. Or how many jobs may be leased, or there, at a time."""
+    """How much may be enqueued, or how many jobs may start, in each interval; after a pause, the whole amount may be
+    used at once. A limit without an interval says how many jobs may be leased, or may not have ended, at a time."""
 
     # Empty: the default for all orgs, each by itself.
     org: str
@@ -53,6 +53,11 @@ class LimitReached:
     usage: int
     # How much the call asked for.
     asked: int
+
+    def part_of(self, jobs: int) -> int:
+        """Returns how many of the call's jobs to send at a time, for which the limit may have room. 0: a single job is
+        too much."""
+        return max(1, min(jobs - 1, jobs * self.limit.amount // max(self.asked, 1))) if jobs > 1 else 0
 
 
 def read_limit(message: limits_pb2.Limit) -> Limit:

@@ -29,13 +29,13 @@ from windrow.reports import Report, Reporter
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, SpawnContext
 
-# A process that has run so many jobs is replaced by a new one, which bounds leaks of handlers.
+# A process that has run this many jobs is replaced by a new one, which bounds leaks of handlers.
 _JOBS_MAX = 1000
 # How long a process that has closed its pipe may take to end.
 _END_S = 5.0
 _NAME = "windrow-handler"
-# How many processes start at the same time, and how long others wait for one that does not come to an end with it.
-# Hundreds that start together would leave the worker itself no CPU time to extend its leases.
+# How many processes start at the same time, and how long others wait at most for one that takes long to start. Hundreds
+# that start together would leave the worker itself no CPU time to extend its leases.
 _STARTS = threading.BoundedSemaphore(2 * (os.cpu_count() or 1))
 _START_S_MAX = 10.0
 # Processes are forked by a server with one thread, and never by this process: another thread of it may run an event
@@ -96,7 +96,8 @@ class HandlerProcess:
     def run(self, function: Callable[[Job], Payload], job: Job) -> Payload:
         """Runs a handler, and blocks meanwhile. Raises what it raises, or Crashed."""
         # Pickle it first, so that the process stays usable if the handler cannot be sent.
-        call = pickle.dumps((function, replace(job, lost=Lost(), reporter=Reporter(), logged=JobLog())))
+        of = None if job.workflow is None else replace(job.workflow, adder=None)
+        call = pickle.dumps((function, replace(job, lost=Lost(), reporter=Reporter(), logged=JobLog(), workflow=of)))
         self._jobs += 1
         self.error = self.action = None
         is_new = self._connection is None

@@ -43,10 +43,11 @@ class Overlap(enum.Enum):
 
 
 class CatchUp(enum.Enum):
-    """Which instants are stored late, of those at which no router could store a run. The others are skipped."""
+    """If no router could store the runs of some instants in time: which of these are stored late. The others are
+    skipped."""
 
     LATEST = "latest"
-    # Those of the schedule's `catch_up_window`, at most 1,000.
+    # The instants of the schedule's `catch_up_window`, at most 1,000.
     WINDOW = "window"
     # The newest 1,000.
     ALL = "all"
@@ -69,6 +70,7 @@ class SkipReason(enum.Enum):
     OVERLAP = "overlap"
     CATCH_UP = "catch_up"
     PAUSE = "pause"
+    RECOVERED = "recovered"
     UNKNOWN = "unknown"
 
 

@@ -33,7 +33,7 @@ UNANSWERED_MAX = 2
 
 
 class _Entry:
-    # What holds for most entries. An object has what differs.
+    # The values of most entries. Only objects with other values store any.
 
     # The entry may be why a whole message was refused: send it in a message of its own.
     alone = False
@@ -44,7 +44,7 @@ class _Entry:
     def __init__(self, held: HeldLease, action: Action, *, bare: bool = False) -> None:
         self.held = held
         self.action = action
-        # It is an ack that tells nothing but its lease.
+        # Whether it is an ack with nothing but its lease.
         self.bare = bare
 
     @property

@@ -33,8 +33,8 @@ def _blocking(
 
     @functools.wraps(method)
     def act(self: SyncClient, /, *arguments: _Parameters.args, **options: _Parameters.kwargs) -> _Result:
-        # A part of the class.
-        return self._run(method(self._client, *arguments, **options))  # pyright: ignore[reportPrivateUsage]
+        # This function is a method of SyncClient, so it may use what is private there.
+        return self._run(method(self._client, *arguments, **options))
 
     return act
 
@@ -46,7 +46,7 @@ class SyncClient:
     not call it from a coroutine: it would block the event loop. After a fork, make a new one in the child process.
     """
 
-    # Another one in testing.py.
+    # testing.py sets another class.
     _client_class: ClassVar[type[Client]] = Client
 
     def __init__(
@@ -153,6 +153,7 @@ class SyncClient:
     preview_schedule = _blocking(Client.preview_schedule)
     declare_schedules = _blocking(Client.declare_schedules)
     start = _blocking(Client.start)
+    add_nodes = _blocking(Client.add_nodes)
     get_workflow = _blocking(Client.get_workflow)
     list_nodes = _blocking(Client.list_nodes)
     list_workflows = _blocking(Client.list_workflows)

@@ -94,9 +94,9 @@ async def run_job(worker: Worker, job: NewJob, *, attempt: int = 1, checkpoint: 
         raise error_of(_refusal(0, faults))
     if job.queue not in worker.queues:
         raise invalid_argument("queue", f"must be one of the worker's, not {job.queue!r}")
-    # They are parts of the client, as the worker is.
-    handlers = worker._handlers  # pyright: ignore[reportPrivateUsage]
-    batch_handlers = worker._batch_handlers  # pyright: ignore[reportPrivateUsage]
+    # This module belongs to the same package as the worker, so it may use what is private there.
+    handlers = worker._handlers  # noqa: SLF001
+    batch_handlers = worker._batch_handlers  # noqa: SLF001
     if job.kind not in handlers:
         raise invalid_argument("kind", f"must have a handler, and {job.kind!r} has none")
     told: list[Report] = []
@@ -325,5 +325,7 @@ def _same(found: Payload, wanted: Payload) -> bool:
     assert isinstance(found, bytes)
     assert isinstance(wanted, bytes)
     with suppress(ValueError):
-        return bool(json.loads(found) == json.loads(wanted))
+        one: object = json.loads(found)
+        two: object = json.loads(wanted)
+        return one == two
     return False

@@ -17,6 +17,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from opentelemetry import metrics
@@ -28,7 +30,7 @@ from windrow.declarations import Declarations
 from windrow.errors import InvalidRequest, Span
 from windrow.gathering import Gathering
 from windrow.handlers import Handlers, HandlerT, Middleware, Suspended
-from windrow.jobs import LostReason, NewJob, read_leased
+from windrow.jobs import Job, LostReason, NewJob, WorkflowNode, read_leased
 from windrow.leases import Connectivity, HeldLease, Leases, log, named
 from windrow.outcomes import DONE, Action
 from windrow.payloads import Payload, duration, seconds
@@ -39,6 +41,7 @@ from windrow.settlements import Backoff, Settlements
 from windrow.signals import stopped_by_signals
 from windrow.unhandled import Unhandled
 from windrow.v1 import job_pb2, queue_pb2
+from windrow.workflows import Added, Nodes
 
 CONCURRENCY_MAX = 1000
 # The contract's limit for one stream.
@@ -50,7 +53,7 @@ _PREFETCH_MIN = 100
 _PREFETCH_WAIT_S = 0.1
 # What a job costs the worker beside its handler, roughly.
 _JOB_S_MIN = 0.000_02
-# Handlers that do not suspend run one after another for so long; then the rest of the program has its turn.
+# Handlers that do not suspend run one after another for this long; then the rest of the program has its turn.
 _BUSY_S_MAX = 0.005
 _AGAIN_FIRST_S, _AGAIN_MAX_S = 0.05, 2.0
 _FLUSH_S, _FLUSH_HURRIED_S = 5.0, 1.0
@@ -311,7 +314,7 @@ class Worker:
         if self._loop is not None:
             raise InvalidRequest(f"worker {self.name} has run already; make a new one")
         if is_handler_process():
-            # It has imported the program that made this worker.
+            # This process of a handler has imported the program, which runs its worker: do nothing.
             return
         self._handlers.open(self.concurrency)
         self._stream.tell_kinds(self._handlers.kinds)
@@ -386,9 +389,16 @@ class Worker:
         wait_s = min(_PREFETCH_WAIT_S, self._window_s / 10)
         return int(min(self.prefetch, wait_s / max(self._mean_job_s, _JOB_S_MIN)))
 
+    def _read(self, message: job_pb2.LeasedJob) -> Job:
+        job = read_leased(message, reporter=self._reporter)
+        if job.workflow is not None:
+            client = self.client.for_org(job.org) if job.org else self.client
+            job.workflow = replace(job.workflow, adder=partial(_add_nodes, client, job.lease))
+        return job
+
     def _take(self, messages: Sequence[job_pb2.LeasedJob], received_at: float) -> None:
         self._handlers.on_jobs()
-        helds = self._leases.hold([read_leased(message, reporter=self._reporter) for message in messages], received_at)
+        helds = self._leases.hold([self._read(message) for message in messages], received_at)
         if self._batch_handlers.by_kind:
             for held in helds:
                 self._waiting_with(held).append(held)
@@ -401,7 +411,7 @@ class Worker:
             self._start_waiting()
 
     def _waiting_with(self, held: HeldLease) -> deque[HeldLease]:
-        """Returns where a job waits that has not begun."""
+        """Returns the jobs with which this one waits to begin."""
         gathering = self._batch_handlers.by_kind.get(held.job.kind)
         return self._waiting if gathering is None else gathering.waiting
 
@@ -480,7 +490,7 @@ class Worker:
             raise
         finally:
             for held in batch:
-                # Without the batch, which has all of them: the garbage collector need not find the cycle.
+                # The batch refers to all its leases. Break the cycle, so that the garbage collector need not.
                 held.task = held.batch = None
                 del self._running[held]
             self._changed.set()
@@ -658,3 +668,8 @@ class Worker:
             raise InvalidRequest(f"prefetch must be 0 to {PREFETCH_MAX:,}, not {self.prefetch}")
         if not 0.1 <= self._window_s <= 43200:
             raise InvalidRequest(f"visibility_window must be 100 ms to 12 h, not {self._window_s} s")
+
+
+async def _add_nodes(client: Client, lease: bytes, of: WorkflowNode, nodes: Nodes) -> Added:
+    """For WorkflowNode.add. Does not get the job, because a cycle would leave its payload to the garbage collector."""
+    return await client.add_nodes(Job(lease=lease, workflow=of), nodes)

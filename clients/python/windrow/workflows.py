@@ -81,27 +81,21 @@ class Node:
     name: str
     job: NewJob = field(repr=False)
     callback: Callback | None = None
+    # Whether nobody has given it a name.
+    is_unnamed: bool = field(default=False, repr=False)
     # What it waits for, by name.
     waits_for: dict[str, FailurePolicy] = field(default_factory=dict[str, FailurePolicy], repr=False)
 
-    def after(self, *nodes: Node, on_failed: FailurePolicy = FailurePolicy.CANCEL) -> Node:
-        """Lets this node wait for other ones of the same workflow too. Returns this node."""
-        self.waits_for.update((node.name, on_failed) for node in nodes)
+    def after(self, *nodes: Node | str, on_failed: FailurePolicy = FailurePolicy.CANCEL) -> Node:
+        """Lets this node wait for other ones of the same workflow too, also by their names. Returns this node."""
+        self.waits_for.update((node if isinstance(node, str) else node.name, on_failed) for node in nodes)
         return self
 
 
-class Workflow:
-    """A graph of jobs, to be stored by Client.start.
+class Nodes:
+    """Jobs, to be added by Client.add_nodes to the workflow of a job that runs."""
 
-    - `name`: for people; need not be unique.
-    - `org`: if given, must be that of the client.
-    - `id`: a UUIDv7; default: a new one. A workflow that is started again, by whomever, is stored once.
-    """
-
-    def __init__(self, name: str = "", *, org: str = "", id: str = "") -> None:  # noqa: A002 - as in NewJob
-        self.name = name
-        self.org = org
-        self.id = id or uuid7()
+    def __init__(self) -> None:
         self._nodes: list[Node] = []
         self._names: dict[str, int] = {}
 
@@ -117,7 +111,7 @@ class Workflow:
         payload: Payload = b"",
         *,
         name: str = "",
-        after: Node | Iterable[Node] = (),
+        after: Node | str | Iterable[Node | str] = (),
         on_failed: FailurePolicy = FailurePolicy.CANCEL,
         **options: Unpack[JobOptions],
     ) -> Node:
@@ -126,9 +120,54 @@ class Workflow:
         it waits for.
 
         `name` names the node in answers, and must be unique in the workflow; default: its kind, with a number from the
-        second one on."""
+        second one on. If a job adds the node (Client.add_nodes), numbers of that job's node and of the call come before
+        such a default."""
         node = self._add(NewJob(queue, kind, payload, **options), name, None)
-        return node.after(*([after] if isinstance(after, Node) else after), on_failed=on_failed)
+        return node.after(*([after] if isinstance(after, Node | str) else after), on_failed=on_failed)
+
+    def _add(self, job: NewJob, name: str, callback: Callback | None) -> Node:
+        is_unnamed = not name
+        if is_unnamed:
+            count = self._names[job.kind] = self._names.get(job.kind, 0) + 1
+            name = job.kind if count == 1 else f"{job.kind}-{count}"
+        node = Node(name, job, callback, is_unnamed)
+        self._nodes.append(node)
+        return node
+
+    def messages(self, prefix: str = "") -> list[workflows_pb2.NewNode]:
+        """Returns the nodes for a request. `prefix`: what comes before default names. Raises InvalidJob,
+        InvalidRequest."""
+        names = {node.name: f"{prefix}{node.name}" for node in self._nodes if node.is_unnamed}
+        messages: list[workflows_pb2.NewNode] = []
+        for node in self._nodes:
+            job = new_message(node.job)
+            # The router makes it, from the workflow's id.
+            job.ClearField("id")
+            message = workflows_pb2.NewNode(name=names.get(node.name, node.name), job=job)
+            if node.callback is not None:
+                message.callback = _CALLBACK_NUMBERS[node.callback]
+            for other, policy in node.waits_for.items():
+                try:
+                    message.after.add(node=names.get(other, other), on_failed=_POLICY_NUMBERS[policy])
+                except KeyError as error:
+                    raise invalid_argument("on_failed", f"must be a FailurePolicy, not {policy!r}") from error
+            messages.append(message)
+        return messages
+
+
+class Workflow(Nodes):
+    """A graph of jobs, to be stored by Client.start.
+
+    - `name`: for people; need not be unique.
+    - `org`: if given, must be that of the client.
+    - `id`: a UUIDv7; default: a new one. A workflow that is started again, by whomever, is stored once.
+    """
+
+    def __init__(self, name: str = "", *, org: str = "", id: str = "") -> None:  # noqa: A002 - as in NewJob
+        super().__init__()
+        self.name = name
+        self.org = org
+        self.id = id or uuid7()
 
     def on_success(
         self, queue: str, kind: str, payload: Payload = b"", *, name: str = "", **options: Unpack[JobOptions]
@@ -148,33 +187,12 @@ class Workflow:
         """Adds a job that runs once when all nodes have ended, also if the workflow was cancelled."""
         return self._add(NewJob(queue, kind, payload, **options), name, Callback.ON_END)
 
-    def _add(self, job: NewJob, name: str, callback: Callback | None) -> Node:
-        if not name:
-            count = self._names[job.kind] = self._names.get(job.kind, 0) + 1
-            name = job.kind if count == 1 else f"{job.kind}-{count}"
-        node = Node(name, job, callback)
-        self._nodes.append(node)
-        return node
-
     def request(self, org: str) -> workflows_pb2.StartWorkflowRequest:
         """Returns the request that stores the workflow. Raises InvalidJob, InvalidRequest."""
         if self.org not in ("", org):
             why = f"is {self.org!r}, and the client is of org {org!r}"
             raise InvalidRequest(f"org: {why}", [Violation("org", why)])
-        request = workflows_pb2.StartWorkflowRequest(org=org, id=self.id, name=self.name)
-        for node in self._nodes:
-            job = new_message(node.job)
-            # The router makes it, from the workflow's id.
-            job.ClearField("id")
-            message = request.nodes.add(name=node.name, job=job)
-            if node.callback is not None:
-                message.callback = _CALLBACK_NUMBERS[node.callback]
-            for other, policy in node.waits_for.items():
-                try:
-                    message.after.add(node=other, on_failed=_POLICY_NUMBERS[policy])
-                except KeyError as error:
-                    raise invalid_argument("on_failed", f"must be a FailurePolicy, not {policy!r}") from error
-        return request
+        return workflows_pb2.StartWorkflowRequest(org=org, id=self.id, name=self.name, nodes=self.messages())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +204,16 @@ class Started:
     duplicate: bool
     # The id of each node's job, by the node's name.
     job_ids: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Added:
+    """Nodes that a job has added to its workflow."""
+
+    # The id of each node's job, by the node's name in Nodes.
+    job_ids: Mapping[str, str]
+    # How many of them this call has stored. The others were added before.
+    stored: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +273,27 @@ class WorkflowCalls:
         response = await self._ask_workflows(lambda stub: stub.StartWorkflow, request)
         ids = dict(zip((node.name for node in workflow.nodes), response.job_ids, strict=True))
         return Started(id=workflow.id, duplicate=response.duplicate, job_ids=ids)
+
+    async def add_nodes(self, job: Job, nodes: Nodes) -> Added:
+        """Adds nodes to the workflow of a leased job: its callbacks then wait for them too. Stores all of them, or
+        nothing. Nodes whose names this job has added before stay as they are, also if an earlier attempt has added
+        them; so a handler should choose names that are the same in each attempt, or add in the same order. One call
+        takes at most 1,000 nodes, which wait for at most 10,000 others; a handler may call it again and again.
+
+        Raises InvalidJob, InvalidRequest; FailedPrecondition if the lease or the workflow has ended; AlreadyExists if
+        another node has one of the names; NotFound if a node is to wait for one that is not there; ResourceExhausted if
+        the workflow would have more than 10,000 nodes or 100,000 edges."""
+        of = job.workflow
+        if of is None:
+            raise invalid_argument("job", "must be a node of a workflow")
+        if nodes not in of.added:
+            of.added.append(nodes)
+        # Nodes without names get the same names in each attempt, if the calls come in the same order.
+        messages = nodes.messages(f"{of.node}.{of.added.index(nodes) + 1}.")
+        request = workflows_pb2.AddNodesRequest(org=self.org, id=of.workflow_id, lease=job.lease, nodes=messages)
+        response = await self._ask_workflows(lambda stub: stub.AddNodes, request)
+        ids = dict(zip((node.name for node in nodes.nodes), response.job_ids, strict=True))
+        return Added(job_ids=ids, stored=response.added)
 
     async def get_workflow(self, workflow_id: str) -> tuple[WorkflowRecord, dict[NodeState, int]]:
         """Returns a workflow, and how many of its nodes are in which state. Raises NotFound."""

@@ -1,5 +1,5 @@
-"""What this process asks of one sibling, places at its consumers for jobs that are enqueued here; and what it tells the
-sibling about the jobs that were leased to them."""
+"""Asks one sibling for places at its consumers, for jobs that are enqueued here; and tells the sibling which jobs were
+leased to these consumers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ASK_BYTES_MAX = 1024 * 1024
 # The most jobs of asks and promises that are not over. Orgs share them (I4).
 JOBS_MAX = 10_000
 # How long places are kept for a sibling that does not tell the outcome: until then no hint wakes a `Dequeue` that was
-# promised a delivery. An enqueue takes as long only if its shard hardly answers; or the sibling has been stopped.
+# promised a delivery. The outcome takes this long only if the shard hardly answers, or if the sibling was stopped.
 KEPT_S_MAX = 3.0
 # An insert that begins later, counted from the ask, does not use the promise.
 _USED_S_MAX = 2.0

@@ -45,7 +45,7 @@ class Ask(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Room for so many jobs at one consumer, and the lease that they would get."""
+    """Room for a number of jobs at one consumer, and the lease that they would get."""
 
     lease: int
     worker: str

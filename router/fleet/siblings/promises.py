@@ -61,8 +61,8 @@ class _Kept:
 
 
 class Promises:
-    """`consumers` returns those of a shard; None: this process does not use the shard. `on_in_vain` is called with a
-    queue that the sibling has asked for more places than it got."""
+    """`consumers` returns the consumers of a shard; None: this process does not use the shard. `on_in_vain` is called
+    with a queue for which the sibling has asked for more places than it got."""
 
     def __init__(
         self, link: Link, consumers: Callable[[ShardName], Consumers | None], on_in_vain: Callable[[QueueKey], None]

@@ -24,8 +24,9 @@ from router.fleet.siblings.promises import Consumers, Promises
 from shard.fair_quota import FairQuota
 from shard.vocabulary import NewJobs, QueueName, ShardName
 
-# The most queues of which all siblings together are told, each of its part, that consumers are ready. About further
-# ones they are told nothing. So each process is told of no more by all of its siblings. Orgs share each part (I4).
+# This process tells its siblings together of at most this many queues with ready consumers, and each sibling of an
+# equal part of them, which orgs share (I4). It does not tell them of further queues. So all siblings of a process
+# together tell it of no more queues than this.
 _HINTS_MAX = 20_000
 # How long this process, when it ends, waits until its siblings have received the jobs of their consumers.
 _FINISH_S_MAX = 1.0

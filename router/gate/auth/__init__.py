@@ -1,1 +1,2 @@
-"""Who calls, and what he may do: proofs of identity, scopes, and the end of calls whose proof is no longer good."""
+"""Who calls, and what the caller may do: proofs of identity, scopes, and the end of calls whose proof is not good any
+more."""

@@ -29,7 +29,10 @@ class ScopeMissing(AccessRefused):
 
     def __init__(self, method: str, scope: Scope, principal: Principal) -> None:
         if scope is Scope.CLUSTER and principal.org is not None:
-            why = f"is for org {principal.org!r}, and this call is about all orgs"
+            why = (
+                f"is for org {principal.org!r}, and this call is about all orgs; it takes a key for all orgs with the "
+                "scope 'cluster' (windrow keys create --all-orgs --scope cluster)"
+            )
         else:
             has = ", ".join(sorted(principal.scopes)) or "none"
             why = f"needs the scope {scope.value!r} for it, and has {has}"

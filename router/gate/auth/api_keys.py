@@ -1,9 +1,9 @@
 """Verifies API keys, which are stored in the catalog (shard/admin/api_keys.py), and notices when they are revoked.
 
-A key is looked up when it comes for the first time. Whoever sends wrong keys costs the catalog a few statements a
-second, however many they are: look-ups that wait share one statement. They share the room for waiting too, by the
-address of their caller. Once a key is known, the count of revocations, which comes with every look at the catalog,
-says whether it has to be looked up again; so known keys cost the catalog nothing.
+A key is looked up when it comes for the first time. Wrong keys, however many they are, cost the catalog a few
+statements a second: look-ups that wait share one statement. They share the room for waiting too, by the address of
+their caller. Once a key is known, the count of revocations, which comes with every look at the catalog, says whether it
+has to be looked up again; so known keys cost the catalog nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LOOK_UP_S_MAX = 5.0
 # How many revoked keys a process remembers. It needs each only until the calls that it was verified for last or end.
 _REVOKED_MAX = 10_000
 _MALFORMED = f"this is not an API key: one has the form {api_keys.PREFIX}ID_SECRET"
-# The same for an unknown id and a wrong secret.
+# One message for an unknown id and for a wrong secret.
 _UNKNOWN = "this API key is not one of this cluster; `windrow keys create` makes one"
 _REVOKED = "this API key was revoked; use another one"
 _EXPIRED = "this API key has expired; use another one"
@@ -107,8 +107,8 @@ class ApiKeys:
         return principal
 
     def refuse_revoked(self, principal: Principal) -> None:
-        """Raises Revoked if the key of a principal was revoked while this process knew it. Who has awaited something
-        since the key was verified must ask."""
+        """Raises Revoked if the key of a principal was revoked while this process knew it. Code that has awaited
+        anything since the key was verified must call this."""
         if principal.name in self._revoked:
             raise Revoked(_REVOKED)
 

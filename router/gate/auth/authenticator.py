@@ -55,7 +55,7 @@ class _Remembered:
 
     def __init__(self, principal: Principal) -> None:
         self.principal = principal
-        # Since it was last looked at.
+        # Whether it was used since it was last looked at.
         self.used = True
 
 

@@ -41,7 +41,7 @@ class JwtSettings:
     # The claims that hold the org and the scopes.
     org_claim: str = "org"
     scopes_claim: str = "scope"
-    # Only scopes that begin so count, without it.
+    # Only scopes that begin with this prefix count, and the prefix is removed from them.
     scopes_prefix: str = ""
     # Whether the org "*" means all orgs.
     all_orgs: bool = False

@@ -12,7 +12,21 @@ WITH lane AS MATERIALIZED (
     CROSS JOIN LATERAL (SELECT s.state, s.epoch FROM windrow.owned_slot s WHERE s.slot = q.slot OFFSET 0) s
     WHERE s.state = 'owned' AND s.epoch <= %(epoch)s
 ), arrived AS MATERIALIZED (
-    SELECT lane.queue_id AS here, d.*
+    SELECT
+        lane.queue_id AS here, d.*,
+        -- The stray copy of the job is blocked, but its node was released here, or has ended. Such a job runs again, as
+        -- other jobs do whose ends were lost. Nothing else would release it.
+        CASE
+            WHEN {{is_blocked(d)}} AND EXISTS (
+                SELECT
+                FROM windrow.workflow w
+                JOIN windrow.workflow_node n ON n.flow = w.flow AND n.node = substr(d.workflow_node, 38)::integer
+                WHERE w.org_id = lane.queue_id & 4294967295 AND w.id = left(d.workflow_node, 36)::uuid
+                    AND n.job_id = d.id AND n.state NOT IN ('blocked', 'due', 'doomed')
+                OFFSET 0
+            ) THEN now()
+            ELSE d.run_at
+        END AS due
     FROM lane
     CROSS JOIN LATERAL unnest(lane.jobs::windrow.departing[]) d
     WHERE (SELECT count(*) FROM lane) = cardinality(%(queues)s::text[]) AND d.id = ANY (%(ids)s::uuid[])
@@ -22,7 +36,7 @@ WITH lane AS MATERIALIZED (
         {{kept_content}}, history
     )
     SELECT
-        a.id, a.here, a.enqueued_at, a.run_at, a.run_at, a.expires_at, a.priority, a.attempt, a.max_attempts,
+        a.id, a.here, a.enqueued_at, a.due, a.due, a.expires_at, a.priority, a.attempt, a.max_attempts,
         -- A job that was enqueued here since may have its live key.
         {{unkeyed_content(a)}}, a.history
     FROM arrived a

@@ -6,9 +6,10 @@
 WITH due AS (
     INSERT INTO windrow.org_figures_counted AS c (at, accepted_at) VALUES (now(), now())
     ON CONFLICT (only_row) DO UPDATE
-    SET at = now(), accepted_at = now(), before = CASE WHEN c.accepted_at = c.at THEN c.at END
-    WHERE c.at <= now() - %(max_age_us)s * interval '1 us'
-        -- Not after a count that this session has waited for: its snapshot does not have the figures of that one.
+    SET at = now(), accepted_at = now(), before = CASE WHEN c.accepted_at = c.at AND c.at < now() THEN c.at END
+    -- A count that is yet to come was made before the clock was set back.
+    WHERE (c.at <= now() - %(max_age_us)s * interval '1 us' OR c.at > now())
+        -- Do not count again if this session has waited for another count: its snapshot lacks the figures of that one.
         AND c.at = (SELECT seen.at FROM windrow.org_figures_counted seen)
     RETURNING c.before
 ), live AS (

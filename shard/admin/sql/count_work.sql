@@ -1,8 +1,8 @@
 -- Counts the work of one queue of an org, or (org NULL) of all orgs' queues of that name: jobs that a consumer would get
--- now, and jobs that are leased. Not those of paused queues, which give no jobs, and not those that wait for a group
--- slot. Ends at `jobs_max`. Steps in the ready index from each lane that has jobs to the next one. Leased jobs stand
--- among those that are due later: reads at most `later_max` of these in each lane, the earliest first, because leases
--- end soon.
+-- now, and jobs that are leased. Leaves out ready jobs of paused queues, which give no jobs, and jobs that wait for a
+-- group slot. Stops at `jobs_max`. Steps in the ready index from each lane that has jobs to the next one. Leased jobs
+-- stand among the jobs that are due later. It reads at most `later_max` of these in each lane, the earliest first,
+-- because leases end soon.
 SELECT count(*) FILTER (WHERE found.ready) AS ready, count(*) FILTER (WHERE NOT found.ready) AS leased
 FROM (
     SELECT job.ready

@@ -1,5 +1,5 @@
--- The figures of some orgs, of those that list_orgs.sql lists too, as the jobs were counted last; and the age of that
--- count for each row. One row without an org if it lists none of them.
+-- Returns the figures of these orgs, as the jobs were counted last. Leaves out orgs that list_orgs.sql would not list.
+-- Each row has the age of that count. If no org is left, returns one row without an org.
 SELECT
     f.org, coalesce(f.scheduled, 0) AS scheduled, coalesce(f.ready, 0) AS ready, coalesce(f.leased, 0) AS leased,
     coalesce(f.dead, 0) AS dead, (extract(epoch FROM c.at) * 1000000)::bigint - f.oldest_ready_us AS oldest_ready_age_us,

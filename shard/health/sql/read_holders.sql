@@ -11,10 +11,7 @@ SELECT
     ) AS may_end
 FROM pg_stat_activity a
 LEFT JOIN pg_roles r ON r.oid = a.usesysid
-WHERE a.datname = current_database() AND a.pid <> pg_backend_pid()
-    AND (a.backend_xmin IS NOT NULL OR a.backend_xid IS NOT NULL)
-    -- A vacuum's snapshot does not hold back other vacuums.
-    AND NOT EXISTS (SELECT FROM pg_stat_progress_vacuum v WHERE v.pid = a.pid)
+WHERE {{holds_snapshot(a)}}
 UNION ALL
 SELECT
     'prepared transaction', p.gid, NULL, p.owner::text, NULL, NULL, NULL, NULL,

@@ -6,9 +6,14 @@ SELECT
     extract(epoch FROM clock_timestamp() - pg_postmaster_start_time())::float8 AS up_s, pg_is_in_recovery(),
     pg_has_role('pg_read_all_stats', 'USAGE') AS sees_others,
     (SELECT sum(s.numbackends) FROM pg_stat_database s)::integer AS connections,
-    -- Connections that ordinary roles may use.
-    current_setting('max_connections')::integer - current_setting('superuser_reserved_connections')::integer
-        - coalesce(current_setting('reserved_connections', true)::integer, 0) AS connections_max,
-    age(d.datfrozenxid), mxid_age(d.datminmxid)
+    {{connections_max}} AS connections_max,
+    age(x.datfrozenxid), quote_ident(x.datname), mxid_age(m.datminmxid), quote_ident(m.datname)
 FROM pg_database d
+-- The oldest database of the server counts, whichever it is.
+CROSS JOIN (
+    SELECT o.datname, o.datfrozenxid FROM pg_database o ORDER BY age(o.datfrozenxid) DESC, o.datname <> current_database() LIMIT 1
+) x
+CROSS JOIN (
+    SELECT o.datname, o.datminmxid FROM pg_database o ORDER BY mxid_age(o.datminmxid) DESC, o.datname <> current_database() LIMIT 1
+) m
 WHERE d.datname = current_database()

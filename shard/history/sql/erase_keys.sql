@@ -1,4 +1,4 @@
--- Erases what else there is of an org that is being erased: its schedules, workflows, dedup keys, and ids of dropped jobs.
+-- Erases the other rows of an org that is being erased: its schedules, workflows, dedup keys, and ids of dropped jobs.
 WITH keys AS (
     DELETE FROM windrow.dedup d USING windrow.queue q WHERE q.org = chr(127) || %(org_id)s::integer::text AND d.queue_id = q.queue_id
     RETURNING 1

@@ -1,4 +1,4 @@
--- The version of the org policies, and all of them, by org. If there are none, one row without an org.
+-- Returns the version of the org policies, and all policies by org. If there are none, returns one row without an org.
 SELECT v.changed, p.org, p.retention, p.held_since, p.held_for
 FROM windrow.policies v
 LEFT JOIN windrow.policy p ON true

@@ -1,5 +1,6 @@
--- Deletes the quarantines, and the crashes that were not judged, of those of these slots that have this state since this
--- epoch: of slots that drain, when they have no job left; of slots that have just arrived, what an earlier stay has left.
+-- Deletes the quarantines, and the crashes that were not judged, of these slots, as far as the slots have this state
+-- since this epoch. It runs for draining slots when they have no job left. For slots that have just arrived, it deletes
+-- what an earlier stay has left.
 WITH queue AS MATERIALIZED (
     SELECT q.queue_id
     FROM windrow.owned_slot w

@@ -1,5 +1,6 @@
--- Deletes the schedules of the orgs of those of these slots that have this state since this epoch: of slots that drain,
--- when the target has them; of slots that have just arrived, what an earlier stay has left.
+-- Deletes the schedules of the orgs of these slots, as far as the slots have this state since this epoch. It runs for
+-- draining slots when the target has the schedules. For slots that have just arrived, it deletes what an earlier stay
+-- has left.
 WITH gone AS (
     DELETE FROM windrow.schedule s
     USING windrow.org o, windrow.owned_slot w

@@ -1,4 +1,4 @@
--- Deletes the workflows of the orgs of those of these slots that have this state since this epoch: see
+-- Deletes the workflows of the orgs of these slots, as far as the slots have this state since this epoch: see
 -- delete_schedules.sql.
 WITH gone AS (
     DELETE FROM windrow.workflow w

@@ -1,4 +1,4 @@
--- What is known of the runs of the schedules of these slots, as read_schedules.sql.
+-- Returns the runs of the schedules of these slots, in parts as in read_schedules.sql.
 SELECT part.slot, part.org, array_agg(part.run)::text AS runs
 FROM (
     SELECT

@@ -1,5 +1,5 @@
--- Stores quarantines that come with their orgs from another shard. The queues have other numbers here. A row that is there
--- is of an earlier stay.
+-- Stores quarantines that come with their orgs from another shard. The queues have other numbers here. A row that
+-- exists already is from an earlier stay of the org.
 INSERT INTO windrow.quarantine (
     queue_id, kind, since, crashes, reason, next_trial_at, pause_s, trial_id, trial_at
 )

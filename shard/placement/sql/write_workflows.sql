@@ -8,20 +8,20 @@ WITH given AS MATERIALIZED (
 ), made AS (
     INSERT INTO windrow.workflow AS w (
         org_id, id, name, digest, created_at, nodes, open_node, paused_at, cancelled_at, reason, state, ended_at,
-        retry_of
+        retry_of, added
     )
     SELECT
         g.here, g.id, g.name, g.digest, g.created_at, g.nodes, g.open_node, g.paused_at, g.cancelled_at, g.reason, g.state,
-        g.ended_at, g.retry_of
+        g.ended_at, g.retry_of, g.added
     FROM given g
     RETURNING w.flow, w.org_id, w.id
 ), placed AS MATERIALIZED (
     SELECT made.flow, g.node_rows, g.edge_rows FROM given g JOIN made ON made.org_id = g.here AND made.id = g.id
 ), node AS (
     INSERT INTO windrow.workflow_node (
-        flow, node, name, job_id, callback, run_at, delay_us, waits_on, state, ended_at
+        flow, node, name, job_id, callback, run_at, delay_us, waits_on, state, ended_at, added_by
     )
-    SELECT p.flow, d.node, d.name, d.job_id, d.callback, d.run_at, d.delay_us, d.waits_on, d.state, d.ended_at
+    SELECT p.flow, d.node, d.name, d.job_id, d.callback, d.run_at, d.delay_us, d.waits_on, d.state, d.ended_at, d.added_by
     FROM placed p
     CROSS JOIN LATERAL unnest(p.node_rows::windrow.workflow_node[]) d
 )

@@ -1,7 +1,7 @@
 -- Finishes leased jobs: moves them from the table job to the day's partition of the table finished. An attempt that has
--- logged something gets an entry in the history; lookups make that of another one from the job's columns. Returns one
--- row: the number of finished jobs, if not all jobs were found, which ones were finished, and the queues in which other
--- jobs may have been released: by groups, by workflows, and by limits that the leases counted for.
+-- logged something gets an entry in the history; for other attempts, lookups make the entry from the job's columns.
+-- Returns one row: the number of finished jobs; which ones were finished, if not all jobs were found; and the queues in
+-- which other jobs may have been released: by groups, by workflows, and by limits that the leases counted for.
 WITH ended AS (
     DELETE FROM windrow.job j
     USING (
@@ -31,7 +31,7 @@ WITH ended AS (
 )
 SELECT
     count(*) AS acked,
-    -- Subqueries, because aggregates beside the count would be made of all rows even if they are not needed.
+    -- Subqueries, because aggregates beside the count would be computed over all rows even if they are not needed.
     CASE WHEN count(*) < %(jobs)s THEN (SELECT array_agg(m.id::text) FROM moved m) END AS acked_ids,
     CASE WHEN count(*) < %(jobs)s THEN (SELECT array_agg(m.lease) FROM moved m) END AS acked_leases,
     (

@@ -1,6 +1,6 @@
--- Changes jobs that wait: scheduled ones, and ready ones, also if a lease of theirs expired. NULL leaves what is there.
--- Returns the changed jobs with their queues, and the jobs on their way to another shard (departing), which are not
--- changed.
+-- Changes jobs that wait: scheduled ones, and ready ones, also those whose lease has expired. NULL leaves what is
+-- there. Returns the changed jobs with their queues, and the jobs on their way to another shard (departing), which are
+-- not changed.
 WITH chosen AS (
     SELECT
         j.id, j.queue_id,

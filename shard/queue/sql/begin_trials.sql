@@ -1,33 +1,47 @@
--- Lets the first job through of each kind whose trial is due. Returns the queues of these jobs.
+-- Lets the first job through of each kind whose trial is due. Returns the queues of these jobs. A trial whose job waits for
+-- a slot of its group is replaced: the jobs that have the slots may be set aside until the trial has ended.
 WITH due AS MATERIALIZED (
     SELECT k.queue_id, k.kind
     FROM windrow.quarantine k
     JOIN windrow.queue q ON q.queue_id = k.queue_id
     JOIN windrow.owned_slot o ON o.slot = q.slot AND o.state = 'owned'
-    WHERE k.trial_id IS NULL AND k.next_trial_at <= now()
+    WHERE k.next_trial_at <= now()
+        AND (
+            k.trial_id IS NULL
+            OR EXISTS (
+                SELECT
+                FROM windrow.job j
+                WHERE j.id = k.trial_id AND j.queue_id = k.queue_id AND j.group_key IS NOT NULL
+                    AND j.group_slot IS NULL AND NOT isfinite(j.visible_at)
+                OFFSET 0
+            )
+        )
     ORDER BY k.next_trial_at
     LIMIT %(trials_max)s
     FOR UPDATE OF k SKIP LOCKED
 ), first AS MATERIALIZED (
-    SELECT due.queue_id, due.kind, j.id, j.ctid
+    SELECT j.ctid
     FROM due
     CROSS JOIN LATERAL (
-        SELECT j.id, j.ctid
+        SELECT j.ctid
         FROM windrow.job j
         WHERE j.queue_id = due.queue_id AND j.kind = due.kind AND {{is_set_aside(j)}}
         ORDER BY j.run_at, j.id
         LIMIT 1
         FOR UPDATE SKIP LOCKED
     ) j
-), begun AS (
-    UPDATE windrow.quarantine k
-    SET trial_id = f.id, trial_at = now()
-    FROM first f
-    WHERE k.queue_id = f.queue_id AND k.kind = f.kind
 ), shown AS (
     UPDATE windrow.job j
     -- Never before now(): claims do not look below the floor.
     SET visible_at = greatest(j.run_at, now())
     WHERE j.ctid = ANY (ARRAY(SELECT f.ctid FROM first f))
+    -- These may be fewer than `first`: an UPDATE by ctid does not see a row that was changed after the snapshot was
+    -- taken.
+    RETURNING j.queue_id, j.kind, j.id
+), begun AS (
+    UPDATE windrow.quarantine k
+    SET trial_id = s.id, trial_at = now()
+    FROM shown s
+    WHERE k.queue_id = s.queue_id AND k.kind = s.kind
 )
-SELECT f.queue_id FROM first f
+SELECT s.queue_id FROM shown s

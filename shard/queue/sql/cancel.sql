@@ -30,7 +30,7 @@ WITH live AS (
     ) ended
     RETURNING 1
 )
--- No join of these: 1,000 jobs would be compared with each other.
+-- These are not joined: 1,000 jobs would be compared with each other.
 SELECT
     l.id::text, false AS departing, CASE WHEN l.visible_at > now() THEN l.lease END AS ended_lease, l.worker,
     CASE WHEN l.group_key > '' OR l.lease < 0 THEN ARRAY[l.queue_id] END

@@ -1,6 +1,7 @@
--- Looks at jobs that a claim has just leased. Records a crash for each kind of those that were lost: their leases expired.
--- Sets those aside whose kind is quarantined, except its trial, if that was not lost. The lease that they have then does not
--- count as an attempt. Returns their ids.
+-- Looks at jobs that a claim has just leased. Those whose last lease had expired are lost. Records a crash for each
+-- kind whose job was lost in two attempts in a row, or in its last one. Sets jobs aside whose kind is quarantined,
+-- except the kind's trial, unless that was lost. Their present lease then does not count as an attempt. Returns the ids
+-- of these jobs.
 WITH leased AS MATERIALIZED (
     SELECT
         j.id, j.queue_id, j.kind, n.ends, n.lost,

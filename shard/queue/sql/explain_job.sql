@@ -42,7 +42,7 @@ CROSS JOIN LATERAL (
             WHERE o.queue_id = q.queue_id AND o.priority = j.priority
                 AND o.visible_at >= timestamptz 'epoch' + (%(floors_us)s::bigint[])[j.priority] * interval '1 us'
                 AND o.visible_at < j.visible_at
-            -- From the job backwards, so that the index entries of claimed jobs come last.
+            -- Counts from the job backwards, so that the index entries of claimed jobs come last.
             ORDER BY o.visible_at DESC
             LIMIT %(jobs_max)s::bigint
         ) before
@@ -68,7 +68,7 @@ CROSS JOIN LATERAL (
         max(s.at) AS any_at, max(s.at) FILTER (WHERE s.kind IN ('', j.kind)) AS kind_at,
         array_agg(s.kind ORDER BY s.kind) FILTER (WHERE s.at >= now() - %(seen_us)s::bigint * interval '1 us') AS kinds
     FROM windrow.consumer_seen s
-    -- Also those of all orgs: see record_consumers_of_all.sql.
+    -- Includes consumers of all orgs: see record_consumers_of_all.sql.
     WHERE s.queue_id IN (q.queue_id, q.queue_id >> 32 << 32)
 ) seen
 WHERE q.org = %(org)s AND q.queue = %(queue)s

@@ -72,7 +72,7 @@ CROSS JOIN LATERAL (
         max(s.at) AS any_at, max(s.at) FILTER (WHERE s.kind IN ('', first.kind)) AS kind_at,
         array_agg(s.kind ORDER BY s.kind) FILTER (WHERE s.at >= now() - %(seen_us)s::bigint * interval '1 us') AS kinds
     FROM windrow.consumer_seen s
-    -- Also those of all orgs: see record_consumers_of_all.sql.
+    -- Includes consumers of all orgs: see record_consumers_of_all.sql.
     WHERE s.queue_id IN (q.queue_id, q.queue_id >> 32 << 32)
 ) seen
 WHERE q.org = %(org)s AND q.queue = %(queue)s

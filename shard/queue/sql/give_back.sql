@@ -1,4 +1,6 @@
--- Ends leases with this outcome. Each job becomes visible again after its delay, or at once if there are no delays.
+-- Ends leases with this outcome. Each job becomes visible again after its delay, or at once if there are no delays. A job
+-- that is not due at once keeps its slot only if its group has a single slot: in such a group the order of the jobs
+-- counts, in others only the number of leases.
 UPDATE windrow.job AS j
 SET
     history = windrow.remember(
@@ -8,6 +10,11 @@ SET
     attempt = j.attempt - CASE WHEN %(counts)s::boolean THEN 0 ELSE 1 END,
     run_at = now() + coalesce(n.delay_us, 0) * interval '1 us',
     visible_at = now() + coalesce(n.delay_us, 0) * interval '1 us',
+    group_slot = CASE
+        WHEN j.group_slot IS NULL OR coalesce(n.delay_us, 0) = 0 THEN j.group_slot
+        WHEN (SELECT q.group_concurrency > 1 FROM windrow.queue q WHERE q.queue_id = j.queue_id) THEN NULL
+        ELSE j.group_slot
+    END,
     lease = NULL, leased_at = NULL, worker = NULL, log = NULL
 FROM (
     SELECT g.id, g.lease, g.org_position, g.delay_us, g.failure, g.log

@@ -1,5 +1,6 @@
--- Moves jobs of these queues that are ready for long to priority 1, at most jobs_max of each priority: those of priority p
--- that became visible (p - 1) times the queue's ageing_seconds ago. As a claim does, it begins at each lane's floor.
+-- Moves jobs of these queues to priority 1 that have been ready for long, at most jobs_max of each priority: jobs of
+-- priority p that became visible (p - 1) times the queue's ageing_seconds ago. As a claim does, it begins at each
+-- lane's floor.
 WITH aged AS MATERIALIZED (
     -- MATERIALIZED fence: no more rows are locked than are moved.
     SELECT v.ctid

@@ -44,7 +44,7 @@ FROM (
                 LIMIT 1
             ) next
         )
-        -- In a lane that begins with it, all jobs wait for group slots.
+        -- If a lane's first time is infinity, all its jobs wait for group slots.
         SELECT lane.priority, lane.visible_at FROM lane WHERE lane.visible_at < 'infinity'
     ) j
 ) first

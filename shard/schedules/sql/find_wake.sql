@@ -4,12 +4,7 @@ SELECT now() AS now, (
     SELECT s.wake_at
     FROM windrow.schedule s
     WHERE s.wake_at IS NOT NULL
-        -- OFFSET 0 fences: find org and slot by their numbers, for one schedule after another.
-        AND (
-            SELECT w.state = 'owned'
-            FROM (SELECT o.slot FROM windrow.org o WHERE o.org_id = s.org_id OFFSET 0) o
-            CROSS JOIN LATERAL (SELECT w.state FROM windrow.owned_slot w WHERE w.slot = o.slot OFFSET 0) w
-        )
+        AND {{is_fired_here(s)}}
     ORDER BY s.wake_at
     LIMIT 1
 ) AS wake_at

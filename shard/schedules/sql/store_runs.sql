@@ -10,9 +10,13 @@ WITH run AS (
         %(schedules)s::uuid[], %(ats_us)s::bigint[], %(throughs_us)s::bigint[], %(causes)s::text[], %(outcomes)s::text[],
         %(skipped_for)s::text[], %(job_ids)s::uuid[], %(requests)s::uuid[]
     ) AS d (schedule_id, at_us, through_us, cause, outcome, skipped_for, job_id, request)
-    -- A run that has waited is stored now. Any other instant that has a run keeps it.
-    ON CONFLICT (schedule_id, at) DO UPDATE SET outcome = 'stored', job_id = excluded.job_id, decided_at = now()
+    -- A run that has waited is stored now, and a backfill decides anew what was skipped for no overlap. Any other instant
+    -- that has a run keeps it.
+    ON CONFLICT (schedule_id, at) DO UPDATE SET
+        cause = excluded.cause, outcome = excluded.outcome, through = excluded.through, skipped_for = excluded.skipped_for,
+        job_id = excluded.job_id, decided_at = now()
         WHERE r.outcome = 'buffered' AND excluded.outcome = 'stored'
+            OR r.skipped_for <> 'overlap' AND excluded.cause = 'backfill'
     RETURNING r.schedule_id, r.job_id
 ), stored AS (
     INSERT INTO windrow.job (

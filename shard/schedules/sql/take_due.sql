@@ -18,11 +18,7 @@ FROM (
     SELECT s.*
     FROM windrow.schedule s
     WHERE s.wake_at <= now()
-        AND (
-            SELECT w.state = 'owned'
-            FROM (SELECT o.slot FROM windrow.org o WHERE o.org_id = s.org_id OFFSET 0) o
-            CROSS JOIN LATERAL (SELECT w.state FROM windrow.owned_slot w WHERE w.slot = o.slot OFFSET 0) w
-        )
+        AND {{is_fired_here(s)}}
     ORDER BY s.wake_at
     LIMIT %(rows)s
     FOR UPDATE OF s SKIP LOCKED

@@ -6,13 +6,20 @@ WITH settled AS MATERIALIZED (
     FROM windrow.org o
     JOIN windrow.owned_slot s ON s.slot = o.slot AND s.state = 'owned' AND NOT s.arriving
 ), blocked AS (
-    SELECT o.org, left(j.workflow_node, 36) AS workflow, substr(j.workflow_node, 38)::integer AS node, n.state
-    FROM windrow.job j
-    JOIN settled o ON o.org_id = {{org_of(j)}}
-    LEFT JOIN windrow.workflow w ON w.org_id = o.org_id AND w.id = left(j.workflow_node, 36)::uuid
-    LEFT JOIN windrow.workflow_node n ON n.flow = w.flow AND n.node = substr(j.workflow_node, 38)::integer
-        AND n.job_id = j.id
-    WHERE {{is_blocked(j)}}
+    SELECT j.org, j.workflow, j.node, n.state
+    FROM (
+        SELECT o.org_id, o.org, j.id, left(j.workflow_node, 36) AS workflow, substr(j.workflow_node, 38)::integer AS node
+        FROM windrow.job j
+        JOIN settled o ON o.org_id = {{org_of(j)}}
+        WHERE {{is_blocked(j)}}
+    ) j
+    -- OFFSET 0 fences: without statistics the planner would read all nodes of the workflow for each job.
+    LEFT JOIN LATERAL (
+        SELECT w.flow FROM windrow.workflow w WHERE w.org_id = j.org_id AND w.id = j.workflow::uuid OFFSET 0
+    ) w ON true
+    LEFT JOIN LATERAL (
+        SELECT n.state, n.job_id FROM windrow.workflow_node n WHERE n.flow = w.flow AND n.node = j.node OFFSET 0
+    ) n ON n.job_id = j.id
 ), waiting AS (
     SELECT
         o.org_id, o.org, w.id::text AS workflow, n.node, n.state, n.job_id, n.waits_on, p.ended_at IS NOT NULL AS parent_ended,
@@ -59,15 +66,19 @@ FROM (
     CROSS JOIN LATERAL (
         SELECT max(n.node) AS last_open
         FROM windrow.workflow_node n
-        WHERE n.flow = w.flow AND n.node < w.nodes AND n.ended_at IS NULL
+        WHERE n.flow = w.flow AND n.callback IS NULL AND n.ended_at IS NULL
     ) n
     WHERE w.open_node IS DISTINCT FROM n.last_open
     UNION ALL
     SELECT o.org, a.workflow::text, a.node, 'its end was not taken in'
     FROM settled o
     JOIN windrow.workflow_arrival a ON a.org_id = o.org_id
-    LEFT JOIN windrow.workflow w ON w.org_id = a.org_id AND w.id = a.workflow
-    LEFT JOIN windrow.workflow_node n ON n.flow = w.flow AND n.node = a.node
+    LEFT JOIN LATERAL (
+        SELECT w.flow FROM windrow.workflow w WHERE w.org_id = a.org_id AND w.id = a.workflow OFFSET 0
+    ) w ON true
+    LEFT JOIN LATERAL (
+        SELECT n.ended_at, n.state FROM windrow.workflow_node n WHERE n.flow = w.flow AND n.node = a.node OFFSET 0
+    ) n ON true
     WHERE n.ended_at IS NULL AND n.state IS DISTINCT FROM 'doomed'
     UNION ALL
     SELECT o.org, w.id::text, n.node, 'it was released, and its job is nowhere to be found'

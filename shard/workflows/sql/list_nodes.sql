@@ -1,7 +1,7 @@
 -- A page of the nodes of a workflow from the number `from_node` on, each with the names of those that it waits for.
 SELECT
     n.node, n.name, n.job_id::text, n.state, n.callback, n.ended_at, e.after, e.policies, n.run_at,
-    n.delay_us
+    n.delay_us, n.added_by
 FROM windrow.org o
 JOIN windrow.workflow w ON w.org_id = o.org_id AND w.id = %(id)s::uuid
 CROSS JOIN LATERAL (

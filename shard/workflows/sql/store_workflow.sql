@@ -1,6 +1,7 @@
--- Stores a workflow with its nodes, edges and jobs, and with the nodes that it takes over from one that it retries, if the shard owns the org's slot and all queues of the jobs are
--- right, once: an org has one workflow with an id. Returns whether the time of its id is acceptable, how many of the
--- queues were admitted, and whether it was stored.
+-- Stores a workflow with its nodes, edges and jobs, and with the nodes that it takes over from one that it retries, if the
+-- shard owns the org's slot and all queues of the jobs are right, once: an org has one workflow with an id. Or adds nodes to
+-- the workflow `flow`, whose lock the caller has. Returns whether the time of its id is acceptable, how many of the queues
+-- were admitted, and whether it was stored.
 WITH clock AS (
     -- See enqueue.sql.
     SELECT
@@ -15,45 +16,58 @@ WITH clock AS (
     CROSS JOIN LATERAL (SELECT s.state, s.epoch FROM windrow.owned_slot s WHERE s.slot = q.slot OFFSET 0) s
     WHERE q.org = %(org)s AND q.queue = l.queue AND s.state = 'owned' AND s.epoch <= %(epoch)s
 ), made AS (
-    INSERT INTO windrow.workflow AS w (org_id, id, name, digest, nodes, open_node, retry_of)
-    SELECT o.org_id, %(id)s::uuid, %(name)s, %(digest)b::bytea, %(nodes)s, %(open_node)s, %(retry_of)s::uuid
+    INSERT INTO windrow.workflow AS w (org_id, id, name, digest, nodes, added, open_node, retry_of)
+    SELECT o.org_id, %(id)s::uuid, %(name)s, %(digest)b::bytea, %(nodes)s, %(added)s, %(open_node)s, %(retry_of)s::uuid
     FROM windrow.org o
-    WHERE o.org = %(org)s AND (SELECT clock.id_fits FROM clock)
+    WHERE o.org = %(org)s AND %(flow)s::bigint IS NULL AND (SELECT clock.id_fits FROM clock)
         AND (SELECT count(*) FROM lane) = cardinality(%(lane_ids)s::bigint[])
     ON CONFLICT (org_id, id) DO NOTHING
     RETURNING w.flow
+), grown AS (
+    UPDATE windrow.workflow w SET added = w.added + %(added)s, open_node = %(open_node)s
+    WHERE w.flow = %(flow)s::bigint AND (SELECT count(*) FROM lane) = cardinality(%(lane_ids)s::bigint[])
+    RETURNING w.flow
+), target AS (
+    SELECT made.flow FROM made UNION ALL SELECT grown.flow FROM grown
 ), incoming AS (
     SELECT
-        made.flow, n.node, n.name, n.id, n.callback, n.waits_on, n.queue_id, n.priority, n.max_attempts,
+        target.flow, n.node, n.name, n.id, n.callback, n.waits_on, n.added_by, n.queue_id, n.priority, n.max_attempts,
         timestamptz 'epoch' + n.run_at_us * interval '1 us' AS run_at, n.delay_us,
         timestamptz 'epoch' + n.expires_at_us * interval '1 us' AS expires_at,
-        n.waits_on IS NULL AND n.callback IS NULL AS is_free, {{new_job_values(n)}}
-    FROM made
+        n.waits_on IS NULL AND n.callback IS NULL AND NOT %(is_paused)s AS is_free, {{new_job_values(n)}}
+    FROM target
     CROSS JOIN unnest(
-        %(numbers)s::integer[], %(names)s::text[], %(ids)s::uuid[], %(callbacks)s::text[], %(waits_on)s::integer[], %(queue_ids)s::bigint[],
-        %(priorities)s::smallint[], %(max_attempts)s::smallint[], %(run_at_us)s::bigint[], %(delay_us)s::bigint[],
-        %(expires_at_us)s::bigint[], {{new_job_arrays}}
+        %(numbers)s::integer[], %(names)s::text[], %(ids)s::uuid[], %(callbacks)s::text[], %(waits_on)s::integer[],
+        %(added_by)s::integer[], %(queue_ids)s::bigint[], %(priorities)s::smallint[], %(max_attempts)s::smallint[],
+        %(run_at_us)s::bigint[], %(delay_us)s::bigint[], %(expires_at_us)s::bigint[], {{new_job_arrays}}
     ) AS n (
-        node, name, id, callback, waits_on, queue_id, priority, max_attempts, run_at_us, delay_us, expires_at_us,
+        node, name, id, callback, waits_on, added_by, queue_id, priority, max_attempts, run_at_us, delay_us, expires_at_us,
         {{job_content}}
     )
 ), node AS (
-    INSERT INTO windrow.workflow_node (flow, node, name, job_id, callback, run_at, delay_us, waits_on, state)
+    INSERT INTO windrow.workflow_node (flow, node, name, job_id, callback, run_at, delay_us, waits_on, state, added_by)
     SELECT
         i.flow, i.node, i.name, i.id, i.callback, i.run_at, i.delay_us, i.waits_on,
-        CASE WHEN i.is_free THEN 'released' ELSE 'blocked' END
+        CASE
+            WHEN i.is_free THEN 'released'
+            -- The end of the pause releases it.
+            WHEN i.waits_on IS NULL AND i.callback IS NULL THEN 'due'
+            ELSE 'blocked'
+        END,
+        i.added_by
     FROM incoming i
 ), ended AS (
-    INSERT INTO windrow.workflow_node (flow, node, name, job_id, state, ended_at)
-    SELECT made.flow, e.node, e.name, e.job_id, e.state, now()
+    INSERT INTO windrow.workflow_node (flow, node, name, job_id, state, ended_at, added_by)
+    SELECT made.flow, e.node, e.name, e.job_id, e.state, now(), e.added_by
     FROM made
     CROSS JOIN unnest(
-        %(ended_nodes)s::integer[], %(ended_names)s::text[], %(ended_jobs)s::uuid[], %(ended_states)s::text[]
-    ) AS e (node, name, job_id, state)
+        %(ended_nodes)s::integer[], %(ended_names)s::text[], %(ended_jobs)s::uuid[], %(ended_states)s::text[],
+        %(ended_added_by)s::integer[]
+    ) AS e (node, name, job_id, state, added_by)
 ), edge AS (
     INSERT INTO windrow.workflow_edge (flow, node, parent, on_failed)
-    SELECT made.flow, e.node, e.parent, e.on_failed
-    FROM made
+    SELECT target.flow, e.node, e.parent, e.on_failed
+    FROM target
     CROSS JOIN unnest(%(edge_nodes)s::integer[], %(edge_parents)s::integer[], %(edge_policies)s::text[])
         AS e (node, parent, on_failed)
 ), stored AS (
@@ -79,5 +93,5 @@ WITH clock AS (
     SELECT ({{org_of(s)}})::integer, count(*) FROM stored s GROUP BY 1
 )
 SELECT
-    now() AS now, clock.id_fits, (SELECT count(*) FROM lane) AS admitted, (SELECT count(*) FROM made) = 1 AS was_stored
+    now() AS now, clock.id_fits, (SELECT count(*) FROM lane) AS admitted, (SELECT count(*) FROM target) = 1 AS was_stored
 FROM clock

@@ -141,7 +141,7 @@ Global___QueueConfig: _TypeAlias = QueueConfig  # noqa: Y015
 
 @_typing.final
 class QueueInfo(_message.Message):
-    """A queue as the shard has it that takes the org's new jobs."""
+    """A queue, as recorded on the shard that takes the org's new jobs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1171,7 +1171,7 @@ class QueueStats(_message.Message):
     PAUSED_FIELD_NUMBER: _builtins.int
     BLOCKED_FIELD_NUMBER: _builtins.int
     queue: _builtins.str
-    """The queue that the counts are of."""
+    """The queue whose jobs are counted."""
     scheduled: _builtins.int
     """Jobs that wait for their run_at."""
     ready: _builtins.int
@@ -1635,7 +1635,7 @@ class ListLimitsResponse(_message.Message):
     LIMITS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def limits(self) -> _containers.RepeatedCompositeFieldContainer[_limits_pb2.Limit]:
-        """Those of the org as a whole first, then those of queues by name. The org of a default is empty."""
+        """The limits of the org as a whole come first, then those of its queues by name. The org of a default is empty."""
 
     def __init__(
         self,

@@ -224,8 +224,8 @@ class AdminServicer:
 
     def RedriveQueue(self, request, context):
         """Makes the dead jobs of a queue ready again, with all their attempts: the earliest death first, at most `limit` per
-        call, at once or at a limited rate. The router does this at most once, as for PurgeQueue. A second call also brings back jobs that have died again
-        since the first one, unless `died_before` excludes them.
+        call, at once or at a limited rate. The router does this at most once, as for PurgeQueue. A second call also brings
+        back jobs that have died again since the first one, unless `died_before` excludes them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -249,7 +249,7 @@ class AdminServicer:
 
     def QuarantineKind(self, request, context):
         """Quarantines a kind of a queue's jobs until ReleaseKind, without trials. If it is quarantined already, it gets this
-        reason. NOT_FOUND if the org has no such queue. Routers heed it within seconds.
+        reason. NOT_FOUND if the org has no such queue. All routers set the jobs aside within seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

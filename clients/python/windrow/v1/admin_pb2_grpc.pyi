@@ -83,8 +83,8 @@ class AdminStub:
     """
     RedriveQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RedriveQueueRequest, _admin_pb2.RedriveQueueResponse]
     """Makes the dead jobs of a queue ready again, with all their attempts: the earliest death first, at most `limit` per
-    call, at once or at a limited rate. The router does this at most once, as for PurgeQueue. A second call also brings back jobs that have died again
-    since the first one, unless `died_before` excludes them.
+    call, at once or at a limited rate. The router does this at most once, as for PurgeQueue. A second call also brings
+    back jobs that have died again since the first one, unless `died_before` excludes them.
     """
     GetStats: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetStatsRequest, _admin_pb2.GetStatsResponse]
     """Counts jobs by state, for one queue or all queues of an org. It reads an index of all jobs that are SCHEDULED,
@@ -95,7 +95,7 @@ class AdminStub:
     """Lists the kinds of an org's jobs that are quarantined: their jobs are set aside, and no consumer gets them."""
     QuarantineKind: _grpc.UnaryUnaryMultiCallable[_admin_pb2.QuarantineKindRequest, _admin_pb2.QuarantineKindResponse]
     """Quarantines a kind of a queue's jobs until ReleaseKind, without trials. If it is quarantined already, it gets this
-    reason. NOT_FOUND if the org has no such queue. Routers heed it within seconds.
+    reason. NOT_FOUND if the org has no such queue. All routers set the jobs aside within seconds.
     """
     ReleaseKind: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReleaseKindRequest, _admin_pb2.ReleaseKindResponse]
     """Ends the quarantine of a kind: its jobs are READY again, within seconds, many of them one portion after another.
@@ -159,8 +159,8 @@ class AdminAsyncStub(AdminStub):
     """
     RedriveQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.RedriveQueueRequest, _admin_pb2.RedriveQueueResponse]  # type: ignore[assignment]
     """Makes the dead jobs of a queue ready again, with all their attempts: the earliest death first, at most `limit` per
-    call, at once or at a limited rate. The router does this at most once, as for PurgeQueue. A second call also brings back jobs that have died again
-    since the first one, unless `died_before` excludes them.
+    call, at once or at a limited rate. The router does this at most once, as for PurgeQueue. A second call also brings
+    back jobs that have died again since the first one, unless `died_before` excludes them.
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStatsRequest, _admin_pb2.GetStatsResponse]  # type: ignore[assignment]
     """Counts jobs by state, for one queue or all queues of an org. It reads an index of all jobs that are SCHEDULED,
@@ -171,7 +171,7 @@ class AdminAsyncStub(AdminStub):
     """Lists the kinds of an org's jobs that are quarantined: their jobs are set aside, and no consumer gets them."""
     QuarantineKind: _aio.UnaryUnaryMultiCallable[_admin_pb2.QuarantineKindRequest, _admin_pb2.QuarantineKindResponse]  # type: ignore[assignment]
     """Quarantines a kind of a queue's jobs until ReleaseKind, without trials. If it is quarantined already, it gets this
-    reason. NOT_FOUND if the org has no such queue. Routers heed it within seconds.
+    reason. NOT_FOUND if the org has no such queue. All routers set the jobs aside within seconds.
     """
     ReleaseKind: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReleaseKindRequest, _admin_pb2.ReleaseKindResponse]  # type: ignore[assignment]
     """Ends the quarantine of a kind: its jobs are READY again, within seconds, many of them one portion after another.
@@ -304,8 +304,8 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.RedriveQueueResponse, _abc.Awaitable[_admin_pb2.RedriveQueueResponse]]:
         """Makes the dead jobs of a queue ready again, with all their attempts: the earliest death first, at most `limit` per
-        call, at once or at a limited rate. The router does this at most once, as for PurgeQueue. A second call also brings back jobs that have died again
-        since the first one, unless `died_before` excludes them.
+        call, at once or at a limited rate. The router does this at most once, as for PurgeQueue. A second call also brings
+        back jobs that have died again since the first one, unless `died_before` excludes them.
         """
 
     @_abc_1.abstractmethod
@@ -334,7 +334,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.QuarantineKindResponse, _abc.Awaitable[_admin_pb2.QuarantineKindResponse]]:
         """Quarantines a kind of a queue's jobs until ReleaseKind, without trials. If it is quarantined already, it gets this
-        reason. NOT_FOUND if the org has no such queue. Routers heed it within seconds.
+        reason. NOT_FOUND if the org has no such queue. All routers set the jobs aside within seconds.
         """
 
     @_abc_1.abstractmethod

@@ -26,8 +26,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Cause(_message.Message):
-    """One cause. A client must accept a cause that it does not know, which has none of these members: later releases add
-    limits, groups and quarantine, for which the numbers 30 to 49 are kept.
+    """One cause. A client must accept a cause that it does not know, which has none of these members: later releases may add
+    causes. The numbers 30 to 49 are kept for limits, groups and quarantine.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -131,7 +131,7 @@ class Cause(_message.Message):
 
     @_builtins.property
     def group(self) -> Global___GroupCause:
-        """As many jobs of the job's group have a lease, or wait for a retry, as the queue allows."""
+        """All places of the job's group are taken: by jobs that are leased, or that keep a place for their next attempt."""
 
     @_builtins.property
     def group_backlog(self) -> Global___GroupBacklogCause:
@@ -768,7 +768,7 @@ Global___BacklogCause: _TypeAlias = BacklogCause  # noqa: Y015
 
 @_typing.final
 class GroupCause(_message.Message):
-    """What a job waits for that has a group."""
+    """Why a job that has a group waits: for a place in it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -786,7 +786,9 @@ class GroupCause(_message.Message):
     concurrency: _builtins.int
     """QueueConfig.group_concurrency: how many jobs of the group may be leased."""
     taken: _builtins.int
-    """How many jobs hold a place in the group: those that are leased, and those that were, or may now be leased."""
+    """How many jobs hold a place in the group: those that are leased, those that keep their place for the next attempt,
+    and those that can be leased now.
+    """
     leased: _builtins.int
     """How many of these are leased."""
     holder_id: _builtins.str
@@ -1014,7 +1016,7 @@ Global___InFlightLimitCause: _TypeAlias = InFlightLimitCause  # noqa: Y015
 
 @_typing.final
 class BlockedCause(_message.Message):
-    """What a job waits for that is a node of a workflow."""
+    """Why a job that is a node of a workflow waits."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -9,8 +9,8 @@ The reasons of errors. Every error of a router has a google.rpc.ErrorInfo in its
 Programs should decide by the gRPC code, and by the reason if the code is not enough; never by the message, whose
 words may change. A client must accept reasons that it does not know: new routers may send new ones.
 
-After which errors a client makes a call again is said in queue.proto: "The rule for retries". Errors that come from
-gRPC itself or from a proxy have no ErrorInfo. docs/errors.md lists what to do for each reason.
+queue.proto says after which errors a client makes a call again: "The rule for retries". Errors that come from gRPC
+itself or from a proxy have no ErrorInfo. docs/errors.md lists what to do for each reason.
 """
 
 from google.protobuf import descriptor as _descriptor
@@ -103,6 +103,14 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """FAILED_PRECONDITION. The workflow cannot be retried: it runs or has succeeded, it was retried already, or a job that is
     to run again is live or not known any more. Nothing was done.
     """
+    ERROR_REASON_WORKFLOW_ENDED: _ErrorReason.ValueType  # 55
+    """FAILED_PRECONDITION. The workflow has ended or was cancelled, so it takes no more nodes. Nothing was done."""
+    ERROR_REASON_LEASE_ENDED: _ErrorReason.ValueType  # 56
+    """FAILED_PRECONDITION. The lease has ended, or its job is not in this workflow. Nothing was done."""
+    ERROR_REASON_NODE_EXISTS: _ErrorReason.ValueType  # 57
+    """ALREADY_EXISTS. The workflow has a node of this name that this job has not added. Nothing was done."""
+    ERROR_REASON_TOO_MANY_NODES: _ErrorReason.ValueType  # 58
+    """RESOURCE_EXHAUSTED without RetryInfo. The workflow has no room for so many nodes or edges. Nothing was done."""
     ERROR_REASON_SHARD_NOT_FOUND: _ErrorReason.ValueType  # 9
     """NOT_FOUND. The cluster has no shard of this name."""
     ERROR_REASON_SHARD_UNAVAILABLE: _ErrorReason.ValueType  # 10
@@ -230,6 +238,14 @@ ERROR_REASON_NOT_RETRYABLE: ErrorReason.ValueType  # 54
 """FAILED_PRECONDITION. The workflow cannot be retried: it runs or has succeeded, it was retried already, or a job that is
 to run again is live or not known any more. Nothing was done.
 """
+ERROR_REASON_WORKFLOW_ENDED: ErrorReason.ValueType  # 55
+"""FAILED_PRECONDITION. The workflow has ended or was cancelled, so it takes no more nodes. Nothing was done."""
+ERROR_REASON_LEASE_ENDED: ErrorReason.ValueType  # 56
+"""FAILED_PRECONDITION. The lease has ended, or its job is not in this workflow. Nothing was done."""
+ERROR_REASON_NODE_EXISTS: ErrorReason.ValueType  # 57
+"""ALREADY_EXISTS. The workflow has a node of this name that this job has not added. Nothing was done."""
+ERROR_REASON_TOO_MANY_NODES: ErrorReason.ValueType  # 58
+"""RESOURCE_EXHAUSTED without RetryInfo. The workflow has no room for so many nodes or edges. Nothing was done."""
 ERROR_REASON_SHARD_NOT_FOUND: ErrorReason.ValueType  # 9
 """NOT_FOUND. The cluster has no shard of this name."""
 ERROR_REASON_SHARD_UNAVAILABLE: ErrorReason.ValueType  # 10

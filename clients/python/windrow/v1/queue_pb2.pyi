@@ -22,8 +22,8 @@ The rule for retries: a client makes the same call again after every status exce
 - INVALID_ARGUMENT, UNIMPLEMENTED, UNAUTHENTICATED and PERMISSION_DENIED;
 - RESOURCE_EXHAUSTED without RetryInfo, if it ended a unary call (a stream that ended with it had a message of more
   than 64 MiB: the consumer opens another stream, and sends the message in smaller parts);
-- NOT_FOUND, ALREADY_EXISTS and FAILED_PRECONDITION, if they ended a call of Admin, Cluster or Schedules, where
-  they are answers.
+- NOT_FOUND, ALREADY_EXISTS and FAILED_PRECONDITION, if they ended a call of Admin, Cluster or Schedules, or of
+  Workflows, where they are answers.
 It tries a unary call for as long as its caller has time, and opens a stream again for ever. Before each further try
 it pauses, longer each time, and at least for the retry_delay of RetryInfo.
 
@@ -273,7 +273,7 @@ class DequeueResponse(_message.Message):
 
     @_builtins.property
     def not_ok(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseAnswer]:
-        """Those of the request's acks whose answer is not OK. All others are OK."""
+        """The answers to the request's acks that are not OK. All other acks are OK."""
 
     def __init__(
         self,
@@ -468,9 +468,9 @@ class ConsumeResponse(_message.Message):
     def revoked(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseAnswer]:
         """Leases that have ended without the consumer: CANCELLED (CancelJobs named the job) or STALE (the lease expired, and
         another consumer has the job). The consumer should stop working on these jobs; it need not answer. The router sends
-        them to every stream of the org, or of all orgs, whose `worker` is the name with which the job was leased, if it is not empty. So a
-        stream also hears of leases that came by another stream, and must ignore those that it does not know. This is a hint, which may get lost:
-        the answer to an extend says the same.
+        them to every stream of the org, or of all orgs, whose `worker` is the name with which the job was leased, if it is
+        not empty. So a stream also hears of leases that came by another stream, and must ignore those that it does not
+        know. This is a hint, which may get lost: the answer to an extend says the same.
         """
 
     def __init__(
@@ -1272,7 +1272,9 @@ class Attributes(_message.Message):
     VALUES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def values(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Instead of those that the job has; none: it has none afterwards. The limits are those of JobTemplate.attributes."""
+        """They replace all attributes that the job has. Empty: it has none afterwards. The limits are those of
+        JobTemplate.attributes.
+        """
 
     def __init__(
         self,

@@ -157,9 +157,10 @@ class QueueServicer:
         released, and their credit is given back. If it leaves a message unread for 30 s, the router closes the connection.
 
         To end the stream, the consumer closes its side: the router sends no more jobs, answers what the consumer has sent,
-        and ends the stream with OK. The router announces its own end of a stream by `draining`. However a stream ends, jobs that were not sent yet are released at once, and their
-        attempts do not count. Jobs that were sent stay leased until they are settled, on another stream or by Ack, Nack or
-        Release, or until their window ends. A router ends a stream with UNAVAILABLE when it shuts down, when no shard of
+        and ends the stream with OK. The router announces by `draining` that it will end a stream. However a stream ends,
+        jobs that were not sent yet are released at once, and their attempts do not count. Jobs that were sent stay leased
+        until they are settled, on another stream or by Ack, Nack or Release, or until their window ends.
+        A router ends a stream with UNAVAILABLE when it shuts down, when no shard of
         the org can be reached, and after some minutes (reason STREAM_EXPIRED), so that consumers spread over all routers.
         The consumer then opens another stream, and sends again the leases of every message that was not answered.
         """

@@ -22,8 +22,8 @@ The rule for retries: a client makes the same call again after every status exce
 - INVALID_ARGUMENT, UNIMPLEMENTED, UNAUTHENTICATED and PERMISSION_DENIED;
 - RESOURCE_EXHAUSTED without RetryInfo, if it ended a unary call (a stream that ended with it had a message of more
   than 64 MiB: the consumer opens another stream, and sends the message in smaller parts);
-- NOT_FOUND, ALREADY_EXISTS and FAILED_PRECONDITION, if they ended a call of Admin, Cluster or Schedules, where
-  they are answers.
+- NOT_FOUND, ALREADY_EXISTS and FAILED_PRECONDITION, if they ended a call of Admin, Cluster or Schedules, or of
+  Workflows, where they are answers.
 It tries a unary call for as long as its caller has time, and opens a stream again for ever. Before each further try
 it pauses, longer each time, and at least for the retry_delay of RetryInfo.
 
@@ -108,9 +108,10 @@ class QueueStub:
     released, and their credit is given back. If it leaves a message unread for 30 s, the router closes the connection.
 
     To end the stream, the consumer closes its side: the router sends no more jobs, answers what the consumer has sent,
-    and ends the stream with OK. The router announces its own end of a stream by `draining`. However a stream ends, jobs that were not sent yet are released at once, and their
-    attempts do not count. Jobs that were sent stay leased until they are settled, on another stream or by Ack, Nack or
-    Release, or until their window ends. A router ends a stream with UNAVAILABLE when it shuts down, when no shard of
+    and ends the stream with OK. The router announces by `draining` that it will end a stream. However a stream ends,
+    jobs that were not sent yet are released at once, and their attempts do not count. Jobs that were sent stay leased
+    until they are settled, on another stream or by Ack, Nack or Release, or until their window ends.
+    A router ends a stream with UNAVAILABLE when it shuts down, when no shard of
     the org can be reached, and after some minutes (reason STREAM_EXPIRED), so that consumers spread over all routers.
     The consumer then opens another stream, and sends again the leases of every message that was not answered.
     """
@@ -182,9 +183,10 @@ class QueueAsyncStub(QueueStub):
     released, and their credit is given back. If it leaves a message unread for 30 s, the router closes the connection.
 
     To end the stream, the consumer closes its side: the router sends no more jobs, answers what the consumer has sent,
-    and ends the stream with OK. The router announces its own end of a stream by `draining`. However a stream ends, jobs that were not sent yet are released at once, and their
-    attempts do not count. Jobs that were sent stay leased until they are settled, on another stream or by Ack, Nack or
-    Release, or until their window ends. A router ends a stream with UNAVAILABLE when it shuts down, when no shard of
+    and ends the stream with OK. The router announces by `draining` that it will end a stream. However a stream ends,
+    jobs that were not sent yet are released at once, and their attempts do not count. Jobs that were sent stay leased
+    until they are settled, on another stream or by Ack, Nack or Release, or until their window ends.
+    A router ends a stream with UNAVAILABLE when it shuts down, when no shard of
     the org can be reached, and after some minutes (reason STREAM_EXPIRED), so that consumers spread over all routers.
     The consumer then opens another stream, and sends again the leases of every message that was not answered.
     """
@@ -271,9 +273,10 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         released, and their credit is given back. If it leaves a message unread for 30 s, the router closes the connection.
 
         To end the stream, the consumer closes its side: the router sends no more jobs, answers what the consumer has sent,
-        and ends the stream with OK. The router announces its own end of a stream by `draining`. However a stream ends, jobs that were not sent yet are released at once, and their
-        attempts do not count. Jobs that were sent stay leased until they are settled, on another stream or by Ack, Nack or
-        Release, or until their window ends. A router ends a stream with UNAVAILABLE when it shuts down, when no shard of
+        and ends the stream with OK. The router announces by `draining` that it will end a stream. However a stream ends,
+        jobs that were not sent yet are released at once, and their attempts do not count. Jobs that were sent stay leased
+        until they are settled, on another stream or by Ack, Nack or Release, or until their window ends.
+        A router ends a stream with UNAVAILABLE when it shuts down, when no shard of
         the org can be reached, and after some minutes (reason STREAM_EXPIRED), so that consumers spread over all routers.
         The consumer then opens another stream, and sends again the leases of every message that was not answered.
         """

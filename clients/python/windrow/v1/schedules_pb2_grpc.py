@@ -99,7 +99,7 @@ class SchedulesServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateSchedule(self, request, context):
-        """Changes a schedule. A new timing counts from now on.
+        """Changes a schedule. A new timing counts from now on: instants that were due and not decided yet are skipped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -149,7 +149,8 @@ class SchedulesServicer:
         raise NotImplementedError('Method not implemented!')
 
     def BackfillSchedule(self, request, context):
-        """Stores the runs of all instants in a past range, except those that have a run.
+        """Stores the runs of all instants in a past range, except those that have a run. Instants that were skipped have one only
+        if the reason is OVERLAP.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -203,13 +203,13 @@ class NewNode(_message.Message):
     name: _builtins.str
     """Names it in edges and in answers: unique in the workflow. 1 to 128 bytes without control characters."""
     callback: Global___Callback.ValueType
-    """If set, the node is a callback, and has no `after`: its job is stored now, and released by the end of the workflow,
-    whenever that is; or cancelled, if the workflow ends in another way.
+    """Not in AddNodes. If set, the node is a callback, and has no `after`: its job is stored now, and released when the
+    workflow ends in this way, or cancelled if it ends in another one.
     """
     @_builtins.property
     def job(self) -> _job_pb2.NewJob:
-        """Its job. Required. Without `id`, which is made from the workflow's, and without `dedup`. A `delay` counts from its
-        release, and a `run_at` is the earliest time for it.
+        """Its job. Required. It must have no `id`, which is made from the workflow's, and no `dedup`. A `delay` counts from the
+        job's release, and a `run_at` is the earliest time for it.
         """
 
     @_builtins.property
@@ -299,8 +299,75 @@ class StartWorkflowResponse(_message.Message):
 Global___StartWorkflowResponse: _TypeAlias = StartWorkflowResponse  # noqa: Y015
 
 @_typing.final
+class AddNodesRequest(_message.Message):
+    """New nodes of a workflow that runs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORG_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    org: _builtins.str
+    """The tenant that owns the workflow. 1 to 128 bytes without control characters."""
+    id: _builtins.str
+    """The workflow's id: a UUIDv7. LeasedJob.workflow has it."""
+    lease: _builtins.bytes
+    """LeasedJob.lease of a job of the workflow. 1 to 255 bytes."""
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewNode]:
+        """1 to 1,000, none of them a callback, which together wait for at most 10,000 others. A job may add more with further
+        calls. They may also wait for nodes that the workflow has already. The bounds of StartWorkflow hold for all nodes of
+        the workflow together, except that of chains.
+        """
+
+    def __init__(
+        self,
+        *,
+        org: _builtins.str = ...,
+        id: _builtins.str = ...,
+        lease: _builtins.bytes = ...,
+        nodes: _abc.Iterable[Global___NewNode] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "lease", b"lease", "nodes", b"nodes", "org", b"org"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddNodesRequest: _TypeAlias = AddNodesRequest  # noqa: Y015
+
+@_typing.final
+class AddNodesResponse(_message.Message):
+    """The nodes that are stored."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_IDS_FIELD_NUMBER: _builtins.int
+    ADDED_FIELD_NUMBER: _builtins.int
+    added: _builtins.int
+    """How many of them were stored now. The others were added before."""
+    @_builtins.property
+    def job_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The ids of their jobs, in the order of the request's nodes."""
+
+    def __init__(
+        self,
+        *,
+        job_ids: _abc.Iterable[_builtins.str] | None = ...,
+        added: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "job_ids", b"job_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddNodesResponse: _TypeAlias = AddNodesResponse  # noqa: Y015
+
+@_typing.final
 class WorkflowInfo(_message.Message):
-    """A workflow as the shard has it that takes the org's new jobs."""
+    """A workflow, as recorded on the shard that takes the org's new jobs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -362,7 +429,7 @@ Global___WorkflowInfo: _TypeAlias = WorkflowInfo  # noqa: Y015
 
 @_typing.final
 class NodeCounts(_message.Message):
-    """How many nodes of a workflow are in which state, without callbacks."""
+    """For each state, how many nodes of a workflow are in it. Callbacks do not count."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -373,17 +440,17 @@ class NodeCounts(_message.Message):
     CANCELLED_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
     blocked: _builtins.int
-    """Those that wait for others."""
+    """How many wait for others."""
     released: _builtins.int
-    """Those whose jobs may run, or run."""
+    """How many have jobs that may run, or run."""
     succeeded: _builtins.int
-    """Those whose jobs were acked."""
+    """How many have jobs that were acked."""
     failed: _builtins.int
-    """Those whose jobs were dead."""
+    """How many have jobs that were dead."""
     cancelled: _builtins.int
-    """Those whose jobs were cancelled."""
+    """How many have jobs that were cancelled."""
     skipped: _builtins.int
-    """Those that were skipped."""
+    """How many were skipped."""
     def __init__(
         self,
         *,
@@ -460,7 +527,7 @@ Global___GetWorkflowResponse: _TypeAlias = GetWorkflowResponse  # noqa: Y015
 
 @_typing.final
 class ListNodesRequest(_message.Message):
-    """Which nodes to list."""
+    """Says which nodes to list."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -494,7 +561,7 @@ Global___ListNodesRequest: _TypeAlias = ListNodesRequest  # noqa: Y015
 
 @_typing.final
 class NodeInfo(_message.Message):
-    """A node as the shard has it."""
+    """A node, as recorded on the shard."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -506,7 +573,9 @@ class NodeInfo(_message.Message):
     CALLBACK_FIELD_NUMBER: _builtins.int
     ENDED_AT_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """Its number: nodes are numbered from 0 on, each after those that it waits for, and callbacks after them."""
+    """Its number: nodes are numbered from 0 on, each after those that it waits for; callbacks after those that were stored
+    with them, and nodes that were added after the callbacks.
+    """
     name: _builtins.str
     """What the client calls it."""
     job_id: _builtins.str
@@ -572,7 +641,7 @@ Global___ListNodesResponse: _TypeAlias = ListNodesResponse  # noqa: Y015
 
 @_typing.final
 class ListWorkflowsRequest(_message.Message):
-    """Which workflows to list."""
+    """Says which workflows to list."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -842,7 +911,7 @@ Global___SkipNodeResponse: _TypeAlias = SkipNodeResponse  # noqa: Y015
 
 @_typing.final
 class RetryWorkflowRequest(_message.Message):
-    """Names a workflow to start once more."""
+    """Names a workflow that is to be started once more."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -40,6 +40,11 @@ class WorkflowsStub:
                 request_serializer=windrow_dot_v1_dot_workflows__pb2.StartWorkflowRequest.SerializeToString,
                 response_deserializer=windrow_dot_v1_dot_workflows__pb2.StartWorkflowResponse.FromString,
                 _registered_method=True)
+        self.AddNodes = channel.unary_unary(
+                '/windrow.v1.Workflows/AddNodes',
+                request_serializer=windrow_dot_v1_dot_workflows__pb2.AddNodesRequest.SerializeToString,
+                response_deserializer=windrow_dot_v1_dot_workflows__pb2.AddNodesResponse.FromString,
+                _registered_method=True)
         self.GetWorkflow = channel.unary_unary(
                 '/windrow.v1.Workflows/GetWorkflow',
                 request_serializer=windrow_dot_v1_dot_workflows__pb2.GetWorkflowRequest.SerializeToString,
@@ -99,6 +104,16 @@ class WorkflowsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddNodes(self, request, context):
+        """Adds nodes to a workflow that runs, from a job of it that is leased: its callbacks then wait for these nodes too. Stores
+        all of them in one transaction, or nothing. Nodes that the same job has added before, by their names, stay as they are:
+        so the call may be repeated, also by a later attempt of the job. FAILED_PRECONDITION if the lease or the workflow has
+        ended; ALREADY_EXISTS if the workflow has a node of such a name that this job has not added.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetWorkflow(self, request, context):
         """Returns a workflow and how many of its nodes are in which state.
         """
@@ -121,8 +136,8 @@ class WorkflowsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CancelWorkflow(self, request, context):
-        """Cancels a workflow: all its jobs that have not ended, also leased ones. The consumers of these learn it as by
-        CancelJobs. Ends a pause. Does nothing if it has ended.
+        """Cancels a workflow: all its jobs that have not ended, also leased ones, whose consumers learn it as from CancelJobs.
+        Ends a pause. Does nothing if the workflow has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -151,7 +166,7 @@ class WorkflowsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RetryWorkflow(self, request, context):
-        """Starts a workflow that has failed or was cancelled once more, as a new workflow: it has the same nodes, edges and
+        """Starts once more a workflow that has failed or was cancelled, as a new workflow: it has the same nodes, edges and
         callbacks, takes over the nodes that have succeeded or were skipped, and runs the others again. The dead jobs of the
         old workflow are cancelled then. If the new workflow is known by its id, returns it with `duplicate`.
         FAILED_PRECONDITION if the old one runs, has succeeded or was retried already, or if a job that is to run again is live,
@@ -176,6 +191,11 @@ def add_WorkflowsServicer_to_server(servicer, server):
                     servicer.StartWorkflow,
                     request_deserializer=windrow_dot_v1_dot_workflows__pb2.StartWorkflowRequest.FromString,
                     response_serializer=windrow_dot_v1_dot_workflows__pb2.StartWorkflowResponse.SerializeToString,
+            ),
+            'AddNodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddNodes,
+                    request_deserializer=windrow_dot_v1_dot_workflows__pb2.AddNodesRequest.FromString,
+                    response_serializer=windrow_dot_v1_dot_workflows__pb2.AddNodesResponse.SerializeToString,
             ),
             'GetWorkflow': grpc.unary_unary_rpc_method_handler(
                     servicer.GetWorkflow,
@@ -251,6 +271,33 @@ class Workflows:
             '/windrow.v1.Workflows/StartWorkflow',
             windrow_dot_v1_dot_workflows__pb2.StartWorkflowRequest.SerializeToString,
             windrow_dot_v1_dot_workflows__pb2.StartWorkflowResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddNodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/windrow.v1.Workflows/AddNodes',
+            windrow_dot_v1_dot_workflows__pb2.AddNodesRequest.SerializeToString,
+            windrow_dot_v1_dot_workflows__pb2.AddNodesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,6 +48,12 @@ class WorkflowsStub:
     """Stores a workflow with all its jobs, or nothing. If the workflow is known by its id, returns it with `duplicate`;
     ALREADY_EXISTS if it has other content.
     """
+    AddNodes: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.AddNodesRequest, _workflows_pb2.AddNodesResponse]
+    """Adds nodes to a workflow that runs, from a job of it that is leased: its callbacks then wait for these nodes too. Stores
+    all of them in one transaction, or nothing. Nodes that the same job has added before, by their names, stay as they are:
+    so the call may be repeated, also by a later attempt of the job. FAILED_PRECONDITION if the lease or the workflow has
+    ended; ALREADY_EXISTS if the workflow has a node of such a name that this job has not added.
+    """
     GetWorkflow: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.GetWorkflowRequest, _workflows_pb2.GetWorkflowResponse]
     """Returns a workflow and how many of its nodes are in which state."""
     ListNodes: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.ListNodesRequest, _workflows_pb2.ListNodesResponse]
@@ -55,8 +61,8 @@ class WorkflowsStub:
     ListWorkflows: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.ListWorkflowsRequest, _workflows_pb2.ListWorkflowsResponse]
     """Lists an org's workflows, the newest id first, a page at a time."""
     CancelWorkflow: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.CancelWorkflowRequest, _workflows_pb2.CancelWorkflowResponse]
-    """Cancels a workflow: all its jobs that have not ended, also leased ones. The consumers of these learn it as by
-    CancelJobs. Ends a pause. Does nothing if it has ended.
+    """Cancels a workflow: all its jobs that have not ended, also leased ones, whose consumers learn it as from CancelJobs.
+    Ends a pause. Does nothing if the workflow has ended.
     """
     PauseWorkflow: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.PauseWorkflowRequest, _workflows_pb2.PauseWorkflowResponse]
     """Pauses a workflow: no more jobs are released until ResumeWorkflow. Jobs that were released before run."""
@@ -67,7 +73,7 @@ class WorkflowsStub:
     if it has ended otherwise.
     """
     RetryWorkflow: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.RetryWorkflowRequest, _workflows_pb2.RetryWorkflowResponse]
-    """Starts a workflow that has failed or was cancelled once more, as a new workflow: it has the same nodes, edges and
+    """Starts once more a workflow that has failed or was cancelled, as a new workflow: it has the same nodes, edges and
     callbacks, takes over the nodes that have succeeded or were skipped, and runs the others again. The dead jobs of the
     old workflow are cancelled then. If the new workflow is known by its id, returns it with `duplicate`.
     FAILED_PRECONDITION if the old one runs, has succeeded or was retried already, or if a job that is to run again is live,
@@ -87,6 +93,12 @@ class WorkflowsAsyncStub(WorkflowsStub):
     """Stores a workflow with all its jobs, or nothing. If the workflow is known by its id, returns it with `duplicate`;
     ALREADY_EXISTS if it has other content.
     """
+    AddNodes: _aio.UnaryUnaryMultiCallable[_workflows_pb2.AddNodesRequest, _workflows_pb2.AddNodesResponse]  # type: ignore[assignment]
+    """Adds nodes to a workflow that runs, from a job of it that is leased: its callbacks then wait for these nodes too. Stores
+    all of them in one transaction, or nothing. Nodes that the same job has added before, by their names, stay as they are:
+    so the call may be repeated, also by a later attempt of the job. FAILED_PRECONDITION if the lease or the workflow has
+    ended; ALREADY_EXISTS if the workflow has a node of such a name that this job has not added.
+    """
     GetWorkflow: _aio.UnaryUnaryMultiCallable[_workflows_pb2.GetWorkflowRequest, _workflows_pb2.GetWorkflowResponse]  # type: ignore[assignment]
     """Returns a workflow and how many of its nodes are in which state."""
     ListNodes: _aio.UnaryUnaryMultiCallable[_workflows_pb2.ListNodesRequest, _workflows_pb2.ListNodesResponse]  # type: ignore[assignment]
@@ -94,8 +106,8 @@ class WorkflowsAsyncStub(WorkflowsStub):
     ListWorkflows: _aio.UnaryUnaryMultiCallable[_workflows_pb2.ListWorkflowsRequest, _workflows_pb2.ListWorkflowsResponse]  # type: ignore[assignment]
     """Lists an org's workflows, the newest id first, a page at a time."""
     CancelWorkflow: _aio.UnaryUnaryMultiCallable[_workflows_pb2.CancelWorkflowRequest, _workflows_pb2.CancelWorkflowResponse]  # type: ignore[assignment]
-    """Cancels a workflow: all its jobs that have not ended, also leased ones. The consumers of these learn it as by
-    CancelJobs. Ends a pause. Does nothing if it has ended.
+    """Cancels a workflow: all its jobs that have not ended, also leased ones, whose consumers learn it as from CancelJobs.
+    Ends a pause. Does nothing if the workflow has ended.
     """
     PauseWorkflow: _aio.UnaryUnaryMultiCallable[_workflows_pb2.PauseWorkflowRequest, _workflows_pb2.PauseWorkflowResponse]  # type: ignore[assignment]
     """Pauses a workflow: no more jobs are released until ResumeWorkflow. Jobs that were released before run."""
@@ -106,7 +118,7 @@ class WorkflowsAsyncStub(WorkflowsStub):
     if it has ended otherwise.
     """
     RetryWorkflow: _aio.UnaryUnaryMultiCallable[_workflows_pb2.RetryWorkflowRequest, _workflows_pb2.RetryWorkflowResponse]  # type: ignore[assignment]
-    """Starts a workflow that has failed or was cancelled once more, as a new workflow: it has the same nodes, edges and
+    """Starts once more a workflow that has failed or was cancelled, as a new workflow: it has the same nodes, edges and
     callbacks, takes over the nodes that have succeeded or were skipped, and runs the others again. The dead jobs of the
     old workflow are cancelled then. If the new workflow is known by its id, returns it with `duplicate`.
     FAILED_PRECONDITION if the old one runs, has succeeded or was retried already, or if a job that is to run again is live,
@@ -128,6 +140,18 @@ class WorkflowsServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_workflows_pb2.StartWorkflowResponse, _abc.Awaitable[_workflows_pb2.StartWorkflowResponse]]:
         """Stores a workflow with all its jobs, or nothing. If the workflow is known by its id, returns it with `duplicate`;
         ALREADY_EXISTS if it has other content.
+        """
+
+    @_abc_1.abstractmethod
+    def AddNodes(
+        self,
+        request: _workflows_pb2.AddNodesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_workflows_pb2.AddNodesResponse, _abc.Awaitable[_workflows_pb2.AddNodesResponse]]:
+        """Adds nodes to a workflow that runs, from a job of it that is leased: its callbacks then wait for these nodes too. Stores
+        all of them in one transaction, or nothing. Nodes that the same job has added before, by their names, stay as they are:
+        so the call may be repeated, also by a later attempt of the job. FAILED_PRECONDITION if the lease or the workflow has
+        ended; ALREADY_EXISTS if the workflow has a node of such a name that this job has not added.
         """
 
     @_abc_1.abstractmethod
@@ -160,8 +184,8 @@ class WorkflowsServicer(metaclass=_abc_1.ABCMeta):
         request: _workflows_pb2.CancelWorkflowRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_workflows_pb2.CancelWorkflowResponse, _abc.Awaitable[_workflows_pb2.CancelWorkflowResponse]]:
-        """Cancels a workflow: all its jobs that have not ended, also leased ones. The consumers of these learn it as by
-        CancelJobs. Ends a pause. Does nothing if it has ended.
+        """Cancels a workflow: all its jobs that have not ended, also leased ones, whose consumers learn it as from CancelJobs.
+        Ends a pause. Does nothing if the workflow has ended.
         """
 
     @_abc_1.abstractmethod
@@ -196,7 +220,7 @@ class WorkflowsServicer(metaclass=_abc_1.ABCMeta):
         request: _workflows_pb2.RetryWorkflowRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_workflows_pb2.RetryWorkflowResponse, _abc.Awaitable[_workflows_pb2.RetryWorkflowResponse]]:
-        """Starts a workflow that has failed or was cancelled once more, as a new workflow: it has the same nodes, edges and
+        """Starts once more a workflow that has failed or was cancelled, as a new workflow: it has the same nodes, edges and
         callbacks, takes over the nodes that have succeeded or were skipped, and runs the others again. The dead jobs of the
         old workflow are cancelled then. If the new workflow is known by its id, returns it with `duplicate`.
         FAILED_PRECONDITION if the old one runs, has succeeded or was retried already, or if a job that is to run again is live,

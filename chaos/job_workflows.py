@@ -1,0 +1,195 @@
+"""The operators of a run who start workflows, and pause, resume, cancel and retry them while they run.
+
+Each call is recorded, and repeated until it is answered: the checker must know which calls were not answered, because
+routers may execute them later. Workflows of producers are left alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+import windrow
+from chaos.clients import flows
+from chaos.operator_calls import PAUSE_S, TRY_S, OperatorCalls
+from proof.checker.evidence import Change, ChangeKind, OperatedFlow
+from proof.clients import calls
+from proof.clients.fates import pick_org
+from proof.history import Outcome, Recorder, Verb
+from windrow.v1 import workflows_pb2, workflows_pb2_grpc
+
+_OPERATORS = 6
+_CHANNELS = 3
+# How long a workflow runs before somebody changes it, at most, and how long a pause lasts.
+_RUNS_S_MAX = 2.0
+_PAUSED_S = (0.5, 5.0)
+# How long a retry is tried: a job of the cancelled workflow may still be live.
+_RETRY_S_MAX = 15.0
+# How long the end of the last pauses may take, when all is healed.
+_RESUME_S_MAX = 60.0
+
+_Send = Callable[["workflows_pb2_grpc.WorkflowsAsyncStub"], Any]
+
+
+class JobWorkflows:
+    """All workflows that operators change."""
+
+    def __init__(
+        self,
+        stubs: Sequence[workflows_pb2_grpc.WorkflowsAsyncStub],
+        orgs: Sequence[str],
+        recorder: Recorder,
+        *,
+        seed: int,
+        end_s: float,
+    ) -> None:
+        self._stubs = stubs
+        self._orgs = list(orgs)
+        self._recorder = recorder
+        self._seed = seed
+        self._end_s = end_s
+        self._all: list[_Operated] = []
+
+    async def run(self) -> None:
+        """Returns when the time is over."""
+        async with asyncio.TaskGroup() as group:
+            for number in range(_OPERATORS):
+                group.create_task(self._operate(random.Random(f"{self._seed}/workflows/{number}")))
+
+    async def resume(self) -> None:
+        """Ends all pauses that may be left, once all is healed."""
+        async with asyncio.TaskGroup() as group:
+            for one in self._all:
+                group.create_task(one.resume_at_last())
+
+    @property
+    def seen(self) -> list[OperatedFlow]:
+        return [one.seen for one in self._all]
+
+    async def _operate(self, luck: random.Random) -> None:
+        while time.time() < self._end_s:
+            org = pick_org(luck, self._orgs)
+            flow, asked = flows.draw(org, luck)
+            one = _Operated(self._stubs, luck, org=org, flow=flow, end_s=self._end_s)
+            self._all.append(one)
+            if not await one.start(self._recorder, asked):
+                return
+            await asyncio.sleep(luck.uniform(0.0, _RUNS_S_MAX))
+            if luck.random() < 0.5:
+                await one.pause()
+                await asyncio.sleep(luck.uniform(*_PAUSED_S))
+                if luck.random() < 0.7:
+                    await one.resume()
+                    continue
+            await one.cancel()
+            if luck.random() < 0.7:
+                await one.retry()
+
+
+@asynccontextmanager
+async def open_workflows(
+    address: str, orgs: Sequence[str], histories: Path, *, seed: int, seconds: float
+) -> AsyncGenerator[JobWorkflows, None]:
+    """Yields operators who end in this many seconds."""
+    async with AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(calls.connect(address)) for _ in range(_CHANNELS)]
+        stubs = [workflows_pb2_grpc.WorkflowsStub(channel) for channel in channels]
+        recorder = stack.enter_context(Recorder(histories, "operator"))
+        yield JobWorkflows(stubs, orgs, recorder, seed=seed, end_s=time.time() + seconds)
+
+
+class _Operated:
+    """One workflow."""
+
+    def __init__(
+        self,
+        stubs: Sequence[workflows_pb2_grpc.WorkflowsAsyncStub],
+        luck: random.Random,
+        *,
+        org: str,
+        flow: windrow.Workflow,
+        end_s: float,
+    ) -> None:
+        self._calls = OperatorCalls(stubs, luck, end_s=end_s)
+        self._org = org
+        self._flow = flow
+        self._end_s = end_s
+        self._changes: list[Change] = []
+        self._cancelling_s: float | None = None
+        self._ended_as = ""
+        self._retry: str = ""
+        self._retried = False
+
+    @property
+    def seen(self) -> OperatedFlow:
+        return OperatedFlow(
+            workflow=self._flow.id,
+            org=self._org,
+            changes=self._changes,
+            cancelling_s=self._cancelling_s,
+            ended_as=self._ended_as,
+            retry=self._retry,
+            retried=self._retried,
+        )
+
+    async def start(self, recorder: Recorder, asked: list[dict[str, object]]) -> bool:
+        """Returns whether it was answered."""
+        request = self._flow.request(self._org)
+        while time.time() < self._end_s:
+            number = recorder.begin(Verb.START, self._org, asked)
+            try:
+                answer = await self._calls.stub().StartWorkflow(request, timeout=TRY_S)
+            except grpc.aio.AioRpcError as error:
+                recorder.end(number, Outcome.UNKNOWN, code=error.code().name)
+                await asyncio.sleep(PAUSE_S)
+                continue
+            answered = [{"job": job, "duplicate": answer.duplicate} for job in answer.job_ids]
+            recorder.end(number, Outcome.OK, answered=answered)
+            return True
+        return False
+
+    async def pause(self) -> None:
+        request = workflows_pb2.PauseWorkflowRequest(org=self._org, id=self._flow.id)
+        await self._change(ChangeKind.PAUSE, lambda stub: stub.PauseWorkflow(request, timeout=TRY_S))
+
+    async def resume(self, *, until_s: float | None = None) -> None:
+        request = workflows_pb2.ResumeWorkflowRequest(org=self._org, id=self._flow.id)
+        await self._change(ChangeKind.RESUME, lambda stub: stub.ResumeWorkflow(request, timeout=TRY_S), until_s=until_s)
+
+    async def resume_at_last(self) -> None:
+        if any(one.kind is ChangeKind.PAUSE for one in self._changes):
+            await self.resume(until_s=time.time() + _RESUME_S_MAX)
+
+    async def cancel(self) -> None:
+        self._cancelling_s = time.monotonic()
+        request = workflows_pb2.CancelWorkflowRequest(org=self._org, id=self._flow.id, reason="chaos")
+        answer = await self._change(ChangeKind.CANCEL, lambda stub: stub.CancelWorkflow(request, timeout=TRY_S))
+        if answer is not None:
+            self._ended_as = (
+                workflows_pb2.WorkflowState.Name(answer.workflow.state).removeprefix("WORKFLOW_STATE_").lower()
+            )
+
+    async def retry(self) -> None:
+        """Retries the workflow if it has ended."""
+        self._retry = windrow.uuid7()
+        request = workflows_pb2.RetryWorkflowRequest(org=self._org, id=self._flow.id, new_id=self._retry)
+        answer = await self._calls.until_answered(
+            lambda stub: stub.RetryWorkflow(request, timeout=TRY_S),
+            until_s=min(self._end_s, time.time() + _RETRY_S_MAX),
+        )
+        self._retried = answer is not None
+
+    async def _change(self, kind: ChangeKind, send: _Send, *, until_s: float | None = None) -> Any:
+        def record(began_us: int, ended_us: int | None, answer: Any) -> None:
+            # A workflow that has ended is not paused.
+            if answer is None or kind is not ChangeKind.PAUSE or answer.workflow.paused:
+                self._changes.append(Change(kind=kind, began_us=began_us, ended_us=ended_us))
+
+        return await self._calls.until_answered(send, record, until_s=until_s)

@@ -1,0 +1,90 @@
+"""Many schedules that nobody changes. Each fires every 15 minutes, at instants of its own, and skips none."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from chaos.operator_calls import TRY_S, is_created
+from proof.checker.evidence import Schedule, Terms
+from proof.clients import calls
+from proof.clients.site import QUEUE
+from proof.history import payload_of
+from windrow.v1 import job_pb2, schedules_pb2, schedules_pb2_grpc
+
+_EVERY_S = 900
+_AT_A_TIME = 8
+
+
+class SteadySchedules:
+    """They are created one after another, under faults."""
+
+    def __init__(
+        self,
+        stubs: Sequence[schedules_pb2_grpc.SchedulesAsyncStub],
+        orgs: Sequence[str],
+        *,
+        count: int,
+        end_s: int,
+    ) -> None:
+        self._stubs = stubs
+        self._orgs = orgs
+        self._count = count
+        self._end_s = end_s
+        # Whether a router said that it exists, by number. One that was not tried to be created is not here.
+        self._created: dict[int, bool] = {}
+
+    @property
+    def seen(self) -> list[Schedule]:
+        return [self._seen(number, created) for number, created in self._created.items()]
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for first in range(_AT_A_TIME):
+                group.create_task(self._create_every_nth(first))
+
+    async def _create_every_nth(self, first: int) -> None:
+        for number in range(first, self._count, _AT_A_TIME):
+            self._created.setdefault(number, False)
+            while not self._created[number]:
+                if time.time() >= self._end_s:
+                    return
+                self._created[number] = await self._create(number)
+
+    async def _create(self, number: int) -> bool:
+        spec = schedules_pb2.ScheduleSpec(
+            interval=calls.duration(_EVERY_S),
+            overlap=schedules_pb2.OVERLAP_POLICY_ALLOW,
+            catch_up=schedules_pb2.CATCH_UP_POLICY_ALL,
+        )
+        # Intervals are counted from the start.
+        spec.start.FromSeconds(self._offset_s(number))
+        spec.end.FromSeconds(self._end_s)
+        org, name = self._org(number), _name(number)
+        job = job_pb2.JobTemplate(queue=QUEUE, kind="work", payload=payload_of(org, name, 0), attributes={"terms": "0"})
+        request = schedules_pb2.CreateScheduleRequest(org=org, name=name, spec=spec, job=job)
+        stub = self._stubs[number % len(self._stubs)]
+        return await is_created(stub.CreateSchedule(request, timeout=TRY_S))
+
+    def _seen(self, number: int, created: bool) -> Schedule:
+        terms = Terms(
+            every_us=_EVERY_S * 1_000_000, offset_us=self._offset_s(number) * 1_000_000, skips_for=frozenset()
+        )
+        return Schedule(
+            org=self._org(number),
+            name=_name(number),
+            terms=terms,
+            ends_us=self._end_s * 1_000_000,
+            acknowledged=created,
+        )
+
+    def _org(self, number: int) -> str:
+        return self._orgs[number % len(self._orgs)]
+
+    def _offset_s(self, number: int) -> int:
+        return number * _EVERY_S // self._count
+
+
+def _name(number: int) -> str:
+    return f"steady-{number}"

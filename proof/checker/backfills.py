@@ -1,0 +1,96 @@
+"""Checks I10 for backfills: an answered one has given each instant of its range one job, or said that it is skipped for
+an overlap; no instant is stored twice, nor without a call that asked for it.
+
+An instant that was skipped for a pause or for a catch-up is decided anew. An instant that has a run keeps it while the
+run is known. Runs of backfills are known for days, others while they are among the newest ones: so an older run may be
+stored once more.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from proof.checker.evidence import Backfill, Run, Schedule
+from proof.checker.schedule_terms import CLOCK_US, FOREVER_US, RUNS_KEPT, between, multiples
+
+# A backfill stores instants that were skipped for these reasons.
+UNDECIDED = frozenset({"catch_up", "pause"})
+
+_Wrong = Iterator[tuple[int, str]]
+
+
+def split(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
+    """Returns the runs that schedules have decided by themselves or that were triggered, and those of backfills."""
+    # If a backfill stores the first of several instants that were skipped together, the others get another record. It
+    # tells nothing new.
+    first_us: dict[tuple[str | None, int], int] = {}
+    for run in runs:
+        if run.skipped_for in UNDECIDED and run.through_us is not None:
+            key = run.skipped_for, run.through_us
+            first_us[key] = min(run.at_us, first_us.get(key, run.at_us))
+    own = [
+        run
+        for run in runs
+        if run.cause != "backfill"
+        and first_us.get((run.skipped_for, run.through_us or run.at_us), run.at_us) == run.at_us
+    ]
+    return own, [run for run in runs if run.cause == "backfill"]
+
+
+def check(
+    schedule: Schedule,
+    runs: Sequence[Run],
+    decided: Mapping[int, set[str]],
+    pauses: Sequence[tuple[int, int]],
+) -> _Wrong:
+    """Returns the instants about which something is wrong, and what. `decided`: the job or the reason of each decision
+    of the schedule itself; "" while it waits."""
+    own, backfilled = split(runs)
+    asked = {one: _instants(schedule, one) for one in schedule.backfills}
+    fates: defaultdict[int, list[Run]] = defaultdict(list)
+    for run in backfilled:
+        fates[run.at_us].append(run)
+        by = [one for one, (_, may) in asked.items() if run.at_us in may and one.began_us <= run.decided_us + CLOCK_US]
+        yield from ((run.at_us, what) for what in _faults(run, by, pauses))
+    for at_us, of_it in sorted(fates.items()):
+        last = {run.job or run.skipped_for for run in of_it} - {None}
+        if len(last) > 1:
+            yield at_us, f"backfills decided it {len(last)} times"
+        earlier = decided.get(at_us, set()) - UNDECIDED - {""} - last
+        if earlier and last and not _was_forgotten(at_us, own, runs, min(run.decided_us for run in of_it)):
+            yield at_us, f"a backfill decided it, and it had a run: {', '.join(sorted(earlier))}"
+    for one, (must, may) in asked.items():
+        if one.ended_us is None:
+            continue
+        for at_us in sorted(must):
+            if at_us not in fates and not decided.get(at_us, set()) - UNDECIDED:
+                yield at_us, "an answered backfill has left it out"
+        if must == may and one.instants != len(must):
+            yield one.begin_us, f"a backfill of {len(must)} instants has told of {one.instants}"
+
+
+def _instants(schedule: Schedule, one: Backfill) -> tuple[set[int], set[int]]:
+    """Returns the instants that the call has decided if it was executed, and those that it may have decided."""
+    of_terms = [
+        multiples(terms, one.begin_us - 1, one.end_us) for terms in between(schedule, one.began_us, one.ended_us)
+    ]
+    return set.intersection(*of_terms), set.union(*of_terms)
+
+
+def _faults(run: Run, by: Sequence[Backfill], pauses: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """Returns what is wrong with one decision. `by`: the calls that may have made it."""
+    if not by:
+        yield "a backfill decided it, and nobody asked for that"
+    elif run.skipped_for is not None and not (run.skipped_for == "overlap" and any(one.may_skip for one in by)):
+        yield f"a backfill skipped it for {run.skipped_for}, for which it may not be skipped"
+    # A run that has waited is stored by the schedule itself, and not during a pause.
+    at_once = any(run.decided_us <= (FOREVER_US if one.ended_us is None else one.ended_us) + CLOCK_US for one in by)
+    if run.job is not None and not at_once and any(begin < run.decided_us < end for begin, end in pauses):
+        yield f"job {run.job} had waited, and was stored during a pause"
+
+
+def _was_forgotten(at_us: int, own: Sequence[Run], runs: Sequence[Run], decided_us: int) -> bool:
+    """Whether a run of the schedule itself had been forgotten at this time, because there were enough newer ones."""
+    newer = {run.at_us for run in runs if run.at_us > at_us and run.decided_us <= decided_us}
+    return len(newer) >= RUNS_KEPT and all(run.decided_us <= decided_us for run in own if run.at_us == at_us)

@@ -1,0 +1,164 @@
+"""Checks I10: each instant of a schedule, from its creation to its end, was stored as one job, or skipped for a reason
+that its policies allow; also while operators pause, resume, alter and trigger it. Instants of a pause are skipped.
+
+The shards record each run in the transaction that stores it, and a move copies it: so two different records of one
+instant are two decisions. Each record of a job must have the job, and each job that names a run must have its record.
+Schedules end before a backup is restored, so it lacks no runs; but it may lack a schedule or a dead job that has
+arrived since, or have another schedule that has left.
+
+A call of an operator took effect at some moment between its beginning and its answer. If it was not answered, it may
+have taken effect at any later time: so a schedule is only certainly paused until the first such call that may have
+resumed it, and its instants are only certain until the first such call that may have altered it. Operators make one
+call after another. Their times are those of the shards' clock, because all processes of a run are on one machine.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from proof.checker import backfills
+from proof.checker.backup import Backup
+from proof.checker.evidence import ChangeKind, Evidence, Run, RunName, Schedule, StoredSchedule, Violation
+from proof.checker.schedule_terms import RUNS_KEPT, certain_pauses, find_instants, in_force, latest_us
+
+
+def check(evidence: Evidence) -> Iterator[Violation]:
+    backup = Backup(evidence)
+    stored: defaultdict[tuple[str, str], list[StoredSchedule]] = defaultdict(list)
+    for one in evidence.stored_schedules:
+        stored[one.org, one.name].append(one)
+    runs: defaultdict[str, list[Run]] = defaultdict(list)
+    for run in evidence.runs:
+        runs[run.schedule_id].append(run)
+    jobs: defaultdict[tuple[str, str], dict[str, RunName]] = defaultdict(dict)
+    for row in evidence.rows:
+        if row.run is not None:
+            jobs[row.org, row.run.schedule][row.job] = row.run
+    for schedule in evidence.schedules:
+        name = (schedule.org, schedule.name)
+        copies = stored.pop(name, [])
+        lost = [one for one in backup.lost_schedules if (one.org, one.name) == name]
+        if len(copies) > 1 or (schedule.acknowledged and not copies):
+            is_second = len(copies) == 2 and bool(backup.second_schedules & set(copies))
+            yield Violation(
+                invariant="I10",
+                what=f"{_named(schedule)} is stored {len(copies)} times",
+                excused=is_second or (bool(lost) and not copies),
+            )
+        if schedule.denied:
+            what = f"{_named(schedule)}: {schedule.denied} calls were told that it does not exist"
+            yield Violation(invariant="I10", what=what)
+        copies = copies or lost
+        if copies:
+            of_it, mine = runs[copies[0].id], jobs.pop(name, {})
+            yield from _decided(evidence, backup, schedule, copies[0], of_it, mine)
+            yield from _triggered(schedule, of_it)
+    for org, what in [*stored, *jobs]:
+        yield Violation(
+            invariant="I10", what=f"schedule {what} of {org}, or a job of it, is stored, and nobody created it"
+        )
+
+
+def _decided(
+    evidence: Evidence,
+    backup: Backup,
+    schedule: Schedule,
+    stored: StoredSchedule,
+    runs: Sequence[Run],
+    jobs: Mapping[str, RunName],
+) -> Iterator[Violation]:
+    must, may = find_instants(schedule, stored.created_us)
+    pauses = certain_pauses(schedule.changes)
+    # The job or the reason of each decision that the schedule made by itself about an instant; "" while it waits.
+    decided: defaultdict[int, set[str]] = defaultdict(set)
+    own, backfilled = backfills.split(runs)
+    for run in runs:
+        yield from _jobless(backup, schedule, run, jobs)
+    for run in own:
+        yield from (_wrong(schedule, run.at_us, what) for what in _faults(schedule, run, pauses))
+        if run.request is None:
+            last_us = run.through_us or run.at_us
+            for at_us in {run.at_us, last_us, *(one for one in may if run.at_us < one < last_us)}:
+                decided[at_us].add(run.job or run.skipped_for or "")
+    settled = {run.at_us for run in backfilled if run.job or run.skipped_for}
+    settled |= {at_us for at_us, fates in decided.items() if fates - {""}}
+    for at_us in sorted({*decided, *(run.at_us for run in backfilled)} - settled):
+        if evidence.calm_s is not None:
+            yield _wrong(schedule, at_us, "its run still waits")
+    for at_us in sorted(must - decided.keys() - {run.at_us for run in backfilled}):
+        yield _wrong(schedule, at_us, "it was neither stored nor skipped")
+    for at_us, fates in sorted(decided.items()):
+        # A run that has waited is recorded once more when it is stored.
+        last = fates - {""}
+        if at_us not in may:
+            yield _wrong(schedule, at_us, "its calendar has no such instant")
+        if len(last) > 1:
+            yield _wrong(schedule, at_us, f"it was decided {len(last)} times: {', '.join(sorted(last))}")
+        if last != {"pause"} and any(begin < at_us < end for begin, end in pauses):
+            yield _wrong(schedule, at_us, "it is an instant of a pause, and was not skipped for that")
+    for at_us, what in backfills.check(schedule, runs, decided, pauses):
+        yield _wrong(schedule, at_us, what)
+    known = {run.job for run in runs}
+    for job, name in jobs.items():
+        if job not in known:
+            yield _wrong(schedule, name.at_us, f"job {job} says that it is of this run, and no run says so")
+
+
+def _faults(schedule: Schedule, run: Run, pauses: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """Returns what is wrong with one decision."""
+    if run.job is not None and run.request is None and any(begin < run.decided_us < end for begin, end in pauses):
+        yield f"job {run.job} was stored during a pause"
+    if run.skipped_for is None:
+        return
+    reasons = {reason for one in in_force(schedule, run.decided_us) for reason in one.skips_for}
+    if run.at_us <= latest_us(schedule.changes, ChangeKind.PAUSE, ChangeKind.RESUME):
+        reasons.add("pause")
+    # An altered schedule skips what was due and not decided yet.
+    if run.at_us <= latest_us(schedule.changes, ChangeKind.ALTER, ChangeKind.ALTER):
+        reasons.add("catch_up")
+    if run.skipped_for not in reasons:
+        yield f"it was skipped for {run.skipped_for}, for which it may not be skipped"
+
+
+def _jobless(backup: Backup, schedule: Schedule, run: Run, jobs: Mapping[str, RunName]) -> Iterator[Violation]:
+    """Finds runs whose job is not as the run says."""
+    if run.job is None:
+        return
+    name = jobs.get(run.job)
+    if name is None or name.at_us != run.at_us:
+        excused = name is None and backup.lacks(run.job)
+        yield _wrong(schedule, run.at_us, f"{run.job} is no job of this run", excused=excused)
+    elif name.terms not in {one.number for one in in_force(schedule, run.decided_us)}:
+        what = f"job {run.job} was stored by terms {name.terms}, which were not in force any more"
+        yield _wrong(schedule, run.at_us, what)
+
+
+def _triggered(schedule: Schedule, runs: Sequence[Run]) -> Iterator[Violation]:
+    """Each call that triggers a run stores one job, however often it is repeated."""
+    of_request: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for run in runs:
+        if run.request is not None:
+            of_request[run.request][run.job or ""] = run.at_us
+    for request, jobs in schedule.triggers.items():
+        made = of_request.pop(request, {})
+        for job in set(jobs) - made.keys():
+            yield Violation(
+                invariant="I10", what=f"{_named(schedule)}: its run with job {job}, which was triggered, is not stored"
+            )
+        for first_us, second_us in pairwise(sorted(made.values())):
+            # A call is recognised as long as its run is among the newest ones.
+            if len({run.at_us for run in runs if first_us < run.at_us < second_us}) < RUNS_KEPT:
+                yield _wrong(schedule, second_us, f"the run that call {request} had triggered was stored again")
+    for request, made in of_request.items():
+        yield _wrong(schedule, min(made.values()), f"it was triggered by call {request}, which nobody made")
+
+
+def _wrong(schedule: Schedule, at_us: int, what: str, *, excused: bool = False) -> Violation:
+    what = f"{_named(schedule)}, instant {at_us / 1e6:f}: {what}"
+    return Violation(invariant="I10", what=what, excused=excused)
+
+
+def _named(schedule: Schedule) -> str:
+    return f"schedule {schedule.name} of {schedule.org}"

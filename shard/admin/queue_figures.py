@@ -1,0 +1,60 @@
+"""How many jobs each queue of a shard has, for the metrics of routers: those of the largest queues, and the sums of all
+others (docs/decisions/0071-metrics-name-the-largest-queues.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shard.admin import statements
+from shard.postgres.pool import Database
+from shard.vocabulary import OrgId, QueueName
+
+# This many queues, the largest, have figures of their own.
+NAMED_MAX = 200
+
+
+class QueueFigures(NamedTuple):
+    """The figures of one queue, or of several together, in the order of the columns of read_queue_figures.sql."""
+
+    # None: these are the figures of several queues.
+    org: OrgId | None
+    queue: QueueName | None
+    scheduled: int
+    ready: int
+    leased: int
+    dead: int
+    # How long the oldest job that a claim would get had been ready when the jobs were counted. None: there was none.
+    oldest_ready_s: float | None
+
+    def plus(self, other: QueueFigures) -> QueueFigures:
+        """Returns the figures of both together, without a name."""
+        ages = [age for age in (self.oldest_ready_s, other.oldest_ready_s) if age is not None]
+        return QueueFigures(
+            None,
+            None,
+            self.scheduled + other.scheduled,
+            self.ready + other.ready,
+            self.leased + other.leased,
+            self.dead + other.dead,
+            max(ages, default=None),
+        )
+
+
+async def measure(database: Database, *, max_age_us: int) -> list[QueueFigures]:
+    """Returns the figures, the largest queues first. Counts the jobs first, unless they were counted within
+    `max_age_us`: a count reads every unfinished job. Raises ShardUnavailable."""
+    await database.run(statements.MEASURE_QUEUES, {"max_age_us": max_age_us, "named_max": NAMED_MAX})
+    return [QueueFigures._make(row) for row in await database.run(statements.READ_QUEUE_FIGURES, {})]
+
+
+def folded(figures: Sequence[QueueFigures], *, named_max: int) -> list[QueueFigures]:
+    """Returns the figures of the first queues with their names, and the sums of all others."""
+    named: list[QueueFigures] = []
+    others = QueueFigures(None, None, 0, 0, 0, 0, None)
+    for one in figures:
+        if one.org is not None and len(named) < named_max:
+            named.append(one)
+        else:
+            others = others.plus(one)
+    return [*named, others]

@@ -1,0 +1,92 @@
+-- Finds the range that a search by conditions reads next: from `end_id` to `newest`, each table has about `rows` jobs of
+-- the org, or fewer, and above `newest` none has any. end_id is NULL if each table has no more than that from from_id on;
+-- newest is NULL if none has any. Between from_id and before_id other orgs may have millions of jobs: a statement that
+-- reads no more than its range passes over them. No job of the range finished before `since`. The statement is planned
+-- for each run, so that only partitions since then are read.
+WITH part AS (
+    SELECT
+        CASE
+            -- The jobs of a small org are found by its queues, and not among those of all orgs.
+            WHEN %(rows)s >= (
+                SELECT count(*)
+                FROM (
+                    SELECT FROM windrow.job f WHERE f.queue_id = ANY (%(queue_ids)s::bigint[]) LIMIT %(rows)s + 1
+                ) few
+            ) THEN ARRAY(
+                SELECT few.id
+                FROM (SELECT f.id FROM windrow.job f WHERE f.queue_id = ANY (%(queue_ids)s::bigint[]) OFFSET 0) few
+                WHERE few.id >= %(from_id)s::uuid AND few.id < %(before_id)s::uuid
+                ORDER BY few.id DESC
+                LIMIT 1
+            )
+            ELSE ARRAY(
+                SELECT j.id
+                FROM windrow.job j
+                WHERE {{org_of(j)}} = %(org_id)s::bigint
+                    AND (%(queue)s = '' OR j.queue_id = ANY (%(queue_ids)s::bigint[]))
+                    AND j.id >= %(from_id)s::uuid AND j.id < %(before_id)s::uuid
+                ORDER BY j.id DESC
+                LIMIT %(rows)s + 1
+            )
+        END AS ids
+    WHERE %(states)s::text[] && '{blocked,scheduled,ready,leased}'
+    UNION ALL
+    SELECT
+        CASE
+            WHEN %(rows)s >= (
+                SELECT count(*)
+                FROM (
+                    SELECT FROM windrow.dead f WHERE f.queue_id = ANY (%(queue_ids)s::bigint[]) LIMIT %(rows)s + 1
+                ) few
+            ) THEN ARRAY(
+                SELECT few.id
+                FROM (SELECT f.id FROM windrow.dead f WHERE f.queue_id = ANY (%(queue_ids)s::bigint[]) OFFSET 0) few
+                WHERE few.id >= %(from_id)s::uuid AND few.id < %(before_id)s::uuid
+                ORDER BY few.id DESC
+                LIMIT 1
+            )
+            ELSE ARRAY(
+                SELECT d.id
+                FROM windrow.dead d
+                WHERE {{org_of(d)}} = %(org_id)s::bigint
+                    AND (%(queue)s = '' OR d.queue_id = ANY (%(queue_ids)s::bigint[]))
+                    AND d.id >= %(from_id)s::uuid AND d.id < %(before_id)s::uuid
+                ORDER BY d.id DESC
+                LIMIT %(rows)s + 1
+            )
+        END
+    WHERE 'dead' = ANY (%(states)s::text[])
+    UNION ALL
+    SELECT ARRAY(
+        SELECT g.id
+        FROM windrow.departing g
+        WHERE g.slot = %(slot)s::smallint AND g.queue_id = ANY (%(queue_ids)s::bigint[])
+            AND g.id >= %(from_id)s::uuid AND g.id < %(before_id)s::uuid
+        ORDER BY g.id DESC
+        LIMIT 1
+    )
+    UNION ALL
+    SELECT ARRAY(
+        SELECT h.id
+        FROM windrow.finished h
+        WHERE {{org_of(h)}} = %(org_id)s::bigint AND h.id >= %(from_id)s::uuid AND h.id < %(before_id)s::uuid
+            AND h.finished_at >= %(since)s
+        ORDER BY h.id DESC
+        LIMIT %(rows)s + 1
+    )
+    WHERE %(states)s::text[] && '{succeeded,cancelled}'
+    UNION ALL
+    SELECT ARRAY(
+        SELECT c.id
+        FROM windrow.cold c
+        WHERE {{org_of(c)}} = %(org_id)s::bigint AND c.id >= %(from_id)s::uuid AND c.id < %(before_id)s::uuid
+            AND c.finished_at >= %(since)s
+        ORDER BY c.id DESC
+        LIMIT %(rows)s + 1
+    )
+    WHERE %(states)s::text[] && '{succeeded,cancelled}'
+)
+SELECT
+    (SELECT p.ids[%(rows)s + 1]::text FROM part p WHERE p.ids[%(rows)s + 1] IS NOT NULL ORDER BY p.ids[%(rows)s + 1] DESC LIMIT 1)
+        AS end_id,
+    (SELECT p.ids[1]::text FROM part p WHERE p.ids[1] IS NOT NULL ORDER BY p.ids[1] DESC LIMIT 1) AS newest

@@ -1,0 +1,16 @@
+-- The figures of the largest queues, as the jobs were counted last, the largest first; and the sums of all others, without
+-- a name. A queue that is not known any more, or whose org is being erased (slot -1), has no name either.
+SELECT
+    CASE WHEN q.slot >= 0 THEN q.org END AS org,
+    CASE WHEN q.slot >= 0 THEN q.queue END AS queue,
+    f.scheduled, f.ready, f.leased, f.dead, f.oldest_ready_s
+FROM windrow.queue_figures c
+CROSS JOIN LATERAL jsonb_array_elements(c.figures) one
+CROSS JOIN LATERAL (
+    SELECT
+        (one ->> 0)::bigint AS queue_id, (one ->> 1)::bigint AS scheduled, (one ->> 2)::bigint AS ready,
+        (one ->> 3)::bigint AS leased, (one ->> 4)::bigint AS dead, (one ->> 5)::double precision AS oldest_ready_s
+) f
+-- OFFSET 0 fence: one lookup for each, never a scan of all queues.
+LEFT JOIN LATERAL (SELECT q.org, q.queue, q.slot FROM windrow.queue q WHERE q.queue_id = f.queue_id OFFSET 0) q ON true
+ORDER BY f.scheduled + f.ready + f.leased + f.dead DESC, f.queue_id

@@ -1,0 +1,7 @@
+-- The workflows of this shard that have not ended, by their numbers, behind one of them.
+SELECT w.flow, o.org, w.id::text, w.name
+FROM windrow.workflow w
+JOIN windrow.org o ON o.org_id = w.org_id
+WHERE w.flow > %(behind)s AND w.state = 'running' AND o.slot >= 0
+ORDER BY w.flow
+LIMIT %(rows)s

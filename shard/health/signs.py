@@ -1,0 +1,35 @@
+"""A few signs that a shard needs an operator, for the metrics of routers. Reading them is cheap; `windrow doctor` reads
+more, and says what to do (shard/health/facts.py)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shard.health import statements
+from shard.postgres import statements as postgres_statements
+from shard.postgres.partitions import DAYS_AHEAD
+from shard.postgres.pool import Database
+
+
+class Signs(NamedTuple):
+    """In the order of read_signs.sql's columns. Seconds are 0 if nothing is wrong."""
+
+    # For how long the oldest snapshot has been held.
+    snapshot_s: float
+    # How late the latest schedule is.
+    schedule_late_s: float
+    # For how long the archiver could have done what it has not.
+    archive_late_s: float
+    # How many transactions ago the oldest row was written that is not frozen.
+    transaction_age: int
+    # The share of the server's connections that is used.
+    connections_used: float
+    # Partitions of finished jobs that should have been made ahead.
+    partitions_missing: int
+
+
+async def read(database: Database) -> Signs:
+    """Raises ShardUnavailable."""
+    (found,) = await database.run(statements.READ_SIGNS, {})
+    missing = await database.run(postgres_statements.FIND_MISSING_PARTITIONS, {"days_ahead": DAYS_AHEAD})
+    return Signs._make([*found, len(missing)])

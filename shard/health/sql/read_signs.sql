@@ -1,0 +1,37 @@
+-- What tells that a shard needs an operator. In seconds, 0 if nothing is wrong: how long the oldest snapshot has been held
+-- (without pg_read_all_stats only by sessions of this role); how late the schedule is that is the latest; and for how long a
+-- day of finished jobs could have turned cold, or a cold day could have been dropped (find_days.sql). Also the age of the
+-- oldest transaction ids, and the share of the server's connections that is used.
+SELECT
+    coalesce(extract(epoch FROM clock_timestamp() - least(
+        (
+            SELECT min(a.xact_start)
+            FROM pg_stat_activity a
+            WHERE {{holds_snapshot(a)}}
+        ),
+        (SELECT min(p.prepared) FROM pg_prepared_xacts p WHERE p.database = current_database())
+    )), 0)::float8 AS snapshot_s,
+    coalesce((
+        SELECT extract(epoch FROM now() - s.wake_at)
+        FROM windrow.schedule s
+        WHERE s.wake_at <= now()
+            AND {{is_fired_here(s)}}
+        ORDER BY s.wake_at
+        LIMIT 1
+    ), 0)::float8 AS schedule_late_s,
+    coalesce((
+        SELECT extract(epoch FROM now() - min(d.due_at))
+        FROM (
+            SELECT
+                (
+                    to_date(split_part(c.relname, '_', 3), 'YYYYMMDD') + 1
+                    + CASE WHEN c.relname LIKE 'cold%%' THEN split_part(c.relname, '_', 2)::integer ELSE 0 END
+                )::timestamp AT TIME ZONE 'UTC' + interval '3 hours' AS due_at
+            FROM pg_class c
+            WHERE c.relnamespace = 'windrow'::regnamespace AND c.relname ~ '^(finished|cold)_\d+_\d{8}$' AND c.relkind = 'r'
+            OFFSET 0
+        ) d
+        WHERE d.due_at <= now()
+    ), 0)::float8 AS archive_late_s,
+    (SELECT max(greatest(age(d.datfrozenxid), mxid_age(d.datminmxid))) FROM pg_database d) AS transaction_age,
+    (SELECT sum(d.numbackends) FROM pg_stat_database d)::float8 / {{connections_max}} AS connections_used

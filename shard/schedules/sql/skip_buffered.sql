@@ -1,0 +1,10 @@
+-- Skips the runs of these schedules that wait for earlier ones: the shard lost history, and may have stored them.
+-- Returns how many there were.
+WITH skipped AS (
+    UPDATE windrow.schedule_run r
+    SET outcome = 'skipped', skipped_for = 'recovered', decided_at = now()
+    FROM unnest(%(schedules)s::uuid[]) AS n (id)
+    WHERE r.schedule_id = n.id AND r.outcome = 'buffered'
+    RETURNING 1
+)
+SELECT count(*) FROM skipped
