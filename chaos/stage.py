@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from asyncio.subprocess import DEVNULL
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from proof.balancers import Balancers, open_balancers
 from proof.clients.site import Site
 from proof.cluster_file import ClusterFile, Entry
 from proof.postgres import Entrance, Shard, open_shards
+from proof.processes import finish, start
 from proof.routers import running
 from router.process.supervisor import Supervisor
 
@@ -103,6 +105,8 @@ async def open_stage(
             rest=f"[router]\nconnections_per_shard = {_CONNECTIONS}\ndrain_seconds = {_DRAIN_S}\n",
         )
         file.save()
+        # The journal needs the tables, and a router may say that it is ready before it has made them.
+        await finish(await start("cli.main", "migrate", "--config", str(file.path), stdout=DEVNULL))
         say("starting routers and balancers")
         clock = FakeTime.found(scratch)
         routers = Supervisor(file.path, listen="127.0.0.1:0", processes=cast.routers, drain_seconds=_DRAIN_S)

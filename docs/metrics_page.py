@@ -18,6 +18,9 @@ backwards while its router's supervisor runs, also if a router process is killed
 suffixes `_bucket`, `_sum` and `_count`. All routers tell the same figures of a shard's queues: take the `max` over
 routers before you add up.
 
+With tracing on, each bucket of `windrow_call_duration_seconds` has an exemplar: the trace of the last recorded call
+that took so long. Prometheus keeps exemplars only with `--enable-feature=exemplar-storage`.
+
 | name | type | labels | unit | meaning |
 |---|---|---|---|---|
 """

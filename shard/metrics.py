@@ -15,7 +15,8 @@ from typing import Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
+# Buckets for how long calls and acts take, in seconds.
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 # Buckets for how long jobs wait for workers, in seconds.
 _WAITS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 3600.0)
 _SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
@@ -67,13 +68,13 @@ CALL_SECONDS = _histogram(
     "windrow_call_duration_seconds", "seconds",
     "Time from the beginning of a unary call to its answer, refused ones included. For Dequeue it includes the time "
     "for which the call waited for jobs.",
-    "method", buckets=_SECONDS,
+    "method", buckets=SECONDS,
 )  # fmt: skip
 ACT_SECONDS = _histogram(
     "windrow_act_duration_seconds", "seconds",
     "Time that an act takes: the calls that share its statements wait for all of it, their wait for a connection "
     "included.",
-    "shard", "act", buckets=_SECONDS,
+    "shard", "act", buckets=SECONDS,
 )  # fmt: skip
 ACT_CALLS = _histogram(
     "windrow_act_calls", "calls", "Calls that shared an act.", "shard", "act", buckets=_SIZES

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from pathlib import Path
 
 import grpc
 from opentelemetry import trace
@@ -18,6 +19,8 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
+
+from router.gate.exemplars import Exemplars
 
 _CLOSE_S_MAX = 3.0
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -34,6 +37,9 @@ class Spans:
         service = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "windrow-router")}
         self._provider = TracerProvider(resource=Resource.create(service), id_generator=self._ids)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        # Set where metrics are served (router/process/metrics.py).
+        if (folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR")) is not None:
+            self._provider.add_span_processor(Exemplars(Path(folder)))
         trace.set_tracer_provider(self._provider)
         self._tracer = trace.get_tracer("windrow.router")
 

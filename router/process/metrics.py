@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.mmap_dict import MmapedDict
 from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.samples import Exemplar
 
 from router.errors import CannotServeMetrics
 from router.settings import host_and_port
@@ -45,13 +46,28 @@ class Metrics:
         """Returns the figures of all processes, added up. The server calls this, in threads of its own."""
         with self._lock:
             added_up = list(MultiProcessCollector(None, path=str(self._folder)).collect())  # type: ignore[no-untyped-call]
+            self._add_exemplars(added_up)
         return [*added_up, *self._written_at_once()]
+
+    def _add_exemplars(self, metrics: Iterable[Metric]) -> None:
+        """Adds to each sample the newest exemplar that a process has written for it (router/gate/exemplars.py)."""
+        newest: dict[tuple[str, frozenset[tuple[str, str]]], Exemplar] = {}
+        for file in self._folder.glob("exemplars_*.json"):
+            for name, labels, trace_id, value, at_s in json.loads(file.read_text()):
+                series = name, frozenset(labels.items())
+                if series not in newest or newest[series].timestamp < at_s:
+                    newest[series] = Exemplar({"trace_id": trace_id}, value, at_s)
+        for metric in metrics:
+            metric.samples = [
+                sample._replace(exemplar=newest.get((sample.name, frozenset(sample.labels.items()))))
+                for sample in metric.samples
+            ]
 
     def _written_at_once(self) -> Iterable[Metric]:
         """Returns the gauges that a process replaces all at once (router/fleet/shard_gauges.py), unless nobody has
         replaced them in time."""
         gauges: dict[str, GaugeMetricFamily] = {}
-        for file in self._folder.glob("*.json"):
+        for file in self._folder.glob("shard_*.json"):
             written = json.loads(file.read_text())
             if time.time() < written["until"]:
                 for name, meaning, labels, samples in written["families"]:
@@ -61,10 +77,11 @@ class Metrics:
         return gauges.values()
 
     def ended(self, pid: int) -> None:
-        """A router process has ended: keeps what it has counted, and drops its gauges."""
+        """A router process has ended: keeps what it has counted, and drops its gauges and exemplars."""
         with self._lock:
-            for gauges in self._folder.glob(f"gauge_*_{pid}.db"):
-                gauges.unlink()
+            for pattern in (f"gauge_*_{pid}.db", f"exemplars_{pid}.json"):
+                for file in self._folder.glob(pattern):
+                    file.unlink()
             for kind in ("counter", "histogram"):
                 own = self._folder / f"{kind}_{pid}.db"
                 if own.exists():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,11 +15,13 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.samples import Exemplar
 
 from tests.collector import Collector, Received, collecting
 from tests.e2e.conftest import RunningCluster
 from tests.jobs import job_id, job_message
-from tests.routers import PATIENCE_S, Routers, running_routers, stubs, write_cluster
+from tests.routers import PATIENCE_S, Routers, metrics_of, running_routers, stubs, until, write_cluster
 from windrow import Client, Job, Worker, uuid7
 from windrow.v1 import job_pb2, queue_pb2
 
@@ -134,6 +137,34 @@ def test_a_call_whose_caller_does_not_sample_is_not_exported(traced: Routers, co
             both.queue.Enqueue(request, timeout=PATIENCE_S, metadata=(("traceparent", parent),))
     collector.one("windrow.v1.Queue/Enqueue", lambda one: one.trace == loud)
     assert {one.trace for one in collector.spans()} & {quiet, loud} == {loud}
+
+
+def test_a_scrape_leads_from_a_bucket_of_slow_calls_to_the_trace_of_one(config: Path, collector: Collector) -> None:
+    config.write_text(config.read_text() + 'metrics = "127.0.0.1:0"\n')
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint, **SOON}
+    with running_routers(config, processes=2, environ=environ) as routers, stubs(routers.address) as both:
+        request = queue_pb2.DequeueRequest(org=f"org-{uuid7()}", queues=[QUEUE], wait=Duration(nanos=300_000_000))
+        parent = f"00-{trace}-b7ad6b7169203331-01"
+        both.queue.Dequeue(request, timeout=PATIENCE_S, metadata=(("traceparent", parent),))
+        scrape = urllib.request.Request(metrics_of(routers), headers={"Accept": "application/openmetrics-text"})
+
+        def found() -> dict[str, Exemplar]:
+            with urllib.request.urlopen(scrape, timeout=PATIENCE_S) as answer:
+                text = answer.read().decode()
+                families = openmetrics.text_string_to_metric_families(text)  # type: ignore[no-untyped-call]
+                return {
+                    f"{sample.labels['method']} {sample.labels['le']}": sample.exemplar
+                    for family in families
+                    for sample in family.samples
+                    if sample.exemplar is not None
+                }
+
+        until(found, "the call was recorded")
+        ((bucket, exemplar),) = found().items()
+    method, _, le = bucket.partition(" ")
+    assert (method, exemplar.labels) == ("windrow.v1.Queue/Dequeue", {"trace_id": trace})
+    assert 0.3 <= exemplar.value <= float(le) <= 10
 
 
 @pytest.mark.parametrize("environ", [{}, {"OTEL_SDK_DISABLED": "true"}, {"OTEL_TRACES_EXPORTER": "none"}], ids=str)

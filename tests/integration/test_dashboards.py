@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
+import re
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -36,8 +37,9 @@ async def store_jobs(dsn: str, org: OrgId) -> None:
 def scraping(folder: Path, target: str) -> Generator[str, None, None]:
     """Scrapes the target twice a second, with the rules of deploy/prometheus. Yields Prometheus's address."""
     text = (alerts.PROMETHEUS / "prometheus.yml").read_text().replace("127.0.0.1:9464", target)
-    fast = "scrape_interval: 500ms\n  scrape_timeout: 500ms\n  evaluation_interval: 500ms"
-    (folder / "prometheus.yml").write_text(text.replace("scrape_interval: 15s", fast))
+    text, changed = re.subn(r"(scrape|evaluation)_interval: .*", r"\1_interval: 500ms", text)
+    assert changed == 2
+    (folder / "prometheus.yml").write_text(text)
     shutil.copy(alerts.PROMETHEUS / "rules.yml", folder)
     with running_prometheus(folder, "--config.file=prometheus.yml", "--storage.tsdb.path=data") as address:
         yield address

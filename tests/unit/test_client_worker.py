@@ -1321,41 +1321,6 @@ async def test_a_handler_that_ends_by_its_timeout_or_in_spite_of_it_says_itself_
     ]
 
 
-@pytest.mark.parametrize("kind", ["async def", "def"])
-async def test_hundreds_of_hanging_handlers_leave_all_places_free(
-    router: FakeRouter, client: Client, kind: str
-) -> None:
-    worker = Worker(client, "q", concurrency=50)
-    over = threading.Event()
-
-    if kind == "def":
-
-        @worker.handler("hang", timeout=0.02)
-        def hang(job: Job) -> None:
-            over.wait(WAIT_S)
-    else:
-
-        @worker.handler("hang", timeout=0.02)
-        async def wait(job: Job) -> None:
-            await asyncio.Event().wait()
-
-    barrier = asyncio.Barrier(50)
-
-    @worker.handler("all at once")
-    async def all_at_once(job: Job) -> None:
-        await barrier.wait()
-
-    for _ in range(200):
-        router.give("hang")
-    async with running(worker):
-        await router.until(lambda: len(router.nacks()) == 200)
-        for _ in range(50):
-            router.give("all at once")
-        await router.until(lambda: len(router.acks()) == 50)
-        over.set()
-    assert {nack.failure.type for nack in router.nacks()} == {"windrow.TimedOut"}
-
-
 async def test_so_many_threads_are_left_alone_and_then_each_keeps_its_place(
     router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

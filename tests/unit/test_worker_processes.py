@@ -8,14 +8,11 @@ import logging
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.effort import trials
 from tests.unit import isolated_handlers
 from tests.unit.client_fake import WAIT_S, FakeRouter
 from tests.unit.test_client_worker import CHECKOUT, running
@@ -190,55 +187,6 @@ async def test_only_plain_functions_of_a_module_can_be_isolated(client: Client) 
     worker.handler("nested", isolate="process")(nested)
     with pytest.raises(InvalidRequest, match=r"nested.* cannot be imported by name"):
         await worker.run()
-
-
-def rss_mib() -> float:
-    return psutil.Process().memory_info().rss / 2**20
-
-
-@pytest.mark.thorough
-async def test_handlers_that_hang_in_processes_time_out_and_leave_their_places_and_no_memory(
-    router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As many as a worker has places. 1,000 processes need 6 GiB and 4,096 open files."""
-    count, timeout_s = trials(8, thorough=int(os.environ.get("WINDROW_HANGING", "1000"))), trials(2, thorough=60)
-    # A busy machine takes long to begin with a thousand: no job shall go back meanwhile.
-    worker = Worker(client, "q", concurrency=count, prefetch=0, visibility_window=300)
-    worker.handler("hang", isolate="process", timeout=timeout_s)(isolated_handlers.hang)
-    freed = asyncio.Event()
-
-    @worker.handler("quick")
-    async def quick(job: Job) -> None:
-        freed.set()
-
-    hanging = [router.give("hang") for _ in range(count)]
-    before_mib, began_s = rss_mib(), time.monotonic()
-    async with running(worker, within_s=timeout_s + PATIENCE_S):
-        async with asyncio.timeout(timeout_s + PATIENCE_S):
-            while router.jobs:
-                await router.next_news()
-            # It finds a place when one of the handlers has timed out, and all others when all have.
-            after = [router.give("quick") for _ in range(count)]
-            await freed.wait()
-        first_s = time.monotonic() - began_s
-        async with asyncio.timeout(PATIENCE_S):
-            while not {job.id for job in after} <= set(router.settled("Ack")):
-                await router.next_news()
-        all_s = time.monotonic() - began_s
-    # What a process did is not known: there is nothing to tell but that it took too long.
-    assert {line.rpartition(": ")[2] for line in caplog.messages} == {
-        f"the handler did not finish within {timeout_s} s"
-    }
-    nacks = router.nacks()
-    assert {nack.lease for nack in nacks} == {job.lease for job in hanging}
-    assert {nack.failure.type for nack in nacks} == {"windrow.TimedOut"}
-    reported = {extend.progress.note for message in router.of("Consume") for extend in message.extends}
-    pids = {int(note) for note in reported if note}
-    await router.until(lambda: not any(map(alive, pids)))
-    print(f"{count} processes, {len(pids)} began; places free after {first_s:.1f} to {all_s:.1f} s of {timeout_s} s")
-    print(f"memory {before_mib:.0f} -> {rss_mib():.0f} MiB")
-    # A process costs its worker a few objects.
-    assert rss_mib() - before_mib < 50 + count / 10
 
 
 PROGRAM = """

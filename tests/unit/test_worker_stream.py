@@ -270,10 +270,11 @@ async def test_a_router_that_does_not_answer_is_left_for_another(router: FakeRou
     async with Client(router.address, org="acme", try_timeout=2.0) as client:
         running = Running(client)
         job = router.give("quick")
-        await router.until(lambda: len(router.acks()) == 2)
+        # With which status does not matter: gRPC may show a server that a stream was closed before it shows that it
+        # was cancelled.
+        await router.until(lambda: len(router.acks()) == 2 and router.streams[0].ended)
         await running.stop()
     assert router.settled("Ack") == [job.id] * 2
-    assert router.streams[0].ended is StatusCode.CANCELLED
 
 
 async def test_an_answer_that_does_not_fit_its_question_is_not_believed(router: FakeRouter, client: Client) -> None:
