@@ -18,8 +18,9 @@ import sys
 import tarfile
 import time
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import quantiles
 
@@ -27,20 +28,25 @@ import psycopg
 import pytest
 
 from shard.postgres import schema
+from tests.effort import THOROUGH, trials
 from tests.fault.upgrade_load import WINDOW_S
 from tests.postgres import EMPTY, Server
 from tests.routers import CHECKOUT, PATIENCE_S, first_line, reserved_address, stubs, until, write_cluster
 
-PER_SECOND = 200
+PER_SECOND = trials(200, thorough=2000)
 # Nothing is replaced until the load of this many seconds is stored, for comparison.
-CALM_S = 2.0
+CALM_S = trials(2, thorough=30)
+# The same between two replacements.
+BETWEEN_S = trials(0, thorough=10)
 # What a router and a client are made of.
 _PARTS = ("router", "shard", "clients/python/windrow")
 _MIGRATIONS = "shard/postgres/migrations"
 _numbers = itertools.count(1)
 
-# Statements that name no columns, and plans that are kept, break with it.
-_WIDER = b"""DO $$
+# What a release usually needs.
+_ONE_COLUMN = b"ALTER TABLE windrow.job ADD COLUMN of_the_next_release integer"
+# Statements that name no columns, and plans that are kept, break with it. All tables are locked until it ends.
+_ALL_TABLES = b"""DO $$
 DECLARE
     wide regclass;
 BEGIN
@@ -54,6 +60,8 @@ BEGIN
 END
 $$;
 """
+# The first one is only measured, because the other finds whatever it would find.
+_ADDED = ({"a column": _ONE_COLUMN} if THOROUGH else {}) | {"a column in every table": _ALL_TABLES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +93,12 @@ def today(tmp_path: Path) -> Release:
     return Release(name="today", folder=_copied(CHECKOUT, tmp_path / "today"))
 
 
-@pytest.fixture
-def following(tmp_path: Path) -> Release:
-    release = Release(name="following", folder=_copied(CHECKOUT, tmp_path / "following"))
+@pytest.fixture(params=_ADDED.items(), ids=lambda one: one[0])
+def following(tmp_path: Path, request: pytest.FixtureRequest) -> Release:
+    added, migration = request.param
+    release = Release(name=f"{added} more", folder=_copied(CHECKOUT, tmp_path / "following"))
     number = release.newest_migration + 1
-    (release.folder / _MIGRATIONS / f"{number:04}_wider.sql").write_bytes(_WIDER)
+    (release.folder / _MIGRATIONS / f"{number:04}_wider.sql").write_bytes(migration)
     return release
 
 
@@ -155,11 +164,12 @@ class Cluster:
             supervisor.terminate()
             assert supervisor.wait(PATIENCE_S) == 0, self.log.read_text()
 
-    def roll_to(self, release: Release) -> None:
-        """Restarts one router after another, as deploy/README.md says."""
+    def roll_to(self, release: Release, pause: Callable[[], None]) -> None:
+        """Restarts one router after another, as deploy/README.md says, with a pause after each."""
         for address in self.addresses:
             self.stop(address)
             self.start(address, release)
+            pause()
 
     @property
     def log(self) -> Path:
@@ -221,6 +231,13 @@ class Seen:
         return quantiles(took_s, n=100)[98] * 1000
 
 
+def go_on(log: Path, seconds: float) -> None:
+    """Waits until the load of this many seconds is stored."""
+    # Lines of the log may be torn while it is written.
+    jobs = log.read_bytes().count(b'"stored"') + PER_SECOND * seconds
+    until(lambda: log.read_bytes().count(b'"stored"') >= jobs, "the load goes on", within_s=seconds + PATIENCE_S)
+
+
 def roll_there_and_back(old: Release, new: Release, postgres: Server, folder: Path) -> None:
     log, errors = folder / "load.jsonl", folder / "load.err"
     with cluster_of(old, postgres, folder) as cluster:
@@ -232,12 +249,10 @@ def roll_there_and_back(old: Release, new: Release, postgres: Server, folder: Pa
             try:
                 until(lambda: log.exists() and log.stat().st_size > 0, "the load begins")
                 calm_s = time.monotonic()
-                # Lines of the log may be torn while it is written.
-                calm_jobs = log.read_bytes().count(b'"stored"') + PER_SECOND * CALM_S
-                until(lambda: log.read_bytes().count(b'"stored"') >= calm_jobs, "the load goes on undisturbed")
+                go_on(log, CALM_S)
                 marks = [time.monotonic()]
                 for release in (new, old):
-                    cluster.roll_to(release)
+                    cluster.roll_to(release, partial(go_on, log, BETWEEN_S))
                     marks.append(time.monotonic())
                     assert cluster.newest_migration == new.newest_migration
                 # SIGTERM would stop the workers.
@@ -267,14 +282,18 @@ def roll_there_and_back(old: Release, new: Release, postgres: Server, folder: Pa
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.turns(2)
+@pytest.mark.timeout(300)
 def test_routers_of_an_earlier_commit_are_upgraded_to_this_checkout_and_back_under_load(
     earlier: Release, today: Release, postgres: Server, tmp_path: Path
 ) -> None:
     roll_there_and_back(earlier, today, postgres, tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.turns(2)
+@pytest.mark.timeout(300)
 def test_routers_of_this_checkout_are_upgraded_to_a_release_with_wider_tables_and_back_under_load(
     today: Release, following: Release, postgres: Server, tmp_path: Path
 ) -> None:
