@@ -34,6 +34,7 @@ from proof.processes import serving
 from proof.routers import running
 from router.gate.auth.scopes import Scope
 from router.process.supervisor import Supervisor
+from router.settings import router_settings
 from shard.admin import api_keys
 
 _PAUSE_S = 0.2
@@ -271,7 +272,13 @@ def _clear(dsn: str) -> None:
 
 @contextlib.asynccontextmanager
 async def _routers(config: Path, processes: int, environ: Mapping[str, str]) -> AsyncGenerator[Servers, None]:
-    supervisor = Supervisor(config, listen="127.0.0.1:0", processes=processes, drain_seconds=_DRAIN_S)
+    supervisor = Supervisor(
+        config,
+        listen="127.0.0.1:0",
+        processes=processes,
+        drain_seconds=_DRAIN_S,
+        metrics=router_settings(read(config)).metrics,
+    )
     async with running(supervisor, environ) as address:
         yield Servers(address=address, pids=lambda: supervisor.pids)
 

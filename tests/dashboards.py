@@ -6,7 +6,6 @@ description.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -14,19 +13,14 @@ from typing import Any
 
 import yaml
 
+from proof.dashboards import legend_labels, read_dashboards
 from shard.metrics import DECLARED
-from tests.alerts import PROMETHEUS, ROOT
+from tests.alerts import PROMETHEUS
 
-GRAFANA = ROOT / "deploy" / "grafana"
 # What Prometheus adds to every series.
 _OF_TARGETS = frozenset({"instance", "job"})
 _SERIES = re.compile(r"\b(up|windrow[a-z0-9_:]*)\b(?:\{([^}]*)\})?")
 _QUOTED = re.compile(r'"[^"]*"')
-
-
-def dashboards() -> dict[str, Any]:
-    """Returns the dashboards by the names of their files."""
-    return {file.name: json.loads(file.read_text()) for file in sorted(GRAFANA.glob("*.json"))}
 
 
 def labels_of_series() -> dict[str, frozenset[str]]:
@@ -52,8 +46,7 @@ def faults_of(dashboard: dict[str, Any]) -> Iterator[str]:
             yield f"{title}: it has no unit"
         for target in panel["targets"]:
             yield from (f"{title}: {fault}" for fault in _faults_of_query(target["expr"], series))
-            shown = {*re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])}
-            for label in sorted(shown - _grouped(target["expr"])):
+            for label in sorted(legend_labels(target["legendFormat"]) - _grouped(target["expr"])):
                 yield f"{title}: its legend shows {label}, by which the query does not group"
     for variable in dashboard["templating"]["list"]:
         name, label = re.findall(r"^label_values\((\w+), (\w+)\)$", variable["query"])[0]
@@ -83,7 +76,7 @@ def _grouped(query: str) -> set[str]:
 
 
 def main() -> int:
-    found = [f"{name}: {fault}" for name, one in dashboards().items() for fault in faults_of(one)]
+    found = [f"{name}: {fault}" for name, one in read_dashboards().items() for fault in faults_of(one)]
     print("\n".join(found))
     return bool(found)
 

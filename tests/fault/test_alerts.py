@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import time
 from collections.abc import AsyncGenerator, Callable, Generator
 from pathlib import Path
@@ -16,10 +15,9 @@ import pytest
 from cli.local import in_thread
 from embedded import BinariesNotFound
 from proof.postgres import Entrance, open_shards
-from tests import alerts
 from tests.effort import THOROUGH
 from tests.jobs import job_id, job_message
-from tests.prometheus import asked, running_prometheus
+from tests.prometheus import asked, scraping
 from tests.routers import PATIENCE_S, reserved_address, running_routers, write_cluster
 from tests.streams import until
 from windrow.v1 import queue_pb2, queue_pb2_grpc
@@ -102,11 +100,7 @@ async def _until_firing(firing: Callable[[], set[str]], *names: str) -> None:
 @contextlib.contextmanager
 def _prometheus(folder: Path, scraped: list[str]) -> Generator[Callable[[], set[str]], None, None]:
     """Runs Prometheus with the shipped configuration and rules. Yields what tells the names of the alerts that fire."""
-    shipped = (alerts.PROMETHEUS / "prometheus.yml").read_text()
-    assert '["127.0.0.1:9464"]' in shipped
-    (folder / "prometheus.yml").write_text(shipped.replace('["127.0.0.1:9464"]', str(scraped)))
-    shutil.copy(alerts.PROMETHEUS / "rules.yml", folder)
-    with running_prometheus(folder, "--config.file=prometheus.yml", "--storage.tsdb.path=data") as address:
+    with scraping(folder, *scraped) as address:
 
         def firing() -> set[str]:
             found = asked(address, "query", query='ALERTS{alertstate="firing"}')

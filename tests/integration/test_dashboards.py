@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
-import re
-import shutil
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from proof.dashboards import filled, read_dashboards
 from shard.queue.store import Store
 from shard.vocabulary import OrgId
-from tests import alerts, dashboards
+from tests import dashboards
 from tests.conftest import connected
 from tests.jobs import job_id, job_message, some_jobs
-from tests.prometheus import asked, running_prometheus
+from tests.prometheus import asked, scraping
 from tests.routers import PATIENCE_S, Stubs, reserved_address, running_routers, stubs, until, write_cluster
 from windrow.v1 import queue_pb2
 
@@ -33,23 +31,10 @@ async def store_jobs(dsn: str, org: OrgId) -> None:
         await Store(database).enqueue(some_jobs(org, 3))
 
 
-@contextmanager
-def scraping(folder: Path, target: str) -> Generator[str, None, None]:
-    """Scrapes the target twice a second, with the rules of deploy/prometheus. Yields Prometheus's address."""
-    text = (alerts.PROMETHEUS / "prometheus.yml").read_text().replace("127.0.0.1:9464", target)
-    text, changed = re.subn(r"(scrape|evaluation)_interval: .*", r"\1_interval: 500ms", text)
-    assert changed == 2
-    (folder / "prometheus.yml").write_text(text)
-    shutil.copy(alerts.PROMETHEUS / "rules.yml", folder)
-    with running_prometheus(folder, "--config.file=prometheus.yml", "--storage.tsdb.path=data") as address:
-        yield address
-
-
 def values(address: str, query: str, org: OrgId) -> list[float]:
     """Returns the values of a query's lines that are numbers. A query that Prometheus refuses fails the test."""
-    for variable, chosen in {"$__rate_interval": "1m", "$shard": "s1", "$org": org}.items():
-        query = query.replace(variable, chosen)
-    data = asked(address, "query", query=query)
+    variables = {"__rate_interval": "1m", "shard": "s1", "org": org}
+    data = asked(address, "query", query=filled(query, variables))
     result = data["result"] if data else []
     return [value for one in result if not math.isnan(value := float(one["value"][1]))]
 
@@ -78,8 +63,12 @@ def test_prometheus_has_data_for_every_query_of_a_cluster_that_works(
     with reserved_address() as target:
         pass
     config.write_text(config.read_text() + f'metrics = "{target}"\n')
-    with running_routers(config) as routers, stubs(routers.address) as both, scraping(tmp_path, target) as address:
-        panels = [panel for one in dashboards.dashboards().values() for panel in one["panels"]]
+    with (
+        running_routers(config) as routers,
+        stubs(routers.address) as both,
+        scraping(tmp_path, target, every_ms=500) as address,
+    ):
+        panels = [panel for one in read_dashboards().values() for panel in one["panels"]]
         assert {panel["title"] for panel in panels} > WITHOUT_DATA
         for panel in panels:
             for query in (target["expr"] for target in panel["targets"]):
@@ -96,7 +85,7 @@ def test_prometheus_has_data_for_every_query_of_a_cluster_that_works(
 
 
 def test_the_dashboards_are_sound() -> None:
-    assert [list(dashboards.faults_of(one)) for one in dashboards.dashboards().values()] == [[], [], []]
+    assert [list(dashboards.faults_of(one)) for one in read_dashboards().values()] == [[], [], []]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +107,7 @@ def test_the_dashboards_are_sound() -> None:
     ],
 )
 def test_a_panel_with_a_fault_is_found(change: dict[str, Any], complaint: str) -> None:
-    dashboard = copy.deepcopy(dashboards.dashboards()["cluster.json"])
+    dashboard = copy.deepcopy(read_dashboards()["cluster.json"])
     (panel,) = [panel for panel in dashboard["panels"] if panel["title"] == "Calls"]
     panel["targets"][0].update({key: value for key, value in change.items() if key == "expr"})
     panel.update({key: value for key, value in change.items() if key != "expr"})

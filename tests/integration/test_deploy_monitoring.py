@@ -15,8 +15,8 @@ import grpc
 import pytest
 import yaml
 
+from proof.dashboards import read_dashboards
 from shard.metrics import DECLARED
-from tests import dashboards
 from tests.collector import collecting
 from tests.deployed import databases, run_a_job_on_each_shard
 from tests.integration.test_deploy import COMPOSE, DEPLOY, OURS, ROUTERS, SERVICES, container
@@ -82,7 +82,7 @@ def test_grafana_gets_every_dashboard_and_the_source_that_they_name() -> None:
     (source,) = config("grafana", "/etc/grafana/provisioning/datasources/windrow.yaml")["datasources"]
     assert source["url"] == "http://prometheus:9090"
     assert source["type"] == "prometheus"
-    found = dashboards.dashboards()
+    found = read_dashboards()
     panels = [panel for one in found.values() for panel in one["panels"]]
     assert {panel["datasource"]["uid"] for panel in panels} == {source["uid"]}
     (provider,) = config("grafana", "/etc/grafana/provisioning/dashboards/windrow.yaml")["providers"]
@@ -92,7 +92,7 @@ def test_grafana_gets_every_dashboard_and_the_source_that_they_name() -> None:
 
 
 def test_every_metric_is_on_a_dashboard() -> None:
-    panels = [panel for one in dashboards.dashboards().values() for panel in one["panels"]]
+    panels = [panel for one in read_dashboards().values() for panel in one["panels"]]
     queries = " ".join(target["expr"] for panel in panels for target in panel["targets"])
     assert [one.name for one in DECLARED if one.name not in queries] == []
 

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from shard.vocabulary import OrgId
 from tests import alerts
 from tests.jobs import job_id, job_message
-from tests.prometheus import INSTALL, asked, running_prometheus
+from tests.prometheus import INSTALL, asked, scraping
 from tests.routers import PATIENCE_S, Routers, metrics_of, running_routers, stubs, until, write_cluster
 from windrow.v1 import job_pb2, queue_pb2
 
@@ -160,12 +160,8 @@ def test_every_series_is_declared(routers: Routers) -> None:
 
 def test_prometheus_scrapes_a_router_and_loads_the_alerts(routers: Routers, tmp_path: Path) -> None:
     target = urllib.parse.urlsplit(metrics_of(routers)).netloc
-    shipped = (alerts.PROMETHEUS / "prometheus.yml").read_text()
-    config = shipped.replace("127.0.0.1:9464", target).replace("scrape_interval: 10s", "scrape_interval: 1s")
-    (tmp_path / "prometheus.yml").write_text(config)
-    shutil.copy(alerts.PROMETHEUS / "rules.yml", tmp_path)
     expected = figures(routers)["windrow_jobs_enqueued_total"]
-    with running_prometheus(tmp_path, "--config.file=prometheus.yml", "--storage.tsdb.path=data") as address:
+    with scraping(tmp_path, target, every_ms=1000) as address:
         query = "windrow_jobs_enqueued_total"
         until(lambda: asked(address, "query", query=query), "Prometheus has scraped")
         found = asked(address, "query", query=query)
