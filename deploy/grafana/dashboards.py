@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).resolve().parent
 _OVER = "[$__rate_interval]"
+# A counter has a series for each of its labels' values from the beginning. Where these are many, `> 0` leaves out those
+# that do not count now: otherwise a legend would have up to a thousand entries.
 _ENQUEUED = "windrow_jobs_enqueued_total"
 _SETTLED = "windrow_leases_settled_total"
 _NOT_WAITING = '{method!="windrow.v1.Queue/Dequeue"}'
@@ -60,10 +62,10 @@ CLUSTER = (
     Panel("Oldest ready job", "s", "How long the job has waited that consumers could have leased first, by shard.",
           {"{{shard}}": f"max by (shard) ({_OLDEST})"}),
     Panel("Calls", "reqps", "Calls a second that have ended, by method.",
-          {"{{method}}": f"sum by (method) (rate(windrow_calls_total{_OVER}))"}),
+          {"{{method}}": f"sum by (method) (rate(windrow_calls_total{_OVER})) > 0"}),
     Panel("Calls that are refused or fail", "reqps",
           "Calls a second that did not end with OK, by method and status. docs/errors.md explains each.",
-          {"{{method}} {{code}}": f'sum by (method, code) (rate(windrow_calls_total{{code!="OK"}}{_OVER}))'}),
+          {"{{method}} {{code}}": f'sum by (method, code) (rate(windrow_calls_total{{code!="OK"}}{_OVER})) > 0'}),
     Panel("Time of calls, 99th percentile", "s",
           "99 of 100 calls take less. Dequeue is not shown, because its time includes waiting for jobs.",
           {"{{method}}": _quantile(0.99, "windrow_call_duration_seconds", "method", _NOT_WAITING)}),
@@ -95,7 +97,7 @@ SHARD = (
           "Leases a second that nobody ended, found when their jobs were leased again. Their workers died or hung.",
           {"expired": f"sum(rate(windrow_leases_expired_total{_OF_SHARD}{_OVER}))"}),
     Panel("Leases settled", "ops", "Acks, nacks, extends, releases and snoozes a second, by their answer.",
-          {"{{verb}} {{answer}}": f"sum by (verb, answer) (rate({_SETTLED}{_OF_SHARD}{_OVER}))"}),
+          {"{{verb}} {{answer}}": f"sum by (verb, answer) (rate({_SETTLED}{_OF_SHARD}{_OVER})) > 0"}),
     Panel("Acks that come too late", "percentunit",
           "The share of acks whose lease had ended: those jobs run again. Extend leases, or set a longer window.",
           {"late": f'sum(rate({_SETTLED}{{shard="$shard",verb="ack",answer="stale"}}{_OVER}) or vector(0)) / '
