@@ -8,6 +8,7 @@ from bench.scenario import Scenario
 from bench.scenarios import (
     archive,
     bulk,
+    dashboards,
     depth,
     fair,
     groups,
@@ -52,5 +53,6 @@ SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
         "workflows": workflows.SCENARIO,
         "fair": fair.SCENARIO,
         "scale": scale.SCENARIO,
+        "dashboards": dashboards.SCENARIO,
     }
 )

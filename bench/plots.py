@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.report import Plot
+from bench import panels
+from bench.report import Plot, Sheet
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _SIZE_INCH = (9.0, 5.0)
 # Up to this many points, each is marked.
 _POINTS_FEW = 20
 
 
-def draw(folder: Path, plots: Sequence[Plot], say: Callable[[str], None]) -> None:
+def draw(folder: Path, plots: Sequence[Plot | Sheet], say: Callable[[str], None]) -> None:
     """Writes one file for each plot. If matplotlib is not installed, says so and draws none."""
     if not plots:
         return
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
+    if importlib.util.find_spec("matplotlib") is None:
         say("no plots: matplotlib is not installed; ./run installs it, or `pip install windrow-server[bench]`")
         return
     for plot in plots:
-        panels = (plot, *plot.below)
-        width, height = _SIZE_INCH
-        figure = Figure(figsize=(width, height * (1 + 0.6 * len(plot.below))), layout="constrained")
-        FigureCanvasAgg(figure)
-        rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)
-        for panel, axes in zip(panels, rows[:, 0], strict=True):
-            _draw(panel, axes)
-        rows[-1, 0].set(xlabel=plot.x)
-        figure.savefig(folder / f"{plot.name}.png", dpi=110)
+        file = folder / f"{plot.name}.png"
+        if isinstance(plot, Sheet):
+            panels.save(panels.figure(plot), file)
+        else:
+            _figure(plot).savefig(file, dpi=110)
+
+
+def _figure(plot: Plot) -> Figure:
+    from matplotlib.figure import Figure
+
+    each = (plot, *plot.below)
+    width, height = _SIZE_INCH
+    figure = Figure(figsize=(width, height * (1 + 0.6 * len(plot.below))), layout="constrained")
+    rows = figure.subplots(len(each), 1, sharex=True, squeeze=False)
+    for panel, axes in zip(each, rows[:, 0], strict=True):
+        _draw(panel, axes)
+    rows[-1, 0].set(xlabel=plot.x)
+    return figure
 
 
 def _draw(plot: Plot, axes: Axes) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from proof.environment import described
 from proof.table import Table
@@ -28,6 +29,43 @@ class Plot:
     below: Sequence[Plot] = ()
 
 
+Points: TypeAlias = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One panel of a dashboard. `x` to `height`: its gridPos. `unit`: in Grafana's words. `lines`: by their legends,
+    over seconds; NaN: a gap."""
+
+    title: str
+    unit: str
+    x: int
+    y: int
+    width: int
+    height: int
+    lines: Mapping[str, Points]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What happened at some moment, or until another one."""
+
+    what: str
+    at_s: float
+    until_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sheet:
+    """A whole dashboard, which is one picture. `name`: the name of its file, without the suffix."""
+
+    name: str
+    title: str
+    panels: Sequence[Panel]
+    events: Sequence[Event]
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """The result of one scenario. `samples`: everything that was measured, in a form for JSON."""
@@ -36,7 +74,7 @@ class Found:
     plan: Mapping[str, object]
     samples: Sequence[Mapping[str, object]]
     tables: Sequence[Table]
-    plots: Sequence[Plot] = ()
+    plots: Sequence[Plot | Sheet] = ()
 
 
 def markdown(found: Sequence[Found], *, environment: Mapping[str, object], failed: Mapping[str, str]) -> str:

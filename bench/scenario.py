@@ -96,5 +96,5 @@ class Scenario:
     # The scenario's plans as a part of `./run bench`, with these systems beside Windrow, and of `./run bench --quick`.
     # None: it is no part.
     # One plan, or a tuple of several.
-    full: Callable[[tuple[str, ...]], Any]
+    full: Callable[[tuple[str, ...]], Any] | None
     quick: Callable[[], Any] | None
