@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from proof.dashboards import read_dashboards
+from proof.prometheus import INSTALL
 
 _ROOT = Path(__file__).parent.parent.parent
 # Only for what hangs.
@@ -163,6 +167,23 @@ def test_the_parts_of_many_routers_are_measured(tmp_path: Path) -> None:
     assert jobs["jobs"] == len(jobs["late_us"]) == 5
     assert router["shards"] == 2
     assert router["files"] >= 12
+
+
+@pytest.mark.turns(3)
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason=f"prometheus is not installed: {INSTALL}")
+def test_every_panel_of_the_dashboards_is_drawn_from_what_prometheus_answers(tmp_path: Path) -> None:
+    _, *drawn = _samples("dashboards", "--minutes", "0.3", out=tmp_path)
+    shipped = {
+        (f"dashboard-{Path(name).stem}", panel["title"])
+        for name, one in read_dashboards().items()
+        for panel in one["panels"]
+    }
+    assert {(panel["dashboard"], panel["panel"]) for panel in drawn} == shipped
+    assert len(drawn) == len(shipped)
+    # A query that is refused or not answered fails the run. In so short a run some have nothing to tell yet.
+    told = {panel["panel"] for panel in drawn if any(value for line in panel["lines"].values() for _, value in line)}
+    assert told >= {"Routers", "Jobs", "Calls", "Shards that can be used", "Jobs enqueued", "Acts", "Leases settled"}
+    assert {file.stem for file in tmp_path.glob("*.png")} == {name for name, _ in shipped}
 
 
 def _samples(*command: str, out: Path) -> list[Any]:
