@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import os
 import random
 import socket
 from collections import Counter
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -693,3 +695,31 @@ async def test_programs_that_a_process_starts_do_not_inherit_its_connections() -
         (connection,) = received
         with connection:
             assert not connection.get_inheritable()
+
+
+# ── Descriptors ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_sibling_that_has_ended_at_once_costs_no_other_file_its_descriptor() -> None:
+    """Otherwise gRPC would write answers for one client to the connection of another one."""
+
+    async def connect_to_the_dead() -> None:
+        ours, theirs = socket.socketpair()
+        number = ours.fileno()
+        theirs.close()
+        made = Siblings(Buffer(1000), consumers=lambda _: None, ready=list)
+        made.connect(ours)
+        del ours
+        async with asyncio.timeout(PATIENCE_S):
+            while made._siblings or made._connecting:
+                await asyncio.sleep(0)
+        files: list[int] = []
+        while number not in files:
+            files.append(os.open(os.devnull, os.O_RDONLY))
+        del made
+        gc.collect()
+        for file in files:
+            # It fails if somebody else has closed it.
+            os.close(file)
+
+    uvloop.run(connect_to_the_dead())

@@ -45,6 +45,13 @@ class Link(asyncio.Protocol):
             self._sending = True
             asyncio.get_running_loop().call_soon(self._send)
 
+    def greet(self) -> None:
+        """Call this once the connection is made. Not in connection_made: if a write fails there, because the sibling
+        has just ended, uvloop 0.23 closes the descriptor twice, the second time when another file may have it."""
+        if not self._closed:
+            assert self._transport is not None
+            self._transport.write(greeting(self._version))
+
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()
@@ -63,7 +70,6 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are not derived from asyncio.Transport.
         self._transport = cast("asyncio.Transport", transport)
-        self._transport.write(greeting(self._version))
 
     def data_received(self, data: bytes) -> None:
         self._received += data

@@ -57,10 +57,13 @@ class Siblings:
         sibling = _Sibling(self._buffer, self._consumers, self._opened, self._hinted, self._lost)
         self._siblings.add(sibling)
         self._divide_hints()
-        loop = asyncio.get_running_loop()
-        connecting = loop.create_task(loop.create_unix_connection(lambda: sibling.link, sock=connection))
+        connecting = asyncio.create_task(self._connect(sibling, connection))
         self._connecting.add(connecting)
         connecting.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, sibling: _Sibling, connection: socket.socket) -> None:
+        await asyncio.get_running_loop().create_unix_connection(lambda: sibling.link, sock=connection)
+        sibling.link.greet()
 
     # ── Hints ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
