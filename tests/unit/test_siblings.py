@@ -46,6 +46,7 @@ from shard.vocabulary import Lease, Micros, NewJobs, OrgId, QueueName, ShardName
 from tests.effort import luck_of, trials
 from tests.jobs import some_jobs
 from tests.routers import PATIENCE_S
+from tests.streams import until
 
 ORG, QUEUE, SHARD = OrgId("o"), QueueName("mail"), ShardName("s1")
 KEY = QueueKey(SHARD, ORG, QUEUE)
@@ -710,13 +711,10 @@ def test_a_sibling_that_has_ended_at_once_costs_no_other_file_its_descriptor() -
         made = Siblings(Buffer(1000), consumers=lambda _: None, ready=list)
         made.connect(ours)
         del ours
-        async with asyncio.timeout(PATIENCE_S):
-            while made._siblings or made._connecting:
-                await asyncio.sleep(0)
+        await until(lambda: not made._siblings and not made._connecting, "it is found to have ended")
         files: list[int] = []
         while number not in files:
             files.append(os.open(os.devnull, os.O_RDONLY))
-        del made
         gc.collect()
         for file in files:
             # It fails if somebody else has closed it.
