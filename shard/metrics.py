@@ -139,7 +139,8 @@ QUEUE_OLDEST_SECONDS = _at_once(
 )  # fmt: skip
 SLOTS = _at_once(
     "windrow_slots", "slots",
-    "Slots by shard. owned: the shard takes their jobs. leaving: they move away, and the shard is only read for them.",
+    "Slots by shard, without those of pinned orgs. owned: the shard takes their jobs. leaving: they move away, and the "
+    "shard is only read for them.",
     "shard", "state",
 )  # fmt: skip
 SNAPSHOT_SECONDS = _at_once(

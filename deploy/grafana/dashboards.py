@@ -43,7 +43,8 @@ CLUSTER = (
     Panel("The catalog can be read", "bool_yes_no",
           "No: a process of the router at this address has not read it for 10 seconds, and goes on with its copy.",
           {"{{instance}}": "min by (instance) (windrow_catalog_up)"}),
-    Panel("Slots that move", "short", "Slots that leave a shard: their new jobs already go to another one.",
+    Panel("Slots that move", "short",
+          "Slots that leave a shard, without those of pinned orgs: their new jobs already go to another one.",
           {"{{shard}}": 'max by (shard) (windrow_slots{state="leaving"})'}),
     Panel("Late schedules", "s", "How late the schedule is that is the latest, by shard.",
           {"{{shard}}": "max by (shard) (windrow_schedule_late_seconds)"}),
@@ -154,6 +155,8 @@ def _panel(number: int, panel: Panel) -> dict[str, Any]:
         "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
         "targets": [
             {"refId": chr(ord("A") + place), "expr": query, "legendFormat": legend}
+            # The only buckets that have exemplars (router/gate/exemplars.py).
+            | ({"exemplar": True} if "windrow_call_duration_seconds_bucket" in query else {})
             for place, (legend, query) in enumerate(panel.queries.items())
         ],
     }

@@ -24,7 +24,8 @@ def check(evidence: Evidence) -> Iterator[Violation]:
     for row in evidence.rows:
         # A job whose enqueue was not answered may have been stored a moment ago.
         if row.state is State.LIVE and (row.job in acknowledged or row.run is not None):
-            what = f"job {row.job} of {row.org} was not done by the end"
+            where = f"on its way from {row.shard}" if row.departing else f"on {row.shard}"
+            what = f"job {row.job} of {row.org} was not done by the end, and is {where}"
             yield Violation(invariant="I7", what=what, excused=row.job in orphans)
     yield from _late(evidence, evidence.calm_s)
 
