@@ -497,25 +497,6 @@ async def test_acks_cancels_and_alterations_at_the_same_time_deadlock_never(two:
     await two[0].check()
 
 
-# ── Cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-async def test_the_release_and_the_end_of_a_node_write_no_index(fresh_dsn: str, org: OrgId) -> None:
-    database = Database(SHARD, fresh_dsn, connections=1)
-    await database.open()
-    flows = Flows(database, org)
-    flow = await flows.start({f"{level}{n}": [] if level == "a" else [f"a{n}"] for level in "ab" for n in range(40)})
-    await flows.run_all()
-    assert set((await flows.states(flow)).values()) == {"succeeded"}
-    await database.run(b"SELECT pg_stat_force_next_flush()", {})
-    (changed,) = await database.run(
-        b"SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = 'workflow_node'", {}
-    )
-    await database.close()
-    # 80 ends and 40 releases.
-    assert changed == (120, 120)
-
-
 # ── The check ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

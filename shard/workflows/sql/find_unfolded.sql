@@ -19,7 +19,7 @@ WITH RECURSIVE arrived AS (
     ) a
 ), unfinished AS (
     (
-        SELECT n.flow FROM windrow.workflow_node n WHERE n.pending ORDER BY n.flow LIMIT 1
+        SELECT n.flow FROM windrow.workflow_node n WHERE n.state IN ('due', 'doomed') ORDER BY n.flow LIMIT 1
     )
     UNION ALL
     SELECT n.flow
@@ -27,7 +27,7 @@ WITH RECURSIVE arrived AS (
     CROSS JOIN LATERAL (
         SELECT n.flow
         FROM windrow.workflow_node n
-        WHERE n.pending AND n.flow > u.flow
+        WHERE n.state IN ('due', 'doomed') AND n.flow > u.flow
         ORDER BY n.flow
         LIMIT 1
     ) n
@@ -47,7 +47,7 @@ FROM (
         CROSS JOIN LATERAL (
             SELECT FROM windrow.job j WHERE j.id = n.job_id AND {{org_of(j)}} = w.org_id AND {{is_blocked(j)}} OFFSET 0
         ) j
-        WHERE n.flow = u.flow AND n.pending AND (n.state = 'doomed' OR w.paused_at IS NULL)
+        WHERE n.flow = u.flow AND n.state IN ('due', 'doomed') AND (n.state = 'doomed' OR w.paused_at IS NULL)
         LIMIT 1
     ) n
 ) f
