@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import bisect
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from prometheus_client.utils import floatToGoString
 
 from shard import metrics
 
+_log = logging.getLogger(__name__)
 # The file is written at most once in this time.
 _PAUSE_S = 1.0
 _SERIES = "windrow_call_duration_seconds_bucket"
@@ -43,5 +45,9 @@ class Exemplars(SpanProcessor):
         if time.monotonic() - self._written_s >= _PAUSE_S:
             self._written_s = time.monotonic()
             new = self._file.with_suffix(".new")
-            new.write_text(json.dumps(list(self._last.values())))
-            new.replace(self._file)
+            try:
+                new.write_text(json.dumps(list(self._last.values())))
+                new.replace(self._file)
+            except OSError as error:
+                # The span ends inside the call: an error here would replace its answer.
+                _log.debug("exemplars were not written: %s", error)
