@@ -44,7 +44,7 @@ SELECT
     w.id::text, o.org, w.state, jsonb_object_agg(n.job_id, n.state),
     coalesce(jsonb_object_agg(n.job_id, n.name) FILTER (WHERE n.added_by IS NOT NULL), '{}'),
     coalesce(array_agg(n.job_id::text) FILTER (WHERE n.callback IS NOT NULL), '{}'),
-    coalesce(w.retry_of::text, ''), jsonb_object_agg(n.job_id, n.name)
+    coalesce(w.retry_of::text, ''), jsonb_object_agg(n.job_id, n.name), w.paused_at IS NOT NULL
 FROM windrow.workflow w
 JOIN windrow.org o USING (org_id)
 JOIN windrow.workflow_node n USING (flow)
@@ -98,8 +98,9 @@ def flows_in(dsn: str, shard: str) -> list[Flow]:
             callbacks=frozenset(callbacks),
             retry_of=retry_of,
             names=names,
+            is_paused=is_paused,
         )
-        for workflow, org, state, nodes, added, callbacks, retry_of, names in ask(dsn, _FLOWS)
+        for workflow, org, state, nodes, added, callbacks, retry_of, names, is_paused in ask(dsn, _FLOWS)
     ]
 
 

@@ -77,6 +77,7 @@ class Flow:
     retry_of: str = ""
     # The names of all nodes, by the ids of their jobs.
     names: Mapping[str, str] = field(default_factory=dict[str, str])
+    is_paused: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -157,7 +157,8 @@ def _unfinished(
         if state not in _JOBS:
             # Every job is done by the end of a run that was drained.
             if evidence.calm_s is not None:
-                yield wrong(f"the node of job {job} is {state}, and will not end")
+                pause = ", because it is paused" if flow.is_paused else ""
+                yield wrong(f"the node of job {job} is {state}, and will not end{pause}")
         # The dead jobs of a workflow are cancelled when it is retried.
         elif retried and state == "failed" and row is not None and row.state is State.CANCELLED:
             continue
