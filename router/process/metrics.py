@@ -57,7 +57,8 @@ class Metrics:
                 series = name, frozenset(labels.items())
                 if series not in newest or newest[series].timestamp < at_s:
                     newest[series] = Exemplar({"trace_id": trace_id}, value, at_s)
-        for metric in metrics:
+        # Without tracing there are none, and a scrape has thousands of samples.
+        for metric in metrics if newest else ():
             metric.samples = [
                 sample._replace(exemplar=newest.get((sample.name, frozenset(sample.labels.items()))))
                 for sample in metric.samples

@@ -3,7 +3,8 @@
 CREATE TABLE windrow.queue_figures (
     only_row boolean PRIMARY KEY DEFAULT true CHECK (only_row),
     at timestamptz NOT NULL DEFAULT '-infinity',
-    -- Of the largest queues, by their ids: no names, which would outlive an erased org. Last, the sums of all others.
+    -- The figures of the largest queues, by their ids: names would outlive an erased org. The last element has the sums of
+    -- all others.
     figures jsonb NOT NULL DEFAULT '[]'
 );
 INSERT INTO windrow.queue_figures DEFAULT VALUES;
