@@ -361,6 +361,10 @@ def _state(workflow: workflows_pb2.WorkflowInfo) -> str:
     return workflows_pb2.WorkflowState.Name(workflow.state).removeprefix("WORKFLOW_STATE_").lower()
 
 
+def _shown_state(workflow: workflows_pb2.WorkflowInfo) -> str:
+    return f"{_state(workflow)} (paused)" if workflow.paused else _state(workflow)
+
+
 def _node_state(node: workflows_pb2.NodeInfo) -> str:
     from windrow.v1 import workflows_pb2
 
@@ -413,9 +417,8 @@ def _node_json(node: workflows_pb2.NodeInfo) -> dict[str, object]:
 def _row(workflow: workflows_pb2.WorkflowInfo) -> list[str]:
     from cli.messages import time_shown
 
-    state = "paused" if workflow.paused else _state(workflow)
     times = (time_shown(workflow, "created_at"), time_shown(workflow, "ended_at"))
-    return [workflow.id, workflow.name, state, f"{workflow.nodes:,}", *times]
+    return [workflow.id, workflow.name, _shown_state(workflow), f"{workflow.nodes:,}", *times]
 
 
 def _say(workflow: workflows_pb2.WorkflowInfo, *, as_json: bool) -> None:
@@ -437,7 +440,7 @@ def _print(workflow: workflows_pb2.WorkflowInfo, counts: workflows_pb2.NodeCount
         [
             ("workflow", workflow.id),
             ("name", workflow.name),
-            ("state", f"{_state(workflow)} (paused)" if workflow.paused else _state(workflow)),
+            ("state", _shown_state(workflow)),
             ("nodes", f"{workflow.nodes:,}" + (f": {told}" if told else "")),
             ("started", time_shown(workflow, "created_at")),
             ("ended", time_shown(workflow, "ended_at")),

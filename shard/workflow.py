@@ -158,7 +158,7 @@ class WorkflowRecord(NamedTuple):
     name: str
     state: str
     created_at: Micros
-    paused_at: Micros | None
+    paused: bool
     ended_at: Micros | None
     nodes: int
     retry_of: WorkflowId | None

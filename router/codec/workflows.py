@@ -223,7 +223,7 @@ def info(record: WorkflowRecord, shard: ShardName) -> workflows_pb2.WorkflowInfo
         id=record.id,
         name=record.name,
         state=_STATES[WorkflowState(record.state)],
-        paused=record.paused_at is not None and record.ended_at is None,
+        paused=record.paused,
         created_at=timestamp(record.created_at),
         ended_at=None if record.ended_at is None else timestamp(record.ended_at),
         nodes=record.nodes,

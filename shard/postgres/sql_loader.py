@@ -24,6 +24,7 @@ What several statements share is written once, here, and included by name:
     {{is_due(j)}}        whether the row j of windrow.job is due: it is visible, or it waits for a group slot, or
                          is set aside
     {{is_blocked(j)}}    whether the row j waits for other nodes of its workflow
+    {{is_paused(w)}}     whether the workflow w releases no jobs until its pause ends
     {{is_set_aside(j)}}  whether the row j is set aside, because its kind is quarantined
     {{is_later(j)}}      whether the row j becomes visible later, by its time or at the end of its lease
     {{history_with_lost(j)}}  the history of row j, with an entry for its lease if that has expired unnoticed
@@ -130,6 +131,11 @@ _EXPRESSIONS = {
     "gives_jobs": GIVES_JOBS,
     "is_due": "({0}.visible_at <= now() OR {0}.visible_at = 'infinity' AND {0}.run_at < 'infinity')",
     "is_blocked": "{0}.run_at = 'infinity'",
+    # A workflow may end in a pause. Then it is paused while a callback waits for the end of the pause.
+    "is_paused": (
+        "({0}.paused_at IS NOT NULL AND ({0}.ended_at IS NULL OR EXISTS "
+        "(SELECT FROM windrow.workflow_node n WHERE n.flow = {0}.flow AND n.state = 'due')))"
+    ),
     # The same condition as in the index job_set_aside.
     "is_set_aside": (
         "NOT isfinite({0}.visible_at) AND isfinite({0}.run_at) "

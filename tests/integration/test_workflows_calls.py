@@ -166,6 +166,29 @@ async def test_a_cancelled_workflow_tells_its_workers(client: windrow.Client) ->
     await asyncio.wait({running})
 
 
+async def test_a_workflow_that_ended_in_its_pause_is_paused_while_a_callback_waits(client: windrow.Client) -> None:
+    flow, quiet = windrow.Workflow(), windrow.Workflow()
+    flow.job("q", "k", name="only")
+    flow.on_success("q", "told", name="told")
+    flow.on_failure("q", "k", name="mourned")
+    quiet.job("q", "k", name="only")
+    quiet.on_failure("q", "k", name="mourned")
+    for one in (flow, quiet):
+        started = await client.start(one)
+        await client.pause_workflow(one.id)
+        (job,) = await client.dequeue("q")
+        assert job.id == started.job_ids["only"]
+        await client.ack(job)
+    record = await until_ended(client, flow.id)
+    assert (record.state, record.paused) == (windrow.WorkflowState.SUCCEEDED, True)
+    assert not (await until_ended(client, quiet.id)).paused
+    listed = await client.list_workflows()
+    assert {one.id: one.paused for one in listed} == {flow.id: True, quiet.id: False}
+    assert not (await client.resume_workflow(flow.id)).paused
+    (job,) = await client.dequeue("q")
+    assert job.kind == "told"
+
+
 async def test_nodes_are_skipped_and_workflows_paused(client: windrow.Client) -> None:
     flow = windrow.Workflow()
     flow.job("q", "k", name="last", after=flow.job("q", "k", name="first"))

@@ -2162,6 +2162,15 @@ def test_a_wrong_decision_of_a_backfill_is_found(runs: Sequence[Run], calls: Seq
     assert set(found(with_backfills(*runs, calls=calls))) == {"I10"}
 
 
+def test_a_backfill_makes_no_instants_after_the_end_of_its_schedule() -> None:
+    late = backfill(1007, 1013, 1014, told=1)
+    assert found(with_backfills(calls=[late])) == []
+    assert found(with_backfills(by_backfill(1010, 1014.05, job="b1"), calls=[replace(late, instants=2)])) == [
+        "I10",
+        "I10",
+    ]
+
+
 def test_a_run_that_may_have_been_forgotten_may_be_backfilled_again() -> None:
     again = by_backfill(1002, 1009.05, job="b1")
     call = backfill(1002, 1003, 1009.0, told=1)
@@ -2171,7 +2180,8 @@ def test_a_run_that_may_have_been_forgotten_may_be_backfilled_again() -> None:
     assert "I10" in found(with_backfills(again, calls=[call]))
     given = with_runs()
     kept = frozenset(run for run in given.runs if run.at_us <= 1002 * SECOND_US)
-    given = replace(given, runs=kept, rows=[row for row in given.rows if row.job == "j1"])
+    longer = replace(given.schedules[0], ends_us=1044 * SECOND_US)
+    given = replace(given, schedules=[longer], runs=kept, rows=[row for row in given.rows if row.job == "j1"])
     given = changed(
         given,
         deliveries=[one for one in given.history.deliveries if one.lease.job == "j1"],

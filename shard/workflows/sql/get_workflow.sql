@@ -1,5 +1,6 @@
 -- Returns a workflow.
-SELECT w.id::text, o.org, w.name, w.state, w.created_at, w.paused_at, w.ended_at, w.nodes + w.added AS nodes, w.retry_of::text
+SELECT w.id::text, o.org, w.name, w.state, w.created_at, {{is_paused(w)}} AS paused, w.ended_at,
+    w.nodes + w.added AS nodes, w.retry_of::text
 FROM windrow.workflow w
 JOIN windrow.org o ON o.org_id = w.org_id
 WHERE o.org = %(org)s AND w.id = %(id)s::uuid

@@ -1,5 +1,6 @@
 -- A page of an org's workflows, the newest id first, with ids before `before`.
-SELECT w.id::text, o.org, w.name, w.state, w.created_at, w.paused_at, w.ended_at, w.nodes + w.added AS nodes, w.retry_of::text
+SELECT w.id::text, o.org, w.name, w.state, w.created_at, {{is_paused(w)}} AS paused, w.ended_at,
+    w.nodes + w.added AS nodes, w.retry_of::text
 FROM windrow.org o
 CROSS JOIN LATERAL (
     SELECT w.*

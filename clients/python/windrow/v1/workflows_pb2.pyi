@@ -390,7 +390,9 @@ class WorkflowInfo(_message.Message):
     state: Global___WorkflowState.ValueType
     """Whether it runs, or how it has ended."""
     paused: _builtins.bool
-    """True: no more jobs are released until ResumeWorkflow."""
+    """True: no more jobs are released until ResumeWorkflow. A workflow that ended in a pause is paused while a callback
+    waits for ResumeWorkflow.
+    """
     nodes: _builtins.int
     """How many nodes it has, without callbacks."""
     shard: _builtins.str
