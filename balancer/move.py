@@ -85,6 +85,8 @@ class Mover:
         self._stopping = asyncio.Event()
         # The source is closed, and until the switch nobody takes jobs of the slots.
         self._closed = False
+        # This process has deleted on the source what the target has stored.
+        self._cleared = False
         # Used for reports only.
         self._moved = 0
         self._remaining: Sequence[Remaining] = ()
@@ -140,8 +142,6 @@ class Mover:
                     quarantines=quarantines,
                 )
             case "switch":
-                await move_steps.delete_schedules(source, move.slots, epoch=move.epoch)
-                await move_steps.delete_workflows(source, move.slots, epoch=move.epoch)
                 await catalog.switch_writer(self._catalog, move)
                 self._closed = False
             case "jobs":
@@ -193,6 +193,11 @@ class Mover:
     async def _move_jobs(self, move: Move, source: Database, target: Database, chunks: dict[Slot, int]) -> None:
         """Hands over what was exported before. Otherwise exports and hands over all jobs that are free. If there are
         none, puts empty slots to rest; if there are none of these either, waits."""
+        if not self._cleared:
+            # Not before the switch: until then routers read them here.
+            await move_steps.delete_schedules(source, move.slots, epoch=move.epoch)
+            await move_steps.delete_workflows(source, move.slots, epoch=move.epoch)
+            self._cleared = True
         self._remaining = await move_steps.count_remaining(source, move.slots)
         self._report_progress(move)
         told_of = [row.slot for row in self._remaining if row.arrivals]

@@ -266,16 +266,20 @@ class Fleet:
 
     async def read(self, org: OrgId, act: Callable[[ShardHandle], Awaitable[_T]]) -> _T:
         """Runs `act` on the shard that has the org's queue configurations, schedules and workflows. Other shards may
-        have old ones, so this reads the catalog first. While the catalog does not answer, no move makes progress and
-        this router's copy of it is good enough. If `act` does not find what it looks for, and the org has moved
-        meanwhile, it runs again. Raises ShardUnavailable."""
+        have old ones or none, so this then reads the catalog, and runs `act` again if the org has moved. While the
+        catalog does not answer, no move makes progress and this router's copy of it is good enough. Raises
+        ShardUnavailable, and every error of `act`."""
         while True:
-            placement = (await self.newest_catalog()).placement(org)
+            placement = self.placement(org)
+            refusal: ShardError | None = None
             try:
-                return await act(self.writer(placement).require_up())
-            except (UnknownQueue, UnknownSchedule, UnknownWorkflow, UnknownNode):
-                if (await self.newest_catalog()).placement(org) == placement:
-                    raise
+                answer = await act(self.writer(placement).require_up())
+            except (UnknownQueue, UnknownSchedule, UnknownWorkflow, UnknownNode, ShardUnavailable) as error:
+                refusal = error
+            if (await self.newest_catalog()).placement(org) == placement:
+                if refusal is not None:
+                    raise refusal
+                return answer
 
     async def write(self, org: OrgId, act: Callable[[ShardHandle, Placement], Awaitable[_T]]) -> _T:
         """Runs `act` on the shard that takes the org's new jobs. If that shard refuses because the org has moved, waits

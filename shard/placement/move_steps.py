@@ -160,8 +160,8 @@ async def read_schedules(database: Database, slots: Sequence[Slot]) -> Schedules
 
 
 async def delete_schedules(database: Database, slots: Sequence[Slot], *, epoch: int) -> None:
-    """Deletes the schedules of these slots on the source, after the target has stored them. A schedule thus fires on
-    the target only: the source has not owned the slots since it closed them."""
+    """Deletes the schedules of these slots on the source, once routers read them on the target. They have fired on the
+    target only since then: the source does not own the slots since it closed them."""
     parameters = {"slots": arrays.numbers(slots), "state": "draining", "epoch": epoch}
     await database.run(statements.DELETE_SCHEDULES, parameters)
 
@@ -185,8 +185,8 @@ async def read_workflows(database: Database, slots: Sequence[Slot]) -> list[Work
 
 
 async def delete_workflows(database: Database, slots: Sequence[Slot], *, epoch: int) -> None:
-    """Deletes the workflows of these slots on the source, after the target has stored them. Ends of nodes that come on
-    the source after its close stay appended there, for `carry_arrivals`."""
+    """Deletes the workflows of these slots on the source, once routers read them on the target. Ends of nodes that come
+    on the source after its close stay appended there, for `carry_arrivals`."""
     parameters = {"slots": arrays.numbers(slots), "state": "draining", "epoch": epoch}
     await database.run(statements.DELETE_WORKFLOWS, parameters)
 

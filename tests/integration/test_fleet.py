@@ -275,14 +275,17 @@ async def test_a_new_database_is_given_no_slot_that_has_left_the_shard_and_told_
         await store(fleet, pinned)
 
 
-async def test_what_is_not_found_where_an_org_was_is_looked_for_where_it_has_moved_meanwhile(dsns: list[str]) -> None:
+@pytest.mark.parametrize("finds_none", [True, False])
+async def test_a_read_of_an_org_that_moves_meanwhile_is_repeated_where_it_is_then(
+    dsns: list[str], finds_none: bool
+) -> None:
     first, second, _ = dsns
     asked: list[ShardName] = []
     async with opened(two(first, second)) as fleet:
         await up(fleet)
         org = org_on(fleet, S1)
 
-        async def look(member: ShardHandle) -> None:
+        async def look(member: ShardHandle) -> list[str]:
             asked.append(member.name)
             if asked == [S1]:
                 with psycopg.connect(first) as connection:
@@ -292,10 +295,15 @@ async def test_what_is_not_found_where_an_org_was_is_looked_for_where_it_has_mov
                         "WHERE slot = %s",
                         [slot_of(org)],
                     )
-            raise UnknownQueue(org, QueueName("mail"))
+            if finds_none:
+                raise UnknownQueue(org, QueueName("mail"))
+            return [member.name]
 
-        with pytest.raises(UnknownQueue):
-            await fleet.read(org, look)
+        if finds_none:
+            with pytest.raises(UnknownQueue):
+                await fleet.read(org, look)
+        else:
+            assert await fleet.read(org, look) == [S2]
     assert asked == [S1, S2]
 
 

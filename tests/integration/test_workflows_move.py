@@ -63,6 +63,22 @@ async def test_a_move_takes_whole_workflows_and_back(pair: Pair, org: OrgId) -> 
     assert await pair.databases[B].run(b"SELECT count(*) FROM windrow.workflow_node", {}) == [(0,)]
 
 
+async def test_at_each_step_the_shard_that_the_catalog_names_has_the_workflows(pair: Pair, org: OrgId) -> None:
+    source, target = both(pair, org)
+    flow = await source.start(chain(2))
+    mover = pair.mover(await pair.begin([org], target=B))
+    named: list[str] = []
+    while True:
+        ((name,), _) = await pair.placement(org)
+        assert await {A: source, B: target}[name].state(flow) == "running"
+        named.append(name)
+        if not await mover.step():
+            break
+    assert set(named) == {A, B}
+    with pytest.raises(UnknownWorkflow):
+        await source.state(flow)
+
+
 async def test_an_end_on_the_source_releases_on_the_target(pair: Pair, org: OrgId) -> None:
     source, target = both(pair, org)
     flow = await source.start(GRAPH)
