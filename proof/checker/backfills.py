@@ -74,9 +74,7 @@ def _instants(schedule: Schedule, one: Backfill) -> tuple[set[int], set[int]]:
     """Returns the instants that the call has decided if it was executed, and those that it may have decided."""
     # The range may go on after the schedule's end.
     end_us = min(one.end_us, schedule.ends_us)
-    of_terms = [
-        multiples(terms, one.begin_us - 1, end_us) for terms in between(schedule, one.began_us, one.ended_us)
-    ]
+    of_terms = [multiples(terms, one.begin_us - 1, end_us) for terms in between(schedule, one.began_us, one.ended_us)]
     return set.intersection(*of_terms), set.union(*of_terms)
 
 

@@ -271,15 +271,14 @@ class Fleet:
         ShardUnavailable, and every error of `act`."""
         while True:
             placement = self.placement(org)
-            refusal: ShardError | None = None
             try:
                 answer = await act(self.writer(placement).require_up())
-            except (UnknownQueue, UnknownSchedule, UnknownWorkflow, UnknownNode, ShardUnavailable) as error:
-                refusal = error
-            if (await self.newest_catalog()).placement(org) == placement:
-                if refusal is not None:
-                    raise refusal
-                return answer
+            except (UnknownQueue, UnknownSchedule, UnknownWorkflow, UnknownNode, ShardUnavailable):
+                if (await self.newest_catalog()).placement(org) == placement:
+                    raise
+            else:
+                if (await self.newest_catalog()).placement(org) == placement:
+                    return answer
 
     async def write(self, org: OrgId, act: Callable[[ShardHandle, Placement], Awaitable[_T]]) -> _T:
         """Runs `act` on the shard that takes the org's new jobs. If that shard refuses because the org has moved, waits
