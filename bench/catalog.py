@@ -22,6 +22,7 @@ from bench.scenarios import (
     rotations,
     schedules,
     starts,
+    wakeups,
     why,
     workflows,
 )
@@ -44,6 +45,7 @@ SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
         "rotations": rotations.SCENARIO,
         "lookup": lookup.SCENARIO,
         "why": why.SCENARIO,
+        "wakeups": wakeups.SCENARIO,
         "bulk": bulk.SCENARIO,
         "placement": placement.SCENARIO,
         "limits": limits.SCENARIO,

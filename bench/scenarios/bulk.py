@@ -1,4 +1,5 @@
-"""How much a change of many jobs by conditions slows the claims of another org on the same shard."""
+"""How long the first page of a search takes in an org with many jobs, and how much a change of many jobs by conditions
+slows the claims of another org on the same shard."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import statistics
 import sys
 import time
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +32,17 @@ from windrow.v1 import admin_pb2, admin_pb2_grpc, queue_pb2, queue_pb2_grpc
 
 # The bar of each p99: a claim beside the cancel may take this many times as long as an undisturbed one.
 _BAR = 1.2
+# The bar of the p99 of a first page.
+_PAGE_BAR_MS = 50.0
+# The page size of `windrow jobs list`.
+_PAGE = 50
+_WARM_CALLS = 10
+# What the searches look for.
+_SEARCHES: Mapping[str, Mapping[str, str]] = {
+    "one job in ten": {"campaign": "3"},
+    "a single job": {"customer": "1"},
+    "none": {"campaign": "unknown"},
+}
 _WARM_S = 2.0
 # One job in ten has the campaign that is cancelled.
 _FILL = """
@@ -50,6 +62,7 @@ FROM generate_series(1, %(jobs)s) AS n
 class Plan:
     # The jobs of the org that cancels a tenth of them.
     jobs: int = 1_000_000
+    searches: int = 200
     consumers: int = 4
     rounds: int = 5
     # The length of each measurement, undisturbed or beside the cancel.
@@ -66,6 +79,13 @@ class Sample:
     cancelled: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    wanted: str
+    # First pages, in ms.
+    took: list[float]
+
+
 async def measure(plan: Plan, bench: Bench) -> Found:
     large, other = (f"bench-{name}-{secrets.token_hex(4)}" for name in ("large", "other"))
     samples: list[Sample] = []
@@ -78,6 +98,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
                 await admin.CreateQueue(admin_pb2.CreateQueueRequest(org=org, queue=QUEUE), timeout=CALL_S_MAX)
             bench.say(f"filling {plan.jobs:,} jobs in")
             await asyncio.to_thread(_fill, dsn, large, plan.jobs)
+            searches = await _searches(plan, bench, admin, large)
             queue = queue_pb2_grpc.QueueStub(channel)
             for turn in range(plan.rounds):
                 # Every second round begins with the cancel, so that a drift of the machine hits both alike.
@@ -104,9 +125,33 @@ async def measure(plan: Plan, bench: Bench) -> Found:
     return Found(
         scenario="bulk",
         plan=asdict(plan),
-        samples=[asdict(sample) for sample in samples],
-        tables=[_table(plan, samples)],
+        samples=[
+            *({"sample": "search", **asdict(search)} for search in searches),
+            *({"sample": "claims", **asdict(sample)} for sample in samples),
+        ],
+        tables=[_searches_table(plan, searches), _table(plan, samples)],
     )
+
+
+async def _searches(plan: Plan, bench: Bench, admin: admin_pb2_grpc.AdminAsyncStub, org: str) -> list[Search]:
+    took: dict[str, list[float]] = {name: [] for name in _SEARCHES}
+    # The searches take turns, so that other load of the machine affects all of them.
+    for turn in range(-_WARM_CALLS, plan.searches):
+        for name, wanted in _SEARCHES.items():
+            request = admin_pb2.ListJobsRequest(org=org, attributes=wanted, page_size=_PAGE)
+            began_s = time.perf_counter()
+            page = await admin.ListJobs(request, timeout=CALL_S_MAX)
+            one = (time.perf_counter() - began_s) * 1000
+            if any(job.attributes[key] != value for job in page.jobs for key, value in wanted.items()):
+                raise Wrong(f"a search for {name} found another job")
+            # Not measured: calls that make connections and cached plans.
+            if turn >= 0:
+                took[name].append(one)
+    for name, found in took.items():
+        ordered = sorted(found)
+        p50, p99 = percentile(ordered, 0.5), percentile(ordered, 0.99)
+        bench.say(f"first page of a search for {name}: p50 {p50:.2f} ms, p99 {p99:.2f} ms")
+    return [Search(wanted=name, took=found) for name, found in took.items()]
 
 
 @asynccontextmanager
@@ -183,6 +228,22 @@ def _cancelled(dsn: str, org: str) -> int:
         return int(row[0])
 
 
+def _searches_table(plan: Plan, searches: list[Search]) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for search in searches:
+        ordered = sorted(search.took)
+        p99 = percentile(ordered, 0.99)
+        bar = "yes" if p99 <= _PAGE_BAR_MS else "no"
+        rows.append((search.wanted, f"{percentile(ordered, 0.5):.2f}", f"{p99:.2f}", f"{ordered[-1]:.2f}", bar))
+    return Table(
+        title=f"First page of a search by an attribute in {plan.jobs:,} jobs, ms",
+        head=("wanted", "p50", "p99", "worst", f"p99 at most {_PAGE_BAR_MS:g} ms"),
+        rows=rows,
+        note=f"{plan.searches} calls of each, in turns, of pages of {_PAGE} jobs, in all states. A page ends after about "
+        "20 ms, also with no job, and has a token with which the search goes on.",
+    )
+
+
 def _table(plan: Plan, samples: list[Sample]) -> Table:
     rows: list[tuple[str, ...]] = []
     for share in (0.5, 0.99):
@@ -214,6 +275,7 @@ def _table(plan: Plan, samples: list[Sample]) -> Table:
 def _options(parser: argparse.ArgumentParser) -> None:
     plan = Plan()
     parser.add_argument("--jobs", type=number(10**8), default=plan.jobs, help="of the org; 1000000")
+    parser.add_argument("--searches", type=number(10**6), default=plan.searches, help="of each kind; 200")
     parser.add_argument("--consumers", type=number(1000), default=plan.consumers, help="of another org; 4")
     parser.add_argument("--rounds", type=number(100), default=plan.rounds, help="5")
     parser.add_argument("--seconds", type=number(600), default=plan.seconds, help="of each measurement; 10")
@@ -221,10 +283,11 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 SCENARIO = Scenario(
-    help="how much a cancel of 100,000 jobs by conditions slows the claims of another org",
+    help="the first page of a search in a million jobs, and claims of another org beside a cancel of 100,000",
     options=_options,
     plan=lambda given: Plan(
         jobs=given.jobs,
+        searches=given.searches,
         consumers=given.consumers,
         rounds=given.rounds,
         seconds=given.seconds,

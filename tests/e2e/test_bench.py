@@ -170,6 +170,29 @@ def test_the_parts_of_many_routers_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.turns(3)
+def test_wakeups_by_operators_are_measured(tmp_path: Path) -> None:
+    samples = _samples("wakeups", "--tries", "2", out=tmp_path)
+    calls = {sample["call"]: sample["took"] for sample in samples}
+    assert set(calls) == {"Enqueue", "RedriveQueue", "RedriveJobs", "RestoreJobs", "ResumeQueue", "AlterJobs"}
+    assert all(len(took) == 2 and min(took) > 0 for took in calls.values())
+
+
+@pytest.mark.turns(3)
+def test_searches_and_claims_beside_a_cancel_are_measured(tmp_path: Path) -> None:
+    short = ("--jobs", "20000", "--searches", "2", "--rounds", "1", "--seconds", "1", "--consumers", "1")
+    samples = _samples("bulk", *short, out=tmp_path)
+    searches = {sample["wanted"]: sample["took"] for sample in samples if sample["sample"] == "search"}
+    assert {wanted: len(took) for wanted, took in searches.items()} == {
+        "one job in ten": 2,
+        "a single job": 2,
+        "none": 2,
+    }
+    beside = {sample["beside"]: sample for sample in samples if sample["sample"] == "claims"}
+    assert beside[True]["cancelled"] > 0 == beside[False]["cancelled"]
+    assert all(sample["claims"] for sample in beside.values())
+
+
+@pytest.mark.turns(3)
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason=f"prometheus is not installed: {INSTALL}")
 def test_every_panel_of_the_dashboards_is_drawn_from_what_prometheus_answers(tmp_path: Path) -> None:
     _, *drawn = _samples("dashboards", "--minutes", "0.3", out=tmp_path)
