@@ -6,13 +6,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import json
 import random
 import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import grpc
 from h2.errors import ErrorCodes
@@ -95,6 +96,17 @@ class AttackOutcome:
             self.closed += one.closed_after_s is not None
             self.calls += one.calls_sent
             self.request_bytes += one.request_bytes_sent
+
+    def to_json(self) -> str:
+        # dataclasses.asdict() breaks counters.
+        return json.dumps({one.name: getattr(self, one.name) for one in fields(self)})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> AttackOutcome:
+        told = json.loads(text)
+        statuses = Counter({int(status): count for status, count in told.pop("statuses").items()})
+        resets, sent = Counter(told.pop("resets")), Counter(told.pop("sent"))
+        return cls(statuses=statuses, resets=resets, sent=sent, **told)
 
     def text(self) -> str:
         parts = [f"{self.calls:,} calls"] if self.seed is None else []

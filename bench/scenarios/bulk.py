@@ -239,8 +239,8 @@ def _searches_table(plan: Plan, searches: list[Search]) -> Table:
         title=f"First page of a search by an attribute in {plan.jobs:,} jobs, ms",
         head=("wanted", "p50", "p99", "worst", f"p99 at most {_PAGE_BAR_MS:g} ms"),
         rows=rows,
-        note=f"{plan.searches} calls of each, in turns, of pages of {_PAGE} jobs, in all states. A page ends after about "
-        "20 ms, also with no job, and has a token with which the search goes on.",
+        note=f"{plan.searches} calls of each, in turns, of pages of {_PAGE} jobs, in all states. A page ends after "
+        "about 20 ms, also with no job, and has a token with which the search goes on.",
     )
 
 

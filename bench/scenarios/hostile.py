@@ -8,13 +8,13 @@ import asyncio
 import contextlib
 import secrets
 import time
+from asyncio.subprocess import Process
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-import grpc
-
-from bench.attacks import Attack, Attacker, AttackOutcome, description
+from bench.attacker_process import Order
+from bench.attacks import Attack, AttackOutcome, description
 from bench.report import Found, Plot
 from bench.scenario import Bench, Scenario
 from bench.stage import Stage
@@ -26,7 +26,7 @@ from proof.background import background
 from proof.edge import running_edge
 from proof.history import Outcome, Verb
 from proof.memory import resident_bytes
-from proof.processes import finish, serving
+from proof.processes import ProcessFailed, finish, serving
 from proof.table import Table
 
 _WARM_S = 3.0
@@ -128,15 +128,12 @@ def _entrance(plan: Plan, stage: Stage) -> Generator[str, None, None]:
 
 
 async def _attacked(attack: Attack, plan: Plan, stage: Stage, address: str) -> Attacked:
-    attacker = Attacker(attack, address, streams=plan.streams)
-    try:
-        await attacker.prepare()
-    except grpc.RpcError as error:
-        raise Wrong(f"the jobs for {attack} could not be stored: {error}") from error
+    order = Order(attack=attack, address=address, streams=plan.streams, seconds=plan.seconds)
     orgs = [f"bench-quiet-{secrets.token_hex(4)}"]
     site = replace(stage.site("quiet", orgs, per_s=float(plan.turns_per_s)), address=address)
     processes = set(stage.routers.pids())
     async with (
+        serving("bench.attacker_process", order=order.to_json()) as (attacker, _),
         serving("bench.caller", order=site.to_json()) as (process, _),
         _weighed(stage.routers.pids) as resident,
     ):
@@ -144,7 +141,7 @@ async def _attacked(attack: Attack, plan: Plan, stage: Stage, address: str) -> A
         start_s = time.monotonic()
         await asyncio.sleep(plan.before_s)
         began_s = time.monotonic()
-        await attacker.attack(plan.seconds)
+        outcome = await _outcome(attacker)
         ended_s = time.monotonic()
         await asyncio.sleep(plan.after_s)
         await finish(process)
@@ -154,7 +151,7 @@ async def _attacked(attack: Attack, plan: Plan, stage: Stage, address: str) -> A
         raise Wrong(f"the quiet org made no calls beside {attack}")
     return Attacked(
         attack=attack,
-        outcome=attacker.outcome,
+        outcome=outcome,
         ended_s=ended_s - began_s,
         resident=[(at_s - began_s, mib) for at_s, mib in resident if at_s >= start_s],
         p99=p99_by_time(calls, start_s=began_s, step_s=_STEP_S),
@@ -164,6 +161,17 @@ async def _attacked(attack: Attack, plan: Plan, stage: Stage, address: str) -> A
         failed=Counter(call.code for call in calls if call.outcome is not Outcome.OK),
         died=len(processes - set(stage.routers.pids())),
     )
+
+
+async def _outcome(attacker: Process) -> AttackOutcome:
+    """Has a process begin its attack. Returns what it saw, once the attack has ended."""
+    assert attacker.stdin is not None
+    assert attacker.stdout is not None
+    attacker.stdin.write(b"attack\n")
+    told = await attacker.stdout.readline()
+    if not told:
+        raise ProcessFailed("the attacker has ended; see above")
+    return AttackOutcome.from_json(told)
 
 
 @contextlib.asynccontextmanager
@@ -233,7 +241,7 @@ def _calls_table(found: Sequence[Attacked], plan: Plan) -> Table:
             )
             for one in found
         ],
-        note="A call's time counts from when it was due. The attacker shares this machine, and takes its share of it.",
+        note="A call's time counts from when it was due. The attacker shares this machine, at the lowest priority.",
     )
 
 

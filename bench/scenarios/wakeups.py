@@ -181,8 +181,8 @@ def _table(plan: Plan, samples: list[Sample]) -> Table:
         title="Wake-up of an idle consumer by a call to another router, ms",
         head=("call", "p50", "p99", "worst", f"p99 at most {_BAR_MS:g} ms"),
         rows=rows,
-        note=f"{plan.tries} tries of each, in turns, each in an org whose queue the other router has never met. From the "
-        "start of the call to the answer of the consumer's Dequeue: the call's commit is in it.",
+        note=f"{plan.tries} tries of each, in turns, each in an org whose queue the other router has never met. From "
+        "the start of the call to the answer of the consumer's Dequeue: the call's commit is in it.",
     )
 
 

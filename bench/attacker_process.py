@@ -1,0 +1,59 @@
+"""`python -m bench.attacker_process`: one attack of the scenario *hostile*, at the lowest priority. A real attacker has
+a machine of its own, so this one takes only the time that routers, Postgres and the quiet org leave.
+
+Reads its order from standard input, one line of JSON, and prints `ready`. Begins at the next line, and prints what it
+saw as JSON. Ends when its input ends, which also happens when the process that started it dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict, dataclass
+
+from bench.attacks import Attack, Attacker
+
+_LOWEST_PRIORITY = 19
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """`streams`: how many the attack UNREAD_STREAMS opens."""
+
+    attack: Attack
+    address: str
+    streams: int
+    seconds: float
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+async def _main() -> None:
+    lines = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    order = Order(**json.loads(await lines.readline()))
+    attacker = Attacker(Attack(order.attack), order.address, streams=order.streams)
+    await attacker.prepare()
+    os.write(1, b"ready\n")
+    if not await lines.readline():
+        return
+    os.nice(_LOWEST_PRIORITY)
+    attacking, ending = asyncio.ensure_future(attacker.attack(order.seconds)), asyncio.ensure_future(lines.read())
+    try:
+        await asyncio.wait({attacking, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if attacking.done():
+            attacking.result()
+            os.write(1, f"{attacker.outcome.to_json()}\n".encode())
+    finally:
+        attacking.cancel()
+        ending.cancel()
+
+
+if __name__ == "__main__":
+    # Ctrl-C in a terminal reaches the whole group. Ignore it: the process that started this one ends it in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    asyncio.run(_main())
