@@ -1,7 +1,8 @@
 """Pictures of Grafana's dashboards (deploy/grafana), drawn without Grafana: a real Prometheus scrapes two routers
 during a load with faults, and then answers every query of every panel.
 
-Nothing is measured here: the load is light, and the faults are chosen so that there is something to see.
+Nothing is measured here: the load is light, and the faults are chosen so that there is something to see. The report
+also tells which alerts fired: without faults there must be none.
 """
 
 from __future__ import annotations
@@ -62,11 +63,13 @@ _TURN_S = 0.25
 _DELAYED, _FAILED, _DEADLY, _REPEATED, _LATE = 0.1, 0.02, 0.3, 0.03, 0.01
 _WINDOW_S, _SHORT_WINDOW_S, _CALL_S, _PAUSE_S = 30.0, 2.0, 5.0, 0.5
 _READY_S_MAX = 60.0
+_ALERT_LABELS = frozenset({"shard", "org", "queue", "kind", "instance", "method"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     minutes: float = 12.0
+    faults: bool = True
 
     @property
     def seconds(self) -> float:
@@ -103,12 +106,16 @@ async def measure(plan: Plan, bench: Bench) -> Found:
         # Let Prometheus scrape the last moments.
         await asyncio.sleep(1.5 * _SCRAPE_S)
         sheets = await asyncio.to_thread(_sheets, prometheus, plan, began_unix, story.events)
+        alerts = await asyncio.to_thread(_alerts, prometheus, plan, began_unix)
     panels = [(sheet, panel) for sheet in sheets for panel in sheet.panels]
     return Found(
         scenario="dashboards",
         plan=asdict(plan),
-        samples=[{"events": [asdict(event) for event in story.events]}, *(_told(*one) for one in panels)],
-        tables=[_table(sheets)],
+        samples=[
+            {"events": [asdict(event) for event in story.events], "alerts": [asdict(alert) for alert in alerts]},
+            *(_told(*one) for one in panels),
+        ],
+        tables=[_table(sheets), _alerts_table(alerts)],
         plots=sheets,
     )
 
@@ -150,6 +157,9 @@ class Story:
     async def run(self) -> None:
         """One event after another: also in a short run a fault has ended when the next one begins."""
         self.working.set()
+        if not self.plan.faults:
+            await self._at(1.0)
+            return
         pause_s = await self._at(0.1)
         self.working.clear()
         kill_s = await self._at(0.22)
@@ -252,6 +262,37 @@ async def _work_long(client: windrow.Client, story: Story) -> None:
 # ── What Prometheus answers ──────────────────────────────────────────────────────────────────────────────────────────
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alert:
+    """An alert that fired, with what it was about, and between which seconds."""
+
+    name: str
+    about: str
+    from_s: float
+    until_s: float
+
+
+def _alerts(prometheus: str, plan: Plan, began_unix: float) -> list[Alert]:
+    query = 'ALERTS{alertstate="firing"}'
+    over = {"start": f"{began_unix}", "end": f"{began_unix + plan.seconds}", "step": f"{_SCRAPE_S}"}
+    data = asked(prometheus, "query_range", query=query, **over)
+    if data is None:
+        raise Wrong(f"Prometheus does not answer {query}")
+    found: list[Alert] = []
+    for one in data["result"]:
+        labels = {name: value for name, value in one["metric"].items() if name in _ALERT_LABELS}
+        times = [at - began_unix for at, _ in one["values"]]
+        found.append(
+            Alert(
+                name=one["metric"]["alertname"],
+                about=", ".join(f"{name} {value}" for name, value in sorted(labels.items())),
+                from_s=times[0],
+                until_s=times[-1],
+            )
+        )
+    return sorted(found, key=lambda alert: alert.from_s)
+
+
 def _sheets(prometheus: str, plan: Plan, began_unix: float, events: Sequence[Event]) -> list[Sheet]:
     step_s = max(plan.seconds / _POINTS, _STEP_S_MIN)
     # As Grafana chooses it.
@@ -338,14 +379,25 @@ def _table(sheets: Sequence[Sheet]) -> Table:
     )
 
 
+def _alerts_table(alerts: Sequence[Alert]) -> Table:
+    return Table(
+        title="Alerts that fired",
+        head=("alert", "about", "from, s", "until, s"),
+        rows=[(one.name, one.about, f"{one.from_s:.0f}", f"{one.until_s:.0f}") for one in alerts]
+        or [("none", "", "", "")],
+        note="By the rules of deploy/prometheus, in the seconds since the load began.",
+    )
+
+
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=positive, default=Plan().minutes, help="how long the load lasts; 12")
+    parser.add_argument("--healthy", action="store_true", help="no faults")
 
 
 SCENARIO = Scenario(
     help="nothing: it draws Grafana's dashboards from a real Prometheus during a load with faults",
     options=_options,
-    plan=lambda given: Plan(minutes=given.minutes),
+    plan=lambda given: Plan(minutes=given.minutes, faults=not given.healthy),
     measure=measure,
     full=None,
     quick=None,
