@@ -142,7 +142,7 @@ async def run(order: Order, *, disk: SmallDisk | None, say: Callable[[str], None
                 unrested = await _rested(stage)
                 await schedules.resume()
                 await workflows.resume()
-            await _until_still(stage, tables.open_schedules)
+            await _until_still(stage, tables.open_runs)
             stalls.clear()
             await striker.run_alone()
             unrested += await _rested(stage)
@@ -363,8 +363,13 @@ async def _rested(stage: Stage) -> list[Violation]:
 
 
 async def _drained(stage: Stage) -> None:
-    """Waits until no job is live."""
-    await _until_still(stage, tables.live_jobs)
+    """Waits until no job is live, and no run waits for the end of another one."""
+    await _until_still(stage, _unfinished)
+
+
+def _unfinished(shards: Iterable[Shard]) -> int:
+    # The jobs come second: a run that no longer waits is a job by then.
+    return tables.open_runs(shards) + tables.live_jobs(shards)
 
 
 async def _until_still(stage: Stage, count: Callable[[Iterable[Shard]], int]) -> None:

@@ -104,9 +104,10 @@ def flows_in(dsn: str, shard: str) -> list[Flow]:
     ]
 
 
-def open_schedules(shards: Iterable[Place]) -> int:
-    """Reads how many schedules have instants that are not decided, or runs that wait."""
-    count = "SELECT count(*) FROM windrow.schedule WHERE next_at IS NOT NULL OR buffered > 0"
+def open_runs(shards: Iterable[Place]) -> int:
+    """Reads how many runs of schedules wait for others, and adds how many schedules have instants that are not
+    decided."""
+    count = "SELECT count(*) FILTER (WHERE next_at IS NOT NULL) + coalesce(sum(buffered), 0) FROM windrow.schedule"
     return sum(int(ask(shard.direct_dsn, count)[0][0]) for shard in shards)
 
 

@@ -127,6 +127,9 @@ def _retried(
         if flow.state == "running":
             yield _wrong(flow, "it has not ended", excused=excused)
     for name, job in jobs.items():
+        # It ran in the other workflow, where this parent may have failed and have run again since.
+        if job in old.nodes:
+            continue
         first_us = min((at_us for row in rows.get(job, ()) for at_us in _leases(row)), default=None)
         for parent in after.get(name, ()):
             ended = [past.ended_at_us for row in rows.get(jobs.get(parent, ""), ()) for past in row.past]

@@ -43,7 +43,7 @@ def check(evidence: Evidence) -> Iterator[Violation]:
     for flow in evidence.flows:
         stored[flow.workflow].append(flow)
     rows = latest_by_job(evidence.rows, lambda row: row.departing or backup.is_second(row))
-    retried = {one.workflow for one in evidence.operated if one.retry}
+    operated = {one.workflow for one in evidence.operated if one.retry or one.cancelling_s is not None}
     for workflow, nodes in started.items():
         flows = stored[workflow]
         added = [job for one in additions[workflow] for job in one.jobs.values()]
@@ -57,7 +57,7 @@ def check(evidence: Evidence) -> Iterator[Violation]:
                 excused=excused,
             )
         for flow in flows:
-            yield from _unfinished(evidence, flow, nodes, rows, retried=workflow in retried, excused=excused)
+            yield from _unfinished(evidence, flow, nodes, rows, operated=workflow in operated, excused=excused)
             yield from _wrongly_added(flow, additions[workflow], excused=excused)
 
 
@@ -143,7 +143,7 @@ def _unfinished(
     nodes: Mapping[str, Enqueue],
     rows: Mapping[str, Row],
     *,
-    retried: bool,
+    operated: bool,
     excused: bool,
 ) -> Iterator[Violation]:
     def wrong(what: str) -> Violation:
@@ -159,8 +159,8 @@ def _unfinished(
             if evidence.calm_s is not None:
                 pause = ", because it is paused" if flow.is_paused else ""
                 yield wrong(f"the node of job {job} is {state}, and will not end{pause}")
-        # The dead jobs of a workflow are cancelled when it is retried.
-        elif retried and state == "failed" and row is not None and row.state is State.CANCELLED:
+        # The dead jobs of a workflow are cancelled when it is retried; and when it is cancelled, if they die meanwhile.
+        elif operated and state == "failed" and row is not None and row.state is State.CANCELLED:
             continue
         elif row is not None and row.state is not _JOBS[state]:
             yield wrong(f"the node of job {job} has {state}, and the job is {row.state}")

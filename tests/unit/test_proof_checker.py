@@ -2392,10 +2392,23 @@ def test_a_retry_that_nobody_asked_for_is_found() -> None:
     assert "I11" in found(replace(given, operated=[replace(given.operated[0], retry="", retried=False)]))
 
 
-def test_only_the_dead_jobs_of_a_workflow_that_is_retried_are_cancelled_later() -> None:
+def test_a_node_of_a_retry_that_was_taken_over_may_wait_for_one_that_runs_again() -> None:
+    given = a_retry()
+    assert any(one.job == "j1" for one in given.history.enqueues)
+    # In the other workflow the first node ran after the second one had failed.
+    enqueues = [replace(one, after=["j2"] if one.job == "j1" else []) for one in given.history.enqueues]
+    whats = [violation.what for violation in check(changed(given, enqueues=enqueues))]
+    assert not any("was leased before" in what for what in whats)
+
+
+def test_only_the_dead_jobs_of_a_workflow_that_is_cancelled_or_retried_are_cancelled_later() -> None:
     given = a_retry()
     old, flow = given.flows
     dead = replace(old, nodes={**old.nodes, "j2": "failed"})
     assert found(replace(given, flows=[dead, flow])) == []
-    alone = replace(given, flows=[dead], operated=[replace(given.operated[0], retry="", retried=False)])
-    assert "I11" in found(alone)
+    one = replace(given.operated[0], retry="", retried=False)
+    cancelled = replace(given, flows=[dead], operated=[one])
+    untouched = replace(given, flows=[dead], operated=[replace(one, cancelling_s=None)])
+    what = "workflow w on s1: the node of job j2 has failed, and the job is cancelled"
+    assert what not in [violation.what for violation in check(cancelled)]
+    assert what in [violation.what for violation in check(untouched)]
