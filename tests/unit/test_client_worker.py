@@ -26,6 +26,7 @@ from grpc import StatusCode, aio
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader, NumberDataPoint
 
+import windrow.testing
 from tests.unit.client_fake import WAIT_S, FakeRouter, FakeStream, Script, refuse, settled_as
 from windrow import (
     Client,
@@ -369,6 +370,13 @@ async def test_a_handler_that_snoozes_gives_its_job_back_for_a_while_and_nothing
             (logging.INFO, f"w1: job {jobs[1].id} (early thread, queue q), attempt 1 is snoozed for 0.25 s"),
         ]
     )
+
+
+@pytest.mark.parametrize("outcome", [Retry, Snooze])
+def test_a_delay_that_is_a_text_is_named(outcome: type[Retry] | type[Snooze]) -> None:
+    # As a header Retry-After has it.
+    with pytest.raises(TypeError, match="after: '30' is neither a number of seconds nor a timedelta"):
+        outcome("429", after=cast("Any", "30"))
 
 
 @pytest.mark.parametrize("after", [-1, timedelta(days=3651), float("nan")])
@@ -1459,3 +1467,41 @@ async def test_a_worker_that_makes_no_sense_is_refused(client: Client, options: 
     queues = options.pop("queues", "q")
     with pytest.raises(InvalidRequest):
         Worker(client, queues, **options)
+
+
+# ── What is refused before a worker runs ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_orgs_of_a_worker_are_its_clients_or_all() -> None:
+    client = windrow.testing.RecordingClient(org="o1")
+    for orgs in (["o1", "o2"], "ALL"):
+        with pytest.raises(InvalidRequest, match=r"orgs must be windrow\.ALL, or None for the client's org, not "):
+            Worker(client, "q", orgs=cast("Any", orgs))
+
+
+def test_a_worker_needs_a_client_of_asyncio() -> None:
+    with pytest.raises(InvalidRequest, match=r"a worker needs a windrow\.Client, not a RecordingSyncClient"):
+        Worker(cast("Any", windrow.testing.RecordingSyncClient(org="o1")), "q")
+
+
+@pytest.mark.parametrize("kinds", [(), (print,)])
+@pytest.mark.parametrize("name", ["handler", "batch_handler"])
+def test_a_decorator_without_kinds_is_refused(name: str, kinds: tuple[object, ...]) -> None:
+    worker = Worker(windrow.testing.RecordingClient(org="o1"), "q")
+    with pytest.raises(InvalidRequest, match=rf'{name} needs the kinds of its jobs: write @worker\.{name}\("a_kind"'):
+        cast("Any", getattr(worker, name))(*kinds)
+
+
+def test_a_worker_without_handlers_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    worker = Worker(windrow.testing.RecordingClient(org="o1"), "q", name="w1")
+    with pytest.raises(NotImplementedError):
+        asyncio.run(worker.run())
+    assert "worker w1 has no handlers, and gives every job back" in caplog.messages
+
+
+def test_a_worker_that_has_ended_may_be_stopped_again() -> None:
+    worker = Worker(windrow.testing.RecordingClient(org="o1"), "q")
+    with pytest.raises(NotImplementedError):
+        asyncio.run(worker.run())
+    worker.stop()
+    worker.stop()

@@ -25,6 +25,7 @@ from windrow.handlers import (
     is_async,
     is_the_workers,
     left_s,
+    refuse_no_kinds,
     timeout_of,
 )
 from windrow.jobs import Job
@@ -57,6 +58,7 @@ class BatchHandlers:
         self, kinds: Sequence[str], *, max_jobs: int, max_wait: Span, timeout: Span | None
     ) -> Callable[[BatchHandlerT], BatchHandlerT]:
         """Returns a decorator that registers a function for jobs of these kinds: see Worker.batch_handler()."""
+        refuse_no_kinds("batch_handler", kinds)
         wait_s, timeout_s = seconds(max_wait), timeout_of(timeout)
         if not 1 <= max_jobs <= BATCH_JOBS_MAX:
             raise InvalidRequest(f"max_jobs must be 1 to {BATCH_JOBS_MAX:,}, not {max_jobs}")

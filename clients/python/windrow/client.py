@@ -604,7 +604,7 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
                 return record
             left_s = deadline - time.monotonic()
             if left_s < _WORTH_WAITING_S:
-                raise DeadlineExceeded(f"job {id} is {record.state.value} after {timeout_s:g} s")
+                raise DeadlineExceeded(f"job {id} is still {record.state.value}: {timeout_s:g} s are over")
             # A router that shuts down answers early. Wait for the remaining time at another one.
             await asyncio.sleep(random.uniform(0.2, 0.5) * _WORTH_WAITING_S)
 

@@ -67,6 +67,12 @@ class Suspended(NamedTuple):
     handler: Registered | None
 
 
+def refuse_no_kinds(decorator: str, kinds: Sequence[object]) -> None:
+    """Raises InvalidRequest unless these are kinds. Without parentheses, a decorator gets the function instead."""
+    if not kinds or not all(isinstance(kind, str) for kind in kinds):
+        raise InvalidRequest(f'{decorator} needs the kinds of its jobs: write @worker.{decorator}("a_kind")')
+
+
 class Handlers:
     """`abandoned_ended`: see HandlerThreads."""
 
@@ -102,6 +108,7 @@ class Handlers:
         self, kinds: Sequence[str], *, timeout: Span | None, isolate: Literal["process"] | None
     ) -> Callable[[HandlerT], HandlerT]:
         """Returns a decorator that registers a function for jobs of these kinds: see Worker.handler()."""
+        refuse_no_kinds("handler", kinds)
         timeout_s = timeout_of(timeout)
         if isolate not in (None, "process"):
             raise InvalidRequest(f'isolate must be "process" or None, not {isolate!r}')
@@ -125,6 +132,8 @@ class Handlers:
 
     def open(self, concurrency: int) -> None:
         """Raises InvalidRequest if a handler cannot run in a process."""
+        if not self._by_kind:
+            log.warning("worker %s has no handlers, and gives every job back", self._worker)
         for kind, handler in self._by_kind.items():
             if handler.isolated and not can_be_sent(handler.function):
                 raise InvalidRequest(

@@ -207,7 +207,10 @@ class Kill(Outcome):
 
 
 def _checked(after: Span) -> Span:
-    """Returns a delay. Raises ValueError if it is negative or too long."""
+    """Returns a delay. Raises ValueError if it is negative or too long, and TypeError for anything else."""
+    given: object = after
+    if not isinstance(given, (int, float, timedelta)):
+        raise TypeError(f"after: {given!r} is neither a number of seconds nor a timedelta")
     after_s = after.total_seconds() if isinstance(after, timedelta) else after
     if not 0 <= after_s <= _AFTER_S_MAX:
         raise ValueError(f"after must be 0 s to 3,650 days, not {after!r}")

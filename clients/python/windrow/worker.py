@@ -225,8 +225,8 @@ class Worker:
         It imports the handler's module by name, so the handler must be a function of a module; the program's own
         module is imported too, where run() returns at once. job.lost is never set in it.
 
-        Raises InvalidRequest if a kind already has a handler, if `timeout` is not more than 0 s, for an unknown
-        `isolate`, or for an `async def` in a process.
+        Raises InvalidRequest if no kind is given, if one already has a handler, if `timeout` is not more than 0 s, for
+        an unknown `isolate`, or for an `async def` in a process.
         """
         return self._handlers.add(kinds, timeout=timeout, isolate=isolate)
 
@@ -252,7 +252,7 @@ class Worker:
         `windrow.TimedOut`, also if one of its jobs has a max_runtime that is over sooner. Middleware is not called: it
         is around single jobs.
 
-        Raises InvalidRequest if a kind already has a handler, or for numbers that are out of range.
+        Raises InvalidRequest if no kind is given, if one already has a handler, or for numbers that are out of range.
         """
         return self._batch_handlers.add(kinds, max_jobs=max_jobs, max_wait=max_wait, timeout=timeout)
 
@@ -333,10 +333,13 @@ class Worker:
                 self._handlers.close()
 
     def stop(self) -> None:
-        """Begins a graceful shutdown (see run()); a second call ends it without waiting for handlers. Thread-safe."""
+        """Begins a graceful shutdown (see run()); a second call ends it without waiting for handlers. Does nothing if
+        the worker has ended. Thread-safe."""
         self._stops += 1
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._on_stop)
+            # A loop that is closed has no worker to stop.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._on_stop)
 
     def _on_stop(self) -> None:
         if self._stops:
@@ -660,6 +663,14 @@ class Worker:
             log.warning("%s: stopped before every outcome was reported; those leases will expire", self.name)
 
     def _check(self) -> None:
+        client: object = self.client
+        if not isinstance(client, Client):
+            raise InvalidRequest(f"a worker needs a windrow.Client, not a {type(client).__name__}")
+        if self._orgs is not None and self._orgs is not ALL:
+            raise InvalidRequest(
+                f"orgs must be windrow.ALL, or None for the client's org, not {self._orgs!r}: "
+                "for some orgs, start a worker for each"
+            )
         if not 1 <= len(self.queues) <= QUEUES_MAX:
             raise InvalidRequest(f"a worker needs 1 to {QUEUES_MAX} queues, not {len(self.queues)}")
         if not 1 <= self.concurrency <= CONCURRENCY_MAX:
