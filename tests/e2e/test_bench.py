@@ -28,6 +28,7 @@ def _command(scenario: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "bench", scenario, "--runs", "1", *arguments]
 
 
+@pytest.mark.turns(3)
 def test_a_run_ends_with_a_table_and_with_all_samples_as_json(tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = subprocess.run(
