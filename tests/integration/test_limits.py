@@ -30,7 +30,7 @@ from tests.jobs import job_id, job_message
 from tests.moves import begin_move
 from tests.postgres import Server, kill
 from tests.routers import PATIENCE_S, Routers, Stubs, detail, running_routers, stubs, until, write_cluster
-from windrow import Batch, Client, LimitMeasure, NewJob, ResourceExhausted, uuid7
+from windrow import Batch, Client, InvalidRequest, LimitMeasure, NewJob, ResourceExhausted, uuid7
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, limits_pb2, queue_pb2
 
 QUEUE, OTHER = "mail", "files"
@@ -548,6 +548,19 @@ def _stores(both: Stubs, org: str) -> bool:
 
 
 # ── The Python client ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_an_interval_that_is_wrong_is_named_as_the_argument_is(cluster: Cluster) -> None:
+    org = await asyncio.to_thread(cluster.org)
+    async with Client(cluster.routers.address, org=org) as client:
+        for measure, per, why in (
+            (LimitMeasure.STARTS, None, "is missing"),
+            (LimitMeasure.IN_FLIGHT, 1, "is given"),
+            (LimitMeasure.JOBS, 90_000, "must be"),
+        ):
+            with pytest.raises(InvalidRequest, match=rf"^SetLimit at \S+: per: {why}") as refused:
+                await client.set_limit(measure, 2, per=per)
+            assert [violation.field for violation in refused.value.violations] == ["per"]
 
 
 async def test_the_client_waits_until_the_limit_has_room(cluster: Cluster) -> None:
