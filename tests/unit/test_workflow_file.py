@@ -90,6 +90,14 @@ def test_a_fault_is_told_with_its_node_its_field_its_value_and_what_is_allowed(
         assert told.startswith(f"windrow: {file}: {label}: {why}")
 
 
+def test_a_workflow_from_standard_input_is_named_so() -> None:
+    done = windrow(
+        "workflows", "start", "acme", stdin=json.dumps({"nodes": [{**NODE, "name": "load", "priority": 10}]})
+    )
+    assert done.code == ExitCode.USAGE
+    assert done.err.startswith("windrow: standard input: node 'load': priority: must be a whole number from 1 to 9")
+
+
 def test_a_value_that_is_long_is_cut(file: Path) -> None:
     file.write_text(json.dumps({"nodes": ["x" * 10_000]}))
     assert len(start(file)[1]) < 400
