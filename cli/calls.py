@@ -44,6 +44,8 @@ _TYPED = {
     "payload": "PAYLOAD",
     "ids": "ID",
     "name": "NAME",
+    "node": "NODE",
+    "weight": "WEIGHT",
     "timing": "--cron / --every / --at",
     "interval": "--per",
     "spec.interval": "--every",
@@ -292,7 +294,7 @@ def _details(error: grpc.Call) -> status_pb2.Status | None:
 
 
 def _refused(violations: Sequence[tuple[str, str]]) -> RequestRefused:
-    particulars = [f"{_as_typed(field)}: {description}" for field, description in violations]
+    particulars = [f"{as_typed(field)}: {description}" for field, description in violations]
     return RequestRefused(violations, particulars=particulars)
 
 
@@ -306,7 +308,7 @@ def _violations(details: status_pb2.Status | None) -> list[tuple[str, str]]:
     ]
 
 
-def _as_typed(field: str) -> str:
+def as_typed(field: str) -> str:
     """Returns the argument or option of a field: --retry for jobs[0].template.retry.exponential.max_delay."""
     parts = [part.partition("[") for part in field.split(".")]
     name, _, index = next((part for part in parts if part[0] not in _WITHIN), parts[-1])

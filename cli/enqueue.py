@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cli import options, output, values
 from cli.exits import CommandFailed, ExitCode, RequestRefused
+from cli.input_file import opened
 
 if TYPE_CHECKING:
     from cli.calls import Router
     from windrow.v1 import job_pb2, queue_pb2
 
-_T = TypeVar("_T")
 _BATCH_JOBS_MAX = 1000
 _BATCH_BYTES_MAX = 4 * 1024 * 1024
 _PAYLOAD_BYTES_MAX = 1024 * 1024
@@ -329,7 +329,7 @@ def _known(result: queue_pb2.EnqueueResult) -> str:
 
 def _payload(text: str | None, file: Path | None) -> bytes:
     if file is not None:
-        payload = _opened(file, lambda: file.read_bytes())
+        payload = opened(file, lambda: file.read_bytes())
     else:
         payload = sys.stdin.buffer.read() if text == "-" else (text or "").encode(errors="surrogateescape")
     if len(payload) > _PAYLOAD_BYTES_MAX:
@@ -343,8 +343,8 @@ def _lines(file: Path | None) -> Iterator[bytes]:
     if file is None:
         yield from sys.stdin.buffer
         return
-    with _opened(file, lambda: file.open("rb")) as opened:
-        yield from opened
+    with opened(file, lambda: file.open("rb")) as source:
+        yield from source
 
 
 def _new_ids(count: int) -> list[str]:
@@ -352,10 +352,3 @@ def _new_ids(count: int) -> list[str]:
     from windrow.ids import uuid7
 
     return [uuid7() for _ in range(count)]
-
-
-def _opened(file: Path, act: Callable[[], _T]) -> _T:
-    try:
-        return act()
-    except OSError as error:
-        raise typer.BadParameter(f"{str(file)!r}: {error.strerror}", param_hint="'--file'") from None

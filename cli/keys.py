@@ -177,7 +177,7 @@ def _scopes(given: Sequence[str] | None) -> list[str]:
     known = [scope.value for scope in Scope]
     for scope in given:
         if scope not in known:
-            raise CommandFailed(f"--scope {scope!r}: is one of {', '.join(known)}", ExitCode.USAGE)
+            raise CommandFailed(f"--scope {scope!r}: is not one of {', '.join(known)}", ExitCode.USAGE)
     return [scope for scope in known if scope in given]
 
 

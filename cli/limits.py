@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from cli import options, output, values
-from cli.exits import CommandFailed, ExitCode
+from cli.exits import CommandFailed, ExitCode, RequestRefused
 from cli.layout import App
 from cli.output import Column
 
@@ -98,11 +98,16 @@ def set_limit(
     try:
         request.amount = amount
     except ValueError:
-        raise CommandFailed(f"--{measure.replace('_', '-')} {amount}: is too large", ExitCode.USAGE) from None
+        raise CommandFailed(f"{_option(measure)} {amount}: is too large", ExitCode.USAGE) from None
     if measure not in _AT_A_TIME:
         request.interval.FromTimedelta(per or timedelta(seconds=1))
-    with connect(address, timeout) as router:
-        limit = router.call(router.cluster.SetLimit, request).limit
+    try:
+        with connect(address, timeout) as router:
+            limit = router.call(router.cluster.SetLimit, request).limit
+    except RequestRefused as error:
+        # One of six options gives the amount.
+        particulars = [line.replace("--amount", _option(measure), 1) for line in error.particulars]
+        raise RequestRefused(error.violations, particulars=particulars) from error
     if as_json:
         output.say_json([_json(limit)])
     else:
@@ -179,6 +184,10 @@ def list_limits(
             Column(title="per", right=True),
         ]
         output.table(columns, [_row(limit) for limit in found])
+
+
+def _option(measure: str) -> str:
+    return f"--{measure.replace('_', '-')}"
 
 
 def _org(org: str | None, *, every_org: bool) -> str:

@@ -52,6 +52,18 @@ def print_schedule(schedule: schedules_pb2.ScheduleInfo, *, as_json: bool = Fals
     )
 
 
+def note_end(schedule: schedules_pb2.ScheduleInfo) -> None:
+    """Tells who has created or changed a schedule if it has no time to come: a year may be wrong."""
+    # A paused schedule comes without its next times.
+    if schedule.next or schedule.paused:
+        return
+    end = f", until {output.time_text(schedule.spec.end.ToDatetime())}" if schedule.spec.HasField("end") else ""
+    output.note(
+        f"schedule {schedule.name!r} has no time to come ({_fires(schedule.spec)}{end}), and stores no job by itself: "
+        "give it another with `windrow schedules update`"
+    )
+
+
 def _state(schedule: schedules_pb2.ScheduleInfo) -> str:
     return "paused" if schedule.paused else "open" if schedule.next else "ended"
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from cli import options, output, schedule_options, values
+from cli.input_file import opened
 from cli.layout import App
 from cli.output import Column
-from cli.schedule_output import print_schedule, run_json, run_row, schedule_json, schedule_row
+from cli.schedule_output import note_end, print_schedule, run_json, run_row, schedule_json, schedule_row
 
 if TYPE_CHECKING:
     from windrow.v1 import schedules_pb2
@@ -151,6 +152,8 @@ def create(
 ) -> None:
     """Creates a schedule. Give one of --cron, --every and --at.
 
+    A schedule with no time to come is created too; standard error then says so.
+
     Exit code 5: the schedule exists.
     """
     if payload is not None and file is not None:
@@ -167,7 +170,7 @@ def create(
     job = job_pb2.JobTemplate(
         queue=queue,
         kind=kind,
-        payload=file.read_bytes() if file is not None else (payload or "").encode(),
+        payload=opened(file, lambda: file.read_bytes()) if file is not None else (payload or "").encode(),
         attributes=labels,
         priority=priority or 0,
         max_attempts=max_attempts or 0,
@@ -177,7 +180,9 @@ def create(
     )
     request = schedules_pb2.CreateScheduleRequest(org=org, name=name, spec=spec, job=job, paused=paused)
     with connect(address, timeout) as router:
-        print_schedule(router.call(router.schedules.CreateSchedule, request).schedule, as_json=as_json)
+        schedule = router.call(router.schedules.CreateSchedule, request).schedule
+    print_schedule(schedule, as_json=as_json)
+    note_end(schedule)
 
 
 @app.command()
@@ -222,7 +227,9 @@ def update(
     mask = update_mask(spec, reset or ())
     request = schedules_pb2.UpdateScheduleRequest(org=org, name=name, spec=spec, update_mask=mask)
     with connect(address, timeout) as router:
-        print_schedule(router.call(router.schedules.UpdateSchedule, request).schedule, as_json=as_json)
+        schedule = router.call(router.schedules.UpdateSchedule, request).schedule
+    print_schedule(schedule, as_json=as_json)
+    note_end(schedule)
 
 
 @app.command()
@@ -256,7 +263,9 @@ def resume(
 
     with connect(address, timeout) as router:
         request = schedules_pb2.ResumeScheduleRequest(org=org, name=name)
-        print_schedule(router.call(router.schedules.ResumeSchedule, request).schedule, as_json=as_json)
+        schedule = router.call(router.schedules.ResumeSchedule, request).schedule
+    print_schedule(schedule, as_json=as_json)
+    note_end(schedule)
 
 
 @app.command()

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
 from cli import options, output, values
-from cli.exits import CommandFailed, ExitCode
+from cli.exits import RequestRefused
 from cli.layout import App
 from cli.output import Column
 
 if TYPE_CHECKING:
     from cli.calls import Router
-    from windrow import FailurePolicy, Workflow
     from windrow.v1 import workflows_pb2
 
 _PAGE = 1000
@@ -77,13 +75,16 @@ def start(
 
     Exit code 5: another workflow has this id.
     """
-    flow = _read_file(file, workflow_id or "")
-
+    from cli import workflow_file
     from cli.calls import connect
 
+    flow = workflow_file.read(file, workflow_id or "")
     request = flow.request(org)
-    with connect(address, timeout) as router:
-        response = router.call(router.workflows.StartWorkflow, request)
+    try:
+        with connect(address, timeout) as router:
+            response = router.call(router.workflows.StartWorkflow, request)
+    except RequestRefused as error:
+        raise workflow_file.refused(error, file, flow) from error
     if as_json:
         jobs = {node.name: job for node, job in zip(flow.nodes, response.job_ids, strict=True)}
         output.say_json([{"org": org, "id": flow.id, "duplicate": response.duplicate, "jobs": jobs}])
@@ -263,59 +264,6 @@ def retry(
         output.say_json([_json(response.workflow)])
     else:
         _print(response.workflow, response.counts)
-
-
-# ── Files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _read_file(file: Path | None, workflow_id: str) -> Workflow:
-    from windrow import Workflow
-
-    where = "standard input" if file is None else str(file)
-    text = sys.stdin.read() if file is None else file.read_text()
-    try:
-        document = json.loads(text)
-        flow = Workflow(document.get("name", ""), id=workflow_id)
-        for at, node in enumerate(document["nodes"]):
-            try:
-                _add(flow, node)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-                raise CommandFailed(f"{where}: nodes[{at}]: {what}", ExitCode.USAGE) from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise CommandFailed(f"{where} is not a workflow: {what}", ExitCode.USAGE) from error
-    return flow
-
-
-def _add(flow: Workflow, node: Mapping[str, Any]) -> None:
-    """Adds a node of the file. Raises KeyError, TypeError, ValueError."""
-    from windrow import FailurePolicy
-
-    unknown = set(node) - {
-        *("queue", "kind", "name", "payload", "after", "on_failed", "callback", "priority", "max_attempts", "delay_s"),
-        *("group", "attributes"),
-    }
-    if unknown:
-        raise ValueError(f"has unknown keys: {', '.join(sorted(unknown))}")
-    payload = node.get("payload", "")
-    given = {name: node[name] for name in ("priority", "max_attempts", "group", "attributes") if name in node}
-    if "delay_s" in node:
-        given["delay"] = node["delay_s"]
-    content = payload if isinstance(payload, str) else json.dumps(payload)
-    add = {
-        None: flow.job,
-        "on_success": flow.on_success,
-        "on_failure": flow.on_failure,
-        "on_end": flow.on_end,
-    }.get(node.get("callback"))
-    if add is None:
-        raise ValueError(f"its callback must be on_success, on_failure or on_end, not {node['callback']!r}")
-    added = add(node["queue"], node["kind"], content.encode(), name=node.get("name", ""), **given)
-    policy: FailurePolicy = FailurePolicy(node.get("on_failed", "cancel"))
-    for name in cast("list[str]", node.get("after", [])):
-        # The router tells of names that no node has.
-        added.waits_for[name] = policy
 
 
 # ── Answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1174,6 +1174,10 @@ def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
             2,
             "Invalid value for '--new-id': 'x' is not the id",
         ),
+        (["workflows", "start", "a", "/nope"], 2, "Invalid value for 'FILE': '/nope': No such file"),
+        (["schedules", "create", "a", "s", "q", "k", "--every", "1h", "--file", "/nope"], 2, "'/nope': No such file"),
+        (["weights", "set", "a", "0"], 2, "WEIGHT: must be"),
+        (["workflows", "skip", "a", ID_OF_NONE, ""], 2, "NODE: must not be empty"),
         (["workflows", "start", "--id", "x", "a"], 2, "Invalid value for '--id': 'x' is not the id of a workflow"),
         (["stat"], 2, "Did you mean 'stats'"),
         (["get", "a", "x"], 2, "No such command 'get'. Did you mean `windrow jobs get`?"),
@@ -1189,6 +1193,31 @@ def test_an_error_message_contains_the_wrong_value(
     done = windrow(*arguments)
     assert (done.code, done.out) == (code, "")
     assert words in done.err
+
+
+def test_a_node_that_waits_for_an_unknown_one_is_named_with_its_file(windrow: Windrow, tmp_path: Path) -> None:
+    flow = tmp_path / "flow.json"
+    node = {"name": "clean", "queue": "q", "kind": "k", "after": ["laod"]}
+    flow.write_text(json.dumps({"nodes": [{"queue": "q", "kind": "k"}, node]}))
+    done = windrow("workflows", "start", "flows", str(flow))
+    assert (done.code, done.out) == (2, "")
+    assert f"{flow}: node 'clean': after: names no node of the workflow: 'laod'" in done.err
+
+
+def test_a_schedule_without_a_time_to_come_is_told_of(windrow: Windrow) -> None:
+    create = ["schedules", "create", "late"]
+    past = windrow(*create, "once", "q", "k", "--at", "2020-01-01T00:00:00Z", "--json")
+    assert (past.code, past.documents[0]["next"]) == (0, [])
+    assert "schedule 'once' has no time to come (once, 2020-01-01" in past.err
+    ended = windrow(*create, "before", "q", "k", "--every", "1h", "--end", "2020-01-01T00:00:00Z")
+    assert (ended.code, "(every 1h, until 2020-01-01" in ended.err) == (0, True)
+    for open_one in (["later", "q", "k", "--at", "2099-01-01T00:00:00Z"], ["often", "q", "k", "--every", "1h"]):
+        assert windrow(*create, *open_one).err == ""
+    moved = windrow("schedules", "update", "late", "later", "--at", "2020-01-01T00:00:00Z")
+    assert (moved.code, "'later' has no time to come" in moved.err) == (0, True)
+    # A paused schedule has no next time either, until it is resumed.
+    assert windrow("schedules", "pause", "late", "often").err == ""
+    assert windrow("schedules", "resume", "late", "often").err == ""
 
 
 def test_what_other_systems_call_a_command_leads_to_one_that_exists() -> None:

@@ -550,6 +550,10 @@ async def test_queues_are_configured_paused_and_deleted(client: Client) -> None:
     assert isinstance(changed.retry, ExponentialRetry)
     with pytest.raises(InvalidRequest, match="'max_attempts', which is given a value too"):
         await client.update_queue("mail", max_attempts=5, reset=["max_attempts"])
+    with pytest.raises(InvalidRequest, match=r"UpdateQueue at .*: reset: must be one of .*, not 'colour'") as refused:
+        await client.update_queue("mail", max_attempts=5, reset=["retry", "colour"])
+    assert [violation.field for violation in refused.value.violations] == ["reset"]
+    assert "reset: must be one of" in refused.value.details
     put = await client.put_queue("mail", group_concurrency=3)
     assert (put.max_attempts, put.group_concurrency) == (4, 3)
     assert await client.put_queue("mail", group_concurrency=1) == changed
@@ -589,6 +593,8 @@ async def test_jobs_are_listed_counted_purged_redriven_and_restored(client: Clie
     assert [job.id for job in found.jobs] == newest_first[:1]
     counts = (await client.stats("q")).queues["q"]
     assert (counts.ready, counts.dead, counts.succeeded) == (3, 2, None)
+    with pytest.raises(NotFound, match=r"^RedriveQueue at .* has no queue 'nosuch'"):
+        await client.redrive_queue("nosuch")
     assert await client.redrive_queue("q", kind="another") == 0
     assert await client.redrive_queue("q", limit=1) == 1
     assert await client.purge_queue("q", include_dead=True) == 5

@@ -52,7 +52,7 @@ SECRET = "wr_abcdefgh2345_" + "s" * 43
         (
             ["create", "--org", "acme", "--scope", "write"],
             2,
-            "'write': is one of enqueue, consume, read, admin",
+            "--scope 'write': is not one of enqueue, consume, read, admin",
         ),
         (["create", "--org", "acme", "--scope", "cluster"], 2, "needs --all-orgs"),
         (["create", "--org", "acme", "--name", "x" * 101], 2, "at most 100 printable characters"),

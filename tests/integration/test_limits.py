@@ -30,7 +30,7 @@ from tests.jobs import job_id, job_message
 from tests.moves import begin_move
 from tests.postgres import Server, kill
 from tests.routers import PATIENCE_S, Routers, Stubs, detail, running_routers, stubs, until, write_cluster
-from windrow import Batch, Client, LimitMeasure, NewJob, ResourceExhausted, uuid7
+from windrow import Batch, Client, InvalidRequest, LimitMeasure, NewJob, ResourceExhausted, uuid7
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, limits_pb2, queue_pb2
 
 QUEUE, OTHER = "mail", "files"
@@ -215,9 +215,9 @@ def test_a_refusal_after_which_waiting_does_not_help_has_the_exit_code_of_one(cl
         (["set", "--org", "", "--jobs", "5"], 2, "--org: is empty"),
         (["set", "--org", "acme"], 2, "give either --jobs N, --bytes N"),
         (["set", "--org", "acme", "--jobs", "5", "--bytes", "5"], 2, "give either --jobs N, --bytes N"),
-        (["set", "--org", "acme", "--jobs", "0"], 2, "--amount"),
-        (["set", "--org", "acme", "--jobs", "-1"], 2, "--amount"),
-        (["set", "--org", "acme", "--jobs", str(10**12 + 1)], 2, "--amount"),
+        (["set", "--org", "acme", "--jobs", "0"], 2, "--jobs: must be 1 to "),
+        (["set", "--org", "acme", "--jobs", "-1"], 2, "--jobs: must be 1 to "),
+        (["set", "--org", "acme", "--jobs", str(10**12 + 1)], 2, "--jobs: must be 1 to "),
         (["set", "--org", "acme", "--jobs", str(10**30)], 2, "is too large"),
         (["set", "--org", "acme", "--jobs", "5", "--per", "10ms"], 2, "--per"),
         (["set", "--org", "acme", "--jobs", "5", "--per", "25h"], 2, "--per"),
@@ -548,6 +548,19 @@ def _stores(both: Stubs, org: str) -> bool:
 
 
 # ── The Python client ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_an_interval_that_is_wrong_is_named_as_the_argument_is(cluster: Cluster) -> None:
+    org = await asyncio.to_thread(cluster.org)
+    async with Client(cluster.routers.address, org=org) as client:
+        for measure, per, why in (
+            (LimitMeasure.STARTS, None, "is missing"),
+            (LimitMeasure.IN_FLIGHT, 1, "is given"),
+            (LimitMeasure.JOBS, 90_000, "must be"),
+        ):
+            with pytest.raises(InvalidRequest, match=rf"^SetLimit at \S+: per: {why}") as refused:
+                await client.set_limit(measure, 2, per=per)
+            assert [violation.field for violation in refused.value.violations] == ["per"]
 
 
 async def test_the_client_waits_until_the_limit_has_room(cluster: Cluster) -> None:

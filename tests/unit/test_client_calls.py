@@ -529,10 +529,10 @@ def test_an_address_that_grpc_takes_is_taken(address: str) -> None:
 async def test_nothing_is_redriven_while_a_shard_has_not_counted_its_dead_jobs(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def stats(_: str) -> Stats:
+    async def stats(_: str, **__: object) -> Stats:
         return Stats(queues={}, unavailable_shards=["s2"])
 
-    monkeypatch.setattr(client, "stats", stats)
+    monkeypatch.setattr(client, "_stats", stats)
     with pytest.raises(Unavailable, match="did not count its dead jobs: s2"):
         await client.redrive_queue("emails")
 

@@ -131,3 +131,20 @@ def test_a_queue_says_that_its_scheduled_jobs_are_others_than_those_that_are_rea
 def test_a_small_share_is_not_told_as_none() -> None:
     fair = cause_pb2.FairShareCause(weight=1, ahead=Duration(nanos=300))
     assert "has had less than 1 s more of the time" in causes_shown([Cause(fair_share=fair)])
+
+
+def test_the_jobs_that_wait_for_their_groups_are_told_by_their_number() -> None:
+    def told(jobs: int, *, at_least: bool = False) -> str:
+        return causes_shown([Cause(group_backlog=cause_pb2.GroupBacklogCause(jobs=jobs, at_least=at_least))])
+
+    assert told(1) == "1 job waits for others of its group to end"
+    assert told(2) == "2 jobs wait for others of their groups to end"
+    assert told(1000, at_least=True) == "more than 1,000 jobs wait for others of their groups to end"
+
+
+def test_a_quarantine_is_told_by_the_number_of_its_crashes() -> None:
+    def told(crashes: int) -> str:
+        return causes_shown([Cause(quarantine=cause_pb2.QuarantineCause(kind="k", since=TIME, crashes=crashes))])
+
+    assert "after 1 crash of its workers" in told(1)
+    assert "after 3 crashes of its workers" in told(3)

@@ -15,7 +15,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from windrow.calls import ADMIN_FINAL, Calls, Method
 from windrow.causes import JobExplanation, QueueExplanation, read_job, read_queue
 from windrow.channels import Stub
-from windrow.errors import AlreadyExists, Span, Unavailable, invalid_argument
+from windrow.errors import AlreadyExists, InvalidRequest, Span, Unavailable, invalid_argument, renamed
 from windrow.ids import uuid7
 from windrow.jobs import JobRecord, JobState, RetryPolicy, read_record, read_retry, retry_message, state_value
 from windrow.limits import Limit, LimitMeasure, measure_number, read_limit
@@ -207,7 +207,10 @@ class AdminCalls:
             raise invalid_argument("reset", f"names {min(both)!r}, which is given a value too")
         mask = FieldMask(paths=[*given, *resets])
         request = admin_pb2.UpdateQueueRequest(org=self.org, queue=queue, config=config, update_mask=mask)
-        return _read_queue((await self._ask(lambda stub: stub.UpdateQueue, request)).queue)
+        # Of the paths, only those from `reset` can be wrong.
+        paths = ["update_mask.paths", *(f"update_mask.paths[{at}]" for at in range(len(mask.paths)))]
+        response = await self._ask(lambda stub: stub.UpdateQueue, request, arguments=dict.fromkeys(paths, "reset"))
+        return _read_queue(response.queue)
 
     async def put_queue(
         self,
@@ -365,7 +368,7 @@ class AdminCalls:
             return response.redriven, response.limit_reached
 
         left = _checked_limit(limit)
-        stats = await self.stats(queue)
+        stats = await self._stats(queue, verb="RedriveQueue")
         if stats.unavailable_shards:
             shards = ", ".join(stats.unavailable_shards)
             raise Unavailable(f"queue {queue!r}: these shards of the org did not count its dead jobs: {shards}")
@@ -399,8 +402,11 @@ class AdminCalls:
 
         `include_finished`: finished jobs too. That scans them, which is slow if there are many. Raises NotFound if
         `queue` is given and does not exist."""
+        return await self._stats(queue, include_finished=include_finished)
+
+    async def _stats(self, queue: str, *, include_finished: bool = False, verb: str = "") -> Stats:
         request = admin_pb2.GetStatsRequest(org=self.org, queue=queue, include_finished=include_finished)
-        response = await self._ask(lambda stub: stub.GetStats, request)
+        response = await self._ask(lambda stub: stub.GetStats, request, verb=verb)
         return Stats(
             queues={one.queue: _read_stats(one, with_finished=include_finished) for one in response.queues},
             unavailable_shards=list(response.unavailable_shards),
@@ -443,7 +449,8 @@ class AdminCalls:
                 request.interval.CopyFrom(duration(per))
         except (TypeError, ValueError) as error:
             raise invalid_argument("per", error) from error
-        return read_limit((await self._ask(lambda stub: stub.SetLimit, request)).limit)
+        response = await self._ask(lambda stub: stub.SetLimit, request, arguments={"interval": "per"})
+        return read_limit(response.limit)
 
     async def clear_limit(self, measure: LimitMeasure, *, queue: str = "", every_org: bool = False) -> bool:
         """Removes a limit. Returns False if it was not set. Needs the scope cluster."""
@@ -457,8 +464,21 @@ class AdminCalls:
         response = await self._ask(lambda stub: stub.ListAllLimits, cluster_pb2.ListAllLimitsRequest())
         return [read_limit(limit) for limit in response.limits]
 
-    async def _ask(self, method: Callable[[Stub], Method[_Request, _Response]], request: _Request) -> _Response:
-        return await self.calls.call(method, request, final=ADMIN_FINAL)
+    async def _ask(
+        self,
+        method: Callable[[Stub], Method[_Request, _Response]],
+        request: _Request,
+        *,
+        verb: str = "",
+        arguments: Mapping[str, str] | None = None,
+    ) -> _Response:
+        """`arguments`: the caller's arguments by fields of the request, where their names differ."""
+        try:
+            return await self.calls.call(method, request, final=ADMIN_FINAL, verb=verb)
+        except InvalidRequest as error:
+            if arguments is None:
+                raise
+            raise renamed(error, arguments) from error.__cause__
 
 
 async def _in_steps(change: Callable[[int], Awaitable[tuple[int, bool]]], limit: int | None) -> int:

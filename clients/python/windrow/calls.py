@@ -163,14 +163,16 @@ class Calls:
         before_try: Callable[[float], object] | None = None,
         final: Collection[StatusCode] = FINAL,
         final_reason: str = "",
+        verb: str = "",
     ) -> _Response:
         """Makes one call, with as many tries as its timeout allows, and none after a status of `final` or an error with
-        `final_reason`. Raises WindrowError.
+        `final_reason`. `verb`: what errors name the call; default: its method. Raises WindrowError.
 
         `wait_s` is added to the timeouts, for a call that asks the router to wait for jobs. `before_try` is called
         before each try with the part of `wait_s` that is left.
         """
         budget_s = (self.timeout_s if timeout_s is None else timeout_s) + wait_s
+        verb = verb or type(request).__name__.removesuffix("Request")
         named = _metadata(getattr(request, "org", ""))
         token: Metadata = ()
         renewed = False
@@ -195,7 +197,7 @@ class Calls:
                 # Closing a channel cancels its calls; the caller's own cancellation passes through.
                 task = asyncio.current_task()
                 if self.closed and task is not None and not task.cancelling():
-                    raise ClientClosed(f"{_verb(request)} at {self.address}: the client was closed meanwhile") from None
+                    raise ClientClosed(f"{verb} at {self.address}: the client was closed meanwhile") from None
                 raise
             failure = CallFailure.of(cause)
             if failure.code is StatusCode.UNAUTHENTICATED and not renewed and await self.renew_token(token):
@@ -208,14 +210,14 @@ class Calls:
             ):
                 failure = replace(failure, message=why)
                 if not self.answered:
-                    raise TlsFailed(f"{_verb(request)} at {self.address}: {why}") from cause
+                    raise TlsFailed(f"{verb} at {self.address}: {why}") from cause
             spent_s = time.monotonic() - began
             pause = pause_s(failure, tries=tries, luck=random.random(), final=final)
             if pause is None or spent_s + pause >= budget_s or (final_reason and failure.reason == final_reason):
                 asked_s = failure.retry_after_s or 0.0
                 late = pause is not None and spent_s + asked_s >= budget_s
                 why = f"a retry in {asked_s:g} s would exceed the timeout of {round(budget_s, 1):g} s" if late else ""
-                raise self._error(_verb(request), failure, tries=tries, spent_s=spent_s, no_retry=why) from cause
+                raise self._error(verb, failure, tries=tries, spent_s=spent_s, no_retry=why) from cause
             if not self._heard and failure.code is StatusCode.UNAVAILABLE and not failure.reason:
                 # Most likely the address is wrong. Log it now, so that whoever starts the program need not wait for the
                 # timeout.
@@ -338,10 +340,6 @@ def _read_details(details: Iterable[any_pb2.Any]) -> _Details:
         elif detail.Unpack(reached):
             limit = read_reached(reached)
     return _Details(tuple(violations), retry_after_s, reason, limit)
-
-
-def _verb(request: Message) -> str:
-    return type(request).__name__.removesuffix("Request")
 
 
 def _details(error: aio.AioRpcError) -> list[any_pb2.Any]:

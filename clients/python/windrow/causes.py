@@ -240,12 +240,19 @@ def _group(of: _Figures) -> str:
     return f"{held}: {worker} has job {of['holder_id']} until {_time(of['until'])}; {ahead}"
 
 
+def _group_backlog(of: _Figures) -> str:
+    if of["at_least"]:
+        return f"more than {_jobs(of['jobs'])} wait for others of their groups to end"
+    whose = "waits for others of its group" if of["jobs"] == 1 else "wait for others of their groups"
+    return f"{_jobs(of['jobs'])} {whose} to end"
+
+
 def _quarantine(of: _Figures) -> str:
     held = f"kind {of['kind']!r} is quarantined since {_time(of['since'])}"
     if of["by_operator"]:
         held += f" by an operator{': ' + of['reason'] if of['reason'] else ''}"
     elif of["crashes"]:
-        held += f", after {of['crashes']:,} crashes of its workers"
+        held += f", after {of['crashes']:,} {'crash' if of['crashes'] == 1 else 'crashes'} of its workers"
     held += f"; {'more than ' if of['at_least'] else ''}{_jobs(of['set_aside'])} set aside"
     if of["trial_id"]:
         return f"{held}; job {of['trial_id']} is let through now"
@@ -309,9 +316,7 @@ _SENTENCES: Mapping[str, Callable[[_Figures], str]] = {
     "backlog": _backlog,
     "group": _group,
     "blocked": _blocked,
-    "group_backlog": lambda of: (
-        f"{'more than ' if of['at_least'] else ''}{_jobs(of['jobs'])} wait for others of their groups to end"
-    ),
+    "group_backlog": _group_backlog,
     "quarantine": _quarantine,
     "start_limit": _start_limit,
     "in_flight_limit": _in_flight_limit,

@@ -22,7 +22,7 @@ Retry and Kill are not errors: a handler raises them to choose what happens to i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -158,6 +158,21 @@ def from_code(code: int, message: str, violations: Iterable[Violation] = ()) -> 
 def invalid_argument(name: str, fault: object) -> InvalidRequest:
     """Returns the error for one argument of a call that cannot be sent."""
     return InvalidRequest(f"{name}: {fault}", [Violation(name, str(fault))])
+
+
+def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
+    """Returns the error with the names of the caller's arguments instead of those of the request's fields."""
+
+    def in_text(text: str) -> str:
+        for field, name in names.items():
+            text = text.replace(f"{field}: ", f"{name}: ")
+        return text
+
+    violations = [Violation(names.get(field, field), description) for field, description in error.violations]
+    mine = type(error)(in_text(str(error)), violations)
+    mine.reason = error.reason
+    mine.details = in_text(error.details)
+    return mine
 
 
 def shifted(violations: Iterable[Violation], by: int) -> list[Violation]:

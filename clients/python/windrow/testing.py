@@ -184,9 +184,10 @@ class _Recorder(Calls):
         before_try: Callable[[float], object] | None = None,
         final: Collection[StatusCode] = FINAL,
         final_reason: str = "",
+        verb: str = "",
     ) -> Any:
         if not isinstance(request, queue_pb2.EnqueueRequest):
-            name = type(request).__name__.removesuffix("Request")
+            name = verb or type(request).__name__.removesuffix("Request")
             raise NotImplementedError(f"{name}: a RecordingClient stores nothing, and only takes enqueues")
         if fault := org_fault(request.org):
             raise invalid_argument("org", fault)
