@@ -76,14 +76,27 @@ class SyncClient:
             middleware=middleware,
         )
         self.org = org
+        # The client whose thread this one uses; None: its own.
+        self._owner: Self | None = None
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
 
+    def for_org(self, org: str) -> Self:
+        """Returns a client of another org over the same connections and thread. They stay until this client is closed;
+        closing the returned one does nothing."""
+        other = object.__new__(type(self))
+        other._client = self._client.for_org(org)
+        other.org = other._client.org
+        other._owner = self._owner or self
+        return other
+
     def close(self) -> None:
         """Closes the connections and ends the thread. A second close does nothing."""
+        if self._owner is not None:
+            return
         with self._lock:
             self._closed = True
             loop, thread = self._loop, self._thread
@@ -195,6 +208,8 @@ class SyncClient:
             raise
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
+        if self._owner is not None:
+            return self._owner._running_loop()
         with self._lock:
             if self._closed or self._pid != os.getpid():
                 why = "is closed" if self._closed else "was made before a fork"
