@@ -197,7 +197,7 @@ class JobOptions(TypedDict, total=False):
 class NewJob:
     """A job to store. Its id is made with the object, so enqueueing the same NewJob again stores nothing new.
 
-    - `queue`, `kind`: 1 to 128 of A–Z a–z 0–9 . _ : / -, the first a letter or digit. A queue exists from its first use.
+    - `queue`, `kind`: 1 to 128 of A–Z a–z 0–9 . _ : / -, the first a letter or digit. A queue is made at first use.
     - `payload`: bytes, text or a JSON value, at most 1 MiB.
     - `attributes`: at most 32 labels, readable without the payload. A key has 1 to 128 bytes, a value at most 1,024.
     - `priority`: 1 (first) to 9 (last). Default: 5.
@@ -208,10 +208,10 @@ class NewJob:
     - `max_attempts`: 1 to 1,000; then the job is dead. Default: the queue's setting, or 20 without one.
     - `max_runtime` (s, or timedelta; 1 s to 30 days): how long one attempt may take; then its lease ends. Default: as
       long as its worker runs it.
-    - `group` (at most 256 bytes): at most group_concurrency (a setting of the queue; 1 by default) jobs of one group run
-      at a time, in order. Default: no group.
+    - `group` (at most 256 bytes): at most group_concurrency (a setting of the queue; 1 by default) jobs of one group
+      run at a time, in order. Default: no group.
     - `retry`: when the job runs again after a failure. Default: the queue's setting, or exponential from 1 s to 1 h.
-    - `dedup_key` (at most 256 bytes): enqueueing another job with this key in the queue stores nothing. Default: no key.
+    - `dedup_key` (at most 256 bytes): enqueueing another job with this key in the queue stores nothing. Default: none.
     - `dedup_window` (s, or timedelta; 1 s to 30 days): how long the key counts, from when the job is stored. Default:
       1 day.
     - `dedup_while_live`: the key counts, instead of for a window, until the job has succeeded, died or was cancelled. A
@@ -258,8 +258,8 @@ class Enqueued:
     - `duplicate`: the id or the dedup key existed already. Nothing was stored, and `id` is the id of the existing job.
     - `state`: the state of the existing job, if this is a duplicate. None if that job was deleted since, or if its
       shard did not say.
-    - `differs`: the job with the same id that is stored has another queue, kind or payload: one id is used for two jobs.
-      Always False for a duplicate by its dedup key, whatever the two jobs have.
+    - `differs`: the stored job with the same id has another queue, kind or payload: one id is used for two jobs. Always
+      False for a duplicate by its dedup key, whatever the two jobs have.
     - `error`: why this job was not stored. Only set by an independent enqueue_many.
     """
 

@@ -76,8 +76,8 @@ class SyncClient:
             middleware=middleware,
         )
         self.org = org
-        # The client whose thread this one uses; None: its own.
-        self._owner: Self | None = None
+        self._owns_loop = True
+        self._loop_of = self._running_loop
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -88,14 +88,16 @@ class SyncClient:
         """Returns a client of another org over the same connections and thread. They stay until this client is closed;
         closing the returned one does nothing."""
         other = object.__new__(type(self))
-        other._client = self._client.for_org(org)
-        other.org = other._client.org
-        other._owner = self._owner or self
+        client = self._client.for_org(org)
+        other._client = client
+        other.org = client.org
+        other._owns_loop = False
+        other._loop_of = self._loop_of
         return other
 
     def close(self) -> None:
         """Closes the connections and ends the thread. A second close does nothing."""
-        if self._owner is not None:
+        if not self._owns_loop:
             return
         with self._lock:
             self._closed = True
@@ -196,7 +198,7 @@ class SyncClient:
 
     def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         try:
-            future = asyncio.run_coroutine_threadsafe(work, self._running_loop())
+            future = asyncio.run_coroutine_threadsafe(work, self._loop_of())
         except BaseException:
             work.close()
             raise
@@ -208,8 +210,6 @@ class SyncClient:
             raise
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
-        if self._owner is not None:
-            return self._owner._running_loop()
         with self._lock:
             if self._closed or self._pid != os.getpid():
                 why = "is closed" if self._closed else "was made before a fork"
