@@ -182,8 +182,9 @@ def redrive(
 ) -> None:
     """Makes dead jobs ready again, with all their attempts.
 
-    Jobs are named by their ids, or by conditions, as for `windrow jobs cancel`; the newest come first. If the command
-    is interrupted, repeat it; --died-before leaves out those that have died again since.
+    Jobs are named by their ids, or by conditions, as for `windrow jobs cancel`; the newest come first, and with
+    --per-second the first death. If the command is interrupted, repeat it; --died-before leaves out those that have
+    died again since.
 
     Exit code 1: a job named by its id is not dead; 4: the org has no such job or queue. The other jobs are redriven.
     """

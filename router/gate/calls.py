@@ -26,7 +26,6 @@ from router.codec.validate import check
 from router.gate.admission import MESSAGE_BYTES_MAX, METADATA_BYTES_MAX, Context, Gate, too_large
 from router.gate.auth.access import Access, access_of, require_org
 from router.gate.auth.principal import Unauthenticated
-from router.gate.auth.scopes import Scope
 from router.gate.call import Call, current_call
 from shard import metrics
 from shard.job_record import ANSWER_BYTES_MAX
@@ -495,7 +494,7 @@ def _org_check(access: Access, org_of: _OrgOf | None) -> Callable[[Call, Context
         assert org_of is not None
         org = org_of(request)
         if org is None:
-            check_all_orgs(call, context, access.method)
+            check_all_orgs(call, context, access)
         else:
             check_org(call, context, org)
         return org
@@ -514,11 +513,11 @@ def check_org(call: Call, context: Context, org: str, *, field: str = "org") -> 
             raise OrgMismatch(field, org, value)
 
 
-def check_all_orgs(call: Call, context: Context, method: str, *, field: str = "org") -> None:
+def check_all_orgs(call: Call, context: Context, access: Access, *, field: str = "org") -> None:
     """Checks a request that is about all orgs, of a method that may also be about one. Raises ScopeMissing unless the
     caller may act for all orgs, and OrgMismatch if the call's metadata names an org."""
     if call.principal is not None:
-        Access(method, Scope.CLUSTER).check(call.principal)
+        access.check_all_orgs(call.principal)
     for key, value in context.invocation_metadata() or ():
         if key == ORG_HEADER:
             raise OrgMismatch(field, "", value)

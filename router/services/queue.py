@@ -23,6 +23,7 @@ from router.codec.validate import check, check_ack, check_alter, check_dequeue, 
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
 from router.gate.admission import Context, Gate
+from router.gate.auth.access import access_of
 from router.gate.call import Call, current_call
 from router.gate.calls import ANSWER_HELD_BYTES, Received, check_all_orgs, check_org, unary
 from router.gate.tracing import current_trace
@@ -39,6 +40,7 @@ from shard.job_record import ANSWER_BYTES_MAX, JobRecord
 from shard.vocabulary import LIVE, Answer, JobId, JobState, OrgId, QueueName, ShardName
 from windrow.v1 import queue_pb2, server_pb2
 
+_CONSUME = access_of(queue_pb2.DESCRIPTOR.services_by_name["Queue"].methods_by_name["Consume"])
 _JOB_PATH = re.compile(r"jobs\[(\d+)\]")
 _FoundJobs = Found[tuple[ShardName, JobRecord]]
 
@@ -205,7 +207,7 @@ class QueueService:
                 if first.message.HasField("start"):
                     # Before the stream counts for that org.
                     if first.message.start.all_orgs:
-                        check_all_orgs(call, context, "windrow.v1.Queue/Consume", field="start.org")
+                        check_all_orgs(call, context, _CONSUME, field="start.org")
                     else:
                         check_org(call, context, first.message.start.org, field="start.org")
                 with self._gate.stream(first.message.start.org):

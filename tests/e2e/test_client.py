@@ -773,7 +773,7 @@ async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str, c
     text = (CHECKOUT / "clients" / "python" / "README.md").read_text()
     examples = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     # test_readme.py runs the others: they are about workers, and need nothing to do.
-    enqueue, many, grouped, plain, cancel, keyed, admin, _schedules, workflow, *rest = examples
+    enqueue, many, grouped, plain, cancel, keyed, admin, many_changed, _schedules, workflow, *rest = examples
     work, _all_orgs, _middleware, _batch, stop, _timeout, _process, _tests, relay, traced = rest
     environ = os.environ | {
         "WINDROW_ADDRESS": cluster.address,
@@ -805,6 +805,7 @@ async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str, c
     await run(cancel, b"Answer.OK")
     await run(keyed, b"True")
     await run(admin, b"send_invoice")
+    await run(many_changed, b"0")
     await run(workflow, b"")
     await run(work, b"to user99@example.com")
     await run(stop, b"page 3")

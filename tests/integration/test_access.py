@@ -234,6 +234,19 @@ def test_only_a_key_for_all_orgs_with_the_scopes_consume_and_cluster_may_consume
     assert secured.rows() == before
 
 
+def test_the_key_that_the_refusal_of_all_orgs_names_may_consume_them(
+    secured: Secured, channel: grpc.Channel, owned: Target
+) -> None:
+    del owned
+    request = queue_pb2.ConsumeRequest(start=start(None, "nothing-here"))
+    with pytest.raises(grpc.RpcError) as refused:
+        call(channel, "windrow.v1.Queue/Consume", request, bearer(secured.new_key(org="acme", scopes=IN_ORG)))
+    said = str(refused.value)
+    assert "windrow keys create --all-orgs " in said
+    named = re.findall(r"--scope (\w+)", said)
+    call(channel, "windrow.v1.Queue/Consume", request, bearer(secured.new_key(scopes=list(dict.fromkeys(named)))))
+
+
 def test_a_key_with_both_scopes_may_consume_all_orgs(secured: Secured, channel: grpc.Channel) -> None:
     key = bearer(secured.new_key(scopes=["consume", "cluster"]))
     request = queue_pb2.ConsumeRequest(start=start(None, "nothing-here"))

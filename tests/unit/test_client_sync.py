@@ -60,6 +60,24 @@ async def test_errors_come_through(router: FakeRouter) -> None:
     await asyncio.to_thread(use)
 
 
+async def test_clients_of_other_orgs_share_its_connection_and_thread(router: FakeRouter) -> None:
+    def use() -> list[str]:
+        with SyncClient(router.address, org="acme") as client:
+            other = client.for_org("globex").for_org("initech")
+            with client.for_org("globex") as closed:
+                closed.enqueue("q", "k")
+            other.enqueue("q", "k")
+            client.enqueue("q", "k")
+            threads = [thread.name for thread in threading.enumerate()]
+        with pytest.raises(ClientClosed, match="is closed"):
+            other.enqueue("q", "k")
+        return threads
+
+    assert (await asyncio.to_thread(use)).count("windrow-sync-client") == 1
+    assert [request.org for request in router.of("Enqueue")] == ["globex", "initech", "acme"]
+    assert len(set(router.peers)) == 1
+
+
 async def test_many_threads_share_one(router: FakeRouter) -> None:
     client = SyncClient(router.address, org="acme")
 

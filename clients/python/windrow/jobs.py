@@ -174,7 +174,7 @@ _PLAIN_FIELDS = 4
 
 
 class JobOptions(TypedDict, total=False):
-    """The optional fields of a new job: those of NewJob besides queue, kind and payload."""
+    """The optional fields of a new job: those of NewJob, which says what they mean, besides queue, kind and payload."""
 
     attributes: Mapping[str, str] | None
     priority: int | None
@@ -195,37 +195,46 @@ class JobOptions(TypedDict, total=False):
 # that an enqueue takes. This one sets only what is given: the class has the defaults.
 @dataclass(frozen=True, init=False)
 class NewJob:
-    """A job to store. Its id is made with the object, so enqueueing the same NewJob again stores nothing new."""
+    """A job to store. Its id is made with the object, so enqueueing the same NewJob again stores nothing new.
+
+    - `queue`, `kind`: 1 to 128 of A–Z a–z 0–9 . _ : / -, the first a letter or digit. A queue is made at first use.
+    - `payload`: bytes, text or a JSON value, at most 1 MiB.
+    - `attributes`: at most 32 labels, readable without the payload. A key has 1 to 128 bytes, a value at most 1,024.
+    - `priority`: 1 (first) to 9 (last). Default: 5.
+    - `run_at` (a datetime with a time zone) or `delay` (s, or timedelta; from when the job is stored): when the job may
+      run, at most 3,650 days ahead. Default: at once.
+    - `expires_at` (a datetime with a time zone, at most 7,300 days ahead): a job that is not leased by then is
+      cancelled. Default: never.
+    - `max_attempts`: 1 to 1,000; then the job is dead. Default: the queue's setting, or 20 without one.
+    - `max_runtime` (s, or timedelta; 1 s to 30 days): how long one attempt may take; then its lease ends. Default: as
+      long as its worker runs it.
+    - `group` (at most 256 bytes): at most group_concurrency (a setting of the queue; 1 by default) jobs of one group
+      run at a time, in order. Default: no group.
+    - `retry`: when the job runs again after a failure. Default: the queue's setting, or exponential from 1 s to 1 h.
+    - `dedup_key` (at most 256 bytes): enqueueing another job with this key in the queue stores nothing. Default: none.
+    - `dedup_window` (s, or timedelta; 1 s to 30 days): how long the key counts, from when the job is stored. Default:
+      1 day.
+    - `dedup_while_live`: the key counts, instead of for a window, until the job has succeeded, died or was cancelled. A
+      redriven job does not take it again.
+    - `id`: a UUIDv7 (uuid7()). The router refuses one that is older than 7 days. Default: a new one.
+    """
 
     queue: str
     kind: str
-    # At most 1 MiB.
     payload: Payload = b""
     _: KW_ONLY
-    # At most 32 labels, readable without the payload.
     attributes: Mapping[str, str] | None = None
-    # 1 (first) to 9 (last). None: the default, 5.
     priority: int | None = None
-    # When the job may run: at `run_at` (with a time zone), or `delay` after it is stored. Neither: at once.
     run_at: datetime | None = None
     delay: Span | None = None
-    # A job that is not leased by then is cancelled.
     expires_at: datetime | None = None
-    # 1 to 1,000. None: the queue's setting, or 20 without one.
     max_attempts: int | None = None
-    # How long one attempt may take, 1 s to 30 days; then its lease ends. None: as long as its worker runs it.
     max_runtime: Span | None = None
-    # At most group_concurrency (a setting of the queue; 1 by default) jobs of one group run at a time, in order. At
-    # most 256 bytes; empty: the job has no group.
     group: str = ""
-    # None: the queue's setting, or exponential from 1 s to 1 h without one.
     retry: RetryPolicy | None = None
-    # For dedup_window (1 s to 30 days; None: 1 day), enqueueing another job with this key in the queue stores nothing.
     dedup_key: str = ""
     dedup_window: Span | None = None
-    # The key counts while its job is live, and not for a window: until the job has succeeded, died or was cancelled.
     dedup_while_live: bool = False
-    # A UUIDv7; a new one by default. The router refuses one that is older than 7 days.
     id: str = ""
 
     def __init__(self, queue: str, kind: str, payload: Payload = b"", **options: Unpack[JobOptions]) -> None:
@@ -244,17 +253,20 @@ class NewJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Enqueued:
-    """The result of enqueueing a job."""
+    """The result of enqueueing a job.
+
+    - `duplicate`: the id or the dedup key existed already. Nothing was stored, and `id` is the id of the existing job.
+    - `state`: the state of the existing job, if this is a duplicate. None if that job was deleted since, or if its
+      shard did not say.
+    - `differs`: the stored job with the same id has another queue, kind or payload: one id is used for two jobs. Always
+      False for a duplicate by its dedup key, whatever the two jobs have.
+    - `error`: why this job was not stored. Only set by an independent enqueue_many.
+    """
 
     id: str
-    # The id or the dedup key existed already. Nothing was stored, and `id` is the id of the existing job.
     duplicate: bool = False
-    # The state of the existing job, if this is a duplicate. None if that job was deleted since, or if its shard did not
-    # say.
     state: JobState | None = None
-    # The existing job has this id, but another queue, kind or payload: one id is used for two jobs.
     differs: bool = False
-    # Why this job was not stored. Only set by an independent enqueue_many.
     error: WindrowError | None = None
 
 

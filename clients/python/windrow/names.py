@@ -66,6 +66,7 @@ from windrow.tls import Tls
 from windrow.tokens import Token
 from windrow.worker import ALL, Worker
 from windrow.workflows import (
+    CANCEL,
     IGNORE,
     RUN_ANYWAY,
     Added,
@@ -84,6 +85,7 @@ from windrow.workflows import (
 
 __all__ = [
     "ALL",
+    "CANCEL",
     "IGNORE",
     "RUN_ANYWAY",
     "Added",

@@ -76,14 +76,29 @@ class SyncClient:
             middleware=middleware,
         )
         self.org = org
+        self._owns_loop = True
+        self._loop_of = self._running_loop
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
 
+    def for_org(self, org: str) -> Self:
+        """Returns a client of another org over the same connections and thread. They stay until this client is closed;
+        closing the returned one does nothing."""
+        other = object.__new__(type(self))
+        client = self._client.for_org(org)
+        other._client = client
+        other.org = client.org
+        other._owns_loop = False
+        other._loop_of = self._loop_of
+        return other
+
     def close(self) -> None:
         """Closes the connections and ends the thread. A second close does nothing."""
+        if not self._owns_loop:
+            return
         with self._lock:
             self._closed = True
             loop, thread = self._loop, self._thread
@@ -183,7 +198,7 @@ class SyncClient:
 
     def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         try:
-            future = asyncio.run_coroutine_threadsafe(work, self._running_loop())
+            future = asyncio.run_coroutine_threadsafe(work, self._loop_of())
         except BaseException:
             work.close()
             raise

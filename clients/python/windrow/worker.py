@@ -110,10 +110,10 @@ class Worker:
     (see Job.report). A job that is cancelled loses its lease: see `cancel_lost`.
 
     A handler returns the job's result (see Payload; None: no result); the worker then acks the job. A result of more
-    than 64 KiB is not stored, and the worker logs a WARNING. A handler that raises nacks the job. Retry(after=...),
-    Snooze(after=...) and Kill("why") set the outcome; after any other exception the retry policy decides. The
-    exception's type, message (8 KiB) and traceback (the newest frames, 32 KiB) are stored with the attempt. sys.exit()
-    in a handler also ends only the attempt, not the worker.
+    than 64 KiB is dropped: the job succeeds without one, and the worker logs a WARNING. A handler that raises nacks the
+    job. Retry(after=...), Snooze(after=...) and Kill("why") set the outcome; after any other exception the retry policy
+    decides. The exception's type, message (8 KiB) and traceback (the newest frames, 32 KiB) are stored with the
+    attempt. sys.exit() in a handler also ends only the attempt, not the worker.
 
     A job of a kind without a handler is snoozed for 5 s to 5 min, longer each time, because this may be a worker of an
     older release: its attempt does not count. A WARNING says so once a minute, and the counter

@@ -36,6 +36,7 @@ class FailurePolicy(enum.Enum):
     UNKNOWN = "unknown"
 
 
+CANCEL = FailurePolicy.CANCEL
 IGNORE = FailurePolicy.IGNORE
 RUN_ANYWAY = FailurePolicy.RUN
 

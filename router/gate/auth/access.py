@@ -23,15 +23,18 @@ _SCOPES = {
 
 
 class ScopeMissing(AccessRefused):
-    """The caller lacks the scope that the method needs."""
+    """The caller lacks the scope that the method needs. `besides`: the scope that it needs too."""
 
     reason = errors_pb2.ERROR_REASON_SCOPE_MISSING
 
-    def __init__(self, method: str, scope: Scope, principal: Principal) -> None:
+    def __init__(self, method: str, scope: Scope, principal: Principal, *, besides: Scope | None = None) -> None:
         if scope is Scope.CLUSTER and principal.org is not None:
+            scopes = [one.value for one in (besides, scope) if one is not None]
+            named = " and ".join(map(repr, scopes))
+            options = " ".join(f"--scope {one}" for one in scopes)
             why = (
                 f"is for org {principal.org!r}, and this call is about all orgs; it takes a key for all orgs with the "
-                "scope 'cluster' (windrow keys create --all-orgs --scope cluster)"
+                f"scope{'s' if besides else ''} {named} (windrow keys create --all-orgs {options})"
             )
         else:
             has = ", ".join(sorted(principal.scopes)) or "none"
@@ -65,6 +68,12 @@ class Access(NamedTuple):
             scope not in principal.scopes or (scope is Scope.CLUSTER and principal.org is not None)
         ):
             raise ScopeMissing(self.method, scope, principal)
+
+    def check_all_orgs(self, principal: Principal) -> None:
+        """Checks the caller of a method that may also be about one org, if the request is about all. Raises
+        ScopeMissing."""
+        if Scope.CLUSTER not in principal.scopes or principal.org is not None:
+            raise ScopeMissing(self.method, Scope.CLUSTER, principal, besides=self.scope)
 
 
 def access_of(method: MethodDescriptor, *, org_elsewhere: bool = False) -> Access:
