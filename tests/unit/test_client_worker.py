@@ -390,6 +390,7 @@ async def test_jobs_without_a_handler_are_given_back_uncounted_logged_together_a
 ) -> None:
     reader = InMemoryMetricReader()
     worker = Worker(client, "q", name="w1", meter_provider=MeterProvider([reader]))
+    worker.handler("old")(print)
     jobs = [router.give(f"new {n % 20}", max_attempts=1) for n in range(100)]
     async with running(worker):
         await router.until(lambda: len(router.settled("Snooze")) == len(jobs))
