@@ -275,7 +275,7 @@ def test_the_command_sets_lists_and_clears(cluster: Cluster) -> None:
     ("arguments", "why"),
     [
         (["--in-flight", "5", "--per", "1s"], "--per"),
-        (["--in-flight", "0"], "--amount"),
+        (["--in-flight", "0"], "--in-flight: must be 1 to"),
         (["--in-flight", "5", "--jobs", "5"], "give either"),
     ],
 )

@@ -101,7 +101,7 @@ async def store(by: Client, org: str, count: int, *, queue: str = QUEUE) -> list
 @pytest.mark.parametrize(
     ("arguments", "code", "why"),
     [
-        (["set", "--org", "acme", "--starts", "0"], 2, "--amount"),
+        (["set", "--org", "acme", "--starts", "0"], 2, "--starts: must be 1 to"),
         (["set", "--org", "acme", "--starts", str(10**30)], 2, "--starts"),
         (["set", "--org", "acme", "--starts", "5", "--jobs", "5"], 2, "give either"),
         (["set", "--org", "acme", "--starts", "5", "--per", "25h"], 2, "--per"),
