@@ -23,7 +23,7 @@ _PAGE_MAX = 1000
 # A step finds the jobs of one page and changes them. Then the client rests for _REST times as long, because consumers
 # come first.
 _STEP_MAX = 200
-_REST = 30
+_REST = 50
 # No longer, because a call may have waited for a shard that was away.
 _REST_S_MAX = 2.0
 _PRIORITY_MAX = 9
