@@ -194,7 +194,7 @@ class Mover:
         """Hands over what was exported before. Otherwise exports and hands over all jobs that are free. If there are
         none, puts empty slots to rest; if there are none of these either, waits."""
         if not self._cleared:
-            # Not before the switch: until then routers read them here.
+            # Routers read them here until the switch.
             await move_steps.delete_schedules(source, move.slots, epoch=move.epoch)
             await move_steps.delete_workflows(source, move.slots, epoch=move.epoch)
             self._cleared = True

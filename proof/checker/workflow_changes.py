@@ -127,7 +127,7 @@ def _retried(
         if flow.state == "running":
             yield _wrong(flow, "it has not ended", excused=excused)
     for name, job in jobs.items():
-        # It ran in the other workflow, where this parent may have failed and have run again since.
+        # The node ran in the other workflow, perhaps after this parent had failed there. The parent runs again here.
         if job in old.nodes:
             continue
         first_us = min((at_us for row in rows.get(job, ()) for at_us in _leases(row)), default=None)
