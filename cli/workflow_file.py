@@ -38,7 +38,7 @@ _Rule: TypeAlias = Callable[[Any], str | None]
 
 
 class _Fault(Exception):
-    """What is wrong with one field."""
+    """A fault of one field."""
 
 
 def read(file: Path | None, workflow_id: str) -> Workflow:

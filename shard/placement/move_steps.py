@@ -160,8 +160,8 @@ async def read_schedules(database: Database, slots: Sequence[Slot]) -> Schedules
 
 
 async def delete_schedules(database: Database, slots: Sequence[Slot], *, epoch: int) -> None:
-    """Deletes the schedules of these slots on the source, once routers read them on the target. They have fired on the
-    target only since then: the source does not own the slots since it closed them."""
+    """Deletes the schedules of these slots on the source, once routers read them on the target. The source does not
+    fire them any more: it has not owned the slots since it closed them."""
     parameters = {"slots": arrays.numbers(slots), "state": "draining", "epoch": epoch}
     await database.run(statements.DELETE_SCHEDULES, parameters)
 

@@ -207,7 +207,7 @@ class AdminCalls:
             raise invalid_argument("reset", f"names {min(both)!r}, which is given a value too")
         mask = FieldMask(paths=[*given, *resets])
         request = admin_pb2.UpdateQueueRequest(org=self.org, queue=queue, config=config, update_mask=mask)
-        # Of the paths, only those from `reset` can be wrong.
+        # Only the paths from `reset` can be wrong.
         paths = ["update_mask.paths", *(f"update_mask.paths[{at}]" for at in range(len(mask.paths)))]
         response = await self._ask(lambda stub: stub.UpdateQueue, request, arguments=dict.fromkeys(paths, "reset"))
         return _read_queue(response.queue)
