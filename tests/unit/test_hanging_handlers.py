@@ -32,7 +32,7 @@ class Hanging:
     timeout_s: float
 
 
-# Two cores take most of a minute to start a thousand processes, which need 6 GiB and 4,096 open files.
+# Two cores take some seconds to start a thousand processes, which need 6 GiB and 4,096 open files.
 CASES = {
     "async def": Hanging(trials(200, thorough=THOROUGH), trials(1, thorough=100) / 50),
     "def": Hanging(trials(200, thorough=THOROUGH), trials(1, thorough=100) / 50),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit import isolated_handlers
+from tests.unit import isolated_handlers, plain_handlers
 from tests.unit.client_fake import WAIT_S, FakeRouter
 from tests.unit.test_client_worker import CHECKOUT, running
 from windrow import Client, InvalidRequest, Job, Worker
@@ -119,6 +119,16 @@ async def test_a_process_that_ends_or_hangs_fails_the_attempt_of_its_own_job_onl
         "the handler did not finish within 0.5 s",
     )
     assert Job(payload=added.result).json()["sum"] == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no server that forks processes")
+async def test_a_process_need_not_import_the_client_when_it_starts(router: FakeRouter, client: Client) -> None:
+    worker = Worker(client, "q", name="w1")
+    worker.handler("loaded", isolate="process")(plain_handlers.loaded)
+    job = router.give("loaded")
+    async with running(worker, within_s=PATIENCE_S):
+        ended = await until(router, 1)
+    assert Job(payload=ended[job.lease].result).json() is True
 
 
 async def test_a_process_is_replaced_after_so_many_jobs(

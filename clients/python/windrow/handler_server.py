@@ -1,18 +1,19 @@
 """What the server of multiprocessing imports before it forks the processes of handlers (processes.py). Nothing else
 imports this module.
 
-The server has imported what every handler needs, so a process starts in a twentieth of the CPU time, and shares that
-memory with the others. It has one thread and has made no gRPC channel: it is safe to fork.
+The server has imported the whole client, which a handler's module imports too (`from windrow import Job`). So a process
+starts in a twentieth of the CPU time, and shares that memory with the others. The server has one thread and has made no
+gRPC channel: it is safe to fork.
 """
 
 from __future__ import annotations
 
 import signal
 
-from windrow import processes
+from windrow import names, processes
 
 # A supervisor's SIGTERM may reach every process of the worker, and without its server a worker could not tell whether
 # the processes of its handlers still run.
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-__all__ = ["processes"]
+__all__ = ["names", "processes"]
