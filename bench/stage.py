@@ -141,17 +141,19 @@ class Stage:
         async with open_clients(system, sites, tally=tally, environ=self.environ) as clients:
             yield clients
 
-    async def more_routers(self, processes: int, environ: Mapping[str, str] | None = None) -> Servers:
+    async def more_routers(self, processes: int) -> Servers:
         """Other routers of the same cluster on an address of their own, for the rest of the scope."""
-        return await self._stack.enter_async_context(_routers(self.cluster_file.path, processes, environ or {}))
+        return await self._stack.enter_async_context(_routers(self.cluster_file.path, processes, {}))
 
-    async def routers_with(self, name: str, tables: str, *, processes: int) -> tuple[Path, Servers]:
+    async def routers_with(
+        self, name: str, tables: str, *, processes: int, environ: Mapping[str, str] | None = None
+    ) -> tuple[Path, Servers]:
         """Other routers of the same cluster, whose file has these tables too, for the rest of the scope. Returns their
         file, which has this name."""
         config = self.file(name)
         config.touch(mode=0o600)
         config.write_text(self.cluster_file.text + tables)
-        return config, await self._stack.enter_async_context(_routers(config, processes, {}))
+        return config, await self._stack.enter_async_context(_routers(config, processes, environ or {}))
 
     async def tls_routers(self, processes: int, *, keys: bool) -> Servers:
         """Other routers of the same cluster that speak TLS, for the rest of the scope. With `keys` they also ask for an
@@ -278,8 +280,9 @@ async def _routers(config: Path, processes: int, environ: Mapping[str, str]) -> 
         processes=processes,
         drain_seconds=_DRAIN_S,
         metrics=router_settings(read(config)).metrics,
+        environ=environ,
     )
-    async with running(supervisor, environ) as address:
+    async with running(supervisor) as address:
         yield Servers(address=address, pids=lambda: supervisor.pids)
 
 

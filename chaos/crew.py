@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 from asyncio.subprocess import Process
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
@@ -42,9 +42,8 @@ class Member:
 class Crew:
     """The clients of a run. Calls identify a member by its name."""
 
-    def __init__(self, members: Sequence[Member], environ: Mapping[str, str], log: IO[bytes]) -> None:
+    def __init__(self, members: Sequence[Member], log: IO[bytes]) -> None:
         self._members = {member.name: member for member in members}
-        self._environ = environ
         self._log = log
         # The commands so far; clients that start later get them too.
         self._told: list[str] = []
@@ -52,7 +51,7 @@ class Crew:
     async def start(self, name: str) -> None:
         """Starts a member, or starts it again."""
         member = self._members[name]
-        process = await processes.start(f"chaos.clients.{member.sort}", stderr=self._log, environ=self._environ)
+        process = await processes.start(f"chaos.clients.{member.sort}", stderr=self._log)
         member.process = process
         self._say(process, member.site.to_json(), *self._told)
         assert process.stdout is not None
@@ -113,9 +112,9 @@ class Crew:
 
 
 @contextlib.asynccontextmanager
-async def open_crew(members: Sequence[Member], environ: Mapping[str, str], log: Path) -> AsyncGenerator[Crew, None]:
+async def open_crew(members: Sequence[Member], log: Path) -> AsyncGenerator[Crew, None]:
     with log.open("ab") as lines:
-        crew = Crew(members, environ, lines)
+        crew = Crew(members, lines)
         try:
             await crew.start_all()
             yield crew

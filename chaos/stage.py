@@ -109,19 +109,24 @@ async def open_stage(
         await finish(await start("cli.main", "migrate", "--config", str(file.path), stdout=DEVNULL))
         say("starting routers and balancers")
         clock = FakeTime.found(scratch)
-        routers = Supervisor(file.path, listen="127.0.0.1:0", processes=cast.routers, drain_seconds=_DRAIN_S)
-        # Clients have the right time, because their timestamps are evidence. Postgres does not inherit it
-        # (embedded/account.py).
-        environ = dict(os.environ)
-        address = await stack.enter_async_context(running(routers, {} if clock is None else clock.environ))
+        # Clients have the right time, because their timestamps are evidence.
+        clock_environ = {} if clock is None else clock.environ
+        routers = Supervisor(
+            file.path,
+            listen="127.0.0.1:0",
+            processes=cast.routers,
+            drain_seconds=_DRAIN_S,
+            environ=clock_environ,
+        )
+        address = await stack.enter_async_context(running(routers))
         await asyncio.to_thread(journal.install, first, shards.values())
         balancers = await stack.enter_async_context(
-            open_balancers(cast.balancer_names, config=file.path, folder=folder)
+            open_balancers(cast.balancer_names, config=file.path, folder=folder, environ=clock_environ)
         )
         file.hurry = lambda: _hurry(routers, balancers)
         say("starting clients")
         members = _members(cast, address=address, folder=histories, seed=seed)
-        crew = await stack.enter_async_context(open_crew(members, environ, folder / "clients.log"))
+        crew = await stack.enter_async_context(open_crew(members, folder / "clients.log"))
         yield Stage(
             cast=cast,
             address=address,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -17,12 +18,13 @@ _END_S_MAX = 30.0
 
 
 class Balancers:
-    """Each has a name that stays the same when its process is replaced."""
+    """Each has a name that stays the same when its process is replaced. `environ` is added to their environment."""
 
-    def __init__(self, names: Sequence[str], *, config: Path, folder: Path) -> None:
+    def __init__(self, names: Sequence[str], *, config: Path, folder: Path, environ: Mapping[str, str]) -> None:
         self.names = names
         self._config = config
         self._folder = folder
+        self._environ = dict(os.environ) | dict(environ)
         self._running: dict[str, Process] = {}
 
     def pid(self, name: str) -> int | None:
@@ -38,7 +40,7 @@ class Balancers:
         """Keeps it running until cancelled; then ends the process, and kills it if it does not end."""
         with (self._folder / f"{name}.log").open("ab") as log:
             while True:
-                process = self._running[name] = await _start(self._config, log)
+                process = self._running[name] = await _start(self._config, log, self._environ)
                 try:
                     code = await process.wait()
                 finally:
@@ -50,8 +52,10 @@ class Balancers:
 
 
 @contextlib.asynccontextmanager
-async def open_balancers(names: Sequence[str], *, config: Path, folder: Path) -> AsyncGenerator[Balancers, None]:
-    balancers = Balancers(names, config=config, folder=folder)
+async def open_balancers(
+    names: Sequence[str], *, config: Path, folder: Path, environ: Mapping[str, str]
+) -> AsyncGenerator[Balancers, None]:
+    balancers = Balancers(names, config=config, folder=folder, environ=environ)
     async with background(*(balancers.keep(name) for name in names)):
         yield balancers
 
@@ -68,5 +72,6 @@ async def open_balancer(config: Path) -> AsyncGenerator[Process, None]:
         await terminate(process, seconds_max=_END_S_MAX)
 
 
-async def _start(config: Path, log: IO[bytes] | None) -> Process:
-    return await start("cli.main", "balancer", "--config", str(config), stdin=DEVNULL, stdout=log, stderr=log)
+async def _start(config: Path, log: IO[bytes] | None, environ: Mapping[str, str] | None = None) -> Process:
+    command = ("cli.main", "balancer", "--config", str(config))
+    return await start(*command, stdin=DEVNULL, stdout=log, stderr=log, environ=environ)

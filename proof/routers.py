@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 
 from router.process.supervisor import Supervisor
 
 
 @contextlib.asynccontextmanager
-async def running(routers: Supervisor, environ: Mapping[str, str]) -> AsyncGenerator[str, None]:
-    """Runs routers for this scope, and yields their address. Until its end `environ` is added to the environment of
-    this process, because processes that the supervisor starts later inherit it too."""
+async def running(routers: Supervisor) -> AsyncGenerator[str, None]:
+    """Runs routers for this scope, and yields their address."""
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
-    os.environ.update(environ)
     running = asyncio.create_task(routers.run(ready=ready.set_result, stop=stop))
     try:
         starts: set[asyncio.Future[str] | asyncio.Future[None]] = {running, ready}
@@ -26,6 +23,4 @@ async def running(routers: Supervisor, environ: Mapping[str, str]) -> AsyncGener
         yield await ready
     finally:
         stop.set()
-        for name in environ:
-            del os.environ[name]
         await running

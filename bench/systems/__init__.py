@@ -16,8 +16,10 @@ RAW = "windrow-raw"
 # The limit, with which Windrow is compared in every round: the same statements without routers and gRPC.
 LIMIT = "limit"
 ECHO = "echo"
-# With unary calls of one job each; with routers that trace; and with routers that serve metrics.
-UNARY, TRACED, MEASURED = "windrow-unary", "windrow-traced", "windrow-measured"
+# With unary calls of one job each.
+UNARY = "windrow-unary"
+# With routers that trace, that serve metrics, and that do both.
+TRACED, MEASURED, TELLING = "windrow-traced", "windrow-measured", "windrow-telling"
 # With routers that speak TLS; and with unary calls of one job each to such routers.
 TLS, TLS_UNARY = "windrow-tls", "windrow-tls-unary"
 # The same with routers that speak TLS and ask for an API key.
@@ -32,6 +34,7 @@ OURS = MappingProxyType(
         WORKERS: "bench.systems.windrow:WindrowWorkers",
         TRACED: "bench.systems.windrow:WindrowTraced",
         MEASURED: "bench.systems.windrow:WindrowMeasured",
+        TELLING: "bench.systems.windrow:WindrowTelling",
         TLS: "bench.systems.windrow:WindrowTls",
         TLS_UNARY: "bench.systems.stubs:UnaryTls",
         SECURE: "bench.systems.windrow:WindrowSecure",

@@ -95,6 +95,12 @@ class WindrowMeasured(Windrow):
     title: ClassVar[str] = "Windrow, metrics"
 
 
+class WindrowTelling(Windrow):
+    """Through routers that trace and serve metrics."""
+
+    title: ClassVar[str] = "Windrow, 1 % of calls traced, metrics"
+
+
 class WindrowTls(Windrow):
     """Through routers that speak TLS."""
 

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ _EXPOSED_S = 60.0
 class Supervisor:
     """The router processes of one machine. `pids` are those of the running ones; fault tests kill them. `metrics`
     is where their metrics are served (HOST:PORT); None: nowhere. `exposed` is what strangers can do
-    (router/process/exposure.py): the log repeats it."""
+    (router/process/exposure.py): the log repeats it. `environ` is added to the environment of the processes."""
 
     def __init__(
         self,
@@ -46,12 +46,14 @@ class Supervisor:
         drain_seconds: float,
         metrics: str | None = None,
         exposed: str | None = None,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         self._config = config
         self._listen = listen
         self._processes = processes
         self._drain_s = drain_seconds
         self._exposed = exposed
+        self._added = environ or {}
         self._metrics_at = metrics
         self._metrics: Metrics | None = None
         self._running: set[Process] = set()
@@ -152,7 +154,7 @@ class Supervisor:
     def _environ(self) -> dict[str, str]:
         """Returns the environment of a router process."""
         inherited = {name: value for name, value in os.environ.items() if name != "PROMETHEUS_MULTIPROC_DIR"}
-        return inherited | (self._metrics.environ if self._metrics is not None else {})
+        return inherited | dict(self._added) | (self._metrics.environ if self._metrics is not None else {})
 
     async def _end_all(self) -> None:
         """Lets every process drain, and kills those that have not ended in time."""

@@ -47,7 +47,7 @@ def test_a_scenario_is_chosen_by_its_name_and_takes_its_own_options() -> None:
     assert plan.systems == ("windrow", "pgmq", "awa")
 
 
-def test_windrow_is_measured_beside_a_limit_an_echo_or_tracing() -> None:
+def test_windrow_is_measured_beside_a_limit_an_echo_or_telemetry() -> None:
     assert _plan("throughput", "--peers", "pgmq").systems == (
         "windrow",
         "windrow-batches",
@@ -57,8 +57,9 @@ def test_windrow_is_measured_beside_a_limit_an_echo_or_tracing() -> None:
     )
     echo = _plan("throughput", "--beside", "echo")
     assert (echo.systems, echo.batches) == (("windrow-unary", "echo", "windrow"), (1,))
-    tracing = _plan("throughput", "--beside", "tracing")
-    assert (tracing.systems, tracing.batches) == (("windrow", "windrow-traced"), (1, 100))
+    telemetry = _plan("throughput", "--beside", "telemetry")
+    assert telemetry.systems == ("windrow", "windrow-traced", "windrow-measured", "windrow-telling")
+    assert telemetry.batches == (1, 100)
     assert _plan("throughput", "--beside", "echo", "--batch", "10").batches == (10,)
 
 

@@ -1,8 +1,8 @@
 """How many jobs a second are enqueued, finished, and both, by the size of batches and the number of callers; the CPU
 time that each sort of process spends on a job, and how much the database writes for it.
 
-Windrow is compared with its upper limit and with peers; for calls of one job, with an echo of the same messages; or
-with routers that trace 1 % of their calls, or serve metrics.
+Windrow is compared with its upper limit and with peers; for calls of one job, with an echo of the same messages; with
+routers that trace 1 % of their calls, serve metrics, or do both; or with routers that speak TLS.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -23,32 +22,27 @@ from bench.meter import COUNTED_S, Written
 from bench.rate import Figure, Load, Turn
 from bench.report import Found
 from bench.scenario import Bench, Scenario
+from bench.scenarios.throughput import telemetry
 from bench.scenarios.throughput.tables import Case, Sample, counts_table, plots, table, written_table
 from bench.share import fixed_share
 from bench.stage import Servers, Stage
-from bench.system import Wrong
 from bench.systems import (
     BATCHES,
     ECHO,
     LIMIT,
-    MEASURED,
     RAW,
     SECURE,
     SECURE_UNARY,
     TLS,
     TLS_UNARY,
-    TRACED,
     UNARY,
     WINDROW,
     load,
 )
 from proof.arguments import number, numbers, positive
-from proof.processes import serving
 
 # Small batches need more callers to have as many jobs under way.
 _CALLERS, _CALLERS_OF_SMALL, _SMALL = 8, 64, 50
-# The longest time that a batch span processor waits by default.
-_EXPORT_S = 6.0
 
 
 class Beside(StrEnum):
@@ -56,8 +50,7 @@ class Beside(StrEnum):
 
     LIMIT = "limit"
     ECHO = "echo"
-    TRACING = "tracing"
-    METRICS = "metrics"
+    TELEMETRY = "telemetry"
     TLS = "tls"
     TLS_UNARY = "tls-unary"
 
@@ -66,8 +59,7 @@ class Beside(StrEnum):
 _SYSTEMS = {
     Beside.LIMIT: (WINDROW, BATCHES, RAW, LIMIT),
     Beside.ECHO: (UNARY, ECHO, WINDROW),
-    Beside.TRACING: (WINDROW, TRACED),
-    Beside.METRICS: (WINDROW, MEASURED),
+    Beside.TELEMETRY: (WINDROW, *telemetry.SYSTEMS),
     Beside.TLS: (WINDROW, TLS, SECURE),
     Beside.TLS_UNARY: (UNARY, TLS_UNARY, SECURE_UNARY),
 }
@@ -75,21 +67,19 @@ _SYSTEMS = {
 _CALLERS_BESIDE = {
     Beside.LIMIT: None,
     Beside.ECHO: None,
-    Beside.TRACING: (16,),
-    Beside.METRICS: (16,),
+    Beside.TELEMETRY: (16,),
     Beside.TLS: None,
     Beside.TLS_UNARY: None,
 }
 _BATCHES = {
     Beside.LIMIT: (100,),
     Beside.ECHO: (1,),
-    Beside.TRACING: (1, 100),
-    Beside.METRICS: (1, 100),
+    Beside.TELEMETRY: (1, 100),
     Beside.TLS: (100,),
     Beside.TLS_UNARY: (1,),
 }
 # What costs little is measured with the same number of jobs on both sides, because that number has more influence.
-_ALIKE = frozenset({Beside.TRACING, Beside.METRICS, Beside.TLS, Beside.TLS_UNARY})
+_ALIKE = frozenset({Beside.TELEMETRY, Beside.TLS, Beside.TLS_UNARY})
 # Their callers make one call at a time. When jobs are measured from end to end, one half of the callers enqueues and
 # the other half works.
 _SHARED_CALLERS = frozenset({UNARY, TLS_UNARY, SECURE_UNARY, ECHO})
@@ -149,15 +139,15 @@ async def measure(plan: Plan, bench: Bench) -> Found:
     samples: list[Sample] = []
     for shards, routers in itertools.product(plan.shards, plan.routers):
         systems = await bench.ready(plan.systems)
-        async with bench.stage(shards=shards, routers=routers) as stage, _sink(plan) as sink:
+        async with bench.stage(shards=shards, routers=routers) as stage, _listeners(plan) as listeners:
             cases = list(plan.cases(shards, routers))
-            turns = {system: await _turn(stage, system, plan, cases, sink) for system in systems}
+            turns = {system: await _turn(stage, system, plan, cases, listeners) for system in systems}
             with _shares(plan.share, stage, turns):
                 for case in cases:
                     await stage.clear()
                     samples += await rounds(plan, bench, turns, case)
-            if sink is not None:
-                bench.say(f"the sink got {await _spans(sink[0]):,} spans")
+            if listeners is not None:
+                bench.say(await listeners.heard())
     return Found(
         scenario=plan.name,
         plan=asdict(plan) | {"systems": plan.systems},
@@ -186,18 +176,20 @@ def _shares(share: Share | None, stage: Stage, turns: Mapping[str, Turn]) -> Gen
 
 
 @asynccontextmanager
-async def _sink(plan: Plan) -> AsyncGenerator[tuple[Process, str] | None, None]:
-    """Where traces go, and its port; None: nothing is traced."""
-    if plan.beside is not Beside.TRACING:
+async def _listeners(plan: Plan) -> AsyncGenerator[telemetry.Listeners | None, None]:
+    """Who listens to the routers that tell what they do; None: there are none."""
+    if plan.beside is not Beside.TELEMETRY:
         yield None
         return
-    async with serving("bench.otlp_sink") as sink:
-        yield sink
+    async with telemetry.listening() as listeners:
+        yield listeners
 
 
-async def _turn(stage: Stage, system: str, plan: Plan, cases: Sequence[Case], sink: tuple[Process, str] | None) -> Turn:
+async def _turn(
+    stage: Stage, system: str, plan: Plan, cases: Sequence[Case], listeners: telemetry.Listeners | None
+) -> Turn:
     """The system's client processes."""
-    servers = await _servers(stage, system, cases[0].routers, sink)
+    servers = await _servers(stage, system, cases[0].routers, listeners)
     callers = max(case.load.callers for case in cases)
     consumers = max(case.load.consumers for case in cases)
 
@@ -224,7 +216,7 @@ async def _turn(stage: Stage, system: str, plan: Plan, cases: Sequence[Case], si
     )
 
 
-async def _servers(stage: Stage, system: str, routers: int, sink: tuple[Process, str] | None) -> Servers:
+async def _servers(stage: Stage, system: str, routers: int, listeners: telemetry.Listeners | None) -> Servers:
     """The address that the system's clients call."""
     if system == ECHO:
         return await stage.echo(routers)
@@ -232,33 +224,10 @@ async def _servers(stage: Stage, system: str, routers: int, sink: tuple[Process,
         return await stage.tls_routers(routers, keys=False)
     if system in {SECURE, SECURE_UNARY}:
         return await stage.tls_routers(routers, keys=True)
-    if system == MEASURED:
-        _, servers = await stage.routers_with(
-            "metrics.toml", '\n[router]\nmetrics = "127.0.0.1:0"\n', processes=routers
-        )
-        return servers
-    if system != TRACED:
-        return stage.routers
-    assert sink is not None
-    environ = {
-        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"http://127.0.0.1:{sink[1]}",
-        "OTEL_EXPORTER_OTLP_TRACES_INSECURE": "true",
-        "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
-        "OTEL_TRACES_SAMPLER_ARG": "0.01",
-    }
-    return await stage.more_routers(routers, environ)
-
-
-async def _spans(sink: Process) -> int:
-    """How many have arrived. Raises Wrong if none has."""
-    await asyncio.sleep(_EXPORT_S)
-    assert sink.stdin is not None
-    assert sink.stdout is not None
-    sink.stdin.write(b"?\n")
-    spans = int(await sink.stdout.readline())
-    if not spans:
-        raise Wrong("the sink got no span: nothing was traced")
-    return spans
+    if system in telemetry.SYSTEMS:
+        assert listeners is not None
+        return await listeners.routers(stage, system, routers)
+    return stage.routers
 
 
 async def rounds(plan: Plan, bench: Bench, turns: dict[str, Turn], case: Case) -> list[Sample]:
@@ -325,21 +294,21 @@ def _options(parser: argparse.ArgumentParser) -> None:
         choices=list(Beside),
         default=plan.beside,
         help="limit: raw streams, and the same statements without gRPC; echo: one job a unary call beside an echo of "
-        "the same messages, and one job a client.enqueue(); tracing: routers that trace 1 %% of their calls; "
-        "metrics: routers that serve metrics; tls (by one job a unary call: tls-unary): routers that speak TLS, and "
+        "the same messages, and one job a client.enqueue(); telemetry: routers that trace 1 %% of their calls, that "
+        "serve metrics, and that do both; tls (by one job a unary call: tls-unary): routers that speak TLS, and "
         "such that also ask for an API key; limit",
     )
     parser.add_argument(
         "--batch",
         type=numbers(1000),
         metavar="N,N",
-        help="jobs a call; 100, beside echo 1, beside tracing and metrics 1,100",
+        help="jobs a call; 100, beside echo 1, beside telemetry 1,100",
     )
     parser.add_argument(
         "--callers",
         type=numbers(10_000),
         metavar="N,N",
-        help=f"in all; {_CALLERS}, and {_CALLERS_OF_SMALL} for batches below {_SMALL}; beside tracing and metrics 16",
+        help=f"in all; {_CALLERS}, and {_CALLERS_OF_SMALL} for batches below {_SMALL}; beside telemetry 16",
     )
     parser.add_argument("--consumers", type=number(10_000), help="in all; as many as callers")
     parser.add_argument("--shards", type=numbers(64), default=plan.shards, metavar="N,N", help="Postgres shards; 1")
@@ -400,7 +369,7 @@ SCENARIO = Scenario(
         Plan(name="throughput by callers", batches=(10,), callers=(1, 8, 64, 256), seconds=0.7),
         Plan(name="throughput beside an echo", beside=Beside.ECHO, batches=(1,), seconds=1.0),
         Plan(name="what is written", peers=peers, batches=(100,), runs=1, seconds=1.5, written=True),
-        Plan(name="tracing", beside=Beside.TRACING, batches=(1, 100), callers=(16,), runs=7, seconds=1.0),
+        Plan(name="telemetry", beside=Beside.TELEMETRY, batches=(1, 100), callers=(16,), runs=7, seconds=1.0),
     ),
     quick=lambda: (
         Plan(batches=(10, 100), runs=3, seconds=0.6),
