@@ -241,7 +241,8 @@ def _calls_table(found: Sequence[Attacked], plan: Plan) -> Table:
             )
             for one in found
         ],
-        note="A call's time counts from when it was due. The attacker shares this machine, at the lowest priority.",
+        note="A call's time counts from when it was due. The attacker shares this machine; on Linux it only gets the "
+        "CPU time that others leave.",
     )
 
 
