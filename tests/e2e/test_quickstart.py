@@ -1,0 +1,98 @@
+"""Runs docs/quickstart.md from the top, on two databases of one server."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from psycopg.conninfo import conninfo_to_dict
+
+from embedded import find_binaries, open_clusters
+from proof.processes import free_port
+from tests.e2e.test_cli import environ
+from tests.e2e.test_operations import Place
+from tests.routers import until
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/quickstart.md").read_text()
+BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PROGRAMS = ("windrow router", "windrow balancer", "windrow archiver")
+WAIT_S = 60.0
+
+
+@contextmanager
+def program(place: Place, command: str) -> Generator[subprocess.Popen[str]]:
+    """A program of the page in a terminal of its own: it must run until Ctrl-C, and then end well."""
+    with (place.folder / f"{command.split()[1]}.log").open("w+") as log:
+        process = subprocess.Popen(
+            ["bash", "-euc", f"exec {command}"], env=place.environ, cwd=place.folder, stderr=log, text=True
+        )
+        try:
+            yield process
+            assert process.poll() is None, Path(log.name).read_text()
+        finally:
+            process.terminate()
+            process.wait(WAIT_S)
+    assert process.returncode == 0, Path(log.name).read_text()
+    assert "Traceback" not in Path(log.name).read_text()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Generator[Place]:
+    (tmp_path / "deploy").symlink_to(ROOT / "deploy")
+    with open_clusters(["pg"], ephemeral=True) as servers:
+        dsn = servers["pg"].superuser_dsn
+        programs = f"{find_binaries().folder}:{environ()['PATH']}"
+        yield Place(folder=tmp_path, environ=environ(PG1=dsn, PG2=dsn, PATH=programs))
+
+
+@pytest.mark.timeout(300)
+def test_every_command_of_the_page_does_what_it_says(place: Place) -> None:
+    server = conninfo_to_dict(place.environ["PG1"])
+    # The page's servers and addresses are the test's, on loopback.
+    here = {
+        "@db1/": f"@{server['host']}:{server['port']}/",
+        "@db2/": f"@{server['host']}:{server['port']}/",
+        "?sslmode=verify-full": "",
+        "localhost:7419": (listen := f"localhost:{free_port()}"),
+        "127.0.0.1:7419": listen.replace("localhost", "127.0.0.1"),
+        "127.0.0.1:9464": f"127.0.0.1:{free_port()}",
+    }
+    if shutil.which("promtool") is None:
+        here["promtool"] = "true"
+    trusting = {"WINDROW_ADDRESS": listen, "WINDROW_TLS_CA": "tls.crt"}
+    install, *blocks = BLOCK.findall(PAGE)
+    code, out = replace(place, folder=ROOT).run(install)
+    assert code == 0, out
+    with ExitStack() as programs:
+        for text in blocks:
+            script = text
+            for theirs, ours in here.items():
+                script = script.replace(theirs, ours)
+            if script.startswith(PROGRAMS):
+                programs.enter_context(program(place, script.strip()))
+                continue
+            if "health" in script:
+                until(lambda: place.run(_health(trusting))[0] == 0, "the router is not healthy", within_s=WAIT_S)
+            if "curl" in script:
+                # An earlier block has exported them.
+                script = _exported(trusting) + script
+            code, out = place.run(script)
+            assert code == 0, f"{text}\n{out}"
+            assert "Traceback" not in out
+    code, out = place.run("ls")
+    assert {"shop.key", "operator.key", "cluster.toml"} <= set(out.split())
+
+
+def _exported(variables: dict[str, str]) -> str:
+    return "".join(f"export {name}={value}\n" for name, value in variables.items())
+
+
+def _health(variables: dict[str, str]) -> str:
+    return f"{_exported(variables)}windrow health"
