@@ -37,9 +37,10 @@ _PAGE_BAR_MS = 50.0
 # The page size of `windrow jobs list`.
 _PAGE = 50
 _WARM_CALLS = 10
+_COMMON = "one job in ten"
 # What the searches look for.
 _SEARCHES: Mapping[str, Mapping[str, str]] = {
-    "one job in ten": {"campaign": "3"},
+    _COMMON: {"campaign": "3"},
     "a single job": {"customer": "1"},
     "none": {"campaign": "unknown"},
 }
@@ -144,6 +145,8 @@ async def _searches(plan: Plan, bench: Bench, admin: admin_pb2_grpc.AdminAsyncSt
             one = (time.perf_counter() - began_s) * 1000
             if any(job.attributes[key] != value for job in page.jobs for key, value in wanted.items()):
                 raise Wrong(f"a search for {name} found another job")
+            if name == _COMMON and not page.jobs:
+                raise Wrong(f"a search for {name} found none")
             # Not measured: calls that make connections and cached plans.
             if turn >= 0:
                 took[name].append(one)

@@ -63,16 +63,13 @@ class Access(NamedTuple):
 
     def check(self, principal: Principal) -> None:
         """Raises ScopeMissing."""
-        scope = self.scope
-        if scope is not None and (
-            scope not in principal.scopes or (scope is Scope.CLUSTER and principal.org is not None)
-        ):
-            raise ScopeMissing(self.method, scope, principal)
+        if self.scope is not None and not _has(principal, self.scope):
+            raise ScopeMissing(self.method, self.scope, principal)
 
     def check_all_orgs(self, principal: Principal) -> None:
         """Checks the caller of a method that may also be about one org, if the request is about all. Raises
         ScopeMissing."""
-        if Scope.CLUSTER not in principal.scopes or principal.org is not None:
+        if not _has(principal, Scope.CLUSTER):
             raise ScopeMissing(self.method, Scope.CLUSTER, principal, besides=self.scope)
 
 
@@ -95,6 +92,11 @@ def require_org(principal: Principal, org: str) -> None:
     """Raises OrgForbidden if the principal is for another org than that of a request."""
     if principal.org is not None and principal.org != org:
         raise OrgForbidden(org, principal)
+
+
+def _has(principal: Principal, scope: Scope) -> bool:
+    """Whether the principal may use this scope. The scope for all orgs is of no use to the principal of one org."""
+    return scope in principal.scopes and (scope is not Scope.CLUSTER or principal.org is None)
 
 
 def _names_org(request: Descriptor) -> bool:
