@@ -102,8 +102,8 @@ def test_an_archiver_beside_the_load_is_measured(tmp_path: Path) -> None:
 
 @pytest.mark.turns(3)
 def test_an_outage_is_measured_and_loses_nothing(tmp_path: Path) -> None:
-    samples = _samples("outage", "--kills", "1", "--rate", "10", "--orgs", "6", "--seconds", "1", out=tmp_path)
-    assert [sample["sort"] for sample in samples[:-1]] == ["restart", "fail-over"]
+    samples = _samples("outage", "--kills", "2", "--rate", "10", "--orgs", "6", "--seconds", "1", out=tmp_path)
+    assert [sample["sort"] for sample in samples[:-1]] == ["restart", "restart", "fail-over", "fail-over"]
     assert all(sample["served_s"] > 0 for sample in samples[:-1])
     _must_hold(samples[-1])
     assert samples[-1]["verdict"]["jobs"] > 0

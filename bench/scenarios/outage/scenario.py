@@ -79,7 +79,8 @@ async def measure(plan: Plan, bench: Bench) -> Found:
             strikes += [await _fail_over(stage, plan, bench, replicated, turn) for turn in range(plan.kills)]
             await finish(process)
             bench.say("reading tables and what clients saw")
-            dsns = {**stage.dsns, replicated.name: replicated.direct_dsn}
+            # A node that was rebuilt is no server of the stage any more.
+            dsns = {node.name: node.cluster.dsn for node in nodes} | {replicated.name: replicated.direct_dsn}
             seen, verdict = await asyncio.to_thread(judge, stage.histories, dsns, address=stage.routers.address)
     outcomes = [outcome(strike, seen.calls, homes) for strike in strikes]
     if verdict.violations:
