@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from datetime import timedelta
-from typing import Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 # gRPC's log lines would mix with our output, and the errors have the same information.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -18,16 +18,20 @@ from grpc_health.v1 import health_pb2
 
 from cli import profiles
 from cli.exits import CommandFailed, ExitCode, RequestRefused
-from windrow import SyncClient, Tls, errors, handshake, tls
+from windrow import errors, handshake, tls
 from windrow.address import address_fault, split_scheme, stays_here, uses_proxy
 from windrow.limits import LimitReached, read_reached
 from windrow.org_header import org_metadata
+from windrow.tls import Tls
 from windrow.v1 import limits_pb2, server_pb2
 from windrow.v1.admin_pb2_grpc import AdminStub
 from windrow.v1.cluster_pb2_grpc import ClusterStub
 from windrow.v1.queue_pb2_grpc import QueueStub
 from windrow.v1.schedules_pb2_grpc import SchedulesStub
 from windrow.v1.workflows_pb2_grpc import WorkflowsStub
+
+if TYPE_CHECKING:
+    from windrow import SyncClient
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -254,6 +258,9 @@ def _route(address: str) -> tuple[str, Tls | None]:
 def connect_client(address: str, org: str, timeout: timedelta) -> Generator[SyncClient, None, None]:
     """Yields the Python client, for commands that make many calls: it tries calls again. Its errors become
     CommandFailed."""
+    # Imported here, because it would add a tenth to the start of every command.
+    from windrow import SyncClient
+
     with connect(address, timeout) as router:
         # The client would try for the whole timeout to reach a router that does not run.
         router.call(router.queue.GetServerInfo, server_pb2.GetServerInfoRequest())
