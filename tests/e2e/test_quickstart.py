@@ -67,6 +67,7 @@ def test_every_command_of_the_page_does_what_it_says(place: Place) -> None:
     }
     if shutil.which("promtool") is None:
         here["promtool"] = "true"
+    health = f"WINDROW_TLS_CA=tls.crt windrow health {listen}"
     install, *blocks = BLOCK.findall(PAGE)
     code, out = replace(place, folder=ROOT).run(install)
     assert code == 0, out
@@ -79,7 +80,6 @@ def test_every_command_of_the_page_does_what_it_says(place: Place) -> None:
                 programs.enter_context(program(place, script.strip()))
                 continue
             if "windrow login" in script:
-                health = f"WINDROW_TLS_CA=tls.crt windrow health {listen}"
                 until(lambda: place.run(health)[0] == 0, "the router is not healthy", within_s=WAIT_S)
             code, out = place.run(script)
             assert code == 0, f"{text}\n{out}"
