@@ -49,7 +49,8 @@ def place(tmp_path: Path) -> Generator[Place]:
     with open_clusters(["pg"], ephemeral=True) as servers:
         dsn = servers["pg"].superuser_dsn
         programs = f"{find_binaries().folder}:{environ()['PATH']}"
-        yield Place(folder=tmp_path, environ=environ(PG1=dsn, PG2=dsn, PATH=programs))
+        # `windrow login` writes its profile below XDG_CONFIG_HOME, and not into that of whoever runs the test.
+        yield Place(folder=tmp_path, environ=environ(PG1=dsn, PG2=dsn, PATH=programs, XDG_CONFIG_HOME=str(tmp_path)))
 
 
 @pytest.mark.timeout(300)
@@ -66,7 +67,7 @@ def test_every_command_of_the_page_does_what_it_says(place: Place) -> None:
     }
     if shutil.which("promtool") is None:
         here["promtool"] = "true"
-    trusting = {"WINDROW_ADDRESS": listen, "WINDROW_TLS_CA": "tls.crt"}
+    health = f"WINDROW_TLS_CA=tls.crt windrow health {listen}"
     install, *blocks = BLOCK.findall(PAGE)
     code, out = replace(place, folder=ROOT).run(install)
     assert code == 0, out
@@ -78,21 +79,10 @@ def test_every_command_of_the_page_does_what_it_says(place: Place) -> None:
             if script.startswith(PROGRAMS):
                 programs.enter_context(program(place, script.strip()))
                 continue
-            if "health" in script:
-                until(lambda: place.run(_health(trusting))[0] == 0, "the router is not healthy", within_s=WAIT_S)
-            if "curl" in script:
-                # An earlier block has exported them.
-                script = _exported(trusting) + script
+            if "windrow login" in script:
+                until(lambda: place.run(health)[0] == 0, "the router is not healthy", within_s=WAIT_S)
             code, out = place.run(script)
             assert code == 0, f"{text}\n{out}"
             assert "Traceback" not in out
     code, out = place.run("ls")
     assert {"shop.key", "operator.key", "cluster.toml"} <= set(out.split())
-
-
-def _exported(variables: dict[str, str]) -> str:
-    return "".join(f"export {name}={value}\n" for name, value in variables.items())
-
-
-def _health(variables: dict[str, str]) -> str:
-    return f"{_exported(variables)}windrow health"

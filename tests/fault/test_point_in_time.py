@@ -202,7 +202,7 @@ def create_schedule(router: Stubs) -> None:
 def test_a_shard_goes_back_in_time_and_every_difference_is_listed_and_no_job_has_two_owners(
     tmp_path: Path, fresh_dsn: str
 ) -> None:
-    backup, restore, differences, accept = [text for kind, text in BLOCK.findall(SECTION) if kind == "sh"]
+    backup, restore, differences, accept, reset = [text for kind, text in BLOCK.findall(SECTION) if kind == "sh"]
     with opened(tmp_path, fresh_dsn) as place:
         clients = place.clients
         for org, shard in ((STAYS, "s2"), (LEAVES, "s2"), (COMES, "s1")):
@@ -304,6 +304,9 @@ def test_a_shard_goes_back_in_time_and_every_difference_is_listed_and_no_job_has
         done = windrow("jobs", "cancel", STAYS, *ended, "--address", place.address)
         assert done.code == 0, done
         place.set_state("active")
+        # A standby that is made from this server must not stop at the point.
+        place.do(reset)
+        assert "recovery_target" not in (place.s2.place.folder / "backup.new/postgresql.auto.conf").read_text()
 
         # All jobs that are left run, and none runs a second time.
         ticks = {job["id"] for job in found["job"] if job["queue"] == TICKS}
