@@ -73,14 +73,18 @@ class Found(Generic[_T]):
     """The answers by position of the id. If several shards know an id, the last one's answer counts."""
 
     answers: dict[int, _T] = field(default_factory=dict[int, _T])
-    # Shards that did not answer. An id that no other shard knows may be on one of them.
-    unavailable: list[ShardName] = field(default_factory=list[ShardName])
+    # Why shards did not answer. An id that no other shard knows may be on one of them.
+    refusals: list[ShardUnavailable] = field(default_factory=list[ShardUnavailable])
+
+    @property
+    def unavailable(self) -> list[ShardName]:
+        return [refusal.shard for refusal in self.refusals]
 
     def require(self, count: int) -> None:
-        """Raises ShardUnavailable if fewer than `count` ids were found and a shard that may know the rest did not
+        """Raises the first refusal if fewer than `count` ids were found and a shard that may know the rest did not
         answer."""
-        if self.unavailable and len(self.answers) < count:
-            raise ShardUnavailable(self.unavailable[0], "it may have jobs that no other shard has")
+        if self.refusals and len(self.answers) < count:
+            raise self.refusals[0]
 
 
 async def find(
@@ -101,26 +105,24 @@ async def find(
     unknown: Sequence[int] = range(len(ids)) if at is None else at
     while True:
         placement = fleet.placement(org)
-        found.unavailable = []
-        refusal: ShardUnavailable | None = None
+        found.refusals = []
         answered = False
         for name, positions in _itinerary(placement, ids, unknown):
             try:
                 found.answers.update(await ask(fleet.placed(name).require_up(), positions))
                 answered = True
             except ShardUnavailable as error:
-                found.unavailable.append(name)
-                refusal = error
-        if refusal is not None and not answered:
-            raise refusal
+                found.refusals.append(error)
+        if found.refusals and not answered:
+            raise found.refusals[-1]
         unknown = [position for position in unknown if position not in found.answers]
-        if not unknown or found.unavailable:
+        if not unknown or found.refusals:
             return found
         try:
             if await fleet.is_current(org, placement):
                 return found
         except ShardUnavailable as error:
-            found.unavailable.append(error.shard)
+            found.refusals.append(error)
             return found
 
 

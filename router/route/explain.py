@@ -12,7 +12,7 @@ from router.codec.causes import Surroundings, Waiting
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
 from router.fleet.starts import SpentLimit
-from router.route.by_id import Found, find
+from router.route.by_id import find
 from router.route.by_org import Asked, ask_readers
 from shard.errors import ShardUnavailable, UnknownJob
 from shard.limits import ALL_QUEUES
@@ -33,9 +33,9 @@ async def explain_job(fleet: Fleet, buffer: Buffer, org: OrgId, job_id: JobId) -
     try:
         found = await find(fleet, org, [job_id], ask)
     except ShardUnavailable:
-        found = Found[tuple[ShardHandle, JobFacts]](unavailable=list(fleet.placement(org).reads))
+        return causes.of_unknown_job(Surroundings(troubles=_troubles(fleet, fleet.placement(org).reads)))
     if not found.answers:
-        if not found.unavailable:
+        if not found.refusals:
             raise UnknownJob(org, job_id)
         return causes.of_unknown_job(Surroundings(troubles=_troubles(fleet, found.unavailable)))
     member, facts = found.answers[0]

@@ -509,6 +509,21 @@ def test_a_cancel_of_a_job_on_its_way_waits_for_it(cluster: Cluster, thread: Thr
     cluster.near.books("s1", "s2")
 
 
+def test_the_cancel_of_a_locked_job_of_an_org_that_has_moved_says_what_is_locked(cluster: Cluster) -> None:
+    org = cluster.org()
+    move = cluster.begin(org)
+    move.finish()
+    ((one, _),) = enqueue(cluster.near, org)
+    with psycopg.connect(cluster.dsns["s2"]) as forgotten:
+        forgotten.execute("SELECT FROM windrow.job WHERE id = %s FOR UPDATE", [one])
+        error = refused(lambda: cancel(cluster.near, org, one))
+        info = detail(error, error_details_pb2.ErrorInfo)
+        assert info is not None
+        assert info.reason == "ROW_LOCKED"
+        assert f"job {one} is locked by another session" in str(error.details())
+    assert cancel(cluster.near, org, one) == [OK]
+
+
 def test_a_pause_during_a_move_holds_on_both_shards_and_so_does_its_end(cluster: Cluster) -> None:
     org = cluster.org()
     enqueue(cluster.near, org)
