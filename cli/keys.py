@@ -96,7 +96,10 @@ def create(
     if as_json:
         output.say_json([{**_json(key), "key": text}])
         return
-    output.note(f"{_for_whom(key)}: {', '.join(key.scopes)}; {_until(key)}. This is the only time that it is shown:")
+    output.note(
+        f"{_shown_id(key)}, for {_for_whom(key)}: {', '.join(key.scopes)}; {_until(key)}. The key is printed only "
+        "once, to standard output:"
+    )
     output.say(text)
 
 

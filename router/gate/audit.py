@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
@@ -227,13 +228,18 @@ def recorded_of(request: Message) -> dict[str, object]:
     kept: dict[str, object] = {}
     for field, value in request.ListFields():
         if field.name in RECORDED:
-            kept[field.name] = _shown(value)
+            kept[field.name] = _shown(value) if field.enum_type is None else _enum_name(field.enum_type, value)
         elif field.name in NAMES_ONLY:
             # The message Attributes has one map, `values`.
             kept[field.name] = sorted(audit.fit(name) for name in value.values)[:_ITEMS_MAX]
         elif field.name in TEMPLATES:
             kept[field.name] = {"queue": audit.fit(value.queue), "kind": audit.fit(value.kind)}
     return kept
+
+
+def _enum_name(of: EnumDescriptor, number: int) -> str | int:
+    known = of.values_by_number.get(number)
+    return number if known is None else known.name
 
 
 def _shown(value: Any) -> object:

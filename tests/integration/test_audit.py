@@ -375,8 +375,8 @@ def test_changes_of_limits_and_weights_are_in_the_log_although_their_scope_is_th
     send(cluster.stubs, "SetWeight", cluster_pb2.SetWeightRequest(org=name, weight=2))
     rows = cluster.ended(name, 3)
     assert sorted((method, outcome, request) for method, outcome, _, request in rows) == [
-        ("windrow.v1.Cluster/ClearLimit", "OK", {"measure": 1}),
-        ("windrow.v1.Cluster/SetLimit", "OK", {"measure": 1, "amount": 7, "interval": "10s"}),
+        ("windrow.v1.Cluster/ClearLimit", "OK", {"measure": "LIMIT_MEASURE_JOBS"}),
+        ("windrow.v1.Cluster/SetLimit", "OK", {"measure": "LIMIT_MEASURE_JOBS", "amount": 7, "interval": "10s"}),
         ("windrow.v1.Cluster/SetWeight", "OK", {"weight": 2.0}),
     ]
 

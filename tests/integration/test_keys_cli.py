@@ -80,7 +80,8 @@ def test_a_key_is_printed_once_and_only_the_hash_of_its_secret_is_stored(shell: 
     (key,) = done.lines
     assert re.fullmatch(r"wr_[a-z2-7]{12}_[A-Za-z0-9_-]{43}", key)
     assert done.err == (
-        "org acme: enqueue, consume, read; it does not expire. This is the only time that it is shown:\n"
+        f"{id_of(key)}, for org acme: enqueue, consume, read; it does not expire. The key is printed only once, to "
+        "standard output:\n"
     )
     secret = key.removeprefix(f"{id_of(key)}_")
     stored, _ = shell.rows()

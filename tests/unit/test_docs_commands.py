@@ -66,7 +66,11 @@ def fault_of(given: list[str], *, in_prose: bool) -> str | None:
         # Some commands parse the ids that they take.
         given = [AN_ID if word == "ID" else word for word in given]
         context = command.make_context(context.info_name, given, parent=context.parent)
+    except typer.Exit:
+        return None  # An option that needs no command, such as --version.
     except UsageError as error:
+        if "does not exist" in str(error):
+            return None  # The reader has made this file.
         left_out = type(error).__name__ == "MissingParameter" and error.param.param_type_name == "option"
         return None if in_prose and left_out else str(error)
     for argument in command.params:
