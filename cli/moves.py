@@ -107,6 +107,8 @@ def plan(config: options.Config, as_json: options.Json = False) -> None:
                 for transfer in shown
             ],
         )
+    elif stuck:
+        output.say("nothing can move now: the slots of these orgs are not where the cluster file wants them")
     else:
         output.say("nothing to move: every slot is where the cluster file wants it")
     for complaint in stuck:

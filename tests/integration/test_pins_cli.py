@@ -158,13 +158,17 @@ def test_an_org_is_pinned_shown_and_unpinned(shell: Shell) -> None:
 
 def test_an_org_that_no_shard_can_take_any_more_is_reported(shell: Shell) -> None:
     assert shell.windrow("pin", "acme", "--label", "region=eu").code == 0
-    shell.write(cluster_file(shell.dsn, second='labels = { region = "us" }'))
+    shell.write(cluster_file(shell.dsn, second='labels = { region = "us" }\nweight = 0'))
     done = shell.windrow("pins")
     assert done.code == 1
     assert done.out.splitlines()[1].split() == ["acme", "region=eu", "s1", "16,384", "stuck"]
     assert "org 'acme' stays on shard 's1': the cluster file has no shard with the label region=eu" in done.err
     (document,) = shell.windrow("pins", "--json").documents
     assert document["trouble"] in done.err
+    planned = shell.windrow("plan")
+    assert planned.code == 1
+    assert planned.out.startswith("nothing can move now:")
+    assert document["trouble"] in planned.err
 
 
 def test_an_org_whose_hash_moves_is_refused_until_that_is_over(shell: Shell) -> None:
