@@ -8,10 +8,11 @@ from typing import Any, cast
 import psycopg
 import pytest
 
-from router.codec.validate import enqueue_violations
+from router.codec.validate import enqueue_violations, violations_of
 from windrow import ExponentialRetry, FixedRetry, InvalidJob, InvalidRequest, NewJob, outbox
 from windrow.job_rules import job_faults, org_fault
 from windrow.jobs import enqueue_request
+from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
 DAY_S = 86_400
 
@@ -97,3 +98,47 @@ def test_the_outbox_refuses_bad_jobs_and_names_them_before_it_adds_any() -> None
     assert told[2].startswith(f"{old.id}: id: was made ")
     with pytest.raises(InvalidRequest, match=r"^org: must be 1 to 128 bytes, not 0$"):
         outbox.add(NOWHERE, "", good)
+
+
+def with_wrong_attributes(jobs: int, each: int) -> queue_pb2.EnqueueRequest:
+    """Returns a request of which every job but the last has this many wrong attributes."""
+    wrong = {f"a\0{at}": "v\0" for at in range(each)}
+    attributes = [wrong] * (jobs - 1) + [{}]
+    templates = [job_pb2.JobTemplate(queue="mail", kind="send", attributes=some) for some in attributes]
+    return queue_pb2.EnqueueRequest(org="acme", jobs=[job_pb2.NewJob(template=template) for template in templates])
+
+
+def test_of_a_large_request_no_more_violations_are_looked_for_than_tell_its_items_apart() -> None:
+    request = with_wrong_attributes(1000, 32)
+    found = violations_of(request)
+    assert found[0].field.startswith("jobs[0].template.attributes[")
+    assert found[0].description.startswith("must not have NUL characters")
+    # To look for all 64,000 would keep the router process from serving anybody else for seconds.
+    assert 1000 < len(found) < 1300
+    one_job = with_wrong_attributes(2, 50_000)
+    assert len(violations_of(one_job)) < 3
+    no_list = admin_pb2.ListJobsRequest(org="acme", attributes=one_job.jobs[0].template.attributes)
+    assert len(violations_of(no_list)) == 1
+
+
+def test_each_wrong_job_of_a_large_independent_enqueue_has_a_violation_and_no_other_job_has_one() -> None:
+    request = with_wrong_attributes(1000, 32)
+    request.independent = True
+    found = enqueue_violations(request)
+    assert {violation.field.split(".")[0] for violation in found} == {f"jobs[{at}]" for at in range(999)}
+    assert len(found) < 1300
+
+
+def test_what_is_wrong_beside_the_jobs_of_a_large_request_is_found_too() -> None:
+    request = with_wrong_attributes(1000, 1)
+    request.org = ""
+    found = violations_of(request)
+    assert found[0].field == "org"
+    assert found[1].field.startswith("jobs[0].")
+
+
+def test_the_only_violation_of_a_large_request_is_found_wherever_it_is() -> None:
+    for at in (0, 500, 999):
+        request = with_wrong_attributes(1000, 0)
+        request.jobs[at].template.queue = "not a name"
+        assert [violation.field for violation in violations_of(request)] == [f"jobs[{at}].template.queue"]
