@@ -704,6 +704,11 @@ def workflow_cases() -> Iterator[Bad]:
     yield from of("StartWorkflow", "name", texts)
     yield from of("StartWorkflow", "nodes", {"empty": []})
     yield from of("AddNodes", "nodes", {"empty": []})
+    for why, parent in {"empty": "", **texts}.items():
+        after = workflows_pb2.WorkflowEdge(node=parent)
+        new = workflows_pb2.NewNode(**{**node, "after": [after]})
+        make, fields = requests["AddNodes"]
+        yield Bad("AddNodes", "nodes[0].after[0].node", why, make(**{**fields, "nodes": [new]}))
     yield from of("AddNodes", "lease", LEASES)
     yield from of("SkipNode", "node", {"empty": "", **texts})
     yield from of("RetryWorkflow", "new_id", IDS)
@@ -720,6 +725,9 @@ def workflow_cases() -> Iterator[Bad]:
         "of a word": base64.urlsafe_b64encode(b"mail").decode(),
         "of a negative number": base64.urlsafe_b64encode(b"-1").decode(),
         "of a large number": base64.urlsafe_b64encode(b"9" * 20).decode(),
+        # The database refuses both.
+        "of almost an id": base64.urlsafe_b64encode(b"01234567-0123-7fff-bfff-ff-fffffffff").decode(),
+        "of an id without dashes": base64.urlsafe_b64encode(b"0123456701" * 3 + b"234567").decode(),
         "too long": "x" * 100,
     }
     for rpc in ("ListNodes", "ListWorkflows", "ListParents"):
