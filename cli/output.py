@@ -90,9 +90,17 @@ def say(text: str) -> None:
 
 def say_json(documents: Iterable[Mapping[str, object]]) -> None:
     """Prints one JSON object per line."""
-    lines = [json.dumps(document, ensure_ascii=False) for document in documents]
+    lines = [_invisible_escaped(json.dumps(document, ensure_ascii=False)) for document in documents]
     if lines:
         say("\n".join(lines))
+
+
+def _invisible_escaped(line: str) -> str:
+    """Escapes the characters of a line of JSON that a terminal might interpret. JSON does so only up to U+001F, and the
+    rest of them can only be in its strings."""
+    if line.isprintable():
+        return line
+    return "".join(sign if sign.isprintable() else json.dumps(sign)[1:-1] for sign in line)
 
 
 def say_deleted(org: str, noun: str, name: str, *, as_json: bool) -> None:
