@@ -2,8 +2,9 @@
 arrive and answers to be read (I9). The deadline of a call is set in router/gate/calls.py.
 
 A call counts from its first byte until its answer has been sent or its client is gone. It counts for its connection
-from the beginning, and for its org as soon as the org is known. No org and no connection can fill the process: one that
-is alone gets at most half of each limit, and the other half stays free (shard/fair_quota.py).
+from the beginning, for its caller's org as soon as the caller is known, and for its org as soon as that is known. No
+org and no connection can fill the process: one that is alone gets at most half of each limit, and the other half stays
+free (shard/fair_quota.py).
 """
 
 from __future__ import annotations
@@ -93,6 +94,8 @@ class Gate:
         self._refuse_from_s = 0.0
         self.arrivals = Arrivals()
         self._count = 0
+        # The calls and streams of callers that are of one org: also those whose requests never come.
+        self._of_callers = FairQuota(CALLS_MAX + STREAMS_MAX)
         self._calls = FairQuota(CALLS_MAX)
         self._streams = FairQuota(STREAMS_MAX)
         self._public = FairQuota(PUBLIC_CALLS_MAX)
@@ -127,8 +130,19 @@ class Gate:
         task.add_done_callback(functools.partial(self._ended, call))
         return call
 
+    def identified(self, call: Call) -> None:
+        """Counts a call for its caller's org until it ends, if the caller is of one org. Raises RouterFull."""
+        assert call.principal is not None
+        if call.principal.org is not None:
+            if not self._of_callers.take(call.principal.org):
+                raise RouterFull("calls and streams", CALLS_MAX + STREAMS_MAX)
+            call.caller_counted = True
+
     def _ended(self, call: Call, _: asyncio.Task[Any]) -> None:
         self._unread.end(call)
+        if call.caller_counted:
+            assert call.principal is not None
+            self._of_callers.give_back(call.principal.org)
         if call.counted:
             self._calls.give_back(call.org)
         call.close()

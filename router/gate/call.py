@@ -16,7 +16,7 @@ _CALL: ContextVar[Call] = ContextVar("call")
 class Call(Account):
     """One call or stream, with its account in the buffer."""
 
-    __slots__ = ("counted", "principal", "round")
+    __slots__ = ("caller_counted", "counted", "principal", "round")
 
     def __init__(self, buffer: Buffer, *, peer: str) -> None:
         super().__init__(buffer, org="", peer=peer)
@@ -24,6 +24,8 @@ class Call(Account):
         self.round = 0
         # The caller. None if the cluster does not authenticate, or if the method is open to everybody.
         self.principal: Principal | None = None
+        # Whether it is counted for the org of its caller, which is known before its request has come.
+        self.caller_counted = False
         # Whether it is counted among its org's calls.
         self.counted = False
 

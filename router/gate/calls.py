@@ -444,8 +444,8 @@ def _message_only(act: Callable[..., Any]) -> Callable[[Any, Context], Any]:
 
 
 async def _identify(gate: Gate, call: Call, context: Context, access: Access) -> None:
-    """Notes who makes the call, in a cluster that authenticates callers. Raises Unauthenticated and ScopeMissing;
-    ShardError and TooManyWaiting if that cannot be found out now."""
+    """Notes who makes the call, in a cluster that authenticates callers. Raises Unauthenticated, ScopeMissing and
+    RouterFull; ShardError and TooManyWaiting if that cannot be found out now."""
     if gate.authenticator is None:
         return
     try:
@@ -454,6 +454,7 @@ async def _identify(gate: Gate, call: Call, context: Context, access: Access) ->
         gate.was_reset(call)
         raise
     access.check(call.principal)
+    gate.identified(call)
 
 
 async def _admitted(

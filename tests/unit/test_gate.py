@@ -14,6 +14,7 @@ from router.buffer import Account, Buffer
 from router.codec.status import RequestLate, RouterFull, ShuttingDown
 from router.gate import admission as gates
 from router.gate.admission import CALLS_MAX, STREAMS_MAX, Context, Gate
+from router.gate.auth.principal import Principal
 from router.gate.call import Call
 from router.gate.calls import DEADLINE_S_MAX
 from router.gate.tracing import Tracing
@@ -41,16 +42,23 @@ class Peer:
         return b""
 
 
-async def begun(gate: Gate, peer: str = "ipv4:127.0.0.1:1") -> tuple[Call, asyncio.Event]:
-    """A call that is inside until its event is set."""
+async def begun(
+    gate: Gate, peer: str = "ipv4:127.0.0.1:1", *, caller: Principal | None = None
+) -> tuple[Call, asyncio.Event]:
+    """A call that is inside until its event is set. `caller`: who makes it, as the call has proved."""
     inside: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
     end = asyncio.Event()
 
     async def serve() -> None:
         try:
-            inside.set_result(gate.begin(cast("Context", Peer(peer))))
+            call = gate.begin(cast("Context", Peer(peer)))
+            if caller is not None:
+                call.principal = caller
+                gate.identified(call)
+            inside.set_result(call)
         except (RouterFull, ShuttingDown) as error:
             inside.set_exception(error)
+            return
         await end.wait()
 
     task = asyncio.create_task(serve())
@@ -115,6 +123,34 @@ def test_one_org_has_half_of_the_streams(gate: Gate) -> None:
     streams[0].__exit__(None, None, None)
     with gate.stream("busy"):
         pass
+
+
+async def test_calls_of_one_org_whose_requests_never_come_leave_places_to_others_over_however_many_connections(
+    gate: Gate,
+) -> None:
+    busy, other, operator = (Principal(name="key", org=org, scopes=frozenset()) for org in ("busy", "other", None))
+    ends: list[asyncio.Event] = []
+    for number in range(40):
+        with contextlib.suppress(RouterFull):
+            for _ in range(1000):
+                _, end = await begun(gate, f"ipv4:127.0.0.1:{number}", caller=busy)
+                ends.append(end)
+    assert len(ends) == (CALLS_MAX + STREAMS_MAX) // 2
+    for caller in (other, operator):
+        for _ in range(100):
+            await begun(gate, "ipv4:127.0.0.2:1", caller=caller)
+    with pytest.raises(RouterFull):
+        await begun(gate, "ipv4:127.0.0.3:1", caller=busy)
+    tasks = list(TASKS)
+    for end in ends:
+        end.set()
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    # Calls that have ended do not count.
+    await begun(gate, "ipv4:127.0.0.3:1", caller=busy)
+    tasks = list(TASKS)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
 
 
 async def test_connections_that_have_all_the_calls_they_may_leave_some_to_another(gate: Gate) -> None:
