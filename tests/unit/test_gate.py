@@ -18,6 +18,7 @@ from router.gate.auth.principal import Principal
 from router.gate.call import Call
 from router.gate.calls import DEADLINE_S_MAX
 from router.gate.tracing import Tracing
+from shard.vocabulary import OrgId
 from tests.routers import PATIENCE_S
 
 KIB = 1024
@@ -128,7 +129,9 @@ def test_one_org_has_half_of_the_streams(gate: Gate) -> None:
 async def test_calls_of_one_org_whose_requests_never_come_leave_places_to_others_over_however_many_connections(
     gate: Gate,
 ) -> None:
-    busy, other, operator = (Principal(name="key", org=org, scopes=frozenset()) for org in ("busy", "other", None))
+    busy, other, operator = (
+        Principal(name="key", org=org, scopes=frozenset()) for org in (OrgId("busy"), OrgId("other"), None)
+    )
     ends: list[asyncio.Event] = []
     for number in range(40):
         with contextlib.suppress(RouterFull):
