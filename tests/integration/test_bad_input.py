@@ -705,10 +705,9 @@ def workflow_cases() -> Iterator[Bad]:
     yield from of("StartWorkflow", "nodes", {"empty": []})
     yield from of("AddNodes", "nodes", {"empty": []})
     for why, parent in {"empty": "", **texts}.items():
-        after = workflows_pb2.WorkflowEdge(node=parent)
-        new = workflows_pb2.NewNode(**{**node, "after": [after]})
         make, fields = requests["AddNodes"]
-        yield Bad("AddNodes", "nodes[0].after[0].node", why, make(**{**fields, "nodes": [new]}))
+        waits = {**node, "after": [{"node": parent}]}
+        yield Bad("AddNodes", "nodes[0].after[0].node", why, make(**{**fields, "nodes": [waits]}))
     yield from of("AddNodes", "lease", LEASES)
     yield from of("SkipNode", "node", {"empty": "", **texts})
     yield from of("RetryWorkflow", "new_id", IDS)
