@@ -518,6 +518,10 @@ async def assert_all_bounded(when: str, connection: Connection, runs: Mapping[st
             assert sorted(n["Node Type"] for n in plan.scans("job")) == ["Index Scan", "Tid Scan"]
 
 
+# What is run for leases that nobody has, and for the locks of jobs.
+OF_LEASES = ("EXTEND", "INSPECT_LEASES", "GIVE_BACK", "ACK", "EXPLAIN_MISS", "FIND_LOCKED_JOBS")
+
+
 async def test_a_call_by_id_reads_no_row_of_another_org_so_its_time_does_not_tell_what_that_org_has(
     recorder: Recorder, org: OrgId
 ) -> None:
@@ -540,7 +544,16 @@ async def test_a_call_by_id_reads_no_row_of_another_org_so_its_time_does_not_tel
         assert set(await store.cancel(org, ids, reason="")) == {Answer.NOT_FOUND}
         assert set(await store.alter(org, ids, Alteration(priority=1))) == {Answer.NOT_FOUND}
         assert set(await store.redrive(org, ids)) == {Answer.NOT_FOUND}
-        names = ("GET_JOBS", "CANCEL", "ALTER", "REDRIVE")
+        named = [Lease(job_hex=one.replace("-", ""), number=7) for one in ids]
+        for settlement in (
+            Settlement.extend(org, named, window_us=HOUR_US),
+            Settlement.nack(org, [Nack(lease=lease) for lease in named]),
+            Settlement.release(org, named),
+            Settlement.ack(org, named),
+        ):
+            assert set(await store.settle(settlement)) == {Answer.NOT_FOUND}
+        await row_locks.of_jobs(recorder).find([(org, lease.job_hex) for lease in named])
+        names = ("GET_JOBS", "CANCEL", "ALTER", "REDRIVE", *OF_LEASES)
         return {name: recorder.last(getattr(queue_statements, name)) for name in names}
 
     of_owner, of_nobody = await runs_for(theirs), await runs_for(unknown)

@@ -12,10 +12,9 @@ WITH ended AS (
         ) AS n (id, lease, org_position, result, log)
         ORDER BY n.id
     ) a
-    -- By id alone: see extend.sql.
-    WHERE j.id = ANY (ARRAY[a.id])
-        AND (j.lease = a.lease AND j.visible_at > now()
-            AND {{org_of(j)}} = {{org_id_of(a)}}) IS TRUE
+    -- By id and org: see extend.sql.
+    WHERE j.id = ANY (ARRAY[a.id]) AND {{org_of(j)}} = {{org_id_of(a)}}
+        AND (j.lease = a.lease AND j.visible_at > now()) IS TRUE
     RETURNING j.*, a.result, coalesce(a.log, j.log) AS logged
 ), moved AS (
     INSERT INTO windrow.finished ({{job_columns}}, state, result, finished_at, retention)

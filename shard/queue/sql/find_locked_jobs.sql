@@ -6,21 +6,21 @@ WITH named AS MATERIALIZED (
 ), free AS MATERIALIZED (
     SELECT n.place
     FROM named n
-    -- By id alone: see extend.sql.
-    JOIN windrow.job j ON j.id = ANY (ARRAY[n.id]) AND ({{org_of(j)}} = n.org_id) IS TRUE
+    -- By id and org: see extend.sql.
+    JOIN windrow.job j ON j.id = ANY (ARRAY[n.id]) AND {{org_of(j)}} = n.org_id
     FOR UPDATE OF j SKIP LOCKED
 ), free_dead AS MATERIALIZED (
     SELECT n.place
     FROM named n
-    JOIN windrow.dead d ON d.id = ANY (ARRAY[n.id]) AND ({{org_of(d)}} = n.org_id) IS TRUE
+    JOIN windrow.dead d ON d.id = ANY (ARRAY[n.id]) AND {{org_of(d)}} = n.org_id
     FOR UPDATE OF d SKIP LOCKED
 )
 SELECT n.place
 FROM named n
-JOIN windrow.job j ON j.id = ANY (ARRAY[n.id]) AND ({{org_of(j)}} = n.org_id) IS TRUE
+JOIN windrow.job j ON j.id = ANY (ARRAY[n.id]) AND {{org_of(j)}} = n.org_id
 WHERE n.place NOT IN (SELECT free.place FROM free)
 UNION ALL
 SELECT n.place
 FROM named n
-JOIN windrow.dead d ON d.id = ANY (ARRAY[n.id]) AND ({{org_of(d)}} = n.org_id) IS TRUE
+JOIN windrow.dead d ON d.id = ANY (ARRAY[n.id]) AND {{org_of(d)}} = n.org_id
 WHERE n.place NOT IN (SELECT free_dead.place FROM free_dead)

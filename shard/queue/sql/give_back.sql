@@ -24,8 +24,7 @@ FROM (
     ) AS g (id, lease, org_position, delay_us, failure, log)
     ORDER BY g.id
 ) n
--- By id alone: see extend.sql.
-WHERE j.id = ANY (ARRAY[n.id])
-    AND (j.lease = n.lease AND j.visible_at > now()
-        AND {{org_of(j)}} = {{org_id_of(n)}}) IS TRUE
+-- By id and org: see extend.sql.
+WHERE j.id = ANY (ARRAY[n.id]) AND {{org_of(j)}} = {{org_id_of(n)}}
+    AND (j.lease = n.lease AND j.visible_at > now()) IS TRUE
 RETURNING j.id::text, n.lease, j.queue_id

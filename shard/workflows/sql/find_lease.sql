@@ -2,8 +2,7 @@
 -- have waited for the lock of the workflow.
 SELECT substr(j.workflow_node, 38)::integer AS node
 FROM windrow.job j
-WHERE j.id = %(job)s::uuid
+WHERE j.id = %(job)s::uuid AND {{org_of(j)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
     AND (
         j.lease = %(lease)s AND j.visible_at > clock_timestamp() AND left(j.workflow_node, 36) = %(id)s::uuid::text
-        AND {{org_of(j)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
     ) IS TRUE
