@@ -13,7 +13,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, cast
 
 import protovalidate
@@ -164,7 +164,7 @@ def _lists_of(message: Message) -> list[tuple[str, Any]]:
     return [
         (field.name, value)
         for field, value in message.ListFields()
-        if field.is_repeated and field.message_type is not None and not field.message_type.GetOptions().map_entry
+        if field.is_repeated and field.message_type is not None and not isinstance(value, Mapping)
     ]
 
 
