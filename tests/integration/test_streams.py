@@ -689,12 +689,13 @@ async def test_jobs_that_were_not_sent_are_anothers_at_once_and_uncounted(near: 
             await assert_back(near, org, ids, stream)
         else:
             await stream.cancel()
-            # Jobs that were sent and never read stay leased; they are few.
+            # Jobs that were sent and never read stay leased. On a busy machine the buffers between router and client
+            # have taken most of the 10 MB.
             found: dict[str, int] = {}
 
             async def take() -> bool:
                 found.update((job.id, job.attempt) for job in await near.dequeue(org, max_jobs=1000))
-                return len(found) >= 40
+                return len(found) >= 10
 
             await until(take, "what was not sent is to be had")
             assert set(found.values()) == {1}
