@@ -258,7 +258,7 @@ def _route(address: str) -> tuple[str, Tls | None]:
 def connect_client(address: str, org: str, timeout: timedelta) -> Generator[SyncClient, None, None]:
     """Yields the Python client, for commands that make many calls: it tries calls again. Its errors become
     CommandFailed."""
-    # Imported here, because it would add a tenth to the start of every command.
+    # Imported here, because it would add a third to the start of every command.
     from windrow import SyncClient
 
     with connect(address, timeout) as router:

@@ -5,9 +5,17 @@ As text, UUIDv7s sort by the time when they were made.
 
 from __future__ import annotations
 
+import re
 from uuid import UUID
 
 from shard.vocabulary import JobId
+
+_UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+def is_uuid(text: str) -> bool:
+    """Returns whether this is a UUID of any version, as canonical lower-case text."""
+    return _UUID.fullmatch(text) is not None
 
 
 def made_at_ms(job_id: str) -> int:

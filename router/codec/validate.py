@@ -137,7 +137,7 @@ def _collected(request: Message) -> Iterator[tuple[str, protovalidate.Violation]
     if _count_items(request, _REQUEST_ITEMS_MAX) <= _REQUEST_ITEMS_MAX:
         yield from (("", found) for found in protovalidate.collect_violations(request))
         return
-    # What is wrong beside the items of its lists, with one empty item in each.
+    # The items of its lists come later, one by one. An empty item stands for them here.
     lists = dict(_lists_of(request))
     rest = type(request)(**{field.name: value for field, value in request.ListFields() if field.name not in lists})
     for name in lists:

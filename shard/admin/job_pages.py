@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from uuid import UUID
 
 from shard.admin import statements
 from shard.errors import BadPageToken
+from shard.job_id import is_uuid
 from shard.job_record import ANSWER_BYTES_MAX, JobRecord
 from shard.postgres import arrays
 from shard.postgres.pool import Database
@@ -29,7 +29,6 @@ from shard.vocabulary import LIVE, JobState, Micros, OrgId, QueueId, QueueName, 
 # (id,), or (priority, visible_at, id).
 Key: TypeAlias = tuple[object, ...]
 
-_UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _MICROS_MAX = 2**62
 # The latest time that a datetime can hold, which is well within the range of ids.
 _MS_MAX = 253_402_300_799_999
@@ -336,7 +335,7 @@ def unpack(token: str, *, newest_first: bool) -> Key:
 
 
 def _is_uuid(part: object) -> bool:
-    return isinstance(part, str) and _UUID.fullmatch(part) is not None
+    return isinstance(part, str) and is_uuid(part)
 
 
 def _is_priority(part: object) -> bool:

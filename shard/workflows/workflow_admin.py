@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
-import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -31,7 +30,7 @@ from shard.errors import (
     WorkflowEnded,
     WorkflowExists,
 )
-from shard.job_id import from_hex, made_at_ms
+from shard.job_id import from_hex, is_uuid, made_at_ms
 from shard.placement import statements as placement_statements
 from shard.postgres import arrays, partitions
 from shard.postgres.connection import Connection
@@ -68,7 +67,6 @@ _TRIES_MAX = 6
 _FAULTS_MAX = 100
 # Job.reason of the job of a skipped node.
 SKIPPED = "its node was skipped"
-_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _LAST_ID = WorkflowId("ffffffff-ffff-7fff-bfff-ffffffffffff")
 # What a page of nodes may wait for, together.
 _PAGE_EDGES_MAX = 20_000
@@ -586,7 +584,7 @@ def _unpack(token: str) -> str:
 
 def _unpack_id(token: str) -> WorkflowId:
     text = _unpack(token)
-    if _ID.fullmatch(text) is None:
+    if not is_uuid(text):
         raise BadPageToken(token)
     return WorkflowId(text)
 

@@ -518,7 +518,7 @@ async def assert_all_bounded(when: str, connection: Connection, runs: Mapping[st
             assert sorted(n["Node Type"] for n in plan.scans("job")) == ["Index Scan", "Tid Scan"]
 
 
-# What is run for leases that nobody has, and for the locks of jobs.
+# The statements that run for leases which nobody has, and for the locks of jobs.
 OF_LEASES = ("EXTEND", "INSPECT_LEASES", "GIVE_BACK", "ACK", "EXPLAIN_MISS", "FIND_LOCKED_JOBS")
 
 

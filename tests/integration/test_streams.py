@@ -679,7 +679,8 @@ async def test_a_half_close_ends_in_order_after_every_answer(near: Client, org: 
 
 @pytest.mark.parametrize("end", ["half-close", "cancel"])
 async def test_jobs_that_were_not_sent_are_anothers_at_once_and_uncounted(near: Client, org: str, end: str) -> None:
-    ids = await near.enqueue(org, *(new_job(payload=b"x" * 100_000) for _ in range(100)))
+    # 15 MB: on a busy machine the buffers between router and client may take 6 MB.
+    ids = await near.enqueue(org, *(new_job(payload=b"x" * 150_000) for _ in range(100)))
     async with near.stream(org, credit=1000, reads=False) as stream:
         await until(lambda: leased(near, org, ids), "the router took jobs that it cannot send")
         if end == "half-close":
@@ -689,13 +690,12 @@ async def test_jobs_that_were_not_sent_are_anothers_at_once_and_uncounted(near: 
             await assert_back(near, org, ids, stream)
         else:
             await stream.cancel()
-            # Jobs that were sent and never read stay leased. On a busy machine the buffers between router and client
-            # have taken most of the 10 MB.
+            # Jobs that were sent and never read stay leased; they are few.
             found: dict[str, int] = {}
 
             async def take() -> bool:
                 found.update((job.id, job.attempt) for job in await near.dequeue(org, max_jobs=1000))
-                return len(found) >= 10
+                return len(found) >= 40
 
             await until(take, "what was not sent is to be had")
             assert set(found.values()) == {1}

@@ -177,7 +177,7 @@ def _shares(share: Share | None, stage: Stage, turns: Mapping[str, Turn]) -> Gen
 
 @asynccontextmanager
 async def _listeners(plan: Plan) -> AsyncGenerator[telemetry.Listeners | None, None]:
-    """Who listens to the routers that tell what they do; None: there are none."""
+    """Yields the sink and the scraper of routers with telemetry; None if the plan has no such routers."""
     if plan.beside is not Beside.TELEMETRY:
         yield None
         return
