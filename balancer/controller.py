@@ -158,7 +158,7 @@ class Controller:
             name = min(self._with_strays)
             raise Misconfigured(
                 f"shard {name!r} has stray jobs of slots that are to move there: they would run a second time; "
-                f"`windrow shards recover {name}` brings them to where their orgs live"
+                f"`windrow shards recover {name} --config FILE` brings them to where their orgs live"
             )
         return not self._planned and len(self.held) == len(begun)
 

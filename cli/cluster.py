@@ -141,7 +141,7 @@ def check(
             jobs = output.counted(sum(org.stray for org in books.astray), "stray job")
             output.note(
                 f"shard {books.shard} has {jobs}, whose orgs live on other shards: "
-                f"`windrow shards recover {books.shard}` moves them there"
+                f"`windrow shards recover {books.shard} --config FILE` moves them there"
             )
     for books in checked:
         for fault in books.workflow_faults:

@@ -337,11 +337,11 @@ def drain(
             ExitCode.USAGE,
             particulars=['state = "draining"'],
         )
-    left_at = databases.asked(_drain(cluster, entry.name))
+    left_at = databases.asked(_drain(cluster, entry.name, config))
     _report_drained(entry.name, left_at, config, as_json=as_json)
 
 
-async def _drain(cluster: Cluster, name: ShardName) -> Micros | None:
+async def _drain(cluster: Cluster, name: ShardName, config: Path) -> Micros | None:
     """Waits until the shard holds no slots. Returns when the last slot left it, or None if it never held one."""
     from balancer.shards import open_shards
     from shard.postgres.leader_lock import leader_session
@@ -355,7 +355,7 @@ async def _drain(cluster: Cluster, name: ShardName) -> Micros | None:
             obstacles = _Obstacles(cluster, shards)
             while remaining := _held_by(known, name):
                 show(total - remaining)
-                await _refuse_stuck(shards, known, name)
+                await _refuse_stuck(shards, known, name, config)
                 if leader := await observer.leader():
                     led_s = time.monotonic()
                     await obstacles.report(leader)
@@ -369,7 +369,7 @@ async def _drain(cluster: Cluster, name: ShardName) -> Micros | None:
     return known.left_by(name)
 
 
-async def _refuse_stuck(shards: Shards, known: Catalog, name: ShardName) -> None:
+async def _refuse_stuck(shards: Shards, known: Catalog, name: ShardName, config: Path) -> None:
     """Raises CommandFailed if all that the shard still holds are slots of single orgs which no balancer can move."""
     from shard.placement.slots import SLOTS
 
@@ -380,10 +380,11 @@ async def _refuse_stuck(shards: Shards, known: Catalog, name: ShardName) -> None
     stuck = [why for org, why in complaints.items() if known.pins.get(org) in held]
     if len(stuck) == len(held):
         if (more := len(stuck) - _STUCK_SHOWN_MAX) > 0:
-            stuck[_STUCK_SHOWN_MAX:] = [f"and {more:,} more: see windrow shards pins"]
+            stuck[_STUCK_SHOWN_MAX:] = [f"and {more:,} more: see `windrow shards pins --config {config}`"]
         raise CommandFailed(
             f"shard {name!r} still holds {output.counted(len(held), 'org')} that cannot move. Pin each to another "
-            "shard (windrow shards pin ORG --to SHARD), or unpin it (windrow shards unpin ORG)",
+            f"shard (`windrow shards pin ORG --to SHARD --config {config}`), or unpin it (`windrow shards unpin ORG "
+            f"--config {config}`)",
             ExitCode.NO,
             particulars=stuck,
         )

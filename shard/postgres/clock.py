@@ -46,7 +46,7 @@ class ShardClock:
         self.trouble = (
             f"its clock was set back: it shows {time_text(now)}, and has shown {time_text(latest)}, which is "
             f"{span_text(behind_s)} later. It takes no calls until its clock has caught up, or until "
-            f"`windrow shards accept-clock {self._shard}` says that its clock is right"
+            f"`windrow shards accept-clock {self._shard} --config FILE` says that its clock is right"
         )
         if not was_known:
             _log.error("shard %r: %s", self._shard, self.trouble)

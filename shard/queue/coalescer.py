@@ -24,6 +24,8 @@ from shard.vocabulary import OrgId
 # Fewer calls wait for the running act to end, and then share one act.
 _SECOND_ACT_WEIGHT = 100
 _SECOND_ACT_AFTER_S = 0.010
+# If `acts_max` acts run, a call whose key none of them has waits at most this long for one more act.
+_EXTRA_ACT_AFTER_S = 0.020
 # If one iteration of the event loop takes less than this, the loop is idle.
 _IDLE_ITERATION_S = 0.000_060
 # The longest time that a first act waits for a busy event loop.
@@ -99,8 +101,9 @@ class Coalescer(Generic[Call, Result]):
     `act` runs several calls and returns the result or the error of each, in order. If it raises, every call of the act
     fails with that error. `key` returns the key of a call (its org), by which calls share fairly; `weight` returns how
     much of an act the call takes. At most `acts_max` acts run at a time, each with up to `calls_max` calls and up to
-    `weight_max` in weight, or with one heavier call. A few light calls also wait for the acts of other coalescers that
-    share `in_flight`.
+    `weight_max` in weight, or with one heavier call. If `acts_max` is more than one, one more act may begin for keys that
+    none of them has: acts that take long, for example because they wait for locks, then delay only their own keys. A few
+    light calls also wait for the acts of other coalescers that share `in_flight`.
 
     Calls of up to `waiting_max` in weight may wait; one key may not take more of it than remains free. A call that has
     waited for `wait_s` fails with the error that `on_timeout` makes. `on_abandoned` gets each call that was cancelled
@@ -140,9 +143,10 @@ class Coalescer(Generic[Call, Result]):
         # True while `_begin_when_idle` is scheduled.
         self._beginning = False
         self._second_act_timer: asyncio.TimerHandle | None = None
+        self._extra_act_timer: asyncio.TimerHandle | None = None
         self._timeout_timer: asyncio.TimerHandle | None = None
-        # The running acts. The event loop keeps only weak references to its tasks.
-        self._acts: set[asyncio.Task[None]] = set()
+        # The running acts, and the keys of the calls of each. The event loop keeps only weak references to its tasks.
+        self._acts: dict[asyncio.Task[None], frozenset[Hashable]] = {}
         self._in_flight = in_flight or InFlight()
         self._in_flight.join(self._begin_soon)
 
@@ -215,12 +219,15 @@ class Coalescer(Generic[Call, Result]):
         self._beginning = False
         loop = asyncio.get_running_loop()
         while self._queues and self._may_begin(loop):
-            batch = self._next_batch()
-            if batch:
-                self._in_flight.began(self._begin_soon)
-                self._acts.add(loop.create_task(self._run(batch)))
+            self._begin_act(loop)
         if self._queues:
             self._set_timers(loop)
+
+    def _begin_act(self, loop: asyncio.AbstractEventLoop) -> None:
+        keys, batch = self._next_batch()
+        if batch:
+            self._in_flight.began(self._begin_soon)
+            self._acts[loop.create_task(self._run(batch))] = keys
 
     def _may_begin(self, loop: asyncio.AbstractEventLoop) -> bool:
         """A first act may always begin. A second one may if much weight waits, or if the oldest call waits for long."""
@@ -238,6 +245,8 @@ class Coalescer(Generic[Call, Result]):
         """Schedules a second act, and the timeout of the oldest waiting call."""
         if self._second_act_timer is None and len(self._acts) < self._acts_max:
             self._second_act_timer = loop.call_at(self._oldest_s() + _SECOND_ACT_AFTER_S, self._begin_second)
+        if self._extra_act_timer is None and len(self._acts) == self._acts_max > 1:
+            self._extra_act_timer = loop.call_later(_EXTRA_ACT_AFTER_S, self._begin_extra)
         if self._timeout_timer is None:
             self._timeout_timer = loop.call_at(self._oldest_s() + self._wait_s, self._fail_overdue)
 
@@ -245,9 +254,27 @@ class Coalescer(Generic[Call, Result]):
         self._second_act_timer = None
         self._begin()
 
-    def _next_batch(self) -> list[_Waiting[Call, Result]]:
-        """Takes the calls for one act. Each key in turn gets an even share of it, or one heavier call; then each gets
-        another share while there is room. The key whose next call does not fit comes first in the next act."""
+    def _begin_extra(self) -> None:
+        """Begins an act for keys that no running act has."""
+        self._extra_act_timer = None
+        loop = asyncio.get_running_loop()
+        if self._queues and len(self._acts) == self._acts_max:
+            running = frozenset[Hashable]().union(*self._acts.values())
+            # The others keep their places in the order.
+            others = {key: self._queues.pop(key) for key in [*self._queues] if key in running}
+            if self._queues:
+                self._begin_act(loop)
+            for key, queue in reversed(others.items()):
+                self._queues[key] = queue
+                self._queues.move_to_end(key, last=False)
+        if self._queues:
+            self._set_timers(loop)
+
+    def _next_batch(self) -> tuple[frozenset[Hashable], list[_Waiting[Call, Result]]]:
+        """Takes the calls for one act, and returns their keys too. Each key in turn gets an even share of it, or one
+        heavier call; then each gets another share while there is room. The key whose next call does not fit comes first
+        in the next act."""
+        keys = set[Hashable]()
         batch: list[_Waiting[Call, Result]] = []
         room = self._weight_max
         share = room // len(self._queues)
@@ -257,6 +284,7 @@ class Coalescer(Generic[Call, Result]):
             if batch and queue[0].weight > room:
                 break
             self._queues.move_to_end(key)
+            keys.add(key)
             enough = room - share
             last = min(len(batch) + calls_share, self._calls_max)
             while queue and len(batch) < last and (not batch or queue[0].weight <= room):
@@ -268,7 +296,7 @@ class Coalescer(Generic[Call, Result]):
                 room -= waiting.weight
                 if room <= enough:
                     break
-        return batch
+        return frozenset(keys), batch
 
     def _pop(self, key: Hashable, queue: deque[_Waiting[Call, Result]]) -> _Waiting[Call, Result]:
         waiting = queue.popleft()
@@ -315,7 +343,7 @@ class Coalescer(Generic[Call, Result]):
             for waiting in batch:
                 waiting.result.remove_done_callback(on_done)
                 waiting.result.cancel()
-            self._acts.discard(task)
+            del self._acts[task]
             self._in_flight.ended()
 
     async def _traced(self, batch: list[_Waiting[Call, Result]]) -> Sequence[Result | Exception]:

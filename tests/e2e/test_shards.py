@@ -220,7 +220,7 @@ async def test_a_drain_ends_when_only_orgs_are_left_that_are_pinned_to_the_shard
     done = await windrow(field, "shards", "drain", "s2")
     assert (done.code, done.out) == (1, "")
     assert "shard 's2' still holds 2 orgs that cannot move. Pin each to another shard " in done.err
-    assert "or unpin it (windrow shards unpin ORG)" in done.err
+    assert "or unpin it (`windrow shards unpin ORG --config " in done.err
     assert "org 'acme' stays on shard 's2': shard 's2' is draining, and so takes no orgs" in done.err
     for org in ("acme", "shop"):
         assert (await windrow(field, "shards", "unpin", org)).code == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any
+from typing import Any, LiteralString
 
 import psycopg
 import pytest
@@ -21,12 +21,18 @@ from tests.timemachine import until_blocked
 
 @contextlib.asynccontextmanager
 async def under_way(
-    dsn: str, watcher: Database, calls: int, call: Callable[[], Coroutine[Any, Any, object]], *, at_once: int
+    dsn: str,
+    watcher: Database,
+    calls: int,
+    call: Callable[[], Coroutine[Any, Any, object]],
+    *,
+    at_once: int,
+    lock: LiteralString = "LOCK TABLE windrow.departing IN ACCESS EXCLUSIVE MODE",
 ) -> AsyncGenerator[None]:
     """Runs this many slow calls, some at the same time. Here they wait for a lock; in production they scan much
     data."""
     async with await psycopg.AsyncConnection.connect(dsn) as holder:
-        await holder.execute("LOCK TABLE windrow.departing IN ACCESS EXCLUSIVE MODE")
+        await holder.execute(lock)
         tasks = [asyncio.create_task(call()) for _ in range(calls)]
         await until_blocked(watcher, at_once)
         try:
@@ -57,6 +63,19 @@ async def test_lookups_that_take_long_hold_up_no_other_orgs_jobs(
 
     async with under_way(fresh_dsn, watcher, calls, look, at_once=1 if calls < 100 else 2):
         assert [job.id for job, _ in await lease_jobs(store, other_org)] == ids_of(jobs)
+
+
+async def test_enqueues_that_wait_for_their_groups_hold_up_no_other_orgs_enqueue(
+    fresh_database: Database, watcher: Database, fresh_dsn: str, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(fresh_database)
+
+    def enqueue() -> Coroutine[Any, Any, object]:
+        return store.enqueue(some_jobs(org, 600, group="g"))
+
+    buckets: LiteralString = "SELECT pg_advisory_xact_lock(14, bucket) FROM generate_series(0, 1023) AS bucket"
+    async with under_way(fresh_dsn, watcher, 5, enqueue, at_once=2, lock=buckets):
+        assert await store.enqueue(some_jobs(other_org, 1)) == {}
 
 
 async def test_counts_that_take_long_hold_up_no_other_orgs_queues(
