@@ -221,9 +221,6 @@ class _Writer:
             if change.last_at is None and cause != RunCause.BACKFILL.value:
                 change = change._replace(last_at=at)
             self._advances[schedule.id] = change
-        for name in self._promoted:
-            # The count was wrong: no run waits.
-            self._advances[name] = self._advances[name]._replace(buffered=0)
 
 
 def _new(schedule: Due, run: Run, previous: Micros | None) -> NewRun:

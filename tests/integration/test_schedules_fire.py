@@ -289,6 +289,45 @@ async def test_with_buffer_all_runs_are_stored_one_after_another(shard: Shard, o
     assert seen == sorted(seen)
 
 
+@pytest.mark.parametrize("ends", ["before the others are due", "after"])
+async def test_no_run_waits_in_vain_though_a_backfill_has_stored_an_instant_that_was_due(
+    shard: Shard, org: OrgId, ends: str
+) -> None:
+    spec = ScheduleSpec(timing=await shard.hourly(), overlap=Overlap.BUFFER_ALL, catch_up=CatchUp.ALL)
+    await shard.create(org, spec)
+    await shard.admin.trigger(org, DAILY, request=None, epoch=1)
+    first = await shard.set_back(org, 3 * HOUR_US)
+    begin = Micros(first + HOUR_US)
+    end = Micros(begin + 1)
+    done = await shard.admin.backfill(org, DAILY, begin=begin, end=end, overlap=Overlap.BUFFER_ALL, epoch=1)
+    assert done.buffered == 1
+    if ends == "after":
+        await shard.fire()
+    for left in (2, 1, 0):
+        await shard.end_job(org)
+        await shard.wake(org)
+        assert (await shard.fire()).jobs == 1
+        assert (await shard.admin.get(org, DAILY)).schedule.buffered == left
+    assert outcomes(await shard.runs(org)) == ["stored"] * 4
+
+
+async def test_a_run_that_is_due_when_no_other_waits_any_more_is_stored_whatever_was_counted(
+    shard: Shard, org: OrgId
+) -> None:
+    spec = ScheduleSpec(timing=await shard.hourly(), overlap=Overlap.BUFFER_ALL)
+    await shard.create(org, spec)
+    await shard.database.run(
+        b"UPDATE windrow.schedule s SET buffered = 1 FROM windrow.org o WHERE o.org_id = s.org_id AND o.org = %(org)s",
+        {"org": org},
+    )
+    await shard.set_back(org, HOUR_US)
+    await shard.fire()
+    await shard.wake(org)
+    await shard.fire()
+    assert outcomes(await shard.runs(org)) == ["stored"]
+    assert (await shard.admin.get(org, DAILY)).schedule.buffered == 0
+
+
 async def test_a_buffered_run_is_looked_at_within_a_second_by_the_shards_clock(shard: Shard, org: OrgId) -> None:
     await overlapping(shard, org, Overlap.BUFFER_ONE)
     ((left_us,),) = await shard.database.run(

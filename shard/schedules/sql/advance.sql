@@ -1,4 +1,5 @@
 -- Advances schedules whose runs are stored. `runs_us`: the instant of the latest run that was stored now, of any cause.
+-- `buffered`: how many runs wait at most. They are counted: an instant that was to wait may have had a run before.
 UPDATE windrow.schedule s
 SET
     next_at = timestamptz 'epoch' + n.next_us * interval '1 us',
@@ -13,7 +14,9 @@ SET
         ),
         s.last_job
     ),
-    buffered = n.buffered,
+    buffered = CASE WHEN n.buffered > 0 THEN
+        (SELECT count(*) FROM windrow.schedule_run r WHERE r.schedule_id = s.id AND r.outcome = 'buffered')
+    ELSE 0 END,
     decided = s.decided + n.decided
 FROM unnest(
     %(schedules)s::uuid[], %(nexts_us)s::bigint[], %(wakes_us)s::bigint[], %(lasts_us)s::bigint[], %(runs_us)s::bigint[],
