@@ -19,7 +19,7 @@ from typing import Any
 import windrow
 from chaos import backfills
 from chaos.operator_calls import TRY_S, OperatorCalls, is_created, now_us
-from chaos.steady_schedules import SteadySchedules
+from chaos.steady_schedules import PER_SECOND, SteadySchedules
 from proof.checker.evidence import Backfill, Change, ChangeKind, Schedule, Terms
 from proof.clients import calls
 from proof.clients.fates import pick_org
@@ -54,17 +54,27 @@ _Send = Callable[["schedules_pb2_grpc.SchedulesAsyncStub"], Any]
 class JobSchedules:
     """All schedules of a run."""
 
-    def __init__(self, operators: Sequence[_Operator], steady: SteadySchedules, *, end_s: float) -> None:
+    def __init__(
+        self, operators: Sequence[_Operator], steady: SteadySchedules, *, begin_s: float, end_s: float
+    ) -> None:
         self._operators = operators
         self._steady = steady
+        self._begin_s = begin_s
         self._end_s = end_s
+
+    async def create_steady(self) -> int:
+        """Creates the steady ones, and returns how many there are when the faults begin."""
+        await self._steady.create(until_s=self._begin_s)
+        created = self._steady.created
+        await asyncio.sleep(self._begin_s - time.time())
+        return created
 
     async def run(self) -> None:
         """Creates them and changes them until they end."""
         async with asyncio.TaskGroup() as group:
             for operator in self._operators:
                 group.create_task(operator.run())
-            group.create_task(self._steady.run())
+            group.create_task(self._steady.create(until_s=self._end_s))
         await asyncio.sleep(self._end_s - time.time())
 
     async def resume(self) -> None:
@@ -82,10 +92,12 @@ class JobSchedules:
 async def open_schedules(
     address: str, orgs: Sequence[str], *, seed: int, seconds: float, steady: int
 ) -> AsyncGenerator[JobSchedules, None]:
-    """Yields schedules that end in this many seconds, so many `steady` ones among them."""
+    """Yields schedules, so many `steady` ones among them. The steady ones have a time to be created; then this many
+    seconds begin, after which all schedules end."""
     luck = random.Random(f"{seed}/schedules")
     # The clock of this machine is also that of its Postgres servers.
-    end_s = int(time.time()) + int(seconds)
+    begin_s = time.time() + steady / PER_SECOND
+    end_s = int(begin_s) + int(seconds)
     async with AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(calls.connect(address)) for _ in range(_CHANNELS)]
         stubs = [schedules_pb2_grpc.SchedulesStub(channel) for channel in channels]
@@ -95,12 +107,13 @@ async def open_schedules(
                 random.Random(f"{seed}/schedules/{number}"),
                 org=pick_org(luck, list(orgs)),
                 number=number,
-                begin_s=time.time() + luck.uniform(0.0, seconds * _PART),
+                begin_s=begin_s + luck.uniform(0.0, seconds * _PART),
                 end_s=end_s,
             )
             for number in range(_SCHEDULES)
         ]
-        yield JobSchedules(operators, SteadySchedules(stubs, orgs, count=steady, end_s=end_s), end_s=end_s)
+        many = SteadySchedules(stubs, orgs, count=steady, end_s=end_s)
+        yield JobSchedules(operators, many, begin_s=begin_s, end_s=end_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

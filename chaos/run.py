@@ -117,8 +117,6 @@ async def run(order: Order, *, disk: SmallDisk | None, say: Callable[[str], None
             _weighing(stage) as resident,
         ):
             await asyncio.sleep(_WARM_UP_S)
-            began_s = time.monotonic()
-            striker = _Striker(stage, order, began_s)
             schedules_scope = open_schedules(
                 stage.address,
                 order.cast.org_names,
@@ -126,14 +124,21 @@ async def run(order: Order, *, disk: SmallDisk | None, say: Callable[[str], None
                 seconds=order.seconds,
                 steady=order.steady_schedules,
             )
-            workflows_scope = open_workflows(
-                stage.address,
-                order.cast.org_names,
-                order.out / "histories",
-                seed=order.seed,
-                seconds=order.seconds,
-            )
-            async with schedules_scope as schedules, workflows_scope as workflows:
+            async with contextlib.AsyncExitStack() as operators:
+                schedules = await operators.enter_async_context(schedules_scope)
+                if order.steady_schedules:
+                    created = await schedules.create_steady()
+                    say(f"{created:,} of {order.steady_schedules:,} more schedules exist; the faults begin")
+                began_s = time.monotonic()
+                striker = _Striker(stage, order, began_s)
+                workflows_scope = open_workflows(
+                    stage.address,
+                    order.cast.org_names,
+                    order.out / "histories",
+                    seed=order.seed,
+                    seconds=order.seconds,
+                )
+                workflows = await operators.enter_async_context(workflows_scope)
                 async with asyncio.TaskGroup() as group:
                     group.create_task(schedules.run())
                     group.create_task(workflows.run())

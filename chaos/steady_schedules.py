@@ -14,11 +14,13 @@ from proof.history import payload_of
 from windrow.v1 import job_pb2, schedules_pb2, schedules_pb2_grpc
 
 _EVERY_S = 900
-_AT_A_TIME = 8
+_AT_A_TIME = 32
+# How many are created in a second before the faults begin. If that takes longer, the others are created under faults.
+PER_SECOND = 400
 
 
 class SteadySchedules:
-    """They are created one after another, under faults."""
+    """All of them."""
 
     def __init__(
         self,
@@ -39,17 +41,23 @@ class SteadySchedules:
     def seen(self) -> list[Schedule]:
         return [self._seen(number, created) for number, created in self._created.items()]
 
-    async def run(self) -> None:
+    @property
+    def created(self) -> int:
+        """How many exist."""
+        return sum(self._created.values())
+
+    async def create(self, *, until_s: float) -> None:
+        """Creates those that do not exist, until this time."""
         async with asyncio.TaskGroup() as group:
             for first in range(_AT_A_TIME):
-                group.create_task(self._create_every_nth(first))
+                group.create_task(self._create_every_nth(first, until_s))
 
-    async def _create_every_nth(self, first: int) -> None:
+    async def _create_every_nth(self, first: int, until_s: float) -> None:
         for number in range(first, self._count, _AT_A_TIME):
-            self._created.setdefault(number, False)
-            while not self._created[number]:
-                if time.time() >= self._end_s:
+            while not self._created.get(number):
+                if time.time() >= until_s:
                     return
+                self._created.setdefault(number, False)
                 self._created[number] = await self._create(number)
 
     async def _create(self, number: int) -> bool:

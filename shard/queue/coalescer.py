@@ -101,9 +101,9 @@ class Coalescer(Generic[Call, Result]):
     `act` runs several calls and returns the result or the error of each, in order. If it raises, every call of the act
     fails with that error. `key` returns the key of a call (its org), by which calls share fairly; `weight` returns how
     much of an act the call takes. At most `acts_max` acts run at a time, each with up to `calls_max` calls and up to
-    `weight_max` in weight, or with one heavier call. If `acts_max` is more than one, one more act may begin for keys that
-    none of them has: acts that take long, for example because they wait for locks, then delay only their own keys. A few
-    light calls also wait for the acts of other coalescers that share `in_flight`.
+    `weight_max` in weight, or with one heavier call. If `acts_max` is more than one, one more act may begin for keys
+    that none of them has. So acts that take long, for example because they wait for locks, delay only their own keys. A
+    few light calls also wait for the acts of other coalescers that share `in_flight`.
 
     Calls of up to `waiting_max` in weight may wait; one key may not take more of it than remains free. A call that has
     waited for `wait_s` fails with the error that `on_timeout` makes. `on_abandoned` gets each call that was cancelled

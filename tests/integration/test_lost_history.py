@@ -116,7 +116,9 @@ async def test_a_backup_put_back_without_a_move_is_refused_until_somebody_accept
         await mark(spare_dsn, backups.dsn)
         # The backup is restored while a router runs.
         backups.put_back()
-        await until_refused(fleet, org, "has lost history: .* accept the loss by `windrow shards accept s2 --config FILE`")
+        await until_refused(
+            fleet, org, "has lost history: .* accept the loss by `windrow shards accept s2 --config FILE`"
+        )
         await store(fleet, near)
     # A router that starts refuses the shard too.
     async with opened(cluster) as fleet:
@@ -635,7 +637,9 @@ async def test_no_slot_moves_to_a_shard_that_has_stray_jobs_of_it(pair: Pair, or
         f"[[shard]]\nname = '{name}'\ndsn = '''{dsn}'''\nweight = {int(name == A)}\n" for name, dsn in pair.dsns.items()
     )
     cluster = parse_cluster(text, source="test")
-    with pytest.raises(Misconfigured, match=r"'s2' has stray jobs of slots .* `windrow shards recover s2 --config FILE`"):
+    with pytest.raises(
+        Misconfigured, match=r"'s2' has stray jobs of slots .* `windrow shards recover s2 --config FILE`"
+    ):
         await asyncio.wait_for(balance_once(cluster, stop=asyncio.Event()), PATIENCE_S)
     assert await pair.placement(org) == ((A,), (A,))
     assert counts(await run(pair)) == (0, 6)

@@ -217,9 +217,7 @@ async def test_nobody_waits_for_an_act_that_takes_its_time(acts: Acts, monkeypat
     assert await first == -1
 
 
-async def test_a_caller_whose_acts_hang_delays_no_other_caller(
-    acts: Acts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_caller_whose_acts_hang_delays_no_other_caller(acts: Acts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shard.queue.coalescer._EXTRA_ACT_AFTER_S", 0.001)
     coalescer = acts.coalescer(acts_max=2, key=lambda call: call // 1000, weight=lambda call: 100 if call < 1000 else 1)
     results = [coalescer.submit(1)]
