@@ -34,7 +34,8 @@ _LOST = Finding(
     about="history",
     what="the shard has lost history: it lacks a mark that the catalog has confirmed",
     why="it was restored from a backup, or is a standby that lagged when it was promoted; routers refuse it",
-    fix="-- find a server that has the complete history; if there is none, see `windrow shards accept SHARD --config FILE`",
+    fix="-- find a server that has the complete history; if there is none, see `windrow shards accept SHARD --config "
+    "FILE`",
 )
 _CATALOG_BEHIND = Finding(
     severity=Severity.CRITICAL,

@@ -412,5 +412,5 @@ def lost_history(shard: ShardName, address: str) -> str:
     return (
         f"its database ({address}) has lost history: it was restored from a backup, or is a standby that lagged when "
         f"it was promoted; find a server that has all of it, or accept the loss by `windrow shards accept {shard} "
-        f'--config FILE` (docs/operations.md, "A shard was restored from an old backup")'
+        '--config FILE` (docs/operations.md, "A shard was restored from an old backup")'
     )

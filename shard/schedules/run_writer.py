@@ -33,8 +33,8 @@ class NewRun(NamedTuple):
 
 class Advance(NamedTuple):
     """What becomes of a schedule. `last_at` is the instant of the latest run stored now that was due by the calendar,
-    `run_at` that of the latest run stored now, whatever its cause. None: none was stored. `buffered`: how many runs wait
-    at most."""
+    `run_at` that of the latest run stored now, whatever its cause. None: none was stored. At most
+    `buffered` runs wait."""
 
     schedule: ScheduleId
     next_at: Micros | None
