@@ -60,10 +60,13 @@ class OperatorCalls(Generic[_Stub]):
 
 
 async def is_created(creating: Awaitable[object]) -> bool:
-    """Returns whether a router says that the thing exists. Rests after a failure."""
+    """Returns whether a router says that the thing exists. Rests after a failure. Raises AioRpcError if the request is
+    not valid: to repeat it would be of no use, and the run would have less load than it says."""
     try:
         await creating
     except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+            raise
         await asyncio.sleep(PAUSE_S)
         # By an earlier try whose answer was lost.
         return error.code() is grpc.StatusCode.ALREADY_EXISTS

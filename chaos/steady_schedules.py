@@ -14,6 +14,8 @@ from proof.history import payload_of
 from windrow.v1 import job_pb2, schedules_pb2, schedules_pb2_grpc
 
 _EVERY_S = 900
+# From when on intervals are counted. The contract takes no time before 1971.
+_FIRST_S = 1_000_000_000
 _AT_A_TIME = 32
 # How many are created in a second before the faults begin. If that takes longer, the others are created under faults.
 PER_SECOND = 400
@@ -91,7 +93,7 @@ class SteadySchedules:
         return self._orgs[number % len(self._orgs)]
 
     def _offset_s(self, number: int) -> int:
-        return number * _EVERY_S // self._count
+        return _FIRST_S + number * _EVERY_S // self._count
 
 
 def _name(number: int) -> str:

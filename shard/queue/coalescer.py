@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -223,8 +223,8 @@ class Coalescer(Generic[Call, Result]):
         if self._queues:
             self._set_timers(loop)
 
-    def _begin_act(self, loop: asyncio.AbstractEventLoop) -> None:
-        keys, batch = self._next_batch()
+    def _begin_act(self, loop: asyncio.AbstractEventLoop, besides: Set[Hashable] = frozenset()) -> None:
+        keys, batch = self._next_batch(besides)
         if batch:
             self._in_flight.began(self._begin_soon)
             self._acts[loop.create_task(self._run(batch))] = keys
@@ -258,30 +258,27 @@ class Coalescer(Generic[Call, Result]):
         """Begins an act for keys that no running act has."""
         self._extra_act_timer = None
         loop = asyncio.get_running_loop()
-        if self._queues and len(self._acts) == self._acts_max:
+        if len(self._acts) == self._acts_max:
             running = frozenset[Hashable]().union(*self._acts.values())
-            # The others keep their places in the order.
-            others = {key: self._queues.pop(key) for key in [*self._queues] if key in running}
-            if self._queues:
-                self._begin_act(loop)
-            for key, queue in reversed(others.items()):
-                self._queues[key] = queue
-                self._queues.move_to_end(key, last=False)
+            for key in [key for key in self._queues if key in running]:
+                self._queues.move_to_end(key)
+            self._begin_act(loop, besides=running)
         if self._queues:
             self._set_timers(loop)
 
-    def _next_batch(self) -> tuple[frozenset[Hashable], list[_Waiting[Call, Result]]]:
+    def _next_batch(self, besides: Set[Hashable]) -> tuple[frozenset[Hashable], list[_Waiting[Call, Result]]]:
         """Takes the calls for one act, and returns their keys too. Each key in turn gets an even share of it, or one
         heavier call; then each gets another share while there is room. The key whose next call does not fit comes first
-        in the next act."""
+        in the next act. The keys in `besides` come last, and get nothing."""
         keys = set[Hashable]()
         batch: list[_Waiting[Call, Result]] = []
         room = self._weight_max
-        share = room // len(self._queues)
-        calls_share = max(1, self._calls_max // len(self._queues))
+        sharers = max(1, len(self._queues) - len(besides & self._queues.keys()))
+        share = room // sharers
+        calls_share = max(1, self._calls_max // sharers)
         while self._queues and len(batch) < self._calls_max:
             key, queue = next(iter(self._queues.items()))
-            if batch and queue[0].weight > room:
+            if key in besides or (batch and queue[0].weight > room):
                 break
             self._queues.move_to_end(key)
             keys.add(key)
