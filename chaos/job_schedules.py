@@ -19,7 +19,7 @@ from typing import Any
 import windrow
 from chaos import backfills
 from chaos.operator_calls import TRY_S, OperatorCalls, is_created, now_us
-from chaos.steady_schedules import PER_SECOND, SteadySchedules
+from chaos.steady_schedules import SteadySchedules
 from proof.checker.evidence import Backfill, Change, ChangeKind, Schedule, Terms
 from proof.clients import calls
 from proof.clients.fates import pick_org
@@ -32,6 +32,8 @@ _SCHEDULES = 24
 _PART = 0.6
 _EVERY_S = (1, 2, 3, 5)
 _CHANNELS = 3
+# For the creation of the steady ones.
+_CREATION_S = 60.0
 # The time between two things that operators do to a schedule, on average, and how long a pause lasts.
 _REST_S = 5.0
 _PAUSED_S = (1.0, 6.0)
@@ -62,19 +64,16 @@ class JobSchedules:
         self._begin_s = begin_s
         self._end_s = end_s
 
-    async def create_steady(self) -> int:
-        """Creates the steady ones, and returns how many there are when the faults begin."""
-        await self._steady.create(until_s=self._begin_s)
-        created = self._steady.created
+    async def create_steady(self) -> None:
+        """Creates the steady ones, and returns when the faults are to begin."""
+        await self._steady.create()
         await asyncio.sleep(self._begin_s - time.time())
-        return created
 
     async def run(self) -> None:
         """Creates them and changes them until they end."""
         async with asyncio.TaskGroup() as group:
             for operator in self._operators:
                 group.create_task(operator.run())
-            group.create_task(self._steady.create(until_s=self._end_s))
         await asyncio.sleep(self._end_s - time.time())
 
     async def resume(self) -> None:
@@ -90,13 +89,13 @@ class JobSchedules:
 
 @asynccontextmanager
 async def open_schedules(
-    address: str, orgs: Sequence[str], *, seed: int, seconds: float, steady: int
+    address: str, orgs: Sequence[str], dsns: Sequence[str], *, seed: int, seconds: float, steady: int
 ) -> AsyncGenerator[JobSchedules, None]:
-    """Yields schedules, so many `steady` ones among them. The steady ones have a time to be created; then this many
-    seconds begin, after which all schedules end."""
+    """Yields schedules, so many `steady` ones among them. After the time for the creation of these, this many seconds
+    begin, and then all schedules end. `dsns`: of the shards' databases."""
     luck = random.Random(f"{seed}/schedules")
     # The clock of this machine is also that of its Postgres servers.
-    begin_s = time.time() + steady / PER_SECOND
+    begin_s = time.time() + (_CREATION_S if steady else 0.0)
     end_s = int(begin_s) + int(seconds)
     async with AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(calls.connect(address)) for _ in range(_CHANNELS)]
@@ -112,7 +111,7 @@ async def open_schedules(
             )
             for number in range(_SCHEDULES)
         ]
-        many = SteadySchedules(stubs, orgs, count=steady, end_s=end_s)
+        many = SteadySchedules(stubs, orgs, dsns, count=steady, end_s=end_s)
         yield JobSchedules(operators, many, begin_s=begin_s, end_s=end_s)
 
 

@@ -120,6 +120,7 @@ async def run(order: Order, *, disk: SmallDisk | None, say: Callable[[str], None
             schedules_scope = open_schedules(
                 stage.address,
                 order.cast.org_names,
+                [shard.direct_dsn for shard in stage.shards.values()],
                 seed=order.seed,
                 seconds=order.seconds,
                 steady=order.steady_schedules,
@@ -127,8 +128,8 @@ async def run(order: Order, *, disk: SmallDisk | None, say: Callable[[str], None
             async with contextlib.AsyncExitStack() as operators:
                 schedules = await operators.enter_async_context(schedules_scope)
                 if order.steady_schedules:
-                    created = await schedules.create_steady()
-                    say(f"{created:,} of {order.steady_schedules:,} more schedules exist; the faults begin")
+                    say(f"creating {order.steady_schedules:,} more schedules")
+                    await schedules.create_steady()
                 began_s = time.monotonic()
                 striker = _Striker(stage, order, began_s)
                 workflows_scope = open_workflows(

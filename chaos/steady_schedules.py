@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 
 from chaos.operator_calls import TRY_S, is_created
@@ -11,56 +10,45 @@ from proof.checker.evidence import Schedule, Terms
 from proof.clients import calls
 from proof.clients.site import QUEUE
 from proof.history import payload_of
+from proof.postgres import ask
 from windrow.v1 import job_pb2, schedules_pb2, schedules_pb2_grpc
 
 _EVERY_S = 900
 # From when on intervals are counted. The contract takes no time before 1971.
 _FIRST_S = 1_000_000_000
-_AT_A_TIME = 32
-# How many are created in a second before the faults begin. If that takes longer, the others are created under faults.
-PER_SECOND = 400
 
 
 class SteadySchedules:
-    """All of them."""
+    """All of them. `dsns`: of the shards' databases."""
 
     def __init__(
         self,
         stubs: Sequence[schedules_pb2_grpc.SchedulesAsyncStub],
         orgs: Sequence[str],
+        dsns: Sequence[str],
         *,
         count: int,
         end_s: int,
     ) -> None:
         self._stubs = stubs
         self._orgs = orgs
+        self._dsns = dsns
         self._count = count
         self._end_s = end_s
-        # Whether a router said that it exists, by number. One that was not tried to be created is not here.
-        self._created: dict[int, bool] = {}
 
     @property
     def seen(self) -> list[Schedule]:
-        return [self._seen(number, created) for number, created in self._created.items()]
+        return [self._seen(number) for number in range(self._count)]
 
-    @property
-    def created(self) -> int:
-        """How many exist."""
-        return sum(self._created.values())
-
-    async def create(self, *, until_s: float) -> None:
-        """Creates those that do not exist, until this time."""
-        async with asyncio.TaskGroup() as group:
-            for first in range(_AT_A_TIME):
-                group.create_task(self._create_every_nth(first, until_s))
-
-    async def _create_every_nth(self, first: int, until_s: float) -> None:
-        for number in range(first, self._count, _AT_A_TIME):
-            while not self._created.get(number):
-                if time.time() >= until_s:
-                    return
-                self._created.setdefault(number, False)
-                self._created[number] = await self._create(number)
+    async def create(self) -> None:
+        """Creates them: the first one of each org by a call, and its other ones as copies of that row, because so many
+        calls would take longer than the run. No slot may move meanwhile."""
+        for number in range(min(self._count, len(self._orgs))):
+            while not await self._create(number):
+                pass
+        copies = _copies(self._count, len(self._orgs))
+        stored = [await asyncio.to_thread(ask, dsn, copies) for dsn in self._dsns]
+        assert sum(count for ((count,),) in stored) == self._count, stored
 
     async def _create(self, number: int) -> bool:
         spec = schedules_pb2.ScheduleSpec(
@@ -77,7 +65,7 @@ class SteadySchedules:
         stub = self._stubs[number % len(self._stubs)]
         return await is_created(stub.CreateSchedule(request, timeout=TRY_S))
 
-    def _seen(self, number: int, created: bool) -> Schedule:
+    def _seen(self, number: int) -> Schedule:
         terms = Terms(
             every_us=_EVERY_S * 1_000_000, offset_us=self._offset_s(number) * 1_000_000, skips_for=frozenset()
         )
@@ -86,7 +74,7 @@ class SteadySchedules:
             name=_name(number),
             terms=terms,
             ends_us=self._end_s * 1_000_000,
-            acknowledged=created,
+            acknowledged=True,
         )
 
     def _org(self, number: int) -> str:
@@ -98,3 +86,30 @@ class SteadySchedules:
 
 def _name(number: int) -> str:
     return f"steady-{number}"
+
+
+def _copies(count: int, orgs: int) -> str:
+    """The statement that copies the schedule of each org to those of the org with higher numbers. It returns how many the
+    shard has then."""
+    return f"""
+    WITH copied AS (
+        INSERT INTO windrow.schedule
+        SELECT (jsonb_populate_record(s, jsonb_build_object(
+            'id', gen_random_uuid(), 'name', c.name, 'created_at', now(), 'starts_at', to_timestamp(c.first_s),
+            'payload', '\\x' || encode(convert_to(o.org || ' ' || c.name || ' ', 'UTF8'), 'hex'),
+            'next_at', c.next_at, 'wake_at', c.next_at, 'last_at', NULL, 'last_job', NULL, 'decided', 0
+        ))).*
+        FROM windrow.schedule s
+        JOIN windrow.org o USING (org_id)
+        CROSS JOIN generate_series(substr(s.name, 8)::bigint + {orgs}, {count} - 1, {orgs}) AS number
+        CROSS JOIN LATERAL (
+            SELECT
+                'steady-' || number AS name, first_s,
+                to_timestamp(first_s + {_EVERY_S} * ceil((extract(epoch FROM now()) - first_s) / {_EVERY_S})) AS next_at
+            FROM (SELECT {_FIRST_S} + number * {_EVERY_S} / {count} AS first_s) f
+        ) c
+        WHERE s.name LIKE 'steady-%'
+        RETURNING 1
+    )
+    SELECT count(*) + (SELECT count(*) FROM windrow.schedule s WHERE s.name LIKE 'steady-%') FROM copied
+    """
