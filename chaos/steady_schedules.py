@@ -89,15 +89,15 @@ def _name(number: int) -> str:
 
 
 def _copies(count: int, orgs: int) -> str:
-    """The statement that copies the schedule of each org to those of the org with higher numbers. It returns how many the
-    shard has then."""
+    """The statement that copies the schedule of each org to those of the org with higher numbers. It returns how many
+    the shard has then."""
     return f"""
     WITH copied AS (
         INSERT INTO windrow.schedule
         SELECT (jsonb_populate_record(s, jsonb_build_object(
             'id', gen_random_uuid(), 'name', c.name, 'created_at', now(), 'starts_at', to_timestamp(c.first_s),
             'payload', '\\x' || encode(convert_to(o.org || ' ' || c.name || ' ', 'UTF8'), 'hex'),
-            'next_at', c.next_at, 'wake_at', c.next_at, 'last_at', NULL, 'last_job', NULL, 'decided', 0
+            'next_at', n.at, 'wake_at', n.at, 'last_at', NULL, 'last_job', NULL, 'decided', 0
         ))).*
         FROM windrow.schedule s
         JOIN windrow.org o USING (org_id)
@@ -108,6 +108,8 @@ def _copies(count: int, orgs: int) -> str:
                 to_timestamp(first_s + {_EVERY_S} * ceil((extract(epoch FROM now()) - first_s) / {_EVERY_S})) AS next_at
             FROM (SELECT {_FIRST_S} + number * {_EVERY_S} / {count} AS first_s) f
         ) c
+        -- No instant is at the end or after it.
+        CROSS JOIN LATERAL (SELECT CASE WHEN c.next_at < s.ends_at THEN c.next_at END AS at) n
         WHERE s.name LIKE 'steady-%'
         RETURNING 1
     )
