@@ -101,13 +101,15 @@ async def find_loss(shard: Database, catalog_database: Database, *, cluster: str
     newest, newest_at = await marks.last_before(shard, confirmed.at) or (None, None)
     known = await catalog.read(catalog_database)
     behind = await slots_behind(shard, known)
+    # Slots that had left before the point may have moved on since, between other shards.
+    owned = {one.slot for one in (await move_steps.read_slots(shard, behind)).values() if one.state == "owned"}
     return Loss(
         shard=shard.name,
         confirmed=confirmed,
         newest=newest,
         newest_at=newest_at,
         slots_come=sum(shard.name in known.slots[slot].writes for slot in behind),
-        slots_left=sum(shard.name not in known.slots[slot].reads for slot in behind),
+        slots_left=sum(shard.name not in known.slots[slot].reads for slot in owned),
     )
 
 

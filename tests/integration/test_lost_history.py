@@ -801,6 +801,25 @@ async def test_jobs_that_had_left_a_restored_shard_do_not_run_there_again_when_t
         await pair.balance()
 
 
+async def test_a_slot_that_had_left_before_is_not_told_as_one_that_left_since(
+    fresh_dsn: str, backups: Backups, org: OrgId
+) -> None:
+    async with open_pair(fresh_dsn, backups.dsn) as pair:
+        await pair.store(A).enqueue(some_jobs(org, 1))
+        for target in (B, A):
+            await pair.move([org], target=target)
+    backups.make()
+    async with open_pair(fresh_dsn, backups.dsn) as pair:
+        for target in (B, A):
+            await pair.move([org], target=target)
+        await marks.mark(pair.databases[B], pair.catalog)
+    backups.put_back()
+    async with connected({A: fresh_dsn, B: backups.dsn}) as databases:
+        loss = await find_loss(databases[B], databases[A], cluster=CLUSTER)
+    assert loss is not None
+    assert (loss.slots_come, loss.slots_left) == (0, 0)
+
+
 @pytest.mark.parametrize("is_back", [False, True])
 async def test_the_list_names_each_job_once_and_says_what_becomes_of_it(
     fresh_dsn: str, backups: Backups, org: OrgId, is_back: bool, monkeypatch: pytest.MonkeyPatch
