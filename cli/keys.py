@@ -160,7 +160,8 @@ def revoke(
             known = (await api_keys.find(database, [key_id])).keys.get(key_id)
             org = "" if known is None or known.org is None else known.org
             # The audit log has the org, which only the catalog knows.
-            work = recorded(cluster, "keys revoke", api_keys.revoke(database, key_id), org=org, key=key_id)
+            shown = f"{api_keys.PREFIX}{key_id}"
+            work = recorded(cluster, "keys revoke", api_keys.revoke(database, key_id), org=org, key=shown)
             return await work, known is not None and known.revoked
 
     revoked, already = databases.asked(end())

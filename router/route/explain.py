@@ -143,7 +143,7 @@ def _why_away(fleet: Fleet, name: ShardName) -> str:
 def _gives_none(member: ShardHandle) -> str | None:
     """Returns why the shard gives no jobs, although it answers. None: it gives them."""
     if not member.room.gives:
-        return f"its state is {member.entry.state.word}, and it gives no jobs"
+        return f"its state is {member.entry.state.word}"
     return member.store.clock.trouble
 
 

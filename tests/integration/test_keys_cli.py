@@ -129,7 +129,7 @@ def test_the_audit_log_has_the_org_of_a_revoked_key_and_the_name_of_a_key_that_c
     assert shell.keys("revoke", id_of(key)).code == 0
     config = ("--config", str(shell.file))
     (revoke,) = windrow("audit", "--org", "acme", "--method", "revoke", "--json", *config).documents
-    assert (revoke["request"], revoke["outcome"], revoke["key_name"]) == ({"key": id_of(key)[3:]}, "OK", None)
+    assert (revoke["request"], revoke["outcome"], revoke["key_name"]) == ({"key": id_of(key)}, "OK", None)
     with psycopg.connect(shell.dsn, autocommit=True) as catalog:
         catalog.execute("UPDATE windrow.audit SET principal = %s WHERE org = 'acme'", [f"key:{id_of(key)}"])
     assert f"key:{id_of(key)} (web shop)" in windrow("audit", "--org", "acme", *config).out
