@@ -109,6 +109,11 @@ class WorkflowsMachine(RuleBasedStateMachine):
         self.added: dict[str, Edges] = {}
         self.compare()
 
+    def teardown(self) -> None:
+        # A check reads all workflows of the shard, and would take longer with each example.
+        tables = b"windrow.workflow, windrow.workflow_node, windrow.workflow_edge, windrow.workflow_arrival, windrow.job"
+        self.do(self.database.run(b"TRUNCATE " + tables, {}))
+
     def do(self, act: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(act)
 
