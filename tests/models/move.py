@@ -66,9 +66,6 @@ class Rule(enum.Enum):
     LOOKUPS_FOLLOW_THE_JOB = "a lookup asks the source before the target"
     NOT_FOUND_IS_CURRENT = "a job is said not to exist only by who knows the placement as it is"
 
-    # Enum's own is written in Python, and an exploration asks for rules millions of times.
-    __hash__ = object.__hash__
-
 
 EVERY_RULE = frozenset(Rule)
 
