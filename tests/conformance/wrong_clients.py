@@ -122,6 +122,9 @@ class RepeatsAMessageThatIsTooLarge(ReferenceWorker):
     def on_too_large(self, message: Message) -> None:
         self.credit -= message.credit
         self.parts.append(message.entries)
+        # Without a pause it would be refused thousands of times before the scenario gives up.
+        self._not_before_s = self._loop.time() + 0.05
+        self._loop.call_at(self._not_before_s, self.wake.set)
 
 
 class LosesTheCreditOfAMessageThatIsTooLarge(ReferenceWorker):

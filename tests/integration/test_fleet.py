@@ -25,7 +25,7 @@ from shard.placement.slots import SLOTS, slot_of
 from shard.postgres.pool import Database
 from shard.vocabulary import OrgId, QueueName, ShardName
 from tests.jobs import lease_jobs, some_jobs
-from tests.postgres import EMPTY, frozen
+from tests.postgres import EMPTY, SPARE, frozen
 from tests.postgres import Server as Postgres
 
 OPERATIONS = Path(__file__).resolve().parents[2] / "docs/operations.md"
@@ -145,9 +145,9 @@ async def test_a_dsn_that_changes_while_it_is_being_proved_is_gone_over_to(
 
 @pytest.fixture
 def dsns(postgres: Postgres) -> Iterator[list[str]]:
-    """Three empty databases."""
+    """Two databases that are migrated and no shard's yet, and an empty one."""
     names = [f"fleet_{next(_numbers)}" for _ in range(3)]
-    yield [postgres.create(name, template=EMPTY) for name in names]
+    yield [postgres.create(name, template=of) for name, of in zip(names, (SPARE, SPARE, EMPTY), strict=True)]
     for name in names:
         postgres.drop(name)
 

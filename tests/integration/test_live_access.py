@@ -19,6 +19,7 @@ from shard.admin import api_keys
 from shard.postgres.pool import Database
 from shard.vocabulary import CATALOG, OrgId
 from tests.access import IN_ORG, bearer
+from tests.effort import trials
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
 from tests.streams import QUEUE, Stream, client, detail, new_job, start, until, window
@@ -196,6 +197,7 @@ async def test_a_stream_ends_when_its_key_expires(cluster: Cluster) -> None:
         assert (error.code(), reason_of(error)) == (UNAUTHENTICATED, "CREDENTIALS_EXPIRED")
 
 
+@pytest.mark.thorough
 async def test_keys_are_replaced_under_load_without_a_failed_call(cluster: Cluster) -> None:
     current = await cluster.new_key()
     stop = asyncio.Event()
@@ -224,7 +226,7 @@ async def test_keys_are_replaced_under_load_without_a_failed_call(cluster: Clust
         async def until_or_failed(holds: Callable[[], bool]) -> None:
             await until(lambda: holds() or any(task.done() for task in producers), "every producer goes on")
 
-        for _ in range(20):
+        for _ in range(trials(8, thorough=200)):
             # In each of its calls a producer meets one revocation at most.
             await until_or_failed(all_use_it)
             await until_or_failed(partial(all_went_on, list(done)))
@@ -280,7 +282,7 @@ async def test_a_worker_whose_key_was_revoked_ends_with_the_reason(cluster: Clus
 async def test_while_the_catalog_is_away_known_keys_work_for_a_stated_time_and_unknown_ones_are_unavailable(
     postgres: Server, tmp_path: Path
 ) -> None:
-    with cluster_with(postgres, tmp_path, "away", "api_keys_trusted_seconds = 20", processes=1) as cluster:
+    with cluster_with(postgres, tmp_path, "away", "api_keys_trusted_seconds = 10", processes=1) as cluster:
         known, unknown = await cluster.new_key(), await cluster.new_key()
         async with stream(cluster, known) as lasting, calls(cluster, unknown) as strange:
             with postgres.away(cluster.catalog_name):

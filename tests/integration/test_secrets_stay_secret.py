@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 from typing import cast
@@ -14,13 +13,13 @@ import pytest
 from google.protobuf.message import Message
 from psycopg.conninfo import conninfo_to_dict
 
+from tests import preloaded
 from tests.access import METHODS, REQUESTS, bearer, call, id_of, open_secured, things_of
 from tests.collector import Collector, collecting
 from tests.issuers import BAD_TOKENS, jwks, jwt_table, put, signing_key, token
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, running_routers, until, write_cluster
 
-WINDROW = Path(sys.executable).parent / "windrow"
 ISSUERS_KEY = signing_key("Ed25519")
 
 
@@ -102,5 +101,10 @@ def outcome(channel: grpc.Channel, name: str, request: Message, sent: str) -> st
 
 def run(*words: str) -> str:
     """Returns all that a command prints."""
-    done = subprocess.run([WINDROW, *words], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    return done.stdout + done.stderr
+    with (
+        tempfile.TemporaryFile("w+") as said,
+        preloaded.start("-m", "cli.main", *words, stdout=said.fileno(), stderr=said) as process,
+    ):
+        process.wait(PATIENCE_S)
+        said.seek(0)
+        return said.read()

@@ -109,6 +109,11 @@ class WorkflowsMachine(RuleBasedStateMachine):
         self.added: dict[str, Edges] = {}
         self.compare()
 
+    def teardown(self) -> None:
+        # A check reads all workflows of the shard, and would take longer with each example.
+        of_workflows = b"windrow.workflow, windrow.workflow_node, windrow.workflow_edge, windrow.workflow_arrival"
+        self.do(self.database.run(b"TRUNCATE windrow.job, " + of_workflows, {}))
+
     def do(self, act: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(act)
 
