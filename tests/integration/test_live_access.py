@@ -282,7 +282,7 @@ async def test_a_worker_whose_key_was_revoked_ends_with_the_reason(cluster: Clus
 async def test_while_the_catalog_is_away_known_keys_work_for_a_stated_time_and_unknown_ones_are_unavailable(
     postgres: Server, tmp_path: Path
 ) -> None:
-    with cluster_with(postgres, tmp_path, "away", "api_keys_trusted_seconds = 10", processes=1) as cluster:
+    with cluster_with(postgres, tmp_path, "away", "api_keys_trusted_seconds = 20", processes=1) as cluster:
         known, unknown = await cluster.new_key(), await cluster.new_key()
         async with stream(cluster, known) as lasting, calls(cluster, unknown) as strange:
             with postgres.away(cluster.catalog_name):
