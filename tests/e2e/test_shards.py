@@ -4,6 +4,7 @@ router."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import signal
 import subprocess
@@ -17,10 +18,10 @@ from shard.placement.slots import SLOTS
 from shard.postgres.leader_lock import leader_session
 from shard.queue.store import Store
 from shard.vocabulary import JobId, ShardName
-from tests import timemachine
-from tests.balancers import Field, balanced, open_field, until
+from tests import preloaded, timemachine
+from tests.balancers import Field, Process, balanced, open_field, until
 from tests.command import Done
-from tests.e2e.test_cli import ROOT, WAIT_S, environ
+from tests.e2e.test_cli import WAIT_S
 from tests.jobs import lease_jobs
 from tests.postgres import Server
 
@@ -29,35 +30,38 @@ A, B = ShardName("s1"), ShardName("s2")
 PART = range(SLOTS - 1024, SLOTS)
 BUT_A_PART = {"weight": 15}
 LEFT = SLOTS - len(PART)
+_numbers = itertools.count(1)
 
 
 @pytest.fixture
-async def field(tmp_path: Path, fresh_dsn: str, postgres: Server) -> AsyncGenerator[Field, None]:
+async def field(
+    tmp_path: Path, fresh_dsn: str, postgres: Server, monkeypatch: pytest.MonkeyPatch
+) -> AsyncGenerator[Field, None]:
+    # The commands print tables of this width.
+    monkeypatch.setenv("COLUMNS", "80")
     async with open_field(tmp_path, fresh_dsn, postgres, "s2") as opened:
         yield opened
 
 
-async def start(field: Field, *arguments: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        "windrow",
-        *(*arguments, "--config", str(field.config)),
-        env=environ(),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+def start(field: Field, *arguments: str) -> Process:
+    log = field.config.parent / f"windrow-{next(_numbers)}.log"
+    command = ("-m", "cli.main", *arguments, "--config", field.config)
+    with log.open("w") as errors:
+        return Process(process=preloaded.start(*command, stdout=subprocess.PIPE, stderr=errors), log=log)
 
 
-async def end(process: asyncio.subprocess.Process) -> Done:
-    async with asyncio.timeout(WAIT_S):
-        out, err = await process.communicate()
-    assert process.returncode is not None
-    assert b"Traceback" not in err
-    return Done(code=process.returncode, out=out.decode(), err=err.decode())
+async def end(command: Process) -> Done:
+    try:
+        out, _ = await asyncio.to_thread(command.process.communicate, timeout=WAIT_S)
+    finally:
+        command.process.kill()
+    err = command.log.read_text()
+    assert "Traceback" not in err
+    return Done(code=command.process.returncode, out=out, err=err)
 
 
 async def windrow(field: Field, *arguments: str) -> Done:
-    return await end(await start(field, *arguments))
+    return await end(start(field, *arguments))
 
 
 async def test_a_plan_tells_what_is_to_move_and_rebalance_does_it(field: Field) -> None:
@@ -86,16 +90,14 @@ async def test_rebalance_shows_what_another_does_and_goes_on_where_that_ends(fie
     field.write(s1=BUT_A_PART, s2={})
     async with leader_session(field.dsns[A]) as other:
         assert await other.lead()
-        process = await start(field, "shards", "rebalance")
-        assert process.stderr is not None
-        async with asyncio.timeout(WAIT_S):
-            told = (await process.stderr.readline()).decode()
-            blocked_reason = (await process.stderr.readline()).decode()
+        command = start(field, "shards", "rebalance")
+        await command.says("the balancer that leads does not use this cluster file ")
+        told, blocked_reason = command.log.read_text().splitlines()[:2]
         assert told.startswith("a balancer leads already: windrow balancer ")
         # It has reported no move.
         assert blocked_reason.startswith("the balancer that leads does not use this cluster file ")
         assert await field.slots() == {"s1": SLOTS}
-    done = await end(process)
+    done = await end(command)
     assert (done.code, done.out[:18]) == (0, "1,024 slots moved ")
     assert await field.slots() == {"s1": LEFT, "s2": len(PART)}
 
@@ -104,10 +106,10 @@ async def test_a_rebalance_that_is_interrupted_leaves_nothing_half_done(field: F
     field.write(s1={})
     await field.enqueue(20, jobs=5, among=PART)
     field.write("[balancer]\njobs_per_second = 5\n", s1=BUT_A_PART, s2={})
-    process = await start(field, "shards", "rebalance")
+    command = start(field, "shards", "rebalance")
     await until(lambda: field.count_jobs("s2"), bool)
-    process.send_signal(signal.SIGINT)
-    done = await end(process)
+    command.process.send_signal(signal.SIGINT)
+    done = await end(command)
     assert (done.code, done.out) == (130, "")
     assert "stopped; a balancer or another rebalance continues" in done.err
     assert await field.databases[A].run(b"SELECT FROM windrow.departing", {}) == []
@@ -165,12 +167,11 @@ async def test_who_waits_for_a_shard_whose_database_is_refused_is_told(field: Fi
     field.write(s1={}, s2={"state": "draining"})
     why = "shard 's2' of cluster 'tests': its DSN leads to the database of no shard "
     async with balanced(field):
-        process = await start(field, "shards", "drain", "s2")
-        assert process.stderr is not None
-        async with asyncio.timeout(WAIT_S):
-            told = (await process.stderr.readline()).decode()
-        process.kill()
-        await process.wait()
+        command = start(field, "shards", "drain", "s2")
+        await command.says("holds 1,024 slots")
+        command.process.kill()
+        command.process.communicate()
+    told = command.log.read_text().splitlines()[0]
     assert told.startswith(f"nothing moves from or to shard 's2': {why}")
     assert "holds 1,024 slots" in told
     done = await windrow(field, "migrate", "--json")
@@ -191,18 +192,17 @@ async def test_a_drain_waits_until_nothing_is_left_and_tells_what_the_shard_is_n
     (org,) = stored
     await lease_jobs(Store(field.databases[B]), org)
     field.write(s1={}, s2={"state": "draining"})
-    process = await start(field, "shards", "drain", "s2", "--json")
-    assert process.stderr is not None
-    async with asyncio.timeout(WAIT_S):
-        # Where it takes long, lines about the progress come first.
-        while (told := (await process.stderr.readline()).decode()).endswith(" slots so far\n"):
-            pass
-    assert told == "no balancer leads, so nothing moves: start `windrow balancer`, or `windrow shards rebalance`\n"
+    command = start(field, "shards", "drain", "s2", "--json")
+    told = "no balancer leads, so nothing moves: start `windrow balancer`, or `windrow shards rebalance`"
+    assert await command.says(told) == told
+    # Where it takes long, lines about the progress come first.
+    before = command.log.read_text().partition(told)[0].splitlines()
+    assert all(line.endswith(" slots so far") for line in before)
     async with balanced(field):
         await field.until(lambda slots: slots == {"s1": SLOTS - 1, "moving": 1})
-        assert process.returncode is None
+        assert command.process.poll() is None
         await timemachine.end_leases(field.databases[B], org)
-        done = await end(process)
+        done = await end(command)
     (document,) = done.documents
     assert (done.code, document["shard"], document["slots"]) == (0, "s2", 0)
     assert document["knows_ids_until"] < document["knows_dedup_keys_until"]
