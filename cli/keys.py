@@ -77,6 +77,8 @@ def create(
     if expires is not None and not timedelta(seconds=1) <= expires <= _EXPIRES_MAX:
         raise CommandFailed("--expires: must be 1 s to 3,650 days", ExitCode.USAGE)
     of_org = None if org is None else options.org_id(org)
+    # Drawn here, so that the audit log has it.
+    key_id = api_keys.draw_id()
     cluster = databases.read(config)
 
     async def make() -> tuple[ApiKey, str]:
@@ -87,11 +89,13 @@ def create(
                 scopes=wanted,
                 name=name,
                 expires_in_s=None if expires is None else round(expires.total_seconds()),
+                key_id=key_id,
             )
 
     if "auth" not in cluster.tables:
         output.note(f"{config} has no [auth]: its routers ask nobody for a key")
-    work = recorded(cluster, "keys create", make(), org=org or "", scopes=",".join(wanted), name=name)
+    shown = f"{api_keys.PREFIX}{key_id}"
+    work = recorded(cluster, "keys create", make(), org=org or "", key=shown, scopes=",".join(wanted), name=name)
     key, text = databases.asked(work)
     if as_json:
         output.say_json([{**_json(key), "key": text}])

@@ -81,12 +81,23 @@ def parse_id(text: str) -> str | None:
     return None if found is None else found[1]
 
 
+def draw_id() -> str:
+    """Returns an id for a new key, without the prefix."""
+    return "".join(secrets.choice(_ALPHABET) for _ in range(_ID_CHARS))
+
+
 async def create(
-    database: Database, *, org: OrgId | None, scopes: Iterable[str], name: str, expires_in_s: int | None
+    database: Database,
+    *,
+    org: OrgId | None,
+    scopes: Iterable[str],
+    name: str,
+    expires_in_s: int | None,
+    key_id: str | None = None,
 ) -> tuple[ApiKey, str]:
     """Stores a new key. Returns it and its text, which nobody can read again. After ShardUnavailable it may be stored,
-    but nobody has its text."""
-    key_id = "".join(secrets.choice(_ALPHABET) for _ in range(_ID_CHARS))
+    but nobody has its text. `key_id`: as draw_id returned it; None: any."""
+    key_id = key_id or draw_id()
     secret = secrets.token_urlsafe(_SECRET_BYTES)
     rows = await database.run(
         statements.CREATE_API_KEY,

@@ -128,6 +128,8 @@ def test_the_audit_log_has_the_org_of_a_revoked_key_and_the_name_of_a_key_that_c
     assert shell.keys("revoke", "wr_abcdefgh2345").code == 4
     assert shell.keys("revoke", id_of(key)).code == 0
     config = ("--config", str(shell.file))
+    (create,) = windrow("audit", "--org", "acme", "--method", "create", "--json", *config).documents
+    assert create["request"] == {"key": id_of(key), "scopes": "enqueue,consume,read", "name": "web shop"}
     (revoke,) = windrow("audit", "--org", "acme", "--method", "revoke", "--json", *config).documents
     assert (revoke["request"], revoke["outcome"], revoke["key_name"]) == ({"key": id_of(key)}, "OK", None)
     with psycopg.connect(shell.dsn, autocommit=True) as catalog:
