@@ -32,8 +32,9 @@ _SCHEDULES = 24
 _PART = 0.6
 _EVERY_S = (1, 2, 3, 5)
 _CHANNELS = 3
-# For the creation of the steady ones.
-_CREATION_S = 60.0
+# The time for the creation of the steady ones: for the call of each org, and for each copy.
+_CALL_S = 0.05
+_COPY_S = 0.000_25
 # The time between two things that operators do to a schedule, on average, and how long a pause lasts.
 _REST_S = 5.0
 _PAUSED_S = (1.0, 6.0)
@@ -95,7 +96,7 @@ async def open_schedules(
     begin, and then all schedules end. `dsns`: of the shards' databases."""
     luck = random.Random(f"{seed}/schedules")
     # The clock of this machine is also that of its Postgres servers.
-    begin_s = time.time() + (_CREATION_S if steady else 0.0)
+    begin_s = time.time() + (_CALL_S * len(orgs) + _COPY_S * steady if steady else 0.0)
     end_s = int(begin_s) + int(seconds)
     async with AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(calls.connect(address)) for _ in range(_CHANNELS)]

@@ -85,6 +85,29 @@ class _Preloaded(_Forked[str]):
         return _server().start(request, descriptors)
 
 
+class _RouterOfTests(_Forked[AnyStr]):
+    """A router process of a supervisor that runs in the test's process: forked by the fork server. Any other process is
+    started as usual."""
+
+    def _fork(self, args: Sequence[str], cwd: object, env: Mapping[str, str], descriptors: list[int]) -> int | None:
+        if [*args[1:3]] != ["-m", _CHILD] or env != os.environ:
+            return None
+        request = {"module": _CHILD, "arguments": args[3:], "cwd": os.getcwd(), "environ": dict(env)}
+        return _server().start(request, descriptors)
+
+
+@contextlib.contextmanager
+def router_processes() -> Generator[None, None, None]:
+    """During the block, supervisors in this process fork their router processes."""
+    as_usual = subprocess.Popen
+    if _AVAILABLE:
+        subprocess.Popen = _RouterOfTests  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        subprocess.Popen = as_usual  # type: ignore[misc]
+
+
 def _inherited(*descriptors: int) -> list[int]:
     """The descriptors for 0, 1 and 2; -1 stands for this process's own."""
     return [number if given == -1 else given for number, given in enumerate(descriptors)]

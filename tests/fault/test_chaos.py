@@ -21,11 +21,14 @@ FAULTS = (
     *("drain-shard", "change-weight", "pin-org"),
 )
 
+# Some of them fire within the run.
+STEADY = 500
+
 
 @pytest.mark.timeout(240)
 async def test_a_short_run_under_faults_keeps_every_invariant(tmp_path: Path) -> None:
     said: list[str] = []
-    order = Order(seed=4, seconds=10.0, out=tmp_path, faults=FAULTS, cast=SMALL)
+    order = Order(seed=4, seconds=10.0, out=tmp_path, faults=FAULTS, cast=SMALL, steady_schedules=STEADY)
     try:
         told = await run(order, disk=None, say=said.append)
     except BinariesNotFound as error:
@@ -37,6 +40,7 @@ async def test_a_short_run_under_faults_keeps_every_invariant(tmp_path: Path) ->
     moves = figures.moves(told.evidence)
     assert moves
     assert all(move.ended_s is not None for move in moves)
+    assert sum(one.name.startswith("steady-") for one in told.evidence.stored_schedules) == STEADY
     # The run had load, from every kind of client.
     assert len(told.evidence.rows) > 200
     clients = {call.client.partition(".")[0] for call in told.evidence.history.calls}
