@@ -8,7 +8,7 @@ all jobs that may run again are listed.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple, TypeVar
 
@@ -81,7 +81,7 @@ class Differences:
         *,
         cluster: str,
         known: Catalog,
-        behind: Sequence[Slot],
+        behind: Iterable[Slot],
     ) -> None:
         self._loss = loss
         self._shard = shard

@@ -102,7 +102,7 @@ async def find_loss(shard: Database, catalog_database: Database, *, cluster: str
     known = await catalog.read(catalog_database)
     behind = await slots_behind(shard, known)
     # Slots that had left before the point may have moved on since, between other shards.
-    owned = {one.slot for one in (await move_steps.read_slots(shard, behind)).values() if one.state == "owned"}
+    owned = [slot for slot, state in behind.items() if state is not None and state.state == "owned"]
     return Loss(
         shard=shard.name,
         confirmed=confirmed,
@@ -113,12 +113,12 @@ async def find_loss(shard: Database, catalog_database: Database, *, cluster: str
     )
 
 
-async def slots_behind(shard: Database, known: Catalog) -> list[Slot]:
+async def slots_behind(shard: Database, known: Catalog) -> dict[Slot, move_steps.SlotState | None]:
     """Returns the slots that have moved from or to this shard, or to it and back, since the point to which it went
-    back. Slots that it has never had, and has not now, are left out."""
+    back, and what it knows about each; None: nothing. Slots that it has never had, and has not now, are left out."""
     states = await move_steps.read_slots(shard, [Slot(slot) for slot in range(len(known.slots))])
-    return [
-        Slot(slot)
+    return {
+        Slot(slot): states.get(Slot(slot))
         for slot, placement in enumerate(known.slots)
         if (
             states[Slot(slot)].epoch < placement.epoch
@@ -126,7 +126,7 @@ async def slots_behind(shard: Database, known: Catalog) -> list[Slot]:
             # An org that was pinned where it lived got a slot that no other shard has had.
             else shard.name in placement.writes and bool(placement.former or placement.sources)
         )
-    ]
+    }
 
 
 async def compare_histories(

@@ -94,14 +94,15 @@ def create(
 
     if "auth" not in cluster.tables:
         output.note(f"{config} has no [auth]: its routers ask nobody for a key")
-    shown = f"{api_keys.PREFIX}{key_id}"
-    work = recorded(cluster, "keys create", make(), org=org or "", key=shown, scopes=",".join(wanted), name=name)
+    work = recorded(
+        cluster, "keys create", make(), org=org or "", key=_shown_id(key_id), scopes=",".join(wanted), name=name
+    )
     key, text = databases.asked(work)
     if as_json:
         output.say_json([{**_json(key), "key": text}])
         return
     output.note(
-        f"{_shown_id(key)}, for {_for_whom(key)}: {', '.join(key.scopes)}; {_until(key)}. The key is printed only "
+        f"{_shown_id(key.id)}, for {_for_whom(key)}: {', '.join(key.scopes)}; {_until(key)}. The key is printed only "
         "once, to standard output:"
     )
     output.say(text)
@@ -164,8 +165,7 @@ def revoke(
             known = (await api_keys.find(database, [key_id])).keys.get(key_id)
             org = "" if known is None or known.org is None else known.org
             # The audit log has the org, which only the catalog knows.
-            shown = f"{api_keys.PREFIX}{key_id}"
-            work = recorded(cluster, "keys revoke", api_keys.revoke(database, key_id), org=org, key=shown)
+            work = recorded(cluster, "keys revoke", api_keys.revoke(database, key_id), org=org, key=_shown_id(key_id))
             return await work, known is not None and known.revoked
 
     revoked, already = databases.asked(end())
@@ -189,14 +189,14 @@ def _scopes(given: Sequence[str] | None) -> list[str]:
     return [scope for scope in known if scope in given]
 
 
-def _shown_id(key: ApiKey) -> str:
+def _shown_id(key_id: str) -> str:
     from shard.admin import api_keys
 
-    return f"{api_keys.PREFIX}{key.id}"
+    return f"{api_keys.PREFIX}{key_id}"
 
 
 def _named(key: ApiKey) -> str:
-    return f"{_shown_id(key)} ({_for_whom(key)})"
+    return f"{_shown_id(key.id)} ({_for_whom(key)})"
 
 
 def _for_whom(key: ApiKey) -> str:
@@ -215,7 +215,7 @@ def _state(key: ApiKey) -> str:
 
 def _row(key: ApiKey) -> Sequence[str]:
     return (
-        _shown_id(key),
+        _shown_id(key.id),
         _ALL_ORGS if key.org is None else key.org,
         ",".join(key.scopes),
         _state(key),
@@ -227,7 +227,7 @@ def _row(key: ApiKey) -> Sequence[str]:
 
 def _json(key: ApiKey) -> dict[str, object]:
     return {
-        "id": _shown_id(key),
+        "id": _shown_id(key.id),
         "org": key.org,
         "scopes": list(key.scopes),
         "name": key.name,
