@@ -145,8 +145,8 @@ class Coalescer(Generic[Call, Result]):
         self._second_act_timer: asyncio.TimerHandle | None = None
         self._extra_act_timer: asyncio.TimerHandle | None = None
         self._timeout_timer: asyncio.TimerHandle | None = None
-        # The running acts, and the keys of the calls of each. The event loop keeps only weak references to its tasks.
-        self._acts: dict[asyncio.Task[None], frozenset[Hashable]] = {}
+        # The running acts, and the calls of each. The event loop keeps only weak references to its tasks.
+        self._acts: dict[asyncio.Task[None], list[_Waiting[Call, Result]]] = {}
         self._in_flight = in_flight or InFlight()
         self._in_flight.join(self._begin_soon)
 
@@ -224,10 +224,10 @@ class Coalescer(Generic[Call, Result]):
             self._set_timers(loop)
 
     def _begin_act(self, loop: asyncio.AbstractEventLoop, besides: Set[Hashable] = frozenset()) -> None:
-        keys, batch = self._next_batch(besides)
+        batch = self._next_batch(besides)
         if batch:
             self._in_flight.began(self._begin_soon)
-            self._acts[loop.create_task(self._run(batch))] = keys
+            self._acts[loop.create_task(self._run(batch))] = batch
 
     def _may_begin(self, loop: asyncio.AbstractEventLoop) -> bool:
         """A first act may always begin. A second one may if much weight waits, or if the oldest call waits for long."""
@@ -259,18 +259,17 @@ class Coalescer(Generic[Call, Result]):
         self._extra_act_timer = None
         loop = asyncio.get_running_loop()
         if len(self._acts) == self._acts_max:
-            running = frozenset[Hashable]().union(*self._acts.values())
+            running = {self._key_of(waiting.call) for batch in self._acts.values() for waiting in batch}
             for key in [key for key in self._queues if key in running]:
                 self._queues.move_to_end(key)
             self._begin_act(loop, besides=running)
         if self._queues:
             self._set_timers(loop)
 
-    def _next_batch(self, besides: Set[Hashable]) -> tuple[frozenset[Hashable], list[_Waiting[Call, Result]]]:
-        """Takes the calls for one act, and returns their keys too. Each key in turn gets an even share of it, or one
-        heavier call; then each gets another share while there is room. The key whose next call does not fit comes first
-        in the next act. The keys in `besides` come last, and get nothing."""
-        keys = set[Hashable]()
+    def _next_batch(self, besides: Set[Hashable]) -> list[_Waiting[Call, Result]]:
+        """Takes the calls for one act. Each key in turn gets an even share of it, or one heavier call; then each gets
+        another share while there is room. The key whose next call does not fit comes first in the next act. The keys in
+        `besides` come last, and get nothing."""
         batch: list[_Waiting[Call, Result]] = []
         room = self._weight_max
         sharers = max(1, len(self._queues) - len(besides & self._queues.keys()))
@@ -281,7 +280,6 @@ class Coalescer(Generic[Call, Result]):
             if key in besides or (batch and queue[0].weight > room):
                 break
             self._queues.move_to_end(key)
-            keys.add(key)
             enough = room - share
             last = min(len(batch) + calls_share, self._calls_max)
             while queue and len(batch) < last and (not batch or queue[0].weight <= room):
@@ -293,7 +291,7 @@ class Coalescer(Generic[Call, Result]):
                 room -= waiting.weight
                 if room <= enough:
                     break
-        return frozenset(keys), batch
+        return batch
 
     def _pop(self, key: Hashable, queue: deque[_Waiting[Call, Result]]) -> _Waiting[Call, Result]:
         waiting = queue.popleft()
