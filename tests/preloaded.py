@@ -77,35 +77,22 @@ class _Forked(subprocess.Popen[AnyStr]):
         cast("Any", self)._close_pipe_fds(*pipes)
 
 
-class _Preloaded(_Forked[str]):
+class _Preloaded(_Forked[AnyStr]):
     """Forked by the fork server."""
 
-    def _fork(self, args: Sequence[str], cwd: object, env: Mapping[str, str], descriptors: list[int]) -> int:
-        request = {"module": args[2], "arguments": args[3:], "cwd": str(cwd), "environ": dict(env)}
+    def _fork(self, args: Sequence[str], cwd: object, env: Mapping[str, str], descriptors: list[int]) -> int | None:
+        request = {"module": args[2], "arguments": args[3:], "cwd": str(cwd or os.getcwd()), "environ": dict(env)}
         return _server().start(request, descriptors)
 
 
-class _RouterOfTests(_Forked[AnyStr]):
-    """A router process of a supervisor that runs in the test's process: forked by the fork server. Any other process is
-    started as usual."""
+class RouterProcess(_Preloaded[AnyStr]):
+    """In place of Popen, for supervisors that run in the test's process: forks router processes, and starts any other
+    process as usual."""
 
     def _fork(self, args: Sequence[str], cwd: object, env: Mapping[str, str], descriptors: list[int]) -> int | None:
-        if [*args[1:3]] != ["-m", _CHILD] or env != os.environ:
+        if not _AVAILABLE or [*args[1:3]] != ["-m", _CHILD] or env != os.environ:
             return None
-        request = {"module": _CHILD, "arguments": args[3:], "cwd": os.getcwd(), "environ": dict(env)}
-        return _server().start(request, descriptors)
-
-
-@contextlib.contextmanager
-def router_processes() -> Generator[None, None, None]:
-    """During the block, supervisors in this process fork their router processes."""
-    as_usual = subprocess.Popen
-    if _AVAILABLE:
-        subprocess.Popen = _RouterOfTests  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        subprocess.Popen = as_usual  # type: ignore[misc]
+        return super()._fork(args, cwd, env, descriptors)
 
 
 def _inherited(*descriptors: int) -> list[int]:

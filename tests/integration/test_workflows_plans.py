@@ -82,7 +82,7 @@ async def filled(module_dsn: str, request: pytest.FixtureRequest) -> AsyncGenera
         async with database.transaction() as connection:
             for statement, parameters, *_ in statements_about(nobody).values():
                 await plan(connection, statement, parameters)
-    # What was filled for the other plans stays: it takes longer than all the tests.
+    # The rows that were made for the other plans stay: to make them takes longer than all the tests.
     if await database.run(b"SELECT WHERE NOT EXISTS (SELECT FROM windrow.workflow)", {}):
         for fill in (FILL_WORKFLOWS, FILL_NODES, FILL_EDGES):
             await database.run(fill.encode(), {})
