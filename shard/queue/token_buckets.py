@@ -28,8 +28,8 @@ class Draw(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What a draw got. `left`: what the bucket has then. Tokens that are given back are a negative number, or 0 if the
-    bucket did not take them because it fills by a newer limit."""
+    """What a draw got. `left`: how many tokens the bucket has after the draw. If tokens are given back, `granted` is
+    negative, or 0 if the bucket did not take them because it fills by a newer limit."""
 
     granted: int
     left: float
@@ -46,8 +46,8 @@ class TokenBuckets:
         self._has_drawn = False
 
     async def draw(self, draws: Sequence[Draw]) -> list[Drawn | Exception]:
-        """Makes these draws. Returns the result or the error of each: one whose bucket another session keeps locked
-        does not harm the others."""
+        """Makes these draws. Returns the result or the error of each draw. A draw whose bucket another session keeps
+        locked does not harm the others."""
         self._has_drawn = True
         try:
             return list(await self._draw(draws))
