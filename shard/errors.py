@@ -90,7 +90,8 @@ class ShardUnavailable(ShardError):
 
 
 class InDoubt(ShardUnavailable):
-    """The connection was lost before the answer to a change that must not be repeated. It may have been made."""
+    """The connection was lost before the answer to a change that must not be repeated. The change may have been
+    made."""
 
 
 class RowLocked(ShardUnavailable):
@@ -161,7 +162,7 @@ class IdsOutsideHorizon(BadIds):
 
     def about(self, job_id: str) -> str:
         made_s = int(job_id.replace("-", "")[:12], 16) // 1000
-        # An id has room for times until the year 10889, and a datetime ends before.
+        # An id has room for times until the year 10889, a datetime only until the year 9999.
         when = (
             f"at {datetime.fromtimestamp(made_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
             if made_s < _YEAR_10000_S
@@ -205,8 +206,8 @@ class TooManyQueues(ShardError):
 
 
 class TooManyRetentions(ShardError):
-    """The shard has no room for one more retention; nothing was changed. The message does not name those that other
-    orgs have set (I4)."""
+    """The shard has no room for one more retention; nothing was changed. The message does not name the retentions that
+    other orgs have set (I4)."""
 
     def __init__(self, shard: ShardName, retention: int, *, present: int) -> None:
         super().__init__(
@@ -217,8 +218,9 @@ class TooManyRetentions(ShardError):
 
 class LimitReached(ShardError):
     """A limit has no room for the jobs of an enqueue; nothing was stored. `asked` and `usage` are in the limit's
-    measure. `retry_after_s`: when it may have room; None: never, because more was asked for than it ever allows at
-    once. `positions`: the jobs for which there is no room, if each job may be stored alone."""
+    measure. `retry_after_s`: after this time the limit may have room. None: it never will, because the call asks for
+    more than the limit ever allows at once. `positions`: the jobs for which there is no room, if each job may be stored
+    alone."""
 
     def __init__(
         self,
@@ -289,7 +291,7 @@ class NodeEnded(ShardError):
 
 
 class WorkflowEnded(ShardError):
-    """`how`: what ended it, a participle."""
+    """`how`: how the workflow ended, as a participle that follows "has"."""
 
     def __init__(self, workflow: str, how: str) -> None:
         super().__init__(f"workflow {workflow} has {how}, so no nodes can be added to it: start another one")

@@ -3,7 +3,8 @@ nobody takes a job. This is a hint (I7): nothing else reads it, and it is never 
 
 A consumer is noted when it looks for jobs for the first time, and then each minute while it stays. The notes are
 written at most once a second, and the row of each queue and kind about once a minute. So the hot path only looks up one
-number in memory. Without consumers, nothing is noted and nothing is written."""
+number in memory. Without consumers, nothing is noted and nothing is written.
+"""
 
 from __future__ import annotations
 

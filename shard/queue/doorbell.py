@@ -3,7 +3,8 @@ have new jobs, that leases have ended, and which jobs' ends are awaited or have 
 
 Notifications are hints (I7), and may be lost. Then waiting consumers get the jobs at the next sweep. A consumer learns
 from the answer to its next extend that its lease has ended. A router that awaits the end of a job looks at the job
-again."""
+again.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Triggers fill a slot in the transaction that frees it (migrations/0014_groups.sql). So such groups are rare. They exist
 after the queue's group_concurrency was raised, after a move, and after a transaction rolled back that was to fill the
-slot: another transaction, which committed at the same time, had left the first job to it."""
+slot: another transaction, which committed at the same time, had left the first job to it.
+"""
 
 from __future__ import annotations
 

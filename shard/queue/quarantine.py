@@ -5,7 +5,8 @@ Claims record crashes and set jobs of quarantined kinds aside. Sweeps judge the 
 at a time, and release the jobs that are set aside when their kind is no longer quarantined. This process remembers
 which kinds are quarantined, from one sweep or notification to the next. This is a hint (I7): a claim asks the database
 about each job whose kind is remembered, and about each job whose lease had expired. So a wrong hint only lets a few
-jobs through, or costs a statement."""
+jobs through, or costs a statement.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Leases that were not ended by their consumer. A revocation is a hint for that consumer (I7). Pure.
 
 A router that cancels a leased job, or leases a job again after its lease expired, learns which lease has ended. The
-routers tell each other by notifications (shard/queue/doorbell.py), and each router tells its own consumers."""
+routers tell each other by notifications (shard/queue/doorbell.py), and each router tells its own consumers.
+"""
 
 from __future__ import annotations
 

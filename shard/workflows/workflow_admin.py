@@ -329,7 +329,7 @@ class WorkflowAdmin:
     # ── Look ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def get(self, org: OrgId, workflow: WorkflowId) -> WorkflowRecord:
-        """Raises UnknownWorkflow."""
+        """Returns a workflow. Raises UnknownWorkflow."""
         rows = await self._read(org, statements.GET_WORKFLOW, {"org": org, "id": workflow})
         if not rows:
             raise UnknownWorkflow(org, workflow)
