@@ -1,9 +1,9 @@
-"""The errors of a shard, as a tree, each with what the caller can do about it. router/codec/status.py maps those that
-routers meet to gRPC statuses.
+"""The errors of a shard, as a tree, each with what the caller can do about it. router/codec/status.py maps the
+errors that routers meet to gRPC statuses.
 
 ShardError
 ├── ShardUnavailable      possibly nothing was done: try again later
-│   ├── InDoubt           the change may have been made: find out, or make one that may be repeated
+│   ├── InDoubt           the change may have been made: find out, or make a change that may be repeated
 │   ├── RowLocked         try again, or end the transaction that holds the lock
 │   ├── PlacementChanging try again: the org is moving to another shard
 │   ├── ClockSetBack      try again; an operator corrects the server's clock, or accepts what it shows
@@ -13,7 +13,7 @@ ShardError
 ├── BadIds                make new ids
 │   └── IdsOutsideHorizon the ids are too old, or too far in the future: make new ids
 ├── UnknownQueue          name another queue, or create this one
-├── UnknownJob            name another job: the org has none with this id, or has it no longer
+├── UnknownJob            name another job: the org has no job with this id, or no longer has it
 ├── QueueExists           update the queue instead
 ├── QueueNotEmpty         purge the queue first
 ├── TooManyQueues         use queues that the org has
@@ -25,8 +25,8 @@ ShardError
 ├── TooManySchedules      delete some first, or let one schedule do the work of several
 ├── BadSchedule           correct the field that it names
 ├── UnknownWorkflow       name another workflow
-├── WorkflowExists        make another id: the org has a workflow of this one with other content
-├── UnknownNode           name another node: the workflow has none of this name
+├── WorkflowExists        make another id: the org has a workflow with this id and other content
+├── UnknownNode           name another node: the workflow has no node of this name
 ├── NodeEnded             nothing to do: the node has ended
 ├── WorkflowEnded         start another workflow
 ├── LeaseEnded            nothing to do: another consumer may have the job, or nobody will run it any more

@@ -14,8 +14,8 @@ from shard.vocabulary import JOB_CONTENT, SPARSE_COLUMNS, Failure, JobId, Micros
 # stays below 4 MiB, the default limit of gRPC clients.
 ANSWER_BYTES_MAX = 2 * 1024 * 1024
 
-# Fields that a restored job does not take from the old job: the old dedup key no longer applies, and the trace is that
-# of the call.
+# Fields that a restored job does not take from the old job: the old dedup key no longer applies, and the new job gets
+# the trace of the call.
 NOT_REPEATED = frozenset({"dedup_key", "live_key", "trace"})
 
 

@@ -18,9 +18,9 @@ class QueueSettings:
     retention_days: int | None = None
     # How many jobs of one group may be leased at a time.
     group_concurrency: int | None = None
-    # A ready job of priority p is moved to priority 1 after (p - 1) times this.
+    # A ready job of priority p is moved to priority 1 after (p - 1) times this many seconds.
     ageing_seconds: int | None = None
-    # A kind of the queue's jobs is quarantined after this many crashes in a row.
+    # A kind of the queue's jobs is quarantined after this many crashes.
     quarantine_after: int | None = None
     paused: bool | None = None
 

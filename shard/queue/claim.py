@@ -22,8 +22,8 @@ from shard.queue.queue_ids import QueueIds
 from shard.queue.revocation import Revocation
 from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, Answer, Claimed, Lease, OrgId, QueueId, QueueName
 
-# Upper bound for the statements of one act. Usually one statement serves all takers. It does not if it took jobs that
-# were expired or out of attempts, or if the jobs are large: two jobs of 1 MiB fill a statement.
+# Upper bound for the statements of one act. Usually one statement serves all takers. More statements are needed if it
+# took jobs that were expired or out of attempts, or if the jobs are large: two jobs of 1 MiB fill a statement.
 _RUNS_MAX = 8
 # Upper bound for the groups (sets of queues) in one statement.
 _GROUPS_MAX = 64
@@ -160,10 +160,10 @@ class Claimer:
         each taker an error that occurred after its jobs were leased, or None. Raises errors that occurred before
         anything was leased.
 
-        If the connection is lost before the answer arrives, the statement runs again on another one. The first run may
-        have leased jobs. These jobs then have no consumer: this process does not know them, and no index finds jobs by
-        their leases. They come back when their window ends. There are at most as many such jobs as the takers asked
-        for."""
+        If the connection is lost before the answer arrives, the statement runs again on another connection. The first
+        run may have leased jobs. These jobs then have no consumer: this process does not know them, and no index finds
+        jobs by their leases. They come back when their window ends. There are at most as many such jobs as the takers
+        asked for."""
         groups: dict[tuple[OrgId, tuple[QueueName, ...]], list[_Taker]] = {}
         for taker in takers:
             taker.again = False

@@ -2,12 +2,11 @@
 
 A lane is one priority of one queue. In the ready index, a lane begins with the entries of dead row versions of claimed
 jobs. While any transaction holds an old snapshot, vacuum cannot remove these entries, and every claim would read all of
-them again. Therefore a claim begins at the lane's floor, a point in time. The floor is a hint (I7). The floor can be
-too high only for jobs that committed late. The sweep looks below the floor and lowers it within seconds. Jobs that
-arrive from another shard may be older than any job here, so they set the floor back to zero. A claim that locked more
-rows than it leased sets the floor back to where that claim began. Pure: no I/O. Times of jobs are compared only with
-times of the shard's clock.
-"""
+them again. Therefore a claim begins at the lane's floor, a point in time. The floor is a hint (I7), and can be too high
+only for jobs that committed late. The sweep looks below the floor and lowers it within seconds. Jobs that arrive from
+another shard may be older than any job here, so they set the floor back to zero. A claim that locked more rows than it
+leased sets the floor back to where that claim began. Pure: no I/O. Times of jobs are compared only with times of the
+shard's clock."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ class _Queue:
 
 
 class Floors:
-    """The floors of the queues that one router claims from on one shard."""
+    """The floors of the queues of one shard from which one router claims."""
 
     def __init__(self) -> None:
         self._queues: dict[QueueId, _Queue] = {}

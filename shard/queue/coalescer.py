@@ -1,10 +1,9 @@
 """Group commit: calls that wait at the same time share one act, that is one statement and one commit.
 
 When nothing is under way, a call begins an act at once. While acts are under way, new calls wait, and the next act
-takes all of them; an act never waits for more calls to come. If more calls wait than one act takes, each caller gets
-an even share of it, so that a caller with a thousand calls does not delay a caller with one. This module does not know
-what an act does.
-"""
+takes all of them; an act never waits for more calls to come. If more calls wait than one act takes, each caller gets an
+even share of the act, so that a caller with a thousand calls does not delay a caller with a single call. This module
+does not know what an act does."""
 
 from __future__ import annotations
 
@@ -349,7 +348,7 @@ class Coalescer(Generic[Call, Result]):
         calls = [waiting.call for waiting in batch]
         spans = [waiting.span for waiting in batch if waiting.span is not None]
         if not spans:
-            # Without this the act would run in the span of the call that happened to begin it.
+            # Otherwise the act would run in the span of the call that happened to begin it.
             with trace.use_span(trace.INVALID_SPAN):
                 return await self._act(calls)
         for span in spans[1:]:

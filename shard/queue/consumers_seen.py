@@ -1,5 +1,5 @@
 """Records which queues consumers look for on one shard, and which kinds they take, so that ExplainJob can say that
-nobody takes a job. This is a hint (I7): nothing else reads it, and it is never truth.
+nobody takes a job. These records are a hint (I7): nothing else reads them, and they may be wrong.
 
 A consumer is noted when it looks for jobs for the first time, and then each minute while it stays. The notes are
 written at most once a second, and the row of each queue and kind about once a minute. So the hot path only looks up one

@@ -60,8 +60,8 @@ _REVOKED_LEASES_MAX = 10_000
 
 
 class Doorbell:
-    """Rings and listens on one shard. `on_ring` is called with the queues that another router rang for; None means that
-    any queue may have jobs. If leases of these queues have ended, `on_lease_ended` is called before `on_ring`.
+    """Rings and listens on one shard. `on_ring` is called with the queues for which another router rang; None means
+    that any queue may have jobs. If leases of these queues have ended, `on_lease_ended` is called before `on_ring`.
     `on_arrival` is called with the queues in which jobs arrived from another shard, and `on_revoked` with leases that
     ended at another router. `on_awaited` is called with the jobs (as 32 hexadecimal digits) whose ends another router
     awaits, and `on_ended` with awaited jobs that may have ended there. `on_schedules` is called when a schedule was

@@ -108,7 +108,7 @@ class Enqueuer:
                     if call.remaining:
                         call.refuse(error)
             pending = [call for call in pending if call.remaining]
-            # A round that refused or finished a call does not count as a try of the others.
+            # A round that refused or finished a call does not count as a try of the other calls.
             tries += len(pending) == before
         for call in pending:
             why = f"{len(call.remaining)} job(s) of org {call.jobs.org!r} kept changing during the enqueue; try again"

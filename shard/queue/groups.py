@@ -1,9 +1,8 @@
 """Finds groups that have a free slot and a job that waits for it, and gives the slots to the jobs.
 
 Triggers fill a slot in the transaction that frees it (migrations/0014_groups.sql). So such groups are rare. They exist
-after the queue's group_concurrency was raised, after a move, and after a transaction rolled back that was to fill the
-slot: another transaction, which committed at the same time, had left the first job to it.
-"""
+after the queue's group_concurrency was raised, and after a move. They also exist if two transactions ran at the same
+time, one of them left the first job to the other, and the other rolled back."""
 
 from __future__ import annotations
 

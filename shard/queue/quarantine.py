@@ -1,5 +1,5 @@
-"""Quarantines kinds of jobs on one shard: kinds whose leases keep expiring, because their jobs crash the workers that
-run them (docs/decisions/0064-kinds-that-crash-their-workers.md).
+"""Quarantines the kinds of jobs on one shard whose leases keep expiring, because the jobs crash the workers that run
+them (docs/decisions/0064-kinds-that-crash-their-workers.md).
 
 Claims record crashes and set jobs of quarantined kinds aside. Sweeps judge the crashes, let one job of a kind through
 at a time, and release the jobs that are set aside when their kind is no longer quarantined. This process remembers
@@ -161,7 +161,7 @@ class Quarantine:
         return ready
 
     async def _judge_crashes(self) -> None:
-        """Quarantines, for each org, the kind with the most crashes among its kinds with too many. Then forgets the
+        """If kinds of an org have too many crashes, quarantines the kind with the most crashes. Then forgets the
         crashes of the org's other kinds: jobs of the quarantined kind may have caused them."""
         judged: set[OrgId] = set()
         for queue_id, org, kind, allowed, jobs in await self._database.run(

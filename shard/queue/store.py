@@ -306,7 +306,8 @@ class Store:
         return counts
 
     async def settle(self, call: Settlement) -> list[Answer]:
-        """Ends or extends leases. Returns an answer for each. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
+        """Ends or extends leases. Returns an answer for each lease. Raises RowLocked, ShardUnavailable,
+        TooManyWaiting."""
         self.clock.check()
         answers = await self._settlements[call.verb].submit(call)
         if call.verb in _ENDING:
@@ -348,8 +349,8 @@ class Store:
     # ── Both ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def cancel(self, org: OrgId, ids: Sequence[JobId], *, reason: str) -> list[Answer]:
-        """Cancels jobs that have not finished. Returns an answer for each: STALE if the job has finished, DEPARTING if
-        it is on its way to another shard. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
+        """Cancels jobs that have not finished. Returns an answer for each job: STALE if the job has succeeded,
+        DEPARTING if it is on its way to another shard. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
         self.clock.check()
         answers: list[Answer] = await self._single_calls.submit(
             SingleCall(org, len(ids), partial(self._cancel, org, ids, reason=reason))
@@ -357,9 +358,9 @@ class Store:
         return answers
 
     async def alter(self, org: OrgId, ids: Sequence[JobId], alteration: Alteration) -> list[Answer]:
-        """Changes jobs that are scheduled or ready. Returns an answer for each: STALE if the job is leased or dead, or
-        has succeeded, DEPARTING if it is on its way to another shard. Raises RowLocked, ShardUnavailable,
-        TooManyWaiting."""
+        """Changes jobs that are blocked, scheduled or ready. Returns an answer for each job. It is STALE if the job is
+        leased or dead, or has succeeded, or if a blocked job was to get a time. It is DEPARTING if the job is on its
+        way to another shard. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
         self.clock.check()
         answers: list[Answer] = await self._single_calls.submit(
             SingleCall(org, len(ids), partial(self._alter, org, ids, alteration))
@@ -367,8 +368,8 @@ class Store:
         return answers
 
     async def redrive(self, org: OrgId, ids: Sequence[JobId]) -> list[Answer]:
-        """Makes dead jobs ready again. Returns an answer for each: STALE if the job is live or has succeeded, DEPARTING
-        if it is on its way to another shard. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
+        """Makes dead jobs ready again. Returns an answer for each job: STALE if the job is live or has succeeded,
+        DEPARTING if it is on its way to another shard. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
         self.clock.check()
         answers: list[Answer] = await self._single_calls.submit(
             SingleCall(org, len(ids), partial(self._redrive, org, ids))
@@ -585,7 +586,8 @@ class Store:
     # ── Upkeep ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def fold_tally(self) -> None:
-        """Folds the tally of accepted jobs into one row per org, if this store has accepted any since the last time."""
+        """Folds the tally of accepted jobs into one row per org, if this store has accepted any jobs since the last
+        time."""
         if self._accepted_since_fold:
             self._accepted_since_fold = False
             await self._database.run(statements.FOLD_TALLY, {})
@@ -661,7 +663,8 @@ class Store:
         *,
         is_sweep: bool = False,
     ) -> Due:
-        """Finds the first live job of each queue, from these floors on, or from the beginning of time."""
+        """Finds the first live job of each queue, from these floors on. `floors_of` None: from the beginning of
+        time."""
         first: dict[QueueId, Micros] = {}
         now = Micros(0)
         groups_wait = workflows_wait = ages = quarantines = False
@@ -714,4 +717,4 @@ def _org(call: SingleCall | ClaimRequest | Settlement) -> OrgId | None:
 
 
 def _ignore(_: object) -> None:
-    """The default of Store.on_visible and on_revoked."""
+    """The default of on_visible, on_revoked and on_settled of a Store."""

@@ -1,8 +1,7 @@
 """Draws tokens from the buckets of one shard (docs/decisions/0045-tokens-are-drawn-in-blocks.md).
 
 A bucket belongs to a limit and an org. It fills by the shard's clock. Draws that come at the same time share a
-statement. How much a router draws, and what it does with the tokens, is decided in router/fleet/limits.py.
-"""
+statement. router/fleet/limits.py decides how much a router draws, and what it does with the tokens."""
 
 from __future__ import annotations
 

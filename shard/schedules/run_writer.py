@@ -1,4 +1,4 @@
-"""Writes decided runs, their jobs, and what they change in their schedules, inside a transaction of the caller."""
+"""Writes decided runs, their jobs, and the changes of their schedules, inside a transaction of the caller."""
 
 from __future__ import annotations
 

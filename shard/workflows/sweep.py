@@ -1,10 +1,9 @@
 """Continues the folds that have left work in workflows of one shard, and forgets old workflows.
 
-The transaction that ends a job also takes in the end (windrow.fold_at_commit), but releases and cancels at most one
+The transaction that ends a job also takes in that end (windrow.fold_at_commit), but releases and cancels at most one
 portion of jobs (windrow.fold_portion; CONTRIBUTING.md tells where such functions are). If work is left, the transaction
 notifies the routers. Sweeps find the work of which no notification tells: jobs that were locked when they were to be
-released, and what moves and killed processes have left (I7).
-"""
+released, and what moves and killed processes have left (I7)."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from shard.workflows import statements
 
 _ROWS = 1_000
 _FORGOTTEN_AT_ONCE = 100
-# While other sessions hold the lock of a workflow, its fold is tried again after this pause, this many times. After
-# that, the fold is left to the next sweep.
+# While other sessions hold the lock of a workflow, its fold is tried again after this pause, up to this many times.
+# After that, the fold is left to the next sweep.
 _BUSY_PAUSE_S = 0.010
 _BUSY_MAX = 100
 # Upper bound for the workflows that wait for `go_on`. Further workflows are left to the sweep.

@@ -192,7 +192,8 @@ class WorkflowAdmin:
     # ── Add ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def node_of(self, org: OrgId, workflow: WorkflowId, lease: Lease) -> int:
-        """Returns the number of the workflow's node whose job has this lease, on this shard. Raises LeaseEnded."""
+        """Returns the number of the node whose job has this lease. The job must be on this shard, and the node in this
+        workflow. Raises LeaseEnded."""
         parameters = _lease_parameters(org, workflow, lease)
         return _node_of(await self._read(org, statements.FIND_LEASE, parameters), workflow, lease)
 
@@ -392,7 +393,7 @@ class WorkflowAdmin:
     # ── Change ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def set_paused(self, org: OrgId, workflow: WorkflowId, *, paused: bool, epoch: int) -> None:
-        """Pauses a workflow, or ends its pause; does nothing if it has ended. Raises UnknownWorkflow."""
+        """Pauses a workflow, or ends its pause. Does not pause a workflow that has ended. Raises UnknownWorkflow."""
 
         async def act(locked: _Locked) -> None:
             await locked.connection.run(statements.SET_PAUSED, {"flow": locked.flow, "paused": paused})
@@ -470,7 +471,8 @@ class WorkflowAdmin:
         try:
             return await change()
         except psycopg.errors.CheckViolation as error:
-            # A partition is missing. Makes it, as partitions.finish does.
+            # An error without the name of a constraint says that a partition is missing. It is made, as in
+            # partitions.finish.
             if error.diag.constraint_name is not None:
                 raise
             await partitions.make_ahead(self._database)

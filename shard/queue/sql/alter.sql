@@ -1,6 +1,6 @@
--- Changes jobs that are scheduled or ready. A job whose lease has expired is ready, too. A parameter that is NULL
--- changes nothing. Returns the changed jobs with their queues, and the jobs on their way to another shard (departing),
--- which are not changed.
+-- Changes jobs that are blocked, scheduled or ready. A job whose lease has expired is ready, too. A parameter that is
+-- NULL changes nothing. Returns the changed jobs with their queues, and the jobs on their way to another shard
+-- (departing), which are not changed.
 WITH chosen AS (
     SELECT
         j.id, j.queue_id,
@@ -35,7 +35,7 @@ WITH chosen AS (
         END,
         -- A job that will run later gives up its group slot, so that it does not hold up its group until then.
         group_slot = CASE WHEN NOT (c.moves AND c.due > now()) THEN j.group_slot END,
-        -- If a lease expired unnoticed and the job moves, its end is recorded here.
+        -- If a lease expired unnoticed and the job gets another place, the end of the lease is recorded here.
         history = CASE WHEN c.due IS NULL THEN j.history ELSE {{history_with_lost(j)}} END,
         log = CASE WHEN c.due IS NULL THEN j.log END,
         lease = CASE WHEN c.due IS NULL THEN j.lease END,

@@ -28,9 +28,9 @@ WITH aged AS MATERIALIZED (
 UPDATE windrow.job AS j
 SET
     priority = 1,
-    -- Claims do not look below the floor.
+    -- This is not earlier than now(), because claims do not look below the floor.
     visible_at = now(),
-    -- If a lease expired unnoticed, its end is recorded here.
+    -- If a lease expired unnoticed, the end of the lease is recorded here.
     history = {{history_with_lost(j)}},
     lease = NULL, leased_at = NULL, worker = NULL, log = NULL
 WHERE j.ctid = ANY (ARRAY(SELECT aged.ctid FROM aged))
