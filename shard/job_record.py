@@ -102,7 +102,7 @@ class JobRecord(NamedTuple):
         return ended
 
     def log(self) -> str:
-        """Returns what the attempt under way has logged, as its newest extend reported it."""
+        """Returns the log of the attempt under way, as its newest extend reported it."""
         return self._history()[1] if self.state == "leased" else ""
 
     def _history(self) -> tuple[list[dict[str, Any]], str]:

@@ -197,6 +197,6 @@ class ScheduledRun(NamedTuple):
 
     @classmethod
     def from_json(cls, stored: str) -> ScheduledRun:
-        """Returns what a job stores about its run. A newer release may have stored further fields."""
+        """Returns the run that a job stores. A newer release may have stored further fields."""
         told = json.loads(stored)
         return cls(told["schedule"], told["at"], told.get("previous"), RunCause(told["cause"]))

@@ -100,7 +100,7 @@ class Progress(NamedTuple):
         return cls(**{name: stored[name] for name in cls._fields if name in stored})
 
     def to_json(self) -> str:
-        """Returns what the job stores: the fields that are not empty."""
+        """Returns the JSON that the job stores: the fields that are not empty."""
         return _without_empty(self)
 
 
@@ -118,7 +118,7 @@ class Failure(NamedTuple):
         return cls(**{name: stored[name] for name in cls._fields if name in stored})
 
     def to_json(self) -> str:
-        """Returns what the attempt history stores: the fields that are not empty."""
+        """Returns the JSON that the attempt history stores: the fields that are not empty."""
         return _without_empty(self)
 
 

@@ -186,7 +186,7 @@ class NodeRecord(NamedTuple):
 
 
 class ParentRecord(NamedTuple):
-    """A node that another one waited for, in the order of list_parents.sql's columns."""
+    """A node for which another node waited, in the order of list_parents.sql's columns."""
 
     number: int
     name: NodeName

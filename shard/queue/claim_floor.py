@@ -6,7 +6,8 @@ them again. Therefore a claim begins at the lane's floor, a point in time. The f
 only for jobs that committed late. The sweep looks below the floor and lowers it within seconds. Jobs that arrive from
 another shard may be older than any job here, so they set the floor back to zero. A claim that locked more rows than it
 leased sets the floor back to where that claim began. Pure: no I/O. Times of jobs are compared only with times of the
-shard's clock."""
+shard's clock.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 When nothing is under way, a call begins an act at once. While acts are under way, new calls wait, and the next act
 takes all of them; an act never waits for more calls to come. If more calls wait than one act takes, each caller gets an
 even share of the act, so that a caller with a thousand calls does not delay a caller with a single call. This module
-does not know what an act does."""
+does not know what an act does.
+"""
 
 from __future__ import annotations
 

@@ -379,7 +379,7 @@ def _without_shared_ids(calls: Sequence[PendingEnqueue]) -> Sequence[PendingEnqu
 
 
 def _digest(jobs: NewJobs, at: int) -> str:
-    """Returns what describe_known.sql compares."""
+    """Returns the digest of a job that describe_known.sql compares."""
     return hashlib.sha256(f"{jobs.queues[at]} {jobs.kinds[at]} ".encode() + jobs.payloads[at]).hexdigest()
 
 

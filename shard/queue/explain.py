@@ -143,8 +143,8 @@ class QueueFacts(NamedTuple):
 async def read_live(
     database: Database, org: OrgId, queue: QueueName, job_id: JobId, *, floors: Sequence[Micros]
 ) -> tuple[LiveFacts | None, bool]:
-    """Returns what decides when the job is leased, and whether the job is on its way to another shard. The first is
-    None if the job is not live in this queue. `floors`: the floors at which claims start, by priority. Raises
+    """Returns the facts that decide when the job is leased, and whether the job is on its way to another shard. The
+    facts are None if the job is not live in this queue. `floors`: the floors at which claims start, by priority. Raises
     ShardUnavailable."""
     parameters = {**_parameters(org, queue, floors), "id": job_id}
     for (
@@ -168,7 +168,8 @@ async def read_live(
 
 
 async def read_group(database: Database, org: OrgId, queue: QueueName, job_id: JobId) -> GroupFacts | None:
-    """Returns what the job waits for; None if it does not wait for a slot of its group. Raises ShardUnavailable."""
+    """Returns the facts about the group for whose slot the job waits. None: it does not wait for a slot of its group.
+    Raises ShardUnavailable."""
     parameters = {"org": org, "queue": queue, "id": job_id, "jobs_max": COUNTED_MAX + 1}
     for row in await database.run(statements.EXPLAIN_GROUP, parameters):
         return GroupFacts._make(row)
@@ -191,8 +192,8 @@ async def read_quarantines(
 
 
 async def read_blocked(database: Database, org: OrgId, of: NodeOf) -> BlockedFacts | None:
-    """Returns what the job of this node waits for; None if this shard does not have its workflow. Raises
-    ShardUnavailable."""
+    """Returns the facts about the nodes for which the job of this node waits. None: this shard does not have the
+    workflow. Raises ShardUnavailable."""
     parameters = {"org": org, "workflow": of.workflow, "node": of.node, "left_max": COUNTED_MAX + 1}
     for row in await database.run(statements.EXPLAIN_BLOCKED, parameters):
         return BlockedFacts._make(row)
@@ -202,7 +203,8 @@ async def read_blocked(database: Database, org: OrgId, of: NodeOf) -> BlockedFac
 async def read_queue(
     database: Database, org: OrgId, queue: QueueName, *, floors: Sequence[Micros]
 ) -> QueueFacts | None:
-    """Returns what the queue would give now. None: the org has no such queue on this shard. Raises ShardUnavailable."""
+    """Returns the facts about a queue: the jobs that it would give now, and its next jobs. None: the org has no such
+    queue on this shard. Raises ShardUnavailable."""
     parameters = {**_parameters(org, queue, floors), "next_max": _NEXT_MAX}
     for row in await database.run(statements.EXPLAIN_QUEUE, parameters):
         quarantines = await read_quarantines(database, org, queue)

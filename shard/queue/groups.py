@@ -2,7 +2,8 @@
 
 Triggers fill a slot in the transaction that frees it (migrations/0014_groups.sql). So such groups are rare. They exist
 after the queue's group_concurrency was raised, and after a move. They also exist if two transactions ran at the same
-time, one of them left the first job to the other, and the other rolled back."""
+time, one of them left the first job to the other, and the other rolled back.
+"""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def _named(org: OrgId, queue: QueueName, kind: str, epoch: int, *, draining: boo
 
 
 def verdict(record: JobRecord | None, trial_at: Micros) -> Verdict:
-    """Returns what became of a trial that began at `trial_at`. `record` None: the shard does not know its job."""
+    """Returns the verdict on a trial that began at `trial_at`. `record` None: the shard does not know its job."""
     if record is None or record.state == JobState.CANCELLED.value:
         return Verdict.GONE
     outcomes = [attempt.outcome for attempt in record.attempts() if attempt.ended_at >= trial_at]

@@ -141,7 +141,8 @@ class Settlement(NamedTuple):
 
 
 _Fate = TypeVar("_Fate", int, str)
-# The leases that a statement found. The job id is not enough: a call may name a live and an ended lease of one job.
+# The leases that a statement found, by job id and lease number. Both are needed, because a call may name a live and an
+# ended lease of one job.
 _Done = set[tuple[str, int]]
 _Answers = Sequence[list[Answer] | Exception]
 
@@ -445,7 +446,7 @@ class _NackColumns(Generic[_Fate]):
 
 
 def _logs(calls: Sequence[Settlement]) -> arrays.Texts:
-    """Returns what the attempts of all leases of these calls have logged."""
+    """Returns the logs of the attempts of all leases of these calls."""
     logs: dict[int, str] = {}
     leases = 0
     for call in calls:

@@ -107,7 +107,8 @@ class Due:
 class Store:
     """One shard's queue. `horizon_days` is the maximum age of a job id, and therefore how long a repeated enqueue is
     recognised by its id. `on_visible` is called with the queues of jobs that can be claimed again, `on_revoked` with
-    leases that ended without their consumer, `on_settled` with jobs (as 32 hexadecimal digits) that may have ended.
+    leases that were not ended by their consumer, and `on_settled` with jobs (as 32 hexadecimal digits) that may have
+    ended.
 
     Every method that changes jobs raises ClockSetBack while `clock` knows that the shard's clock was set back."""
 
@@ -509,8 +510,8 @@ class Store:
         return [position - 1 for (position,) in await self._database.run(statements.FIND_ENDED, parameters)]
 
     async def explain_job(self, org: OrgId, job_id: JobId) -> JobFacts | None:
-        """Returns what decides when this job is leased; None if this shard does not know it. Raises ShardUnavailable,
-        TooManyWaiting."""
+        """Returns the facts that decide when this job is leased. None: this shard does not know the job. Raises
+        ShardUnavailable, TooManyWaiting."""
         facts: JobFacts | None = await self._single_calls.submit(
             SingleCall(org, 1, partial(self._explain_job, org, job_id))
         )
@@ -543,7 +544,8 @@ class Store:
         raise ShardUnavailable(self.name, f"job {job_id} of org {org!r} kept changing during the call; try again")
 
     async def explain_queue(self, org: OrgId, queue: QueueName) -> QueueFacts:
-        """Returns what this queue would give now. Raises UnknownQueue, ShardUnavailable, TooManyWaiting."""
+        """Returns the facts about a queue: the jobs that it would give now, and its next jobs. Raises UnknownQueue,
+        ShardUnavailable, TooManyWaiting."""
         floors = self._late_floors(org, queue)
         facts: QueueFacts | None = await self._single_calls.submit(
             SingleCall(org, 1, partial(explain.read_queue, self._database, org, queue, floors=floors))

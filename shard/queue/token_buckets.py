@@ -1,7 +1,8 @@
 """Draws tokens from the buckets of one shard (docs/decisions/0045-tokens-are-drawn-in-blocks.md).
 
 A bucket belongs to a limit and an org. It fills by the shard's clock. Draws that come at the same time share a
-statement. router/fleet/limits.py decides how much a router draws, and what it does with the tokens."""
+statement. router/fleet/limits.py decides how much a router draws, and what it does with the tokens.
+"""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def _zone_fault(name: str) -> str:
 
 
 def _cron_fault(expression: str) -> str:
-    """Returns what is wrong with a cron expression, and in which field."""
+    """Returns a description of the first fault of a cron expression. It is empty if the expression has no fault."""
     if len(expression) > _EXPRESSION_CHARS_MAX:
         return f"must have at most {_EXPRESSION_CHARS_MAX} characters"
     texts = expression.upper().split()

@@ -2,7 +2,8 @@
 
 Nobody knows which runs the shard had stored. So each undecided instant until now is recorded as skipped (I10). An
 operator who knows that the run of an instant was not stored can backfill it. Routers must refuse the shard
-meanwhile."""
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -129,8 +130,8 @@ async def _skip(connection: Connection, found: list[Overdue]) -> Skipped:
 
 
 def _decide(one: Overdue) -> _Decision | None:
-    """Returns what becomes of a schedule. None: it cannot be decided, for example because its time zone is gone. Such a
-    schedule must not hold up the others."""
+    """Returns the decision about a schedule. None: the schedule cannot be decided, for example because its time zone is
+    gone. Such a schedule must not hold up the others."""
     try:
         run, next_at = plan.skip_until_now(one.spec.timing, one.next_at, one.now, reason=SkipReason.RECOVERED)
         wake_at = None if next_at is None else calendar.due(one.spec.timing, one.id, next_at)

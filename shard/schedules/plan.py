@@ -61,7 +61,7 @@ class Plan:
 
 
 def plan(schedule: ScheduleId, spec: ScheduleSpec, present: Present) -> Plan:
-    """Returns what a schedule does now."""
+    """Returns the plan for a schedule at the present time."""
     timing, now, next_at = spec.timing, present.now, present.next_at
     line = _Line(running=present.running, buffered=present.buffered)
     promotes = line.promote()

@@ -387,7 +387,7 @@ class WorkflowAdmin:
         return list(map(ParentRecord._make, await self._read(org, statements.LIST_PARENTS, parameters)))
 
     async def check(self) -> list[Fault]:
-        """Returns what is wrong with the workflows of this shard, at most 100 faults. Reads all open workflows."""
+        """Returns the faults of the workflows of this shard, at most 100. Reads all open workflows."""
         return list(map(Fault._make, await self._database.run(statements.CHECK_WORKFLOWS, {"rows": _FAULTS_MAX})))
 
     # ── Change ───────────────────────────────────────────────────────────────────────────────────────────────────────
