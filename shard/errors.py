@@ -1,9 +1,9 @@
-"""The errors of a shard, as a tree, each with what the caller can do about it. router/codec/status.py maps those that
-routers meet to gRPC statuses.
+"""The errors of a shard, as a tree, each with what the caller can do about it. router/codec/status.py maps the
+errors that routers meet to gRPC statuses.
 
 ShardError
 ├── ShardUnavailable      possibly nothing was done: try again later
-│   ├── InDoubt           the change may have been made: find out, or make one that may be repeated
+│   ├── InDoubt           the change may have been made: find out, or make a change that may be repeated
 │   ├── RowLocked         try again, or end the transaction that holds the lock
 │   ├── PlacementChanging try again: the org is moving to another shard
 │   ├── ClockSetBack      try again; an operator corrects the server's clock, or accepts what it shows
@@ -13,7 +13,7 @@ ShardError
 ├── BadIds                make new ids
 │   └── IdsOutsideHorizon the ids are too old, or too far in the future: make new ids
 ├── UnknownQueue          name another queue, or create this one
-├── UnknownJob            name another job: the org has none with this id, or has it no longer
+├── UnknownJob            name another job: the org has no job with this id, or no longer has it
 ├── QueueExists           update the queue instead
 ├── QueueNotEmpty         purge the queue first
 ├── TooManyQueues         use queues that the org has
@@ -25,8 +25,8 @@ ShardError
 ├── TooManySchedules      delete some first, or let one schedule do the work of several
 ├── BadSchedule           correct the field that it names
 ├── UnknownWorkflow       name another workflow
-├── WorkflowExists        make another id: the org has a workflow of this one with other content
-├── UnknownNode           name another node: the workflow has none of this name
+├── WorkflowExists        make another id: the org has a workflow with this id and other content
+├── UnknownNode           name another node: the workflow has no node of this name
 ├── NodeEnded             nothing to do: the node has ended
 ├── WorkflowEnded         start another workflow
 ├── LeaseEnded            nothing to do: another consumer may have the job, or nobody will run it any more
@@ -90,7 +90,8 @@ class ShardUnavailable(ShardError):
 
 
 class InDoubt(ShardUnavailable):
-    """The connection was lost before the answer to a change that must not be repeated. It may have been made."""
+    """The connection was lost before the answer to a change that must not be repeated. The change may have been
+    made."""
 
 
 class RowLocked(ShardUnavailable):
@@ -161,7 +162,7 @@ class IdsOutsideHorizon(BadIds):
 
     def about(self, job_id: str) -> str:
         made_s = int(job_id.replace("-", "")[:12], 16) // 1000
-        # An id has room for times until the year 10889, and a datetime ends before.
+        # An id has room for times until the year 10889, a datetime only until the year 9999.
         when = (
             f"at {datetime.fromtimestamp(made_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
             if made_s < _YEAR_10000_S
@@ -205,8 +206,8 @@ class TooManyQueues(ShardError):
 
 
 class TooManyRetentions(ShardError):
-    """The shard has no room for one more retention; nothing was changed. The message does not name those that other
-    orgs have set (I4)."""
+    """The shard has no room for one more retention; nothing was changed. The message does not name the retentions that
+    other orgs have set (I4)."""
 
     def __init__(self, shard: ShardName, retention: int, *, present: int) -> None:
         super().__init__(
@@ -217,8 +218,9 @@ class TooManyRetentions(ShardError):
 
 class LimitReached(ShardError):
     """A limit has no room for the jobs of an enqueue; nothing was stored. `asked` and `usage` are in the limit's
-    measure. `retry_after_s`: when it may have room; None: never, because more was asked for than it ever allows at
-    once. `positions`: the jobs for which there is no room, if each job may be stored alone."""
+    measure. `retry_after_s`: after this time the limit may have room. None: it never will, because the call asks for
+    more than the limit ever allows at once. `positions`: the jobs for which there is no room, if each job may be stored
+    alone."""
 
     def __init__(
         self,
@@ -289,7 +291,7 @@ class NodeEnded(ShardError):
 
 
 class WorkflowEnded(ShardError):
-    """`how`: what ended it, a participle."""
+    """`how`: how the workflow ended, as a participle that follows "has"."""
 
     def __init__(self, workflow: str, how: str) -> None:
         super().__init__(f"workflow {workflow} has {how}, so no nodes can be added to it: start another one")

@@ -6,10 +6,10 @@ from collections.abc import Hashable
 
 
 class FairQuota:
-    """A number of places that several keys (orgs) share. A key may not hold more places than remain free: one key alone
-    can hold half of them; n keys that want as many as possible hold 1/(n + 1) each, and as much remains free for
-    another key. (Dynamic thresholds: Choudhury, Hahne, "Dynamic queue length thresholds for shared-memory packet
-    switches", 1998.)"""
+    """A number of places that several keys (orgs) share. A key may not hold more places than remain free. So one key
+    alone can hold half of the places. If n keys want as many as possible, each of them holds 1/(n + 1) of the places,
+    and the same share remains free for another key. (Dynamic thresholds: Choudhury, Hahne, "Dynamic queue length
+    thresholds for shared-memory packet switches", 1998.)"""
 
     def __init__(self, places_max: int) -> None:
         self.places_max = places_max

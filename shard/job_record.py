@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from shard.vocabulary import JOB_CONTENT, SPARSE_COLUMNS, Failure, JobId, Micros, NewJobs, OrgId, Outcome, QueueName
 
 # An answer ends with the job that fills this many bytes. Together with the largest job (payload 1 MiB, result and
-# checkpoint 64 KiB each, attributes 36 KiB, 50 failures of 8 KiB, 5 stacks of 32 KiB, 6 logs of 12 KiB) it stays
-# below 4 MiB, the default limit of gRPC clients.
+# checkpoint 64 KiB each, attributes 36 KiB, 50 failures of 8 KiB, 5 stacks of 32 KiB, 6 logs of 12 KiB) the answer
+# stays below 4 MiB, the default limit of gRPC clients.
 ANSWER_BYTES_MAX = 2 * 1024 * 1024
 
-# Fields that a restored job does not take from the old job: the old dedup key no longer applies, and the trace is that
-# of the call.
+# Fields that a restored job does not take from the old job: the old dedup key no longer applies, and the new job gets
+# the trace of the call.
 NOT_REPEATED = frozenset({"dedup_key", "live_key", "trace"})
 
 
@@ -34,8 +34,8 @@ class Attempt:
 
 
 class JobRecord(NamedTuple):
-    """A job from any table of a shard. The fields have the order of the columns of get_jobs.sql and list_*.sql. Those
-    of JOB_CONTENT stand together."""
+    """A job from any table of a shard. The fields have the order of the columns of get_jobs.sql and list_*.sql. The
+    fields of JOB_CONTENT stand together."""
 
     id: JobId
     queue: QueueName
@@ -55,7 +55,7 @@ class JobRecord(NamedTuple):
     max_runtime_us: int | None
     # JSON, as in shard/schedule.py.
     scheduled_run: str | None
-    # As in shard/workflow.py.
+    # The text of a NodeOf (shard/workflow.py).
     workflow_node: str | None
     group_key: str | None
     deadline: Micros | None
@@ -64,8 +64,8 @@ class JobRecord(NamedTuple):
     finished_at: Micros | None
     result: bytes | None
     reason: str | None
-    # The ended attempts that are not in the job's columns, as JSON. A last entry with nothing but a log is that of the
-    # attempt under way.
+    # The ended attempts that are not in the job's columns, as JSON. If the last entry has nothing but a log, it is the
+    # log of the attempt under way.
     history: str | None
     progress: str | None
     checkpoint: bytes | None
@@ -74,9 +74,9 @@ class JobRecord(NamedTuple):
     whole: bool = True
 
     def attempts(self) -> list[Attempt]:
-        """Returns the ended attempts, oldest first. The latest one may not be in the history: an ack adds no entry for
-        an attempt that logged nothing, and an expired lease is added by the next claim. It is then made from the job's
-        columns."""
+        """Returns the ended attempts, oldest first. The latest attempt may not be in the history: an ack adds no entry
+        for an attempt that logged nothing, and only the next claim adds an entry for an expired lease. The attempt is
+        then made from the job's columns."""
         entries, log = self._history()
         ended = [
             Attempt(
@@ -102,11 +102,11 @@ class JobRecord(NamedTuple):
         return ended
 
     def log(self) -> str:
-        """Returns what the attempt under way has logged, as its newest extend reported it."""
+        """Returns the log of the attempt under way, as its newest extend reported it."""
         return self._history()[1] if self.state == "leased" else ""
 
     def _history(self) -> tuple[list[dict[str, Any]], str]:
-        """Returns the entries of ended attempts, and the log of an attempt that has none yet."""
+        """Returns the entries of ended attempts, and the log of an attempt that has not ended."""
         entries = json.loads(self.history or "[]")
         if entries and "outcome" not in entries[-1]:
             return entries[:-1], entries[-1]["log"]

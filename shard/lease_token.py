@@ -1,9 +1,9 @@
 """Lease tokens on the wire. Pure.
 
-A token names the shard, the job and the lease. An ack therefore finds its shard even if the org has moved since, and
-fits one lease only. A token has 29 bytes: version 1, the shard's tag, the lease's number, the job's id; integers are
-big-endian. A token of version 2 also names the org, in UTF-8 after these bytes: consumers of all orgs get such tokens,
-because their streams name no org.
+A token names the shard, the job and the lease. Therefore an ack finds its shard even if the org has moved since, and
+ends no other lease of the job. A token has 29 bytes: version 1, the shard's tag, the lease's number, the job's id;
+integers are big-endian. A token of version 2 also names the org, in UTF-8 after these bytes: consumers of all orgs get
+such tokens, because their streams name no org.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def shard_tag(shard: ShardName) -> int:
 
 def draw_number(*, counted: bool = False) -> int:
     """Returns a number for new leases. It is random, so that a lease that was lost in a failover never matches a later
-    one. `counted`: the leases count for a limit of jobs in flight. Their numbers are negative, and only they are in
-    the index that counts them."""
+    one. `counted`: the leases count for a limit of jobs in flight. Their numbers are negative: the index by which
+    leases are counted has only negative numbers."""
     number = secrets.randbits(63)
     return -1 - number if counted else number
 
@@ -49,7 +49,7 @@ def token_prefix(shard: ShardName, number: int, *, names_org: bool = False) -> b
 
 
 def token(prefix: bytes, job: JobId, org: OrgId | None = None) -> bytes:
-    """Returns the lease token of one job of a claim. `org`: only with a prefix that says that an org follows."""
+    """Returns the lease token of one job of a claim. `org`: given if the prefix says that an org follows."""
     return prefix + bytes.fromhex(to_hex(job)) + (b"" if org is None else org.encode())
 
 

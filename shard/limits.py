@@ -1,5 +1,6 @@
-"""Limits of how much orgs may enqueue, of how many of their jobs start, and of how many are leased, or have not ended,
-at a time: what operators set, and which limit counts for whom. Pure: no I/O, no clock."""
+"""The limits that operators set, and which limit counts for which org and queue. A limit bounds how much an org may
+enqueue in an interval, how many of its jobs may start in an interval, or how many of its jobs may be leased, or may not
+have ended, at the same time. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class Measure(enum.StrEnum):
     BYTES = "bytes"
     # Leases: jobs that are given to consumers.
     STARTS = "starts"
-    # Leases at a time.
+    # Jobs that are leased at the same time.
     IN_FLIGHT = "in_flight"
     # Jobs that have not ended, and the bytes of their payloads and attributes.
     BACKLOG = "backlog"
@@ -34,15 +35,16 @@ class Measure(enum.StrEnum):
 
     @property
     def has_interval(self) -> bool:
-        """Whether a limit bounds how much comes in an interval, and not how much there is at a time."""
+        """Whether a limit of this measure counts what comes in an interval. The other limits count what there is at the
+        same time."""
         return self not in _AT_A_TIME
 
 
-# What an enqueue is charged for, by buckets. Beside them, BACKLOG bounds enqueues. The other limits hold jobs back, and
-# refuse no call.
+# An enqueue takes tokens from buckets of these measures. The measures of BACKLOG bound enqueues, too. Limits of all
+# other measures hold jobs back, and refuse no call.
 ENQUEUED = (Measure.JOBS, Measure.BYTES)
 BACKLOG = (Measure.BACKLOG, Measure.BACKLOG_BYTES)
-# In words, after a number.
+# The measures that have no interval, in words that follow a number.
 _AT_A_TIME = {
     Measure.IN_FLIGHT: "jobs in flight",
     Measure.BACKLOG: "jobs that have not ended",
@@ -63,8 +65,8 @@ class LimitKey(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """A limit. A bucket holds up to `amount` tokens, and an empty one is full after `interval_us`. A limit of what
-    there is at a time has no bucket, and no interval: 0."""
+    """A limit. A bucket holds up to `amount` tokens, and an empty bucket is full after `interval_us`. A limit of what
+    there is at the same time has no bucket, and its `interval_us` is 0."""
 
     key: LimitKey
     amount: int
@@ -83,7 +85,7 @@ class Limit(NamedTuple):
 
 
 class InFlightLimits(NamedTuple):
-    """How many jobs may be leased at a time, of an org and of one of its queues. None: no limit."""
+    """How many jobs of an org, and of one of its queues, may be leased at the same time. None: no limit."""
 
     of_org: int | None
     of_queue: int | None
@@ -95,7 +97,7 @@ class LimitTable:
     def __init__(self, limits: Iterable[Limit] = (), *, version: int = 0) -> None:
         self.version = version
         self.limits: Mapping[LimitKey, Limit] = {limit.key: limit for limit in limits}
-        # The queues that have limits, by org; ALL_QUEUES among them if the org as a whole has one.
+        # The queues that have limits, by org. ALL_QUEUES is among them if the org as a whole has a limit.
         self._queues: dict[OrgId, set[QueueName]] = {}
         for org, queue, _ in self.limits:
             self._queues.setdefault(org, set()).add(queue)
@@ -118,7 +120,7 @@ class LimitTable:
 
     def of(self, org: OrgId, queue: QueueName = ALL_QUEUES) -> list[Limit]:
         """Returns the limits that count for the org as a whole, or for one of its queues, at most one of each measure:
-        the org's own, or else the default."""
+        the org's own limit, or else the default."""
         if queue not in self._every and queue not in self._queues.get(org, ()):
             return []
         limits = self.limits

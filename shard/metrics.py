@@ -1,11 +1,11 @@
 """Every metric of Windrow, declared once: docs/metrics.md is generated from this module, and the alert rules are
 checked against it.
 
-Metrics are recorded per call or per act, never per job. Their labels are method, code, shard, act and the like, whose
-values are few; never a job or a payload. Orgs and queues are named only by the gauges of the largest queues. If
-PROMETHEUS_MULTIPROC_DIR is set when this module is imported, the values are in files of that folder, so that those of
-several processes can be added up, and those of a killed process are not lost (router/process/metrics.py). Otherwise
-they are in memory, where nobody reads them.
+Metrics are recorded per call or per act, never per job. Their labels are method, code, shard, act and the like, which
+have few values. No label names a job or a payload. Only the gauges of the largest queues name orgs and queues. If
+PROMETHEUS_MULTIPROC_DIR is set when this module is imported, the values are in files of that folder, so that the values
+of several processes can be added up, and the values of a killed process are not lost (router/process/metrics.py).
+Otherwise they are in memory, where nobody reads them.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSettings:
-    """The settings of one queue. None: the default; in a change: no change."""
+    """The settings of one queue. None: the default. In a change, None means no change."""
 
     # JSON, as in shard/retry_policy.py.
     retry: str | None = None
@@ -18,9 +18,9 @@ class QueueSettings:
     retention_days: int | None = None
     # How many jobs of one group may be leased at a time.
     group_concurrency: int | None = None
-    # A ready job of priority p is moved to priority 1 after (p - 1) times this.
+    # A ready job of priority p is moved to priority 1 after (p - 1) times this many seconds.
     ageing_seconds: int | None = None
-    # A kind of the queue's jobs is quarantined after this many crashes in a row.
+    # A kind of the queue's jobs is quarantined after this many crashes.
     quarantine_after: int | None = None
     paused: bool | None = None
 
@@ -49,5 +49,6 @@ SETTING_COLUMNS: Mapping[str, Column] = {
     "quarantine_after": Column("quarantine_after", "smallint"),
     "paused": Column("paused", "boolean", default="false"),
 }
-# Whether a queue gives jobs now. Claims, hand-overs, probes and sweeps all ask this. {0} is a row of windrow.queue.
+# The condition under which a queue gives jobs now. Claims, hand-overs, probes and sweeps all use it. {0} is a row of
+# windrow.queue.
 GIVES_JOBS = "NOT {0}.paused"

@@ -63,7 +63,8 @@ def delay_us(policy: Policy, *, attempt: int, luck: float) -> int:
 
 
 def fate(policy: Policy, *, attempt: int, max_attempts: int | None, luck: float) -> Fate:
-    """Returns what a nack without a delay of its own does to a job after this attempt (counted from 1)."""
+    """Returns the fate of a job whose attempt with this number (counted from 1) was nacked without a delay of its
+    own."""
     allowed = max_attempts or MAX_ATTEMPTS_DEFAULT
     if attempt >= allowed:
         return MarkDead(reason=f"out of attempts ({attempt} of {allowed})")

@@ -1,7 +1,7 @@
-"""A schedule: what stores jobs at instants of a calendar, and its runs. Pure: no I/O.
+"""A schedule, which stores jobs at instants of a calendar, and its runs. Pure: no I/O.
 
-All times are microseconds since 1970 by the clock of a shard's Postgres. When a schedule fires, and what happens then,
-is decided in shard/schedules/.
+All times are microseconds since 1970 by the clock of a shard's Postgres. shard/schedules/ decides when a schedule
+fires, and what happens then.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ ScheduleId = NewType("ScheduleId", str)
 ScheduleName = NewType("ScheduleName", str)
 
 SCHEDULES_MAX = 10_000
-# How many runs of a schedule may wait for an earlier one to end.
+# How many runs of a schedule may wait for the end of an earlier run.
 BUFFERED_MAX = 100
-# How many instants one firing stores after an outage, at most.
+# Upper bound for the instants that one firing stores after an outage.
 CATCH_UP_MAX = 1000
 # How many instants one backfill may have.
 BACKFILL_MAX = 1000
@@ -34,25 +34,25 @@ PREVIEW_MAX = 100
 class Overlap(enum.Enum):
     """What happens to a run that is due while the job of the run before is live."""
 
-    # It is stored.
+    # The run is stored.
     ALLOW = "allow"
-    # It is skipped.
+    # The run is skipped.
     SKIP = "skip"
-    # It waits until that job has ended. Only one run waits; others are skipped.
+    # The run waits until that job has ended. Only one run waits, and further runs are skipped.
     BUFFER_ONE = "buffer_one"
-    # It waits. Up to BUFFERED_MAX runs wait; others are skipped.
+    # The run waits. Up to BUFFERED_MAX runs wait, and further runs are skipped.
     BUFFER_ALL = "buffer_all"
     # That job is cancelled, and the run is stored.
     CANCEL_RUNNING = "cancel_running"
 
 
 class CatchUp(enum.Enum):
-    """If nobody could store some instants in time: which of these are stored late. The others are skipped."""
+    """Which instants are stored late, if nobody could store them in time. The other instants are skipped."""
 
     LATEST = "latest"
     # The instants of the last `catch_up_window_us`, at most CATCH_UP_MAX.
     WINDOW = "window"
-    # The newest CATCH_UP_MAX.
+    # The newest CATCH_UP_MAX instants.
     ALL = "all"
 
 
@@ -60,7 +60,7 @@ class RunCause(enum.Enum):
     """Why a run was decided."""
 
     SCHEDULE = "schedule"
-    # Late, or together with later ones: no router could store it in time.
+    # The run is late, or was decided together with later runs: no router could store it in time.
     CATCH_UP = "catch_up"
     TRIGGER = "trigger"
     BACKFILL = "backfill"
@@ -68,7 +68,7 @@ class RunCause(enum.Enum):
 
 class RunOutcome(enum.Enum):
     STORED = "stored"
-    # It waits until the job of the run before has ended.
+    # The run waits until the job of the run before has ended.
     BUFFERED = "buffered"
     SKIPPED = "skipped"
 
@@ -77,14 +77,14 @@ class SkipReason(enum.Enum):
     OVERLAP = "overlap"
     CATCH_UP = "catch_up"
     PAUSE = "pause"
-    # The shard lost history, and may have stored it before.
+    # The shard lost history, and may have stored the run before.
     RECOVERED = "recovered"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """When a schedule fires. Exactly one of the first three is given. `start` is the first possible instant, and `end`
-    the first impossible one. `jitter_us`: by how much an instant may come later than the calendar says."""
+    """When a schedule fires. Exactly one of `cron`, `interval_us` and `at` is given. No instant is before `start`, and
+    every instant is before `end`. `jitter_us`: by how much an instant may come later than the calendar says."""
 
     # Five fields, or six with the seconds first.
     cron: str | None = None
@@ -127,7 +127,7 @@ SPEC_COLUMNS: Mapping[str, str] = {
 
 
 def spec_values(spec: ScheduleSpec) -> dict[str, object]:
-    """Returns what SPEC_COLUMNS store."""
+    """Returns the value of each of SPEC_COLUMNS for this spec."""
     timing = spec.timing
     values = (
         *(timing.cron, timing.interval_us, timing.at, timing.zone, timing.start, timing.end, timing.jitter_us),
@@ -137,7 +137,7 @@ def spec_values(spec: ScheduleSpec) -> dict[str, object]:
 
 
 def spec_of(values: Sequence[Any]) -> ScheduleSpec:
-    """Returns the spec that SPEC_COLUMNS store."""
+    """Returns the spec with these values of SPEC_COLUMNS."""
     cron, interval_us, at, zone, start, end, jitter_us, overlap, catch_up, window_us, note, declared_by = values
     return ScheduleSpec(
         timing=Timing(cron=cron, interval_us=interval_us, at=at, zone=zone, start=start, end=end, jitter_us=jitter_us),
@@ -197,6 +197,6 @@ class ScheduledRun(NamedTuple):
 
     @classmethod
     def from_json(cls, stored: str) -> ScheduledRun:
-        """Returns what a job has. A newer release may have stored further fields."""
+        """Returns the run that a job stores. A newer release may have stored further fields."""
         told = json.loads(stored)
         return cls(told["schedule"], told["at"], told.get("previous"), RunCause(told["cause"]))

@@ -19,19 +19,19 @@ QueueId = NewType("QueueId", int)
 # Microseconds since 1970-01-01 UTC, by the clock of a shard's Postgres.
 Micros = NewType("Micros", int)
 
-# The name of the catalog's database where a shard's name is expected.
+# Stands for the catalog's database where a shard's name is expected.
 CATALOG = ShardName("catalog")
 PRIORITIES = range(1, 10)
 PRIORITY_DEFAULT = 5
 MAX_ATTEMPTS_DEFAULT = 20
-# How many jobs of one group may be leased at a time, if the queue does not say.
+# How many jobs of one group may be leased at a time, if the queue does not set it.
 GROUP_CONCURRENCY_DEFAULT = 1
-# The retention in days of jobs whose queue and org set none ({{retention_of}} in shard/postgres/sql_loader.py). 0 days:
-# finished jobs are dropped when their day has turned cold.
+# The retention in days of jobs whose queue and org set none ({{retention_of}} in shard/postgres/sql_loader.py). With a
+# retention of 0 days, finished jobs are dropped when their day has turned cold.
 RETENTION_DEFAULT = 30
 RETENTION_MAX = 3650
-# How many different retentions the queues and orgs of one shard may have. An enqueue looks for its ids in each hot day
-# of each retention.
+# How many different retentions the queues and orgs of one shard may have. The number is bounded, because an enqueue
+# looks for its ids in each hot day of each retention.
 RETENTIONS_MAX = 32
 # The retentions that every shard has.
 STANDARD_RETENTIONS = (0, 1, 7, 30, 90, 365, 2557)
@@ -100,7 +100,7 @@ class Progress(NamedTuple):
         return cls(**{name: stored[name] for name in cls._fields if name in stored})
 
     def to_json(self) -> str:
-        """Returns what the job stores: the fields that are not empty."""
+        """Returns the JSON that the job stores: the fields that are not empty."""
         return _without_empty(self)
 
 
@@ -118,7 +118,7 @@ class Failure(NamedTuple):
         return cls(**{name: stored[name] for name in cls._fields if name in stored})
 
     def to_json(self) -> str:
-        """Returns what the attempt history stores: the fields that are not empty."""
+        """Returns the JSON that the attempt history stores: the fields that are not empty."""
         return _without_empty(self)
 
 
@@ -177,8 +177,8 @@ SPARSE_COLUMNS: Mapping[str, type] = {
     for column in fields(NewJobs)
     if get_origin(column.default_factory) is dict
 }
-# The producer's content of a job: the column of the tables of jobs, and the column of NewJobs that fills it. Only
-# alter.sql changes any of it. Every statement that stores or moves a job includes all of them
+# The content that a job has from its producer: each column of the tables of jobs, with the column of NewJobs that fills
+# it. Only alter.sql changes such content. Every statement that stores or moves a job includes all these columns
 # (shard/postgres/sql_loader.py).
 JOB_CONTENT: Mapping[str, str] = {
     "kind": "kinds",
@@ -187,7 +187,7 @@ JOB_CONTENT: Mapping[str, str] = {
     "retry": "retries",
     "dedup_key": "dedup_keys",
     "trace": "traces",
-    # The dedup key of a job that counts while the job is live, instead of dedup_key.
+    # A dedup key that counts while its job is live. A job has this key or a dedup_key, not both.
     "live_key": "live_keys",
     "max_runtime_us": "max_runtimes_us",
     # At most group_concurrency (a setting of the queue) jobs of one queue and group are leased at a time.

@@ -1,6 +1,6 @@
 """A workflow: a graph of jobs of one org. Pure: no I/O.
 
-What becomes of a workflow when a node ends is decided by functions in its shard's database
+Functions in the shard's database decide what becomes of a workflow when a node ends
 (shard/postgres/migrations/0019_workflows.sql).
 """
 
@@ -21,14 +21,15 @@ NodeName = NewType("NodeName", str)
 
 NODES_MAX = 10_000
 EDGES_MAX = 100_000
-# Those of one addition, which is stored under the workflow's lock: ends of its other jobs wait for that, and with them
-# the calls of other orgs that share their statement (docs/decisions/0058-folds-in-portions.md).
+# Upper bounds for the nodes and edges of one addition. An addition is stored under the workflow's lock. The ends of the
+# workflow's other jobs wait for that lock, and so do the calls of other orgs that share a statement with them
+# (docs/decisions/0058-folds-in-portions.md).
 ADDED_NODES_MAX = 1_000
 ADDED_EDGES_MAX = 10_000
 CALLBACKS_MAX = 10
-# How many nodes may wait for each other in a row.
+# How many nodes a chain may have in which each node waits for the one before it.
 DEPTH_MAX = 1_000
-# For how many days a workflow is known after its end: longer than the ids of workflows count.
+# For how many days a workflow is known after its end. This is longer than the ids of workflows count.
 KEPT_DAYS = 30
 
 
@@ -60,7 +61,7 @@ def node_state(stored: str) -> NodeState:
 
 
 class OnFailed(enum.Enum):
-    """What becomes of a node if one that it waits for fails or is cancelled."""
+    """What becomes of a node if a node that it waits for fails or is cancelled."""
 
     CANCEL = "cancel"
     IGNORE = "ignore"
@@ -99,7 +100,7 @@ class Edge(NamedTuple):
 
 
 class EndedNode(NamedTuple):
-    """A node that a workflow takes over from the one that it retries."""
+    """A node that a workflow takes over from the workflow that it retries."""
 
     number: int
     name: NodeName
@@ -122,24 +123,25 @@ class NewWorkflow:
     jobs: NewJobs
     # In the order of nodes and parents.
     edges: Sequence[Edge]
-    # By number.
+    # The callbacks, by the number of their node.
     callbacks: Mapping[int, Callback]
-    # None: it retries none.
+    # None: it retries no workflow.
     retry_of: WorkflowId | None = None
     ended: Sequence[EndedNode] = ()
-    # The nodes that a job has added, also those that have ended, and the node of that job; by number.
+    # For each node that a job has added, also if it has ended, the node of that job. Both are numbers.
     added_by: Mapping[int, int] = field(default_factory=dict[int, int])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewNodes:
-    """Nodes that a job of a workflow adds to it. `names` and `jobs` have an entry for each, in an order in which each
-    comes after those of them that it waits for. The ids of the jobs are made when their numbers are known."""
+    """Nodes that a job of a workflow adds to it. `names` and `jobs` have an entry for each node. A node comes after
+    those of the new nodes that it waits for. The ids of the jobs are made when their numbers are known."""
 
     workflow: WorkflowId
     names: Sequence[NodeName]
     jobs: NewJobs
-    # What a node waits for, by its position; also nodes that the workflow has already.
+    # The nodes that a new node waits for, by the position of the new node. They may be nodes that the workflow has
+    # already.
     after: Mapping[int, Sequence[tuple[NodeName, OnFailed]]]
 
 
@@ -173,10 +175,10 @@ class NodeRecord(NamedTuple):
     state: str
     callback: str | None
     ended_at: Micros | None
-    # The names of the nodes that it waits for, and the policies.
+    # The names of the nodes that it waits for, and its policy for each of them.
     after: Sequence[NodeName] | None
     policies: Sequence[str] | None
-    # The earliest time for its job, and how long after its release it is due.
+    # The earliest time at which its job may run, and the delay of the job after its release.
     run_at: Micros | None
     delay_us: int | None
     # The node whose job added it. None: it was stored with the workflow.
@@ -184,7 +186,7 @@ class NodeRecord(NamedTuple):
 
 
 class ParentRecord(NamedTuple):
-    """A node that another one waited for, in the order of list_parents.sql's columns."""
+    """A node for which another node waited, in the order of list_parents.sql's columns."""
 
     number: int
     name: NodeName
@@ -203,7 +205,7 @@ class Fault(NamedTuple):
 
 
 def job_id_of(workflow: WorkflowId, node: int) -> JobId:
-    """Returns the id of a node's job. Its time is that of the workflow's id."""
+    """Returns the id of a node's job. The time in it is the time in the workflow's id."""
     digest = int.from_bytes(hashlib.blake2b(f"{workflow}/{node}".encode(), digest_size=10).digest())
     made = UUID(workflow).int >> 80
     number = made << 80 | 0x7 << 76 | (digest >> 62 & 0xFFF) << 64 | 0b10 << 62 | digest & (1 << 62) - 1

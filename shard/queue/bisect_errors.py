@@ -1,5 +1,5 @@
-"""Finds the call whose row Postgres refuses, by running the calls of a batch in halves. The calls beside a bad one then
-cost a few more statements, not one each."""
+"""Finds the call whose row Postgres refuses, by running the calls of a batch in halves. The other calls of the batch
+then cost a few more statements, and not one statement for each call."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ ROW_ERRORS = (psycopg.DataError, psycopg.IntegrityError)
 async def bisect_errors(
     act: Callable[[Sequence[Call]], Awaitable[Sequence[Result | Exception]]], calls: Sequence[Call]
 ) -> Sequence[Result | Exception]:
-    """Returns what `act` returns for each call, or the call's error. If a row makes `act` fail, each half of the calls
-    runs by itself, down to the call with that row: a bad call among n costs about 2 log2 n more acts."""
+    """Returns for each call what `act` returns, or the call's error. If a row makes `act` fail, each half of the calls
+    runs by itself. A half that fails is halved again, until the call with that row is alone. So one bad call among n
+    costs about 2 log2 n more acts."""
     try:
         return await act(calls)
     except ROW_ERRORS as error:

@@ -22,21 +22,22 @@ from shard.queue.queue_ids import QueueIds
 from shard.queue.revocation import Revocation
 from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, Answer, Claimed, Lease, OrgId, QueueId, QueueName
 
-# Upper bound for the statements of one act. One statement serves all its takers, unless it took jobs that were expired
-# or out of attempts, or the jobs are large: two of 1 MiB fill a statement.
+# Upper bound for the statements of one act. Usually one statement serves all takers. More statements are needed if it
+# took jobs that were expired or out of attempts, or if the jobs are large: two jobs of 1 MiB fill a statement.
 _RUNS_MAX = 8
-# Groups (sets of queues) in one statement.
+# Upper bound for the groups (sets of queues) in one statement.
 _GROUPS_MAX = 64
-# A claim ends with the job that fills this many bytes of payload, attributes and checkpoint. Together with the largest
-# job (1 MiB of payload, 36 KiB of attributes, 64 KiB of checkpoint), the other fields of 1,000 jobs (up to 1,081 bytes
-# each) and the answers to 1,000 acks (37 bytes each), the answer stays below 4 MiB, the default limit of gRPC clients.
+# A claim ends with the job that fills this many bytes of payload, attributes and checkpoint. There is room for the
+# largest job (1 MiB of payload, 36 KiB of attributes, 64 KiB of checkpoint), for the other fields of 1,000 jobs (up to
+# 1,081 bytes each) and for the answers to 1,000 acks (37 bytes each). With all of these the answer stays below 4 MiB,
+# the default limit of gRPC clients.
 CLAIM_BYTES_MAX = 2 * 1024 * 1024 - 192 * 1024
 _LARGEST_JOB_BYTES = (1024 + 36 + 64) * 1024
-# A claim asks for no less than this. A statement has one limit of bytes, the least that any of its takers has left: a
-# taker that has less left counts as served, so that the other takers get as much from an act as from a statement of
-# their own.
+# A claim asks for at least this many bytes. A statement has a single limit of bytes: the smallest number that any of
+# its takers has left. A taker that has less than this left counts as served. So each of the _RUNS_MAX statements of an
+# act may give at least this much, and the other takers get as much from an act as from a statement of their own.
 CLAIM_BYTES_MIN = CLAIM_BYTES_MAX // _RUNS_MAX
-# The memory that a job needs beside these bytes.
+# The memory that a job needs in addition to its payload, attributes and checkpoint.
 JOB_BYTES = 500
 
 
@@ -54,9 +55,9 @@ class ClaimRequest(NamedTuple):
     max_jobs: int
     window_us: int
     worker: str
-    # The last job may exceed it. A claim may end when less than CLAIM_BYTES_MIN of it is left.
+    # The last job may exceed this number. A claim may end when less than CLAIM_BYTES_MIN of this number is left.
     bytes_max: int = CLAIM_BYTES_MAX
-    # The limits of jobs in flight that count for these queues together. None: there are none.
+    # The limits of jobs in flight that count for these queues together. None: there are no such limits.
     in_flight: InFlightLimits | None = None
 
 
@@ -79,14 +80,14 @@ class _Taker:
     """One request of a batch, and what it has received so far."""
 
     request: ClaimRequest
-    # The number of its leases.
+    # The lease number that all its leases get (shard/lease_token.py).
     number: int
     jobs: list[Claimed] = field(default_factory=list[Claimed])
-    # True if the statement must run again for it: some jobs that it received were expired or out of attempts, or the
-    # batch had no room for its jobs.
+    # True if the statement must run again for this taker: some jobs that it received were expired or out of attempts,
+    # or the batch had no room for its jobs.
     again: bool = True
     error: Exception | None = None
-    # The queues of statements that ended at their limit of bytes.
+    # The queues in which statements that reached their limit of bytes have locked rows without leasing them.
     cut: set[QueueId] = field(default_factory=set[QueueId])
 
     @property
@@ -99,8 +100,8 @@ class _Taker:
 
 
 class Claimer:
-    """`revoked` is called with the leases that had expired before a job was leased again, and `visible` with queues
-    whose jobs other claims may just have missed."""
+    """Leases jobs of one shard. `revoked` is called with the leases that had expired before their jobs were leased
+    again. `visible` is called with queues whose jobs other claims may just have missed."""
 
     def __init__(
         self,
@@ -127,8 +128,8 @@ class Claimer:
             _Taker(request=request, number=draw_number(counted=request.in_flight is not None)) for request in requests
         ]
         unavailable: ShardUnavailable | None = None
-        # A taker that has got nothing after these runs claims again in another act, because all takers of this act
-        # wait for its end.
+        # The number of runs is bounded, because all takers wait for the end of the act. A taker that has got nothing by
+        # then claims again in another act.
         runs = 0
         while runs < _RUNS_MAX and unavailable is None and (waiting := _unserved(takers)):
             while waiting and unavailable is None:
@@ -140,7 +141,7 @@ class Claimer:
                         unavailable = error
         cut = set[QueueId]().union(*(taker.cut for taker in takers))
         if cut:
-            # The consumers of claims that have skipped locked rows now take the queue for empty.
+            # Other claims have skipped these locked rows, so their consumers now believe that the queues are empty.
             self._visible(cut)
         unserved = set(_unserved(takers)) if unavailable is None else set[_Taker]()
         results: list[ClaimResult | Exception] = []
@@ -159,9 +160,10 @@ class Claimer:
         each taker an error that occurred after its jobs were leased, or None. Raises errors that occurred before
         anything was leased.
 
-        If the connection is lost before the answer arrives, the statement runs again on another one. Jobs that the
-        first run may have leased then have no consumer: this process does not know them, and leases have no index. They
-        come back when their window ends. There are at most as many of them as the takers asked for."""
+        If the connection is lost before the answer arrives, the statement runs again on another connection. The first
+        run may have leased jobs. These jobs then have no consumer: this process does not know them, and no index finds
+        jobs by their leases. They come back when their window ends. There are at most as many such jobs as the takers
+        asked for."""
         groups: dict[tuple[OrgId, tuple[QueueName, ...]], list[_Taker]] = {}
         for taker in takers:
             taker.again = False
@@ -189,13 +191,14 @@ class Claimer:
         by_lease = {taker.number: taker for taker in takers}
         began_to_wait = any(row[7] is None for row in rows)
         if began_to_wait:
-            # Scheduled jobs of groups have become due. Those that got a slot at once can be claimed now; the takers
-            # that these rows were for are not known.
+            # Rows without a lease are scheduled jobs of groups that have become due. Jobs that got a group slot at once
+            # can be claimed now. It is not known for which takers these rows were, so the statement runs again for all
+            # of them.
             self._visible({row[1] for row in rows if row[7] is None})
             rows = [row for row in rows if row[7] is not None]
         claimed = [Claimed(row[0], queue_names[row[1]], *row[2:]) for row in rows]
         # A window may end while a claim runs several times. A job of an earlier run can then be leased again, even
-        # under the same number (I2): only the new lease counts.
+        # under the same number (I2). Only the new lease counts.
         leased_again = {(by_lease[job.lease].request.org, job.id) for job in claimed}
         for taker in takers:
             taker.jobs = [job for job in taker.jobs if (taker.request.org, job.id) not in leased_again]
@@ -211,7 +214,8 @@ class Claimer:
                 suspects.setdefault(job.lease, []).append(job)
             elif not is_unfit:
                 by_lease[job.lease].jobs.append(job)
-        # A claim that runs several times may lease a job twice under one number: that lease is live.
+        # A claim that runs several times may lease a job twice under one number. The lease with that number is live, so
+        # it must not be revoked.
         expired = [job for job in claimed if job.expired_lease not in (None, job.lease)]
         if expired:
             self._expired.inc(len(expired))
@@ -219,7 +223,7 @@ class Claimer:
         self._floors.claimed(zip([row[1] for row in rows], claimed, strict=True), arrivals=arrivals)
         if sum(map(_size, claimed)) >= bytes_max:
             # The statement serves one group after another. It has locked rows of the last group that got jobs, or of
-            # those after it, and did not lease them. Claims beside it have skipped these rows.
+            # later groups, and did not lease them. Claims that ran at the same time have skipped these rows.
             served = {job.lease for job in claimed}
             last = max(at for at, group in enumerate(groups.values()) if any(taker.number in served for taker in group))
             for (org, queues), group in list(groups.items())[last:]:
@@ -234,7 +238,7 @@ class Claimer:
             ending = {job.id for job in unfit.get(number, ())}
             try:
                 held = await self._quarantine.contain(taker.request.org, jobs, ending, lease=number)
-            except Exception as error:  # noqa: BLE001 - as below
+            except Exception as error:  # noqa: BLE001 - the other takers must not fail because of it
                 errors[number] = error
             else:
                 taker.jobs += [job for job in jobs if job.id not in held and job.id not in ending]
@@ -244,8 +248,8 @@ class Claimer:
             try:
                 await self._set_aside(taker.request.org, jobs, number)
             except Exception as error:  # noqa: BLE001 - the other takers must not fail because of it
-                # The jobs stay leased and come back after their window. Released now, they would be claimed again at
-                # once, and fail again.
+                # The jobs stay leased, and come back when their window ends. If they were released now, they would be
+                # claimed again at once, and this would fail again.
                 errors[number] = error
             else:
                 taker.again = True
@@ -263,7 +267,7 @@ class Claimer:
             self._revoked(Revocation.by_worker(org, answer, leases))
 
     async def _set_aside(self, org: OrgId, jobs: list[Claimed], lease: int) -> None:
-        """Cancels the jobs that are past their expires_at, and marks the others, which are out of attempts, dead."""
+        """Cancels the jobs that are past their expires_at. Marks the other jobs dead: they are out of attempts."""
         rows: list[Any] = []
         expired = [job.id for job in jobs if job.expired]
         if expired:
@@ -310,8 +314,8 @@ class _Columns:
         self._next = 1
 
     def add(self, org: OrgId, queues: Mapping[QueueName, QueueId], takers: Sequence[_Taker], floors: Floors) -> None:
-        # The first queue is chosen at random: otherwise, among jobs of one priority, a busy queue that is named first
-        # would starve one that is named last.
+        # The first queue is chosen at random. Otherwise a busy queue that is named first would starve a queue that is
+        # named last, among jobs of one priority.
         names = list(queues)
         first = random.randrange(len(names))
         self._firsts.append(self._next)
@@ -344,8 +348,8 @@ class _Columns:
 
 
 def _unserved(takers: Sequence[_Taker]) -> list[_Taker]:
-    """Returns the takers that need another statement, those first whose group has got the fewest bytes: the first ones
-    of a statement may leave no room for the others."""
+    """Returns the takers that need another statement. Takers whose group has got the fewest bytes come first, because
+    the first takers of a statement may leave no room for the others."""
     got = Counter[tuple[OrgId, tuple[QueueName, ...]]]()
     for taker in takers:
         if taker.jobs:
@@ -359,10 +363,11 @@ def _unserved(takers: Sequence[_Taker]) -> list[_Taker]:
 
 
 def _next_batch(takers: Sequence[_Taker]) -> tuple[list[_Taker], list[_Taker]]:
-    """Splits takers into those for the next statement and those for a later one. A taker waits if there are too many
-    groups, or if its queues overlap with those of another group without being equal: SKIP LOCKED does not skip rows
-    that the same statement has locked, so the statement would take such rows twice. A group with a limit of jobs in
-    flight has a statement of its own: it may have to wait for other claims of the org, and counts once."""
+    """Splits takers into those for the next statement and those that wait for a later statement. A taker waits if there
+    are too many groups. It also waits if its queues overlap with the queues of another group and the two sets differ:
+    SKIP LOCKED does not skip rows that the same statement has locked, so the statement would take such rows twice. A
+    group with a limit of jobs in flight has a statement of its own: this statement may have to wait for other claims of
+    the org, and counts the leased jobs a single time."""
     batch: list[_Taker] = []
     later: list[_Taker] = []
     owners: dict[tuple[OrgId, QueueName], tuple[QueueName, ...]] = {}
@@ -373,7 +378,7 @@ def _next_batch(takers: Sequence[_Taker]) -> tuple[list[_Taker], list[_Taker]]:
         if group not in groups and (len(groups) == _GROUPS_MAX or is_alone):
             later.append(taker)
         elif is_alone and taker.request.in_flight != batch[0].request.in_flight:
-            # The limits have changed between the two.
+            # The limits have changed between the two requests.
             later.append(taker)
         elif all(owners.get((org, queue), queues) == queues for queue in queues):
             groups.add(group)

@@ -1,12 +1,12 @@
 """Remembers how far claims have come in each lane, so that they need not read the index entries of claimed jobs again.
 
-A lane is one priority of one queue. The first index entries of a lane in the ready index are those of dead versions of
-claimed jobs. While any transaction holds an old snapshot, vacuum cannot remove them, and every claim would read them
-all again. Therefore a claim begins at the lane's floor, a point in time. The floor is a hint (I7). It can be too high
-only for jobs that committed late; the sweep looks below the floor and lowers it within seconds. Jobs that arrive from
-another shard may be older than any job here, and set the floor back to zero. A claim that locked more rows than it
-leased sets the floor back to where that claim began. Pure: no I/O, and jobs are compared only with times of the shard's
-clock.
+A lane is one priority of one queue. In the ready index, a lane begins with the entries of dead row versions of claimed
+jobs. While any transaction holds an old snapshot, vacuum cannot remove these entries, and every claim would read all of
+them again. Therefore a claim begins at the lane's floor, a point in time. The floor is a hint (I7), and can be too high
+only for jobs that committed late. The sweep looks below the floor and lowers it within seconds. Jobs that arrive from
+another shard may be older than any job here, so they set the floor back to zero. A claim that locked more rows than it
+leased sets the floor back to where that claim began. Pure: no I/O. Times of jobs are compared only with times of the
+shard's clock.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from dataclasses import dataclass, field
 
 from shard.vocabulary import PRIORITIES, Claimed, Micros, QueueId
 
-# How long an enqueue may take from its now() to its commit before only the sweep finds its jobs.
+# How long an enqueue may take from its now() to its commit, so that claims find its jobs. If it takes longer, only the
+# sweep finds them.
 GUARD_US = 1_000_000
-# How long an enqueue may take and still be found by every sweep. After that only a full sweep finds its jobs.
+# How long an enqueue may take, so that every sweep finds its jobs. If it takes longer, only a full sweep finds them.
 _LATE_US = 10_000_000
-# A queue without claims for this long is forgotten. Its next claim begins at zero.
+# A queue is forgotten if there is no claim of its jobs for this long. The next claim then begins at zero.
 _FORGET_AFTER_S = 60.0
 _QUEUES_MAX = 100_000
-# With more queues than this, those that a claim has emptied are forgotten at once: each sweep looks into all queues.
+# If more queues than this are remembered, a queue that a claim has emptied is forgotten at once, because each sweep
+# looks into all remembered queues.
 _EMPTIED_KEPT_MAX = 2_000
 
 
 @dataclass(slots=True)
 class _Queue:
-    # Indexed by priority − 1; 0 is the beginning of time.
+    # Indexed by priority − 1. A floor of 0 is the beginning of time.
     floors: list[Micros] = field(default_factory=lambda: [Micros(0)] * len(PRIORITIES))
     used_s: float = 0.0
     # The value of Floors.arrivals when jobs last arrived or were missed in this queue.
@@ -38,12 +40,12 @@ class _Queue:
 
 
 class Floors:
-    """The floors of the queues that one router claims from on one shard."""
+    """The floors of the queues of one shard from which one router claims."""
 
     def __init__(self) -> None:
         self._queues: dict[QueueId, _Queue] = {}
-        # How often jobs have arrived from another shard, or were missed. A claim or sweep that began before that has
-        # not seen these jobs.
+        # How often jobs have arrived from another shard, or were missed. A claim or sweep that began before such an
+        # event has not seen these jobs.
         self.arrivals = 0
 
     def of(self, queue_id: QueueId) -> list[Micros]:
@@ -57,15 +59,16 @@ class Floors:
         return queue.floors
 
     def late(self, queue_id: QueueId) -> list[Micros]:
-        """Returns from where to look for jobs that committed late, by priority. This does not count as a use of the
-        queue."""
+        """Returns the times from which to look for jobs that committed late, by priority. This does not count as a use
+        of the queue."""
         queue = self._queues.get(queue_id)
         floors = [Micros(0)] * len(PRIORITIES) if queue is None else queue.floors
         return [Micros(max(0, floor - _LATE_US)) for floor in floors]
 
     def claimed(self, jobs: Iterable[tuple[QueueId, Claimed]], *, arrivals: int) -> None:
         """Raises the floors after a claim. A claim takes the first jobs of each lane, so no unclaimed job is left
-        before the last of them, unless it arrived after the claim began. `arrivals`: the count when the claim began."""
+        before the last claimed one, unless it arrived after the claim began. `arrivals`: the value of `Floors.arrivals`
+        when the claim began."""
         for queue_id, job in jobs:
             queue = self._queues.get(queue_id)
             if queue is not None and queue.arrived <= arrivals:
@@ -75,7 +78,7 @@ class Floors:
                     queue.floors[at] = reached
 
     def arrived(self, queues: Iterable[QueueId]) -> None:
-        """Jobs of any age have arrived from another shard: sets the floors of these queues to zero."""
+        """Sets the floors of these queues to zero, because jobs of any age have arrived from another shard."""
         self.arrivals += 1
         for queue_id in queues:
             queue = self._queues.get(queue_id)
@@ -84,19 +87,20 @@ class Floors:
                 queue.floors = [Micros(0)] * len(PRIORITIES)
 
     def missed(self, before: Mapping[QueueId, Sequence[Micros]]) -> None:
-        """Claims that ran beside another one have skipped rows that it had locked and did not lease. Sets the floors of
-        its queues back to where it began, if they are higher now."""
+        """Lowers floors after a claim that locked rows and did not lease them: claims that ran at the same time have
+        skipped these rows. `before`: the floors at which that claim began. Floors that are higher now are set back to
+        them."""
         self.arrivals += 1
         for queue_id, floors in before.items():
             queue = self._queues.get(queue_id)
             if queue is not None:
-                # The claims that are still under way may have skipped them, too.
+                # Claims that are still under way may have skipped the rows, too. They must not raise these floors.
                 queue.arrived = self.arrivals
                 queue.floors = [min(pair) for pair in zip(queue.floors, floors, strict=True)]
 
     def emptied(self, queues: Iterable[QueueId]) -> None:
-        """A claim for consumers of all orgs has probably taken the last jobs of these queues. There may be a hundred
-        thousand of them, of which most get no job soon."""
+        """Forgets these queues if many queues are remembered: a claim for consumers of all orgs has probably taken
+        their last jobs. There may be a hundred thousand such queues, and most of them get no job soon."""
         if len(self._queues) > _EMPTIED_KEPT_MAX:
             for queue_id in queues:
                 self._queues.pop(queue_id, None)
@@ -117,7 +121,7 @@ class Floors:
         arrivals: int,
     ) -> None:
         """Sets the floors after a sweep: a lane's floor is the time of its first live row, or `guarded` (now() minus
-        the guard) if that is earlier. `arrivals`: the count when the sweep began."""
+        the guard) if that is earlier. `arrivals`: the value of `Floors.arrivals` when the sweep began."""
         for queue_id in queues:
             queue = self._queues.get(queue_id)
             if queue is not None and queue.arrived <= arrivals:

@@ -1,9 +1,9 @@
 """Group commit: calls that wait at the same time share one act, that is one statement and one commit.
 
 When nothing is under way, a call begins an act at once. While acts are under way, new calls wait, and the next act
-takes all of them; an act never waits for more calls to come. If more calls wait than one act takes, each caller gets
-an even share of it, so that a caller with a thousand calls does not delay a caller with one. This module does not know
-what an act does.
+takes all of them; an act never waits for more calls to come. If more calls wait than one act takes, each caller gets an
+even share of the act, so that a caller with a thousand calls does not delay a caller with a single call. This module
+does not know what an act does.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from opentelemetry import trace
 from shard.fair_quota import FairQuota
 from shard.vocabulary import OrgId
 
-# A second act begins beside a running one only if this much weight is waiting, or if a call has waited for this long.
-# Fewer calls wait for the running act to end, and then share one act.
+# While an act runs, a second act begins only if calls of this weight wait, or if a call has waited for this long.
+# Otherwise the calls wait for the end of the running act, and then share one act.
 _SECOND_ACT_WEIGHT = 100
 _SECOND_ACT_AFTER_S = 0.010
-# If `acts_max` acts run, a call whose key none of them has waits at most this long for one more act.
+# How long a call waits at most for one more act, if `acts_max` acts run and none of them has the call's key.
 _EXTRA_ACT_AFTER_S = 0.020
 # If one iteration of the event loop takes less than this, the loop is idle.
 _IDLE_ITERATION_S = 0.000_060
@@ -41,8 +41,8 @@ class TooManyWaiting(Exception):
 
 class SingleCall(NamedTuple):
     """A call that shares no statement with others and runs by itself. A Coalescer with `one_by_one` as its act runs
-    such calls, so that one org's calls leave connections for the others (I4). `org`: None if the call is about no
-    org."""
+    such calls, so that one org's calls leave connections for the calls of other orgs (I4). `org`: None if the call is
+    about no org."""
 
     org: OrgId | None
     weight: int
@@ -71,25 +71,26 @@ class _Waiting(Generic[Call, Result]):
 
 
 class InFlight:
-    """Counts the running acts of several coalescers that share connections, and lets the coalescers begin in turn."""
+    """Counts the running acts of several coalescers that share connections, and lets the coalescers begin acts in
+    turn."""
 
     def __init__(self) -> None:
         self.count = 0
-        # The callback that begins an act, for each coalescer. The coalescer that began one last comes last.
+        # For each coalescer, the callback that begins an act. The coalescer that began an act most recently comes last.
         self._callbacks: deque[Callable[[], None]] = deque()
 
     def join(self, begin: Callable[[], None]) -> None:
-        """Adds a coalescer. `begin` is called each time that an act of any of them has ended."""
+        """Adds a coalescer. `begin` is called each time that an act of any coalescer has ended."""
         self._callbacks.append(begin)
 
     def began(self, begin: Callable[[], None]) -> None:
-        """An act of the coalescer with this callback has begun."""
+        """Notes that an act of the coalescer with this callback has begun."""
         self.count += 1
         self._callbacks.remove(begin)
         self._callbacks.append(begin)
 
     def ended(self) -> None:
-        """An act has ended: lets the coalescers begin another."""
+        """Notes that an act has ended, and lets the coalescers begin another act."""
         self.count -= 1
         for begin in list(self._callbacks):
             begin()
@@ -100,14 +101,15 @@ class Coalescer(Generic[Call, Result]):
 
     `act` runs several calls and returns the result or the error of each, in order. If it raises, every call of the act
     fails with that error. `key` returns the key of a call (its org), by which calls share fairly; `weight` returns how
-    much of an act the call takes. At most `acts_max` acts run at a time, each with up to `calls_max` calls and up to
-    `weight_max` in weight, or with one heavier call. If `acts_max` is more than one, one more act may begin for keys
-    that none of them has. So acts that take long, for example because they wait for locks, delay only their own keys. A
-    few light calls also wait for the acts of other coalescers that share `in_flight`.
+    much of an act the call takes. At most `acts_max` acts run at the same time. An act has up to `calls_max` calls with
+    a total weight of up to `weight_max`, or a single heavier call. If `acts_max` is more than one, one more act may
+    begin for keys that no running act has. So acts that take long, for example because they wait for locks, delay only
+    their own keys. If only a few light calls wait, they also wait for the acts of other coalescers that share
+    `in_flight`.
 
-    Calls of up to `waiting_max` in weight may wait; one key may not take more of it than remains free. A call that has
-    waited for `wait_s` fails with the error that `on_timeout` makes. `on_abandoned` gets each call that was cancelled
-    after its act had begun, with its result. `on_dropped` gets each call for which no act began."""
+    Calls with a total weight of up to `waiting_max` may wait. One key may not take more of this than remains free. A
+    call that has waited for `wait_s` fails with the error that `on_timeout` makes. `on_abandoned` gets each call that
+    was cancelled after its act had begun, with its result. `on_dropped` gets each call for which no act began."""
 
     def __init__(
         self,
@@ -135,7 +137,7 @@ class Coalescer(Generic[Call, Result]):
         self._calls_max = calls_max
         self._on_abandoned = on_abandoned
         self._on_dropped = on_dropped
-        # The waiting calls of each key, in order of arrival. The key that was served last comes last.
+        # The waiting calls of each key, in order of arrival. The key that was served most recently comes last.
         self._queues: OrderedDict[Hashable, deque[_Waiting[Call, Result]]] = OrderedDict()
         # All waiting calls, in order of arrival.
         self._by_age: OrderedDict[_Waiting[Call, Result], None] = OrderedDict()
@@ -185,9 +187,9 @@ class Coalescer(Generic[Call, Result]):
             asyncio.get_running_loop().call_soon(self._begin_when_idle, now_s, now_s)
 
     def _begin_when_idle(self, since_s: float, iteration_s: float) -> None:
-        """Begins once the event loop is idle, or after _BUSY_S_MAX: a busy loop most likely takes in more calls, which
-        can then share the act. `since_s`: when this was scheduled first; `iteration_s`: when the loop's latest
-        iteration began."""
+        """Begins acts as soon as the event loop is idle, or after _BUSY_S_MAX. A busy loop most likely takes in more
+        calls, which can then share the act. `since_s`: the time at which this method was first scheduled.
+        `iteration_s`: the time at which the loop's latest iteration began."""
         # Do not use the loop's clock, which may stand still within an iteration.
         now_s = time.perf_counter()
         is_idle = now_s - iteration_s < _IDLE_ITERATION_S
@@ -197,7 +199,7 @@ class Coalescer(Generic[Call, Result]):
             asyncio.get_running_loop().call_soon(self._begin_when_idle, since_s, now_s)
 
     async def finish(self) -> None:
-        """Returns once no call waits and no act runs."""
+        """Returns as soon as no call waits and no act runs."""
         while self._acts or self._queues:
             # Waiting calls begin within a few iterations of the loop, or when an act ends.
             await (asyncio.wait(self._acts) if self._acts else asyncio.sleep(0))
@@ -230,7 +232,8 @@ class Coalescer(Generic[Call, Result]):
             self._acts[loop.create_task(self._run(batch))] = batch
 
     def _may_begin(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """A first act may always begin. A second one may if much weight waits, or if the oldest call waits for long."""
+        """Returns whether an act may begin. A first act always may. A second act may begin if calls of much weight
+        wait, or if the oldest call has waited for long."""
         if not self._in_flight.count:
             return True
         return len(self._acts) < self._acts_max and (
@@ -238,11 +241,11 @@ class Coalescer(Generic[Call, Result]):
         )
 
     def _oldest_s(self) -> float:
-        """When the oldest waiting call was submitted."""
+        """Returns the time at which the oldest waiting call was submitted."""
         return next(iter(self._by_age)).since_s
 
     def _set_timers(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Schedules a second act, and the timeout of the oldest waiting call."""
+        """Schedules a second act, an extra act for other keys, and the timeout of the oldest waiting call."""
         if self._second_act_timer is None and len(self._acts) < self._acts_max:
             self._second_act_timer = loop.call_at(self._oldest_s() + _SECOND_ACT_AFTER_S, self._begin_second)
         if self._extra_act_timer is None and len(self._acts) == self._acts_max > 1:
@@ -267,9 +270,9 @@ class Coalescer(Generic[Call, Result]):
             self._set_timers(loop)
 
     def _next_batch(self, besides: Set[Hashable]) -> list[_Waiting[Call, Result]]:
-        """Takes the calls for one act. Each key in turn gets an even share of it, or one heavier call; then each gets
-        another share while there is room. The key whose next call does not fit comes first in the next act. The keys in
-        `besides` come last, and get nothing."""
+        """Takes the calls for one act. Each key in turn gets an even share of the act, or one heavier call. While there
+        is room, each key then gets another share. A key whose next call does not fit comes first in the next act. The
+        keys in `besides` come last, and get nothing."""
         batch: list[_Waiting[Call, Result]] = []
         room = self._weight_max
         sharers = max(1, len(self._queues) - len(besides & self._queues.keys()))
@@ -346,7 +349,7 @@ class Coalescer(Generic[Call, Result]):
         calls = [waiting.call for waiting in batch]
         spans = [waiting.span for waiting in batch if waiting.span is not None]
         if not spans:
-            # Without this the act would run in the span of the call that happened to begin it.
+            # Otherwise the act would run in the span of the call that happened to begin it.
             with trace.use_span(trace.INVALID_SPAN):
                 return await self._act(calls)
         for span in spans[1:]:

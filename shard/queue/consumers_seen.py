@@ -1,9 +1,9 @@
 """Records which queues consumers look for on one shard, and which kinds they take, so that ExplainJob can say that
-nobody takes a job. This is a hint (I7): nothing else reads it, and it is never truth.
+nobody takes a job. These records are a hint (I7): nothing else reads them, and they may be wrong.
 
-A consumer is noted when it looks for jobs for the first time, and each minute while it is there. What was noted is
-written at most once a second, and each queue and kind about once a minute: the hot path only looks up one number in
-memory. If no consumer is there, nothing is noted, and so nothing is written.
+A consumer is noted when it looks for jobs for the first time, and then each minute while it stays. The notes are
+written at most once a second, and the row of each queue and kind about once a minute. So the hot path only looks up one
+number in memory. Without consumers, nothing is noted and nothing is written.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from shard.vocabulary import OrgId, QueueName
 NOTE_S = 60.0
 # The pause after each write.
 PAUSE_S = 1.0
-# A consumer that was noted this long ago is noted again. It is less than the shortest interval of NOTE_S, and more than
-# the age from which record_consumers.sql writes a row again.
+# A consumer that was noted this long ago is noted again. This is less than the shortest interval between two notes
+# (NOTE_S), and more than the age from which record_consumers.sql writes a row again.
 _AGAIN_S = 50.0
-# How long a consumer that was seen counts as being there: a few notes may come late, or get lost.
+# For how long a consumer counts as present after it was seen. A few notes may come late, or get lost.
 SEEN_US = 180_000_000
 _FORGET_EVERY_S = 3600.0
-# Rows of one statement.
+# Upper bound for the rows of one statement.
 _ROWS_MAX = 1_000
-# Further queues and kinds are not noted until these have been written.
+# Upper bound for the queues and kinds that wait to be written. Further ones are not noted until these have been
+# written.
 _NOTED_MAX = 10_000
-# With more consumers, all are forgotten, and noted again earlier than after a minute.
+# If there are more consumers than this, all are forgotten. Each is noted again when it next looks for jobs.
 _CONSUMERS_MAX = 50_000
-# The kind of consumers that take all kinds, or have not said which.
+# The kind that is recorded for consumers that take all kinds, or have not said which kinds they take.
 ANY_KIND = ""
 
 _Seen = tuple[OrgId | None, QueueName, str]
@@ -50,14 +51,14 @@ class ConsumersSeen:
         # Set while something is to be written.
         self.noted = asyncio.Event()
         self._to_write: dict[_Seen, None] = {}
-        # When each consumer was noted, by time.monotonic. Consumers are known by a hash of what they ask for: two with
-        # the same hash would be one, which does no harm to a hint.
+        # The time at which each consumer was noted, by time.monotonic. The key is a hash of what the consumer asks for.
+        # Two consumers with the same hash would count as one, which does no harm to a hint.
         self._noted_s: dict[int, float] = {}
         self._forgotten_s = -_FORGET_EVERY_S
 
     def note(self, org: OrgId | None, queues: Sequence[QueueName], kinds: Sequence[str]) -> None:
-        """A consumer looks for jobs of these queues. `org` None: of all orgs. `kinds`: those that it takes; none:
-        all."""
+        """Notes that a consumer looks for jobs of these queues. `org`: None means the queues of all orgs. `kinds`: the
+        kinds that the consumer takes; if empty, it takes all kinds."""
         consumer, now_s = hash((org, *queues, ANY_KIND, *kinds)), time.monotonic()
         if now_s - self._noted_s.get(consumer, -math.inf) < _AGAIN_S:
             return
@@ -71,8 +72,8 @@ class ConsumersSeen:
         self.noted.set()
 
     async def write(self) -> None:
-        """Writes what was noted, without queues that do not exist yet. Raises ShardUnavailable: then it is lost, and
-        noted again within a minute."""
+        """Writes the notes, except those about queues that do not exist yet. Raises ShardUnavailable: then the notes
+        are lost, and the consumers are noted again within a minute."""
         noted, self._to_write = list(self._to_write), dict[_Seen, None]()
         self.noted.clear()
         began_s = time.monotonic()
@@ -80,7 +81,8 @@ class ConsumersSeen:
         seen = [one for one in noted if one[0] is not None and one[:2] in exist]
         of_all_orgs = [one[1:] for one in noted if one[0] is None]
         if len(seen) + len(of_all_orgs) < len(noted):
-            # A consumer of a queue that does not exist yet is noted again when it looks again.
+            # Forgets when consumers were noted, so that a consumer of a queue that does not exist yet is noted again
+            # when it next looks for jobs.
             self._noted_s.clear()
         for at in range(0, len(seen), _ROWS_MAX):
             part = seen[at : at + _ROWS_MAX]

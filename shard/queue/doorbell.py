@@ -1,9 +1,9 @@
-"""The doorbell: notifies the other routers of a shard that queues may have new jobs, that leases have ended, and which
-jobs' ends are awaited or have come; and listens to their notifications.
+"""The doorbell: notifies the other routers of a shard, and listens to their notifications. These say that queues may
+have new jobs, that leases have ended, and which jobs' ends are awaited or have come.
 
-Notifications are hints (I7). If one about jobs is lost, waiting consumers get them at the next sweep. If one about
-leases is lost, their consumer learns it from the answer to its next extend. If one about ends is lost, the awaiting
-router looks at the job again.
+Notifications are hints (I7), and may be lost. Then waiting consumers get the jobs at the next sweep. A consumer learns
+from the answer to its next extend that its lease has ended. A router that awaits the end of a job looks at the job
+again.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from shard.workflow import WorkflowId
 
 _log = logging.getLogger(__name__)
 
-# The pause after a ring; queues that come meanwhile go with the next one. The pause is longer the more calls of `ring`
-# a notification stood for: to send it, and to wake all its listeners, costs a busy server as much as a statement.
+# The pause after a notification. Queues that are added during the pause go with the next notification. The more calls
+# of `ring` a notification stands for, the longer is the pause: to send a notification, and to wake all its listeners,
+# costs a busy server as much as a statement.
 _PAUSE_S = 0.010
 _PAUSE_S_MAX = 0.040
-# The payload of a notification must be shorter than 8,000 bytes.
+# Upper bound for the queues in one notification, whose payload must be shorter than 8,000 bytes.
 _QUEUES_MAX = 390
 _ALL = "*"
-# Sent in the place of a router's name: a migration was run (record_migration.sql).
+# Sent instead of a router's name: a migration was run (record_migration.sql).
 _MIGRATION = "migration"
 # Sent before the queue ids: jobs have arrived from another shard, and may have been due for long.
 _ARRIVED = "+"
@@ -42,31 +43,32 @@ _REVOKED = "-"
 # Sent before the ids of jobs whose ends this router awaits, and of jobs that may have ended.
 _AWAITED = "?"
 _ENDED = "!"
-# Sent as the first of the queue ids: leases of these queues have ended. No queue has it.
+# Sent as the first of the queue ids: leases of these queues have ended. No queue has this id.
 _LEASE_ENDED = QueueId(0)
 # Sent alone: a schedule may be due earlier than before.
 _SCHEDULES = "@"
-# Sent in the place of a router's name, before workflows: a fold has left something (0022_folds_in_portions.sql).
+# Sent instead of a router's name, before workflows: a fold of these workflows has left work
+# (0022_folds_in_portions.sql).
 _FOLD = "fold"
 # Sent alone: kinds were quarantined or released.
 _QUARANTINES = "#"
-# How many ids fit into one notification, and how many wait to be sent; further ones are dropped.
+# How many ids of jobs fit into one notification, and how many may wait to be sent. Further ids are dropped.
 _IDS_MAX = 230
 _IDS_WAITING_MAX = 10_000
-# The most leases of revocations that wait to be sent; further revocations are dropped.
+# Upper bound for the leases in revocations that wait to be sent. Further revocations are dropped.
 _REVOKED_LEASES_MAX = 10_000
 
 
 class Doorbell:
-    """Rings and listens on one shard. `on_ring` is called with the queues that another router rang for; None means that
-    any queue may have jobs. `on_lease_ended` is called before it if leases of these queues have ended. `on_arrival` is
-    called with the queues in which jobs arrived from another shard, and `on_revoked` with leases that ended at another
-    router. `on_awaited` is called with the jobs (as 32 hexadecimal digits) whose ends another router awaits, and
-    `on_ended` with awaited jobs that may have ended there. `on_schedules` is called when a schedule was changed at
-    another router, and when notifications may have been missed; so is `on_quarantines` when kinds were quarantined or
-    released. `on_fold_left` is called with the orgs' numbers and the ids of workflows of which a fold, here or
-    elsewhere, has left something. `on_migration` is called after a migration, and when notifications may have been
-    missed."""
+    """Rings and listens on one shard. `on_ring` is called with the queues for which another router rang; None means
+    that any queue may have jobs. If leases of these queues have ended, `on_lease_ended` is called before `on_ring`.
+    `on_arrival` is called with the queues in which jobs arrived from another shard, and `on_revoked` with leases that
+    ended at another router. `on_awaited` is called with the jobs (as 32 hexadecimal digits) whose ends another router
+    awaits, and `on_ended` with awaited jobs that may have ended there. `on_schedules` is called when a schedule was
+    changed at another router, and `on_quarantines` when kinds were quarantined or released there. Both are also called
+    when notifications may have been missed. `on_fold_left` is called with the orgs' numbers and the ids of workflows of
+    which a fold, by this router or another one, has left work. `on_migration` is called after a migration, and when
+    notifications may have been missed."""
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class Doorbell:
         self._lease_ended: set[QueueId] = set()
         self._revoked: list[Revocation] = []
         self._revoked_leases = 0
-        # By the sign that is sent before them.
+        # The ids of jobs that wait to be sent, by the sign that is sent before them.
         self._jobs: dict[str, set[str]] = {_AWAITED: set(), _ENDED: set()}
         # Signs that are sent alone.
         self._alone: set[str] = set()
@@ -110,7 +112,8 @@ class Doorbell:
         self._sending = asyncio.Lock()
 
     def ring(self, queues: Collection[QueueId], *, lease_ended: bool = False) -> None:
-        """Notifies the other routers soon. The jobs, or the ends of leases, must have been committed."""
+        """Notifies the other routers soon of these queues. The jobs, or the ends of leases, must have been
+        committed."""
         if not queues:
             return
         (self._lease_ended if lease_ended else self._queues).update(queues)
@@ -118,7 +121,7 @@ class Doorbell:
         self._has_news.set()
 
     def revoke(self, revocations: Sequence[Revocation]) -> None:
-        """Notifies the other routers soon of leases that have ended. That must have been committed."""
+        """Notifies the other routers soon of leases that have ended. The ends must have been committed."""
         for one in revocations:
             if self._revoked_leases + len(one.leases) <= _REVOKED_LEASES_MAX:
                 self._revoked.append(one)
@@ -131,15 +134,16 @@ class Doorbell:
         self._tell(_AWAITED, jobs)
 
     def tell_ended(self, jobs: Collection[str]) -> None:
-        """Notifies the other routers soon that these jobs may have ended. That must have been committed."""
+        """Notifies the other routers soon that these jobs may have ended. The change must have been committed."""
         self._tell(_ENDED, jobs)
 
     def tell_schedules(self) -> None:
-        """Notifies the other routers soon that a schedule may be due earlier. That must have been committed."""
+        """Notifies the other routers soon that a schedule may be due earlier. The change must have been committed."""
         self._tell_alone(_SCHEDULES)
 
     def tell_quarantines(self) -> None:
-        """Notifies the other routers soon that kinds were quarantined or released. That must have been committed."""
+        """Notifies the other routers soon that kinds were quarantined or released. The change must have been
+        committed."""
         self._tell_alone(_QUARANTINES)
 
     def _tell_alone(self, sign: str) -> None:
@@ -154,11 +158,11 @@ class Doorbell:
         self._has_news.set()
 
     async def finish(self) -> None:
-        """Returns once all notifications have been sent, as far as the server can be reached."""
+        """Sends all notifications that wait, if the server can be reached."""
         await self._send()
 
     def reconnect(self, dsn: str) -> None:
-        """Listens by another DSN from now on."""
+        """Listens with another DSN from now on."""
         self._listener.reconnect(dsn)
 
     async def run(self) -> None:

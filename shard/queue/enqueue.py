@@ -34,9 +34,9 @@ _HOUR_MS = 3_600_000
 SPARSE_ENCODERS = {
     name: arrays.sparse_texts if of is str else arrays.sparse_numbers for name, of in SPARSE_COLUMNS.items()
 }
-# The sparse columns that enqueue_plain.sql takes. Jobs with any other one need enqueue.sql.
+# The sparse columns that enqueue_plain.sql takes. Jobs with any other sparse column need enqueue.sql.
 _PLAIN = frozenset({"priorities", "traces"})
-# For how long the shard's latest time is used to refuse ids that are far too old.
+# For how long the time that the shard returned last is used to refuse ids that are far too old.
 _HINT_NS = 2_000_000_000
 
 
@@ -55,17 +55,19 @@ class Enqueuer:
         self._names = names
         self._horizon_us = round(horizon_days * 24 * _HOUR_US)
         self._horizon_days = horizon_days
-        # The shard's latest time, and the monotonic time when it was read; a hint (I7).
+        # The time that the shard returned last, and the time by time.monotonic_ns at which it was read. This is a hint
+        # (I7).
         self._shard_time_us = 0
         self._shard_time_read_ns = -_HINT_NS
 
     def refuse_outside_horizon(self, ids: Sequence[str]) -> None:
         """Refuses ids that are far too old, without asking the shard: a refused call must cost less than a served one.
-        Only the shard refuses ids of the future, because new ids look like that when its clock was set back. Raises
-        IdsOutsideHorizon."""
+        Only the shard refuses ids of the future, because new ids seem to be of the future after the shard's clock was
+        set back. Raises IdsOutsideHorizon."""
         since_ns = time.monotonic_ns() - self._shard_time_read_ns
         if since_ns >= _HINT_NS:
-            # The shard's clock may have been set meanwhile. The enqueue statement checks the ids by its present time.
+            # The shard's clock may have been set meanwhile. The enqueue statement checks the ids by the shard's present
+            # time.
             return
         now_us = self._shard_time_us + since_ns // 1000
         if made_at_ms(min(ids)) < self._bounds_ms(now_us)[0] - _HOUR_MS:
@@ -106,7 +108,7 @@ class Enqueuer:
                     if call.remaining:
                         call.refuse(error)
             pending = [call for call in pending if call.remaining]
-            # A round that refused or finished a call does not count as a try of the others.
+            # A round that refused or finished a call does not count as a try of the other calls.
             tries += len(pending) == before
         for call in pending:
             why = f"{len(call.remaining)} job(s) of org {call.jobs.org!r} kept changing during the enqueue; try again"
@@ -151,7 +153,8 @@ class Enqueuer:
                 call.refuse(RowLocked(self._shard, locked[0]))
 
     async def _store_once(self, calls: Sequence[PendingEnqueue]) -> None:
-        """Stores the remaining jobs with one statement, and looks up with another those that were not stored."""
+        """Stores the remaining jobs with one statement. Looks up the jobs that were not stored with another
+        statement."""
         batch = _without_shared_ids(calls)
         for call in batch:
             call.end_late_handover(time.monotonic())
@@ -299,9 +302,8 @@ class Enqueuer:
 
     async def describe(self, batches: Sequence[tuple[NewJobs, Sequence[JobId]]]) -> list[dict[int, Known]]:
         """Describes the known jobs that enqueues found instead of storing duplicates. Each batch has the jobs that were
-        sent, and for each of them the id of the known job. Returns for each batch, by position, those that are still
-        there.
-        """
+        sent, and for each of them the id of the known job. Returns for each batch, by position, the descriptions of the
+        known jobs that are still there."""
         sent = _merged([jobs for jobs, _ in batches])
         ids = [job_id for _, found in batches for job_id in found]
         origins = [(index, at) for index, (jobs, _) in enumerate(batches) for at in range(len(jobs))]
@@ -326,9 +328,9 @@ class Enqueuer:
 
 
 async def find_refused(database: Database, callers: Sequence[tuple[OrgId, int]]) -> dict[int, NotOwned]:
-    """Finds the callers whose jobs this shard refuses, because their org's slot is not owned here, or is owned since a
-    later epoch than theirs. `callers`: org and epoch of each. Returns the index of each refused caller, and its error.
-    """
+    """Finds the callers whose jobs this shard refuses: it does not own the slot of their org, or owns the slot since a
+    later epoch than the caller's. `callers`: the org and the epoch of each caller. Returns the index of each refused
+    caller, and its error."""
     rows: list[tuple[int, Slot, str, int]] = await database.run(
         statements.FIND_REFUSED_SLOTS,
         {
@@ -353,13 +355,13 @@ class _Refused(Exception):
 
 
 class _AlreadyKnown(Exception):
-    """Nothing was stored: a job has already finished or died, or is live already, and all jobs are plain or its dedup
-    key was free."""
+    """Nothing was stored. A job has already finished or died. Or a job with its id is live: then enqueue_plain.sql
+    stores nothing, and enqueue.sql stores nothing if the dedup key of the job was free."""
 
 
 def _without_shared_ids(calls: Sequence[PendingEnqueue]) -> Sequence[PendingEnqueue]:
-    """Returns the calls for one statement: no two calls of one org have an id in common. The other calls go later, each
-    as a whole, because the new jobs of a call must be stored by one statement."""
+    """Returns the calls for one statement: no two calls of one org have an id in common. The other calls wait for a
+    later statement, each as a whole, because one statement must store all new jobs of a call."""
     if len(calls) == 1:
         return calls
     ids = [job_id for call in calls for job_id in call.jobs.ids]
@@ -377,7 +379,7 @@ def _without_shared_ids(calls: Sequence[PendingEnqueue]) -> Sequence[PendingEnqu
 
 
 def _digest(jobs: NewJobs, at: int) -> str:
-    """Returns what describe_known.sql compares."""
+    """Returns the digest of a job that describe_known.sql compares."""
     return hashlib.sha256(f"{jobs.queues[at]} {jobs.kinds[at]} ".encode() + jobs.payloads[at]).hexdigest()
 
 
@@ -412,8 +414,8 @@ def _with_orgs(
 
 
 def _merged(batches: Sequence[NewJobs]) -> NewJobs:
-    """Returns the columns of all batches, one after another. The org of the result is that of the first batch: callers
-    send the orgs of the others separately."""
+    """Returns the columns of all batches, one after another. The org of the result is the org of the first batch.
+    Callers send the orgs of all jobs separately."""
     if len(batches) == 1:
         return batches[0]
     merged = NewJobs(org=batches[0].org)

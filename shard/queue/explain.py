@@ -1,4 +1,4 @@
-"""Reads what decides when a job, or the first job of a queue, is leased: for ExplainJob and ExplainQueue."""
+"""Reads for ExplainJob and ExplainQueue what decides when a job, or the first job of a queue, is leased."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shard.workflow import NodeOf
 
 # Ready jobs are counted up to this number, so that the call takes no longer for a large backlog.
 COUNTED_MAX = 1_000
-# How many jobs of each priority are looked at that become visible later.
+# How many of the jobs of each priority that become visible later are looked at.
 _NEXT_MAX = 100
 # How many quarantined kinds of a queue are named.
 _KINDS_MAX = 20
@@ -24,10 +24,10 @@ _KINDS_MAX = 20
 class ConsumersOf(NamedTuple):
     """Which consumers of a queue were recorded on a shard (shard/queue/consumers_seen.py)."""
 
-    # When one was seen last, of any kind, and one that takes the kind in question.
+    # The times at which any consumer, and a consumer that takes the kind in question, were last seen.
     any_at: Micros | None
     kind_at: Micros | None
-    # The kinds of those that were seen within SEEN_US.
+    # The kinds of the consumers that were seen within SEEN_US.
     kinds: Sequence[str]
 
 
@@ -39,12 +39,13 @@ class GroupFacts(NamedTuple):
     concurrency: int
     taken: int
     leased: int
-    # The job whose lease ends first, or else the one with the first slot. None: no slot is taken.
+    # The job of the group whose lease ends first; if no job is leased, the job with the first slot. None: no slot is
+    # taken.
     holder_id: JobId | None
     worker: str | None
-    # When its lease ends. None: it is not leased.
+    # The time at which the lease of that job ends. None: it is not leased.
     until: Micros | None
-    # How many jobs of the group wait before it; at most COUNTED_MAX + 1.
+    # How many jobs of the group wait before the explained job; at most COUNTED_MAX + 1.
     ahead: int
 
 
@@ -55,9 +56,9 @@ class BlockedFacts(NamedTuple):
     node: str
     # Whether its workflow is paused.
     paused: bool
-    # Some of the nodes that have not ended. None: there is none.
+    # The names of some nodes that it waits for and that have not ended. None: there is no such node.
     waits_for: Sequence[str] | None
-    # How many there are; at most COUNTED_MAX + 1.
+    # How many such nodes there are; at most COUNTED_MAX + 1.
     left: int
 
 
@@ -70,7 +71,7 @@ class QuarantineFacts(NamedTuple):
     crashes: int
     # None: crashes caused the quarantine, and not an operator.
     reason: str | None
-    # None: a trial is under way, or there are none.
+    # None: a trial is under way, or no trials are made.
     next_trial_at: Micros | None
     trial_id: JobId | None
     trial_at: Micros | None
@@ -86,11 +87,12 @@ class LiveFacts(NamedTuple):
     # Whether it has a lease, which may have expired.
     leased: bool
     gives_jobs: bool
-    # How many ready jobs come before it, with a smaller priority and with the same one; together at most
-    # COUNTED_MAX + 1.
+    # How many ready jobs with a smaller priority, and how many with the same priority, come before this job; together
+    # at most COUNTED_MAX + 1.
     more_urgent: int
     earlier: int
-    # When it is moved to priority 1, because it has waited for so long. None: never, or it has that priority.
+    # The time at which the job is moved to priority 1 because it has waited for long. None: it is never moved, or has
+    # priority 1 already.
     goes_first_at: Micros | None
     # Whether it waits for a slot of its group, or is set aside.
     waits: bool
@@ -102,15 +104,15 @@ class JobFacts(NamedTuple):
 
     # None: the job was deleted at the end of its retention, and only its id is known.
     record: JobRecord | None
-    # Only of a live job that is not on its way to another shard.
+    # Only for a live job that is not on its way to another shard.
     live: LiveFacts | None = None
     # Whether it is on its way to another shard.
     departing: bool = False
-    # Only of a job that waits for a slot of its group.
+    # Only for a job that waits for a slot of its group.
     group: GroupFacts | None = None
-    # Only of a blocked job.
+    # Only for a blocked job.
     blocked: BlockedFacts | None = None
-    # Only of a live job of a kind that is quarantined, and that is not let through.
+    # Only for a live job whose kind is quarantined, unless the job is the trial of its kind.
     quarantine: QuarantineFacts | None = None
 
 
@@ -126,12 +128,12 @@ class QueueFacts(NamedTuple):
     first_visible_at: Micros | None
     # How many jobs wait for slots of their groups, at most COUNTED_MAX + 1.
     waiting: int
-    # These describe the first jobs of each priority that become visible later: how many are leased, when the first of
-    # these leases ends, and when the first scheduled job is due.
+    # These fields describe the first jobs of each priority that become visible later: how many are leased, the time at
+    # which the first of these leases ends, and the time at which the first scheduled job is due.
     leased: int
     first_deadline: Micros | None
     next_due: Micros | None
-    # False: there are more such jobs.
+    # False: more jobs become visible later than were looked at.
     complete: bool
     consumers: ConsumersOf
     # The kinds that are quarantined.
@@ -141,8 +143,9 @@ class QueueFacts(NamedTuple):
 async def read_live(
     database: Database, org: OrgId, queue: QueueName, job_id: JobId, *, floors: Sequence[Micros]
 ) -> tuple[LiveFacts | None, bool]:
-    """Returns what decides when the job is leased, None if it is not live in this queue; and whether it is on its way
-    to another shard. `floors`: from where claims look, by priority. Raises ShardUnavailable."""
+    """Returns the facts that decide when the job is leased, and whether the job is on its way to another shard. The
+    facts are None if the job is not live in this queue. `floors`: the floors at which claims start, by priority. Raises
+    ShardUnavailable."""
     parameters = {**_parameters(org, queue, floors), "id": job_id}
     for (
         now,
@@ -165,7 +168,8 @@ async def read_live(
 
 
 async def read_group(database: Database, org: OrgId, queue: QueueName, job_id: JobId) -> GroupFacts | None:
-    """Returns what the job waits for; None if it does not wait for a slot of its group. Raises ShardUnavailable."""
+    """Returns the facts about the group for whose slot the job waits. None: it does not wait for a slot of its group.
+    Raises ShardUnavailable."""
     parameters = {"org": org, "queue": queue, "id": job_id, "jobs_max": COUNTED_MAX + 1}
     for row in await database.run(statements.EXPLAIN_GROUP, parameters):
         return GroupFacts._make(row)
@@ -175,8 +179,8 @@ async def read_group(database: Database, org: OrgId, queue: QueueName, job_id: J
 async def read_quarantines(
     database: Database, org: OrgId, queue: QueueName | None, kind: str = "", *, kinds_max: int = _KINDS_MAX
 ) -> list[QuarantineFacts]:
-    """Returns the quarantined kinds of a queue of the org, or of all its queues, by name, or this kind only. Raises
-    ShardUnavailable."""
+    """Returns the quarantined kinds of a queue of the org, sorted by name. `queue`: None means all queues of the org.
+    `kind`: if it is not empty, only this kind is returned. Raises ShardUnavailable."""
     parameters = {
         "org": org,
         "queue": queue or "",
@@ -188,8 +192,8 @@ async def read_quarantines(
 
 
 async def read_blocked(database: Database, org: OrgId, of: NodeOf) -> BlockedFacts | None:
-    """Returns what the job of this node waits for; None if this shard does not have its workflow. Raises
-    ShardUnavailable."""
+    """Returns the facts about the nodes for which the job of this node waits. None: this shard does not have the
+    workflow. Raises ShardUnavailable."""
     parameters = {"org": org, "workflow": of.workflow, "node": of.node, "left_max": COUNTED_MAX + 1}
     for row in await database.run(statements.EXPLAIN_BLOCKED, parameters):
         return BlockedFacts._make(row)
@@ -199,7 +203,8 @@ async def read_blocked(database: Database, org: OrgId, of: NodeOf) -> BlockedFac
 async def read_queue(
     database: Database, org: OrgId, queue: QueueName, *, floors: Sequence[Micros]
 ) -> QueueFacts | None:
-    """Returns None if the org has no such queue here. Raises ShardUnavailable."""
+    """Returns the facts about a queue: the jobs that it would give now, and its next jobs. None: the org has no such
+    queue on this shard. Raises ShardUnavailable."""
     parameters = {**_parameters(org, queue, floors), "next_max": _NEXT_MAX}
     for row in await database.run(statements.EXPLAIN_QUEUE, parameters):
         quarantines = await read_quarantines(database, org, queue)

@@ -1,8 +1,8 @@
-"""Finds groups that have a free slot and a job that waits for it, and fills them.
+"""Finds groups that have a free slot and a job that waits for it, and gives the slots to the jobs.
 
-Triggers fill a slot in the transaction that frees it (migrations/0014_groups.sql). So there are few such groups: after
-the queue's group_concurrency was raised, after a move, and after a rollback beside a commit that had left the first job
-to it.
+Triggers fill a slot in the transaction that frees it (migrations/0014_groups.sql). So such groups are rare. They exist
+after the queue's group_concurrency was raised, and after a move. They also exist if two transactions ran at the same
+time, one of them left the first job to the other, and the other rolled back.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shard.postgres.pool import Database
 from shard.queue import statements
 from shard.vocabulary import QueueId
 
-# Groups in one statement. Each costs two lookups in indexes.
+# Upper bound for the groups in one statement. Each group costs two index lookups.
 _GROUPS_MAX = 1_000
 
 
@@ -27,8 +27,8 @@ class Groups:
         self._reached: tuple[QueueId, str] | None = None
 
     async def sweep(self, queues: Sequence[QueueId]) -> set[QueueId]:
-        """Fills the free slots of up to 1,000 groups of these queues. The next sweep goes on from there. Returns the
-        queues in which it has filled any. Raises ShardUnavailable."""
+        """Fills the free slots of up to 1,000 groups of these queues. The next sweep goes on after the last of them.
+        Returns the queues in which this sweep has filled slots. Raises ShardUnavailable."""
         ordered = sorted(queues)
         after = ""
         if self._reached is not None:
@@ -47,8 +47,8 @@ class Groups:
             reached, _ = await self._fill([queue], reached[1])
 
     async def _fill(self, queues: Sequence[QueueId], after: str) -> tuple[tuple[QueueId, str] | None, set[QueueId]]:
-        """Fills up to _GROUPS_MAX groups. Returns the last of them, or None if there are no more, and the queues of
-        those that had a free slot."""
+        """Fills the free slots of up to _GROUPS_MAX groups. Returns the last of these groups, or None if no more groups
+        follow. Also returns the queues of the groups that had a free slot."""
         if not queues:
             return None, set()
         rows: list[tuple[QueueId, str, bool]] = await self._database.run(

@@ -1,4 +1,4 @@
-"""Calls of an enqueue that have not been answered yet, and the handover of their jobs to waiting consumers. No I/O."""
+"""Enqueue calls that have not been answered yet, and the hand-over of their jobs to waiting consumers. No I/O."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Taker(NamedTuple):
 
 
 class Handed(NamedTuple):
-    """The result of a handover."""
+    """The result of a hand-over."""
 
     # The positions of the jobs that are now leased to their takers. For the other jobs see Handover.
     positions: list[int]
     leased_at: Micros
-    # The setting of each queue. None: the default.
+    # The max_attempts setting of each queue. None: the default.
     max_attempts: Mapping[tuple[OrgId, QueueName], int | None]
     # True if this call certainly stored, and so leased, none of the other jobs.
     sure: bool = False
@@ -41,7 +41,7 @@ class Handover:
 
     takers: Mapping[int, Taker]
     done: Callable[[Handed], None]
-    # An insert that begins later, by time.monotonic, leases nothing to the takers.
+    # An insert that begins after this time (by time.monotonic) leases nothing to the takers.
     until_s: float = math.inf
     _is_done: bool = False
     # How many jobs were handed over.
@@ -70,7 +70,7 @@ class Inserted(NamedTuple):
     now: Micros
     # The queues that give jobs.
     giving: set[Name]
-    # The setting of each queue. None: the default.
+    # The max_attempts setting of each queue. None: the default.
     max_attempts: dict[Name, int | None]
 
 
@@ -80,14 +80,14 @@ class PendingEnqueue:
     __slots__ = ("call", "duplicates", "error", "known", "remaining")
 
     def __init__(self, call: Call) -> None:
-        # Its handover is removed once it is done.
+        # The call, whose handover is removed as soon as the hand-over is done.
         self.call = call
         # The positions of its jobs that are neither stored nor known yet.
         self.remaining: Sequence[int] = range(len(call.jobs.ids))
         self.known: dict[int, JobId] = {}
         self.error: Exception | None = None
-        # Positions whose id occurred before in this call, each with its first position. An id is one job: only the
-        # first position is sent to the shard, and the others get its answer.
+        # Positions whose id occurs earlier in this call, each with the first position of that id. An id is one job:
+        # only the first position is sent to the shard, and the later positions get the answer of the first.
         self.duplicates: dict[int, int] = {}
         ids = call.jobs.ids
         if len(set(ids)) < len(ids):
@@ -96,7 +96,8 @@ class PendingEnqueue:
                 if first.setdefault(job_id, at) != at:
                     self.duplicates[at] = first[job_id]
             self.remaining = list(first.values())
-            # No handover: to release the lease of a duplicate would end the lease of the first position.
+            # Such a call hands nothing over: to release the lease of a duplicate would end the lease of the first
+            # position.
             self.call = call._replace(handover=None)
 
     @property
@@ -104,7 +105,7 @@ class PendingEnqueue:
         return self.call.jobs
 
     def end_late_handover(self, now_s: float) -> None:
-        """Leases no jobs to takers that do not wait for them any more. `now_s`: the time by time.monotonic."""
+        """Ends the hand-over if its takers no longer wait for the jobs. `now_s`: the time by time.monotonic."""
         handover = self.call.handover
         if handover is not None and handover.until_s < now_s:
             self.call = self.call._replace(handover=None)
@@ -128,7 +129,7 @@ class PendingEnqueue:
         return self.known
 
     def add_stored(self, inserted: Inserted) -> None:
-        """Removes the stored jobs from the remaining ones, and completes the handover."""
+        """Removes the stored jobs from the remaining ones, and completes the hand-over."""
         jobs, handover, epoch = self.call
         if inserted.stored is None:
             stored = self.remaining

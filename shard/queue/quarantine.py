@@ -1,10 +1,11 @@
-"""Quarantined kinds of one shard: jobs whose leases keep expiring, because they end the workers that run them
-(docs/decisions/0064-kinds-that-crash-their-workers.md).
+"""Quarantines the kinds of jobs on one shard whose leases keep expiring, because the jobs crash the workers that run
+them (docs/decisions/0064-kinds-that-crash-their-workers.md).
 
-Claims record crashes and set jobs of quarantined kinds aside. Sweeps judge the crashes, let one job through at a time,
-and release what is set aside once its kind is not quarantined any more. Which kinds are quarantined is remembered here
-from one sweep or notification to the next, as a hint (I7): a claim asks the database about each job that the hint
-names, and about each job whose lease had expired. So a wrong hint lets a few jobs through, or costs a statement.
+Claims record crashes and set jobs of quarantined kinds aside. Sweeps judge the crashes, let one job of a kind through
+at a time, and release the jobs that are set aside when their kind is no longer quarantined. This process remembers
+which kinds are quarantined, from one sweep or notification to the next. This is a hint (I7): a claim asks the database
+about each job whose kind is remembered, and about each job whose lease had expired. So a wrong hint only lets a few
+jobs through, or costs a statement.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _log = logging.getLogger(__name__)
 # The pause before the first trial of a kind. It doubles after each trial that crashes.
 PAUSE_S = 60
 PAUSE_S_MAX = 3600
-# Kinds whose crashes one sweep judges, and trials that one sweep begins.
+# How many kinds one sweep judges by their crashes, and how many trials one sweep begins.
 _KINDS_MAX = 20
 _TRIALS_MAX = 100
 # How many jobs one statement releases, and how many of these statements one sweep runs.
@@ -38,7 +39,7 @@ _RELEASED_AT_ONCE = 1_000
 _RELEASES_MAX = 10
 _NO_KINDS: frozenset[str] = frozenset()
 
-# Returns those of these jobs that the shard still knows.
+# Returns the jobs with these ids that the shard still knows.
 _Get = Callable[[OrgId, Sequence[JobId]], Awaitable[Sequence[JobRecord]]]
 
 
@@ -48,7 +49,7 @@ class Verdict(Enum):
     WAITS = auto()
     PROPER = auto()
     CRASHED = auto()
-    # The job was cancelled or is not known any more: nobody learned anything.
+    # The job was cancelled, or is not known any more. The trial has shown nothing.
     GONE = auto()
 
 
@@ -84,8 +85,9 @@ class Quarantine:
     async def contain(
         self, org: OrgId, jobs: Sequence[Claimed], ending: Collection[JobId], *, lease: int
     ) -> set[JobId]:
-        """Looks at jobs that were just leased with this number: records crashes, and sets those aside whose kind is
-        quarantined. Returns the latter. `ending`: those that have no attempt left, and are about to be marked dead."""
+        """Looks at jobs that were just leased with this number. Records crashes, and sets aside the jobs whose kind is
+        quarantined. Returns the jobs that it has set aside. `ending`: the jobs that are about to be marked dead or
+        cancelled, because they have no attempt left or are past their expires_at."""
         rows: list[tuple[str]] = await self._database.run(
             statements.CONTAIN,
             {
@@ -109,14 +111,15 @@ class Quarantine:
         return rows
 
     def forget(self) -> None:
-        """A sweep has seen that no kind is quarantined, and that there is nothing to judge or to release."""
+        """Forgets all kinds: a sweep has seen that no kind is quarantined, and that there is nothing to judge or to
+        release."""
         self._kinds = {}
         self._count.set(0)
 
     async def add(
         self, org: OrgId, queue: QueueName, kind: str, reason: str, *, epoch: int, draining: bool = False
     ) -> None:
-        """Quarantines a kind until `release`. `epoch` and `draining` have the same meaning as for
+        """Quarantines a kind until `release` is called. `epoch` and `draining` have the same meaning as for
         QueueAdmin.alter_queue. Raises UnknownQueue, NotOwned."""
         parameters = {**_named(org, queue, kind, epoch, draining=draining), "reason": reason, "pause_s": PAUSE_S}
         if not await self._database.run(statements.ADD_QUARANTINE, parameters):
@@ -125,8 +128,8 @@ class Quarantine:
         await self.refresh()
 
     async def release(self, org: OrgId, queue: QueueName, kind: str, *, epoch: int, draining: bool = False) -> bool:
-        """Ends the quarantine of a kind, and returns whether there was one. Sweeps release its jobs. Raises
-        UnknownQueue, NotOwned."""
+        """Ends the quarantine of a kind. Returns whether the kind was quarantined. Later sweeps release its jobs.
+        Raises UnknownQueue, NotOwned."""
         parameters = _named(org, queue, kind, epoch, draining=draining)
         rows = await self._database.run(statements.RELEASE_QUARANTINE, parameters)
         if not rows:
@@ -141,8 +144,8 @@ class Quarantine:
         raise UnknownQueue(org, queue)
 
     async def sweep(self) -> set[QueueId]:
-        """Judges crashes and trials, begins trials, and releases jobs. Returns the queues that jobs may have become
-        ready in."""
+        """Judges crashes and trials, begins trials, and releases jobs. Returns the queues in which jobs may have become
+        ready."""
         await self._database.run(statements.FORGET_CRASHES, {})
         await self._judge_crashes()
         for row in await self.refresh():
@@ -158,8 +161,8 @@ class Quarantine:
         return ready
 
     async def _judge_crashes(self) -> None:
-        """Among the kinds with too many crashes, quarantines the one with most. The crashes of the org's other kinds
-        are then forgotten: their workers may have died of that one."""
+        """If kinds of an org have too many crashes, quarantines the kind with the most crashes. Then forgets the
+        crashes of the org's other kinds: jobs of the quarantined kind may have caused them."""
         judged: set[OrgId] = set()
         for queue_id, org, kind, allowed, jobs in await self._database.run(
             statements.FIND_SUSPECTS, {"kinds_max": _KINDS_MAX}
@@ -207,7 +210,7 @@ def _named(org: OrgId, queue: QueueName, kind: str, epoch: int, *, draining: boo
 
 
 def verdict(record: JobRecord | None, trial_at: Micros) -> Verdict:
-    """Returns what became of a trial that began then. `record` None: the shard does not know its job."""
+    """Returns the verdict on a trial that began at `trial_at`. `record` None: the shard does not know its job."""
     if record is None or record.state == JobState.CANCELLED.value:
         return Verdict.GONE
     outcomes = [attempt.outcome for attempt in record.attempts() if attempt.ended_at >= trial_at]

@@ -14,8 +14,8 @@ from shard.postgres.pool import Database
 from shard.queue import row_locks, statements
 from shard.vocabulary import OrgId, QueueId, QueueName, ShardName
 
-# Queues of one org on one shard. A queue's row is never deleted, so a program that invents names would add rows
-# forever.
+# Upper bound for the queues of one org on one shard. A queue's row is never deleted, so a program that invents names
+# would add rows forever.
 QUEUES_MAX = 10_000
 _REMEMBERED_MAX = 200_000
 # Queues per statement.
@@ -23,7 +23,7 @@ _BATCH_MAX = 1000
 # How often the database is asked again after two names had the same id.
 _TRIES_MAX = 6
 
-# The name of a queue: that of its org, and its own.
+# The full name of a queue: its org, and its name in the org.
 Name = tuple[OrgId, QueueName]
 
 
@@ -50,7 +50,7 @@ class QueueIds:
         self._locks = row_locks.of_names(database)
 
     async def find(self, queues: Collection[Name]) -> dict[Name, QueueId]:
-        """Returns the ids of the queues that exist; no two are equal."""
+        """Returns the ids of the queues that exist. No two of these ids are equal."""
         for _ in range(_TRIES_MAX):
             found = {queue: known for queue in queues if (known := self._queue_ids.get(queue)) is not None}
             if len(found) < len(queues):
@@ -72,7 +72,7 @@ class QueueIds:
         return found
 
     async def names_of(self, queue_ids: Collection[QueueId]) -> dict[QueueId, Name]:
-        """Returns the names of those of these queues that exist."""
+        """Returns the names of the queues with these ids, as far as they exist."""
         found = {number: name for number in queue_ids if (name := self._names.get(number)) is not None}
         missing = [number for number in queue_ids if number not in found]
         for at in range(0, len(missing), _BATCH_MAX):
@@ -83,7 +83,7 @@ class QueueIds:
         return found
 
     def remember(self, queue_id: QueueId, org: OrgId, queue: QueueName) -> None:
-        """A statement has just returned that this queue has this id."""
+        """Remembers that this queue has this id, as a statement has just returned."""
         if len(self._queue_ids) >= _REMEMBERED_MAX:
             del self._queue_ids[next(iter(self._queue_ids))]
         if len(self._names) >= _REMEMBERED_MAX:
@@ -131,8 +131,9 @@ class QueueIds:
         raise RowLocked(self._database.name, "something that new queues need")
 
     async def _make_all(self, queues: list[Name]) -> None:
-        # The slots are used for orgs that have no row here yet. A pinned org keeps the slot in its row; if it has no
-        # row, it gets its own slot before anything moves (shard/placement/pins.py).
+        # The slots are used for orgs that have no row here yet. A pinned org that has a row keeps the slot of that row.
+        # A pinned org without a row gets the slot of its hash here, and its own slot before either slot moves
+        # (shard/placement/pins.py).
         slots = {org: slot_of(org) for org, _ in queues}
         names = {
             "orgs": arrays.texts(list(slots)),
@@ -157,8 +158,8 @@ class QueueIds:
         return fitting
 
     async def prove(self, queue_ids: Collection[QueueId]) -> None:
-        """Checks these ids, and forgets all ids if one of them is remembered for the wrong queue: claims of that queue
-        would find nothing until then."""
+        """Checks these ids in the database. Forgets all ids if one of them is remembered for the wrong queue: otherwise
+        claims of that queue would find nothing."""
         checked = set(queue_ids)
         remembered = [(number, *name) for name, number in self._queue_ids.items() if number in checked]
         for at in range(0, len(remembered), _BATCH_MAX):

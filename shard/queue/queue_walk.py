@@ -1,5 +1,6 @@
-"""Finds which orgs have jobs in the queues of one name on one shard, by steps in the ready index. It is a range of the
-index, because a queue's id begins with its name (docs/decisions/0010-queue-numbers-are-name-and-org.md)."""
+"""Finds which orgs have jobs in the queues of one name on one shard, by steps in the ready index. The queues of one
+name are a range of the index, because a queue's id begins with the id of its name
+(docs/decisions/0010-queue-numbers-are-name-and-org.md)."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from shard.queue import statements
 from shard.queue.queue_ids import QueueIds
 from shard.vocabulary import Micros, OrgId, QueueId, QueueName
 
-# The id of a queue is this many bits of its org, and above them its name.
+# This many low bits of a queue's id are the id of its org. The bits above them are the id of its name.
 _ORG_BITS = 32
 
 
 class Found(NamedTuple):
-    """A queue that has live jobs. `first_us`: when the first of them is or becomes visible, by the shard's clock; None:
-    the queue gives no jobs."""
+    """A queue that has live jobs. `first_us`: the time at which the first of them is or becomes visible, by the shard's
+    clock. None: the queue gives no jobs."""
 
     queue_id: QueueId
     org: OrgId
@@ -26,7 +27,7 @@ class Found(NamedTuple):
 
 
 class Walked(NamedTuple):
-    """A part of a walk. `after`: the id from which the next part goes on; None: this was the last one."""
+    """A part of a walk. `after`: the id after which the next part begins. None: this was the last part."""
 
     now: Micros
     found: list[Found]
@@ -42,12 +43,13 @@ class QueueWalk:
         self._names = names
 
     async def name_ids(self, queues: Collection[QueueName]) -> dict[QueueName, int]:
-        """Returns the ids of those of these queue names that exist on the shard."""
+        """Returns the ids of these queue names, as far as they exist on the shard."""
         rows = await self._database.run(statements.FIND_NAME_IDS, {"queues": arrays.names(queues)})
         return dict(rows)
 
     async def walk(self, queue: QueueName, name_id: int, *, after: QueueId | None, queues_max: int) -> Walked:
-        """Returns the next queues of this name with live jobs, after the queue with this id; None: from the first."""
+        """Returns the next queues of this name that have live jobs. `after`: the id of the queue after which the walk
+        goes on. None: it begins with the first queue."""
         last = (name_id + 1 << _ORG_BITS) - 1
         parameters = {
             "first": (name_id << _ORG_BITS) if after is None else after + 1,

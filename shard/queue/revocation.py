@@ -1,7 +1,7 @@
-"""Leases that ended without their consumer, as a hint for that consumer (I7). Pure.
+"""Leases that were not ended by their consumer. A revocation is a hint for that consumer (I7). Pure.
 
 A router that cancels a leased job, or leases a job again after its lease expired, learns which lease has ended. The
-routers tell each other by notifications (shard/queue/doorbell.py), and each tells its own consumers.
+routers tell each other by notifications (shard/queue/doorbell.py), and each router tells its own consumers.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from shard.vocabulary import Answer, Lease, OrgId
 
 # A notification must be shorter than 8,000 bytes, and its sender's name comes before the text.
 _TEXT_BYTES_MAX = 7_900
-# A lease takes up to 57 bytes. Each of the names, of 128 bytes, takes up to 768.
+# Upper bound for the leases in one part of a notification. A lease takes up to 57 bytes. The name of the org and that
+# of the worker have up to 128 bytes each, and take up to 768 bytes each as JSON.
 _LEASES_MAX = 100
 
 
 class Revocation(NamedTuple):
-    """Leases of one consumer. `answer` is what an extend would be answered: CANCELLED, or STALE after an expiry."""
+    """Leases of one consumer. `answer` is the answer that an extend would get: CANCELLED, or STALE after an expiry."""
 
     org: OrgId
     worker: str
@@ -52,7 +53,7 @@ def texts(revocations: Iterable[Revocation]) -> Iterator[str]:
 
 
 def from_text(text: str) -> list[Revocation]:
-    """Raises ValueError."""
+    """Returns the revocations in the payload of a notification. Raises ValueError."""
     match json.loads(text):
         case [*parts]:
             return [_read(part) for part in parts]
@@ -78,7 +79,7 @@ def _read(part: Any) -> Revocation:
 def _read_lease(lease: Any) -> Lease:
     match lease:
         case [str(job_hex), int(number)] if len(job_hex) == 32 and 0 <= number < 2**63:
-            # Raises ValueError.
+            # Raises ValueError if these are not hexadecimal digits.
             int(job_hex, 16)
             return Lease(job_hex, number)
         case _:

@@ -17,8 +17,8 @@ from shard.postgres.pool import Database
 from shard.queue import statements
 from shard.vocabulary import OrgId, QueueName
 
-# How often a statement runs while it waits for a lock that is on none of these rows, for example on a table, which
-# migrations and moves of slots lock for a moment. Each run waits for 0.2 s (shard/postgres/pool.py): 10 s in all.
+# How often a statement runs while it waits for a lock on something else than these rows. For example, migrations and
+# moves of slots lock a table for a moment. Each run waits for 0.2 s (shard/postgres/pool.py), which makes 10 s in all.
 TRIES_MAX = 50
 _ORGS_MAX = 1_000
 _ROWS_OF_ORG_MAX = 1_000
@@ -41,8 +41,8 @@ class RowLocks(Generic[Row]):
         self._remembered: dict[object, set[Row]] = {}
 
     async def expect(self, rows: Iterable[Row]) -> set[Row]:
-        """Returns the rows that are locked, asking only about orgs that had a locked row lately. Asks nothing if there
-        is no such org."""
+        """Returns the rows that are locked. Asks the database only about orgs that had a locked row lately. If there is
+        no such org, asks nothing."""
         if not self._remembered:
             return set()
         suspects = [row for row in rows if row[0] in self._remembered]
@@ -53,7 +53,7 @@ class RowLocks(Generic[Row]):
         return await self.find([*suspects, *remembered]) & set(suspects)
 
     async def find(self, rows: Iterable[Row]) -> set[Row]:
-        """Returns the rows that are locked; none if the whole table is locked."""
+        """Returns the rows that are locked. Returns no rows if the whole table is locked."""
         asked = list(dict.fromkeys(rows))
         if not asked:
             return set()

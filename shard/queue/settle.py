@@ -1,5 +1,5 @@
-"""Ends and extends leases, each by a verb of VERBS, and decides their answers: OK, STALE, CANCELLED or NOT_FOUND. One
-statement serves many calls, of many orgs.
+"""Ends and extends leases, each with a verb of VERBS. The answer for each lease is OK, STALE, CANCELLED or NOT_FOUND.
+One statement serves many calls, of many orgs.
 
 A call is about leases of one org. A lease of another org is NOT_FOUND (I4); a lease that has ended is STALE (I2)."""
 
@@ -21,8 +21,8 @@ from shard.queue.row_locks import JobRow, RowLocks
 from shard.vocabulary import Answer, Failure, JobId, Lease, OrgId, Outcome, Progress, QueueId
 
 _NO_TEXTS: Mapping[int, str] = {}
-# The bytes of payloads and results that weigh as much as one job. A statement takes at most 4 MiB of them, or one call.
-# The other calls wait, and the other orgs get their share of the next statement.
+# This many bytes of payloads and results weigh as much as one job. So a statement takes at most 4 MiB of payloads and
+# results, or a single call. The other calls wait, and other orgs get their share of the next statement.
 BYTES_PER_WEIGHT = 4 * 1024
 
 
@@ -32,7 +32,7 @@ class Nack:
     decides. A permanent failure makes the job dead at once."""
 
     lease: Lease
-    # None: nothing is stored.
+    # None: no failure is stored.
     failure: Failure | None = None
     retry_after_us: int | None = None
 
@@ -42,7 +42,7 @@ class Nack:
 
     @property
     def size(self) -> int:
-        """The characters of its texts."""
+        """How many characters the texts of the failure have."""
         return 0 if self.failure is None else len(self.failure.message) + len(self.failure.stack)
 
 
@@ -71,16 +71,16 @@ class Extension(NamedTuple):
 
 
 class Settlement(NamedTuple):
-    """One call: ends or extends leases of one org. Made by the method that is named like its verb."""
+    """One call: ends or extends leases of one org. The class method with the name of the verb makes it."""
 
     # One of VERBS.
     verb: str
     org: OrgId
     leases: Sequence[Lease]
-    # What the verb must know about each lease: one for each, or none at all.
+    # What the verb must know about each lease. There is one entry for each lease, or no entry at all.
     details: Sequence[Any] = ()
-    # All that the attempts have logged until now, by the lease's position. The other attempts keep what was reported
-    # before.
+    # All that the attempts have logged until now, by the lease's position. For the other leases, the log that was
+    # reported before stays.
     logs: Mapping[int, str] = _NO_TEXTS
 
     @classmethod
@@ -111,7 +111,7 @@ class Settlement(NamedTuple):
 
     @classmethod
     def snooze(cls, org: OrgId, snoozes: Sequence[Snooze]) -> Settlement:
-        """Gives jobs back after a delay each; the attempts do not count."""
+        """Gives jobs back, each after its delay. The attempts do not count."""
         return cls("snooze", org, [snooze.lease for snooze in snoozes], snoozes)
 
     def only(self, positions: Sequence[int]) -> Settlement:
@@ -122,7 +122,8 @@ class Settlement(NamedTuple):
         return Settlement(self.verb, self.org, leases, details, logs)
 
     def weight(self) -> int:
-        """How much of a statement the call takes: its leases, and the size of its results, failures and logs."""
+        """Returns how much of a statement the call takes: its leases, and the size of its results, failures, reasons,
+        checkpoints and logs."""
         match self.verb:
             case "ack":
                 size = sum([len(result) for result in self.details if result])
@@ -140,7 +141,8 @@ class Settlement(NamedTuple):
 
 
 _Fate = TypeVar("_Fate", int, str)
-# The leases that a statement found: job id and lease number. A call may name a live and an ended lease of one job.
+# The leases that a statement found, by job id and lease number. Both are needed, because a call may name a live and an
+# ended lease of one job.
 _Done = set[tuple[str, int]]
 _Answers = Sequence[list[Answer] | Exception]
 
@@ -158,8 +160,9 @@ class LeaseSettler:
     async def settle(self, calls: Sequence[Settlement]) -> _Answers:
         """Settles the leases of calls with the same verb, if possible in one statement.
 
-        Returns for every call the answers to its leases, or its error: RowLocked if it names a job that another session
-        keeps locked; the other leases of that call are settled nevertheless. Raises ShardUnavailable."""
+        Returns for every call the answers to its leases, or its error. The error is RowLocked if the call names a job
+        that another session keeps locked. The other leases of that call are settled nevertheless. Raises
+        ShardUnavailable."""
         if len(calls) == 1:
             return await self._past_locks(calls)
         answers: dict[int, list[Answer] | Exception] = {}
@@ -221,7 +224,7 @@ class LeaseSettler:
         )
         acked, acked_ids, acked_leases, freed_in = rows[0]
         if freed_in is not None:
-            # The next jobs of the groups have got the slots, and workflows may have released jobs.
+            # The next jobs of the groups have got the free slots, and workflows may have released jobs.
             self._visible(set(freed_in))
         return None if acked == len(columns.leases) else set(zip(acked_ids or (), acked_leases or (), strict=True))
 
@@ -314,8 +317,8 @@ class LeaseSettler:
         delays_us: Sequence[int] = (),
         failures: Mapping[int, str] = _NO_TEXTS,
     ) -> _Done:
-        """Makes jobs visible again. `counts`: whether the attempt counts. `delays_us`: one for each lease, or none.
-        `failures`: by the lease's position."""
+        """Makes jobs visible again. `counts`: whether the attempt counts. `delays_us`: one delay for each lease, or no
+        delay at all. `failures`: by the lease's position."""
         parameters = {
             **columns.parameters(),
             "outcome": outcome.value,
@@ -331,8 +334,8 @@ class LeaseSettler:
     async def _answers(
         self, calls: Sequence[Settlement], done: _Done, *, ended_as: Outcome | None
     ) -> list[list[Answer]]:
-        """Returns OK for leases that were settled now, or by an earlier try of the same call (`ended_as` is the outcome
-        of such a try); CANCELLED, STALE or NOT_FOUND for the others."""
+        """Returns the answer to each lease. It is OK if the lease was settled now, or by an earlier try of the same
+        call; `ended_as` is the outcome that such a try leaves. For other leases it is CANCELLED, STALE or NOT_FOUND."""
         orgs: list[OrgId] = []
         missed: list[Lease] = []
         for call in calls:
@@ -357,9 +360,10 @@ class LeaseSettler:
 
 
 class _Verb(NamedTuple):
-    # Runs calls. Returns the leases that it found, or None if it found all.
+    # Runs calls. Returns the leases that the statement found, or None if it found all of them.
     run: Callable[[LeaseSettler, Sequence[Settlement]], Awaitable[_Done | None]]
-    # How the attempt ended, or None if it goes on. A repeated call finds this outcome, and is answered OK.
+    # The outcome of the attempt, or None if the attempt goes on. A repeated call finds this outcome, and is answered
+    # OK.
     ended_as: Outcome | None
 
 
@@ -426,7 +430,7 @@ class _NackColumns(Generic[_Fate]):
         self.orgs: list[OrgId] = []
         self.nacks: list[Nack] = []
         self.fates: list[_Fate] = []
-        # By the position of their nack.
+        # The logs, by the position of their nack.
         self.logs: dict[int, str] = {}
 
     def add(self, org: OrgId, nack: Nack, fate: _Fate, log: str | None) -> None:
@@ -442,7 +446,7 @@ class _NackColumns(Generic[_Fate]):
 
 
 def _logs(calls: Sequence[Settlement]) -> arrays.Texts:
-    """Returns what the attempts of all leases of these calls have logged."""
+    """Returns the logs of the attempts of all leases of these calls."""
     logs: dict[int, str] = {}
     leases = 0
     for call in calls:

@@ -23,7 +23,7 @@ NAME_QUEUES = _load("name_queues", shared=True)
 WALK_QUEUES = _load("walk_queues", shared=True)
 
 CLAIM = _load("claim", shared=True)
-# For one group, whose org or queue has a limit of jobs in flight.
+# For a single group, whose org or queue has a limit of jobs in flight.
 CLAIM_WITHIN_LIMITS = _load(
     "claim_within_limits",
     file="claim",

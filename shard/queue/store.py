@@ -63,17 +63,17 @@ _log = logging.getLogger(__name__)
 
 # How old the time in a new job's id may be.
 ID_AGE_DAYS_MAX = 7.0
-# How often a cancel is tried again for jobs that moved between tables, or were locked, while it ran.
+# How often a change is tried again for jobs that moved between tables, or were locked, while it ran.
 _TRIES_MAX = 6
 # Queues per probe statement.
 _PROBE_QUEUES_MAX = 500
-# After a full sweep (from the beginning of time) that took longer than this, the next sweeps are partial ones, for this
-# many times as long as the full sweep took.
+# If a full sweep (from the beginning of time) took longer than _FULL_SWEEP_S_MAX, only partial sweeps follow for
+# _FULL_SWEEP_PAUSE times as long as the full sweep took.
 _FULL_SWEEP_S_MAX = 0.1
 _FULL_SWEEP_PAUSE = 50.0
 _UNRELEASED_MAX = 10_000
-# Upper bound for the jobs of one priority of a queue that a sweep moves because they have aged: they go before the
-# queue's urgent jobs.
+# Upper bound for the jobs of one priority of a queue that a sweep moves because they have aged. They get the priority
+# of the queue's urgent jobs, and so delay these.
 _AGED_MAX = 200
 # Verbs after which a job may have ended.
 _ENDING = frozenset({"ack", "nack"})
@@ -81,8 +81,8 @@ _ENDING = frozenset({"ack", "nack"})
 QUARANTINES_MAX = 1_000
 # Effectively no bound: the number of waiting claims is bounded elsewhere, by the number of callers.
 _CLAIMS_WEIGHT_MAX = 20_000_000
-# Claims in one act. With large payloads a statement may serve only two of them, and each claim of an act waits until
-# all of them are served.
+# Upper bound for the claims in one act. With large payloads a statement may serve only two claims, and each claim of an
+# act waits until all of them are served.
 _CLAIMS_MAX = 100
 # Calls that share no statement are bounded as well: otherwise one org's calls could take all connections (I4).
 _SINGLE_CALLS_WEIGHT_MAX = 100
@@ -90,8 +90,8 @@ _SINGLE_CALLS_WEIGHT_MAX = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Due:
-    """When the next job of each queue is or becomes visible, by the shard's clock. Queues without jobs, and queues
-    that give none, are missing."""
+    """The time at which the next job of each queue is or becomes visible, by the shard's clock. Queues without jobs,
+    and queues that give no jobs, are missing."""
 
     now: Micros
     first: dict[QueueId, Micros]
@@ -100,14 +100,15 @@ class Due:
     workflows_wait: bool
     # Whether any of the queues has priorities that age.
     ages: bool
-    # Whether kinds are quarantined, crashes are to be judged, or jobs to be released.
+    # Whether kinds are quarantined, crashes are to be judged, or jobs that are set aside are to be released.
     quarantines: bool
 
 
 class Store:
     """One shard's queue. `horizon_days` is the maximum age of a job id, and therefore how long a repeated enqueue is
     recognised by its id. `on_visible` is called with the queues of jobs that can be claimed again, `on_revoked` with
-    leases that ended without their consumer, `on_settled` with jobs (as 32 hexadecimal digits) that may have ended.
+    leases that were not ended by their consumer, and `on_settled` with jobs (as 32 hexadecimal digits) that may have
+    ended.
 
     Every method that changes jobs raises ClockSetBack while `clock` knows that the shard's clock was set back."""
 
@@ -203,8 +204,8 @@ class Store:
     async def enqueue(
         self, jobs: NewJobs, handover: Handover | None = None, *, epoch: int = FIRST_EPOCH
     ) -> dict[int, JobId]:
-        """Stores the jobs, all or none, each once. `epoch` is that of the placement by which the caller sends the jobs
-        to this shard and has asked its former owners for them (`known`).
+        """Stores the jobs, all or none, each once. `epoch`: the epoch of the caller's placement. By this placement the
+        caller sends the jobs to this shard, and has asked the former owners for them (`known`).
 
         Returns the positions of jobs that the shard knew already, each with the id of the known job; all other jobs are
         newly stored. Raises NotOwned, BadIds, TooManyQueues, ShardUnavailable, TooManyWaiting."""
@@ -231,8 +232,8 @@ class Store:
         return await self._lookups.submit(jobs) if len(jobs) else {}
 
     async def describe(self, jobs: NewJobs, found: Sequence[JobId]) -> dict[int, Known]:
-        """Describes the jobs `found`, which enqueues found instead of storing these jobs: by position, those that this
-        shard has. Raises ShardUnavailable, TooManyWaiting."""
+        """Describes the jobs `found`, which enqueues found instead of storing `jobs`. Returns, by position, the
+        descriptions of those that this shard has. Raises ShardUnavailable, TooManyWaiting."""
         return await self._descriptions.submit((jobs, found)) if len(jobs) else {}
 
     async def draw(self, draw: Draw) -> Drawn:
@@ -270,9 +271,9 @@ class Store:
         bytes_max: int = CLAIM_BYTES_MAX,
         in_flight: InFlightLimits | None = None,
     ) -> ClaimResult:
-        """Leases up to `max_jobs` due jobs for `window_us` (microseconds), fewer if they fill `bytes_max` or these
-        limits of jobs in flight. Raises ShardUnavailable, TooManyWaiting; RowLocked if other claims of a limited org
-        take long."""
+        """Leases up to `max_jobs` due jobs for `window_us` microseconds. Leases fewer jobs if they fill `bytes_max` or
+        the limits of jobs in flight. Raises ShardUnavailable and TooManyWaiting. Raises RowLocked if other claims of a
+        limited org take long."""
         self.clock.check()
         request = ClaimRequest(org, tuple(queues), max_jobs, window_us, worker, bytes_max, in_flight)
         while True:
@@ -306,19 +307,20 @@ class Store:
         return counts
 
     async def settle(self, call: Settlement) -> list[Answer]:
-        """Ends or extends leases. Returns an answer for each. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
+        """Ends or extends leases. Returns an answer for each lease. Raises RowLocked, ShardUnavailable,
+        TooManyWaiting."""
         self.clock.check()
         answers = await self._settlements[call.verb].submit(call)
         if call.verb in _ENDING:
-            # Only for leases that were the org's own. Somebody may have guessed the id of another org's job, for whose
-            # end that org's callers wait (I4).
+            # Reports only leases that belong to the org. A caller may have guessed the id of another org's job, and
+            # must not wake that org's callers, who wait for the end of the job (I4).
             ended = zip(call.leases, answers, strict=True)
             self.on_settled(lease.job_hex for lease, answer in ended if answer is Answer.OK)
         return answers
 
     def release_soon(self, org: OrgId, leases: Sequence[Lease]) -> None:
-        """Releases jobs that will not reach their consumer, without waiting for it. While the shard is unavailable,
-        every sweep tries again."""
+        """Begins to release jobs that will not reach their consumer, and does not wait for the end of the release.
+        While the shard is unavailable, every sweep tries again."""
         if not leases:
             return
         call = Settlement.release(org, leases)
@@ -348,8 +350,8 @@ class Store:
     # ── Both ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def cancel(self, org: OrgId, ids: Sequence[JobId], *, reason: str) -> list[Answer]:
-        """Cancels jobs that have not finished. Returns an answer for each: STALE if the job has finished, DEPARTING if
-        it is on its way to another shard. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
+        """Cancels jobs that have not finished. Returns an answer for each job: STALE if the job has succeeded,
+        DEPARTING if it is on its way to another shard. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
         self.clock.check()
         answers: list[Answer] = await self._single_calls.submit(
             SingleCall(org, len(ids), partial(self._cancel, org, ids, reason=reason))
@@ -357,9 +359,9 @@ class Store:
         return answers
 
     async def alter(self, org: OrgId, ids: Sequence[JobId], alteration: Alteration) -> list[Answer]:
-        """Changes jobs that are scheduled or ready. Returns an answer for each: STALE if the job is leased or dead, or
-        has succeeded, DEPARTING if it is on its way to another shard. Raises RowLocked, ShardUnavailable,
-        TooManyWaiting."""
+        """Changes jobs that are blocked, scheduled or ready. Returns an answer for each job. It is STALE if the job is
+        leased or dead, or has succeeded, or if a blocked job was to get a time. It is DEPARTING if the job is on its
+        way to another shard. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
         self.clock.check()
         answers: list[Answer] = await self._single_calls.submit(
             SingleCall(org, len(ids), partial(self._alter, org, ids, alteration))
@@ -367,8 +369,8 @@ class Store:
         return answers
 
     async def redrive(self, org: OrgId, ids: Sequence[JobId]) -> list[Answer]:
-        """Makes dead jobs ready again. Returns an answer for each: STALE if the job is live or has succeeded, DEPARTING
-        if it is on its way to another shard. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
+        """Makes dead jobs ready again. Returns an answer for each job: STALE if the job is live or has succeeded,
+        DEPARTING if it is on its way to another shard. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
         self.clock.check()
         answers: list[Answer] = await self._single_calls.submit(
             SingleCall(org, len(ids), partial(self._redrive, org, ids))
@@ -391,7 +393,8 @@ class Store:
                 self.on_visible(freed_in)
             return {JobId(name): Answer.DEPARTING if departing else Answer.OK for name, departing, *_ in rows}
 
-        # A job that moved between the tables job and dead while the statement read them is in neither list.
+        # If a job moved between the tables job and dead while the statement read them, the statement may not find it.
+        # Such a job has none of these states, and is tried again.
         return await self._change(org, ids, act, {"cancelled": Answer.OK, "succeeded": Answer.STALE})
 
     async def _alter(self, org: OrgId, ids: Sequence[JobId], alteration: Alteration) -> list[Answer]:
@@ -407,8 +410,8 @@ class Store:
     async def _show(
         self, statement: Statement, parameters: Mapping[str, object], ids: Sequence[JobId]
     ) -> dict[JobId, Answer]:
-        """Runs a statement that may make jobs visible, and notifies the wait room about their queues. Returns its
-        answers."""
+        """Runs a statement that may make jobs visible, and notifies the wait room about their queues. Returns the
+        answers for the jobs."""
         rows: list[tuple[str, QueueId | None]] = await self._database.run(
             statement, {**parameters, "ids": arrays.plain(ids)}
         )
@@ -422,8 +425,9 @@ class Store:
         act: Callable[[Sequence[JobId]], Awaitable[dict[JobId, Answer]]],
         missed_in: Mapping[str, Answer],
     ) -> list[Answer]:
-        """Changes jobs by id. `act` changes those that it can, and answers for them. `missed_in`: the answers for the
-        others, by their state; a job in another state changed while the statement ran, and is tried again."""
+        """Changes jobs by id. `act` changes the jobs that it can change, and returns the answers for them. `missed_in`:
+        the answers for the other jobs, by their state. A job in none of these states has changed while the statement
+        ran, and is tried again."""
         answers: dict[JobId, Answer] = {}
         was_done_before = False
         remaining: Sequence[JobId] = list(dict.fromkeys(ids))
@@ -469,9 +473,9 @@ class Store:
         bytes_max: int = ANSWER_BYTES_MAX,
         as_stored: bool = False,
     ) -> list[JobRecord]:
-        """Returns the jobs with these ids, in their order, from any table of this shard. Jobs after the one that fills
-        `bytes_max` are not whole: they lack their large columns. A job without retry settings of its own has those of
-        its queue, unless `as_stored`. Raises ShardUnavailable, TooManyWaiting."""
+        """Returns the jobs with these ids, in the order of the ids, from any table of this shard. Jobs after the one
+        that fills `bytes_max` are not whole: they lack their large columns. A job without retry settings of its own has
+        the settings of its queue, unless `as_stored` is true. Raises ShardUnavailable, TooManyWaiting."""
         call = partial(self._get, org, ids, include_payload=include_payload, bytes_max=bytes_max, as_stored=as_stored)
         records: list[JobRecord] = await self._single_calls.submit(SingleCall(org, len(ids), call))
         return records
@@ -495,8 +499,8 @@ class Store:
         return list(map(JobRecord._make, rows))
 
     async def find_ended(self, jobs: Sequence[tuple[OrgId, str]]) -> list[int]:
-        """Returns the positions of those jobs (orgs, and ids as 32 hexadecimal digits) that are not live on this shard.
-        Raises ShardUnavailable."""
+        """Returns the positions of the jobs that are not live on this shard. `jobs`: the org of each job, and its id as
+        32 hexadecimal digits. Raises ShardUnavailable."""
         orgs = {org: position for position, org in enumerate(dict.fromkeys(org for org, _ in jobs), start=1)}
         parameters = {
             "ids": arrays.plain([job for _, job in jobs]),
@@ -506,8 +510,8 @@ class Store:
         return [position - 1 for (position,) in await self._database.run(statements.FIND_ENDED, parameters)]
 
     async def explain_job(self, org: OrgId, job_id: JobId) -> JobFacts | None:
-        """Returns what decides when this job is leased; None if this shard does not know it. Raises ShardUnavailable,
-        TooManyWaiting."""
+        """Returns the facts that decide when this job is leased. None: this shard does not know the job. Raises
+        ShardUnavailable, TooManyWaiting."""
         facts: JobFacts | None = await self._single_calls.submit(
             SingleCall(org, 1, partial(self._explain_job, org, job_id))
         )
@@ -532,7 +536,7 @@ class Store:
                 record.leased_at is not None,
                 record.run_at if record.deadline is None else record.deadline,
             ):
-                # None: it is set aside, or has just got a slot.
+                # `group` is None if the job is set aside, or has just got a slot.
                 group = await explain.read_group(self._database, org, record.queue, job_id) if live.waits else None
                 found = await explain.read_quarantines(self._database, org, record.queue, record.kind)
                 quarantine = next((one for one in found if one.trial_id != job_id), None)
@@ -540,7 +544,8 @@ class Store:
         raise ShardUnavailable(self.name, f"job {job_id} of org {org!r} kept changing during the call; try again")
 
     async def explain_queue(self, org: OrgId, queue: QueueName) -> QueueFacts:
-        """Returns what this queue would give now. Raises UnknownQueue, ShardUnavailable, TooManyWaiting."""
+        """Returns the facts about a queue: the jobs that it would give now, and its next jobs. Raises UnknownQueue,
+        ShardUnavailable, TooManyWaiting."""
         floors = self._late_floors(org, queue)
         facts: QueueFacts | None = await self._single_calls.submit(
             SingleCall(org, 1, partial(explain.read_queue, self._database, org, queue, floors=floors))
@@ -557,13 +562,13 @@ class Store:
         return found
 
     def _late_floors(self, org: OrgId, queue: QueueName) -> list[Micros]:
-        """Returns from where to look for the queue's jobs, by priority; from the beginning of time if this router does
-        not claim from it."""
+        """Returns the times from which to look for the queue's jobs, by priority. If this router does not claim from
+        the queue, this is the beginning of time."""
         known = self.names.known(org, [queue])
         return self._floors.late(known[0]) if known else [Micros(0)] * len(PRIORITIES)
 
     async def finish(self) -> None:
-        """Returns once all calls have ended, including releases that no caller waits for."""
+        """Returns as soon as all calls have ended, including releases that no caller waits for."""
         await self._enqueues.finish()
         await self._lookups.finish()
         await self._descriptions.finish()
@@ -575,14 +580,16 @@ class Store:
         await self._single_calls.finish()
 
     def jobs_stored(self, queues: set[QueueId]) -> None:
-        """Schedules or workflows have stored or released jobs in these queues. That must have been committed."""
+        """Notes that schedules or workflows have stored or released jobs in these queues. The change must have been
+        committed."""
         self._accepted_since_fold = True
         self.on_visible(queues)
 
     # ── Upkeep ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def fold_tally(self) -> None:
-        """Folds the tally of accepted jobs into one row per org, if this store has accepted any since the last time."""
+        """Folds the tally of accepted jobs into one row per org, if this store has accepted any jobs since the last
+        time."""
         if self._accepted_since_fold:
             self._accepted_since_fold = False
             await self._database.run(statements.FOLD_TALLY, {})
@@ -592,7 +599,7 @@ class Store:
         await self._buckets.forget_full()
 
     async def probe(self, queues: Iterable[QueueId]) -> Due:
-        """Returns when these queues have their next job, not counting jobs below the floors."""
+        """Returns the times at which these queues have their next jobs, not counting jobs below the floors."""
         return await self._probe(list(queues), self._floors.of)
 
     def arrived(self, queues: Collection[QueueId]) -> None:
@@ -601,16 +608,17 @@ class Store:
         self._floors.arrived(queues)
 
     def emptied(self, queues: Collection[QueueId]) -> None:
-        """A claim for consumers of all orgs has probably taken the last jobs of these queues."""
+        """Notes that a claim for consumers of all orgs has probably taken the last jobs of these queues."""
         self._floors.emptied(queues)
 
     async def sweep(self, awaited: Iterable[QueueId] = ()) -> Due:
-        """Returns when the `awaited` queues, and all queues that claims use, have their next job, also below the floors
-        (I7). Corrects the floors, checks the remembered queue ids, fills free slots of groups, moves jobs that have
-        aged, looks after quarantined kinds, sends failed releases again.
+        """Returns the times at which the `awaited` queues, and all queues that claims use, have their next jobs, also
+        below the floors (I7). Corrects the floors, checks the remembered queue ids, fills free slots of groups, moves
+        jobs that have aged, looks after quarantined kinds, and sends failed releases again.
 
-        Normally it looks from the beginning of time. If that has just taken long, an old snapshot is keeping dead
-        versions of jobs; then it looks only for jobs that may have committed late. Raises ShardUnavailable."""
+        Normally a sweep looks from the beginning of time. If such a sweep has just taken long, an old snapshot keeps
+        dead row versions of jobs. Then the next sweeps look only for jobs that may have committed late. Raises
+        ShardUnavailable."""
         unreleased, self._unreleased = self._unreleased, []
         for call in unreleased:
             self.release_soon(call.org, call.leases)
@@ -645,7 +653,7 @@ class Store:
         try:
             return await self._probe(queues, is_sweep=True)
         finally:
-            # Count its time even if it failed: it may have run into statement_timeout.
+            # The time counts even if the statement failed: it may have run into statement_timeout.
             ended_s = time.monotonic()
             if ended_s - began_s > _FULL_SWEEP_S_MAX:
                 self._full_sweep_from_s = ended_s + _FULL_SWEEP_PAUSE * (ended_s - began_s)
@@ -657,11 +665,13 @@ class Store:
         *,
         is_sweep: bool = False,
     ) -> Due:
-        """Finds the first live job of each queue, from these floors on, or from the beginning of time."""
+        """Finds the first live job of each queue, from these floors on. `floors_of` None: from the beginning of
+        time."""
         first: dict[QueueId, Micros] = {}
         now = Micros(0)
         groups_wait = workflows_wait = ages = quarantines = False
-        # A sweep without queues still looks for what waits to be repaired.
+        # A sweep without queues still runs one statement, which finds group slots to fill, workflows to fold, and
+        # quarantines.
         for at in range(0, max(len(queues), 1), _PROBE_QUEUES_MAX):
             part = queues[at : at + _PROBE_QUEUES_MAX]
             arrivals = self._floors.arrivals
@@ -709,4 +719,4 @@ def _org(call: SingleCall | ClaimRequest | Settlement) -> OrgId | None:
 
 
 def _ignore(_: object) -> None:
-    """The default of Store.on_visible and on_revoked."""
+    """The default of on_visible, on_revoked and on_settled of a Store."""

@@ -1,7 +1,7 @@
 """Draws tokens from the buckets of one shard (docs/decisions/0045-tokens-are-drawn-in-blocks.md).
 
 A bucket belongs to a limit and an org. It fills by the shard's clock. Draws that come at the same time share a
-statement. How much a router draws, and what it does with the tokens, is decided in router/fleet/limits.py.
+statement. router/fleet/limits.py decides how much a router draws, and what it does with the tokens.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Draw(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What a draw got. `left`: what the bucket has then. Tokens that are given back are a negative number, or 0 if the
-    bucket did not take them because it fills by a newer limit."""
+    """What a draw got. `left`: how many tokens the bucket has after the draw. If tokens are given back, `granted` is
+    negative, or 0 if the bucket did not take them because it fills by a newer limit."""
 
     granted: int
     left: float
@@ -46,8 +46,8 @@ class TokenBuckets:
         self._has_drawn = False
 
     async def draw(self, draws: Sequence[Draw]) -> list[Drawn | Exception]:
-        """Makes these draws. Returns the result or the error of each: one whose bucket another session keeps locked
-        does not harm the others."""
+        """Makes these draws. Returns the result or the error of each draw. A draw whose bucket another session keeps
+        locked does not harm the others."""
         self._has_drawn = True
         try:
             return list(await self._draw(draws))

@@ -1,9 +1,9 @@
 """The instants of a schedule. Pure: no I/O, and no clock; the caller gives every moment.
 
-Cron expressions are read by cronsim, with the rules of Debian's cron about daylight saving: a time that the clocks skip
-comes when they have been set, and a time that they show twice comes once. This holds if neither minute nor hour begins
-with `*`. Other expressions of five fields, and all with seconds, match the clock on the wall: what it skips does not
-come, and what it shows twice comes twice.
+Cronsim reads the cron expressions, with the rules of Debian's cron about daylight saving. If neither the minute nor the
+hour begins with `*`, a time that the clocks skip comes when they have been set, and a time that they show twice comes
+once. Other expressions of five fields, and all expressions with seconds, match the clock on the wall: a time that it
+skips does not come, and a time that it shows twice comes twice.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from shard.schedule import ScheduleId, Timing
 from shard.vocabulary import Micros
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-# The span of what CronSim and datetime can compute with, some decades inside that of datetime.
+# The first and the last time that instants may have. Both are well inside the range with which CronSim and datetime can
+# compute.
 _FIRST, _LAST = datetime(1971, 1, 1, tzinfo=UTC), datetime(9000, 1, 1, tzinfo=UTC)
-# The first span that is searched backwards; each further one is twice as long.
+# The length of the first span that is searched backwards. Each further span is twice as long.
 _BACK_US = 64_000_000
-# This many instants are looked for at once. A span of `_BACK_US` has no more.
+# This many instants are looked for at once. A span of `_BACK_US` does not have more instants.
 _BACK_MAX = 64
 _EXPRESSION_CHARS_MAX = 256
 _INTERVAL_US_MIN = 1_000_000
@@ -49,7 +50,8 @@ class Fault(NamedTuple):
 
 
 def faults(timing: Timing) -> list[Fault]:
-    """Returns everything that is wrong with a timing; nothing if it is valid and has an instant."""
+    """Returns everything that is wrong with a timing. Returns an empty list if the timing is valid and has an
+    instant."""
     found: list[Fault] = []
     given = [value is not None for value in (timing.cron, timing.interval_us, timing.at)]
     if sum(given) != 1:
@@ -98,7 +100,8 @@ def following(timing: Timing, moment: Micros) -> Micros | None:
 
 
 def due(timing: Timing, schedule: ScheduleId, at: Micros) -> Micros:
-    """Returns when the run of this instant is to be stored: later by its jitter, which is always the same."""
+    """Returns the time at which the run of this instant is to be stored. It is later than the instant by the jitter,
+    which is always the same for an instant."""
     if not timing.jitter_us:
         return at
     digest = hashlib.blake2b(f"{schedule} {at}".encode(), digest_size=8).digest()
@@ -146,7 +149,7 @@ def _following_cron(cron: str, zone: str, moment: int) -> int | None:
 def _cron_after(cron: str, zone: str, moment: int) -> Iterator[int]:
     if moment >= _micros(_LAST):
         return
-    # From the second of two times that the clocks show, CronSim finds instants that are over.
+    # If the clocks show a time twice and `moment` is the second of the two, CronSim also finds instants that are over.
     for at in CronSim(cron, _in_zone(max(moment, _micros(_FIRST)), zone)):
         if at.year >= _LAST.year:
             return
@@ -156,7 +159,7 @@ def _cron_after(cron: str, zone: str, moment: int) -> Iterator[int]:
 
 def _cron_until(cron: str, zone: str, moment: int) -> Iterator[int]:
     """Searches forwards in spans that lie further and further back, so that it finds the same instants as
-    `_cron_after`. A span with too many instants is halved: most of them may lie long before the latest ones."""
+    `_cron_after`. A span with too many instants is halved, because only the latest instants are needed."""
     last, span_us = min(moment, _micros(_LAST)), _BACK_US
     while last >= _micros(_FIRST):
         before = last - span_us
@@ -183,7 +186,7 @@ def _zones() -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1000)
 def _zone(name: str) -> tzinfo:
-    # CronSim is faster with this one, whose clocks are never set.
+    # CronSim is faster with the UTC of datetime.
     return UTC if name == "UTC" else ZoneInfo(name)
 
 
@@ -192,7 +195,7 @@ def _zone_fault(name: str) -> str:
         return ""
     shown = name if len(name) <= 64 else f"{name[:64]}…"
     by_fold = {zone.casefold(): zone for zone in _zones()}
-    # "paris" is close to no full name, but to the end of one.
+    # "paris" is not close to any full name, but to the end of a full name.
     ends = {zone.rpartition("/")[2].casefold(): zone for zone in sorted(_zones(), reverse=True)}
     wanted = name[:64].casefold().replace(" ", "_")
     close = [by_fold[wanted]] if wanted in by_fold else [ends[wanted]] if wanted in ends else []
@@ -202,7 +205,7 @@ def _zone_fault(name: str) -> str:
 
 
 def _cron_fault(expression: str) -> str:
-    """Returns what is wrong with a cron expression, and in which field."""
+    """Returns a description of the first fault of a cron expression. It is empty if the expression has no fault."""
     if len(expression) > _EXPRESSION_CHARS_MAX:
         return f"must have at most {_EXPRESSION_CHARS_MAX} characters"
     texts = expression.upper().split()

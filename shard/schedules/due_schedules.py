@@ -1,8 +1,9 @@
 """Fires the due schedules of one shard. Any number of routers do this at the same time, and none of them is special.
 
 One transaction locks some due schedules, decides about their instants, stores the runs and their jobs, and advances the
-schedules. So a router that dies, or does not hear of its commit, leaves either nothing or everything. Only the shard's
-clock counts: the statement that locks the schedules returns the time, and this process's clock is not read (I8).
+schedules. So if a router dies, or does not learn whether its commit succeeded, either nothing or everything was done.
+Only the shard's clock counts: the statement that locks the schedules returns the time, and this process's clock is not
+read (I8).
 """
 
 from __future__ import annotations
@@ -35,22 +36,25 @@ from shard.vocabulary import JobId, Micros, OrgId, QueueId, QueueName
 
 _log = logging.getLogger(__name__)
 
-# Schedules of one transaction. It holds a connection, and their locks, for about 0.1 s.
+# Upper bound for the schedules of one transaction, which holds a connection and the locks of the schedules for about
+# 0.1 s.
 BATCH_MAX = 500
-# Runs of one transaction. A schedule that catches up may exceed it.
+# Upper bound for the runs of one transaction. A schedule that catches up may exceed this number.
 _RUNS_MAX = 2000
 # After this many schedules were decided, other tasks get their turn.
 _AT_ONCE = 5
-# How soon a schedule that could not be decided is looked at again: if it waits for news of a job, and after an error.
+# After how long a schedule that could not be decided is looked at again. The first time is for a schedule that waits
+# for news of a job, the second for an error.
 _AGAIN_US = 100_000
 _AGAIN_LATER_US = 60_000_000
 
 
 class Wake(NamedTuple):
-    """When a router must look at the schedules of a shard: the difference of two times of the shard's clock."""
+    """The time at which a router must look at the schedules of a shard. The router waits for the difference of the two
+    times, which both come from the shard's clock."""
 
     now: Micros
-    # None: not before one is changed.
+    # None: not before a schedule is changed.
     at: Micros | None
 
 
@@ -88,7 +92,7 @@ class Due(NamedTuple):
     last_job: JobId | None
     buffered: int
     decided: int
-    # Whether the decision depends on whether the job of the run before is live, and whether it is live on this shard.
+    # Whether the decision depends on the job of the run before, and whether that job is live on this shard.
     matters: bool
     is_live: bool | None
     now: Micros
@@ -100,14 +104,15 @@ class Due(NamedTuple):
 
 
 class DueSchedules:
-    """The schedules of one shard that are due, and when the next one is. All methods may raise ShardUnavailable."""
+    """The schedules of one shard that are due, and the time at which the next one is due. All methods may raise
+    ShardUnavailable."""
 
     def __init__(self, database: Database, store: Store) -> None:
         self._database = database
         self._store = store
 
     async def next_wake(self) -> Wake:
-        """Returns when the next schedule of this shard must be looked at."""
+        """Returns the time at which the next schedule of this shard must be looked at."""
         ((now, at),) = await self._database.run(statements.FIND_WAKE, {})
         return Wake(now, at)
 
@@ -117,11 +122,12 @@ class DueSchedules:
         is_whole: Callable[[OrgId], bool] = lambda _: True,
         known: Mapping[JobId, bool] | None = None,
     ) -> Fired:
-        """Fires some of the schedules that are due, those first that have waited longest.
+        """Fires some of the schedules that are due. Those that have waited longest come first.
 
         `is_whole` says whether this shard has all live jobs of an org. If it has not, a decision may depend on whether
-        a job that is not live here is live on another shard. Such a job is `needed`, and its schedule waits until
-        `known` has it: `known` says of jobs whether they are live. Raises ClockSetBack."""
+        a job that is not live here is live on another shard. Such a job is returned in `Fired.needed`, and its schedule
+        waits until `known` has the job. `known` says for each job in it whether the job is live. Raises
+        ClockSetBack."""
         self._store.clock.check()
         fired = Fired()
         async with self._database.transaction() as connection:
@@ -195,8 +201,8 @@ class _Writer:
         self._advances[schedule.id] = Advance(
             schedule.id, decided.next_at, decided.wake_at, latest, latest, decided.buffered, count
         )
-        # Do this only once in RUNS_KEPT runs: a schedule that is due often would look for its oldest run for each new
-        # one.
+        # Forgets older runs only once in RUNS_KEPT runs. Otherwise a schedule that is due often would look for its
+        # oldest run at each new run.
         if schedule.decided // RUNS_KEPT < (schedule.decided + count) // RUNS_KEPT:
             self._full.append(schedule.id)
 
@@ -217,7 +223,8 @@ class _Writer:
             schedule = self._promoted.pop(name)
             self.runs.append(_new(schedule, Run(at, RunCause(cause), RunOutcome.STORED), schedule.last_at))
             change = self._advances[schedule.id]._replace(run_at=at)
-            # A run of the calendar that was stored with it is later. A backfill is no run of the calendar.
+            # If a run of the calendar is stored in the same transaction, it is later, and has set `last_at`. A backfill
+            # is no run of the calendar.
             if change.last_at is None and cause != RunCause.BACKFILL.value:
                 change = change._replace(last_at=at)
             self._advances[schedule.id] = change

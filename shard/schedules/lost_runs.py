@@ -1,7 +1,8 @@
 """Skips the runs that a shard may have stored before it lost history (docs/decisions/0066-recovering-one-shard.md).
 
-Nobody knows which runs it had stored. So each instant until now is recorded as skipped (I10), and an operator who knows
-that one was not stored can backfill it. Routers must refuse the shard meanwhile.
+Nobody knows which runs the shard had stored. So each undecided instant until now is recorded as skipped (I10). An
+operator who knows that the run of an instant was not stored can backfill it. Routers must refuse the shard
+meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from shard.vocabulary import Micros, OrgId, QueueId
 
 _log = logging.getLogger(__name__)
 
-# Schedules of one transaction.
+# Upper bound for the schedules of one transaction.
 _BATCH_MAX = 500
 _FIRST = ScheduleId("00000000-0000-0000-0000-000000000000")
 
@@ -46,8 +47,8 @@ class Lost(NamedTuple):
     paused: bool
     # The first instant that was not decided at the point of recovery.
     next_at: Micros | None
-    # The instants that would be skipped, from `first` to `through`, which is None for a single one; and how many
-    # waiting runs would be skipped.
+    # The instants that would be skipped, from `first` through `through` (None: only `first`), and how many waiting runs
+    # would be skipped.
     first: Micros | None
     through: Micros | None
     buffered: int
@@ -61,8 +62,8 @@ class Skipped(NamedTuple):
 
 
 class _Decision(NamedTuple):
-    """The run that records a schedule's instants until now as skipped, the first instant after these, and when the
-    schedule is looked at again."""
+    """The run that records a schedule's instants until now as skipped, the first instant after these, and the time at
+    which the schedule is looked at again."""
 
     run: Run | None
     next_at: Micros | None
@@ -70,8 +71,8 @@ class _Decision(NamedTuple):
 
 
 async def preview(database: Database, behind: Lost | None) -> list[Lost]:
-    """Returns a page of the schedules of a shard that lost history: what comes behind the given one, and nothing at the
-    end. Raises ShardUnavailable."""
+    """Returns a page of the schedules of a shard that lost history: those that come after `behind`. Returns an empty
+    page at the end. Raises ShardUnavailable."""
     parameters = {"behind": _FIRST if behind is None else behind.id, "rows": _BATCH_MAX}
     return [_lost(row) for row in await database.run(statements.SCAN_SCHEDULES, parameters)]
 
@@ -129,8 +130,8 @@ async def _skip(connection: Connection, found: list[Overdue]) -> Skipped:
 
 
 def _decide(one: Overdue) -> _Decision | None:
-    """Returns None for a schedule that cannot be decided, such as one of a time zone that is gone: it must not hold up
-    the others."""
+    """Returns the decision about a schedule. None: the schedule cannot be decided, for example because its time zone is
+    gone. Such a schedule must not hold up the others."""
     try:
         run, next_at = plan.skip_until_now(one.spec.timing, one.next_at, one.now, reason=SkipReason.RECOVERED)
         wake_at = None if next_at is None else calendar.due(one.spec.timing, one.id, next_at)

@@ -29,7 +29,7 @@ from shard.vocabulary import Micros
 LATE_US = 60_000_000
 # How often a router checks whether the job that a buffered run waits for has ended.
 BUFFER_LOOK_US = 1_000_000
-# How many instants are looked at for the latest one whose jitter is over.
+# How many instants are looked at to find the latest one whose jitter is over.
 _JITTERED_MAX = 100
 
 
@@ -61,7 +61,7 @@ class Plan:
 
 
 def plan(schedule: ScheduleId, spec: ScheduleSpec, present: Present) -> Plan:
-    """Returns what a schedule does now."""
+    """Returns the plan for a schedule at the present time."""
     timing, now, next_at = spec.timing, present.now, present.next_at
     line = _Line(running=present.running, buffered=present.buffered)
     promotes = line.promote()
@@ -106,7 +106,7 @@ def skip_until_now(
 
 @dataclass(slots=True, kw_only=True)
 class _Line:
-    """The runs of one schedule, one after another, as its overlap policy treats them."""
+    """Decides the runs of one schedule, one after another, by its overlap policy."""
 
     running: bool
     buffered: int
@@ -120,12 +120,12 @@ class _Line:
         return True
 
     def add(self, at: Micros, overlap: Overlap, cause: RunCause, *, last: Micros) -> Run:
-        """Decides one run. `last`: the last one that is decided together with it."""
+        """Decides one run. `last`: the instant of the last run that is decided together with this one."""
         match overlap:
             case Overlap.ALLOW:
                 return Run(at, cause, RunOutcome.STORED)
             case Overlap.CANCEL_RUNNING:
-                # Each earlier run would be cancelled by the next one at once.
+                # Only the last run is stored: the next run would cancel each earlier one at once.
                 if at == last:
                     return Run(at, cause, RunOutcome.STORED)
                 room = 0

@@ -1,4 +1,4 @@
-"""Writes decided runs, their jobs, and what they change in their schedules, inside a transaction of the caller."""
+"""Writes decided runs, their jobs, and the changes of their schedules, inside a transaction of the caller."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DAY_US = 86_400_000_000
 
 
 class NewRun(NamedTuple):
-    """A decided run. `previous`: the instant of the run before it, for its job."""
+    """A decided run. `previous`: the instant of the run before this one. The job of this run carries it."""
 
     schedule: ScheduleId
     name: ScheduleName
@@ -32,9 +32,9 @@ class NewRun(NamedTuple):
 
 
 class Advance(NamedTuple):
-    """What becomes of a schedule. `last_at` is the instant of the latest run stored now that was due by the calendar,
-    `run_at` that of the latest run stored now, whatever its cause. None: none was stored. At most
-    `buffered` runs wait."""
+    """What becomes of a schedule. `last_at`: the instant of the latest run that is stored now and was due by the
+    calendar. `run_at`: the instant of the latest run that is stored now, whatever its cause. None: no such run is
+    stored now. At most `buffered` runs wait."""
 
     schedule: ScheduleId
     next_at: Micros | None
@@ -54,15 +54,16 @@ class Stored(NamedTuple):
 
 
 def job_id_of(schedule: ScheduleId, at: Micros, now: Micros) -> JobId:
-    """Returns the id of a run's job. Its time is that of the firing, because the time in an id counts for the dedup
-    horizon. That a run is stored only once is assured by its row, not by this id."""
+    """Returns the id of a run's job. The time in the id is the time of the firing, because that time counts for the
+    dedup horizon. The row of a run, and not this id, ensures that the run is stored only once."""
     digest = int.from_bytes(hashlib.blake2b(f"{schedule} {at}".encode(), digest_size=10).digest())
     number = now // 1000 << 80 | 0x7 << 76 | (digest >> 62 & 0xFFF) << 64 | 0b10 << 62 | digest & (1 << 62) - 1
     return JobId(str(UUID(int=number)))
 
 
 async def store_runs(connection: Connection, runs: Sequence[NewRun]) -> Stored:
-    """Stores runs whose schedules the transaction has locked, and their jobs. An instant that has a run keeps it."""
+    """Stores runs and their jobs. The transaction has locked the schedules. An instant that has a run keeps that run,
+    except as store_runs.sql says."""
     if not runs:
         return Stored(0, set())
     ids = [
@@ -113,7 +114,7 @@ async def forget_runs(connection: Connection, schedules: Sequence[ScheduleId]) -
         parameters = {
             "schedules": arrays.plain(schedules),
             "kept": RUNS_KEPT,
-            # For as long as an id counts.
+            # Runs of backfills are kept for as long as the ids of jobs count.
             "backfill_us": round(ID_AGE_DAYS_MAX * _DAY_US),
         }
         await connection.run(statements.FORGET_RUNS, parameters)

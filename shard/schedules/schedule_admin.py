@@ -1,6 +1,7 @@
-"""Operators' calls about the schedules of one shard: create, update, pause, trigger, backfill, lists.
+"""Operators' calls about the schedules of one shard: create, update, pause, trigger, backfill, list.
 
-Every change locks the schedule, computes its next instant from the shard's time, and stores both, in one transaction.
+Every change is one transaction. It locks the schedule, computes the next instant from the shard's time, and stores the
+changed schedule with that instant.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backfilled:
-    """What a backfill has done, in numbers of instants. `known`: those that had a run already."""
+    """What a backfill has done, in numbers of instants. `known`: the instants that had a run already."""
 
     stored: int
     buffered: int
@@ -83,15 +84,15 @@ class Backfilled:
 
 
 class ScheduleAdmin:
-    """The schedules of one shard. All methods may raise ShardUnavailable; those that change something also NotOwned and
-    ClockSetBack. `epoch`: that of the placement by which this shard is the org's writer. `changed` is called when a
-    schedule may have to be looked at earlier than before."""
+    """The schedules of one shard. All methods may raise ShardUnavailable. Methods that change something may also raise
+    NotOwned and ClockSetBack. `epoch`: the epoch of the placement by which new jobs of the org are written to this
+    shard. `changed` is called when a schedule may have to be looked at earlier than before."""
 
     def __init__(self, database: Database, store: Store, changed: Callable[[], None] = lambda: None) -> None:
         self._database = database
         self._store = store
         self._changed = changed
-        # One call at a time, and orgs in turn (I4).
+        # Runs one call after another, and serves the orgs in turn (I4).
         self._calls = Coalescer[SingleCall, Any](
             one_by_one,
             weight=lambda call: call.weight,
@@ -104,7 +105,7 @@ class ScheduleAdmin:
     async def create(
         self, org: OrgId, name: ScheduleName, spec: ScheduleSpec, template: Template, *, paused: bool, epoch: int
     ) -> Found:
-        """Raises BadSchedule, ScheduleExists, TooManySchedules, TooManyQueues."""
+        """Creates a schedule. Raises BadSchedule, ScheduleExists, TooManySchedules, TooManyQueues."""
         refuse_bad(spec)
         return await self._in_turn(org, partial(self._create, org, name, spec, template, paused, epoch))
 
@@ -150,9 +151,9 @@ class ScheduleAdmin:
         *,
         epoch: int,
     ) -> Found:
-        """Changes a schedule. `change` gets what it has, and returns what it is to have. A changed timing counts from
-        now on: instants until now that are not decided yet are told as skipped. Raises UnknownSchedule, BadSchedule,
-        TooManyQueues."""
+        """Changes a schedule. `change` gets the present spec and template, and returns the new ones. A changed timing
+        counts from now on: instants until now that are not decided yet are recorded as skipped. Raises UnknownSchedule,
+        BadSchedule, TooManyQueues."""
         return await self._in_turn(org, partial(self._update, org, name, change, epoch))
 
     async def _update(
@@ -166,7 +167,7 @@ class ScheduleAdmin:
         try:
             before = await self._get(org, name)
         except UnknownSchedule:
-            # It may have moved away with its org.
+            # The schedule may have moved away with its org.
             await self._refuse_unowned(org, epoch)
             raise
         _, template = change(before.schedule.spec, before.schedule.template)
@@ -233,7 +234,7 @@ class ScheduleAdmin:
             raise UnknownSchedule(org, name)
 
     async def get(self, org: OrgId, name: ScheduleName) -> Found:
-        """Raises UnknownSchedule."""
+        """Returns a schedule. Raises UnknownSchedule."""
         return await self._in_turn(org, partial(self._get, org, name))
 
     async def _get(self, org: OrgId, name: ScheduleName) -> Found:
@@ -284,8 +285,8 @@ class ScheduleAdmin:
     async def backfill(
         self, org: OrgId, name: ScheduleName, *, begin: Micros, end: Micros, overlap: Overlap, epoch: int
     ) -> Backfilled:
-        """Stores the runs of the instants from `begin` up to, but not including, `end` that have none. Raises
-        UnknownSchedule, BadSchedule."""
+        """Stores a run for each instant from `begin` up to, but not including, `end` that has no run, or was skipped
+        for a reason in _BACKFILLED. Raises UnknownSchedule, BadSchedule."""
         return await self._in_turn(org, partial(self._backfill, org, name, begin, end, overlap, epoch))
 
     async def _backfill(
@@ -331,7 +332,8 @@ class ScheduleAdmin:
         self, connection: Connection, schedule: ScheduleRecord, skipped: Run, new: Collection[Micros]
     ) -> Run | None:
         """If the instant of `skipped` is stored now, the instants that were skipped together with it need another
-        record. Returns it: a skip of those that have no run of their own. None: there are none."""
+        record. Returns that record: a skip of the instants that have no run of their own. None: there are no such
+        instants."""
         if skipped.through is None or skipped.at not in new:
             return None
         instants = calendar.after(schedule.spec.timing, skipped.at)
@@ -345,12 +347,13 @@ class ScheduleAdmin:
     async def _find_undecided(
         self, connection: Connection, schedule: ScheduleRecord, new: Collection[Micros]
     ) -> Micros | None:
-        """Returns the first instant that is not decided, once those of `new` have runs. Instants that are skipped
-        together are recorded at the first of them: if that one had a run already, nothing would tell of the others."""
+        """Returns the first instant that is not decided when the instants of `new` have runs. Instants that are skipped
+        together are recorded at the first of them. If that first instant had a run already, nothing would record the
+        others."""
         if schedule.next_at is None or schedule.next_at not in new:
             return schedule.next_at
         later = calendar.after(schedule.spec.timing, schedule.next_at)
-        # Ends after the instants that have runs.
+        # The loop ends after the instants that have runs.
         while instants := list(islice(later, RUNS_KEPT)):
             taken = {*new, *(run.at for run in await self._find_runs(connection, schedule.id, instants))}
             for at in instants:
@@ -374,7 +377,7 @@ class ScheduleAdmin:
         buffered: int,
         request: str | None = None,
     ) -> set[QueueId]:
-        """Stores runs of a locked schedule, which stays as it is besides. Returns the queues that got jobs."""
+        """Stores runs of a locked schedule. Does not change its configuration. Returns the queues that got jobs."""
         schedule, now = found
         queue = QueueName(str(schedule.template["queue"]))
         queue_id = (await self._store.names.find([(schedule.org, queue)])).get((schedule.org, queue), QueueId(0))
@@ -416,7 +419,7 @@ class ScheduleAdmin:
         return _found(rows[0])
 
     async def _make_queue(self, org: OrgId, template: Template) -> None:
-        """Makes the queue of the jobs, so that no firing has to."""
+        """Makes the queue of the jobs, so that no firing has to make it."""
         queue = QueueName(str(template["queue"]))
         if not await self._store.names.make([(org, queue)]):
             raise TooManyQueues(self._database.name, org, [queue], queues_max=QUEUES_MAX)
@@ -431,7 +434,7 @@ class ScheduleAdmin:
 
 
 def _wake_at(schedule: ScheduleRecord, now: Micros, buffered: int) -> Micros | None:
-    """Returns when a router must look at a schedule that is not paused. None: never."""
+    """Returns the time at which a router must look at a schedule that is not paused. None: never."""
     next_at = schedule.next_at
     wake_at = None if next_at is None else calendar.due(schedule.spec.timing, schedule.id, next_at)
     if not buffered:

@@ -1,5 +1,5 @@
-"""The SQL statements of this package, one file in sql/ each. Other packages run them only where
-tests/unit/test_statements.py allows it."""
+"""The SQL statements of this package, each from its file in sql/. Other packages may run only those that
+tests/unit/test_statements.py names."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Goes on with folds of one shard's workflows that left something, and forgets old workflows.
+"""Continues the folds that have left work in workflows of one shard, and forgets old workflows.
 
-The transaction that ends a job also takes its end in (windrow.fold_at_commit), but releases and cancels at most a
-portion of jobs (windrow.fold_portion; CONTRIBUTING.md tells where such functions are). It notifies the routers of the
-rest. Sweeps find what no notification tells of: jobs that were locked when they were to be released, and what moves and
-kills have left (I7).
+The transaction that ends a job also takes in that end (windrow.fold_at_commit), but releases and cancels at most one
+portion of jobs (windrow.fold_portion; CONTRIBUTING.md tells where such functions are). If work is left, the transaction
+notifies the routers. Sweeps find the work of which no notification tells: jobs that were locked when they were to be
+released, and what moves and killed processes have left (I7).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from shard.workflows import statements
 
 _ROWS = 1_000
 _FORGOTTEN_AT_ONCE = 100
-# While others hold the lock of a workflow, a fold of it is tried this often and this many times. After that it is left
-# to the next sweep.
+# While other sessions hold the lock of a workflow, its fold is tried again after this pause, up to this many times.
+# After that, the fold is left to the next sweep.
 _BUSY_PAUSE_S = 0.010
 _BUSY_MAX = 100
-# Workflows that wait for `go_on`; further ones are left to the sweep.
+# Upper bound for the workflows that wait for `go_on`. Further workflows are left to the sweep.
 _LEFT_MAX = 10_000
 
 # The number of an org on this shard, and the id of a workflow.
@@ -40,7 +40,7 @@ class _Fold(Enum):
 
 
 class WorkflowSweep:
-    """All methods may raise ShardUnavailable."""
+    """Continues the folds of one shard. All methods may raise ShardUnavailable."""
 
     def __init__(self, database: Database, store: Store) -> None:
         self._database = database
@@ -49,23 +49,24 @@ class WorkflowSweep:
         self._has_left = asyncio.Event()
 
     def left(self, workflows: Collection[Left]) -> None:
-        """Folds of these workflows have left something, which `go_on` then takes in."""
+        """Notes that folds of these workflows have left work, which `go_on` then does."""
         if len(self._left) + len(workflows) <= _LEFT_MAX:
             self._left |= dict.fromkeys(workflows)
             self._has_left.set()
 
     async def go_on(self) -> None:
-        """Waits until `left` is told of workflows, and takes in what they have left. After an error a sweep does it."""
+        """Waits until `left` is called, and continues the folds of these workflows. After an error, a sweep continues
+        them."""
         await self._has_left.wait()
         await self._finish([])
 
     async def sweep(self) -> None:
-        """Takes in what up to some hundred workflows have left."""
+        """Finds up to _ROWS workflows with work that folds have left, and continues their folds."""
         found = await self._database.run(statements.FIND_UNFOLDED, {"rows": _ROWS})
         await self._finish([(org_id, WorkflowId(id_)) for org_id, id_ in found])
 
     async def finish(self, org_id: int, workflow: WorkflowId) -> None:
-        """Takes in what a workflow has left."""
+        """Continues the fold of a workflow, until no work is left."""
         await self._finish([(org_id, workflow)])
 
     async def forget(self) -> None:
@@ -75,8 +76,8 @@ class WorkflowSweep:
             pass
 
     async def _finish(self, workflows: Sequence[Left]) -> None:
-        """Goes on with these workflows, and with those that `left` was told of. Takes in a portion of each in turn,
-        until nothing is left, or others hold their locks for long."""
+        """Continues the folds of these workflows, and of those for which `left` was called. Folds a portion of each
+        workflow in turn, until no work is left, or until other sessions have held the remaining locks for long."""
         busy = 0
         while True:
             workflows = [*dict.fromkeys([*workflows, *self._left])]

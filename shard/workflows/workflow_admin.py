@@ -1,4 +1,4 @@
-"""Calls about the workflows of one shard: start, add to, look, cancel, pause, skip.
+"""Calls about the workflows of one shard: start a workflow, add nodes, look at it, cancel or pause it, and skip a node.
 
 A change locks the workflow first, in a statement of its own, so that the statements after it see all ends that were
 taken in before (docs/decisions/0054-ends-of-nodes-are-appended-and-folded.md).
@@ -68,12 +68,12 @@ _FAULTS_MAX = 100
 # Job.reason of the job of a skipped node.
 SKIPPED = "its node was skipped"
 _LAST_ID = WorkflowId("ffffffff-ffff-7fff-bfff-ffffffffffff")
-# What a page of nodes may wait for, together.
+# Upper bound for the edges of all nodes of one page.
 _PAGE_EDGES_MAX = 20_000
 
 
 class _Locked(NamedTuple):
-    """A workflow whose lock this transaction has."""
+    """A workflow whose lock this transaction holds."""
 
     connection: Connection
     flow: int
@@ -96,7 +96,7 @@ class _Growth(NamedTuple):
 
     flow: int
     is_paused: bool
-    # By number.
+    # The parent for which each new node waits, by the number of the node. Nodes without parents have no entry.
     waits_on: Mapping[int, int]
 
 
@@ -105,14 +105,15 @@ class _QueuesChanged(Exception):
 
 
 class WorkflowAdmin:
-    """The workflows of one shard. All methods may raise ShardUnavailable and TooManyWaiting; those that change
-    something also NotOwned and ClockSetBack. `epoch`: that of the placement by which this shard is the org's writer."""
+    """The workflows of one shard. All methods may raise ShardUnavailable and TooManyWaiting. Methods that change
+    something may also raise NotOwned and ClockSetBack. `epoch`: the epoch of the placement by which new jobs of the org
+    are written to this shard."""
 
     def __init__(self, database: Database, store: Store, sweep: WorkflowSweep) -> None:
         self._database = database
         self._store = store
         self._sweep = sweep
-        # Orgs in turn (I4), and never all connections.
+        # Serves the orgs in turn (I4), and never takes all connections.
         self._calls = Coalescer[SingleCall, Any](
             one_by_one,
             weight=lambda call: call.weight,
@@ -162,7 +163,7 @@ class WorkflowAdmin:
         raise ShardUnavailable(self._database.name, "the ids of its queues keep changing")
 
     async def _queue_ids(self, org: OrgId, queues: Sequence[QueueName]) -> dict[QueueName, QueueId]:
-        """Raises TooManyQueues."""
+        """Returns the ids of the queues, and makes the queues that do not exist. Raises TooManyQueues."""
         numbers = await self._store.names.make([(org, queue) for queue in queues])
         if len(numbers) < len(queues):
             missing = [queue for queue in queues if (org, queue) not in numbers]
@@ -170,14 +171,15 @@ class WorkflowAdmin:
         return {queue: numbers[org, queue] for queue in queues}
 
     async def _refuse_second_retry(self, workflow: NewWorkflow) -> None:
-        """Raises NotRetryable, unless it is this workflow that retries the other one."""
+        """Raises NotRetryable if another workflow than this one retries the old workflow."""
         assert workflow.retry_of is not None
         found = await self._database.run(statements.FIND_RETRY, {"org": workflow.jobs.org, "id": workflow.retry_of})
         if found and found[0][0] != workflow.id:
             raise NotRetryable(workflow.retry_of, f"workflow {found[0][0]} retries it")
 
     async def is_known(self, workflow: NewWorkflow) -> bool:
-        """Returns whether the workflow is stored. Raises WorkflowExists if the org has another one of this id."""
+        """Returns whether the workflow is stored. Raises WorkflowExists if the org has another workflow with this
+        id."""
         return await self._in_turn(workflow.jobs.org, partial(self._is_known, workflow))
 
     async def _is_known(self, workflow: NewWorkflow) -> bool:
@@ -190,7 +192,8 @@ class WorkflowAdmin:
     # ── Add ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def node_of(self, org: OrgId, workflow: WorkflowId, lease: Lease) -> int:
-        """Returns the node of a workflow whose job has this lease, on this shard. Raises LeaseEnded."""
+        """Returns the number of the node whose job has this lease. The job must be on this shard, and the node in this
+        workflow. Raises LeaseEnded."""
         parameters = _lease_parameters(org, workflow, lease)
         return _node_of(await self._read(org, statements.FIND_LEASE, parameters), workflow, lease)
 
@@ -201,19 +204,19 @@ class WorkflowAdmin:
         return [at for at, name in enumerate(nodes.names) if name not in known]
 
     async def add(self, nodes: NewNodes, *, adder: Lease | int, epoch: int) -> AddedNodes:
-        """Adds nodes to a workflow that runs. Those that the same node has added before stay as they are.
+        """Adds nodes to a workflow that runs. Nodes that the same job has added before stay as they are.
 
-        `adder`: the lease of the job that adds them, or its node, if another shard has the job and has looked at its
-        lease. Raises LeaseEnded, UnknownWorkflow, WorkflowEnded, NodeExists, UnknownNode, TooManyNodes,
-        TooManyQueues."""
+        `adder`: the lease of the job that adds the nodes. If that job is on another shard, which has checked its lease,
+        `adder` is the number of the job's node. Raises LeaseEnded, UnknownWorkflow, WorkflowEnded, NodeExists,
+        UnknownNode, TooManyNodes, TooManyQueues."""
         org = nodes.jobs.org
         for _ in range(_TRIES_MAX):
-            # Refuse before queues are made, which would be a trace.
+            # Refuse before queues are made, which would be a trace of the org on a shard that does not own its slot.
             await self._in_turn(org, partial(self._refuse_unowned, org, epoch))
             try:
                 await self.get(org, nodes.workflow)
             except UnknownWorkflow:
-                # It may have moved away with its org meanwhile.
+                # The workflow may have moved away with its org meanwhile.
                 await self._in_turn(org, partial(self._refuse_unowned, org, epoch))
                 raise
             queues = sorted(set(nodes.jobs.queues))
@@ -243,8 +246,8 @@ class WorkflowAdmin:
         adder: Lease | int,
         epoch: int,
     ) -> AddedNodes:
-        """Takes the workflow's lock. So either its last end was taken in before, and the workflow has ended, or that
-        end will find these nodes. The end of the job that adds them is taken in under this lock too."""
+        """Adds nodes under the workflow's lock. So either the last end was taken in before, and the workflow has ended,
+        or that end will find these nodes. The end of the job that adds the nodes is taken in under this lock, too."""
         connection, workflow, org = locked.connection, nodes.workflow, nodes.jobs.org
         if not isinstance(adder, int):
             parameters = _lease_parameters(org, workflow, adder)
@@ -294,7 +297,8 @@ class WorkflowAdmin:
                 edges.append(Edge(number, known[parent].number, policy))
         edges.sort()
         ended = {node.number for node in known.values() if node.has_ended}
-        # A node looks at its last parent that has not ended. If all have, it is told once more of the last one's end.
+        # A node waits for its last parent that has not ended. If all its parents have ended, it waits for the last one,
+        # whose end is appended once more (below).
         waits_on = {edge.node: edge.parent for edge in edges}
         waits_on |= {edge.node: edge.parent for edge in edges if edge.parent not in ended}
         jobs = nodes.jobs.only(new)
@@ -326,14 +330,15 @@ class WorkflowAdmin:
     # ── Look ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def get(self, org: OrgId, workflow: WorkflowId) -> WorkflowRecord:
-        """Raises UnknownWorkflow."""
+        """Returns a workflow. Raises UnknownWorkflow."""
         rows = await self._read(org, statements.GET_WORKFLOW, {"org": org, "id": workflow})
         if not rows:
             raise UnknownWorkflow(org, workflow)
         return WorkflowRecord._make(rows[0])
 
     async def count(self, org: OrgId, workflow: WorkflowId) -> dict[NodeState, int]:
-        """Counts the nodes of a workflow, without callbacks; empty if it is not known."""
+        """Counts the nodes of a workflow by state, without callbacks. Returns an empty dict if the workflow is not
+        known."""
         counts: dict[NodeState, int] = {}
         for stored, nodes in await self._read(org, statements.COUNT_NODES, {"org": org, "id": workflow}):
             state = node_state(stored)
@@ -377,18 +382,18 @@ class WorkflowAdmin:
     async def parents(
         self, org: OrgId, workflow: WorkflowId, node: int, *, from_node: int, rows: int
     ) -> list[ParentRecord]:
-        """Returns nodes that a node waited for, by number, from `from_node` on."""
+        """Returns the parents of a node, ordered by number, from the number `from_node` on."""
         parameters = {"org": org, "id": workflow, "node": node, "from_node": from_node, "rows": rows}
         return list(map(ParentRecord._make, await self._read(org, statements.LIST_PARENTS, parameters)))
 
     async def check(self) -> list[Fault]:
-        """Returns what is wrong with the workflows of this shard, at most 100 faults. Reads all open workflows."""
+        """Returns the faults of the workflows of this shard, at most 100. Reads all open workflows."""
         return list(map(Fault._make, await self._database.run(statements.CHECK_WORKFLOWS, {"rows": _FAULTS_MAX})))
 
     # ── Change ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def set_paused(self, org: OrgId, workflow: WorkflowId, *, paused: bool, epoch: int) -> None:
-        """Pauses a workflow, or ends its pause; does nothing if it has ended. Raises UnknownWorkflow."""
+        """Pauses a workflow, or ends its pause. Does not pause a workflow that has ended. Raises UnknownWorkflow."""
 
         async def act(locked: _Locked) -> None:
             await locked.connection.run(statements.SET_PAUSED, {"flow": locked.flow, "paused": paused})
@@ -404,8 +409,8 @@ class WorkflowAdmin:
         return [JobId(job) for (job,) in rows]
 
     async def begin_cancel(self, org: OrgId, workflow: WorkflowId, *, reason: str, epoch: int) -> int:
-        """Cancels a workflow, and a portion of its blocked jobs. Sweeps cancel the others. Returns the number of the
-        org. Raises UnknownWorkflow."""
+        """Cancels a workflow, and a portion of its blocked jobs. Sweeps cancel the other blocked jobs. Returns the
+        number of the org. Raises UnknownWorkflow."""
 
         async def act(locked: _Locked) -> None:
             await locked.connection.run(statements.CANCEL_WORKFLOW, {"flow": locked.flow, "reason": reason or None})
@@ -413,10 +418,10 @@ class WorkflowAdmin:
         return await self._change(org, workflow, act, epoch=epoch)
 
     async def skip(self, org: OrgId, workflow: WorkflowId, node: NodeName, *, epoch: int) -> JobId:
-        """Ends a node as if it had succeeded; does nothing if it was skipped before. Cancels its job if that is
-        blocked. Returns the job: if it was released, the caller cancels it. Raises UnknownWorkflow, UnknownNode,
-        NodeEnded; ShardUnavailable also if another session has locked the blocked job, or if it is on its way from
-        another shard."""
+        """Ends a node as if it had succeeded; does nothing if it was skipped before. Cancels the job of the node if the
+        job is blocked. Returns the job: if it was released, the caller cancels it. Raises UnknownWorkflow, UnknownNode,
+        NodeEnded. Also raises ShardUnavailable if another session has locked the blocked job, or if the job is on its
+        way from another shard."""
         found: list[JobId] = []
 
         async def act(locked: _Locked) -> None:
@@ -432,7 +437,8 @@ class WorkflowAdmin:
             parameters = {"org_id": locked.org_id, "id": workflow, "node": number}
             await locked.connection.run(statements.APPEND_SKIP, parameters)
             if state != "released":
-                # In this transaction, after the skip: nothing else would find the job later, and the first end counts.
+                # The job is cancelled in this transaction, because nothing else would find it later. It is cancelled
+                # after the skip, because the first end of a node counts.
                 parameters = {"org_id": locked.org_id, "job_id": job, "reason": SKIPPED}
                 ((cancelled,),) = await locked.connection.run(statements.CANCEL_BLOCKED_JOB, parameters)
                 if not cancelled:
@@ -446,8 +452,8 @@ class WorkflowAdmin:
     async def _change(
         self, org: OrgId, workflow: WorkflowId, act: Callable[[_Locked], Awaitable[None]], *, epoch: int
     ) -> int:
-        """Runs `act` under the workflow's lock, and does a portion of what follows from it in the same transaction.
-        Returns the number of the org."""
+        """Runs `act` under the workflow's lock, and folds a portion of the workflow in the same transaction. Returns
+        the number of the org."""
 
         async def change() -> tuple[int, set[QueueId]]:
             async with self._locked(org, workflow, epoch=epoch) as locked:
@@ -465,7 +471,8 @@ class WorkflowAdmin:
         try:
             return await change()
         except psycopg.errors.CheckViolation as error:
-            # As in partitions.finish.
+            # An error without the name of a constraint says that a partition is missing. It is made, as in
+            # partitions.finish.
             if error.diag.constraint_name is not None:
                 raise
             await partitions.make_ahead(self._database)
@@ -513,11 +520,12 @@ def _node_of(rows: Sequence[Any], workflow: WorkflowId, lease: Lease) -> int:
 def _parameters(
     workflow: NewWorkflow, ids: Mapping[QueueName, QueueId], *, epoch: int, grows: _Growth | None = None
 ) -> dict[str, object]:
-    """`grows`: the workflow exists, and these are new nodes of it."""
+    """Returns the parameters of store_workflow.sql. `grows`: the stored workflow to which these nodes are added. None:
+    the workflow is new."""
     jobs = workflow.jobs
     count = len(jobs)
     positions = {number: at for at, number in enumerate(workflow.numbers)}
-    # Edges are in the order of nodes and parents, so the last parent of each node that has not ended remains.
+    # The edges are in the order of nodes and parents. So each node gets the last of its parents that has not ended.
     waits_on = {
         positions[edge.node]: edge.parent
         for edge in workflow.edges
@@ -531,7 +539,7 @@ def _parameters(
         at: workflow.added_by[node.number] for at, node in enumerate(workflow.ended) if node.number in workflow.added_by
     }
     plain = count + len(workflow.ended) - len(callbacks)
-    # Nodes that were added have the numbers after those of the callbacks.
+    # Nodes that were added have higher numbers than the callbacks.
     nodes = min(workflow.callbacks, default=plain)
     return {
         "made_ms": made_at_ms(workflow.id),
@@ -597,7 +605,7 @@ def _unpack_number(token: str) -> int:
 
 
 def parents_token(parents: Sequence[ParentRecord]) -> str:
-    """Returns the token of the page that begins with the first of these."""
+    """Returns the token of the page that begins with the first of these parents."""
     return _pack(str(parents[0].number)) if parents else ""
 
 

@@ -1,7 +1,7 @@
 -- Finishes leased jobs: moves them from the table job to the day's partition of the table finished. An attempt that has
 -- logged something gets an entry in the history; for other attempts, lookups make the entry from the job's columns.
--- Returns one row: the number of finished jobs; which ones were finished, if not all jobs were found; and the queues in
--- which other jobs may have been released: by groups, by workflows, and by limits that the leases counted for.
+-- Returns one row: the number of finished jobs, the ids and leases of the finished jobs (NULL if all jobs were found),
+-- and the queues in which groups, workflows or limits of jobs in flight may have released other jobs.
 WITH ended AS (
     DELETE FROM windrow.job j
     USING (
@@ -12,7 +12,7 @@ WITH ended AS (
         ) AS n (id, lease, org_position, result, log)
         ORDER BY n.id
     ) a
-    -- By id and org: see extend.sql.
+    -- Finds the job by its id and org: see extend.sql.
     WHERE j.id = ANY (ARRAY[a.id]) AND {{org_of(j)}} = {{org_id_of(a)}}
         AND (j.lease = a.lease AND j.visible_at > now()) IS TRUE
     RETURNING j.*, a.result, coalesce(a.log, j.log) AS logged
@@ -30,7 +30,8 @@ WITH ended AS (
 )
 SELECT
     count(*) AS acked,
-    -- Subqueries, because aggregates beside the count would be computed over all rows even if they are not needed.
+    -- These are subqueries, because aggregates at the level of the count would be computed over all rows even if they
+    -- are not needed.
     CASE WHEN count(*) < %(jobs)s THEN (SELECT array_agg(m.id::text) FROM moved m) END AS acked_ids,
     CASE WHEN count(*) < %(jobs)s THEN (SELECT array_agg(m.lease) FROM moved m) END AS acked_leases,
     (

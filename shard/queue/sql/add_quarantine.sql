@@ -1,6 +1,6 @@
--- Quarantines a kind because an operator says so, until an operator releases it. The slot must be owned here, and the
--- caller must know the epoch by which it came here. Or, if `draining`, the slot must be draining in the move of this
--- epoch. A kind that is quarantined already gets the reason, and no further trial.
+-- Quarantines a kind on the order of an operator, until an operator releases it. This shard must own the slot, with an
+-- epoch that is not later than the caller's. Or, if `draining`, the slot must be draining in the move of this epoch. A
+-- kind that is quarantined already gets the reason, and no further trial.
 INSERT INTO windrow.quarantine AS k (queue_id, kind, crashes, reason, pause_s)
 SELECT q.queue_id, %(kind)s, 0, %(reason)s, %(pause_s)s
 FROM windrow.queue q

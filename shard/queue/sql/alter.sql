@@ -1,10 +1,10 @@
--- Changes jobs that wait: scheduled ones, and ready ones, also those whose lease has expired. NULL leaves what is
--- there. Returns the changed jobs with their queues, and the jobs on their way to another shard (departing), which are
--- not changed.
+-- Changes jobs that are blocked, scheduled or ready. A job whose lease has expired is ready, too. A parameter that is
+-- NULL changes nothing. Returns the changed jobs with their queues, and the jobs on their way to another shard
+-- (departing), which are not changed.
 WITH chosen AS (
     SELECT
         j.id, j.queue_id,
-        -- The job goes to another place of a lane. There it is visible from now on at the earliest: claims do not look
+        -- The job gets another place in a lane. It becomes visible there at now() or later, because claims do not look
         -- below the floor.
         CASE
             WHEN %(run_at_us)s::bigint IS NOT NULL
@@ -26,22 +26,23 @@ WITH chosen AS (
     SET
         priority = coalesce(%(priority)s::smallint, j.priority),
         attributes = nullif(coalesce(%(attributes)s::jsonb, j.attributes), '{}'),
-        -- A job that waits has no time: its place is that of its run_at.
+        -- A job that waits for a group slot has no time (infinity). It keeps its run_at, which is its place among the
+        -- waiting jobs.
         run_at = coalesce(nullif(c.due, 'infinity'), j.run_at),
         visible_at = CASE
             WHEN c.due <= now() AND j.group_key > '' AND j.group_slot IS NULL THEN 'infinity'
             ELSE coalesce(c.due, j.visible_at)
         END,
-        -- A job that runs later does not hold up its group until then.
+        -- A job that will run later gives up its group slot, so that it does not hold up its group until then.
         group_slot = CASE WHEN NOT (c.moves AND c.due > now()) THEN j.group_slot END,
-        -- If a lease expired unnoticed and the job moves, its end is recorded here.
+        -- If a lease expired unnoticed and the job gets another place, the end of the lease is recorded here.
         history = CASE WHEN c.due IS NULL THEN j.history ELSE {{history_with_lost(j)}} END,
         log = CASE WHEN c.due IS NULL THEN j.log END,
         lease = CASE WHEN c.due IS NULL THEN j.lease END,
         leased_at = CASE WHEN c.due IS NULL THEN j.leased_at END,
         worker = CASE WHEN c.due IS NULL THEN j.worker END
     FROM chosen c
-    -- By id alone: see extend.sql.
+    -- Finds the job by its id alone: see extend.sql.
     WHERE j.id = ANY (ARRAY[c.id]) AND (j.queue_id = c.queue_id) IS TRUE
     RETURNING j.id, j.queue_id
 )

@@ -1,5 +1,5 @@
--- Lets the first job through of each kind whose trial is due. Returns the queues of these jobs. A trial whose job waits for
--- a slot of its group is replaced: the jobs that have the slots may be set aside until the trial has ended.
+-- Lets through the first job of each kind whose trial is due. Returns the queues of these jobs. A trial whose job waits
+-- for a slot of its group is replaced: the jobs that have the slots may be set aside until the trial has ended.
 WITH due AS MATERIALIZED (
     SELECT k.queue_id, k.kind
     FROM windrow.quarantine k
@@ -32,11 +32,11 @@ WITH due AS MATERIALIZED (
     ) j
 ), shown AS (
     UPDATE windrow.job j
-    -- Never before now(): claims do not look below the floor.
+    -- This is never before now(), because claims do not look below the floor.
     SET visible_at = greatest(j.run_at, now())
     WHERE j.ctid = ANY (ARRAY(SELECT f.ctid FROM first f))
-    -- These may be fewer than `first`: an UPDATE by ctid does not see a row that was changed after the snapshot was
-    -- taken.
+    -- There may be fewer rows than in `first`: an UPDATE by ctid does not see a row that was changed after the snapshot
+    -- was taken.
     RETURNING j.queue_id, j.kind, j.id
 ), begun AS (
     UPDATE windrow.quarantine k

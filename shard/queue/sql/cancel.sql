@@ -1,6 +1,6 @@
--- Cancels jobs that have not finished, also leased and dead ones. Returns the cancelled jobs, with the leases that ended,
--- the jobs on their way to another shard (departing), which are not changed, and the queues in which other jobs may have
--- been released: by groups, by workflows, and by limits that the leases counted for.
+-- Cancels jobs that have not finished, also leased and dead jobs. Returns the cancelled jobs, with the leases that
+-- ended, and with the queues in which groups, workflows or limits of jobs in flight may have released other jobs. Also
+-- returns the jobs on their way to another shard (departing), which it does not change.
 WITH live AS (
     DELETE FROM windrow.job j
     WHERE j.id = ANY (%(ids)s::uuid[])
@@ -30,7 +30,7 @@ WITH live AS (
     ) ended
     RETURNING 1
 )
--- These are not joined: 1,000 jobs would be compared with each other.
+-- These lists are not joined: a join would compare each of 1,000 jobs with all the others.
 SELECT
     l.id::text, false AS departing, CASE WHEN l.visible_at > now() THEN l.lease END AS ended_lease, l.worker,
     CASE WHEN l.group_key > '' OR l.lease < 0 THEN ARRAY[l.queue_id] END

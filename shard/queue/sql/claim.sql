@@ -1,7 +1,7 @@
 -- Leases visible jobs to several takers. Takers with the same set of queues form a group. A group gets up to max_jobs
--- jobs, ordered by priority, then by visible_at; its takers get them one after another. No queue is in two groups. The
--- scan of the ready index starts at each lane's floor, because the index entries of claimed jobs come before it
--- (shard/queue/claim_floor.py).
+-- jobs, ordered by priority, then by visible_at. The first taker of the group gets the first of these jobs, up to its
+-- number, the second taker gets the next ones, and so on. No queue is in two groups. The scan of the ready index starts
+-- at each lane's floor, because the index entries of claimed jobs come before it (shard/queue/claim_floor.py).
 WITH source AS MATERIALIZED (
     SELECT s.grp, s.queue_id, s.turn, q.max_attempts
     FROM unnest(%(groups)s::integer[], %(queue_ids)s::bigint[], %(orgs)s::text[], %(queues)s::text[])
@@ -11,7 +11,7 @@ WITH source AS MATERIALIZED (
         SELECT q.org, q.queue, {{gives_jobs(q)}} AS gives_jobs, q.max_attempts
         FROM windrow.queue q WHERE q.queue_id = s.queue_id OFFSET 0
     ) q
-    -- A wrong remembered queue_id, which names a queue of another org (I4) or another queue, gives no jobs.
+    -- If a remembered queue_id is wrong, and names another queue or a queue of another org (I4), it gives no jobs.
     WHERE q.org = s.org AND q.queue = s.queue AND q.gives_jobs
 ), lanes AS MATERIALIZED (
     -- One row for each group: how many jobs it gets at most, and its lanes in the order in which they are scanned.
@@ -54,7 +54,7 @@ WITH source AS MATERIALIZED (
     -- The jobs that fit into bytes_max, at least one. The other rows were locked, but are not changed.
     SELECT
         s.ctid, s.id, s.lease, s.worker,
-        -- The position in the list of all jobs that all groups asked for. taker_firsts maps it to a taker.
+        -- The position in the list of all jobs that all groups asked for. taker_firsts maps this position to a taker.
         s.first + s.turn - min(s.turn) OVER (PARTITION BY s.first) AS place
     FROM (
         SELECT
@@ -81,7 +81,8 @@ SET
             CASE WHEN t.taker > 0 THEN now() END, j.attempt + (t.taker > 0)::int,
             CASE
                 WHEN t.taker = 0 THEN 'infinity'
-                -- A job's max_runtime ends its lease, if it is shorter than the window. NULL: there is none.
+                -- If the job's max_runtime is shorter than the window, it ends the lease. NULL: the job has no
+                -- max_runtime.
                 ELSE now() + least((%(windows_us)s::bigint[])[t.taker], j.max_runtime_us) * interval '1 us'
             END
         FROM (
@@ -95,7 +96,7 @@ SET
             FROM chosen
         ) t
     ),
-    -- A lease that is still on the row has expired. Nothing else has recorded that, so this claim does.
+    -- A lease that is still on the row has expired. Nothing else has recorded its end, so this claim records it.
     history = {{history_with_lost(j)}},
     log = NULL
 -- No join here: if the table was empty at the last vacuum, the planner expects it to be empty, and would find the rows

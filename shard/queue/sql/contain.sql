@@ -1,14 +1,14 @@
--- Looks at jobs that a claim has just leased. Those whose last lease had expired are lost. Records a crash for each
--- kind whose job was lost in two attempts in a row, or in its last one. Sets jobs aside whose kind is quarantined,
--- except the kind's trial, unless that was lost. Their present lease then does not count as an attempt. Returns the ids
--- of these jobs.
+-- Looks at jobs that a claim has just leased. A job is lost if its previous lease had expired. Records a crash for each
+-- kind that has a job which was lost in two attempts in a row, or in its last attempt. Sets aside the jobs whose kind
+-- is quarantined, except the kind's trial. Sets the trial aside, too, if it was lost. The present lease of a job that
+-- is set aside does not count as an attempt. Returns the ids of the jobs that were set aside.
 WITH leased AS MATERIALIZED (
     SELECT
         j.id, j.queue_id, j.kind, n.ends, n.lost,
         n.lost AND j.history -> -1 ->> 'outcome' = 'expired'
             AND (n.ends OR j.history -> -2 ->> 'outcome' = 'expired') AS crashed
     FROM unnest(%(ids)s::uuid[], %(lost)s::boolean[], %(ends)s::boolean[]) AS n (id, lost, ends)
-    -- By id alone: see extend.sql.
+    -- Finds the job by its id alone: see extend.sql.
     CROSS JOIN LATERAL (
         SELECT j.id, j.queue_id, j.kind, j.history
         FROM windrow.job j

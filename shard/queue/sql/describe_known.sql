@@ -1,6 +1,7 @@
--- Describes known jobs that an enqueue found instead of storing duplicates. Returns for each its place in the arrays,
--- its state, and whether it differs from what was sent under its id, as `digest` has it: the SHA-256 of queue, kind and
--- payload. NULL: nothing was sent under its id. Returns no row for jobs that were deleted meanwhile.
+-- Describes known jobs that an enqueue found instead of storing duplicates. Returns for each job its place in the
+-- arrays, its state, and whether it differs from the job that was sent with its id. `digest` is the SHA-256 of the
+-- queue, kind and payload that were sent. NULL: no job was sent with this id. Returns no row for jobs that were deleted
+-- meanwhile.
 WITH cold AS MATERIALIZED (
     SELECT c.*
     FROM windrow.find_cold(

@@ -1,21 +1,22 @@
 -- Stores a batch of jobs, each once, in the queues whose slots this shard owns. A job may come with a lease, for a
--- consumer that waits for it: the consumer gets it without a claim. Returns one row: the time, whether the times of
--- the ids are acceptable (ids_fit), the queue ids that were admitted, whether each of these queues gives jobs, and its
--- max_attempts, the number of stored jobs, and, if not all were stored, which ones and in which queues. Postgres
--- materializes the tables of WITH that are used twice.
+-- consumer that waits for it: the consumer gets it without a claim. Returns one row: the time, whether the times of the
+-- ids are acceptable (ids_fit), the ids of the queues that were admitted, whether each of these queues gives jobs, its
+-- max_attempts, and the number of stored jobs. If not all jobs were stored, the row also has the ids of the stored
+-- jobs, and their queues. Postgres materializes each WITH query that is used twice.
 WITH clock AS (
-    -- An id contains the time when it was made. If it is older than the horizon, an earlier job with this id may have
-    -- been deleted already. If it is far in the future, an earlier job with this id may have finished before that time,
-    -- where nobody looks for it. `since` allows one hour for ids of the future, and one more for clocks that differ:
-    -- the job may have finished by another server's clock.
+    -- An id contains the time when it was made. If that time is older than the horizon, an earlier job with this id may
+    -- have been deleted already. If that time is far in the future, an earlier job with this id may have finished
+    -- before it, and nobody looks for the job there. `since` is the time from which finished jobs are looked at. It
+    -- allows one hour for ids of the future, and one more hour for clocks that differ: the job may have finished by
+    -- another server's clock.
     SELECT
         to_timestamp(%(oldest_ms)s / 1e3) >= now() - %(horizon_us)s * interval '1 us'
             AND to_timestamp(%(newest_ms)s / 1e3) <= now() + interval '1 hour' AS ids_fit,
         least(to_timestamp(%(oldest_ms)s / 1e3), now()) - interval '2 hours' AS since
 ), lane AS (
     -- A remembered queue_id must still name this org's queue. A slot that has moved away admits no jobs. Neither does a
-    -- slot that arrived by a move that the caller does not know (I6): the caller has not asked its former owner for the
-    -- ids. OFFSET 0 fences: find queues and slots by their numbers, never by a scan of all of them.
+    -- slot that arrived by a move that the caller does not know (I6): the caller has not asked the slot's former owner
+    -- for the ids. OFFSET 0 fences: find queues and slots by their numbers, never by a scan of all of them.
     SELECT l.queue_id, q.gives_jobs, q.max_attempts
     FROM unnest(%(lane_ids)s::bigint[], %(lane_orgs)s::text[], %(lane_queues)s::text[], %(lane_epochs)s::bigint[])
         AS l (queue_id, org, queue, epoch)
@@ -29,11 +30,11 @@ WITH clock AS (
     -- A column that no job of the batch uses is an empty array; unnest fills it with NULLs.
     SELECT
         id, queue_id, priority, n.max_attempts, {{new_job_values}}, n.at,
-        -- Never before now(): claims do not look below the floor.
+        -- This is never before now(), because claims do not look below the floor.
         greatest(now(), coalesce(timestamptz 'epoch' + run_at_us * interval '1 us', now() + delay_us * interval '1 us')) AS run_at,
         timestamptz 'epoch' + expires_at_us * interval '1 us' AS expires_at,
         now() + dedup_window_us * interval '1 us' AS dedup_until,
-        -- Leased at once to a waiting consumer, if the queue gives jobs.
+        -- The waiting consumer to which the job is leased at once, if the queue gives jobs.
         CASE WHEN gives_jobs THEN taker END AS taker
     FROM unnest(
         %(ids)s::uuid[], %(queue_ids)s::bigint[], %(priorities)s::smallint[], %(max_attempts)s::smallint[],
@@ -47,11 +48,11 @@ WITH clock AS (
     -- All or none: if one queue is not admitted, nothing is stored.
     WHERE (SELECT ids_fit FROM clock)
         AND (SELECT count(*) FROM lane) = cardinality(%(lane_ids)s::bigint[])
-        -- Once, before the first insert.
+        -- Locks the groups of the jobs. The subquery runs a single time, before the first insert.
         AND (SELECT windrow.lock_groups(%(queue_ids)s, %(groups)s))
 ), reserved AS (
-    -- Takes dedup keys that are new or whose windows are over, each for the first job that has it. Sorted by key, so
-    -- that two batches cannot deadlock.
+    -- Takes dedup keys that are new or whose windows are over, each for the first job that has the key. They are sorted
+    -- by key, so that two batches cannot deadlock.
     INSERT INTO windrow.dedup AS d (queue_id, key, job_id, until)
     SELECT DISTINCT ON (i.queue_id, i.dedup_key) i.queue_id, i.dedup_key, i.id, i.dedup_until
     FROM incoming i
@@ -71,10 +72,11 @@ WITH clock AS (
         CASE WHEN i.taker IS NOT NULL THEN now() END, (%(workers)s::text[])[i.taker], (i.taker IS NOT NULL)::int
     FROM incoming i
     WHERE i.dedup_key IS NULL OR (i.queue_id, i.id) IN (TABLE reserved)
-    -- Jobs with a live key come first, by key; all others by id, as in enqueue_plain.sql. So two batches cannot deadlock,
-    -- whichever of the two statements stores them. If several jobs have one live key, the first is stored.
+    -- Jobs with a live key come first, sorted by key. All other jobs follow, sorted by id, as in enqueue_plain.sql. So
+    -- two batches cannot deadlock, whichever of the two statements stores them. If several jobs have one live key, the
+    -- first is stored.
     ORDER BY i.live_key, CASE WHEN i.live_key > '' THEN (i.queue_id, i.at) END, i.id
-    -- A live job has the same id, or the same live key.
+    -- Stores nothing for a job if a live job has the same id, or the same live key.
     ON CONFLICT DO NOTHING
     RETURNING id, queue_id, dedup_key
 ), counted AS (

@@ -1,20 +1,21 @@
 -- Stores a batch of jobs as enqueue.sql does, for jobs that have only an id, queue, kind, payload, priority and trace.
--- It admits ids and queues exactly as enqueue.sql does, and returns the same row. If a live job has one of the ids, it
--- fails with a unique violation and stores nothing: without ON CONFLICT, a row needs one WAL record less
--- (docs/decisions/0038-plain-jobs-have-an-enqueue-of-their-own.md).
+-- It admits ids and queues exactly as enqueue.sql does, and returns the same row. If a live job has one of the ids, the
+-- statement fails with a unique violation and stores nothing. It has no ON CONFLICT, because a row then needs one WAL
+-- record less (docs/decisions/0038-plain-jobs-have-an-enqueue-of-their-own.md).
 WITH clock AS (
-    -- An id contains the time when it was made. If it is older than the horizon, an earlier job with this id may have
-    -- been deleted already. If it is far in the future, an earlier job with this id may have finished before that time,
-    -- where nobody looks for it. `since` allows one hour for ids of the future, and one more for clocks that differ:
-    -- the job may have finished by another server's clock.
+    -- An id contains the time when it was made. If that time is older than the horizon, an earlier job with this id may
+    -- have been deleted already. If that time is far in the future, an earlier job with this id may have finished
+    -- before it, and nobody looks for the job there. `since` is the time from which finished jobs are looked at. It
+    -- allows one hour for ids of the future, and one more hour for clocks that differ: the job may have finished by
+    -- another server's clock.
     SELECT
         to_timestamp(%(oldest_ms)s / 1e3) >= now() - %(horizon_us)s * interval '1 us'
             AND to_timestamp(%(newest_ms)s / 1e3) <= now() + interval '1 hour' AS ids_fit,
         least(to_timestamp(%(oldest_ms)s / 1e3), now()) - interval '2 hours' AS since
 ), lane AS (
     -- A remembered queue_id must still name this org's queue. A slot that has moved away admits no jobs. Neither does a
-    -- slot that arrived by a move that the caller does not know (I6): the caller has not asked its former owner for the
-    -- ids. OFFSET 0 fences: find queues and slots by their numbers, never by a scan of all of them.
+    -- slot that arrived by a move that the caller does not know (I6): the caller has not asked the slot's former owner
+    -- for the ids. OFFSET 0 fences: find queues and slots by their numbers, never by a scan of all of them.
     SELECT l.queue_id, q.gives_jobs, q.max_attempts
     FROM unnest(%(lane_ids)s::bigint[], %(lane_orgs)s::text[], %(lane_queues)s::text[], %(lane_epochs)s::bigint[])
         AS l (queue_id, org, queue, epoch)
@@ -36,7 +37,7 @@ WITH clock AS (
     FROM (
         SELECT
             n.id, n.queue_id, n.priority, n.kind, n.payload, n.trace,
-            -- Leased at once to a waiting consumer, if the queue gives jobs.
+            -- The waiting consumer to which the job is leased at once, if the queue gives jobs.
             CASE WHEN lane.gives_jobs THEN n.taker END AS taker
         -- A column that no job of the batch uses is an empty array; unnest fills it with NULLs.
         FROM unnest(

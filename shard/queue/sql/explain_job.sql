@@ -1,10 +1,11 @@
 -- Returns what decides when a live job of this queue is leased: its own times, how many jobs come before it, and which
--- consumers were seen. No row: the org has no such queue here. Without a visible_at, the job is not live in this queue.
+-- consumers were seen. No row: the org has no such queue here. If visible_at is NULL, the job is not live in this
+-- queue.
 --
--- Counts no more than jobs_max jobs ahead, in the order of the claims: priority, then visible_at, then the order of the
--- ready index among equal times. As a claim does, it begins at each lane's floor.
+-- Counts at most jobs_max jobs that come before this one. Their order is the order of claims: by priority, then by
+-- visible_at, then, for equal times, as in the ready index. The count begins at each lane's floor, as a claim does.
 SELECT
-    -- A job of a group that waits, or got its slot late, shows when it became due.
+    -- For a job of a group that waits for its slot, or got it late, this is the time at which the job became due.
     now() AS now, CASE WHEN j.lease IS NULL THEN j.run_at ELSE j.visible_at END AS visible_at, j.lease IS NOT NULL AS leased, {{gives_jobs(q)}} AS gives_jobs,
     EXISTS (SELECT FROM windrow.departing d WHERE d.id = %(id)s::uuid AND d.queue_id = q.queue_id) AS departing,
     ahead.more_urgent, ahead.earlier,
@@ -68,7 +69,7 @@ CROSS JOIN LATERAL (
         max(s.at) AS any_at, max(s.at) FILTER (WHERE s.kind IN ('', j.kind)) AS kind_at,
         array_agg(s.kind ORDER BY s.kind) FILTER (WHERE s.at >= now() - %(seen_us)s::bigint * interval '1 us') AS kinds
     FROM windrow.consumer_seen s
-    -- Includes consumers of all orgs: see record_consumers_of_all.sql.
+    -- Includes the consumers that take jobs of all orgs: see record_consumers_of_all.sql.
     WHERE s.queue_id IN (q.queue_id, q.queue_id >> 32 << 32)
 ) seen
 WHERE q.org = %(org)s AND q.queue = %(queue)s

@@ -1,6 +1,6 @@
--- Finds out about the leases that an ack, nack, extend or release did not find: how each ended, whether its job is
--- known, and whether the job was cancelled. `ended_as` is how this lease ended, so that a call that is repeated after a
--- lost answer gets OK again.
+-- Explains the leases that an ack, nack, extend, release or snooze did not find: how each lease ended (`ended_as`),
+-- whether its job is known, and whether the job was cancelled. By `ended_as` a call that is repeated after a lost
+-- answer gets OK again.
 WITH cold AS MATERIALIZED (
     SELECT c.*
     FROM windrow.find_cold(

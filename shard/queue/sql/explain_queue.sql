@@ -2,7 +2,8 @@
 -- org has no such queue here.
 --
 -- Looks at no more than jobs_max ready jobs, and at no more than next_max jobs of each priority that become visible
--- later. These are scheduled, or leased until then: with more leases, the next scheduled job may not be found.
+-- later. These jobs are scheduled, or leased until that time. If next_max jobs are leased, the next scheduled job may
+-- not be found.
 SELECT
     now() AS now, {{gives_jobs(q)}} AS gives_jobs, ready.jobs AS ready, first.id::text AS first_id, first.kind AS first_kind,
     first.visible_at AS first_visible_at, waiting.jobs AS waiting, later.leased, later.first_deadline, later.next_due, later.complete,
@@ -72,7 +73,7 @@ CROSS JOIN LATERAL (
         max(s.at) AS any_at, max(s.at) FILTER (WHERE s.kind IN ('', first.kind)) AS kind_at,
         array_agg(s.kind ORDER BY s.kind) FILTER (WHERE s.at >= now() - %(seen_us)s::bigint * interval '1 us') AS kinds
     FROM windrow.consumer_seen s
-    -- Includes consumers of all orgs: see record_consumers_of_all.sql.
+    -- Includes the consumers that take jobs of all orgs: see record_consumers_of_all.sql.
     WHERE s.queue_id IN (q.queue_id, q.queue_id >> 32 << 32)
 ) seen
 WHERE q.org = %(org)s AND q.queue = %(queue)s

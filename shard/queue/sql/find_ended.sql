@@ -1,4 +1,5 @@
--- Returns the positions of those jobs that are not live on this shard: they have ended, have left it, or were never here.
+-- Returns the positions of the jobs that are not live on this shard: they have ended, have left the shard, or were
+-- never here.
 SELECT n.position
 FROM unnest(%(ids)s::uuid[], %(org_positions)s::smallint[]) WITH ORDINALITY AS n (id, org_position, position)
 -- Do not use NOT EXISTS: Postgres might then read all live jobs at once.

@@ -1,5 +1,6 @@
--- Finds jobs that this shard knows, for an enqueue that did not store them, or before one. Returns each job's place in
--- the arrays, and the id of the known job: the one with the same id, or else the one with the same dedup key.
+-- Finds jobs that this shard knows, before an enqueue, or after an enqueue that did not store them. Returns the place
+-- of each such job in the arrays, and the id of the known job: the job with the same id, or else the job with the same
+-- dedup key.
 WITH cold AS MATERIALIZED (
     SELECT c.id, c.org_id
     FROM windrow.known_cold(
@@ -56,5 +57,5 @@ CROSS JOIN LATERAL (
 ) known
 -- A commit whose wait for the synchronous standby was interrupted is visible, but a failover may still lose it. An
 -- answer that relies on it must wait for the standby too. Only a transaction that has written something waits, so this
--- one does.
+-- statement writes a message to the WAL.
 WHERE (SELECT pg_logical_emit_message(true, 'windrow', '')) IS NOT NULL

@@ -6,7 +6,7 @@ WITH named AS MATERIALIZED (
 ), free AS MATERIALIZED (
     SELECT n.place
     FROM named n
-    -- By id and org: see extend.sql.
+    -- Finds the job by its id and org: see extend.sql.
     JOIN windrow.job j ON j.id = ANY (ARRAY[n.id]) AND {{org_of(j)}} = n.org_id
     FOR UPDATE OF j SKIP LOCKED
 ), free_dead AS MATERIALIZED (

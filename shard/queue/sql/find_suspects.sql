@@ -1,4 +1,5 @@
--- Kinds with as many crashes as their queues allow, those with most first, and the jobs that crashed.
+-- Returns the kinds with so many crashes that their queues quarantine them, and the jobs that crashed. The kinds with
+-- the most crashes come first.
 SELECT c.queue_id, q.org, c.kind, q.quarantine_after, array_agg(c.job_id::text) AS jobs
 FROM windrow.crash c
 JOIN windrow.queue q ON q.queue_id = c.queue_id

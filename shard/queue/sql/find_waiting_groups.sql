@@ -1,6 +1,6 @@
--- Steps from group to group of these queues, through at most groups_max groups with jobs that wait for a slot, from the
--- group after `after` of the first queue on. Returns each, and whether it has a free slot. That is rare: a slot is filled
--- in the transaction that frees it. Leaves out queues whose slot moves.
+-- Returns at most groups_max groups of these queues with jobs that wait for a group slot, and whether each group has a
+-- free slot. A free slot is rare: the transaction that frees it also fills it. Steps from group to group in an index.
+-- In the first queue, begins after the group `after`. Leaves out queues of orgs whose slot moves.
 SELECT g.queue_id, g.group_key, g.taken < g.slots_max AS has_free
 FROM (
     SELECT

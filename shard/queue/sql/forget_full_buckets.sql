@@ -1,4 +1,4 @@
--- Deletes the buckets that are full: a bucket without a row is full, too.
+-- Deletes the rows of full buckets: a bucket without a row counts as full.
 DELETE FROM windrow.token_bucket b
 WHERE b.ctid = ANY(ARRAY(
     SELECT f.ctid

@@ -1,7 +1,7 @@
 -- Returns jobs by id, from every table of this shard: live, dead, departing, finished and cold jobs, in the order of
--- the ids. The org is a condition of each index search, so that no row of another org is read: how long a call takes must
--- not tell whether another org has an id. Jobs after the one that fills bytes_max are not whole: they come without their
--- large columns. The other columns of a job have less than 1 KiB.
+-- the ids. The org is a condition of each index search, so that no row of another org is read: how long a call takes
+-- must not show whether another org has an id. Jobs after the one that fills bytes_max are not whole: they come without
+-- their large columns. The other columns of a job have less than 1 KiB.
 SELECT
     k.id::text, k.queue, k.state, k.priority, k.enqueued_at, k.run_at, k.expires_at, k.attempt,
     coalesce(k.max_attempts, CASE WHEN NOT %(as_stored)s THEN k.queue_max_attempts END) AS max_attempts,

@@ -1,6 +1,6 @@
--- Ends leases with this outcome. Each job becomes visible again after its delay, or at once if there are no delays. A job
--- that is not due at once keeps its slot only if its group has a single slot: in such a group the order of the jobs
--- counts, in others only the number of leases.
+-- Ends leases with this outcome. Each job becomes visible again after its delay, or at once if there are no delays. A
+-- job that is not due at once keeps its group slot only if its group has a single slot. In such a group the order of
+-- the jobs counts. In other groups only the number of leases counts.
 UPDATE windrow.job AS j
 SET
     history = windrow.remember(
@@ -24,7 +24,7 @@ FROM (
     ) AS g (id, lease, org_position, delay_us, failure, log)
     ORDER BY g.id
 ) n
--- By id and org: see extend.sql.
+-- Finds the job by its id and org: see extend.sql.
 WHERE j.id = ANY (ARRAY[n.id]) AND {{org_of(j)}} = {{org_id_of(n)}}
     AND (j.lease = n.lease AND j.visible_at > now()) IS TRUE
 RETURNING j.id::text, n.lease, j.queue_id

@@ -1,5 +1,5 @@
--- The quarantined kinds of an org, of one queue or of all, and of one name or of any; and how many jobs of each are set aside, counted up to
--- jobs_max.
+-- Returns the quarantined kinds of an org, and how many jobs of each kind are set aside, counted up to jobs_max. If
+-- `queue` or `kind` is not empty, returns only kinds of this queue, or only this kind.
 SELECT
     q.queue, k.kind, k.since, k.crashes, k.reason, CASE WHEN k.trial_id IS NULL THEN k.next_trial_at END AS next_trial_at,
     k.trial_id::text, k.trial_at, held.jobs

@@ -10,7 +10,7 @@ WITH ended AS (
         ) AS g (id, lease, org_position, outcome, failure, log, reason)
         ORDER BY g.id
     ) b
-    -- By id and org: see extend.sql.
+    -- Finds the job by its id and org: see extend.sql.
     WHERE j.id = ANY (ARRAY[b.id]) AND {{org_of(j)}} = {{org_id_of(b)}}
         AND (j.lease = b.lease AND j.visible_at > now()) IS TRUE
     RETURNING j.*, b.outcome, b.failure, coalesce(b.log, j.log) AS logged, b.reason

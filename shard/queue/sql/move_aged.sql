@@ -1,6 +1,6 @@
--- Moves jobs of these queues to priority 1 that have been ready for long, at most jobs_max of each priority: jobs of
--- priority p that became visible (p - 1) times the queue's ageing_seconds ago. As a claim does, it begins at each
--- lane's floor.
+-- Moves jobs of these queues that have been ready for long to priority 1: jobs of priority p that became visible (p -
+-- 1) times the queue's ageing_seconds ago. Moves at most jobs_max jobs of each priority of a queue. Begins at each
+-- lane's floor, as a claim does.
 WITH aged AS MATERIALIZED (
     -- MATERIALIZED fence: no more rows are locked than are moved.
     SELECT v.ctid
@@ -28,9 +28,9 @@ WITH aged AS MATERIALIZED (
 UPDATE windrow.job AS j
 SET
     priority = 1,
-    -- Claims do not look below the floor.
+    -- This is not earlier than now(), because claims do not look below the floor.
     visible_at = now(),
-    -- If a lease expired unnoticed, its end is recorded here.
+    -- If a lease expired unnoticed, the end of the lease is recorded here.
     history = {{history_with_lost(j)}},
     lease = NULL, leased_at = NULL, worker = NULL, log = NULL
 WHERE j.ctid = ANY (ARRAY(SELECT aged.ctid FROM aged))

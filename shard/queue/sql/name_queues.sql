@@ -1,4 +1,4 @@
--- Returns the orgs and names of those of these queues that exist.
+-- Returns the orgs and names of the queues with these ids, as far as they exist.
 SELECT n.queue_id, q.org, q.queue
 FROM unnest(%(queue_ids)s::bigint[]) AS n (queue_id)
 -- OFFSET 0 fence: finds the queue by its id, as in claim.sql.

@@ -1,9 +1,9 @@
--- Finds for each lane of these queues, from its floor on, when its first live row is or becomes visible. Jobs that wait
--- for a group slot do not count. Returns one row, with arrays of the lanes that have jobs. Takes no locks. Includes
--- queues that give no jobs, because their floors are needed too.
+-- Finds for each lane of these queues the time at which its first live row, from the lane's floor on, is or becomes
+-- visible. Jobs that wait for a group slot do not count. Returns one row, with arrays of the lanes that have jobs.
+-- Takes no locks. Includes queues that give no jobs, because their floors are needed too.
 SELECT now() AS now, array_agg(first.queue_id) AS queue_ids, array_agg(first.priority) AS priorities,
     array_agg(first.visible_at) AS visible_at, array_agg(first.gives_jobs) AS gives_jobs,
-    -- This statement does not find these out; sweep.sql does.
+    -- This statement does not find out these values. sweep.sql does.
     true AS groups_wait, true AS workflows_wait, true AS ages, true AS quarantines
 FROM (
     SELECT q.queue_id, p.priority::smallint AS priority, j.visible_at, w.gives_jobs

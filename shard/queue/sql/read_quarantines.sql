@@ -1,4 +1,4 @@
--- The kinds that are quarantined, with what is known of their trials.
+-- Returns the kinds that are quarantined, with their trials.
 SELECT
     k.queue_id, q.org, q.queue, k.kind, k.trial_id::text, k.trial_at,
     EXISTS (SELECT FROM windrow.owned_slot o WHERE o.slot = q.slot AND o.state = 'owned') AS is_owned

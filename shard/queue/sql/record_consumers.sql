@@ -1,7 +1,8 @@
--- Records that consumers look for jobs of these queues, a row for each kind that they take. Rows that are younger than
--- 45 s stay as they are: all routers together write each of them about once a minute. A queue that has rows for 100
--- kinds or more gets none for further kinds; a consumer of those counts as one that takes all kinds, so that nobody is
--- told that a kind is not taken. Ordered, so that all routers lock rows in the same order.
+-- Records that consumers look for jobs of these queues, with a row for each kind that they take. Rows that are younger
+-- than 45 s stay as they are. So all routers together write each row about once a minute. A queue that has rows for 100
+-- kinds or more gets no rows for further kinds. A consumer of a further kind counts as one that takes all kinds, so
+-- that nobody is told that no consumer takes this kind. The rows are ordered, so that all routers lock them in the same
+-- order.
 INSERT INTO windrow.consumer_seen (queue_id, kind, at)
 SELECT DISTINCT q.queue_id, CASE WHEN q.seen_at IS NULL AND q.kinds >= 100 THEN '' ELSE n.kind END, now()
 FROM unnest(%(orgs)s::text[], %(queues)s::text[], %(kinds)s::text[]) AS n (org, queue, kind)

@@ -1,5 +1,5 @@
--- Records that consumers look for jobs of these queues of all orgs, as record_consumers.sql does. Their rows have the id that
--- a queue of the org 0 would have; no org has this number.
+-- Records consumers that look for jobs of the queues with these names in all orgs, as record_consumers.sql does. The
+-- rows have the id that a queue of org number 0 would have. No org has this number.
 INSERT INTO windrow.consumer_seen (queue_id, kind, at)
 SELECT DISTINCT q.queue_id, CASE WHEN q.seen_at IS NULL AND q.kinds >= 100 THEN '' ELSE n.kind END, now()
 FROM unnest(%(queues)s::text[], %(kinds)s::text[]) AS n (queue, kind)

@@ -1,6 +1,6 @@
--- Makes dead jobs ready at once, with fresh attempts. They keep their history. They do not take their live keys again:
--- other jobs may have them by now, also on another shard. Returns the jobs with their queues, and the jobs on their way
--- to another shard (departing), which are not changed.
+-- Makes dead jobs ready at once. Their attempts are counted from 0 again. The jobs keep their history, but do not take
+-- their live keys again: other jobs may have these keys by now, also on another shard. Returns the jobs with their
+-- queues. Also returns the jobs on their way to another shard (departing), which it does not change.
 WITH chosen AS (
     DELETE FROM windrow.dead d
     WHERE d.id = ANY (%(ids)s::uuid[])

@@ -1,5 +1,5 @@
--- Releases up to `rows` jobs that are set aside although their kinds are not quarantined. Steps from kind to kind that has
--- such jobs. Returns the queue of each.
+-- Releases up to `rows` jobs that are set aside although their kinds are not quarantined. Steps in an index from one
+-- kind that has jobs set aside to the next. Returns the queue of each released job.
 WITH RECURSIVE kind AS (
     (
         SELECT j.queue_id, j.kind
@@ -36,7 +36,7 @@ WITH RECURSIVE kind AS (
     LIMIT %(rows)s
 )
 UPDATE windrow.job j
--- Never before now(): claims do not look below the floor.
+-- This is never before now(), because claims do not look below the floor.
 SET visible_at = greatest(j.run_at, now())
 WHERE j.ctid = ANY (ARRAY(SELECT free.ctid FROM free))
 RETURNING j.queue_id

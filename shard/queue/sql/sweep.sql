@@ -1,8 +1,8 @@
--- Returns what probe.sql returns, for many queues, from the beginning of time, so that it also finds jobs that
--- committed late (I7). Most queues have jobs of one priority or none. Therefore it steps from each lane that has jobs
--- to the next such lane, instead of looking into all nine. Also tells whether there is anything that other statements
--- do: fill slots of groups that jobs wait for, take in ends of nodes of workflows, move jobs that have aged, and
--- look after quarantined kinds.
+-- Returns what probe.sql returns, but looks from the beginning of time, so that it also finds jobs that committed late
+-- (I7). Most queues have jobs of one priority or no jobs. Therefore the statement steps from each lane that has jobs to
+-- the next such lane, instead of looking into all nine lanes. Also returns whether other statements may have work to
+-- do: to fill group slots for which jobs wait, to take in ends of nodes of workflows, to move jobs that have aged, and
+-- to look after quarantined kinds.
 SELECT now() AS now, array_agg(first.queue_id) AS queue_ids, array_agg(first.priority) AS priorities,
     array_agg(first.visible_at) AS visible_at, array_agg(first.gives_jobs) AS gives_jobs,
     EXISTS (
@@ -44,7 +44,7 @@ FROM (
                 LIMIT 1
             ) next
         )
-        -- If a lane's first time is infinity, all its jobs wait for group slots.
+        -- If a lane's first time is infinity, all its jobs wait for group slots, are blocked, or are set aside.
         SELECT lane.priority, lane.visible_at FROM lane WHERE lane.visible_at < 'infinity'
     ) j
 ) first

@@ -1,7 +1,8 @@
--- Returns the first `queues` queues with live jobs whose ids are from `first` to `last`, by id: all orgs' queues of one
--- name are such a range. Each comes with its org, whether it gives jobs, and when its first job is or becomes visible, from
--- the beginning of time, so that this also finds jobs that committed late (I7). Steps in the ready index from each queue
--- to the next one, and from each lane of a queue to the next one, as sweep.sql does: however many jobs there are.
+-- Returns the first `queues` queues that have live jobs and an id from `first` to `last`, ordered by id. The queues of
+-- one name, of all orgs, are such a range. Returns for each queue its org, whether it gives jobs, and the time at which
+-- its first job is or becomes visible. Looks from the beginning of time, so that it also finds jobs that committed late
+-- (I7). Steps in the ready index from each queue to the next one, and from each lane of a queue to the next one, as
+-- sweep.sql does. So the number of jobs does not matter.
 SELECT now() AS now, head.queue_id, q.org, q.gives_jobs, first.visible_at
 FROM (
     WITH RECURSIVE step AS (

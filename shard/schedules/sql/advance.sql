@@ -1,11 +1,12 @@
 -- Advances schedules whose runs are stored. `runs_us`: the instant of the latest run that was stored now, of any cause.
--- `buffered`: how many runs wait at most. They are counted: an instant that was to wait may have had a run before.
+-- `buffered`: how many runs wait at most. If it is not 0, this statement counts the runs that wait, because an instant
+-- that was to wait may have had a run before.
 UPDATE windrow.schedule s
 SET
     next_at = timestamptz 'epoch' + n.next_us * interval '1 us',
     wake_at = CASE WHEN s.paused_at IS NULL THEN timestamptz 'epoch' + n.wake_us * interval '1 us' END,
     last_at = coalesce(timestamptz 'epoch' + n.last_us * interval '1 us', s.last_at),
-    -- If the instant had a run before, that run's job.
+    -- The job of the run at this instant. If the instant had a run before, this is the job of that run.
     last_job = coalesce(
         (
             SELECT r.job_id

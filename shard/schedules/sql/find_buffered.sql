@@ -1,4 +1,4 @@
--- Returns the first run of each of these schedules that waits for an earlier one.
+-- Returns for each of these schedules the first run that waits for an earlier run.
 SELECT n.id::text, r.at, r.cause
 FROM unnest(%(schedules)s::uuid[]) AS n (id)
 CROSS JOIN LATERAL (

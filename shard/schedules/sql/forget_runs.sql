@@ -1,4 +1,5 @@
--- Forgets the runs of these schedules, except the newest ones, those that wait, and those of backfills while they count.
+-- Forgets runs of these schedules. Keeps the newest runs, the runs that wait, and the runs of backfills that are
+-- younger than `backfill_us`.
 DELETE FROM windrow.schedule_run r
 WHERE (r.schedule_id, r.at) IN (
     SELECT old.schedule_id, old.at

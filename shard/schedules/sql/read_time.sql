@@ -1,2 +1,2 @@
--- The time of the transaction, by the clock that schedules go by.
+-- Returns the time of the transaction, by the clock by which schedules fire.
 SELECT now() AS now

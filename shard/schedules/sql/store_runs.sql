@@ -1,6 +1,6 @@
--- Stores decided runs of schedules, each once, and the jobs of those that are to run now. Returns the queues that got jobs,
--- and how many jobs. The caller has locked the schedules. `stored_ids` has the ids of the jobs in ascending order, and the
--- arrays after it belong to them.
+-- Stores decided runs of schedules, each once, and the jobs of the runs that are to run now. Returns the queues that
+-- got jobs, and the number of jobs. The caller has locked the schedules. `stored_ids` has the ids of the jobs in
+-- ascending order. `queue_ids` and `scheduled_runs` have the same order.
 WITH run AS (
     INSERT INTO windrow.schedule_run AS r (schedule_id, at, through, cause, outcome, skipped_for, job_id, request)
     SELECT
@@ -10,8 +10,8 @@ WITH run AS (
         %(schedules)s::uuid[], %(ats_us)s::bigint[], %(throughs_us)s::bigint[], %(causes)s::text[], %(outcomes)s::text[],
         %(skipped_for)s::text[], %(job_ids)s::uuid[], %(requests)s::uuid[]
     ) AS d (schedule_id, at_us, through_us, cause, outcome, skipped_for, job_id, request)
-    -- A run that has waited is stored now, and a backfill decides anew what was skipped for no overlap. Any other instant
-    -- that has a run keeps it.
+    -- Changes an existing run in two cases only: a run that has waited is stored now, and a backfill decides again
+    -- about a run that was skipped for another reason than an overlap. Any other instant that has a run keeps that run.
     ON CONFLICT (schedule_id, at) DO UPDATE SET
         cause = excluded.cause, outcome = excluded.outcome, through = excluded.through, skipped_for = excluded.skipped_for,
         job_id = excluded.job_id, decided_at = now()
@@ -29,7 +29,7 @@ WITH run AS (
     CROSS JOIN LATERAL (SELECT width_bucket(run.job_id, %(stored_ids)s::uuid[]) AS at) place
     JOIN windrow.schedule s ON s.id = run.schedule_id
     WHERE run.job_id IS NOT NULL
-    -- As in enqueue.sql.
+    -- Sorted by id, as in enqueue.sql.
     ORDER BY run.job_id
     RETURNING queue_id
 ), counted AS (

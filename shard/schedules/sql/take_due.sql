@@ -1,10 +1,11 @@
--- Locks schedules that must be looked at, those first that have waited longest, and returns what decides about them. Other
--- routers skip them until this transaction ends. The shard itself refuses those of slots that it does not own (I6): the
--- transaction keeps a lock on owned_slot, for which the close of a slot waits.
+-- Locks schedules that must be looked at, and returns what decides about them. Begins with the schedules that have
+-- waited longest. Other routers skip these schedules until this transaction ends. The statement leaves out schedules of
+-- slots that this shard does not own (I6). The transaction keeps a lock on owned_slot, and the close of a slot waits
+-- for this lock.
 SELECT
     s.id::text, o.org, s.org_id, s.name, s.queue, q.queue_id, {{schedule_spec(s)}}, s.next_at, s.last_at, s.last_job::text,
     s.buffered, s.decided,
-    -- Only needed if the job of the run before counts.
+    -- Whether it matters that the job of the run before is live. Only then `is_live` is looked up.
     s.last_job IS NOT NULL AND (s.overlap <> 'allow' OR s.buffered > 0) AS matters,
     CASE WHEN s.last_job IS NOT NULL AND (s.overlap <> 'allow' OR s.buffered > 0) THEN
         EXISTS (SELECT FROM windrow.job j WHERE j.id = s.last_job AND {{org_of(j)}} = s.org_id)

@@ -1,3 +1,3 @@
--- Appends that a node was skipped. The caller folds the workflow.
+-- Appends the end of a node that was skipped. The caller then folds the workflow.
 INSERT INTO windrow.workflow_arrival (org_id, workflow, node, how)
 VALUES (%(org_id)s, %(id)s::uuid, %(node)s, 'skipped')

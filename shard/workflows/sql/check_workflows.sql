@@ -1,6 +1,7 @@
--- Finds what is wrong with workflows, in one snapshot: blocked jobs that nothing will release, nodes that wait for ended
--- ones, and ends that were counted wrongly. Leaves out orgs that move, because their jobs may be on the other shard, and
--- what a fold has left for another one: nodes that were not told yet of an end, and ends of jobs that it has cancelled.
+-- Finds what is wrong with workflows, in one snapshot: blocked jobs that nothing will release, nodes that wait for the
+-- wrong node or whose job is missing, workflows whose last open node is wrong, and ends that were not taken in. Leaves
+-- out orgs that move, because their jobs may be on the other shard. Also leaves out the work that one fold has left for
+-- the next fold: nodes that were not told yet of an end, and ends of jobs that the fold has cancelled.
 WITH settled AS MATERIALIZED (
     SELECT o.org_id, o.org
     FROM windrow.org o

@@ -1,4 +1,4 @@
--- Returns what the request said that stored this workflow.
+-- Returns the digest of the request that stored this workflow.
 SELECT w.digest
 FROM windrow.workflow w
 JOIN windrow.org o ON o.org_id = w.org_id

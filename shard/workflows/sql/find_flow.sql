@@ -1,4 +1,4 @@
--- Returns the number of a workflow on this shard, if the shard still owns the slot of its org, and its state.
+-- Returns the number and the state of a workflow on this shard, if the shard still owns the slot of its org.
 SELECT w.flow, w.org_id, w.state
 FROM windrow.org o
 JOIN windrow.owned_slot s ON s.slot = o.slot

@@ -1,8 +1,8 @@
--- Returns up to `rows` workflows of this shard that have something to take in: ends that nobody has taken in, which is
--- rare, and jobs that could not be released or cancelled because they were locked, or were on another shard then.
+-- Returns up to `rows` workflows of this shard that must be folded. They have ends that nobody has taken in, which is
+-- rare, or jobs that could not be released or cancelled because they were locked, or were on another shard.
 --
--- Goes from workflow to workflow by the indexes, one lookup each: so workflows that are paused, or that move, hide no
--- others, however many nodes of theirs wait.
+-- Steps from workflow to workflow in the indexes, with one lookup for each workflow. So a workflow that is paused, or
+-- that moves, does not hide other workflows, however many of its nodes wait.
 WITH RECURSIVE arrived AS (
     (
         SELECT a.org_id, a.workflow FROM windrow.workflow_arrival a ORDER BY a.org_id, a.workflow LIMIT 1

@@ -1,4 +1,4 @@
--- A page of an org's workflows, the newest id first, with ids before `before`.
+-- Returns a page of an org's workflows with ids before `before`, the newest id first.
 SELECT w.id::text, o.org, w.name, w.state, w.created_at, {{is_paused(w)}} AS paused, w.ended_at,
     w.nodes + w.added AS nodes, w.retry_of::text
 FROM windrow.org o

@@ -1,7 +1,7 @@
--- Stores a workflow with its nodes, edges and jobs, and with the nodes that it takes over from one that it retries, if the
--- shard owns the org's slot and all queues of the jobs are right, once: an org has one workflow with an id. Or adds nodes to
--- the workflow `flow`, whose lock the caller has. Returns whether the time of its id is acceptable, how many of the queues
--- were admitted, and whether it was stored.
+-- Stores a workflow with its nodes, edges and jobs, and with the nodes that it takes over from the workflow that it
+-- retries. Does so only if the shard owns the org's slot, all queue ids are right, and the org has no workflow with
+-- this id. Or adds nodes to the workflow `flow`, whose lock the caller holds. Returns the time, whether the time of the
+-- workflow's id is acceptable, how many queues were admitted, and whether anything was stored.
 WITH clock AS (
     -- See enqueue.sql.
     SELECT
@@ -50,7 +50,7 @@ WITH clock AS (
         i.flow, i.node, i.name, i.id, i.callback, i.run_at, i.delay_us, i.waits_on,
         CASE
             WHEN i.is_free THEN 'released'
-            -- The end of the pause releases it.
+            -- The end of the pause releases the node.
             WHEN i.waits_on IS NULL AND i.callback IS NULL THEN 'due'
             ELSE 'blocked'
         END,
@@ -85,7 +85,7 @@ WITH clock AS (
                 ELSE 'infinity'
             END AS at
     ) due
-    -- As in enqueue.sql.
+    -- Sorted by id, as in enqueue.sql.
     ORDER BY i.id
     RETURNING queue_id
 ), counted AS (

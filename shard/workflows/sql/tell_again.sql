@@ -1,5 +1,5 @@
--- Appends once more the ends of these nodes, as far as they have ended, for nodes that were just added behind them. The
--- caller folds the workflow.
+-- Appends the ends of these nodes once more, if they have ended, because nodes that wait for them were just added. The
+-- caller then folds the workflow.
 INSERT INTO windrow.workflow_arrival (org_id, workflow, node, how)
 SELECT %(org_id)s, %(id)s::uuid, n.node, n.state
 FROM windrow.workflow_node n
