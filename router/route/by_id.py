@@ -55,8 +55,8 @@ async def find_duplicates(fleet: Fleet, placement: Placement, jobs: NewJobs) -> 
 
 
 async def _known_by_id(fleet: Fleet, jobs: NewJobs, at: Sequence[int]) -> dict[int, JobId]:
-    """Returns those of the jobs at these positions whose ids some shard knows. Raises ShardUnavailable if a shard that
-    may know one of the remaining jobs does not answer."""
+    """Of the jobs at these positions, returns those whose id a shard knows. Raises ShardUnavailable if a shard that may
+    know one of the remaining jobs does not answer."""
     ids = [JobId(jobs.ids[position]) for position in at]
 
     async def ask(member: ShardHandle, positions: Sequence[int]) -> dict[int, JobId]:
@@ -81,8 +81,8 @@ class Found(Generic[_T]):
         return [refusal.shard for refusal in self.refusals]
 
     def require(self, count: int) -> None:
-        """Raises the first refusal if fewer than `count` ids were found and a shard that may know the rest did not
-        answer."""
+        """Raises the first refusal if fewer than `count` ids were found and a shard that may know the missing ids did
+        not answer."""
         if self.refusals and len(self.answers) < count:
             raise self.refusals[0]
 

@@ -42,8 +42,8 @@ class WorkCounts:
         self._used: OrderedDict[_Queue, tuple[float, int]] = OrderedDict()
 
     async def any(self, org: OrgId | None, queue: QueueName) -> bool:
-        """Returns whether there is work. Raises ShardUnavailable if none was seen, and a shard does not answer: there
-        may be some."""
+        """Returns whether there is work. Raises ShardUnavailable if no work was seen but a shard does not answer: that
+        shard may have work."""
         return await self._any.get(_Queue(org, queue))
 
     async def count(self, org: OrgId | None, queue: QueueName, *, jobs_max: int) -> int:
@@ -83,7 +83,8 @@ class WorkCounts:
     async def _ask(
         self, org: OrgId | None, ask: Callable[[ShardHandle], Awaitable[_T]]
     ) -> tuple[list[_T], ShardUnavailable | None]:
-        """Asks all shards that may have the org's jobs. Returns their answers, and the error of one that gave none."""
+        """Asks all shards that may have the org's jobs. Returns their answers, and the error of a shard that gave no
+        answer, if there is one."""
 
         async def one(name: ShardName) -> _T | ShardUnavailable:
             try:
