@@ -32,7 +32,8 @@ _PAUSE_S = 0.1
 # A count ends at the jobs of this many workers, or at this many jobs.
 _WORKERS_MAX = 1_000
 _COUNTED_MAX = 1_000_000
-# Longer than router.settings.RouterSettings.stream_s_max, after which streams end.
+# The deadline of a stream. A stream ends earlier, after router.settings.RouterSettings.stream_s_max, if that is
+# shorter.
 _STREAM_S_MAX: Final = 600.0
 
 
