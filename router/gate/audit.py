@@ -47,8 +47,8 @@ _log = logging.getLogger(__name__)
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 ANONYMOUS = "anonymous"
-# The fields of requests that the log keeps in addition to org and queue. A test names every field that the log does not
-# keep, and fails for a new field: so the field's author must decide.
+# The fields of requests that the log keeps in addition to org and queue. A test fails if a request has a field that is
+# in none of these three sets: so the author of the field must decide what the log keeps of it.
 RECORDED = frozenset(
     {"already_redriven", "amount", "begin", "config", "delay", "died_after", "died_before", "end", "id"}
     | {"ids", "include_dead", "interval", "jobs", "kind", "limit", "measure", "name", "new_id", "node"}
