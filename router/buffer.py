@@ -2,8 +2,8 @@
 been sent, jobs that wait to be read. Memory is reserved before the work begins, and held until the last byte is written
 or the client is gone (I9).
 
-No org and no connection may hold more than is left free: even if there is no other one, it gets at most half, and the
-other half stays free for others (shard/fair_quota.py). The same holds for the memory that the claims on one shard have
+No org and no connection may hold more than is left free: a single org or connection gets at most half, and the other
+half stays free for others (shard/fair_quota.py). The same holds for the memory that the claims on one shard have
 reserved: if the shard does not answer, they hold this memory for seconds.
 """
 
@@ -40,8 +40,8 @@ class Buffer:
         self.claims = FairQuota(bytes_max)
         self._received = FairQuota(bytes_max // 8)
         # The waiting requests, first by the shard that they claim from (None: they are not claims), then by org, then
-        # by connection. They are apart by shard, so that claims on a shard without room keep no other requests waiting.
-        # In each of these, the part that was served most recently comes last.
+        # by connection. They are kept apart by shard, so that claims on a shard without room keep no other requests
+        # waiting. At each of these levels, the key that was served most recently comes last.
         self._waiting: OrderedDict[ShardName | None, OrderedDict[str, OrderedDict[str, deque[_Waiting]]]] = (
             OrderedDict()
         )
@@ -181,7 +181,8 @@ class Account:
         return part
 
     def take(self, count: int, *, shard: ShardName | None = None) -> bool:
-        """Takes `count` more bytes if there is room. Returns whether it did. `shard`: for a claim on this shard."""
+        """Takes `count` more bytes if there is room. Returns whether it did. `shard`: the bytes are for a claim on this
+        shard."""
         if self._closed:
             return True
         buffer = self._buffer
@@ -198,14 +199,15 @@ class Account:
 
     def take_in_turn(self, count: int, *, shard: ShardName | None = None) -> bool:
         """Takes `count` more bytes if there is room and no other such call of its org waits. Returns whether it did.
-        `shard`: for a claim on this shard."""
+        `shard`: the bytes are for a claim on this shard."""
         return not self._buffer.waits(self.org, shard) and self.take(count, shard=shard)
 
     async def reserve(
         self, count: int, *, received: int = 0, patiently: bool = False, shard: ShardName | None = None
     ) -> None:
         """Takes `count` more bytes as soon as there is room. `received` is the memory that the waiting request itself
-        takes; `shard`: for a claim on this shard. Raises RouterFull after 5 s, unless it waits `patiently`."""
+        takes; `shard`: the bytes are for a claim on this shard. Raises RouterFull after 5 s, unless it waits
+        `patiently`."""
         if not self.take_in_turn(count, shard=shard):
             wait_s = None if patiently else WAIT_S_MAX
             await self._buffer.wait(self, count, wait_s, received=received, shard=shard)

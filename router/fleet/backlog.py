@@ -15,7 +15,7 @@ from shard.limits import Limit, Measure
 from shard.queue.store import Store
 from shard.vocabulary import OrgId
 
-# A count is used for _USED_S, or for _USED_TIMES as long as it took if that is longer.
+# A count is used for _USED_S, or for _USED_TIMES the time that it took if that is longer.
 _USED_S = 1.0
 _USED_TIMES = 50.0
 
@@ -80,7 +80,7 @@ class Backlog:
         del lack
         if self._counting is None:
             self._counting = asyncio.get_running_loop().create_task(self._count(store))
-            # If all callers are cancelled, nobody sees its error.
+            # If all callers are cancelled, nobody sees the error of the count.
             self._counting.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._counting)
 

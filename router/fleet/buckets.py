@@ -2,12 +2,12 @@
 
 Each limit of an org has a bucket on the shard that takes the org's jobs. This process draws tokens from it in blocks. A
 block has what the call at hand lacks, and what the process will need in the next moment at its present pace. Tokens
-that are not used within about a second are given back. Tokens of a process that dies are lost: at most one block.
-Tokens are also lost if the connection broke before the shard answered their draw or return, so that its effect is in
-doubt.
+that are not used within about a second are given back. If a process dies, the tokens that it has drawn are lost: at
+most one block of each bucket. Tokens are also lost if the connection broke before the shard answered their draw or
+return, so that its effect is in doubt.
 
-What this process remembers of a bucket is a hint: an upper bound of what the bucket may have by now, so that calls
-which cannot succeed yet need not ask the shard. The times here are differences of this process's own clock.
+What this process remembers of a bucket is a hint: the most tokens that the bucket may have by now. So calls that cannot
+succeed yet need not ask the shard. The times here are differences of this process's own clock.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _AHEAD_S = 0.5
 # A block has at most what the limit gives in this time. So even all processes together hold few of a small limit's
 # tokens, and little of what a large limit gives in a minute.
 _BLOCK_S_MAX = 0.1
-# A shorter time says too little about the pace of a process.
+# The shortest time over which the pace of a process is computed.
 _PACE_S_MIN = 0.01
 # The shortest time between two questions to an empty bucket.
 PAUSE_S = 0.05

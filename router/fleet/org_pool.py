@@ -47,7 +47,7 @@ class PoolConsumer(Waiter, Protocol):
     """A consumer of all orgs, as its pool sees it."""
 
     def take(self, jobs: Delivery) -> None:
-        """Takes claimed jobs. Its credit has been reduced already."""
+        """Takes claimed jobs. The consumer's credit has been reduced already."""
         ...
 
 

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 # How many queues one statement of a walk covers. Such a statement takes about 5 ms.
 _STEP_QUEUES = 500
-# For how long the statements of one sweep may walk in all.
+# How long all statements of one sweep together may walk.
 _SWEEP_S = 0.060
 # The pause after a probe, and the pause after a failure. The next probe covers all queues that are added meanwhile.
 _PAUSE_S = 0.010
@@ -42,7 +42,7 @@ class _Name:
 
     # None: as far as this process knows, no queue of the shard has this name yet.
     name_id: int | None = None
-    # Where its walk goes on. None: at the beginning.
+    # Where the walk of this name goes on. None: at the beginning.
     after: QueueId | None = None
     # Whether a walk has come to the end since somebody took this name, and since hints were lost.
     walked: bool = False
@@ -202,7 +202,7 @@ class ReadyOrgs:
         self._expect(due.now, [Found(number, names[number][0], due.first[number]) for number in names])
 
     async def sweep(self) -> None:
-        """Walks on, and finds what every hint has missed. Raises ShardUnavailable."""
+        """Continues the walks, and so finds the jobs that every hint has missed. Raises ShardUnavailable."""
         names = [(queue, name) for queue, name in self._names.items() if name.walked]
         if any(name.name_id is None for name in self._names.values()):
             self._find_names = True

@@ -71,7 +71,7 @@ class Scheduler:
                 sleep_s = await self._turn()
                 failing = False
             except (ShardError, TooManyWaiting) as error:
-                # A shard whose clock was set back says so itself.
+                # If the clock of the shard was set back, shard/postgres/clock.py has logged that.
                 quiet = failing or isinstance(error, ClockSetBack)
                 _log.log(
                     logging.DEBUG if quiet else logging.WARNING,

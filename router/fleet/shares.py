@@ -58,7 +58,7 @@ def deal(awaited: AwaitedQueue | None, org: OrgId, sizes: Sequence[int]) -> list
         # Deal the jobs evenly, one share to each waiter. A waiter that gets a share comes last in the next deal.
         count = min(waiter.credit, -(-left // (len(willing) - turn)))
         if waiter.takes_once:
-            # Its answer is a single message of limited size.
+            # The waiter's answer is a single message of limited size.
             count = _first_bytes(sizes[dealt : dealt + count])
         held = sum(sizes[dealt : dealt + count]) + JOB_BYTES * count
         account = waiter.account_of(org)

@@ -3,8 +3,8 @@
 (docs/decisions/0052-leases-in-flight-are-counted.md).
 
 A start limit refuses nothing: it holds jobs back. A claim of a limited queue takes tokens first, then leases at most
-that many jobs, and puts back the tokens that it did not use. While there are no tokens, the queue counts as one without
-due jobs.
+that many jobs, and puts back the tokens that it did not use. While there are no tokens, the queue counts as a queue
+without due jobs.
 
 A limit of jobs in flight is enforced by the claim itself, on the shard. This module only says which limits a claim
 obeys.

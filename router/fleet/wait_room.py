@@ -1,5 +1,5 @@
 """Where consumers wait for jobs on one shard, and what wakes them. This is only a set of hints (I7): a consumer that is
-woken in vain waits again, and one that was not woken is found by the sweep.
+woken in vain waits again, and the sweep wakes a consumer that no hint has woken.
 
 Consumers are woken by an enqueue of this router, by the doorbell of another router, when a job that a probe found falls
 due, and by the sweep. An enqueue may also hand its jobs over to them, so that no claim is needed
@@ -239,7 +239,7 @@ class WaitRoom:
             self._wake(key, 1)
 
     def found_all(self, waiter: Waiter, queues: Sequence[QueueName], *, woken: bool) -> None:
-        """The waiter has taken all due jobs of these queues. A probe then finds out when the next one is due. `woken`:
+        """The waiter has taken all due jobs of these queues. A probe then finds out when the next job is due. `woken`:
         something had woken the waiter, perhaps just a job that is due later, so the probe must not be skipped."""
         for queue in queues:
             awaited = self._queues.get((waiter.org, queue))

@@ -79,7 +79,7 @@ class Waiter(Protocol):
 
 
 class Watcher(Protocol):
-    """Wants to know when a queue may have ready jobs, and takes none."""
+    """Somebody who wants to know when a queue may have ready jobs, and who takes no jobs."""
 
     def wake(self) -> None:
         """Notifies it that there may be jobs, or that it may have to watch on other shards."""

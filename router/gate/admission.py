@@ -2,9 +2,9 @@
 arrive and how long an answer may stay unread (I9). The deadline of a call is set in router/gate/calls.py.
 
 A call counts from its first byte until its answer has been sent or its client is gone. It counts for its connection
-from the beginning, for its caller's org as soon as the caller is known, and for its org as soon as that is known. No
-org and no connection can fill the process: even if there is no other one, it gets at most half of each limit, and the
-other half stays free (shard/fair_quota.py).
+from the beginning, for its caller's org as soon as the caller is known, and for the org of its request as soon as that
+org is known. No org and no connection can fill the process: a single org or connection gets at most half of each limit,
+and the other half stays free (shard/fair_quota.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from router.gate.tracing import Tracing
 from shard.fair_quota import FairQuota
 
 if TYPE_CHECKING:
-    # Imported at run time only in clusters that use them, because of their libraries.
+    # This module needs only their types.
     from router.gate.audit import Audit
     from router.gate.auth.authenticator import Authenticator
 
@@ -48,8 +48,9 @@ MESSAGE_BYTES_MAX = 16 * 1024 * 1024
 METADATA_BYTES_MAX = 16 * 1024
 # How much refused metadata may wait for the garbage collector.
 _METADATA_GARBAGE_MAX = 4 * 1024 * 1024
-# gRPC hands over messages up to this size. Those above MESSAGE_BYTES_MAX are refused without being decoded. A message
-# with 1,000 of the largest results is smaller than this. It must not exceed the smallest buffer (memory_mib = 512).
+# gRPC hands over messages up to this size. Messages above MESSAGE_BYTES_MAX are refused without being decoded. A
+# message with 1,000 of the largest results is smaller than this size. This size must not exceed the smallest buffer
+# (memory_mib = 512).
 RECEIVED_BYTES_MAX = 64 * 1024 * 1024
 # How many bytes of a refused message are kept.
 _HEAD_BYTES = 16

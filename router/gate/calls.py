@@ -41,7 +41,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 # Returns the org that a request names; None: the request is about all orgs.
 _OrgOf = Callable[[Any], str | None]
 
-# The deadline of a call, also if its caller sets none. It is longer than the longest wait of a Dequeue (60 s).
+# The longest deadline of a call, and its deadline if the caller sets none. It is longer than the longest wait of a
+# Dequeue (60 s).
 DEADLINE_S_MAX = 75.0
 # How much memory is reserved for an answer with jobs. The last job of an answer is the one that reaches
 # ANSWER_BYTES_MAX, and that job may be as large again.

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 _RETRY_S = 1.0
 # The pause between two comparisons of the expiry with the clock.
 _CLOCK_S = 600.0
-# The log reports once for each of these times that a certificate expires in less than this.
+# For each of these times, the log says once that a certificate expires in less than that time.
 _REPORTED_AT = (timedelta(days=30), timedelta(days=7), timedelta(0))
 
 

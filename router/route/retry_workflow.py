@@ -43,8 +43,8 @@ async def retry_of(
     fleet: Fleet, workflows: WorkflowAdmin, org: OrgId, old: WorkflowId, new: WorkflowId, *, trace: str | None
 ) -> Retry:
     """Returns the workflow `new` that retries `old`. `workflows` is the WorkflowAdmin of the shard that has `old`.
-    Raises UnknownWorkflow, NotRetryable, and ShardUnavailable, also if a shard that may have one of the jobs does not
-    answer."""
+    Raises UnknownWorkflow, NotRetryable, and ShardUnavailable, for example if a shard that may have one of the jobs
+    does not answer."""
     record = await workflows.get(org, old)
     if WorkflowState(record.state) not in _RETRYABLE:
         raise NotRetryable(old, "it has succeeded" if record.ended_at is not None else "it runs")

@@ -17,7 +17,7 @@ from shard.placement.cluster_file import ShardState
 from shard.vocabulary import OrgId, QueueName, ShardName
 
 _T = TypeVar("_T")
-# A count is used for _USED_S, or for _USED_TIMES as long as it took if that is longer. So counting a queue takes at
+# A count is used for _USED_S, or for _USED_TIMES the time that it took if that is longer. So counting a queue takes at
 # most 2 % of a connection's time.
 _USED_S = 1.0
 _USED_TIMES = 50.0
@@ -47,8 +47,8 @@ class WorkCounts:
         return await self._any.get(_Queue(org, queue))
 
     async def count(self, org: OrgId | None, queue: QueueName, *, jobs_max: int) -> int:
-        """Returns how many ready and leased jobs there are, `jobs_max` at most for each shard. A shard that does not
-        answer is left out: nobody can work on its jobs. Raises ShardUnavailable if no shard answers."""
+        """Returns how many ready and leased jobs there are, counting at most `jobs_max` on each shard. A shard that
+        does not answer is left out: nobody can work on its jobs. Raises ShardUnavailable if no shard answers."""
         wanted = _Queue(org, queue, jobs_max)
         used = self._used.get(wanted)
         if used is not None and time.monotonic() < used[0]:

@@ -122,7 +122,7 @@ class Consumer:
 
     def wake(self) -> None:
         if self.promised and not self._stopped_waiting:
-            # Its only delivery is already on its way, so there is nothing to look for.
+            # The consumer's only delivery is already on its way, so there is nothing to look for.
             return
         # The consumer will now claim jobs itself: no jobs are handed over to it until it rests again.
         self.idle = False

@@ -100,7 +100,7 @@ class ExternalScalerService:
         return keda.GetMetricsResponse(metricValues=[value])
 
     async def _look(self, target: Target) -> bool | None:
-        """Returns whether there is work; None: that is not known, because a shard does not answer."""
+        """Returns whether there is work. None: this process does not know, because a shard does not answer."""
         try:
             return await self._work.any(target.org, target.queue)
         except (ShardError, TooManyWaiting):

@@ -81,7 +81,7 @@ class QueueService:
     @unary(_checked_by_method)
     async def Enqueue(self, request: queue_pb2.EnqueueRequest) -> queue_pb2.EnqueueResponse | bytes:
         results: dict[int, queue_pb2.EnqueueResult] = {}
-        # The positions in the request of the jobs in `columns`.
+        # The positions that the jobs of `columns` have in the request.
         positions: Sequence[int] = range(len(request.jobs))
         columns = plain_jobs(request)
         is_plain = columns is not None

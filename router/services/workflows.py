@@ -216,7 +216,7 @@ class WorkflowsService:
         )
 
     async def _jobs(self, org: OrgId, ids: Sequence[JobId]) -> dict[JobId, JobRecord]:
-        """Raises ShardUnavailable, also if a shard that may have one of the jobs does not answer."""
+        """Raises ShardUnavailable, for example if a shard that may have one of the jobs does not answer."""
 
         async def ask(member: ShardHandle, positions: Sequence[int]) -> dict[int, JobRecord]:
             wanted = [ids[at] for at in positions]

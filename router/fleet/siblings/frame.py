@@ -1,7 +1,7 @@
 """What sibling processes tell each other, as bytes. Pure.
 
-A frame is the sizes of its two parts, each in four bytes; then the head, in JSON; then the encoded jobs that the
-outcomes in the head are about. It carries everything that one process has to tell another at that moment.
+A frame begins with the sizes of its two parts, each in four bytes. Then come the head, in JSON, and the encoded jobs
+that the outcomes in the head are about. It carries everything that one process has to tell another at that moment.
 """
 
 from __future__ import annotations

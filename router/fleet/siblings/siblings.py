@@ -25,8 +25,8 @@ from shard.fair_quota import FairQuota
 from shard.vocabulary import NewJobs, QueueName, ShardName
 
 # This process tells its siblings together of at most this many queues with ready consumers. Each sibling gets an equal
-# part of this number, and orgs share that part (I4). The siblings are not told of further queues. So all siblings of a
-# process together tell it of no more queues than this.
+# part of this number, and orgs share that part (I4). The siblings are not told of further queues. So a process is told
+# of no more queues than this by all its siblings together.
 _HINTS_MAX = 20_000
 # How long this process, when it ends, waits until its siblings have received the jobs of their consumers.
 _FINISH_S_MAX = 1.0
@@ -148,10 +148,10 @@ class _Sibling:
     ) -> None:
         self._on_hint = on_hint
         self._on_closed = on_closed
-        # The queues for which the sibling was told that consumers are ready. It believes that until it is told
+        # The queues for which the sibling was told that consumers are ready. The sibling believes that until it is told
         # otherwise, or has asked in vain.
         self._told: set[QueueKey] = set()
-        # Bounds the queues that it may be told of.
+        # Bounds the number of queues of which the sibling may be told.
         self.places = FairQuota(_HINTS_MAX)
         self.link = Link(
             version=version("windrow-server"),

@@ -114,8 +114,8 @@ class ApiKeys:
             raise Revoked(_REVOKED)
 
     async def ended(self, principals: Iterable[Principal]) -> dict[str, End]:
-        """Looks up the keys of these principals again, and the keys that are being verified. Returns for the keys that
-        are no longer good the reason, by the principal's name. Raises ShardUnavailable."""
+        """Looks up the keys of these principals again, and the keys that are being verified. Returns the reasons why
+        keys are no longer good, by the principal's name. Leaves out good keys. Raises ShardUnavailable."""
         began_s = asyncio.get_running_loop().time()
         ids = {_key_id(principal) for principal in principals} | self._verifying.keys()
         found = await self._fleet.find_api_keys(ids)

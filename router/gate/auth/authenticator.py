@@ -91,7 +91,7 @@ class Authenticator:
         # By the SHA-256 of the token.
         self._remembered = OrderedDict[bytes, _Remembered]()
         self._lasting: set[_Lasting] = set()
-        # Principals whose keys were used since this was last recorded, by name.
+        # Principals whose keys were used since the last record of such uses, by name.
         self._used: dict[str, Principal] = {}
         # The names of the principals whose use was recorded already, on the day `_recorded_on`.
         self._recorded = set[str]()

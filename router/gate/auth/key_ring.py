@@ -1,7 +1,7 @@
 """The keys with which one router process verifies tokens. They are fetched from a source, kept while the source fails,
 and dropped when the source drops them.
 
-A source that fails, or answers something else than a usable key set, changes nothing for `valid_s` seconds. After that
+A source that fails, or that does not answer with a usable key set, changes nothing for `valid_s` seconds. After that
 its keys are no longer used.
 """
 
@@ -101,7 +101,7 @@ class KeyRing:
         return fitting[:_TRIED_MAX]
 
     def ended(self, thumbprint: str) -> End | None:
-        """Returns why tokens that this key has signed are not taken any more, None if they are."""
+        """Returns why tokens that this key has signed are not taken any more, or None if they are still taken."""
         if thumbprint in self._thumbprints:
             return None
         if not self._keys and not self._has_none:
