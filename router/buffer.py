@@ -2,9 +2,9 @@
 been sent, jobs that wait to be read. Memory is reserved before the work begins, and held until the last byte is written
 or the client is gone (I9).
 
-No org and no connection may hold more than is left free: one that is alone gets at most half, and the other half stays
-free for others (shard/fair_quota.py). The same holds for what the claims on one shard have reserved: if the shard does
-not answer, they hold it for seconds.
+No org and no connection may hold more than is left free: a single org or connection gets at most half, and the other
+half stays free for others (shard/fair_quota.py). The same holds for the memory that the claims on one shard have
+reserved: if the shard does not answer, they hold this memory for seconds.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _CHECKS_MAX = 16
 # If an account has this many parts, those that hold nothing are dropped.
 _PARTS_KEPT = 100
 # The most that one claim reserves. A claim begins only if its shard has room for this: otherwise claims of few jobs,
-# which always find room sooner, could keep one of many jobs waiting for ever.
+# which always find room sooner, could keep a claim of many jobs waiting for ever.
 _LARGEST_CLAIM = bytes_most(1000)
 
 
 class Buffer:
     """`bytes_max` bytes that orgs and connections share. Requests that wait for room are in memory already; they may
-    use an eighth of that in addition."""
+    take an eighth of `bytes_max` in addition."""
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
@@ -39,9 +39,9 @@ class Buffer:
         # What claims have reserved, by shard.
         self.claims = FairQuota(bytes_max)
         self._received = FairQuota(bytes_max // 8)
-        # The waiting requests: first by the shard that they claim from (None: they are no claims), so that those of a
-        # shard without room keep no others waiting, then by org, then by connection. What was served most recently
-        # comes last.
+        # The waiting requests, first by the shard that they claim from (None: they are not claims), then by org, then
+        # by connection. They are kept apart by shard, so that claims on a shard without room keep no other requests
+        # waiting. At each of these levels, the key that was served most recently comes last.
         self._waiting: OrderedDict[ShardName | None, OrderedDict[str, OrderedDict[str, deque[_Waiting]]]] = (
             OrderedDict()
         )
@@ -51,7 +51,8 @@ class Buffer:
         return self.orgs.taken
 
     def waits(self, org: str, shard: ShardName | None = None) -> bool:
-        """Returns whether claims of the org on this shard wait for memory; None: whether its other calls do."""
+        """Returns whether claims of the org on this shard wait for memory. `shard` None: whether its other calls wait
+        for memory."""
         return org in self._waiting.get(shard, ())
 
     def held_by(self, org: str) -> int:
@@ -70,9 +71,9 @@ class Buffer:
         received: int = 0,
         shard: ShardName | None = None,
     ) -> None:
-        """Returns once the account holds `count` more bytes. `received` is the memory that the waiting request itself
-        takes; `shard`: it is a claim on this shard. Raises RouterFull after `wait_s`, or at once if too many bytes
-        wait."""
+        """Waits until the account holds `count` more bytes. `received` is the memory that the waiting request itself
+        takes; `shard`: the request is a claim on this shard. Raises RouterFull after `wait_s`, or at once if too many
+        bytes wait."""
         if received and not self._received.take(account.peer, received):
             raise RouterFull("bytes in calls and answers", self.bytes_max)
         waiting = _Waiting(account, count, asyncio.get_running_loop().create_future())
@@ -93,7 +94,7 @@ class Buffer:
                 # The requests behind it may have room now.
                 self._serve(shard, org)
             elif not waiting.granted.cancelled():
-                # It was granted in the same turn of the event loop in which the wait ended.
+                # The memory was granted in the same iteration of the event loop in which the wait ended.
                 account.give_back(count, shard=shard)
             if isinstance(error, TimeoutError):
                 raise RouterFull("bytes in calls and answers", self.bytes_max) from None
@@ -115,9 +116,9 @@ class Buffer:
                 self._serve(shard, org)
 
     def _serve(self, shard: ShardName | None, org: str) -> None:
-        """Grants memory to waiting requests of an org, which all claim from this shard, or are no claims. If the org or
-        the shard has no room for a request, all requests behind it wait too. If only its connection has no room, the
-        requests of other connections are still served."""
+        """Grants memory to those waiting requests of an org that are claims on this shard (None: that are not claims).
+        If the org or the shard has no room for a request, all requests behind it wait too. If only its connection has
+        no room, the requests of other connections are still served."""
         by_peer = self._waiting[shard][org]
         for _ in range(min(len(by_peer), _CHECKS_MAX)):
             peer, line = next(iter(by_peer.items()))
@@ -171,7 +172,7 @@ class Account:
 
     def of(self, org: str) -> Account:
         """Returns the part of this account that is held for another org: an account of its own, which is closed with
-        this one. Callers must not keep one that holds nothing."""
+        this one. Callers must not keep a part that holds nothing, because such a part may be dropped."""
         part = self._parts.get(org)
         if part is None:
             if len(self._parts) >= _PARTS_KEPT:
@@ -180,7 +181,8 @@ class Account:
         return part
 
     def take(self, count: int, *, shard: ShardName | None = None) -> bool:
-        """Takes `count` more bytes if there is room. Returns whether it did. `shard`: for a claim on this shard."""
+        """Takes `count` more bytes if there is room. Returns whether it did. `shard`: the bytes are for a claim on this
+        shard."""
         if self._closed:
             return True
         buffer = self._buffer
@@ -197,14 +199,15 @@ class Account:
 
     def take_in_turn(self, count: int, *, shard: ShardName | None = None) -> bool:
         """Takes `count` more bytes if there is room and no other such call of its org waits. Returns whether it did.
-        `shard`: for a claim on this shard."""
+        `shard`: the bytes are for a claim on this shard."""
         return not self._buffer.waits(self.org, shard) and self.take(count, shard=shard)
 
     async def reserve(
         self, count: int, *, received: int = 0, patiently: bool = False, shard: ShardName | None = None
     ) -> None:
         """Takes `count` more bytes as soon as there is room. `received` is the memory that the waiting request itself
-        takes; `shard`: for a claim on this shard. Raises RouterFull after 5 s, unless it waits `patiently`."""
+        takes; `shard`: the bytes are for a claim on this shard. Raises RouterFull after 5 s, unless it waits
+        `patiently`."""
         if not self.take_in_turn(count, shard=shard):
             wait_s = None if patiently else WAIT_S_MAX
             await self._buffer.wait(self, count, wait_s, received=received, shard=shard)

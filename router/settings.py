@@ -27,7 +27,7 @@ LISTEN_DEFAULT = "127.0.0.1:7419"
 _MIB = 1024 * 1024
 # Memory of the interpreter, the libraries and a thousand waiting streams.
 _PROCESS_MIB = 256
-# More than a unary call can take: 60 s to arrive, 75 s in the router, 30 s until its answer is read.
+# Longer than a unary call can take: 60 s to arrive, 75 s in the router, 30 s until its answer is read.
 _GRACE_S_MIN, _GRACE_S_MAX = 180.0, 600.0
 
 
@@ -44,20 +44,21 @@ class RouterSettings:
     # The memory limit of each process, whatever its clients send, read or leave unfinished (docs/operations.md,
     # "Memory").
     memory_mib: int = 1024
-    # How many client connections each process may have. Above that it closes some of the host that has most, idle ones
-    # first.
+    # How many client connections each process may have. If there are more, the process closes connections of the host
+    # that has most of them, idle ones first.
     client_connections: int = 5000
     # How many calls and streams one client connection may have open. HTTP/2 announces the limit, and the client's gRPC
     # library queues further calls.
     calls_per_connection: int = 1000
-    # The interval of sweeps: a job whose lease has expired, or that every hint has missed, is found that late.
+    # The interval of sweeps: a job whose lease has expired, or that every hint has missed, is found after this time at
+    # the latest.
     sweep_seconds: float = 3.0
     # After this time, plus or minus 10 %, a client is asked to connect again, so that new routers get work from old
     # clients.
     connection_age_seconds: float = 1800.0
     # Where the metrics of all processes of this machine are served, as HOST:PORT. None: nowhere.
     metrics: str | None = None
-    # How many queues of each shard the metrics name, with their orgs: the largest. All others are added up.
+    # The metrics name this many queues of each shard, the largest ones, with their orgs. All other queues are added up.
     metrics_queues: int = 0
 
     @property

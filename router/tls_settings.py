@@ -21,11 +21,11 @@ from shard.placement.cluster_file import Cluster, ClusterFileError, Faults, know
 class TlsSettings:
     """Paths of PEM files."""
 
-    # The router's certificate, then those that link it to a CA that its clients know.
+    # The router's certificate, then the certificates that link it to a CA that its clients know.
     certificate: Path
     # The private key of the certificate.
     key: Path
-    # The CAs of clients: each client must show a certificate from one of them. None: clients need none.
+    # The CAs of clients: each client must show a certificate from one of them. None: clients need no certificate.
     client_ca: Path | None = None
 
     @property
@@ -52,6 +52,6 @@ def tls_settings(cluster: Cluster) -> TlsSettings | None:
 def _path(table: Mapping[str, Any], name: str, where: str) -> Path:
     value: object = table.get(name)
     if not isinstance(value, str) or not value or "-----BEGIN" in value:
-        # A value that is a key itself is not shown.
+        # Do not show the value, which may be the key itself.
         raise ClusterFileError(f"{where}: {name} must be the path of a PEM file")
     return Path(value)

@@ -1,8 +1,8 @@
-"""Why a job or a queue does not run: decides which causes hold, in which order, from what a shard and this router know.
-Pure.
+"""Decides why a job or a queue does not run: which causes hold, and in which order, by what a shard and this router
+know. Pure.
 
-The order says what must end first. What the job itself waits for comes before what holds its queue, then the consumers,
-then the jobs that come before it. Every job that is scheduled, ready or leased has at least one cause.
+The order says what must end first. Causes of the job itself come first, then causes that hold its queue, then causes
+about the consumers, then the jobs ahead of it. Every job that is scheduled, ready or leased has at least one cause.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _KINDS_MAX = 20
 class Waiting:
     """The consumers of a queue that are connected to this router process and wait for its jobs, or run some of them."""
 
-    # The kinds that each of them takes; none: all kinds.
+    # The kinds that each of them takes; empty: all kinds.
     kinds: Sequence[Collection[str]] = ()
     # Whether one of them has found no jobs, and has room.
     has_room: bool = False
@@ -58,7 +58,8 @@ class Surroundings:
     waiting: Waiting = Waiting()
     # What the org holds of this process's memory, if its claims wait for more. None: they do not wait.
     share: causes.RouterShareCause | None = None
-    # How far the org is ahead of others that consumers of all orgs serve first. None: they serve nobody before it.
+    # How far the org is ahead of other orgs, so that consumers of all orgs serve those first. None: they serve no other
+    # org first.
     fair_share: causes.FairShareCause | None = None
     # The limits of starts that have no room.
     start_limits: Sequence[causes.StartLimitCause] = ()
@@ -164,7 +165,7 @@ def _of_live(
         until = _until(record, live.visible_at, last)
         runs_at = None if holding else live.visible_at
         if _was_snoozed(last) and any(cause.HasField("kind_not_taken") for cause in holding):
-            # It is snoozed again each time that it is due, for as long as no consumer takes its kind.
+            # The job is snoozed again each time that it is due, for as long as no consumer takes its kind.
             return [*holding, until], None
         return [until, *holding, *_moving(around)], runs_at
     if group is not None:
@@ -320,7 +321,8 @@ def _next_due(facts: QueueFacts) -> Iterable[Cause]:
 def _holding(
     gives_jobs: bool, kind: str | None, consumers: ConsumersOf, now: Micros, around: Surroundings
 ) -> list[Cause]:
-    """Returns what holds all jobs of a queue, or all of this kind (None: of any kind), whatever their order is."""
+    """Returns the causes that hold all jobs of a queue, and those that hold all its jobs of the kind `kind` (None:
+    leaves these out), whatever the order of the jobs is."""
     found = _down(around)
     if not gives_jobs:
         found.append(Cause(paused=causes.PausedCause()))

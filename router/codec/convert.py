@@ -52,7 +52,7 @@ ALL_FIELDS = "*"
 _PRINTABLE = dict.fromkeys(set(range(32)) - set(b"\t\n\r"), "\ufffd")
 _DEDUP_WINDOW_DEFAULT_US = 86_400_000_000
 
-# The contract's enums have the names of the vocabulary's, after a prefix.
+# The enums of the contract have the same names as those of the vocabulary, after a prefix.
 ANSWERS: dict[Answer, job_pb2.JobAnswer.ValueType] = {
     answer: job_pb2.JobAnswer.Value(f"JOB_ANSWER_{answer.name}") for answer in Answer if answer is not Answer.DEPARTING
 }
@@ -184,13 +184,13 @@ def queue_settings(config: admin_pb2.QueueConfig) -> QueueSettings:
 
 
 def queue_changes(request: admin_pb2.UpdateQueueRequest) -> tuple[admin_pb2.QueueConfig, list[str]]:
-    """Returns the fields to set, and the names of those to reset to their defaults."""
+    """Returns the fields to set, and the names of the fields to reset to their defaults."""
     paths = set(request.update_mask.paths)
     if not paths:
         return request.config, []
     changed, reset = admin_pb2.QueueConfig(), list[str]()
     changed.CopyFrom(request.config)
-    # Typed as a plain message, whose fields can be named by any text.
+    # Typed as a plain message, so that type checkers accept any text as the name of a field.
     message = cast("Message", changed)
     for field in changed.DESCRIPTOR.fields:
         if not paths & {field.name, ALL_FIELDS}:
@@ -283,7 +283,7 @@ def wanted_count(request: admin_pb2.CountJobsRequest) -> WantedCount:
 
 
 def leased_job(job: Claimed, org: OrgId) -> job_pb2.LeasedJob:
-    """Returns a claimed job without lease, id and payload, in which jobs of one claim always differ."""
+    """Returns a claimed job without its lease, id and payload: jobs of one claim always differ in these."""
     message = job_pb2.LeasedJob(
         org=org,
         queue=job.queue,
@@ -321,7 +321,7 @@ def job(record: JobRecord, shard: ShardName) -> job_pb2.Job:
         attributes=json.loads(record.attributes or "{}"),
         priority=record.priority,
         enqueued_at=timestamp(record.enqueued_at),
-        # A blocked job has no time.
+        # A blocked job has no time to run.
         run_at=None if record.state == JobState.BLOCKED.value else timestamp(record.run_at),
         attempt=record.attempt,
         max_attempts=record.max_attempts or MAX_ATTEMPTS_DEFAULT,
@@ -364,7 +364,7 @@ def job(record: JobRecord, shard: ShardName) -> job_pb2.Job:
 
 
 def scheduled_run(stored: str) -> job_pb2.ScheduledRun:
-    """Returns what a job has of the run that stored it."""
+    """Returns what a job says about the run of a schedule that stored it."""
     run = ScheduledRun.from_json(stored)
     message = job_pb2.ScheduledRun(schedule=run.schedule, at=timestamp(run.at), cause=RUN_CAUSES[run.cause])
     if run.previous is not None:
@@ -373,7 +373,7 @@ def scheduled_run(stored: str) -> job_pb2.ScheduledRun:
 
 
 def workflow_node(stored: str) -> job_pb2.WorkflowNode:
-    """Returns what a job has of its workflow."""
+    """Returns what a job says about its workflow."""
     of = NodeOf.parse(stored)
     return job_pb2.WorkflowNode(workflow_id=of.workflow, node=of.node)
 

@@ -39,7 +39,7 @@ _FIXED_BYTES = len(_ID) + _ID_CHARS + len(_PAYLOAD)
 # Start of an EnqueueResponse.results entry that has only an id. These tags and lengths happen to be ASCII.
 _RESULT = f"\x0a{chr(_ID_CHARS + 2)}\x0a{chr(_ID_CHARS)}"
 # Fields of Claimed that convert.leased_job does not read. Jobs that agree in all other fields share the encoding of
-# those; a field that is new in Claimed is one of them by itself.
+# these fields. A new field of Claimed is one of these other fields unless it is added here.
 NOT_SHARED = frozenset(
     {"id", "payload", "lease", "leased_at", "deadline", "expired", "expired_lease", "expired_worker"}
 )
@@ -53,9 +53,9 @@ class Delivery(NamedTuple):
     number: int
     deadline: Micros
     ids: Sequence[str]
-    # Each encoded as field 1 of an answer (DequeueResponse.jobs, ConsumeResponse.jobs).
+    # The jobs, each encoded as field 1 of an answer (DequeueResponse.jobs, ConsumeResponse.jobs).
     jobs: list[bytes]
-    # Only consumers of all orgs need it.
+    # The org of the jobs. Only consumers of all orgs need it.
     org: OrgId = OrgId("")
     # Called with the number of jobs that are released because they were not sent. None: nobody needs to know.
     on_unsent: Callable[[int], None] | None = None
@@ -79,7 +79,7 @@ class Delivery(NamedTuple):
 def claimed(store: Store, org: OrgId, jobs: Sequence[Claimed], *, names_org: bool = False) -> Delivery:
     """Encodes the jobs of one claim, which are of one org; there must be at least one. `names_org`: their leases name
     the org, for a consumer of all orgs."""
-    # Leases of jobs with a max_runtime may end sooner.
+    # Leases of jobs with a max_runtime may end before this deadline.
     number, deadline = jobs[0].lease, max([job.deadline for job in jobs])
     lease = _Lease.of(store, number, org if names_org else None)
     encodings: dict[tuple[object, ...], bytes] = {}
@@ -96,7 +96,7 @@ def claimed(store: Store, org: OrgId, jobs: Sequence[Claimed], *, names_org: boo
 def handed(
     store: Store, jobs: NewJobs, positions: Iterable[int], taker: Taker, outcome: Handed, *, names_org: bool = False
 ) -> Delivery:
-    """Encodes those of the new jobs, by position, that were leased to `taker` in the same insert. `names_org`: as for
+    """Encodes the new jobs at these positions, which were leased to `taker` in the same insert. `names_org`: as for
     `claimed`."""
     lease = _Lease.of(store, taker.number, jobs.org if names_org else None)
     now = outcome.leased_at
@@ -138,7 +138,8 @@ def stored(ids: Sequence[str]) -> bytes:
 
 
 class _Lease(NamedTuple):
-    """What the fields LeasedJob.lease of one claim have in common: what comes before the job's id, and after it."""
+    """The parts of the field LeasedJob.lease that all jobs of one claim share: the bytes before the job's id, and the
+    bytes after it."""
 
     before: bytes
     after: bytes

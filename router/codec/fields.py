@@ -10,12 +10,13 @@ from google.protobuf.descriptor import Descriptor
 
 from router.codec.status import InvalidRequest, Violation
 
-# The limit for the fields of a request, those of its messages included. 1,000 jobs with everything that the rules allow
-# have 128,000. Decoded, 250,000 fields take at most 22 MiB. Most requests are too short to have as many.
+# The limit for the fields of a request, including the fields of the messages in it. 1,000 jobs with everything that the
+# rules allow have 128,000 fields. Decoded, 250,000 fields take at most 22 MiB. Most requests are too short to have as
+# many.
 FIELDS_MAX = 250_000
 _BITS = 7
 _MORE = 1 << _BITS
-# The wire types, which tell where a field ends: the last three bits of its tag.
+# The wire types, which say where a field ends. The last three bits of a field's tag are its wire type.
 _KIND_BITS = 3
 _KINDS = (1 << _KIND_BITS) - 1
 _VARINT, _FIXED_64, _BYTES, _FIXED_32 = 0, 1, 2, 5
@@ -28,8 +29,8 @@ class _Shape(dict[int, "_Shape"]):
 
 
 def bounded(decode: Callable[[bytes], Any], of: Descriptor, *, fields_max: int = FIELDS_MAX) -> Callable[[bytes], Any]:
-    """Returns a function that decodes messages of type `of` as `decode` does, but raises InvalidRequest if one has more
-    than `fields_max` fields."""
+    """Returns a function that decodes messages of type `of` as `decode` does, but raises InvalidRequest if a message
+    has more than `fields_max` fields."""
     shape = _shape(of)
 
     def decode_bounded(raw: bytes) -> Any:
@@ -47,9 +48,9 @@ def _shape(of: Descriptor) -> _Shape:
 
 
 def _count(raw: bytes, at: int, end: int, shape: _Shape, most: int) -> int:
-    """Returns the number of fields between `at` and `end` in a message of this shape, those of the messages in it
-    included; or any number above `most` if there are more. If `raw` is not a valid message, the count goes wrong only
-    where the decoder fails."""
+    """Returns the number of fields between `at` and `end` in a message of this shape, including the fields of the
+    messages in it. If there are more than `most`, returns any number above `most`. If `raw` is not a valid message, the
+    count may be wrong, but then the decoder fails."""
     count = 0
     while at < end and count <= most:
         count += 1
@@ -63,7 +64,7 @@ def _count(raw: bytes, at: int, end: int, shape: _Shape, most: int) -> int:
             at += 1
             if length & _MORE:
                 if at < end and not raw[at] & _MORE:
-                    # A length of two bytes is by far the most frequent one with more than one byte.
+                    # Of the lengths with more than one byte, most have two bytes.
                     length += (raw[at] - 1) << _BITS
                     at += 1
                 else:

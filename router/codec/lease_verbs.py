@@ -24,11 +24,12 @@ class LeaseVerb(NamedTuple):
     # The field with the entries, in the method's request and in a ConsumeRequest.
     request_field: str
     stream_field: str
-    # Takes the org, the leases, their entries and the window of an extend (microseconds). Leaves out the logs.
+    # Returns the call to a shard without the logs. Takes the org, the leases, their entries and the window of an extend
+    # (microseconds).
     without_logs: Callable[[OrgId, Sequence[Lease], Sequence[Any], int], Settlement]
 
     def settlement(self, org: OrgId, leases: Sequence[Lease], entries: Sequence[Any], window_us: int) -> Settlement:
-        """Returns the call to a shard. `window_us` is that of an extend (microseconds)."""
+        """Returns the call to a shard. `window_us` is the new window of an extend (microseconds)."""
         call = self.without_logs(org, leases, entries, window_us)
         if isinstance(entries[0], bytes):
             return call
@@ -109,7 +110,7 @@ def token_path(entries: Sequence[Any], field: str) -> str:
 def not_ok(
     entries: Iterable[Sequence[Any]], answers: Sequence[job_pb2.JobAnswer.ValueType]
 ) -> list[queue_pb2.LeaseAnswer]:
-    """Returns the leases whose answer is not OK. `answers` has one for each entry, list after list."""
+    """Returns the leases whose answer is not OK. `answers` has one answer for each entry, in the order of the lists."""
     if answers.count(job_pb2.JOB_ANSWER_OK) == len(answers):
         return []
     leases = chain.from_iterable(tokens(of_verb) for of_verb in entries if of_verb)

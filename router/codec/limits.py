@@ -39,5 +39,5 @@ def reached_message(error: LimitReached) -> limits_pb2.LimitReached:
 
 
 def limit_key(request: cluster_pb2.SetLimitRequest | cluster_pb2.ClearLimitRequest) -> LimitKey:
-    """Returns what a request that has been checked names."""
+    """Returns the key of the limit that a checked request names."""
     return LimitKey(OrgId(request.org), QueueName(request.queue), _BY_NUMBER[request.measure])

@@ -44,7 +44,7 @@ def limit(message: type[Message], field: str, rule: Rule) -> int:
 
 
 def span_limit(message: type[Message], field: str, rule: SpanRule) -> Duration:
-    """Returns the value of a rule like `limit`, for a rule whose value is a duration."""
+    """Does the same as `limit`, for a rule whose value is a duration."""
     value = _value(message, field, rule.value)
     assert isinstance(value, bytes)
     return Duration.FromString(value)

@@ -23,7 +23,7 @@ _NUMBER = re.compile(r"[0-9]{1,6}", re.ASCII)
 
 
 class Target(NamedTuple):
-    """The work that a ScaledObject scales by. `org` None: that of all orgs."""
+    """The work by which a ScaledObject scales. `org` None: the work of all orgs."""
 
     org: OrgId | None
     queue: QueueName
@@ -31,12 +31,12 @@ class Target(NamedTuple):
 
 
 def org_named(request: keda.ScaledObjectRef | keda.GetMetricsRequest) -> str | None:
-    """Returns the org that a request names; None: none, or it is not valid."""
+    """Returns the org that a request names. None: it names no org, because it is about all orgs or is not valid."""
     return _reference(request)[0].scalerMetadata.get("org")
 
 
 def target_of(request: keda.ScaledObjectRef | keda.GetMetricsRequest) -> Target:
-    """Returns what the metadata asks for. Keys that are not Windrow's are not looked at: KEDA sends its own too. Raises
+    """Returns what the metadata asks for. Ignores keys that are not Windrow's: KEDA sends its own keys too. Raises
     InvalidRequest with everything that is wrong."""
     reference, path = _reference(request)
     metadata = reference.scalerMetadata
@@ -84,7 +84,7 @@ def check(request: keda.ScaledObjectRef | keda.GetMetricsRequest) -> None:
 
 
 def _reference(request: keda.ScaledObjectRef | keda.GetMetricsRequest) -> tuple[keda.ScaledObjectRef, str]:
-    """Returns what asks, and the path of it in the request."""
+    """Returns the reference to the ScaledObject that a request has, and the path of that reference in the request."""
     if isinstance(request, keda.GetMetricsRequest):
         return request.scaledObjectRef, "scaledObjectRef."
     return request, ""

@@ -1,5 +1,5 @@
-"""Converts between the messages of schedules.proto and the records of the shard, and checks what protovalidate cannot.
-Pure."""
+"""Converts between the messages of schedules.proto and the records of the shard, and checks the rules that
+protovalidate cannot check. Pure."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def check_backfill(request: schedules_pb2.BackfillScheduleRequest) -> None:
 def change(
     request: schedules_pb2.UpdateScheduleRequest,
 ) -> Callable[[ScheduleSpec, Template], tuple[ScheduleSpec, Template]]:
-    """Returns what a checked request makes of a schedule."""
+    """Returns a function that makes the changes of a checked request to a schedule."""
 
     def changed(before: ScheduleSpec, had: Template) -> tuple[ScheduleSpec, Template]:
         merged = cast("Message", spec_message(before))
@@ -165,7 +165,8 @@ def _payload_violations(job: job_pb2.JobTemplate) -> Iterable[Violation]:
 
 
 def _spec_violations(message: schedules_pb2.ScheduleSpec) -> Iterable[Violation]:
-    """Yields what is wrong with a spec by the calendar. Fields that protovalidate refuses have no further violation."""
+    """Yields what is wrong with a spec according to the calendar. Yields nothing if protovalidate refuses the spec
+    anyway."""
     if violations_of(message):
         return
     for fault in calendar.faults(spec(message).timing):

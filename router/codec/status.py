@@ -21,7 +21,8 @@ from windrow.v1 import errors_pb2 as reasons
 from windrow.v1 import limits_pb2
 
 DOMAIN = "windrow"
-# A status is sent in HTTP headers, and clients accept 8 KiB of those: a longer status would arrive as another error.
+# A status is sent in HTTP headers, and clients accept only 8 KiB of headers: a longer status would arrive as another
+# error.
 _VIOLATIONS_BYTES_MAX = 4000
 _MESSAGE_CHARS_MAX = 500
 _SHOWN_CHARS_MAX = 128
@@ -133,8 +134,8 @@ class RequestLate(Exception):
 
 
 class MessageTooLarge(Exception):
-    """A request or a message of a stream has more bytes than the contract allows. It was not decoded. `head` is its
-    beginning."""
+    """A request or a message of a stream has more bytes than the contract allows. It was not decoded. `head` has the
+    first bytes of the message."""
 
     def __init__(self, size: int, limit: int, head: bytes) -> None:
         super().__init__(

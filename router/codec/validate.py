@@ -1,9 +1,9 @@
 """Checks requests against the rules in proto/windrow/v1, with protovalidate.
 
-protovalidate takes 3 µs for each job of an Enqueue, which would be most of the router's work for it. So a few checks on
-whole columns recognise the simplest batches, with only id, queue, kind, payload, priority and trace. These checks
-accept less than the rules, never more. Every request that they do not accept goes to protovalidate, which decides and
-explains.
+protovalidate takes 3 µs for each job of an Enqueue, which would be most of the router's work for that call. So a few
+checks on whole columns recognise the simplest batches, with only id, queue, kind, payload, priority and trace. These
+checks accept less than the rules, never more. Every request that they do not accept goes to protovalidate, which
+decides and explains.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from windrow.v1 import admin_pb2, job_pb2, queue_pb2, schedules_pb2
 _JOBS_MAX = 1000
 _CREDIT_MAX = 10_000
 _RESULT_BYTES_MAX = 65_536
-# Paths of a field mask.
+# The most paths of a field mask.
 _PATHS_MAX = 100
-# The result of checking a Dequeue of more bytes is not cached.
+# The result of checking a Dequeue of more bytes than this is not cached.
 _CACHED_BYTES_MAX = 1_000
 # The names of queues and kinds.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}", re.ASCII)
@@ -54,8 +54,9 @@ _SHOWN_CHARS_MAX = 128
 # At most this many violations of a request are described with their values. To read a value takes 0.05 ms, and a
 # request may break thousands of rules.
 _DESCRIBED_MAX = 100
-# A request, or an item of its lists, with more items than this in all its lists and maps together is searched for one
-# violation only. To find all takes 0.02 to 0.1 ms for each, and the router process serves nobody else meanwhile.
+# If a request, or an item of its lists, has more items than this in all its lists and maps together, only one violation
+# of it is searched for. To find all takes 0.02 to 0.1 ms for each violation, and the router process serves nobody else
+# meanwhile.
 _REQUEST_ITEMS_MAX = 500
 _ITEM_ITEMS_MAX = 100
 # Descriptions of the contract's patterns, by a text that each pattern contains.
@@ -94,9 +95,9 @@ def check(request: Message) -> None:
 
 
 def violations_of(request: Message, *, items_max: int = _JOBS_MAX) -> list[Violation]:
-    """Returns every violation of the contract's rules; of a large request some of them, and at least one of each item
-    of its lists that has any. If a list has more than `items_max` items, returns only that violation: whoever sends
-    such a list must not keep the router busy with its items."""
+    """Returns every violation of the contract's rules. For a large request, returns only some violations, but at least
+    one for each item of its lists that has any. If a list has more than `items_max` items, returns only that violation:
+    whoever sends such a list must not keep the router busy with its items."""
     too_long = [
         Violation(field.name, _RULES["repeated.max_items"].format(rule=items_max) + f", not {len(value):,}")
         for field, value in request.ListFields()
@@ -137,7 +138,7 @@ def _collected(request: Message) -> Iterator[tuple[str, protovalidate.Violation]
     if _count_items(request, _REQUEST_ITEMS_MAX) <= _REQUEST_ITEMS_MAX:
         yield from (("", found) for found in protovalidate.collect_violations(request))
         return
-    # The items of its lists come later, one by one. An empty item stands for them here.
+    # The items of its lists are checked below, one by one. Here an empty item stands for the items of each list.
     lists = dict(_lists_of(request))
     rest = type(request)(**{field.name: value for field, value in request.ListFields() if field.name not in lists})
     for name in lists:
@@ -169,7 +170,7 @@ def _lists_of(message: Message) -> list[tuple[str, Any]]:
 
 
 def _count_items(message: Message, at_most: int) -> int:
-    """Counts the items of all lists and maps of a message, at any depth. Ends above `at_most`."""
+    """Counts the items of all lists and maps of a message, at any depth. Stops counting above `at_most`."""
     count = 0
     for field, value in message.ListFields():
         if field.is_repeated:
@@ -189,7 +190,7 @@ def _count_items(message: Message, at_most: int) -> int:
 def enqueue_violations(request: queue_pb2.EnqueueRequest) -> list[Violation]:
     """Returns the violations of an Enqueue: of the contract's rules, and of the rules that depend on the current time.
 
-    Requests that plain_jobs accepts have none."""
+    Requests that plain_jobs accepts have no violations."""
     violations = violations_of(request)
     now_s = time.time()
     for at, job in enumerate(request.jobs):
@@ -201,8 +202,8 @@ def enqueue_violations(request: queue_pb2.EnqueueRequest) -> list[Violation]:
 
 
 def check_alter(request: queue_pb2.AlterJobsRequest) -> None:
-    """Checks an AlterJobs as `check` does, its run_at by the current time, and that it changes something. Raises
-    InvalidRequest."""
+    """Checks an AlterJobs as `check` does. Also checks its run_at by the current time, and that it changes something.
+    Raises InvalidRequest."""
     violations = violations_of(request)
     if request.HasField("run_at"):
         violations += _too_far("run_at", request.run_at, latest_s=time.time() + _TEN_YEARS_S)
@@ -213,7 +214,8 @@ def check_alter(request: queue_pb2.AlterJobsRequest) -> None:
 
 
 def check_list_jobs(request: admin_pb2.ListJobsRequest) -> None:
-    """Checks a ListJobs as `check` does, and that it names its states in one way. Raises InvalidRequest."""
+    """Checks a ListJobs as `check` does, and that it names its states in only one of the two fields. Raises
+    InvalidRequest."""
     violations = violations_of(request)
     if request.states and request.HasField("state"):
         violations.append(Violation("states", "must be empty if state is set"))
@@ -250,9 +252,9 @@ def check_update_queue(request: admin_pb2.UpdateQueueRequest) -> None:
 
 
 def check_consume(request: queue_pb2.ConsumeRequest) -> None:
-    """Checks a message of a stream, including its lease tokens, before any part of it is done. Removes its extends of
-    leases that it settles. The most frequent messages, with only acks and credit, are checked here without
-    protovalidate. Raises InvalidRequest."""
+    """Checks a message of a stream, including its lease tokens, before any part of it is carried out. Removes the
+    extends of leases that the message also settles. The most frequent messages, with only acks and credit, are checked
+    here without protovalidate. Raises InvalidRequest."""
     entries = entries_of(request)
     acks, *others = entries
     if (
@@ -298,7 +300,7 @@ def _settled_twice(entries: Iterable[Sequence[Any]]) -> InvalidRequest:
 
 
 def check_ack(request: queue_pb2.AckRequest) -> None:
-    """Checks an Ack as `check` does. Most valid requests are recognised at a tenth of the cost."""
+    """Checks an Ack as `check` does. Recognises most valid requests at a tenth of the cost of `check`."""
     acks = request.acks
     if not (_ORG.fullmatch(request.org) and acks and _fit(acks) and {len(ack.lease) for ack in acks} == {TOKEN_BYTES}):
         check(request)
@@ -316,10 +318,10 @@ def _fit(acks: Sequence[queue_pb2.Ack]) -> bool:
 
 def check_dequeue(request: queue_pb2.DequeueRequest) -> None:
     """Checks a Dequeue as `check` does, and that it names no lease twice. A consumer sends the same request again and
-    again, with other acks, so valid ones are cached without their acks."""
+    again, with different acks. So valid requests are cached without their acks."""
     acks = request.acks
     if acks:
-        # The router parses the leases of every request.
+        # The tokens need no check here: the router parses the leases of every request.
         if not _fit(acks):
             check(request)
         leases = [ack.lease for ack in acks]
@@ -329,7 +331,7 @@ def check_dequeue(request: queue_pb2.DequeueRequest) -> None:
         without.CopyFrom(request)
         without.ClearField("acks")
         request = without
-    # Encoded at once, because ByteSize() would cost as much.
+    # Encode the request at once, because ByteSize() would cost as much.
     encoded = request.SerializeToString()
     if len(encoded) > _CACHED_BYTES_MAX:
         check(request)
@@ -367,7 +369,7 @@ def plain_jobs(request: queue_pb2.EnqueueRequest) -> NewJobs | None:
         return None
     try:
         in_templates = [_FIELD[len(payload)] for payload in payloads]
-        # Add up the encoded sizes of these fields. If the request is as large, it has no other fields.
+        # Add up the encoded sizes of these fields. If the request has exactly this size, it has no other fields.
         if len(set(queues)) == len(set(kinds)) == 1:
             names = _FIELD[len(queues[0])] + _FIELD[len(kinds[0])]
             in_templates = [names + size for size in in_templates]
@@ -443,8 +445,8 @@ def _caps_below_the_first_delay(request: Message, reported: set[str]) -> Iterato
 
 
 def _malformed_times(message: Message, path: str) -> Iterator[Violation]:
-    """Yields a violation for each timestamp or duration that breaks its type's definition. protovalidate does not: it
-    takes 2,000,000,000 ns for 2 s, and does not look at timestamps without a rule."""
+    """Yields a violation for each timestamp or duration that breaks its type's definition. protovalidate does not find
+    these: it accepts 2,000,000,000 ns as 2 s, and does not look at timestamps without a rule."""
     for name, is_repeated in _names_of_times(message.DESCRIPTOR):
         if is_repeated:
             for at, item in enumerate(getattr(message, name)):

@@ -1,5 +1,5 @@
-"""Converts between the messages of workflows.proto and the records of the shard, and checks what protovalidate cannot:
-that the nodes and edges of a new workflow make a graph without cycles. Pure."""
+"""Converts between the messages of workflows.proto and the records of the shard, and checks what protovalidate cannot
+check: that the nodes and edges of a new workflow make a graph without cycles. Pure."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _check(request: workflows_pb2.StartWorkflowRequest | workflows_pb2.AddNodesR
     nodes_max, edges_max = (ADDED_NODES_MAX, ADDED_EDGES_MAX) if adds else (NODES_MAX, EDGES_MAX)
     nodes = list(request.nodes)
     edges = sum(len(node.after) for node in nodes)
-    # This is checked first, because to check so many nodes would take long.
+    # Check these numbers first, because the other checks of so many nodes would take long.
     if len(nodes) > nodes_max:
         raise InvalidRequest([Violation("nodes", f"must have at most {nodes_max:,} items, not {len(nodes):,}")])
     if edges > edges_max:
@@ -77,7 +77,7 @@ def _job_violations(org: str, nodes: Sequence[workflows_pb2.NewNode]) -> list[Vi
             if is_set:
                 violations.append(Violation(f"nodes[{at}].job.{field}", "must not be set in a node of a workflow"))
         if node.job.HasField("run_at") or node.job.HasField("expires_at"):
-            # Rules that depend on the present time.
+            # These fields have rules that depend on the present time.
             alone = queue_pb2.EnqueueRequest(org=org, jobs=[node.job])
             violations += [
                 violation._replace(field=violation.field.replace("jobs[0]", f"nodes[{at}].job", 1))
@@ -87,7 +87,7 @@ def _job_violations(org: str, nodes: Sequence[workflows_pb2.NewNode]) -> list[Vi
 
 
 def _node_violations(nodes: Sequence[workflows_pb2.NewNode], *, adds: bool) -> list[Violation]:
-    """`adds`: they are added to a workflow, and may wait for nodes that it has."""
+    """`adds`: the nodes are added to a workflow, and may wait for nodes that it has already."""
     violations: list[Violation] = []
     numbers: dict[str, int] = {}
     callbacks = 0
@@ -124,13 +124,13 @@ def _node_violations(nodes: Sequence[workflows_pb2.NewNode], *, adds: bool) -> l
 
 
 def _graph_violations(nodes: Sequence[workflows_pb2.NewNode]) -> list[Violation]:
-    """Returns the violation of a graph with a cycle, or with a chain that is too long. Any other name is that of a node
-    that the workflow has already."""
+    """Returns the violation of a graph with a cycle, or with a chain that is too long. A name that is not in `nodes` is
+    that of a node which the workflow has already."""
     numbers = {node.name: at for at, node in enumerate(nodes)}
     try:
         order = _ordered(nodes)
     except CycleError as error:
-        # Each waits for the next one; the first is once more at the end.
+        # Each node of the path waits for the next one. The first node is at the end again.
         path: list[str] = error.args[1][::-1]
         shown = path if len(path) <= _CYCLE_SHOWN_MAX else [*path[: _CYCLE_SHOWN_MAX - 1], "…", path[-1]]
         why = "waits for itself: " + " after ".join(map(repr, shown))
@@ -145,8 +145,8 @@ def _graph_violations(nodes: Sequence[workflows_pb2.NewNode]) -> list[Violation]
 
 
 def _ordered(nodes: Sequence[workflows_pb2.NewNode]) -> list[int]:
-    """Returns the positions of the nodes so that each comes after those that it waits for; callbacks come last. An
-    order that is right already stays as it is. Raises CycleError."""
+    """Returns the positions of the nodes in an order in which each node comes after those that it waits for; callbacks
+    come last. An order that is right already stays as it is. Raises CycleError."""
     numbers = {node.name: at for at, node in enumerate(nodes)}
     callbacks = [at for at, node in enumerate(nodes) if node.callback]
     plain = [at for at, node in enumerate(nodes) if not node.callback]

@@ -3,8 +3,8 @@ pass the time, in seconds of any monotonic clock.
 
 Start-time fair queueing (Goyal, Vin, Cheng: "Start-time fair queueing", 1996). Each org has a tag, a point in virtual
 time. The ready org with the least tag is served next, and its tag then grows by what it was charged, divided by its
-weight. So orgs that always have ready jobs get worker-seconds in proportion to their weights, and if only one has any,
-it gets all of them.
+weight. So orgs that always have ready jobs get worker-seconds in proportion to their weights. If only one org has ready
+jobs, it gets all worker-seconds.
 
 A charge is the time of a lease, from its hand-out to its end. When a job is handed out, this time is not known yet: the
 org is charged an estimate, which is corrected later. The floor of virtual time is the tag of the org served last. An
@@ -28,10 +28,10 @@ WEIGHT_DEFAULT = 1.0
 _NEW_PART = 0.2
 # The estimate before anything was measured.
 _FIRST_ESTIMATE_S = 0.05
-# The interval in which charges are brought up to date, and how much longer it is for each lease.
+# The interval at which charges are brought up to date, and how much longer this interval is for each lease.
 _ACCRUE_S = 0.05
 _ACCRUE_LEASE_S = 0.000_05
-# If more orgs than this are remembered, those that can be forgotten are looked for.
+# If more orgs than this are remembered, the schedule looks for orgs that it can forget.
 _IDLE_KEPT = 1_000
 # How many idle orgs are remembered at most, and how many estimates and leases.
 _ORGS_MAX = 100_000
@@ -68,8 +68,8 @@ class Pick(NamedTuple):
 
 
 class Schedule:
-    """The orgs of one pool. An org may have ready jobs on several shards; `pick` looks only at those that it
-    is given. `weight_of` returns the weight of an org, more than 0."""
+    """The orgs of one pool. An org may have ready jobs on several shards; `pick` looks only at the shards that it is
+    given. `weight_of` returns the weight of an org, more than 0."""
 
     def __init__(self, weight_of: Callable[[OrgId], float] = lambda _: WEIGHT_DEFAULT) -> None:
         self._weight_of = weight_of
@@ -85,7 +85,7 @@ class Schedule:
         self._accrue_from_s = -math.inf
         # The highest tag that any org had.
         self._top = 0.0
-        # With more orgs, those at or below the floor are forgotten.
+        # With more orgs than this, idle orgs at or below the floor are forgotten.
         self._forget_above = _IDLE_KEPT
         self.floor = 0.0
 
@@ -135,13 +135,13 @@ class Schedule:
         if not known.shards:
             self._ready -= 1
             if not self._ready:
-                # Nobody waits: whoever comes now starts level with all others.
+                # No org waits, so an org that becomes ready now starts level with all others.
                 self.floor = self._top = max(self._top, self.floor)
                 self._heaps.clear()
             self._forget()
 
     def drop_shard(self, shard: ShardName) -> None:
-        """No org has ready jobs on this shard any more, as far as is known."""
+        """As far as this process knows, no org has ready jobs on this shard any more."""
         for org in [org for org, known in self._orgs.items() if shard in known.shards]:
             self.idle(org, shard)
         self._heaps.pop(shard, None)
@@ -177,7 +177,7 @@ class Schedule:
         self, org: OrgId, lease: Hashable, *, now_s: float, until_s: float, charged_s: float | None = None
     ) -> None:
         """A job of the org was handed out. `until_s`: when its lease ends if nobody extends it. `charged_s`: what the
-        pick of it charged; None: it was not picked, and is charged now."""
+        pick of this job charged; None: the job was not picked, so its org is charged now."""
         if charged_s is None:
             self._orgs.setdefault(org, _Org(self.floor, self._weight_of(org)))
             charged_s = self.estimate_s(org)
@@ -216,9 +216,9 @@ class Schedule:
             self._charge(known.org, -known.charged_s)
 
     def accrue(self, *, now_s: float) -> None:
-        """Ends leases that have expired, and charges for what others have lasted beyond their estimates. Call it
-        before jobs are handed out: otherwise an org whose jobs suddenly take hours would be noticed only at their end.
-        It looks at the leases some 20 times a second, less often if there are thousands."""
+        """Ends leases that have expired, and charges orgs for the time that their other leases have lasted beyond the
+        estimates. Call it before jobs are handed out: otherwise an org whose jobs suddenly take hours would be noticed
+        only at their end. It looks at the leases some 20 times a second, less often if there are thousands."""
         if now_s < self._accrue_from_s:
             return
         self._accrue_from_s = now_s + max(_ACCRUE_S, len(self._leases) * _ACCRUE_LEASE_S)
@@ -230,7 +230,7 @@ class Schedule:
                 self._charge(known.org, beyond_s)
 
     def reweigh(self) -> None:
-        """Takes over changed weights, also for orgs that wait already: what an org is ahead of the floor counts by its
+        """Takes over changed weights, also for orgs that wait already: an org's lead over the floor is converted to its
         new weight."""
         for org, known in self._orgs.items():
             self._take_weight(org, known)
@@ -280,12 +280,12 @@ class Schedule:
         estimate_s = lasted_s if before_s is None else (1 - _NEW_PART) * before_s + _NEW_PART * lasted_s
         if len(self._estimates) >= _ESTIMATES_MAX:
             del self._estimates[next(iter(self._estimates))]
-        # The one that was measured most recently comes last.
+        # The org that was measured most recently comes last.
         self._estimates[org] = estimate_s
         self._mean_s = (1 - _NEW_PART) * self._mean_s + _NEW_PART * lasted_s
 
     def _forget(self) -> None:
-        """Forgets idle orgs at or below the floor. Nothing is lost with them: they would start there again."""
+        """Forgets idle orgs at or below the floor. Nothing is lost with them: they would start again at the floor."""
         if len(self._orgs) <= self._forget_above:
             return
         kept = {o: known for o, known in self._orgs.items() if known.shards or known.running or known.tag > self.floor}

@@ -1,8 +1,8 @@
 """The backlog of an org or a queue under a limit, as one router process knows it
 (docs/decisions/0053-backlogs-are-counted-by-those-who-add-to-them.md).
 
-This process counts the jobs on the shard, and adds what it has let through since. It does not know what others have let
-through since then, so it counts again after a second, or later if counting takes long.
+This process counts the jobs on the shard, and adds the jobs that it has let through since the count. It does not know
+what other processes have let through, so it counts again after a second, or later if counting takes long.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from shard.limits import Limit, Measure
 from shard.queue.store import Store
 from shard.vocabulary import OrgId
 
-# A count is used for _USED_S, or for _USED_TIMES as long as it took if that is longer.
+# A count is used for _USED_S, or for _USED_TIMES the time that it took if that is longer.
 _USED_S = 1.0
 _USED_TIMES = 50.0
 
 
 class Backlog:
-    """Has the methods of a Bucket that a Charge needs: a token is the right to one more job, or byte, that has not
-    ended."""
+    """Has those methods of a Bucket that a Charge needs. A token is the right to add one job, or one byte, to the
+    backlog."""
 
     def __init__(self, org: OrgId, limit: Limit) -> None:
         self.limit = limit
@@ -42,7 +42,7 @@ class Backlog:
 
     @property
     def left(self) -> float:
-        """Returns how many tokens there may be beside these."""
+        """Returns how many tokens there may be in addition to `tokens`."""
         return math.inf if self._is_old else 0.0
 
     @property
@@ -63,8 +63,8 @@ class Backlog:
         self._added -= cost
 
     def settled(self, cost: int) -> None:
-        """The shard has answered an enqueue that a `take` let through: a count that begins now includes what it
-        stored."""
+        """The shard has answered an enqueue that a `take` let through: a count that begins now includes what the
+        enqueue stored."""
         self._unsettled -= cost
 
     def ready_in_s(self, lack: int) -> float:
@@ -80,13 +80,13 @@ class Backlog:
         del lack
         if self._counting is None:
             self._counting = asyncio.get_running_loop().create_task(self._count(store))
-            # If all callers are cancelled, nobody sees its error.
+            # If all callers are cancelled, nobody sees the error of the count.
             self._counting.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._counting)
 
     async def _count(self, store: Store) -> None:
         began_s = time.monotonic()
-        # Nothing is taken before the count is there, because the one before is not used any more.
+        # No tokens are taken before this count has ended, because the previous count is too old to be used.
         self._added = self._unsettled
         try:
             self._counted = await store.count_backlog(self._org, self.limit)

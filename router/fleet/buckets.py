@@ -1,12 +1,13 @@
 """Buckets of tokens, as one router process knows them (docs/decisions/0045-tokens-are-drawn-in-blocks.md).
 
-Each limit of an org has a bucket on the shard that takes the org's jobs. This process draws tokens from it in blocks:
-what the call at hand lacks, and what the process will need in the next moment at its present pace. Tokens that are not
-used within about a second are given back. Tokens of a process that dies are lost: at most one block. So are those whose
-draw or return was in doubt, because the connection was lost before its answer.
+Each limit of an org has a bucket on the shard that takes the org's jobs. This process draws tokens from it in blocks. A
+block has what the call at hand lacks, and what the process will need in the next moment at its present pace. Tokens
+that are not used within about a second are given back. If a process dies, the tokens that it has drawn are lost: at
+most one block of each bucket. Tokens are also lost if the connection broke before the shard answered their draw or
+return, so that its effect is in doubt.
 
-What this process remembers of a bucket is a hint: an upper bound of what the bucket may have by now, so that calls
-which cannot succeed yet need not ask the shard. The times here are differences of this process's own clock.
+What this process remembers of a bucket is a hint: the most tokens that the bucket may have by now. So calls that cannot
+succeed yet need not ask the shard. The times here are differences of this process's own clock.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _AHEAD_S = 0.5
 # A block has at most what the limit gives in this time. So even all processes together hold few of a small limit's
 # tokens, and little of what a large limit gives in a minute.
 _BLOCK_S_MAX = 0.1
-# A shorter time says too little about the pace of a process.
+# The shortest time over which the pace of a process is computed.
 _PACE_S_MIN = 0.01
-# While a bucket is empty, it is asked this often at most.
+# The shortest time between two questions to an empty bucket.
 PAUSE_S = 0.05
-# Tokens that were drawn longer ago than this are given back. The process looks for them this often.
+# The process gives back tokens that were drawn longer ago than `_HELD_S`. It looks for such tokens every GIVE_BACK_S.
 _HELD_S = 1.0
 GIVE_BACK_S = 0.5
 _FINISH_S_MAX = 1.0
@@ -67,7 +68,7 @@ class Bucket:
         self.left = math.inf
         self._asked_s = 0.0
         self._org = org
-        # How many tokens were used since then.
+        # How many tokens this process has used since that draw was sent.
         self._used = 0
         # With fewer tokens than this, the next block is drawn ahead.
         self._low = 0
@@ -89,12 +90,12 @@ class Bucket:
     def put_back(self, cost: int) -> None:
         """Undoes a `take`."""
         self.tokens += cost
-        # They may have been taken before the latest draw, which has begun a new count.
+        # The tokens may have been taken before the latest draw, which has begun a new count.
         self._used = max(0, self._used - cost)
 
     def ready_in_s(self, lack: int, *, within_s: float = math.inf) -> float:
         """Returns in how many seconds the shard may have this many tokens, at the earliest. `within_s`: the longest
-        time between two questions, because other processes may have given tokens back."""
+        time between two questions to the shard; other processes may give tokens back earlier than computed."""
         if lack <= self.left or self._drawing is not None:
             return 0.0
         after_s = min(max(PAUSE_S, (lack - self.left) / self.limit.tokens_per_s), within_s)
@@ -140,12 +141,12 @@ class Bucket:
         self.tokens += drawn.granted
         self.drawn_s = time.monotonic()
         self.left = drawn.left
-        # While the bucket is empty, drawing ahead would only empty it for other processes.
+        # If the bucket had too few tokens, drawing ahead would only take them away from other processes.
         self._low = ahead // 2 if drawn.granted == wanted else 0
 
     async def look(self, store: Store) -> float:
-        """Asks the shard how many tokens there are, with those of this process. Raises RowLocked, ShardUnavailable,
-        TooManyWaiting."""
+        """Returns how many tokens the shard has now, plus those that this process has. Raises RowLocked,
+        ShardUnavailable, TooManyWaiting."""
         return (await store.draw(Draw(self._org, self.limit, 0, 0))).left + self.tokens
 
     def give_back_excess(self) -> None:
@@ -165,13 +166,13 @@ class Bucket:
         return self._drawing is not None
 
     async def drawn(self) -> None:
-        """Returns once no draw is under way."""
+        """Waits until no draw is under way."""
         if self._drawing is not None:
             await asyncio.wait({self._drawing})
 
     async def give_back(self) -> None:
-        """Gives all tokens back. Raises ShardUnavailable, TooManyWaiting: this process has the tokens still, except
-        after InDoubt."""
+        """Gives all tokens back. Raises ShardUnavailable, TooManyWaiting; this process then still has the tokens,
+        except after InDoubt."""
         tokens, self.tokens, self._low = self.tokens, 0, 0
         if tokens > 0 and self._store is not None:
             self.left += tokens
@@ -184,7 +185,8 @@ class Bucket:
                 raise
             finally:
                 if not taken:
-                    # The shard refuses them if it knows a newer limit: `Buckets.replace` then decides about them.
+                    # The shard refuses the tokens if it knows a newer limit: `Buckets.replace` then decides what
+                    # becomes of them.
                     self.tokens += tokens
                     self.left -= tokens
 
@@ -196,13 +198,13 @@ class Buckets:
         self._measures = measures
         # The limits in force.
         self.table = LimitTable()
-        # For an org as a whole (ALL_QUEUES), and for single queues.
+        # The buckets of an org as a whole (ALL_QUEUES), and of single queues.
         self._buckets: dict[_Key, list[Bucket]] = {}
 
     def replace(self, table: LimitTable) -> None:
-        """Puts these limits in force. Tokens that were drawn under a limit with another amount or interval are
-        dropped. Tokens of a limit that has only a newer version stay: the removal of any limit gives a newer version
-        to all limits."""
+        """Puts these limits in force. Tokens that were drawn under a limit with another amount or interval are dropped.
+        If only the version of a limit is newer, its tokens stay: the removal of any limit gives a newer version to all
+        limits."""
         self.table = table.only(self._measures)
         before, self._buckets = self._buckets, {}
         for (org, queue), buckets in before.items():
@@ -263,5 +265,5 @@ async def _return(bucket: Bucket) -> None:
 
 
 def _terms(limit: Limit) -> tuple[Measure, int, int]:
-    """Returns what a limit says. Its org and queue are those of the bucket, or the default."""
+    """Returns the terms of a limit without its org and queue: those are the bucket's own, or those of a default."""
     return limit.key.measure, limit.amount, limit.interval_us

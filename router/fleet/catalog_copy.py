@@ -25,8 +25,9 @@ _LOOK_S = 3.0
 _LOOK_S_MAX = 5.0
 # A copy that is older than this is not fresh: at least one look has failed.
 _FRESH_S = 10.0
-# The catalog has a single connection. While a look runs on it, the server can only be asked by a new connection, which
-# takes long on a busy machine. Few calls need the catalog, so they can wait until its silence is certain.
+# This process has a single connection to the catalog. While a look runs on it, only a new connection can find out
+# whether the server still answers, and to connect takes long on a busy machine. Few calls need the catalog, so they can
+# wait until its silence is certain.
 _PATIENCE = 4.0
 # The pause between two looks of a call that waits for a change. Most often a notification ends it earlier.
 _WAIT_S = 0.1
@@ -35,10 +36,10 @@ _WAIT_S = 0.1
 class CatalogCopy:
     """Keeps a copy of the catalog.
 
-    `on_change` is called with the old and the new copy when it has changed, `on_limits` with the limits when they
-    have, and `on_weights` with the weights. `on_marks` is called after each look with the confirmed marks of the shards
-    (shard/placement/marks.py), and `on_revocations` with how often API keys were revoked, and with the time (of the
-    event loop's clock) at which the look began. `database` is the catalog's.
+    `on_change` is called with the old and the new copy when the copy has changed. `on_limits` is called with the
+    limits, and `on_weights` with the weights of orgs, when these have changed. `on_marks` is called after each look
+    with the confirmed marks of the shards (shard/placement/marks.py), and `on_revocations` with how often API keys were
+    revoked, and with the time (of the event loop's clock) at which the look began. `database` is the catalog's.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class CatalogCopy:
         # When the last look that succeeded began, by the clock of the event loop.
         self._looked_s = float("-inf")
         self._notified = asyncio.Event()
-        # A migration was run, or a notification of one may have been missed.
+        # Whether a migration was run, or the notification of a migration may have been missed.
         self._migrated = False
         self._changed = asyncio.Event()
         self._listener = Listener(dsn, catalog.CHANNEL, self._hear, application_name="windrow catalog")
@@ -85,14 +86,14 @@ class CatalogCopy:
 
     @property
     def current(self) -> Catalog:
-        """The newest copy. Raises ShardUnavailable before there is a first one."""
+        """The newest copy. Raises ShardUnavailable before the first copy is there."""
         if self._current is None:
             raise ShardUnavailable(CATALOG, "it has not been read yet")
         return self._current
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the catalog has been read within some seconds."""
+        """Whether the catalog has been read in the last few seconds."""
         return asyncio.get_running_loop().time() - self._looked_s < _FRESH_S
 
     async def run(self) -> None:
@@ -110,7 +111,7 @@ class CatalogCopy:
             await self.database.reconnect(dsn)
 
     async def look(self) -> Catalog:
-        """Reads the catalog, beginning after this call, and returns the new copy. Raises ShardUnavailable."""
+        """Reads the catalog and returns the new copy. The read begins after this call. Raises ShardUnavailable."""
         return await self._looks.submit(None)
 
     async def is_current(self, org: OrgId, placement: Placement) -> bool:
@@ -118,7 +119,7 @@ class CatalogCopy:
         return (await self.look()).placement(org) == placement
 
     async def until_changed(self, org: OrgId, placement: Placement) -> None:
-        """Returns once the catalog has another placement for the org. Raises ShardUnavailable."""
+        """Waits until the catalog has another placement for the org. Raises ShardUnavailable."""
         while await self.is_current(org, placement):
             try:
                 async with asyncio.timeout(_WAIT_S):

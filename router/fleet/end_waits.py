@@ -2,9 +2,9 @@
 that is woken looks at its job.
 
 An ack, a nack or a cancel through this router wakes callers at once. The other routers are told which jobs are awaited,
-and the one that settles such a job rings the doorbell. Ends that these miss (a purge, a death by expiry, a move to
-another shard, a lost notification) are found by looking at the awaited jobs again, many in one statement. While nobody
-waits, the shard is not queried, and settling only checks that nobody waits.
+and a router that settles such a job rings the doorbell. These hints miss some ends (a purge, a death by expiry, a move
+to another shard, a lost notification). To find these too, the awaited jobs are looked at again from time to time, many
+in one statement. While nobody waits, the shard is not queried, and settling only checks that nobody waits.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from shard.queue.doorbell import Doorbell
 from shard.queue.store import Store
 from shard.vocabulary import JobId, OrgId
 
-# A job is looked at when the wait begins, which finds an end that came before the wait was known; then again after as
-# long as the wait has lasted, within these bounds.
+# A job is looked at when the wait begins, because it may have ended before the wait was known. The pause until the next
+# look is as long as the wait has lasted, within these bounds.
 _LOOK_S_MIN = 0.1
 _LOOK_S_MAX = 2.0
-# The jobs of one statement, and the pause after it.
+# The most jobs of one statement, and the pause after it.
 _JOBS_MAX = 1000
 _PAUSE_S = 0.020
 # How long another router's wait is remembered, which is somewhat longer than a wait can last; and how many such waits
@@ -57,16 +57,18 @@ class EndWaits:
         self._store = store
         self._doorbell = doorbell
         self._by_job: dict[str, set[_Wait]] = {}
-        # When each wait's job is looked at next. Waits that are over stay until then.
+        # When each wait's job is looked at next. Waits that are over stay here until that time.
         self._looks: list[tuple[float, int, _Wait]] = []
         self._numbers = itertools.count()
         self._came = asyncio.Event()
-        # Jobs that callers of other routers wait for, and until when: the earliest first.
+        # Jobs that callers of other routers wait for, each with the time until which it is remembered. The earliest
+        # time is first.
         self._elsewhere: dict[str, float] = {}
         store.on_settled = self.settled
 
     async def until_ended(self, org: OrgId, job_id: JobId) -> None:
-        """Returns when the job, which was live on this shard, may have ended or left it. The caller bounds the time."""
+        """Waits until the job, which was live on this shard, may have ended or left the shard. The caller bounds the
+        time."""
         loop = asyncio.get_running_loop()
         wait = _Wait(org, to_hex(job_id), loop.time(), loop.create_future())
         waits = self._by_job.setdefault(wait.job, set())
@@ -95,7 +97,7 @@ class EndWaits:
         """Another router reports that its callers wait for the ends of these jobs."""
         now_s = asyncio.get_running_loop().time()
         for job in jobs:
-            # Put it last: the order is that of the times.
+            # Put the job last: the jobs are in the order of their times.
             self._elsewhere.pop(job, None)
             self._elsewhere[job] = now_s + _ELSEWHERE_S
         while self._elsewhere:
@@ -129,8 +131,8 @@ class EndWaits:
             await asyncio.sleep(_PAUSE_S)
 
     async def _look(self) -> None:
-        """Looks at the jobs of those callers whose turn it is, and wakes the callers whose jobs are no longer live on
-        the shard."""
+        """Looks at the jobs whose next look is due, and wakes the callers whose jobs are no longer live on the
+        shard."""
         now_s = asyncio.get_running_loop().time()
         waits: list[_Wait] = []
         while self._looks and self._looks[0][0] <= now_s and len(waits) < _JOBS_MAX:

@@ -57,10 +57,11 @@ from shard.vocabulary import OrgId, ShardName
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-# How long a call waits until some shard takes its org's jobs: while a slot moves, no shard does for a moment.
+# How long a call waits for a shard that takes its org's jobs. While a slot moves, no shard takes them for a moment.
 _UNOWNED_S_MAX = 2.0
 _RETRY_S = 1.0
-# A catalog whose newest mark is lower by more than this was probably restored from a backup.
+# If a shard's newest mark in the catalog is lower than the mark that this router knows, by more than this number, then
+# the catalog was probably restored from a backup.
 _MARKS_LESS_MAX = 20
 _FIRST_TRY_S_MAX = 5.0
 
@@ -84,7 +85,7 @@ class Fleet:
         self._by_tag: dict[int, ShardHandle] = {}
         # The identity that each shard's database was last found to have.
         self._identities: dict[ShardName, Identity | None] = {}
-        # The newest mark that each shard's history must contain, by the catalog (shard/placement/marks.py).
+        # The newest mark that each shard's history must contain, according to the catalog (shard/placement/marks.py).
         self._marks: Mapping[ShardName, Mark] = {}
         self._catalog = CatalogCopy(
             cluster.catalog_dsn, self._catalog_changed, self._marked, self._limits_changed, self.pools.reweigh
@@ -116,7 +117,7 @@ class Fleet:
             await self._catalog.database.close()
 
     async def finish(self) -> None:
-        """Gives unused tokens back. Returns once every shard has ended the calls that it was given."""
+        """Gives unused tokens back, then waits until every shard has ended the calls that it was given."""
         await asyncio.gather(self.limits.finish(), self.starts.finish())
         await asyncio.gather(*(member.finish() for member in self._members.values()))
 
@@ -132,7 +133,8 @@ class Fleet:
         self._take_up(cluster)
 
     async def _refuse_to_remove(self, removed: Sequence[ShardName], source: str) -> None:
-        """Raises ClusterFileError if one of the shards still holds something, by a fresh look at the catalog."""
+        """Reads the catalog again. Raises ClusterFileError if one of the shards still holds something, or if the
+        catalog does not answer."""
         try:
             await self._catalog.look()
         except ShardError as error:
@@ -197,7 +199,8 @@ class Fleet:
         return self._catalog.current.holdings()
 
     def member(self, name: str) -> ShardHandle:
-        """Returns the shard with this name. Raises UnknownShard, and ShardUnavailable while it is not up."""
+        """Returns the shard with this name. Raises UnknownShard if the cluster file names no such shard, and
+        ShardUnavailable while the shard is not up."""
         member = self._members.get(ShardName(name))
         if member is None:
             raise UnknownShard(ShardName(name))
@@ -210,13 +213,13 @@ class Fleet:
         return None if member is None else member.require_writable()
 
     def placement(self, org: OrgId) -> Placement:
-        """Returns where the org lives, by this router's copy of the catalog. A call must use one placement throughout:
-        for the shards that it asks, the shard that it writes to, and the epoch that it sends."""
+        """Returns where the org lives, according to this router's copy of the catalog. A call must use one placement
+        throughout: for the shards that it asks, the shard that it writes to, and the epoch that it sends."""
         return self._catalog.current.placement(org)
 
     @property
     def has_fresh_catalog(self) -> bool:
-        """Whether this process has read the catalog within some seconds."""
+        """Whether this process has read the catalog in the last few seconds."""
         return self._catalog.is_fresh
 
     async def newest_catalog(self) -> Catalog:
@@ -227,13 +230,14 @@ class Fleet:
             return self._catalog.current
 
     async def newest_limits(self) -> LimitTable:
-        """Reads the limits, and puts them in force here. Returns those in force while the catalog does not answer."""
+        """Reads the limits, and puts them in force here. While the catalog does not answer, returns the limits that are
+        in force."""
         await self.newest_catalog()
         return self.limit_table
 
     async def newest_weights(self) -> Weights:
-        """Reads the weights of orgs, and puts them in force here. Returns those in force while the catalog does not
-        answer."""
+        """Reads the weights of orgs, and puts them in force here. While the catalog does not answer, returns the
+        weights that are in force."""
         await self.newest_catalog()
         return self.pools.weights
 
@@ -265,10 +269,10 @@ class Fleet:
         return self.placed(placement.writes[0])
 
     async def read(self, org: OrgId, act: Callable[[ShardHandle], Awaitable[_T]]) -> _T:
-        """Runs `act` on the shard that has the org's queue configurations, schedules and workflows. Other shards may
-        have old ones or none, so this then reads the catalog, and runs `act` again if the org has moved. While the
-        catalog does not answer, no move makes progress and this router's copy of it is good enough. Raises
-        ShardUnavailable, and every error of `act`."""
+        """Runs `act` on the shard that has the org's queue configurations, schedules and workflows. Another shard may
+        have old copies of these, or none. So this function reads the catalog after `act`, and runs `act` again if the
+        org has moved. While the catalog does not answer, no move makes progress, and this router's copy of the catalog
+        is good enough. Raises ShardUnavailable, and every error of `act`."""
         while True:
             placement = self.placement(org)
             try:
@@ -282,8 +286,8 @@ class Fleet:
 
     async def write(self, org: OrgId, act: Callable[[ShardHandle, Placement], Awaitable[_T]]) -> _T:
         """Runs `act` on the shard that takes the org's new jobs. If that shard refuses because the org has moved, waits
-        for a newer placement and tries again. Raises ShardUnavailable: PlacementChanging if no shard takes the jobs
-        within 2 s."""
+        for a newer placement and tries again. Raises ShardUnavailable, and its subclass PlacementChanging if no shard
+        takes the jobs within 2 s."""
         give_up_s: float | None = None
         while True:
             placement = self.placement(org)
@@ -300,8 +304,9 @@ class Fleet:
                     raise PlacementChanging(member.name, why) from error
 
     def _elsewhere(self, org: OrgId, name: ShardName) -> list[ShardHandle] | None:
-        """Returns the shards besides this one that may have live jobs of the org. None: by this router's copy of the
-        catalog, the shard does not take the org's jobs, so the copy is old. Raises ShardUnavailable."""
+        """Returns the shards other than `name` that may have live jobs of the org. Returns None if this router's copy
+        of the catalog is old: the caller's shard `name` takes the org's jobs, and the copy does not say so. Raises
+        ShardUnavailable."""
         placement = self.placement(org)
         if name not in placement.writes:
             return None
@@ -328,7 +333,8 @@ class Fleet:
         self._wake(lambda org: (slot := after.slot(org)) in moved or slot != before.slot(org))
 
     def _wake_readers_of(self, names: AbstractSet[ShardName]) -> None:
-        """Wakes the consumers on these shards. There may be thousands on other shards, which are not disturbed."""
+        """Wakes the consumers on these shards. Does not disturb the consumers on other shards: there may be
+        thousands."""
         self._wake(lambda org: not names.isdisjoint(self.placement(org).reads))
 
     def _wake(self, is_affected: Callable[[OrgId], bool]) -> None:
@@ -341,15 +347,15 @@ class Fleet:
 
     @property
     def catalog_database(self) -> Database:
-        """The catalog's database. It has one connection, which looks at the catalog use too: only for short
-        statements."""
+        """The catalog's database. It has only one connection, which this router's reads of the catalog use too: run
+        only short statements on it."""
         return self._catalog.database
 
     # ── API keys ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def follow_revocations(self, on_revocations: Callable[[int, float], None]) -> None:
-        """Calls this after each look at the catalog with how often API keys were revoked, and with the time (of the
-        event loop's clock) at which the look began."""
+        """Calls `on_revocations` after each look at the catalog. The arguments are how often API keys have been revoked
+        so far, and the time (by the event loop's clock) at which the look began."""
         self._catalog.on_revocations = on_revocations
 
     async def find_api_keys(self, ids: Collection[str]) -> FoundKeys:
@@ -363,7 +369,8 @@ class Fleet:
     # ── Sibling processes ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _consumers(self, name: ShardName) -> Handovers | None:
-        """Returns what hands jobs of a shard over to consumers of this process. None: it does not reach the shard."""
+        """Returns the Handovers of a shard, which hands jobs over to consumers of this process. None: this process does
+        not reach the shard."""
         member = self._members.get(name)
         return member.handovers if member is not None and member.up.is_set() else None
 
@@ -402,7 +409,7 @@ class Fleet:
                 await shard.open()
                 await identity.examine(shard, None, cluster=self._cluster.name)
             except Misconfigured:
-                # Another router may have founded this catalog just now; then the slots are this catalog's.
+                # Another router may have founded this catalog just now; then the slots belong to this catalog.
                 if not await catalog.is_founded(self._catalog.database, cluster=self._cluster.name):
                     raise
             finally:
@@ -424,9 +431,10 @@ class Fleet:
                     "shard has the catalog; correct the dsn"
                 )
             admitted = await identity.admit(database, self._catalog.database, cluster=cluster.name)
-            # Read the catalog again: a new database does not know which slots have left the shard since the last look.
+            # Read the catalog again before slots are granted: a new database would not refuse slots that have left the
+            # shard since the last look.
             await self._catalog.look()
-            # An empty database that replaces a lost one does not know the orgs that are pinned to this shard.
+            # An empty database that replaces a lost database does not know the orgs that are pinned to this shard.
             if not await pins.adopt(database, await pins.read_on(self._catalog.database, name)):
                 raise ShardUnavailable(name, "its queues are being changed")
             self._identities[name] = admitted

@@ -1,5 +1,5 @@
-"""Decides which new jobs of one shard are handed over, and to which waiting consumers, of this process or of a sibling:
-the insert that stores such a job leases it to its consumer, and no claim is needed
+"""Decides which new jobs of one shard are handed over, and to which waiting consumers of this process or of a sibling.
+The insert that stores such a job also leases it to its consumer, so that no claim is needed
 (docs/decisions/0012-an-enqueue-leases-jobs-to-those-who-wait.md)."""
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Handovers:
 
     async def offer(self, jobs: NewJobs) -> Handover | None:
         """Chooses waiting consumers for new jobs. The jobs must be due at once and have no fields that only a claim
-        handles (plain_jobs in router/codec/validate.py). Returns None if no consumer can take any. Offered jobs count
-        against the credit until the handover is done.
+        handles (plain_jobs in router/codec/validate.py). Returns None if no consumer can take any of them. Offered jobs
+        count against the credit until the handover is done.
 
-        Consumers of this process come first: those of the org, then those of all orgs. Only if they are too few,
-        siblings are asked. If a limit of starts counts for a queue, jobs are only offered to this process's consumers,
-        for tokens that it has drawn before; all others are claimed."""
+        Consumers of this process come first: those of the org, then those of all orgs. Siblings are asked only if these
+        are too few. If a limit of starts counts for a queue, its jobs are offered only to consumers of this process,
+        and only for tokens that this process has drawn before. All other jobs of the queue are claimed."""
         if self._room.is_empty and not self._pools.any and not self._siblings.any_ready():
             return None
         dealt: list[tuple[Share, Sequence[int]]] = []
@@ -108,7 +108,7 @@ class Handovers:
         permits: Sequence[tuple[Permit, Sequence[int]]],
         handed: Handed,
     ) -> None:
-        """Gives each waiter the jobs that were leased to it, and returns the credit for the others."""
+        """Gives each waiter the jobs that were leased to it, and gives back the credit for the other jobs."""
         leased = set(handed.positions)
         unsure: list[Lease] = []
         permit_of = {jobs.queues[positions[0]]: permit for permit, positions in permits if positions}
@@ -133,7 +133,7 @@ class Handovers:
 
 
 def _by_queue(jobs: NewJobs) -> dict[QueueName, list[int]]:
-    """Returns the positions of the jobs of each queue, those of the first priority first."""
+    """Returns the positions of the jobs of each queue, in the order of their priorities."""
     by_queue: dict[QueueName, list[int]] = {}
     if len(set(jobs.queues)) == 1:
         by_queue[jobs.queues[0]] = list(range(len(jobs)))

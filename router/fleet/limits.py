@@ -15,12 +15,12 @@ from shard.queue.coalescer import TooManyWaiting
 from shard.queue.store import Store
 from shard.vocabulary import NewJobs, OrgId, QueueName
 
-# How often a call asks the shard: other calls may take what it drew.
+# How often a call asks the shard, at most: other calls may take the tokens that it drew.
 _TRIES_MAX = 20
 
 
-# What jobs of a call cost in one bucket, or one backlog: this, the positions of the jobs (None: all of them), and the
-# tokens. A plain tuple, because each call makes some.
+# What jobs of a call cost in one bucket or backlog: that bucket or backlog, the positions of the jobs (None: all of
+# them), and the number of tokens. It is a plain tuple, because each call makes some.
 _Cost: TypeAlias = tuple[Bucket | Backlog, Sequence[int] | None, int]
 # The process remembers this many backlogs. With more, it forgets those that it can count again.
 _BACKLOGS_MAX = 20_000
@@ -156,10 +156,10 @@ def _reached(
         else:
             positions = _without_room(each, min(limit.amount, bucket.tokens + bucket.left))
             asked = min(each[at] for at in positions)
-            # The others take what is left now.
+            # The jobs that are not refused take what is left now.
             retry_after_s = max(PAUSE_S, asked / limit.tokens_per_s if limit.interval_us else bucket.ready_in_s(asked))
     if retry_after_s is not None:
-        # The shard computes with other rounding errors.
+        # The shard rounds differently, so a caller that comes back at once could still be too early.
         retry_after_s = max(retry_after_s, 0.001)
     return LimitReached(
         jobs.org, limit, asked=asked, usage=bucket.usage(), retry_after_s=retry_after_s, positions=positions
@@ -167,7 +167,8 @@ def _reached(
 
 
 def _without_room(each: Mapping[int, int], room: float) -> list[int]:
-    """Returns the positions of the jobs that do not fit into `room` beside those before them; at least one."""
+    """Returns the positions of the jobs that do not fit into `room` after the jobs before them; at least one
+    position."""
     left: list[int] = []
     for at, tokens in each.items():
         if tokens <= room:

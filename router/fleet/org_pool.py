@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# What one claim asks for at most.
+# The most orgs of one claim, and the most requests.
 _ORGS_MAX = 64
 _REQUESTS_MAX = 64
-# Ready orgs that are remembered; the walk finds the others when there is room.
+# At most this many ready orgs are remembered. The walk finds the others when there is room again.
 _READY_MAX = 100_000
-# How long an org waits that has no room in the memory of this process, or whose claim has failed.
+# How long an org waits if this process has no memory for its jobs, or if its claim has failed.
 _ASIDE_S = 0.1
-# How long a limit of starts may hold jobs back before it is looked at again: it may have changed.
+# How long a limit of starts may hold jobs back before the pool looks at the limit again: it may have changed.
 _HELD_S_MAX = 1.0
 
 
@@ -47,7 +47,7 @@ class PoolConsumer(Waiter, Protocol):
     """A consumer of all orgs, as its pool sees it."""
 
     def take(self, jobs: Delivery) -> None:
-        """Takes claimed jobs. Its credit has been reduced already."""
+        """Takes claimed jobs. The consumer's credit has been reduced already."""
         ...
 
 
@@ -57,15 +57,15 @@ class _Request:
 
     org: OrgId
     consumer: PoolConsumer
-    # What the picks of all its jobs charged.
+    # What the schedule charged the org for the picks of these jobs.
     charged_s: float
     jobs: int
-    # Those that may have ready jobs. A queue that is held back is taken out.
+    # The queues that may have ready jobs. A queue is taken out when a limit holds its jobs back.
     queues: set[QueueName]
     # The memory that is reserved for the jobs, and the account that holds it.
     account: Account | None = None
     reserved: int = 0
-    # How many of the jobs came.
+    # How many of the jobs were claimed.
     got: int = 0
 
 
@@ -168,7 +168,7 @@ class OrgPool:
         self.schedule.drop_shard(shard)
 
     def _take_queues(self, org: OrgId, shard: ShardName) -> set[QueueName]:
-        """Returns the queues of an org that may have ready jobs on a shard, and forgets that they have."""
+        """Returns the queues of an org that may have ready jobs on a shard, and removes them from `_ready`."""
         by_shard = self._ready.get(org, {})
         queues = by_shard.pop(shard, set())
         if not by_shard:
@@ -248,8 +248,8 @@ class OrgPool:
         return None
 
     def _reserve(self, shard: ShardName, requests: Iterable[_Request]) -> list[_Request]:
-        """Reserves the memory that the jobs may take, of their orgs' shares, before they are leased. An org that has no
-        room waits for a moment; the others go on."""
+        """Reserves the memory that the jobs may take, from the shares of their orgs, before the jobs are leased. If an
+        org's share has no room, its request waits for a moment; the other requests go on."""
         reserved: list[_Request] = []
         for request in requests:
             size, account = bytes_most(request.jobs), request.consumer.account_of(request.org)
@@ -262,7 +262,7 @@ class OrgPool:
         return reserved
 
     def _give_back(self, request: _Request) -> None:
-        """Returns the credit and the charges of picks for which no job came."""
+        """Gives back the credit and the charges of those picks for which no job came."""
         missing = request.jobs - request.got
         consumer = request.consumer
         if missing:
@@ -327,7 +327,7 @@ class OrgPool:
             except RowLocked:
                 if in_flight is None:
                     raise
-                # Another claim of this org, which must be counted first, takes long.
+                # Another claim of this org takes long, and its leases must be counted first.
                 request.queues.difference_update(queues)
                 self._set_aside(request.org, member.name, list(queues))
                 continue
@@ -340,7 +340,8 @@ class OrgPool:
         return is_more or request.got == request.jobs
 
     async def _draw(self, org: OrgId, buckets: Sequence[Bucket], wanted: int) -> Permit | None:
-        """Returns None if a limit holds the jobs back, or the shard that has its bucket does not answer."""
+        """Takes tokens for up to `wanted` starts. Returns None if a limit holds the jobs back, or if the shard that has
+        the buckets does not answer."""
         if hold_s(buckets) > 0:
             return None
         try:
@@ -374,8 +375,8 @@ class OrgPool:
                 for queue in queues[org]:
                     self.found(shard, org, queue)
             elif not away:
-                # If many orgs are ready, each gets few jobs at a time, and most then have no more: to ask whether they
-                # do is cheaper than a claim that finds nothing.
+                # If many orgs are ready, each gets few jobs at a time, and most of them then have no more jobs. A probe
+                # is cheaper than a claim that finds nothing.
                 member.ready_orgs.emptied(org, queues[org])
             if not self._is_found(org, shard):
                 self.schedule.idle(org, shard)

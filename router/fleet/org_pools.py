@@ -1,5 +1,5 @@
-"""The pools of this process: consumers that take jobs of all orgs (router/fleet/org_pool.py), by the queues that they
-take; and those who only want to know of such jobs."""
+"""The pools of this process (router/fleet/org_pool.py), by the queues that their consumers take for all orgs; and the
+watchers, which only want to know of such jobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shard.vocabulary import Lease, OrgId, QueueName, ShardName
 if TYPE_CHECKING:
     from router.fleet.shard_handle import ShardHandle
 
-# How long a pool stays after its last consumer: streams end from time to time, and their consumers come again.
+# How long a pool without consumers stays: streams end from time to time, and their consumers come back.
 _KEPT_S = 60.0
 
 
@@ -122,7 +122,7 @@ class OrgPools:
             yield from pool.consumers
 
     def note(self, member: ShardHandle) -> None:
-        """Notes all consumers as being there (shard/queue/consumers_seen.py)."""
+        """Notes that all consumers of the pools were seen (shard/queue/consumers_seen.py)."""
         for pool in self._pools.values():
             for consumer in pool.consumers:
                 member.store.consumers_seen.note(None, consumer.queues, consumer.kinds)
@@ -152,14 +152,14 @@ class OrgPools:
         return shares
 
     def ended(self, leases: Iterable[Lease]) -> None:
-        """These leases have ended, if they were of a pool."""
+        """These leases have ended. Ignores leases that are not of a pool."""
         now_s = asyncio.get_running_loop().time()
         for lease in leases:
             for pool in self._pools.values():
                 pool.schedule.ended(lease, now_s=now_s)
 
     def extended(self, leases: Iterable[Lease], *, window_us: int) -> None:
-        """These leases now last for this long, if they are of a pool."""
+        """These leases last for `window_us` from now on. Ignores leases that are not of a pool."""
         until_s = asyncio.get_running_loop().time() + window_us / 1_000_000
         for lease in leases:
             for pool in self._pools.values():
@@ -171,7 +171,7 @@ class OrgPools:
             pool.lost(shard)
 
     def wake(self) -> None:
-        """Shards, or where orgs live, have changed."""
+        """The shards or the placements of orgs have changed."""
         for pool in self._pools.values():
             pool.wake()
         for watchers in self._watchers.values():
@@ -188,8 +188,8 @@ class OrgPools:
             pool.wake()
 
     def ahead(self, org: OrgId, queue: QueueName) -> tuple[float, float] | None:
-        """Returns how far the tag of an org is above the floor (s), and the org's weight, if it has ready jobs that
-        wait for that reason; None: they do not."""
+        """Returns how many seconds the tag of an org is above the floor, and the org's weight. Returns None if the org
+        has no ready jobs that wait for this reason."""
         for pool in self._by_queue.get(queue, ()):
             lead_s = pool.schedule.lead(org)
             if pool.schedule.is_ready(org) and lead_s > 0:

@@ -1,10 +1,10 @@
-"""Finds the orgs that have ready jobs in queues which consumers of this process take for all orgs, on one shard. This
-is only a set of hints (I7), like the wait room's; what they are wrong about, a claim and the sweep correct.
+"""Finds the orgs of one shard that have ready jobs in queues which consumers of this process take for all orgs. This is
+only a set of hints (I7), like those of the wait room: a claim or the sweep corrects a wrong hint.
 
-Nothing is written for them. New jobs are known from the enqueues of this process and from the doorbells of other
-routers, which ring anyway; a probe says when jobs fall due later. A walk over the ready index finds what was there
-before, once; after that each sweep walks on from where the last one ended, for some milliseconds, and so finds every
-lost hint. While nobody takes jobs of all orgs, nothing of this runs.
+The hints need no writes. This process knows of new jobs from its own enqueues and from the doorbells of other routers,
+which ring anyway. A probe says when jobs fall due later. A first walk over the ready index finds the jobs that were
+there before. After that, each sweep continues the walk for some milliseconds from where the last sweep ended, and so
+finds every job whose hint was lost. While nobody takes jobs of all orgs, none of this runs.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from shard.vocabulary import Micros, OrgId, QueueId, QueueName
 
 _log = logging.getLogger(__name__)
 
-# Queues of one statement of a walk. One takes about 5 ms.
+# How many queues one statement of a walk covers. Such a statement takes about 5 ms.
 _STEP_QUEUES = 500
-# For how long the statements of one sweep may walk in all.
+# How long all statements of one sweep together may walk.
 _SWEEP_S = 0.060
-# The pause after a probe, and the pause after a failure. Queues that come meanwhile go with the next probe.
+# The pause after a probe, and the pause after a failure. The next probe covers all queues that are added meanwhile.
 _PAUSE_S = 0.010
 _FAILED_PAUSE_S = 0.5
 # Jobs that fall due after more than this many sweeps are not remembered: a later sweep finds them in time.
 _SOON_SWEEPS = 3
-# With more queues to probe, or with more that fall due soon, the walk begins again instead.
+# If there are more queues to probe, they are dropped and the walk begins again. If there are more queues that fall due
+# soon, those are not remembered: a later sweep finds them.
 _QUEUES_MAX = 100_000
 
 
@@ -39,11 +40,11 @@ _QUEUES_MAX = 100_000
 class _Name:
     """A queue name that is taken for all orgs."""
 
-    # None: no queue of the shard has this name yet, as far as is known.
+    # None: as far as this process knows, no queue of the shard has this name yet.
     name_id: int | None = None
-    # Where its walk goes on. None: at the beginning.
+    # Where the walk of this name goes on. None: at the beginning.
     after: QueueId | None = None
-    # Whether a walk has come to the end since this name is taken, and since the shard is there.
+    # Whether a walk has come to the end since somebody took this name, and since hints were lost.
     walked: bool = False
     walk_began_s: float = 0.0
     # How long the last walk took from one end to the other.
@@ -70,8 +71,8 @@ class ReadyOrgs:
         self._others: set[int] = set()
         self._find_names = False
         self._to_probe: set[QueueId] = set()
-        # Queues whose next job is due soon, and when, by the event loop's clock. An entry of the heap counts if it is
-        # the queue's entry in `_due_s`.
+        # Queues whose next job is due soon, and the time of that job by the event loop's clock. An entry of the heap
+        # counts only if it has the queue's time in `_due_s`.
         self._due_s: dict[QueueId, float] = {}
         self._dues: list[tuple[float, QueueId]] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -121,7 +122,7 @@ class ReadyOrgs:
                     self._others.clear()
                 self._others.add(name_id)
                 if any(name.name_id is None for name in self._names.values()):
-                    # It may be the first queue of a name that is taken here.
+                    # This may be the first queue that has one of the names taken here.
                     self._find_names = True
         if len(self._to_probe) > _QUEUES_MAX:
             self._to_probe.clear()
@@ -138,7 +139,7 @@ class ReadyOrgs:
             self._on_ready(org, queue)
 
     def emptied(self, org: OrgId, queues: Iterable[QueueName]) -> None:
-        """A claim has probably taken the last ready jobs of these queues: finds out when the next ones are due."""
+        """A claim has probably taken the last ready jobs of these queues: finds out when the next jobs are due."""
         numbers = self._store.names.known(org, list(queues))
         self._store.emptied(numbers)
         self.rang(numbers)
@@ -146,7 +147,7 @@ class ReadyOrgs:
     # ── Looking ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def run(self) -> None:
-        """Looks for what the hints name until cancelled."""
+        """Looks for the jobs that the hints point to, until cancelled."""
         self.walk_again()
         try:
             while True:
@@ -156,7 +157,7 @@ class ReadyOrgs:
                 try:
                     await self._find()
                 except ShardError:
-                    # What the hints said is lost. When the shard answers again, the walk finds it.
+                    # The hints are lost. When the shard answers again, the walk finds their jobs.
                     self.walk_again()
                     pause_s = _FAILED_PAUSE_S
                 except Exception:  # noqa: BLE001 - an error of one shard must not end this router
@@ -192,7 +193,7 @@ class ReadyOrgs:
                     name.name_id = name_id
                     self._by_name_id[name_id] = queue
                     self._others.discard(name_id)
-                    # A queue of it had jobs before its name was known here.
+                    # A queue of this name got jobs before the id of the name was known here.
                     name.walked = False
 
     async def _probe(self, numbers: Collection[QueueId]) -> None:
@@ -201,7 +202,7 @@ class ReadyOrgs:
         self._expect(due.now, [Found(number, names[number][0], due.first[number]) for number in names])
 
     async def sweep(self) -> None:
-        """Walks on, and finds what every hint has missed. Raises ShardUnavailable."""
+        """Continues the walks, and so finds the jobs that every hint has missed. Raises ShardUnavailable."""
         names = [(queue, name) for queue, name in self._names.items() if name.walked]
         if any(name.name_id is None for name in self._names.values()):
             self._find_names = True
@@ -265,6 +266,6 @@ class ReadyOrgs:
             if self._due_s.get(number) == due_s:
                 del self._due_s[number]
                 fallen.add(number)
-        # A probe, because its answer names the org.
+        # Probe these queues, because the answer names their orgs.
         self.rang(fallen)
         self._set_timer()

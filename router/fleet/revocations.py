@@ -1,4 +1,4 @@
-"""The consumers of this router that are told when leases end without them: see shard/queue/revocation.py."""
+"""The consumers of this router that are told when somebody else ends their leases: see shard/queue/revocation.py."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Told = Callable[[bytes], None]
 
 
 class Revocations:
-    """A lease names no stream, so all streams of its org, or of all orgs, with the name of its worker are told. The
-    consumer knows which leases it has."""
+    """A lease names no stream. So every stream with the name of the lease's worker is told, if it is a stream of the
+    lease's org or of all orgs. The consumer knows which leases it has."""
 
     def __init__(self) -> None:
         self._consumers: dict[tuple[OrgId | None, str], dict[Told, None]] = {}
 
     def join(self, org: OrgId | None, worker: str, told: Told) -> None:
-        """Calls `told` with encoded ConsumeResponses until `leave`. `org` None: about those of all orgs."""
+        """Calls `told` with encoded ConsumeResponses until `leave`. `org` is None for a consumer of all orgs."""
         self._consumers.setdefault((org, worker), {})[told] = None
 
     def leave(self, org: OrgId | None, worker: str, told: Told) -> None:

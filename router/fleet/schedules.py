@@ -1,5 +1,6 @@
-"""Fires the schedules of one shard, beside the other routers: when the next one is due, when one was changed, and with
-every sweep. This is only a set of hints (I7); the shard decides what is due (shard/schedules/due_schedules.py).
+"""Fires the schedules of one shard, as every other router does too: when the next schedule is due, when a schedule was
+changed, and with every sweep. This is only a set of hints (I7); the shard decides what is due
+(shard/schedules/due_schedules.py).
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# The pause after a failure, and after a round in which no schedule could be decided.
+# The pause after a failure, and after a round in which no due instant could be decided.
 _PAUSE_S = 1.0
 _UNDECIDED_S = 0.1
 # How long the answers of other shards about a job are used.
 _KNOWN_S = 2.0
-# While no schedule has a time to wake up at, the shard is asked this often. A router that creates a schedule looks at
-# once.
+# While the shard has no schedule that will be due, it is asked at this interval. When a schedule is created, the
+# routers are told, and look at once.
 _NONE_S = 10.0
 _REASON = "replaced by the next run of its schedule"
 
 
 class Scheduler:
     """`may_fire`: whether the shard's state lets it store jobs. `elsewhere`: the other shards that may have live jobs
-    of an org; None: not known now. While no schedule is due, the shard is asked every `sweep_s` seconds for the
-    earliest one, and more rarely if there is none: a read of one index entry."""
+    of an org; None: they are not known now. While no schedule is due, the shard is asked every `sweep_s` seconds for
+    the earliest one, or more rarely if it has none. Each such question reads one index entry."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Scheduler:
                 sleep_s = await self._turn()
                 failing = False
             except (ShardError, TooManyWaiting) as error:
-                # A shard whose clock was set back says so itself.
+                # If the clock of the shard was set back, shard/postgres/clock.py has logged that.
                 quiet = failing or isinstance(error, ClockSetBack)
                 _log.log(
                     logging.DEBUG if quiet else logging.WARNING,
@@ -86,7 +87,7 @@ class Scheduler:
                     await self._changed.wait()
 
     async def _turn(self) -> float:
-        """Fires what is due. Returns for how long there is nothing to do, in seconds."""
+        """Fires the due schedules. Returns for how many seconds there is nothing to do."""
         is_more = False
         while self._may_fire():
             if not is_more:
@@ -106,7 +107,7 @@ class Scheduler:
             self._known.update((job, (is_live, until_s)) for job, is_live in learned.items())
             is_more = fired.taken == BATCH_MAX
             if not is_more and not fired.jobs:
-                # Other routers have locked what is due, or it waits for an answer.
+                # Other routers have locked the due schedules, or these wait for an answer about a job.
                 await asyncio.sleep(_UNDECIDED_S)
         return self._sweep_s
 
@@ -119,8 +120,8 @@ class Scheduler:
         return others is not None and not others
 
     async def _learn(self, needed: Sequence[Needed]) -> dict[JobId, bool]:
-        """Cancels or looks for the jobs on which decisions depend. Returns for each whether it is live, as far as all
-        shards answered."""
+        """Cancels or looks for the jobs on which decisions depend. Returns for each job whether it is live, but leaves
+        out jobs for which a shard did not answer."""
         known: dict[JobId, bool] = {}
         for org, job, cancel in needed:
             try:

@@ -1,6 +1,6 @@
-"""Writes what can be read of each shard into files of the metrics' folder, one for each shard: how many jobs its queues
-have, its slots, and signs that it needs an operator. The scrape endpoint adds them to its answer
-(router/process/metrics.py). A new file replaces the old one, also that of another router process: all read the same
+"""Writes one file of figures for each shard into the metrics' folder: how many jobs its queues have, its slots, and
+signs that the shard needs an operator. The scrape endpoint adds these files to its answer (router/process/metrics.py).
+A new file replaces the shard's old file, even if another router process wrote that: all processes read the same
 figures."""
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from shard.health.signs import Signs
 from shard.placement.catalog import Holding
 from shard.vocabulary import ShardName
 
-# How often the figures are read, and how old the count of jobs may then be: one count serves all routers.
+# How often the figures are read, and how old the count of jobs may be at that time. A count may be older than 0, so
+# that one count serves all routers.
 _EVERY_S, _AGE_US_MAX = 60.0, 45_000_000
-# How long figures are shown that no process replaces.
+# How long figures are shown if no process replaces them.
 _SHOWN_S = 180.0
 _HOLDS_NOTHING = Holding()
 # The labels of a series, and its value.
@@ -39,8 +40,8 @@ async def record(fleet: Fleet, folder: Path, *, named_max: int) -> None:
     async with asyncio.TaskGroup() as group:
         while True:
             holdings = fleet.holdings()
-            # A shard whose last count has not ended holds up no other. The file of one that does not answer stays as it
-            # is, and is soon too old to be read.
+            # No shard waits for another shard whose last count has not ended. If a shard does not answer, its file
+            # stays as it is, and is soon too old to be read.
             for name, handle in fleet.shards().items():
                 if handle.is_usable and (name not in running or running[name].done()):
                     act = partial(_write, folder, handle, holdings.get(name, _HOLDS_NOTHING), named_max=named_max)
@@ -59,7 +60,7 @@ async def _write(folder: Path, handle: ShardHandle, held: Holding, *, named_max:
         _family(metrics.SLOTS, [((name, "owned"), held.slots), ((name, "leaving"), held.leaving)]),
         *(_family(declared, [((name,), value)]) for declared, value in _of_signs(signs)),
     ]
-    # The name of a shard may have characters that a file's must not have.
+    # The name of a shard may have characters that the name of a file must not have.
     file = folder / f"shard_{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}.json"
     new = file.with_suffix(f".{os.getpid()}")
     new.write_text(json.dumps({"until": time.time() + _SHOWN_S, "families": families}))
@@ -67,7 +68,7 @@ async def _write(folder: Path, handle: ShardHandle, held: Holding, *, named_max:
 
 
 def _family(declared: metrics.Declared, samples: Sequence[_Sample]) -> tuple[object, ...]:
-    """As router/process/metrics.py reads it."""
+    """Returns a family of samples in the form that router/process/metrics.py reads."""
     return declared.name, declared.meaning, declared.labels, samples
 
 

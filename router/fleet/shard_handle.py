@@ -52,10 +52,10 @@ class ShardHandle:
     """A shard, for as long as the cluster file names it. It is not contacted before `start`.
 
     `prove` prepares a database for use, and raises a ShardError if it is not the database of this shard. `proved` is
-    called when the shard can be used, and when it is reached by another DSN. `confirm` records a mark of the shard's
-    history in the catalog, and returns whether it did. `revoked` is called with leases of this shard that ended without
-    their consumer, here or at another router. `elsewhere` returns the other shards that may have live jobs of an org;
-    None: this router does not know.
+    called when the shard can be used, and again when another DSN has come into use. `confirm` records a mark of the
+    shard's history in the catalog, and returns whether it did. `revoked` is called with the leases of this shard that
+    were ended by somebody other than their consumer, here or at another router. `elsewhere` returns the other shards
+    that may have live jobs of an org, or None if this router does not know them.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ShardHandle:
     ) -> None:
         # The shard's entry in the current cluster file.
         self.entry = entry
-        # The DSN in use. A new one from the entry is taken over once it has proved to lead to this shard.
+        # The DSN in use. If the entry has a new DSN, that is taken over after a check that it leads to this shard.
         self.dsn = entry.dsn
         self.up = asyncio.Event()
         # Why the shard is not up, or why its new DSN is not in use yet; empty if there is no such problem.
@@ -141,9 +141,9 @@ class ShardHandle:
         self.workflows = WorkflowAdmin(self._queue_database, self.store, self._workflow_sweep)
         self.ends: EndWaits = EndWaits(self.store, self._doorbell)
         self._keeping: asyncio.Task[None] | None = None
-        # Switches to the entry's new DSN.
+        # The task that switches to the entry's new DSN.
         self._switching: asyncio.Task[None] | None = None
-        # A mark that is written to the shard, but perhaps not known to the catalog.
+        # A mark that was written to the shard, and that the catalog may not know yet.
         self._unconfirmed: Made | None = None
         self._group: asyncio.TaskGroup | None = None
         self._checking: asyncio.Task[bool] | None = None
@@ -164,7 +164,7 @@ class ShardHandle:
     # ── Guards: each returns this handle, or raises ShardUnavailable ─────────────────────────────────────────────────
 
     def require_up(self) -> Self:
-        """For reads."""
+        """Call this before every read."""
         if not self.up.is_set():
             raise ShardUnavailable(self.name, self.trouble)
         return self
@@ -176,7 +176,7 @@ class ShardHandle:
         return self.require_up()
 
     def require_open(self) -> Self:
-        """For enqueues."""
+        """Call this before every enqueue."""
         if not self.entry.state.takes_enqueues:
             raise self._forbidden("takes no enqueues")
         return self.require_up()
@@ -187,14 +187,15 @@ class ShardHandle:
     # ── The cluster file ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def start(self, group: asyncio.TaskGroup) -> None:
-        """Connects to the shard and keeps it up until `dismiss` or the end of the group. Does nothing if it is off."""
+        """Connects to the shard and keeps it up until `dismiss` or the end of the group. Does nothing if the shard's
+        state is off."""
         self._group = group
         if self.entry.state is not ShardState.OFF:
             self._keeping = group.create_task(self._keep())
 
     def goes_on_as(self, entry: ShardEntry) -> bool:
-        """Returns whether `update` can apply the new entry. If not, a new handle must replace this one: when the state
-        changes from or to off, and when the DSN changes before the shard was ever up."""
+        """Returns whether `update` can apply the new entry. If not, a new handle must replace this one. That is the
+        case if the state changes from or to off, or if the DSN changes before the shard was ever up."""
         same_contact = (self.entry.state is ShardState.OFF) == (entry.state is ShardState.OFF)
         return same_contact and (self.up.is_set() or self.entry.dsn == entry.dsn)
 
@@ -224,7 +225,7 @@ class ShardHandle:
 
     def must_have(self, mark: Mark | None) -> None:
         """Requires this mark, which the catalog has confirmed, in the shard's history. Checks every connection that is
-        made from now on, and those that were made since the last call."""
+        made from now on, and the connections that were made since the last call."""
         for database in self._databases:
             database.mark = mark
         if mark is None or not self.up.is_set() or (self._checking is not None and not self._checking.done()):
@@ -249,7 +250,7 @@ class ShardHandle:
             self._admin_database.newest_migration = self._queue_database.newest_migration
             record_time = self._where_allowed(self.store.clock.record)
             await attempt(f"look at the clock of shard {self.name!r}", record_time)
-            # Before the first claim.
+            # The first claim must not take jobs of quarantined kinds.
             await attempt(f"read the quarantined kinds of shard {self.name!r}", self.store.quarantine.refresh)
             self.up.set()
             await self._proved(self)
@@ -324,15 +325,15 @@ class ShardHandle:
             await asyncio.sleep(consumers_seen.PAUSE_S)
 
     async def finish(self) -> None:
-        """Waits up to 3 s for the calls under way, including releases of jobs that reached no consumer, and until other
-        routers have been told of those."""
+        """Waits for the calls under way, which include releases of jobs that reached no consumer, and until other
+        routers have been told of these releases. Waits at most 3 s."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FINISH_S_MAX):
                 await self.store.finish()
                 await self._doorbell.finish()
 
     def _where_allowed(self, act: Callable[[], Awaitable[object]]) -> Callable[[], Awaitable[None]]:
-        """Returns `act`, skipped while the shard's state forbids changes."""
+        """Returns a function that runs `act`, and that does nothing while the shard's state forbids changes."""
 
         async def allowed() -> None:
             if self.entry.state.takes_changes:
@@ -341,7 +342,7 @@ class ShardHandle:
         return allowed
 
     async def _mark(self) -> None:
-        """Writes a mark to the shard's history, if this router may have changed something since the last one."""
+        """Writes a mark to the shard's history, if this router may have changed something since the last mark."""
         if not any(database.changed for database in self._databases):
             return
         for database in self._databases:
@@ -349,17 +350,18 @@ class ShardHandle:
         covered = False
         try:
             # Other routers write marks too. If their mark is older than this router's changes, `covered` stays False,
-            # and the next turn writes another one.
+            # and the next call writes another mark.
             earlier = self._unconfirmed
             made = earlier or await marks.make(self._queue_database, apart_s=0.8 * MARK_S)
-            # While the catalog does not answer, this mark is tried again and no further one is written.
+            # While the catalog does not answer, each call tries to confirm this mark again, and writes no further mark.
             self._unconfirmed = made
             if made is not None:
                 confirmed = await self._confirm(self.name, made)
                 self._unconfirmed = None
                 covered = confirmed and earlier is None
                 if not confirmed:
-                    # The catalog may know a mark that this database lacks: compare them after the next look at it.
+                    # The catalog may know a mark that this database lacks: compare the two after the next look at the
+                    # catalog.
                     self._queue_database.reconnected = True
         finally:
             if not covered:
@@ -380,7 +382,8 @@ class ShardHandle:
                 return
 
     async def _switch(self, dsn: str) -> None:
-        """Switches to another DSN once it has proved to lead to the same shard. Until then the old DSN stays in use."""
+        """Switches to another DSN after a check that it leads to the same shard. Until then the old DSN stays in
+        use."""
         candidate = Database(self.name, dsn, connections=1)
         try:
             await candidate.open()
@@ -398,8 +401,8 @@ class ShardHandle:
         _log.info("shard %r is reached by its new DSN", self.name)
 
     async def _until_proved(self, database: Database, prefix: str) -> None:
-        """Returns once `prove` has accepted the database; tries again every second. `prefix` starts every log line and
-        `trouble`."""
+        """Calls `prove` every second until it accepts the database. Every log line and `trouble` begin with
+        `prefix`."""
         logged = ""
         while True:
             try:

@@ -14,7 +14,7 @@ _EVERY_S = 1.0
 
 
 async def record(fleet: Fleet) -> None:
-    """Records it every second, until cancelled."""
+    """Records this every second, until cancelled."""
     recorded: set[ShardName] = set()
     while True:
         metrics.CATALOG_UP.set(fleet.has_fresh_catalog)
@@ -26,7 +26,7 @@ async def record(fleet: Fleet) -> None:
         for name, is_usable in usable.items():
             metrics.SHARD_UP.labels(name).set(is_usable)
         for name in recorded - usable.keys():
-            # A series cannot be removed from the files of several processes.
+            # A series cannot be removed from the files of several processes: NaN says that it has no value any more.
             metrics.SHARD_UP.labels(name).set(math.nan)
             metrics.QUARANTINED_KINDS.labels(name).set(math.nan)
         recorded |= usable.keys()

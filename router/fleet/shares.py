@@ -1,5 +1,5 @@
-"""Deals new jobs out to the consumers that wait for a queue, and keeps their places until it is known which jobs were
-leased to them."""
+"""Deals new jobs out to the consumers that wait for a queue. Places for the jobs are kept at the consumers until it is
+known which jobs were leased to them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Share:
     held: int
 
     def end(self, jobs: Delivery | None) -> None:
-        """Gives the waiter the jobs that were leased to it (None: none were), and returns the credit for the others."""
+        """Gives the waiter the jobs that were leased to it, and gives the credit for the other places back. `jobs` is
+        None if no job was leased to it."""
         waiter = self.waiter
         waiter.promised = False
         missing = self.count - (len(jobs.ids) if jobs is not None else 0)
@@ -43,7 +44,7 @@ class Share:
 
 def deal(awaited: AwaitedQueue | None, org: OrgId, sizes: Sequence[int]) -> list[Share]:
     """Keeps places for new jobs of an org with payloads of these sizes at idle waiters of the queue. The first share is
-    for the first jobs, and so on; the last jobs get no place if there are not enough."""
+    for the first jobs, and so on; the last jobs get no place if there are not enough places."""
     if awaited is None or awaited.backlog:
         return []
     ready = (waiter for waiter in awaited.waiters if waiter.idle and waiter.credit > 0 and not waiter.full)
@@ -54,15 +55,15 @@ def deal(awaited: AwaitedQueue | None, org: OrgId, sizes: Sequence[int]) -> list
         left = len(sizes) - dealt
         if not left:
             break
-        # Deal the jobs evenly, one share to each waiter. A waiter that gets a share is the last in the next turn.
+        # Deal the jobs evenly, one share to each waiter. A waiter that gets a share comes last in the next deal.
         count = min(waiter.credit, -(-left // (len(willing) - turn)))
         if waiter.takes_once:
-            # Its answer is a single message of limited size.
+            # The waiter's answer is a single message of limited size.
             count = _first_bytes(sizes[dealt : dealt + count])
         held = sum(sizes[dealt : dealt + count]) + JOB_BYTES * count
         account = waiter.account_of(org)
         if not account.take(held):
-            # Jobs that its client has not read fill its share of the buffer.
+            # The waiter's share of the buffer is full of jobs that its client has not read yet.
             continue
         if waiter.takes_once:
             waiter.idle = False

@@ -3,8 +3,8 @@
 (docs/decisions/0052-leases-in-flight-are-counted.md).
 
 A start limit refuses nothing: it holds jobs back. A claim of a limited queue takes tokens first, then leases at most
-that many jobs, and puts back the tokens that it did not use. While there are no tokens, the queue counts as one without
-due jobs.
+that many jobs, and puts back the tokens that it did not use. While there are no tokens, the queue counts as a queue
+without due jobs.
 
 A limit of jobs in flight is enforced by the claim itself, on the shard. This module only says which limits a claim
 obeys.
@@ -25,7 +25,7 @@ from shard.queue.coalescer import TooManyWaiting
 from shard.queue.store import Store
 from shard.vocabulary import OrgId, QueueName
 
-# How often a claim asks the shard: other claims may take what it drew.
+# How often a claim asks the shard, at most: other claims may take the tokens that it drew.
 _TRIES_MAX = 20
 # A bucket is asked again after this time, even if its next token comes later: another process may give tokens back.
 _HOLD_S_MAX = 3.0
@@ -34,15 +34,15 @@ _HOLD_S_MAX = 3.0
 @dataclass(frozen=True, slots=True)
 class Permit:
     """Tokens for `jobs` starts. A job has started when it was leased and its consumer may have it. Its owner puts back
-    all other tokens, also those of jobs whose lease nobody knows because the answer of the shard was lost: no consumer
-    has them, and they are claimed again when that lease ends."""
+    all other tokens. These include the tokens of jobs whose lease nobody knows because the shard's answer was lost: no
+    consumer has these jobs, and they are claimed again when their leases end."""
 
     buckets: Sequence[Bucket]
     jobs: int
 
     async def spend(self, claim: Awaitable[ClaimResult]) -> ClaimResult:
-        """Makes a claim of up to `jobs` jobs. If it fails or is cancelled, no consumer gets any: all tokens are put
-        back."""
+        """Makes a claim of up to `jobs` jobs. If the claim fails or is cancelled, no consumer gets a job of it, so all
+        tokens are put back."""
         try:
             result = await claim
         except BaseException:
@@ -52,8 +52,8 @@ class Permit:
         return result
 
     def claimed(self, started: int) -> None:
-        """Puts back what a claim did not use. If it found few jobs, the next one takes few tokens: tokens that lie here
-        for nothing hold up other processes."""
+        """Puts back the tokens that a claim did not use. If it found few jobs, the next claim takes few tokens: tokens
+        that lie here unused hold up other processes."""
         for bucket in self.buckets:
             if started < self.jobs:
                 bucket.at_once = max(1, 2 * started, bucket.block_max)
@@ -68,7 +68,7 @@ class Permit:
 
 
 class Part(NamedTuple):
-    """Queues of one org that a claim may take together, and what limits it."""
+    """Queues of one org that a claim may take together, and the limits of that claim."""
 
     queues: Sequence[QueueName]
     buckets: Sequence[Bucket] = ()
@@ -76,7 +76,7 @@ class Part(NamedTuple):
 
 
 class SpentLimit(NamedTuple):
-    """A limit without tokens. `next_s`: in how many seconds its bucket has the next one."""
+    """A limit without tokens. `next_s`: in how many seconds its bucket has the next token."""
 
     limit: Limit
     next_s: float
@@ -101,8 +101,8 @@ class Starts(Buckets):
             self._changed()
 
     def split(self, org: OrgId, queues: Sequence[QueueName]) -> list[Part]:
-        """Splits the queues of one claim into those with the same limits: each queue with a limit of its own is by
-        itself, and all others are together."""
+        """Splits the queues of one claim into parts with the same limits. Each queue with a limit of its own is a part
+        by itself, and all other queues are one part."""
         if not self.table.is_limited(org) and not self._in_flight.is_limited(org):
             return [Part(queues)]
         of_org = self.of(org, ALL_QUEUES)
@@ -129,8 +129,8 @@ class Starts(Buckets):
         return None if of_org is None and of_queue is None else InFlightLimits(of_org, of_queue)
 
     async def draw(self, org: OrgId, buckets: Sequence[Bucket], wanted: int) -> Permit | None:
-        """Takes tokens for up to `wanted` starts. Returns None if there is none now; `hold_s` then says for how long.
-        Raises ShardUnavailable."""
+        """Takes tokens for up to `wanted` starts. Returns None if there are no tokens now; `hold_s` then says for how
+        long. Raises ShardUnavailable."""
         wanted = min(wanted, *(bucket.at_once for bucket in buckets))
         for _ in range(_TRIES_MAX):
             short = next((bucket for bucket in buckets if bucket.tokens < 1), None)
@@ -146,8 +146,9 @@ class Starts(Buckets):
         return None
 
     def take(self, org: OrgId, queue: QueueName, wanted: int) -> Permit | None:
-        """Takes tokens that this process has drawn before, for up to `wanted` starts of a hand-over. None: nothing
-        limits them. Jobs with a limit of jobs in flight are not handed over: only a claim counts them."""
+        """Takes tokens that this process has drawn before, for up to `wanted` starts of a hand-over. Returns None if no
+        limit of starts counts for the queue. Jobs with a limit of jobs in flight are not handed over: only a claim
+        counts them."""
         if self.in_flight(org, queue) is not None:
             return Permit((), 0)
         if not self.table.is_limited(org):
@@ -156,7 +157,8 @@ class Starts(Buckets):
         return self._take(org, buckets, wanted) if buckets else None
 
     async def spent(self, org: OrgId, queue: QueueName) -> list[SpentLimit]:
-        """Returns the limits that hold the jobs of this queue back now. A shard that does not answer has none."""
+        """Returns the limits that hold the jobs of this queue back now. Leaves out limits whose shard does not
+        answer."""
         found: list[SpentLimit] = []
         if self.table.is_limited(org):
             for bucket in (*self.of(org, ALL_QUEUES), *self.of(org, queue)):

@@ -1,5 +1,5 @@
 """Where consumers wait for jobs on one shard, and what wakes them. This is only a set of hints (I7): a consumer that is
-woken in vain waits again, and one that was not woken is found by the sweep.
+woken in vain waits again, and the sweep wakes a consumer that no hint has woken.
 
 Consumers are woken by an enqueue of this router, by the doorbell of another router, when a job that a probe found falls
 due, and by the sweep. An enqueue may also hand its jobs over to them, so that no claim is needed
@@ -34,11 +34,11 @@ _log = logging.getLogger(__name__)
 _SOON_SWEEPS = 3
 # The pause between two probes.
 _PAUSE_S = 0.010
-# The least age of a queue's last probe before it is probed again without a particular reason.
+# Without a particular reason, a queue is probed again only if its last probe is older than this.
 _PROBE_AGE_S_MIN = 1.0
 
 _UNAWAITED_MAX = 100_000
-# After this many consumers were noted, other tasks get their turn.
+# After it has noted this many consumers, the loop lets other tasks run.
 _NOTED_AT_ONCE = 100
 
 _Key = tuple[OrgId, QueueName]
@@ -80,7 +80,7 @@ class WaitRoom:
             self._queues.setdefault((waiter.org, queue), AwaitedQueue()).waiters[waiter] = None
 
     def leave(self, waiter: Waiter) -> None:
-        """Removes a waiter. Wakes another one if the waiter may leave jobs behind."""
+        """Removes a waiter. Wakes another waiter if this one may leave jobs behind."""
         for queue in waiter.queues:
             key = waiter.org, queue
             awaited = self._queues.get(key)
@@ -88,7 +88,7 @@ class WaitRoom:
                 continue
             awaited.waiters.pop(waiter, None)
             if not awaited.waiters:
-                # With nobody who takes jobs, nothing is held back, and nothing waits for room.
+                # Without a consumer, no job is held back and no job waits for room.
                 awaited.backlog = False
                 if awaited.hold_timer is not None:
                     awaited.hold_timer.cancel()
@@ -96,7 +96,7 @@ class WaitRoom:
                 self._drop_if_unused(key, awaited)
                 self.on_gone(*key)
             elif awaited.backlog or waiter.looking:
-                # It may have been woken for a job that it does not take any more: wake another one.
+                # The waiter may have been woken for a job that it will not take now: wake another waiter.
                 self._wake(key, 1)
 
     def _drop_if_unused(self, key: _Key, awaited: AwaitedQueue) -> None:
@@ -109,9 +109,10 @@ class WaitRoom:
         del self._queues[key]
 
     def watch(self, org: OrgId, queue: QueueName, watcher: Watcher) -> None:
-        """Wakes this watcher from now on when the queue may have ready jobs. What is ready already is not told."""
+        """Wakes this watcher from now on when the queue may have ready jobs. The watcher is not told of jobs that are
+        ready already."""
         self._queues.setdefault((org, queue), AwaitedQueue()).watchers.add(watcher)
-        # Finds out when the next job falls due.
+        # A probe finds out when the next job falls due.
         self._probe_soon([(org, queue)])
 
     def unwatch(self, org: OrgId, queue: QueueName, watcher: Watcher) -> None:
@@ -121,7 +122,7 @@ class WaitRoom:
             self._drop_if_unused((org, queue), awaited)
 
     async def note_waiters(self) -> None:
-        """Notes all consumers as being there. Its owner calls this every NOTE_S seconds."""
+        """Notes that all these consumers were seen. Its owner calls this every NOTE_S seconds."""
         waiters = {waiter: None for awaited in self._queues.values() for waiter in awaited.waiters}
         for number, waiter in enumerate(waiters):
             self._note(waiter)
@@ -132,7 +133,7 @@ class WaitRoom:
         self._store.consumers_seen.note(waiter.org, waiter.queues, waiter.kinds)
 
     def queue(self, org: OrgId, queue: QueueName) -> AwaitedQueue | None:
-        """Returns who waits for this queue, or watches it; None: nobody does."""
+        """Returns the waiters and watchers of this queue; None: it has neither."""
         return self._queues.get((org, queue))
 
     def orgs(self) -> set[OrgId]:
@@ -144,7 +145,8 @@ class WaitRoom:
         return not self._queues
 
     def rests(self, waiter: Waiter) -> None:
-        """The waiter is idle and has got credit. New jobs can be handed over to it where nothing older waits."""
+        """The waiter is idle and has got credit. Reports those of its queues in which no older job waits: new jobs of
+        them can be handed over to the waiter."""
         for queue in waiter.queues:
             awaited = self._queues.get((waiter.org, queue))
             if awaited is not None and not awaited.backlog:
@@ -170,13 +172,14 @@ class WaitRoom:
                     watcher.wake()
 
     def hold(self, org: OrgId, queues: Iterable[QueueName], for_s: float) -> None:
-        """A limit holds the jobs of these queues back: wakes no consumer for them before `for_s` seconds are over, and
-        one of each queue then."""
+        """A limit holds the jobs of these queues back. For `for_s` seconds, no consumer is woken for them. After that,
+        one consumer of each queue is woken."""
         loop = asyncio.get_running_loop()
         for queue in queues:
             awaited = self._queues.get((org, queue))
             if awaited is not None:
-                # Nobody looks at its jobs, so they count as a backlog: nothing is handed over past them.
+                # Nobody claims the queue's jobs for now, so they count as a backlog: newer jobs must not be handed over
+                # before them.
                 awaited.backlog = True
                 if awaited.hold_timer is None:
                     awaited.hold_timer = loop.call_later(for_s, self._end_hold, (org, queue))
@@ -190,20 +193,20 @@ class WaitRoom:
         self.lease_ended(None)
 
     async def hold_if_full(self, org: OrgId, queues: Sequence[QueueName], limits: InFlightLimits) -> bool:
-        """A claim of these queues got fewer jobs than it had room for. If these limits have no room, wakes no consumer
-        for them before a lease of the org has ended, and returns True."""
+        """A claim of these queues got fewer jobs than it had room for. If these limits have no room, this returns True,
+        and no consumer is woken for these queues before a lease of the org has ended."""
         number = next(iter(self._store.names.known(org, queues)), None)
         if number is None:
             return False
         keys = [(org, queue) for queue in queues]
-        # First, so that the end of a lease is not missed while the shard counts.
+        # Set this first: otherwise the end of a lease would be missed while the shard counts.
         self._full.update(dict.fromkeys(keys, org_number(number)))
         is_full = False
         try:
             counts = await self._store.count_in_flight(org, queues[0], limits)
             is_full = any(most is not None and most == count for most, count in zip(limits, counts, strict=True))
         except (ShardUnavailable, TooManyWaiting):
-            # The caller looks for jobs again, and finds out.
+            # The caller looks for jobs again, and that claim shows whether a limit has room.
             pass
         finally:
             for key in keys:
@@ -218,8 +221,8 @@ class WaitRoom:
         return (org, queue) in self._full
 
     def lease_ended(self, numbers: Collection[QueueId] | None) -> None:
-        """Leases of these queues have ended, or may have: a limit of jobs in flight may have room again, of the queue
-        or of its org. None: of any queue."""
+        """Leases of these queues have ended, or may have ended. So a limit of jobs in flight, of a queue or of its org,
+        may have room again. `numbers` is None if the leases may be of any queue."""
         if not self._full:
             return
         orgs = None if numbers is None else {org_number(number) for number in numbers}
@@ -236,7 +239,7 @@ class WaitRoom:
             self._wake(key, 1)
 
     def found_all(self, waiter: Waiter, queues: Sequence[QueueName], *, woken: bool) -> None:
-        """The waiter has taken all due jobs of these queues. A probe then finds out when the next one is due. `woken`:
+        """The waiter has taken all due jobs of these queues. A probe then finds out when the next job is due. `woken`:
         something had woken the waiter, perhaps just a job that is due later, so the probe must not be skipped."""
         for queue in queues:
             awaited = self._queues.get((waiter.org, queue))
@@ -256,8 +259,8 @@ class WaitRoom:
                 self._wake((waiter.org, queue), 1)
 
     def is_empty_for(self, waiter: Waiter) -> bool:
-        """Returns whether, for each of its queues, another consumer has found no jobs and still waits, or the jobs are
-        held back."""
+        """Returns whether the waiter need not claim: for each of its queues, another consumer has found no jobs and
+        still waits, or the jobs are held back."""
         for queue in waiter.queues:
             awaited = self._queues.get((waiter.org, queue))
             if awaited is not None and self._is_held((waiter.org, queue), awaited):
@@ -268,7 +271,8 @@ class WaitRoom:
         return True
 
     def has_backlog(self, waiter: Waiter) -> bool:
-        """Returns whether one of its queues may have jobs that no consumer had room for, and that are not held back."""
+        """Returns whether one of the waiter's queues may have jobs that no consumer had room for, and that are not held
+        back."""
         return any(
             awaited.backlog and not self._is_held((waiter.org, queue), awaited)
             for queue in waiter.queues
@@ -324,14 +328,14 @@ class WaitRoom:
                 if len(self._unawaited) >= _UNAWAITED_MAX:
                     self._unawaited.clear()
                 self._unawaited.add(number)
-                # A consumer may wait for this queue since before it was created, when it had no number.
+                # A consumer may have begun to wait for this queue before the queue was created and got its number.
                 self._probe_soon([key for key, queue in self._queues.items() if queue.number is None])
 
     def arrived(self, numbers: Collection[QueueId]) -> None:
         """Jobs of these queues arrived from another shard."""
         self._store.arrived(numbers)
         self.on_doorbell(numbers)
-        # A probe finds those that are due later: nothing else would wake consumers for them.
+        # A probe finds the jobs that are due later: nothing else would wake consumers for those jobs.
         self._probe_soon([key for number in numbers if (key := self._by_number.get(number)) is not None])
 
     async def may_have_jobs(self, org: OrgId, queue: QueueName) -> None:
@@ -339,7 +343,8 @@ class WaitRoom:
         self._probe_soon([(org, queue)])
         if self._pools.serves(queue):
             self._ready_orgs.stored(org, queue, later=False)
-        # Unlike an enqueue, what made them due does not need the queue's number: this process may not know it.
+        # A resume or a redrive does not need the queue's number, unlike an enqueue. So this process may not know the
+        # number, and asks the shard.
         with contextlib.suppress(ShardError):
             self._doorbell.ring((await self._store.names.find([(org, queue)])).values())
 
@@ -396,8 +401,9 @@ class WaitRoom:
             await asyncio.sleep(_PAUSE_S)
 
     async def sweep(self) -> bool:
-        """Finds due jobs that every hint has missed, and corrects the store's claim floors. A lease may have expired:
-        that makes room, too. Returns whether workflows of the shard may have ends to take in."""
+        """Finds due jobs that every hint has missed, and corrects the store's claim floors. Leases may have expired, so
+        this also wakes consumers that a limit of jobs in flight has held back. Returns whether workflows of the shard
+        may have ends to take in."""
         self.lease_ended(None)
         await self._numbers(list(self._queues))
         due = await self._store.sweep(self._by_number)
@@ -405,7 +411,7 @@ class WaitRoom:
         return due.workflows_wait
 
     async def _numbers(self, keys: Iterable[_Key]) -> list[QueueId]:
-        """Returns the numbers of those of these queues that exist and that a consumer waits for."""
+        """Returns the numbers of those queues among `keys` that exist and that somebody waits for."""
         numbers: list[QueueId] = []
         for key, number in (await self._store.names.find([key for key in keys if key in self._queues])).items():
             awaited = self._queues.get(key)
@@ -449,8 +455,8 @@ class WaitRoom:
             self._probe_soon([key])
 
     def _probe_old(self, waiter: Waiter) -> None:
-        """Probes those of the waiter's queues whose last probe is older than 1 s. For the others the timers are still
-        right: every change since then has rung a doorbell or asked for a probe."""
+        """Probes those of the waiter's queues whose last probe is older than 1 s. For the other queues the timers are
+        still right: every change since then has rung a doorbell or asked for a probe."""
         now_s = asyncio.get_running_loop().time()
         for queue in waiter.queues:
             awaited = self._queues.get((waiter.org, queue))

@@ -1,5 +1,5 @@
-"""A consumer that waits for jobs, somebody who only wants to know of them, and a queue that is waited for, as the wait
-room of a shard sees them."""
+"""What the wait room of a shard needs to know about a consumer that waits for jobs, a watcher that only wants to know
+of jobs, and a queue for which they wait."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Waiter(Protocol):
     def queues(self) -> Sequence[QueueName]: ...
     @property
     def kinds(self) -> Sequence[str]:
-        """The kinds that it has handlers for; none: all. It gets jobs of other kinds too."""
+        """The kinds for which the consumer has handlers; empty: for all kinds. The consumer gets jobs of other kinds
+        too."""
         ...
 
     @property
@@ -33,13 +34,13 @@ class Waiter(Protocol):
     def window_us(self) -> int: ...
     @property
     def account(self) -> Account:
-        """Its share of the buffer, which includes jobs on their way to it."""
+        """The consumer's share of the buffer. Jobs on their way to the consumer count in it."""
         ...
 
     @property
     def all_orgs(self) -> bool:
-        """Whether it takes jobs of all orgs. The leases that it gets then name their orgs, and each org has an account
-        of its own for them."""
+        """Whether it takes jobs of all orgs. If so, the leases that it gets name their orgs, and each org has an
+        account of its own for its jobs."""
         ...
 
     def account_of(self, org: OrgId) -> Account:
@@ -50,7 +51,7 @@ class Waiter(Protocol):
     credit: int
     # Whether it has found no jobs and waits.
     idle: bool
-    # Whether it takes only one delivery, which is on its way to it: then nothing else wakes it.
+    # Whether it takes only one delivery, and this delivery is on its way: then nothing else wakes it.
     promised: bool
 
     @property
@@ -60,7 +61,7 @@ class Waiter(Protocol):
 
     @property
     def full(self) -> bool:
-        """Whether it takes no jobs before its client has read, whatever its credit."""
+        """Whether it takes no jobs, whatever its credit, until its client has read what was sent to it."""
         ...
 
     @property
@@ -78,7 +79,7 @@ class Waiter(Protocol):
 
 
 class Watcher(Protocol):
-    """Wants to know when a queue may have ready jobs, and takes none."""
+    """Somebody who wants to know when a queue may have ready jobs, and who takes no jobs."""
 
     def wake(self) -> None:
         """Notifies it that there may be jobs, or that it may have to watch on other shards."""

@@ -1,5 +1,5 @@
-"""Watches a queue of an org, or of all orgs, on the shards that may have its jobs. It only gets hints (I7): whoever
-watches looks."""
+"""Watches a queue of an org, or of all orgs, on the shards that may have its jobs. It gets only hints (I7): its owner
+must look for jobs itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shard.vocabulary import OrgId, QueueName
 
 class Watch:
     """`woken` is set when the queue may have got ready jobs, or may be on other shards: then call `enter` again, and
-    look. `org` None: all orgs. Call `leave` in the end."""
+    look for jobs. `org` None: all orgs. Call `leave` at the end."""
 
     def __init__(self, fleet: Fleet, org: OrgId | None, queue: QueueName) -> None:
         self.woken = asyncio.Event()
@@ -25,7 +25,7 @@ class Watch:
         self.woken.set()
 
     def enter(self) -> None:
-        """Is woken by the org's current shards from now on."""
+        """Lets the org's current shards wake this watch from now on."""
         if self._org is None:
             self._fleet.pools.watch(self._queue, self)
             return

@@ -1,10 +1,10 @@
-"""Admission to one router process: counts calls, streams and their memory, and limits how long requests may take to
-arrive and answers to be read (I9). The deadline of a call is set in router/gate/calls.py.
+"""Admission to one router process: counts calls, streams and their memory, and limits how long a request may take to
+arrive and how long an answer may stay unread (I9). The deadline of a call is set in router/gate/calls.py.
 
 A call counts from its first byte until its answer has been sent or its client is gone. It counts for its connection
-from the beginning, for its caller's org as soon as the caller is known, and for its org as soon as that is known. No
-org and no connection can fill the process: one that is alone gets at most half of each limit, and the other half stays
-free (shard/fair_quota.py).
+from the beginning, for its caller's org as soon as the caller is known, and for the org of its request as soon as that
+org is known. No org and no connection can fill the process: a single org or connection gets at most half of each limit,
+and the other half stays free (shard/fair_quota.py).
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ from router.gate.tracing import Tracing
 from shard.fair_quota import FairQuota
 
 if TYPE_CHECKING:
-    # Imported at run time only in clusters that use them, because of their libraries.
+    # This module needs only their types.
     from router.gate.audit import Audit
     from router.gate.auth.authenticator import Authenticator
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-# Limits of one process: calls that are being served; and streams, together with calls that wait for jobs.
+# The most calls that one process serves at a time, and the most streams and waiting calls together.
 CALLS_MAX = 4_000
 STREAMS_MAX = 10_000
 # Calls that anybody may make, such as those of the health service. They have a limit of their own, so that strangers
-# take no places of callers who prove who they are.
+# cannot take the places of callers who prove who they are.
 PUBLIC_CALLS_MAX = 500
-# The largest request, and the largest message of a stream: 1,000 jobs of 16 KiB, or 15 of the largest.
+# The largest request, and the largest message of a stream: 1,000 jobs of 16 KiB, or 15 jobs of the largest size.
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024
-# The size of all metadata of a call, as gRPC counts it: 32 bytes more for each entry. gRPC takes up to 16 MiB until the
-# client has acknowledged this limit, and an attacker need not acknowledge it.
+# The largest size of all metadata of a call, for which gRPC adds 32 bytes for each entry. gRPC takes up to 16 MiB until
+# the client has acknowledged this limit, and an attacker need not acknowledge it.
 METADATA_BYTES_MAX = 16 * 1024
 # How much refused metadata may wait for the garbage collector.
 _METADATA_GARBAGE_MAX = 4 * 1024 * 1024
-# gRPC hands over messages up to this size. Those above MESSAGE_BYTES_MAX are refused without being decoded. A message
-# with 1,000 of the largest results is below it. It must not exceed the smallest buffer (memory_mib = 512).
+# gRPC hands over messages up to this size. Messages above MESSAGE_BYTES_MAX are refused without being decoded. A
+# message with 1,000 of the largest results is smaller than this size. This size must not exceed the smallest buffer
+# (memory_mib = 512).
 RECEIVED_BYTES_MAX = 64 * 1024 * 1024
 # How many bytes of a refused message are kept.
 _HEAD_BYTES = 16
@@ -59,8 +60,8 @@ RECEIVE_S_MAX = 60.0
 UNREAD_S_MAX = 30.0
 # How long a stream that the router ends waits for its client to close its side.
 DRAIN_S = 2.0
-# How many calls a connection may reset per second before their requests have arrived. Above that it is closed, because
-# each such call costs as much as a served one.
+# How many calls a connection may reset per second before their requests have arrived. With more resets the connection
+# is closed, because each such call costs as much as a served one.
 RESETS_MAX = 200
 _RESETS_S = 1.0
 
@@ -94,7 +95,7 @@ class Gate:
         self._refuse_from_s = 0.0
         self.arrivals = Arrivals()
         self._count = 0
-        # The calls and streams of callers that are of one org: also those whose requests never come.
+        # The calls and streams of callers that are of one org, including those whose requests never come.
         self._of_callers = FairQuota(CALLS_MAX + STREAMS_MAX)
         self._calls = FairQuota(CALLS_MAX)
         self._streams = FairQuota(STREAMS_MAX)
@@ -179,11 +180,11 @@ class Gate:
         return raw
 
     def refuse_metadata(self, context: Context, count: int) -> None:
-        """A call has `count` bytes of metadata, more than METADATA_BYTES_MAX: closes its connection, which has not
-        acknowledged the limit and may send thousands of such calls."""
+        """Call this for a call with `count` bytes of metadata, more than METADATA_BYTES_MAX. Closes the call's
+        connection: its client has not acknowledged the limit, and may send thousands of such calls."""
         self._hang_up(canonical(context.peer()))
-        # grpc.aio leaves the metadata of each call in a reference cycle. A collection is otherwise due after thousands
-        # of calls.
+        # grpc.aio leaves the metadata of each call in a reference cycle. The garbage collector itself would run only
+        # after thousands of calls.
         self._metadata_garbage += count
         if self._metadata_garbage > _METADATA_GARBAGE_MAX:
             self._metadata_garbage = 0
@@ -239,7 +240,7 @@ class Gate:
 
     @contextlib.contextmanager
     def waiting(self, call: Call) -> Generator[None, None, None]:
-        """Counts a call that waits for jobs as a stream instead of as a call within this scope. Raises RouterFull."""
+        """Within this scope, counts a call that waits for jobs as a stream and not as a call. Raises RouterFull."""
         with self.stream(call.org), self.lasting(call):
             self._calls.give_back(call.org)
             call.counted = False
@@ -258,7 +259,7 @@ class Gate:
 
     @contextlib.contextmanager
     def public(self, call: Call) -> Generator[None, None, None]:
-        """Counts a call that anybody may make for its connection within this scope. Raises RouterFull."""
+        """Within this scope, counts a call that anybody may make, for the call's connection. Raises RouterFull."""
         if not self._public.take(call.peer):
             raise RouterFull("calls that anybody may make", PUBLIC_CALLS_MAX)
         try:
@@ -278,12 +279,12 @@ class Gate:
 
     def drain(self) -> None:
         """Closes each connection when its last call ends, so that its client uses another router. For a short time,
-        connections with calls may begin more of them: their streams wait for their clients to leave."""
+        connections with calls may begin more calls, because their streams wait for the clients to leave."""
         self.draining = True
         self._refuse_from_s = asyncio.get_running_loop().time() + DRAIN_S
         if not self._count:
             self._emptied.set()
 
     async def empty(self) -> None:
-        """Returns once the gate drains and all calls have ended."""
+        """Waits until the gate drains and all calls have ended."""
         await self._emptied.wait()

@@ -1,10 +1,10 @@
-"""Counts the bytes that each connection has sent and this process is done with. What a connection's socket has received
-beyond them (router/gate/connections.py) is what the connection may hold in messages that are not complete. Pure.
+"""Counts the bytes that each connection has sent and this process is done with. All further bytes that the connection's
+socket has received (router/gate/connections.py) may be held here in messages that are not complete. Pure.
 
 For each message, this module counts only the bytes that the message must have had on the wire. Counting more, such as a
-call's metadata, would let a client hide what it holds: HPACK sends metadata that it repeats in a few bytes. So the
-count falls behind, by about 100 bytes a call, and `catch_up` corrects it: once all calls have ended that were there
-when a connection had received a certain number of bytes, none of these bytes are held any more.
+call's metadata, would let a client hide what it holds: HPACK sends repeated metadata in a few bytes. So the count falls
+behind by about 100 bytes a call, and `catch_up` corrects it. It notes how many bytes a connection has received, and
+which calls the connection has. When all these calls have ended, none of these bytes are held any more.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Mapping
 
-# The least bytes of a call beside its message: the headers of two frames, HEADERS and DATA.
+# The least bytes of a call in addition to its message: the headers of two frames, HEADERS and DATA.
 CALL_BYTES = 18
-# The least bytes of a message beside its content: gRPC's prefix. A client may put many messages into one frame.
+# The least bytes of a message in addition to its content: gRPC's prefix. A client may put many messages into one frame.
 MESSAGE_BYTES = 5
 
 
 class Arrivals:
-    """Counts by connection. Calls are told apart by their round: how often `catch_up` was called before they began."""
+    """Counts by connection. Each call has a round: how often `catch_up` was called before the call began."""
 
     def __init__(self) -> None:
         # The calls and streams that have not ended, by connection.
         self.inside = Counter[str]()
-        # How many of its bytes this process is done with, by connection: never too many.
+        # How many of its bytes this process is done with, by connection. The number may be too small, but never too
+        # large.
         self.done = Counter[str]()
         # How many calls and messages were counted.
         self.count = 0
@@ -32,7 +33,7 @@ class Arrivals:
         self._goals: dict[str, _Goal] = {}
 
     def begin(self, peer: str) -> int:
-        """Counts a call. Returns its round, which the caller passes on."""
+        """Counts a call. Returns its round, which the caller passes to the other methods."""
         self.inside[peer] += 1
         return self.round
 
@@ -55,8 +56,8 @@ class Arrivals:
             self._reach(peer, goal)
 
     def catch_up(self, received: Mapping[str, int]) -> None:
-        """Begins a round. `received` is what each connection had received at a time before which every call that has
-        not begun yet had sent nothing."""
+        """Begins a round. `received` is how many bytes each connection had received at an earlier moment. Calls that
+        have not begun by now must have sent nothing before that moment."""
         self.round += 1
         for peer, count in received.items():
             if peer not in self._goals:
@@ -64,7 +65,8 @@ class Arrivals:
                 self._reach(peer, goal)
 
     def forget(self, connected: Container[str]) -> None:
-        """Forgets connections that are not in `connected`, except those with calls: they may have connected since."""
+        """Forgets connections that are not in `connected`, except connections with calls: these may have connected
+        since `connected` was read."""
         for peer in [peer for peer in self.done if peer not in connected and peer not in self.inside]:
             del self.done[peer]
             self._goals.pop(peer, None)

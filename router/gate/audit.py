@@ -1,9 +1,10 @@
 """Writes down what operators do through this router: every call of a method whose scope is ADMIN or CLUSTER.
 
-A change begins only when its intent is in the audit log (shard/admin/audit.py); while the catalog does not answer,
-changes are refused, and so are those of an org whose callers make too many (change_rate.py). Its outcome is added
-without delaying the answer. Reads of the whole cluster are counted here, and added once a second. Calls that the gate
-refuses change nothing and are not in the log: otherwise callers without a key could fill it.
+A change begins only when its intent is in the audit log (shard/admin/audit.py); so changes are refused while the
+catalog does not answer. They are also refused if the callers of an org make too many (change_rate.py). The outcome of a
+change is added to the log without delaying the answer. Reads of the whole cluster are counted here, and the counts are
+added to the log once a second. Calls that the gate refuses change nothing and are not in the log: otherwise callers
+without a key could fill it.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ _log = logging.getLogger(__name__)
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 ANONYMOUS = "anonymous"
-# What the log keeps of requests, besides org and queue. A field of a request that is in neither set fails a test: its
-# author decides.
+# The fields of requests that the log keeps in addition to org and queue. A test fails if a request has a field that is
+# in none of these three sets: so the author of the field must decide what the log keeps of it.
 RECORDED = frozenset(
     {"already_redriven", "amount", "begin", "config", "delay", "died_after", "died_before", "end", "id"}
     | {"ids", "include_dead", "interval", "jobs", "kind", "limit", "measure", "name", "new_id", "node"}
@@ -58,7 +59,7 @@ RECORDED = frozenset(
 CLUSTER_CHANGES = frozenset(
     {"windrow.v1.Cluster/SetLimit", "windrow.v1.Cluster/ClearLimit", "windrow.v1.Cluster/SetWeight"}
 )
-# The log keeps only the names of these: their values belong to the job.
+# The log keeps only the names in these maps: the values belong to the job.
 NAMES_ONLY = frozenset({"attributes"})
 # The log keeps only queue and kind of these job templates.
 TEMPLATES = frozenset({"job"})
@@ -90,7 +91,7 @@ class Audit:
         await every(_READS_S, "write reads to the audit log", self._write_reads)
 
     async def finish(self) -> None:
-        """Writes down what is left, for a few seconds at most."""
+        """Writes down the remaining outcomes and reads, for a few seconds at most."""
         try:
             async with asyncio.timeout(_FINISH_S_MAX):
                 if self._ending:
@@ -102,7 +103,7 @@ class Audit:
             self._export.close()
 
     def around(self, method: _Method, access: Access) -> _Method:
-        """Returns the method, written down if its scope wants that."""
+        """Returns the method. If its scope demands that, its calls are written down."""
         if access.scope is Scope.ADMIN or access.method in CLUSTER_CHANGES:
             recorded: Callable[..., Any] = functools.partial(self._change, method, access.method)
         elif access.scope is Scope.CLUSTER and inspect.isasyncgenfunction(method):
@@ -212,7 +213,7 @@ def _coalescer(act: Callable[[list[_Item]], Awaitable[Sequence[None]]]) -> Coale
 
 
 def intent_of(call: Call, name: str, request: Message) -> Intent:
-    """Returns what the log says before a call changes anything."""
+    """Returns what the log must say before a call changes anything."""
     return audit.intent(
         principal=_principal(call),
         peer=_host(call),
@@ -260,7 +261,7 @@ def _shown(value: Any) -> object:
 
 
 def counts_of(answer: Message) -> dict[str, int]:
-    """Returns how many jobs a change has changed, by its answer: its numbers, and how many jobs got which answer."""
+    """Returns the counts in the answer to a change: all its numbers, and how many jobs got each kind of answer."""
     counts: dict[str, int] = {}
     for field, value in answer.ListFields():
         if field.name == "answers":
@@ -278,7 +279,7 @@ def counts_of(answer: Message) -> dict[str, int]:
 def outcome_of(error: BaseException) -> str:
     """Returns the status code and the reason with which a call ends."""
     if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
-        # The caller has left, or its deadline is over. What it wanted may have been done.
+        # The caller has left, or its deadline is over. The change may have been made.
         return "CANCELLED"
     status = status_of(error)
     info = error_details_pb2.ErrorInfo()

@@ -1,5 +1,5 @@
-"""Sends the audit log's changes as OTLP log records, by OpenTelemetry's SDK. Imported only if log records are wanted.
-The table stays the log: a collector that is away loses records, and stops no change."""
+"""Sends the audit log's changes as OTLP log records, through OpenTelemetry's SDK. Imported only if log records are
+wanted. The table remains the audit log: while the collector is away, it misses records, but no change is refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class AuditExport:
         )
 
     def close(self) -> None:
-        # In a thread with a time limit, as in spans.py.
+        # Shut down in a thread with a time limit, as in spans.py.
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(_CLOSE_S_MAX)

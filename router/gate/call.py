@@ -1,4 +1,4 @@
-"""One call or stream that a router process serves, and the one that the current task serves."""
+"""A call or stream that a router process serves, and which of them the current task serves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Call(Account):
         self.round = 0
         # The caller. None if the cluster does not authenticate, or if the method is open to everybody.
         self.principal: Principal | None = None
-        # Whether it is counted for the org of its caller, which is known before its request has come.
+        # Whether it is counted for the org of its caller. That org is known before the request has come.
         self.caller_counted = False
         # Whether it is counted among its org's calls.
         self.counted = False

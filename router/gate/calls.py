@@ -1,6 +1,6 @@
-"""The path of every call through the gate: its caller is known and may make it, it is admitted, its request is decoded
-and checked, it runs in a trace span and under a deadline (DEADLINE_S_MAX if its caller sets none), and its errors
-become statuses."""
+"""The path of every call through the gate. The gate finds out who the caller is and whether it may make the call,
+admits the call, and decodes and checks the request. The call then runs in a trace span and under a deadline
+(DEADLINE_S_MAX if its caller sets none), and its errors become statuses."""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ from shard.job_record import ANSWER_BYTES_MAX
 from windrow.org_header import ORG_HEADER, org_of_header
 
 _log = logging.getLogger(__name__)
-# Not grpc's types, because its stubs have only the types for the server without asyncio.
+# These are not grpc's types, because grpc's stubs have only the types of the server without asyncio.
 _Handler = Any
 _unary_handler = cast("Callable[..., _Handler]", grpc.stream_unary_rpc_method_handler)
 _stream_handler = cast("Callable[..., _Handler]", grpc.stream_stream_rpc_method_handler)
 _StreamHandler = Callable[[object, Context], Awaitable[None]]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-# Returns the org that a request names; None: it is about all orgs.
+# Returns the org that a request names; None: the request is about all orgs.
 _OrgOf = Callable[[Any], str | None]
 
-# The deadline of a call, also if its caller sets none. It is longer than the longest wait of a Dequeue (60 s).
+# The longest deadline of a call, and its deadline if the caller sets none. It is longer than the longest wait of a
+# Dequeue (60 s).
 DEADLINE_S_MAX = 75.0
 # How much memory is reserved for an answer with jobs. The last job of an answer is the one that reaches
 # ANSWER_BYTES_MAX, and that job may be as large again.
 ANSWER_HELD_BYTES = 2 * ANSWER_BYTES_MAX
-# What gRPC counts for each entry of metadata beside its key and its value.
+# What gRPC counts for each entry of metadata in addition to its key and its value.
 _ENTRY_BYTES = 32
 _UNRECORDED = contextlib.nullcontext()
 # The names of gRPC's status codes.
@@ -54,7 +55,7 @@ _CODES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
 _OK, _CANCELLED, _UNKNOWN = (
     code.value[0] for code in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
 )
-# Refusals of one kind are logged in at most one line in this time.
+# Refusals of one kind are logged at most once in this time.
 _REFUSALS_LOG_S = 60.0
 
 
@@ -75,8 +76,8 @@ class Received(NamedTuple):
 
 
 def unary(rules: Callable[[Any], None] = check, *, answer_bytes: int = 0) -> Callable[[_Method], _Method]:
-    """Declares a method with one request and one answer. `rules` checks the request. `answer_bytes` is how many bytes
-    the answer may have beyond those of the request; that memory is reserved before the method begins."""
+    """Declares a method with one request and one answer. `rules` checks the request. `answer_bytes` is how much memory
+    the answer may take in addition to that of the request; it is reserved before the method begins."""
 
     def mark(method: _Method) -> _Method:
         cast("Any", method).options = _Options(rules, answer_bytes, DEADLINE_S_MAX)
@@ -89,7 +90,7 @@ def streamed_answer(
     rules: Callable[[Any], None] = check, *, answer_bytes: int = 0, deadline_s: float = DEADLINE_S_MAX
 ) -> Callable[[_Method], _Method]:
     """Declares a method with one request and a stream of answers, as an asynchronous generator. `rules` and
-    `answer_bytes` are as in `unary`; the call ends after `deadline_s`, or earlier by the caller's deadline."""
+    `answer_bytes` are as in `unary`; the call ends after `deadline_s`, or earlier at the caller's deadline."""
 
     def mark(method: _Method) -> _Method:
         cast("Any", method).options = _Options(rules, answer_bytes, deadline_s)
@@ -107,7 +108,7 @@ class _Options(NamedTuple):
 
 
 class _Signals:
-    """Records the calls of one method: how they ended, and how long the unary ones took."""
+    """Records the calls of one method: how they ended, and how long they took if the method is unary."""
 
     def __init__(self, method: str, *, unary: bool) -> None:
         self._calls = {code: metrics.CALLS.labels(method, name) for code, name in _CODES.items()}
@@ -145,8 +146,8 @@ class Methods(grpc.GenericRpcHandler):
     def add(self, service: Service, descriptor: ServiceDescriptor, org_of: _OrgOf | None = None) -> None:
         """Adds a service of this router. A method that takes a stream gets its messages and the context; every other
         method gets its request, and is declared by `unary` or `streamed_answer`. `org_of`: how requests without a field
-        `org` name the org. If it returns None, the request is about all orgs, and its caller must be allowed to do
-        that."""
+        `org` name the org. If it returns None, the request is about all orgs, and its caller must be allowed to act for
+        all orgs."""
         for method in descriptor.methods:
             access = access_of(method, org_elsewhere=org_of is not None)
             decode = bounded(message_factory.GetMessageClass(method.input_type).FromString, method.input_type)
@@ -231,7 +232,7 @@ def _unary(
             options.rules(request)
             callers_own = _seconds_left(context, options.deadline_s) < options.deadline_s
             work = method(request)
-            # The method may drop it before it waits.
+            # Keep no reference: the method may drop the request before it waits.
             del request
             if callers_own:
                 # gRPC cancels the call at the caller's own deadline.
@@ -318,8 +319,8 @@ def _library_unary(
             code = _OK
             return answer
         except (grpc.aio.AbortError, grpc.aio.InternalError) as error:
-            # The library's method has ended the call with a status of its own, or tried to when the client had left. As
-            # in refusal(), no frame may keep the context.
+            # The library's method has ended the call with a status of its own, or tried to do so when the client had
+            # left. As in refusal(), no frame may keep a reference to the context.
             _drop_references(error)
             code = _code_of(context)
             del context
@@ -409,7 +410,7 @@ def _streaming(
 async def _messages(
     gate: Gate, call: Call, context: Context, decode: Callable[[bytes], Any]
 ) -> AsyncGenerator[Received, None]:
-    """Yields the messages of a stream, each once the buffer has room for it. Raises RouterFull, Undecodable."""
+    """Yields the messages of a stream, each as soon as the buffer has room for it. Raises RouterFull, Undecodable."""
     while isinstance(raw := await context.read(), bytes):
         gate.received(call, raw)
         count = len(raw)
@@ -445,7 +446,7 @@ def _message_only(act: Callable[..., Any]) -> Callable[[Any, Context], Any]:
 
 async def _identify(gate: Gate, call: Call, context: Context, access: Access) -> None:
     """Notes who makes the call, in a cluster that authenticates callers. Raises Unauthenticated, ScopeMissing and
-    RouterFull; ShardError and TooManyWaiting if that cannot be found out now."""
+    RouterFull. Raises ShardError or TooManyWaiting if the router cannot find out now who the caller is."""
     if gate.authenticator is None:
         return
     try:
@@ -466,10 +467,10 @@ async def _admitted(
     answer_bytes: int,
     check_named: Callable[[Call, Context, Any], str | None],
 ) -> Any:
-    """Returns the request, once there is room for it and for its answer. Raises RouterFull, Undecodable,
+    """Returns the request as soon as there is room for it and for its answer. Raises RouterFull, Undecodable,
     InvalidRequest, OrgForbidden, ScopeMissing."""
     request = _decoded(decode, raw)
-    # Before the call counts for that org.
+    # Check the org before the call counts for it.
     org = check_named(call, context, request)
     # Calls without an org come from operators and share a quota.
     gate.admit(call, org or "")
@@ -483,7 +484,8 @@ async def _admitted(
 
 
 def _org_check(access: Access, org_of: _OrgOf | None) -> Callable[[Call, Context, Any], str | None]:
-    """Returns what checks the org that a request names and returns it; None: it names none."""
+    """Returns a function that checks the org that a request names, and returns that org, or None if the request names
+    none."""
 
     def check_field(call: Call, context: Context, request: Any) -> str | None:
         org: str | None = getattr(request, "org", None)
@@ -504,19 +506,19 @@ def _org_check(access: Access, org_of: _OrgOf | None) -> Callable[[Call, Context
 
 
 def check_org(call: Call, context: Context, org: str, *, field: str = "org") -> None:
-    """Checks the org of a request, in which `field` is the org. Raises OrgForbidden if the call's caller is of another
-    one, and OrgMismatch if its metadata names another one."""
+    """Checks the org that the field `field` of a request names. Raises OrgForbidden if the caller is of another org,
+    and OrgMismatch if the call's metadata names another org."""
     if call.principal is not None:
         require_org(call.principal, org)
     for key, value in context.invocation_metadata() or ():
-        # Always decoded: a proxy that decodes must not see another org than this check.
+        # Always decode the value: a proxy that decodes it must not see a different org than this check.
         if key == ORG_HEADER and org_of_header(value) != org:
             raise OrgMismatch(field, org, value)
 
 
 def check_all_orgs(call: Call, context: Context, access: Access, *, field: str = "org") -> None:
-    """Checks a request that is about all orgs, of a method that may also be about one. Raises ScopeMissing unless the
-    caller may act for all orgs, and OrgMismatch if the call's metadata names an org."""
+    """Checks a request that is about all orgs. Other requests of its method may be about one org. Raises ScopeMissing
+    unless the caller may act for all orgs, and OrgMismatch if the call's metadata names an org."""
     if call.principal is not None:
         access.check_all_orgs(call.principal)
     for key, value in context.invocation_metadata() or ():

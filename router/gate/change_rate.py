@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 # By org and router process. An operator's calls and commands are not bounded.
 CHANGES_PER_S = 5.0
-# How many an org may make at once after it has made none for a minute.
+# How many changes an org may make at once after it has made none for a minute.
 CHANGES_AT_ONCE = 300
 
 
@@ -22,7 +22,8 @@ class ChangeRate:
         self._paid_at_s: OrderedDict[str, float] = OrderedDict()
 
     def wait_s(self, org: str, now_s: float) -> float:
-        """Counts a change and returns 0; or counts nothing and returns after how many seconds one is allowed."""
+        """Counts a change and returns 0. If no change is allowed now, counts nothing and returns after how many seconds
+        one is allowed."""
         paid_at_s = max(self._paid_at_s.get(org, now_s), now_s) + self._each_s
         wait_s = paid_at_s - now_s - self._debt_s_max
         if wait_s > 0:
@@ -33,8 +34,8 @@ class ChangeRate:
         return 0.0
 
     def _forget(self, now_s: float) -> None:
-        """Forgets orgs that owe nothing, beginning with the one whose latest change is oldest, until one owes
-        something."""
+        """Forgets orgs that owe nothing. Begins with the org whose latest change is the oldest, and ends at the first
+        org that owes something."""
         while self._paid_at_s:
             oldest = next(iter(self._paid_at_s))
             if self._paid_at_s[oldest] > now_s:

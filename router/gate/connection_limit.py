@@ -1,9 +1,9 @@
 """Bounds how many client connections this process has ([router] client_connections).
 
-Above the bound, the process closes connections of the host that has most of them, until it has no more than others:
-connections without a call first, and among them those that have sent least. So a host that opens connections without
-end takes none from the clients of other hosts. gRPC itself accepts no connection above the bound and a quarter: that
-limits what comes between two looks.
+Above the bound, the process closes connections of the host that has most of them, until that host has no more than
+other hosts. It closes connections without a call first, and among these first the ones that have sent least. So a host
+that opens more and more connections takes none away from the clients of other hosts. gRPC itself accepts no more
+connections than the bound plus a quarter of it: this limits how many can come between two looks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
 _LOG_S = 60.0
-# Descriptors of a process that are no client connections: those of databases, of siblings, of files.
+# The descriptors that a process needs for other things than client connections: for databases, siblings and files.
 _OTHER_FILES = 1_000
 
 
@@ -32,7 +32,7 @@ class ConnectionLimit:
 
     def __init__(self, connections_max: int) -> None:
         self._connections_max = connections_max
-        # How many of its descriptors were no client connections at the last listing.
+        # How many of the process's descriptors were not those of client connections at the last listing.
         self._others = 0
         self._closed = 0
         self._log_again_s = 0.0
@@ -73,13 +73,14 @@ class ConnectionLimit:
 
 
 def accepted_max(connections_max: int) -> int:
-    """Returns how many connections gRPC accepts while the process looks at them only now and then."""
+    """Returns how many connections gRPC may accept: more than the bound, because the process counts them only now and
+    then."""
     return connections_max + -(-connections_max // 4)
 
 
 def allow_files(connections_max: int) -> int:
-    """Raises the process's limit of open files for this many connections, as far as it may. Returns how many
-    connections it can have then, and warns if those are fewer."""
+    """Raises the process's limit of open files so that it can have this many connections, or as far as it is allowed
+    to. Returns how many connections it can have, and warns if they are fewer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = accepted_max(connections_max) + _OTHER_FILES
     files = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -87,7 +88,7 @@ def allow_files(connections_max: int) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
     if files == wanted:
         return connections_max
-    # Even of few descriptors, some are for connections.
+    # Even if there are few descriptors, use some of them for connections.
     allowed = max((files - _OTHER_FILES) * 4 // 5, files // 4)
     _log.warning(
         "this process may open %d files, so it takes %d client connections, and not %d as [router] client_connections "
@@ -100,12 +101,13 @@ def allow_files(connections_max: int) -> int:
 
 
 def surplus(received: Mapping[str, int], busy: Container[str], connections_max: int) -> list[str]:
-    """Returns which connections to close, so that `connections_max` remain. `received`: how many bytes each has sent,
-    by peer; `busy`: those with calls."""
+    """Returns which connections to close, so that `connections_max` remain. `received`: how many bytes each connection
+    has sent, by peer. `busy`: the peers with calls."""
     by_host = defaultdict[str, list[tuple[bool, int, str]]](list)
     for peer, count in received.items():
         by_host[_host(peer)].append((peer in busy, count, peer))
-    # A heap: how many connections each host has, and which one to close next. The host with most comes first.
+    # A heap: how many connections each host has, and which of them to close next. The host with the most connections
+    # comes first.
     hosts: list[tuple[int, tuple[bool, int, str], list[tuple[bool, int, str]]]] = []
     for others in by_host.values():
         others.sort(reverse=True)
@@ -121,7 +123,8 @@ def surplus(received: Mapping[str, int], busy: Container[str], connections_max: 
 
 
 def _host(peer: str) -> str:
-    """Returns whose connection it is: an IPv4 address, or the /64 network of an IPv6 address, which one host has."""
+    """Returns the host of a connection: its IPv4 address, or the /64 network of its IPv6 address, because one host may
+    use a whole /64 network."""
     kind, _, rest = peer.partition(":")
     address = rest.rpartition(":")[0]
     if kind != "ipv6":

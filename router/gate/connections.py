@@ -42,7 +42,8 @@ def hang_up(port: int, peers: Collection[str]) -> int:
 
 
 def stop_listening(port: int) -> None:
-    """Stops accepting connections on this port. With SO_REUSEPORT the kernel gives new ones to the other processes."""
+    """Stops accepting connections on this port. With SO_REUSEPORT the kernel gives new connections to the other
+    processes."""
     for candidate in _sockets():
         with contextlib.suppress(OSError):
             if candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and candidate.getsockname()[1] == port:
@@ -56,7 +57,7 @@ def peers(port: int) -> set[str]:
 
 def open_files() -> int:
     """Returns how many file descriptors this process has."""
-    # Since Linux 6.2 the size of the folder says it; before, the size is 0.
+    # Since Linux 6.2 the size of this folder is that number; before, the size was 0.
     return os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))
 
 

@@ -1,6 +1,6 @@
 """Exemplars of the durations of calls: for each method and each bucket of its histogram, the trace of the last recorded
-call that took so long. They are written to a file of the metrics' folder, because prometheus_client keeps none for
-several processes; the scrape endpoint adds them to its answer (router/process/metrics.py)."""
+call that fell into that bucket. They are written to a file of the metrics' folder, because prometheus_client keeps no
+exemplars for several processes. The scrape endpoint adds them to its answer (router/process/metrics.py)."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ class Exemplars(SpanProcessor):
                 new.write_text(json.dumps(list(self._last.values())))
                 new.replace(self._file)
             except OSError as error:
-                # The span ends inside the call: an error here would replace its answer.
+                # The span ends inside the call: an error here would replace the call's answer.
                 _log.debug("exemplars were not written: %s", error)

@@ -22,8 +22,8 @@ from router.gate.admission import Gate
 _log = logging.getLogger(__name__)
 
 _MIB = 1024 * 1024
-# The pause between two looks at the memory. And the pause while the process is above half of its limit, so that little
-# can arrive between two looks: on loopback 25 MiB.
+# The pause between two looks at the memory. While the process is above half of its limit, it looks more often, so that
+# little can arrive between two looks: on loopback 25 MiB.
 _LOOK_S = 0.25
 _QUICK_LOOK_S = 0.025
 # How long it takes until closed connections have given back their memory.
@@ -33,14 +33,16 @@ _CLOSE_S = 0.25
 _REST_S = 2.0
 # During these two times, connections are closed only if the memory has grown by more than this.
 _GROWTH_BYTES = 8 * _MIB
-# A connection that holds less is not closed: that may be a message on its way, or frames that are not counted.
+# A connection that holds less than this is not closed: it may hold only a message on its way, or frames that are not
+# counted.
 _BLAMED_BYTES = _MIB
-# After this many messages the connections are listed, so that the count of the bytes that are done with catches up: it
-# falls behind by about 100 bytes for each message.
+# After this many messages the connections are listed, to correct the count of the bytes that the process is done with.
+# That count falls behind by about 100 bytes for each message.
 _LIST_EVERY = 10_000
-# This long after a connection was listed, gRPC has handed over every call that it had then.
+# When this time has passed since a listing, gRPC has handed over every call that the listed connections had then.
 _HANDED_OVER_S = 1.0
-# Freed memory is given back to the system if the process is larger by this than at its start, at most this often.
+# Freed memory is given back to the system if the process has grown by this much since its start, at most once in
+# `_TRIM_S`.
 _TRIM_BYTES = 64 * _MIB
 _TRIM_S = 10.0
 _LOG_S = 60.0
@@ -68,7 +70,7 @@ class MemoryWatch:
         # The connections are listed after this many messages, or when this many connections are counted.
         self._list_at = _LIST_EVERY
         self._forget_at = 1000
-        # What each connection had received when they were last listed; None once the arrivals know it.
+        # How many bytes each connection had received at the last listing. None if the arrivals have been told already.
         self._listed: Mapping[str, int] | None = None
         self._handed_over_s = 0.0
         self._spare = _spare_files()
@@ -102,7 +104,7 @@ class MemoryWatch:
         """Closes the connections of these peers, and others if the process is above its limit."""
         now_s = asyncio.get_running_loop().time()
         if peers:
-            # Before the trim, which takes long in a large process: these peers would go on sending.
+            # Do this before the trim, which takes long in a large process: these peers would go on sending meanwhile.
             await self._with_spare_files(asyncio.to_thread(connections.hang_up, port, peers))
         await self._trim(now_s)
         if self._listed is not None and now_s >= self._handed_over_s:
@@ -116,7 +118,7 @@ class MemoryWatch:
             await self._with_spare_files(self._list(gate, port))
 
     async def _with_spare_files(self, work: Awaitable[object]) -> None:
-        """Does work that needs file descriptors, also if clients have taken all others."""
+        """Does work that needs file descriptors, even if clients have taken all others."""
         for number in self._spare:
             os.close(number)
         self._spare = []
@@ -186,7 +188,7 @@ class MemoryWatch:
 
 
 def _spare_files() -> list[int]:
-    """Opens descriptors that are only held in reserve; fewer if the process cannot open more."""
+    """Opens the descriptors that are held in reserve, or fewer if the process cannot open more."""
     spare: list[int] = []
     with contextlib.suppress(OSError):
         while len(spare) < _SPARE_FILES:
@@ -195,8 +197,8 @@ def _spare_files() -> list[int]:
 
 
 def _resident() -> Callable[[], int]:
-    """Returns a function that returns the resident memory of this process. It opens no file each time: it is called
-    often, and there may be no file left to open."""
+    """Returns a function that returns the resident memory of this process. That function opens no file: it is called
+    often, and the process may have no descriptor left."""
     statm = os.open("/proc/self/statm", os.O_RDONLY)
     return lambda: int(os.pread(statm, 100, 0).split()[1]) * _PAGE_BYTES
 

@@ -30,22 +30,22 @@ _RANDOM = RandomIdGenerator()
 
 
 class Spans:
-    """Server spans of calls, configured by the standard environment variables. `close` exports the remaining ones."""
+    """Server spans of calls, configured by the standard environment variables. `close` exports the remaining spans."""
 
     def __init__(self) -> None:
         self._ids = _TraceIds()
         service = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "windrow-router")}
         self._provider = TracerProvider(resource=Resource.create(service), id_generator=self._ids)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-        # Set where metrics are served (router/process/metrics.py).
+        # The variable is set if metrics are served (router/process/metrics.py).
         if (folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR")) is not None:
             self._provider.add_span_processor(Exemplars(Path(folder)))
         trace.set_tracer_provider(self._provider)
         self._tracer = trace.get_tracer("windrow.router")
 
     def close(self) -> None:
-        # In a thread with a time limit: if the collector does not answer, shutdown() tries for longer than a drain may
-        # take.
+        # Shut down in a thread with a time limit: if the collector does not answer, shutdown() tries for longer than a
+        # drain may take.
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(_CLOSE_S_MAX)
@@ -54,7 +54,8 @@ class Spans:
         self, name: str, context: grpc.aio.ServicerContext[object, object]
     ) -> contextlib.AbstractContextManager[object] | None:
         """Returns a SERVER span to enter around one call, as a child of the caller's span if the metadata names one.
-        Returns None if the call is not sampled; that costs a quarter of making a span that records nothing."""
+        Returns None if the call is not sampled; that takes a quarter of the time that a span which records nothing
+        would take."""
         around, trace_id = _NOTHING, 0
         carrier = {key: value for key, value in context.invocation_metadata() or () if key in _CARRIED}
         if carrier:

@@ -1,7 +1,7 @@
-"""The certificate that a router process shows, which follows its files while the process runs.
+"""The certificate that a router process shows. Changes of its files are taken up while the process runs.
 
-New files take effect with the next handshake; open connections stay open. Files that cannot be used are refused
-together, and the previous ones stay in use. Does not decide what a client may do.
+New files take effect with the next handshake; open connections stay open. If one of the files cannot be used, all of
+them are refused, and the previous ones stay in use. This module does not decide what a client may do.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from shard.placement.file_watcher import WatchedFiles
 
 _log = logging.getLogger(__name__)
 
-# Refused files are read again this often, because they may be complete soon.
+# The pause before refused files are read again: they may be complete soon.
 _RETRY_S = 1.0
-# The expiry is compared with the clock this often.
+# The pause between two comparisons of the expiry with the clock.
 _CLOCK_S = 600.0
-# Each of these is reported once, when this much of a certificate's time is left.
+# For each of these times, the log says once that a certificate expires in less than that time.
 _REPORTED_AT = (timedelta(days=30), timedelta(days=7), timedelta(0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loaded:
-    """What the files held when they could last be used."""
+    """The contents of the files when they were last found usable."""
 
     contents: tuple[bytes, ...]
     configuration: grpc.ServerCertificateConfiguration
@@ -46,14 +46,14 @@ class _Loaded:
 
 
 class Certificates:
-    """The files in use. `credentials` is for the server; `run` follows the files. Raises ClusterFileError if the first
-    ones cannot be used."""
+    """The files in use. `credentials` is for the server; `run` follows the files. The constructor raises
+    ClusterFileError if the files cannot be used."""
 
     def __init__(self, settings: TlsSettings) -> None:
         self._settings = settings
         self._files = WatchedFiles(*settings.paths)
         self._loaded = self._load()
-        # What gRPC has.
+        # The configuration that gRPC has.
         self._given = self._loaded.configuration
         self._reported: timedelta | None = None
         self._report_expiry()

@@ -1,11 +1,11 @@
-"""`python -m router.process.child`: one router process, started by the supervisor, to whom its standard input is
-connected. Prints `ready PORT` when it serves."""
+"""`python -m router.process.child`: one router process. The supervisor starts it, and its standard input is a
+connection to the supervisor. The process prints `ready PORT` when it serves."""
 
 from __future__ import annotations
 
 import gc
 
-# The imports leave no garbage, and collections that look for it take an eighth of the start.
+# Garbage collections during the imports would find no garbage, and would take an eighth of the start.
 gc.disable()
 
 import argparse

@@ -11,8 +11,9 @@ from shard.placement.loopback import is_loopback
 
 
 def exposure(cluster: Cluster, listen: str, *, insecure: bool) -> str | None:
-    """Returns what strangers can do because the router lacks [tls] or [auth], for the log; None if it has both, or if
-    only this machine can reach it. Raises ListensOpenly if [router] insecure does not allow that."""
+    """Returns, as text for the log, what strangers can do because the router lacks [tls] or [auth]. Returns None if the
+    router has both, or if only this machine can reach it. Raises ListensOpenly if [router] insecure does not allow
+    that."""
     missing = [f"[{table}]" for table in ("tls", "auth") if table not in cluster.tables]
     if not missing or not _reaches_beyond_loopback(listen):
         return None
@@ -30,7 +31,7 @@ def exposure(cluster: Cluster, listen: str, *, insecure: bool) -> str | None:
 
 
 def _reaches_beyond_loopback(listen: str) -> bool:
-    """A host that cannot be resolved is an error of the listener's, not of this module's."""
+    """Returns False for a host that cannot be resolved: the listener reports that error."""
     host, port = host_and_port(listen, where="listen")
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -1,9 +1,9 @@
 """A gRPC server that no request can end.
 
-grpc.aio takes all calls in one loop, which decodes the names of their methods as UTF-8. One call whose method has
-another name ends the loop, and with it the server: anybody who reaches the port can do that (grpcio 1.85.1). Here
-gRPC's core finds the method of a call, by comparing bytes. Each method has a loop of its own that takes its calls, and
-one more loop takes the calls of unknown methods without asking for their names.
+grpc.aio takes all calls in one loop, which decodes the names of their methods as UTF-8. A single call with a name that
+is not UTF-8 ends the loop, and with it the server; anybody who reaches the port can send such a call (grpcio 1.85.1).
+In this module, gRPC's core finds the method of a call, by comparing bytes. Each method has a loop of its own that takes
+its calls, and one more loop takes the calls of unknown methods without asking for their names.
 
 This uses private parts of grpc.aio. The version of grpcio is pinned, and tests/fault/test_malformed.py sends such
 calls.
@@ -35,7 +35,8 @@ class GrpcServer:
         self._server = _Acceptor(handler, names, options)
 
     def listen(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
-        """Returns the port. Without `credentials` it speaks no TLS. Raises CannotListen."""
+        """Listens on this address and returns the port. Without `credentials`, the server speaks no TLS. Raises
+        CannotListen."""
         port: int = (
             self._server.add_insecure_port(address.encode())
             if credentials is None
@@ -50,11 +51,11 @@ class GrpcServer:
         await self._server.start()
 
     async def stop(self) -> None:
-        """Ends the calls that still run, and returns once they have ended."""
+        """Ends the calls that still run, and waits until they have ended."""
         await self._server.shutdown(None)
 
     async def ended(self) -> None:
-        """Returns once the server has stopped. Raises the error that has ended it, if it ended by itself."""
+        """Waits until the server has stopped. If the server ended by itself, raises the error that has ended it."""
         # Without a timeout, a caller that is cancelled would cancel the future that `stop` waits for.
         while await self._server.wait_for_termination(3600.0):
             pass
@@ -72,7 +73,8 @@ class _Acceptor(cygrpc.AioServer):  # type: ignore[misc]
         self._calls: set[asyncio.Task[None]] = set()
 
     def _make_request_call_future(self, method: bytes | None) -> asyncio.Task[NoReturn]:
-        """Called at the start for each method and with None for all others. The server ends with this task."""
+        """gRPC calls this at the start: once for each method, and once with None for all other methods. The server ends
+        with this task."""
         return asyncio.get_running_loop().create_task(self._accept(method))
 
     async def _accept(self, method: bytes | None) -> NoReturn:

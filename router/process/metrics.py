@@ -1,9 +1,9 @@
 """The scrape endpoint of a router: one address for all its processes, in the supervisor.
 
-Each process writes its metrics (shard/metrics.py) into files of one folder, by prometheus_client's multiprocess mode.
-What a process has counted is there as soon as it is counted, so that nothing is lost when it is killed. The files of a
-process that has ended are added up in one file: the sums never go backwards, and restarts do not fill the folder. Knows
-no metric by name.
+Each process writes its metrics (shard/metrics.py) into files of one folder, with prometheus_client's multiprocess mode.
+Each count is in the files at once, so that nothing is lost when a process is killed. The files of a process that has
+ended are added up in one file: the sums never go backwards, and restarts do not fill the folder. This module knows no
+metric by name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from router.settings import host_and_port
 
 _log = logging.getLogger(__name__)
 
-# In memory, if there is such a folder: nothing is written to a disk, and nothing deletes old files.
+# This folder is in memory, and is used if it exists: then nothing is written to a disk, and no cleaner of temporary
+# folders deletes files that look old.
 _MEMORY = Path("/dev/shm")
 
 
@@ -57,7 +58,7 @@ class Metrics:
                 series = name, frozenset(labels.items())
                 if series not in newest or newest[series].timestamp < at_s:
                     newest[series] = Exemplar({"trace_id": trace_id}, value, at_s)
-        # Without tracing there are none, and a scrape has thousands of samples.
+        # A scrape has thousands of samples: skip them if there are no exemplars, as without tracing.
         for metric in metrics if newest else ():
             metric.samples = [
                 sample._replace(exemplar=newest.get((sample.name, frozenset(sample.labels.items()))))
@@ -65,8 +66,8 @@ class Metrics:
             ]
 
     def _written_at_once(self) -> Iterable[Metric]:
-        """Returns the gauges that a process replaces all at once (router/fleet/shard_gauges.py), unless nobody has
-        replaced them in time."""
+        """Returns the gauges that are written as whole files (router/fleet/shard_gauges.py). Leaves out files that no
+        process has replaced in time."""
         gauges: dict[str, GaugeMetricFamily] = {}
         for file in self._folder.glob("shard_*.json"):
             written = json.loads(file.read_text())
@@ -109,7 +110,7 @@ class Metrics:
 @contextlib.contextmanager
 def served(address: str) -> Generator[Metrics, None, None]:
     """Serves the figures at http://ADDRESS/metrics within this scope, in a thread. Port 0 chooses a free port, which
-    the log tells. Raises CannotServeMetrics."""
+    the log names. Raises CannotServeMetrics."""
     host, port = host_and_port(address, where="metrics")
     with tempfile.TemporaryDirectory(
         prefix="windrow-metrics-", dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None

@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 # gRPC logs an error with a traceback whenever a client leaves before its answer was sent, and whenever metadata is not
-# UTF-8: with its value, which may be a token. Strangers could fill the log. Drop both.
+# UTF-8. The second error contains the value of the metadata, which may be a token. With both errors, strangers could
+# fill the log. Drop both.
 logging.getLogger("grpc._cython.cygrpc").addFilter(
     lambda record: not str(record.msg).startswith(("ExecuteBatchError raised in core", "Invalid encoding on"))
 )
@@ -81,9 +82,9 @@ async def serve(
     """Serves on `listen` until SIGTERM or SIGINT, then lets calls in flight end.
 
     Calls `ready` with the port once the process takes calls. `cluster` and `settings` are the first contents of `file`;
-    later changes, and those of the TLS files, are applied when they are noticed, or at once on SIGHUP. `supervisor`
-    passes the connections to the sibling processes; when it ends, this process stops as on SIGTERM. Raises
-    CannotListen, ClusterFileError, shard.errors.Misconfigured.
+    later changes, and those of the TLS files, are applied when they are noticed, or at once on SIGHUP. Through the
+    connection `supervisor`, the supervisor passes the connections to the sibling processes. When the supervisor ends,
+    this process stops as on SIGTERM. Raises CannotListen, ClusterFileError, shard.errors.Misconfigured.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -178,7 +179,7 @@ def _hear(supervisor: socket.socket, fleet: Fleet, stop: asyncio.Event) -> None:
     """The supervisor has passed the connection to a sibling process, or has ended."""
     said, received, _, _ = socket.recv_fds(supervisor, 1, 1)
     for descriptor in received:
-        # Unlike those that Python opens, it would stay open in programs that this process starts.
+        # Unlike the descriptors that Python opens, this one would stay open in programs that this process starts.
         os.set_inheritable(descriptor, False)
         fleet.siblings.connect(socket.socket(fileno=descriptor))
     if not said:
@@ -226,7 +227,7 @@ async def _judging(authenticator: Authenticator | None) -> None:
 
 
 async def _measuring(fleet: Fleet, settings: RouterSettings) -> None:
-    # Set where metrics are served (router/process/metrics.py).
+    # The variable is set if metrics are served (router/process/metrics.py).
     if (folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR")) is not None:
         await shard_gauges.record(fleet, Path(folder), named_max=settings.metrics_queues)
 
@@ -281,8 +282,9 @@ def _server(
         options=[
             # Several processes serve one port; the kernel distributes the connections.
             ("grpc.so_reuseport", 1),
-            # Larger messages than the contract allows are received, so that the gate can refuse them by name. gRPC
-            # would end the call with RESOURCE_EXHAUSTED, and a consumer would take that for a full router.
+            # Larger messages than the contract allows are received, so that the gate can refuse them with an error that
+            # names the cause. gRPC would end the call with RESOURCE_EXHAUSTED, and a consumer would take that for a
+            # full router.
             ("grpc.max_receive_message_length", RECEIVED_BYTES_MAX),
             ("grpc.max_send_message_length", -1),
             # A token has up to 8 KiB. By default gRPC refuses calls at random whose metadata has between 8 and 16 KiB.

@@ -1,5 +1,5 @@
-"""Runs several router processes on one port: starts them, connects them to each other, restarts those that die, and
-ends them in order."""
+"""Runs several router processes on one port: starts them, connects them to each other, restarts processes that die, and
+ends all of them in order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# A process that ran for at least this long is restarted at once, another one after a pause.
+# A process that ran for at least this long is restarted at once. Any other process is restarted after a pause.
 _RAN_S_MIN = 5.0
 _PAUSE_S = 1.0
 # How often the log says what strangers can do.
@@ -33,8 +33,8 @@ _EXPOSED_S = 60.0
 
 
 class Supervisor:
-    """The router processes of one machine. `pids` are those of the running ones; fault tests kill them. `metrics`
-    is where their metrics are served (HOST:PORT); None: nowhere. `exposed` is what strangers can do
+    """The router processes of one machine. `pids` are the process ids of the running ones; fault tests kill them.
+    `metrics` is where their metrics are served (HOST:PORT); None: nowhere. `exposed` is what strangers can do
     (router/process/exposure.py): the log repeats it. `environ` is added to the environment of the processes."""
 
     def __init__(
@@ -57,7 +57,8 @@ class Supervisor:
         self._metrics_at = metrics
         self._metrics: Metrics | None = None
         self._running: set[Process] = set()
-        # The processes that take calls, each with the connection over which it is passed those to its siblings.
+        # The processes that take calls, each with the connection over which the supervisor passes it the connections to
+        # its siblings.
         self._serving: dict[Process, socket.socket] = {}
         self._stopping = asyncio.Event()
 
@@ -104,7 +105,8 @@ class Supervisor:
         """Keeps one process running; sets `up` when it has served for the first time."""
         while not self._stopping.is_set():
             began_s = time.monotonic()
-            # It is the process's standard input: when the supervisor has ended, the process notices that and ends.
+            # This connection is the process's standard input: when the supervisor has ended, the process notices that
+            # and ends.
             ours, its = socket.socketpair()
             ours.setblocking(False)
             try:
@@ -143,8 +145,8 @@ class Supervisor:
                 ours.close()
             if self._stopping.is_set():
                 return
-            # After it has served once, keep trying: the cluster file may have been broken since, while the other
-            # processes go on with the previous contents.
+            # If a process has served here once, keep trying: the cluster file may have been broken since, while the
+            # other processes go on with the previous contents.
             if code == EXIT_NO_RETRY and not up.is_set():
                 raise RouterFailed(f"a router process gave up (exit code {code})")
             _log.warning("router process %d ended with %d; starting another", process.pid, code)
@@ -203,7 +205,7 @@ def _served(address: str | None) -> Generator[Metrics | None, None, None]:
 
 @contextlib.contextmanager
 def _reserved(listen: str) -> Generator[str, None, None]:
-    """Reserves an address for the router processes, also while one restarts. Port 0 chooses a free port. Yields
+    """Reserves an address for the router processes, even while one of them restarts. Port 0 chooses a free port. Yields
     HOST:PORT. Raises CannotListen if another program uses the address: with SO_REUSEPORT the kernel would send half of
     the connections to that program."""
     host, port = host_and_port(listen, where="listen")

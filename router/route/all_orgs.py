@@ -1,8 +1,8 @@
 """Lists the orgs of all shards with their figures, one page at a time.
 
-Each shard sorts its own orgs, and the pages of the shards are merged. An org that moves has jobs on two shards. It
-stands where the larger of its two figures belongs, with the sum of both: so a page needs nothing but the pages of the
-shards, and the figures of the few orgs of the page that move.
+Each shard sorts its own orgs, and the pages of the shards are merged. An org that moves has jobs on two shards. It is
+listed at the place of the larger of its two figures, and it shows the sum of both. So a page needs only the pages of
+the shards, and the figures of those few of its orgs that move.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Part(NamedTuple):
 async def list_orgs(
     fleet: Fleet, wanted: WantedOrgs, *, shard: ShardName | None, page_size: int, page_token: str
 ) -> OrgsPage:
-    """Returns the next page. `shard`: only the orgs and the figures of this shard. Raises UnknownShard, BadPageToken,
-    and ShardUnavailable if no shard answers."""
+    """Returns the next page. If `shard` is given, the page has only the orgs and the figures of this shard. Raises
+    UnknownShard, BadPageToken, and ShardUnavailable if no shard answers."""
     after = unpack(page_token, wanted.sort)
     if shard is not None:
         fleet.member(shard)
@@ -59,7 +59,7 @@ async def list_orgs(
     orgs: list[tuple[OrgFigures, Sequence[ShardName]]] = []
     for part in parts:
         reads = _reads(fleet, part)
-        # Otherwise the org has just moved: the shard where it lives lists it.
+        # If it is not, the org has just moved away, and the shard where it lives now lists it.
         if part.shard in reads:
             known = {part.shard: part.figures}
             if shard is None:
@@ -81,7 +81,7 @@ async def list_orgs(
 
 def merged(pages: dict[ShardName, OrgPage], *, sort: OrgSort, page_size: int) -> tuple[list[Part], bool]:
     """Merges the shards' pages, which begin at the same place, into one. Returns its parts in order, and whether more
-    follow. The parts of an org with the same figure on two shards have one place, and are never separated."""
+    follow. If an org has the same figure on two shards, its two parts have the same place and are never separated."""
     parts = [
         Part(Place(figures.figure(sort), figures.org), name, figures)
         for name, page in pages.items()
@@ -89,7 +89,7 @@ def merged(pages: dict[ShardName, OrgPage], *, sort: OrgSort, page_size: int) ->
     ]
     parts.sort(key=lambda part: part.place.key)
     ends = [Place(page.orgs[-1].figure(sort), page.orgs[-1].org).key for page in pages.values() if page.more]
-    # Behind the nearest end, a shard may have orgs that it has not sent.
+    # After the nearest end, a shard may have orgs that it has not sent.
     within = [part for part in parts if not ends or part.place.key <= min(ends)]
     if len(within) <= page_size:
         return within, len(within) < len(parts) or bool(ends)
@@ -99,7 +99,8 @@ def merged(pages: dict[ShardName, OrgPage], *, sort: OrgSort, page_size: int) ->
 
 
 def leading(known: dict[ShardName, OrgFigures], *, sort: OrgSort) -> ShardName:
-    """Returns the shard at whose place an org is listed: the one with the largest figure, or else the first name."""
+    """Returns the shard that decides the place at which an org is listed. It is the shard with the largest figure; if
+    several have that figure, it is the shard whose name comes first."""
     return min(known, key=lambda name: (-known[name].figure(sort), name))
 
 

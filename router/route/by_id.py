@@ -23,9 +23,9 @@ DEPARTING_PAUSE_S = 0.020
 
 async def find_duplicates(fleet: Fleet, placement: Placement, jobs: NewJobs) -> dict[int, JobId]:
     """Looks for jobs that a shard other than the writer already knows, by id or by dedup key. Returns the positions of
-    those jobs, with the id that each is known under. Call it before the writer stores anything. The result stays true,
-    because former owners store no more jobs. Raises ShardUnavailable if a shard that may know one of the jobs does not
-    answer."""
+    those jobs, with the id that each is known under. Call this before the writer stores anything. The result stays
+    true, because former owners store no more jobs. Raises ShardUnavailable if a shard that may know one of the jobs
+    does not answer."""
     by_id: dict[int, JobId] = {}
     by_key: dict[int, JobId] = {}
     for former in placement.former:
@@ -55,8 +55,8 @@ async def find_duplicates(fleet: Fleet, placement: Placement, jobs: NewJobs) -> 
 
 
 async def _known_by_id(fleet: Fleet, jobs: NewJobs, at: Sequence[int]) -> dict[int, JobId]:
-    """Returns those of the jobs at these positions whose ids some shard knows. Raises ShardUnavailable if a shard that
-    may know one of the remaining jobs does not answer."""
+    """Of the jobs at these positions, returns those whose id a shard knows. Raises ShardUnavailable if a shard that may
+    know one of the remaining jobs does not answer."""
     ids = [JobId(jobs.ids[position]) for position in at]
 
     async def ask(member: ShardHandle, positions: Sequence[int]) -> dict[int, JobId]:
@@ -70,7 +70,7 @@ async def _known_by_id(fleet: Fleet, jobs: NewJobs, at: Sequence[int]) -> dict[i
 
 @dataclass(slots=True)
 class Found(Generic[_T]):
-    """The answers by position of the id. If several shards know an id, the last one's answer counts."""
+    """The answers by position of the id. If several shards know an id, the answer of the last shard counts."""
 
     answers: dict[int, _T] = field(default_factory=dict[int, _T])
     # Why shards did not answer. An id that no other shard knows may be on one of them.
@@ -81,8 +81,8 @@ class Found(Generic[_T]):
         return [refusal.shard for refusal in self.refusals]
 
     def require(self, count: int) -> None:
-        """Raises the first refusal if fewer than `count` ids were found and a shard that may know the rest did not
-        answer."""
+        """Raises the first refusal if fewer than `count` ids were found and a shard that may know the missing ids did
+        not answer."""
         if self.refusals and len(self.answers) < count:
             raise self.refusals[0]
 
@@ -133,7 +133,7 @@ async def decide(
     act: Callable[[ShardHandle, Sequence[int]], Awaitable[Sequence[Answer]]],
 ) -> list[Answer]:
     """Changes jobs, wherever they are. Returns the answer for each id. `act` gets positions of ids. Waits for jobs that
-    are moving to another shard. Raises ShardUnavailable, also if a shard that may have one of the jobs does not
+    are moving to another shard. Raises ShardUnavailable, for example if a shard that may have one of the jobs does not
     answer."""
 
     async def ask(member: ShardHandle, positions: Sequence[int]) -> dict[int, Answer]:
@@ -159,8 +159,8 @@ async def decide(
 def _itinerary(
     placement: Placement, ids: Sequence[JobId], wanted: Sequence[int]
 ) -> list[tuple[ShardName, Sequence[int]]]:
-    """Returns which shards to ask, and for which positions: former owners first, then the current owners, with the
-    shard that jobs move away from before the one that they move to."""
+    """Returns which shards to ask, and for which positions: former owners first, then the current owners. Of the
+    current owners, the shard that jobs move away from comes before the shard that they move to."""
     stops: list[tuple[ShardName, Sequence[int]]] = []
     for former in placement.former_only:
         positions = [at for at in wanted if former.may_know(made_at_ms(ids[at]), keyed=False)]

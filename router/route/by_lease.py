@@ -29,7 +29,8 @@ class Leases:
     async def settle(
         self, org: OrgId, verb: LeaseVerb, entries: Sequence[Any], *, field: str, window_us: int
     ) -> Answers:
-        """Settles the leases of a request's entries. `field` has the entries; `window_us` is that of an extend.
+        """Settles the leases of a request's entries. `field` is the name of the field that has the entries. `window_us`
+        is the new window if the verb is an extend.
 
         Asks each shard that the tokens name about its leases, then looks for the jobs that those shards do not know.
         Such a job may have moved to another shard after its lease ended, together with its attempt history, which says
@@ -72,7 +73,7 @@ class Leases:
         for at, (tag, _) in enumerate(tokens):
             positions[tag].append(at)
         answers = [Answer.NOT_FOUND] * len(tokens)
-        # Let every shard finish before an error is raised: what the other shards did stays done.
+        # Let every shard finish before an error is raised: the changes of the other shards are not undone.
         outcomes = await asyncio.gather(
             *(self._ask_one(tag, call.only(there)) for tag, there in positions.items()), return_exceptions=True
         )

@@ -111,7 +111,7 @@ async def change_readers(
 
 
 async def _until_arrived(member: ShardHandle, org: OrgId, queue: QueueName) -> None:
-    """Returns once all jobs of the queue that were leaving this shard have arrived. Raises ShardUnavailable after 5
+    """Waits until all jobs of the queue that were leaving this shard have arrived. Raises ShardUnavailable after 5
     s."""
     give_up_s = asyncio.get_running_loop().time() + DEPARTING_S_MAX
     while await member.queue_admin.departs(org, queue):
@@ -162,18 +162,19 @@ async def count_readers(fleet: Fleet, wanted: WantedCount, *, page_token: str) -
     while True:
         several = len(_names(fleet.placement(wanted.org), finished=finished)) > 1
         asked = await ask_readers(fleet, wanted.org, partial(ask, with_ids=several), finished=finished)
-        # Otherwise a move has begun meanwhile, and a job may be on two shards.
+        # If neither holds, a move has begun meanwhile, and a job may be on two shards: count again, with ids.
         if several or len(asked.answers) == 1:
             return merged_counts([part for _, part in asked.answers]), asked.unavailable
 
 
 async def find_keyed(fleet: Fleet, org: OrgId, queue: QueueName, key: str, *, live: bool) -> JobId | None:
-    """Returns the id of the job that has a dedup key now, which counts while its job is live, or else for a window.
-    Raises ShardUnavailable if no shard that answers knows the key, and another one does not answer."""
-    # As an enqueue asks. The id is new: only the key can be known.
+    """Returns the id of the job that has a dedup key now. `live`: whether the key is a live key, or one that counts for
+    a dedup window. Raises ShardUnavailable if no shard that answers knows the key, and another shard does not
+    answer."""
+    # Ask in the same way as an enqueue. The id is new, so only the key can be known.
     wanted = NewJobs(org=org, ids=[uuid7()], queues=[queue], kinds=["any"], payloads=[b""])
     (wanted.live_keys if live else wanted.dedup_keys)[0] = key
-    # Former owners too: a key that they know counts until its window is over.
+    # Ask former owners too: a key that they know counts until its window is over.
     asked = await ask_readers(fleet, org, lambda member: member.store.known(wanted), finished=True)
     known = [found[0] for _, found in asked.answers if found]
     if not known and asked.unavailable:
@@ -186,8 +187,8 @@ def _names(placement: Placement, *, finished: bool) -> Sequence[ShardName]:
 
 
 def paused_queues(asked: Asked[list[QueueCounts]]) -> set[QueueName]:
-    """Returns the paused queues. The writer decides, because it has the org's queue configurations and other shards may
-    have old ones. If the writer does not answer, the last shard in the order of the move decides."""
+    """Returns the paused queues. The writer decides, because it has the org's queue configurations, and other shards
+    may have old configurations. If the writer does not answer, the last shard in the order of the move decides."""
     answers = dict(asked.answers)
     for name in (*asked.placement.writes, *reversed(asked.placement.reads)):
         if name not in asked.unavailable:

@@ -1,4 +1,5 @@
-"""Stores new jobs on the shard that writes for their org, each once, and hands them to waiting consumers."""
+"""Stores new jobs, each of them once, on the shard that takes new jobs of their org, and hands them over to waiting
+consumers."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from shard.vocabulary import JobId, Known, NewJobs
 
 
 async def describe(fleet: Fleet, jobs: NewJobs, duplicates: Mapping[int, JobId]) -> dict[int, Known]:
-    """Describes the known jobs of which those at these positions are duplicates. The result lacks a job that was
+    """Describes the known jobs that the jobs at these positions are duplicates of. The result lacks a job that was
     deleted, or that may be on a shard that does not answer: the enqueue succeeds anyway."""
     at = list(duplicates)
     ids = [duplicates[position] for position in at]
@@ -33,8 +34,8 @@ async def describe(fleet: Fleet, jobs: NewJobs, duplicates: Mapping[int, JobId])
 
 async def store(fleet: Fleet, jobs: NewJobs, *, hand: bool, independent: bool = False) -> dict[int, JobId]:
     """Stores jobs and wakes consumers that wait for them. `hand`: leases the jobs to waiting consumers in the same
-    insert. `independent`: each job may be stored alone, so that LimitReached names those that are too many. Returns the
-    positions of jobs that were known already, with the id that each is known under. Raises BadIds, TooManyQueues,
+    insert. `independent`: each job may be stored alone, so LimitReached names only the jobs that are too many. Returns
+    the positions of jobs that were known already, with the id that each is known under. Raises BadIds, TooManyQueues,
     LimitReached, ShardUnavailable, TooManyWaiting."""
 
     async def on(member: ShardHandle, placement: Placement) -> dict[int, JobId]:

@@ -64,8 +64,8 @@ async def _surroundings(
     *,
     away: Collection[ShardName],
 ) -> Surroundings:
-    """Returns what this process knows about an org and its queue, which these shards have. `away`: other shards of the
-    org, which did not answer."""
+    """Returns what this process knows about an org and its queue on these shards. `away`: other shards of the org,
+    which did not answer."""
     placement = fleet.placement(org)
     waiting = {
         waiter: None
@@ -99,7 +99,7 @@ async def _surroundings(
 async def _in_flight_limits(
     fleet: Fleet, org: OrgId, queue: QueueName, members: Sequence[ShardHandle]
 ) -> list[InFlightLimitCause]:
-    """Returns the limits that have no room on one of these shards. A shard that does not answer has none."""
+    """Returns the limits that have no room on one of these shards. Leaves out a shard that does not answer."""
     found: dict[QueueName, InFlightLimitCause] = {}
     limits = fleet.starts.in_flight(org, queue)
     for member in members if limits is not None else ():
@@ -141,15 +141,15 @@ def _why_away(fleet: Fleet, name: ShardName) -> str:
 
 
 def _gives_none(member: ShardHandle) -> str | None:
-    """Returns why the shard gives no jobs, although it answers. None: it gives them."""
+    """Returns why the shard gives no jobs, although it answers. None: it gives jobs."""
     if not member.room.gives:
         return f"its state is {member.entry.state.word}"
     return member.store.clock.trouble
 
 
 def _together(asked: Asked[QueueFacts]) -> QueueFacts:
-    """Puts together what the shards of an org have of a queue. The writer says whether the queue gives jobs, because it
-    has the org's queue configurations."""
+    """Merges the facts about a queue that the shards of an org have. The writer says whether the queue gives jobs,
+    because it has the org's queue configurations."""
     answers = dict(asked.answers)
     facts = list(answers.values())
     first = next((one for one in facts if one.ready), facts[0])

@@ -1,4 +1,4 @@
-"""Stores finished and dead jobs once more, as new jobs with an attribute that names the old one."""
+"""Stores finished and dead jobs once more, as new jobs. Each new job has an attribute that names its old job."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Refusal(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """`id` is that of the new job. `duplicate`: a job with that id was already stored."""
+    """`id` is the id of the new job. `duplicate`: a job with this id was already stored."""
 
     id: JobId
     duplicate: bool
@@ -40,8 +40,8 @@ async def restore(
 ) -> list[Restored | Refusal]:
     """Restores the jobs `ids` under `new_ids`, which must differ from each other. Returns the result of each job.
 
-    Works in batches, each as large as one answer of a shard. Raises TooManyQueues, and ShardUnavailable, also if a
-    shard that may have one of the jobs does not answer; some jobs may have been restored by then.
+    Works in batches, each as large as one answer of a shard. Raises TooManyQueues. Raises ShardUnavailable, for example
+    if a shard that may have one of the jobs does not answer. Some jobs may have been restored before an error.
     """
     restored: dict[int, Restored | Refusal] = {}
     remaining = list(dict.fromkeys(ids))
@@ -85,7 +85,7 @@ async def restore(
 
 async def look_up(fleet: Fleet, org: OrgId, ids: Sequence[JobId]) -> dict[JobId, JobRecord]:
     """Returns jobs as they were stored, without those that the org does not have. Some may lack their large columns,
-    but at least one is whole. Raises ShardUnavailable, also if a shard that may have one of the jobs does not
+    but at least one is whole. Raises ShardUnavailable, for example if a shard that may have one of the jobs does not
     answer."""
 
     async def get(member: ShardHandle, positions: Sequence[int]) -> dict[int, JobRecord]:

@@ -1,6 +1,6 @@
-"""Makes the workflow that retries another one: with the same nodes, edges and callbacks. It takes over the nodes that
-have succeeded or were skipped, and the others get new jobs with the content of the old ones, which may be on any shard
-(docs/decisions/0065-a-retry-is-a-new-workflow.md)."""
+"""Makes the workflow that retries another one. The new workflow has the same nodes, edges and callbacks. It takes over
+the nodes that have succeeded or were skipped. The other nodes get new jobs with the content of the old jobs, which may
+be on any shard (docs/decisions/0065-a-retry-is-a-new-workflow.md)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NODES_AT_ONCE = 1_000
 
 
 class Retry(NamedTuple):
-    """A workflow that retries another one, and the dead jobs of that one, whose work is done again."""
+    """A workflow that retries another one, and the dead jobs of the old workflow, whose work is done again."""
 
     workflow: NewWorkflow
     dead: Sequence[JobId]
@@ -42,9 +42,9 @@ class Retry(NamedTuple):
 async def retry_of(
     fleet: Fleet, workflows: WorkflowAdmin, org: OrgId, old: WorkflowId, new: WorkflowId, *, trace: str | None
 ) -> Retry:
-    """Returns the workflow `new` that retries `old`. `workflows`: those of the shard that has `old`. Raises
-    UnknownWorkflow, NotRetryable, and ShardUnavailable, also if a shard that may have one of the jobs does not
-    answer."""
+    """Returns the workflow `new` that retries `old`. `workflows` is the WorkflowAdmin of the shard that has `old`.
+    Raises UnknownWorkflow, NotRetryable, and ShardUnavailable, for example if a shard that may have one of the jobs
+    does not answer."""
     record = await workflows.get(org, old)
     if WorkflowState(record.state) not in _RETRYABLE:
         raise NotRetryable(old, "it has succeeded" if record.ended_at is not None else "it runs")
@@ -62,7 +62,7 @@ async def retry_of(
         if node.callback is None and JobState(found.state) in LIVE:
             raise NotRetryable(old, f"job {node.job_id} of node {node.name!r} was redriven, and has not ended yet")
         if node.callback is None and found.state == JobState.SUCCEEDED.value:
-            # It was redriven after its node had failed.
+            # The job was redriven after its node had failed.
             ended.append(_as_ended(node._replace(state=NodeState.SUCCEEDED.value)))
         else:
             running.append(node)
@@ -113,7 +113,7 @@ async def _nodes(workflows: WorkflowAdmin, org: OrgId, workflow: WorkflowId) -> 
 
 
 async def _whole(fleet: Fleet, org: OrgId, ids: Sequence[JobId]) -> dict[JobId, JobRecord]:
-    """Returns the jobs, without those that are not known."""
+    """Returns the whole records of the jobs, without jobs that no shard knows."""
     found: dict[JobId, JobRecord] = {}
     for at in range(0, len(ids), _NODES_AT_ONCE):
         left = list(ids[at : at + _NODES_AT_ONCE])

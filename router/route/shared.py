@@ -1,4 +1,5 @@
-"""Look-ups that callers share: if several ask for the same thing at the same time, one of them asks for all."""
+"""Look-ups that callers share: if several callers ask for the same thing at the same time, one look-up serves all of
+them."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ class _Run(Generic[_T]):
 
 
 class Shared(Generic[_KeyT, _T]):
-    """`ask` looks a key up. It runs once at a time for each key. A caller never gets the answer to a question that was
-    asked before it came: callers that come during a run get the answer of the next run. A run ends when its last caller
-    leaves."""
+    """`ask` looks a key up. For each key, only one run of `ask` is under way at a time. A caller that comes during a
+    run gets the answer of the next run, because an answer must not be older than the question. A run ends when its last
+    caller leaves."""
 
     def __init__(self, ask: Callable[[_KeyT], Awaitable[_T]]) -> None:
         self._ask = ask

@@ -17,7 +17,7 @@ from shard.placement.cluster_file import ShardState
 from shard.vocabulary import OrgId, QueueName, ShardName
 
 _T = TypeVar("_T")
-# A count is used for _USED_S, or for _USED_TIMES as long as it took if that is longer. So counting a queue takes at
+# A count is used for _USED_S, or for _USED_TIMES the time that it took if that is longer. So counting a queue takes at
 # most 2 % of a connection's time.
 _USED_S = 1.0
 _USED_TIMES = 50.0
@@ -42,13 +42,13 @@ class WorkCounts:
         self._used: OrderedDict[_Queue, tuple[float, int]] = OrderedDict()
 
     async def any(self, org: OrgId | None, queue: QueueName) -> bool:
-        """Returns whether there is work. Raises ShardUnavailable if none was seen, and a shard does not answer: there
-        may be some."""
+        """Returns whether there is work. Raises ShardUnavailable if no work was seen but a shard does not answer: that
+        shard may have work."""
         return await self._any.get(_Queue(org, queue))
 
     async def count(self, org: OrgId | None, queue: QueueName, *, jobs_max: int) -> int:
-        """Returns how many ready and leased jobs there are, `jobs_max` at most for each shard. A shard that does not
-        answer is left out: nobody can work on its jobs. Raises ShardUnavailable if no shard answers."""
+        """Returns how many ready and leased jobs there are, counting at most `jobs_max` on each shard. A shard that
+        does not answer is left out: nobody can work on its jobs. Raises ShardUnavailable if no shard answers."""
         wanted = _Queue(org, queue, jobs_max)
         used = self._used.get(wanted)
         if used is not None and time.monotonic() < used[0]:
@@ -83,7 +83,8 @@ class WorkCounts:
     async def _ask(
         self, org: OrgId | None, ask: Callable[[ShardHandle], Awaitable[_T]]
     ) -> tuple[list[_T], ShardUnavailable | None]:
-        """Asks all shards that may have the org's jobs. Returns their answers, and the error of one that gave none."""
+        """Asks all shards that may have the org's jobs. Returns their answers, and the error of a shard that gave no
+        answer, if there is one."""
 
         async def one(name: ShardName) -> _T | ShardUnavailable:
             try:

@@ -32,10 +32,10 @@ from windrow.ids import uuid7
 from windrow.v1 import admin_pb2
 
 _PAGE_DEFAULT = 100
-# How many jobs of a page are made ready to send in one go.
+# How many jobs of a page are made ready to send before other calls get their turn.
 _PAGE_SLICE = 10
 _LIMIT_DEFAULT = 1000
-# Jobs that a redrive makes due in a second, if it has a rate.
+# The lowest rate of a redrive: jobs that it makes due in a second.
 _REDRIVE_RATE_MIN = 0.001
 _REFUSALS = {
     Refusal.NOT_FOUND: admin_pb2.RESTORE_REFUSAL_NOT_FOUND,
@@ -136,7 +136,7 @@ class AdminService:
         response = admin_pb2.ListJobsResponse(unavailable_shards=listed.unavailable)
         room, until = ANSWER_BYTES_MAX, listed.until
         for at, (shard, record, key) in enumerate(listed.jobs, start=1):
-            # A page of 1,000 jobs takes 30 ms. The calls of others come in between.
+            # A page of 1,000 jobs takes 30 ms: let other calls run in between.
             if at % _PAGE_SLICE == 0:
                 await asyncio.sleep(0)
             job = convert.job(record, shard)
@@ -257,7 +257,7 @@ class AdminService:
         return admin_pb2.ListLimitsResponse(limits=map(limit_message, table.all_of(OrgId(request.org))))
 
     async def _on_sources(self, placement: Placement, change: Callable[[ShardHandle], Awaitable[object]]) -> None:
-        """Changes something of a queue on the shards from which its jobs still move."""
+        """Makes a change of a queue on the shards from which jobs of the queue are still moving."""
         for name in placement.sources:
             source = self._fleet.placed(name).require_writable()
             # The source may not have this queue, or may have finished its move by now.
@@ -270,7 +270,8 @@ class AdminService:
     async def _alter(
         self, org: OrgId, queue: QueueName, settings: QueueSettings, *, reset: Sequence[str] = ()
     ) -> admin_pb2.QueueInfo:
-        """Changes a queue on the shard that takes the org's new jobs, then on shards from which its jobs still move."""
+        """Changes a queue on the shard that takes the org's new jobs, then on the shards from which jobs of the org are
+        still moving."""
 
         async def alter(member: ShardHandle, placement: Placement) -> admin_pb2.QueueInfo:
             changed = partial(

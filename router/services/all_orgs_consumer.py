@@ -12,13 +12,14 @@ from router.fleet.org_pool import OrgPool
 from router.services.consumer import Receiver
 from shard.vocabulary import OrgId, QueueName
 
-# The waiter protocol wants an org; jobs of all orgs are of none.
+# The Waiter protocol needs an org, and a consumer of all orgs has none.
 _NO_ORG = OrgId("")
 
 
 class AllOrgsConsumer:
     """Takes jobs of all orgs for one receiver while `serve` runs, as Consumer does for one org. `account` is the
-    receiver's own; received jobs are held by accounts of their orgs, so that no org can fill the memory with them."""
+    receiver's own. The memory of received jobs counts on accounts of their orgs, so that no org can fill all the
+    memory."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class AllOrgsConsumer:
         self._receiver.receive(jobs)
 
     def sent(self, jobs: Sequence[Delivery], count: int) -> None:
-        """The client has these jobs, `count` bytes."""
+        """The client has got these jobs, which have `count` bytes."""
         for delivery in jobs:
             self.account_of(delivery.org).give_back(delivery.bytes)
         self.wake()
@@ -101,7 +102,8 @@ class AllOrgsConsumer:
         self.add_credit(len(jobs.ids))
 
     def release(self, jobs: Delivery) -> None:
-        """Releases the leases of jobs that were not sent. Their attempts do not count, and their orgs pay nothing."""
+        """Releases the leases of jobs that were not sent. Their attempts do not count, and their orgs are charged
+        nothing."""
         jobs.store.release_soon(jobs.org, jobs.leases())
         if jobs.on_unsent is not None:
             jobs.on_unsent(len(jobs.ids))

@@ -127,7 +127,7 @@ class ClusterService:
             async with asyncio.timeout(_PROBE_S):
                 info.postgres_version, info.schema_version = await member.require_up().queue_admin.versions()
                 info.latency.CopyFrom(convert.duration(round((time.perf_counter() - began) * 1e6)))
-                # While its clock is set back, a shard that answers is still not usable.
+                # A shard whose clock was set back is not usable, although it answers.
                 member.store.clock.check()
                 info.reachable = True
                 await member.queue_admin.probe_disk()
@@ -152,9 +152,9 @@ class ClusterService:
 def _homes_of_strays(
     shard: ShardName, books: Sequence[OrgBooks], before: Catalog, after: Catalog
 ) -> dict[str, ShardName]:
-    """Finds orgs with unfinished jobs on a shard that no router reads for them. Returns the shard where those jobs
-    belong, by org. `before` and `after` are the catalog before and after the count: an org that moved in between is
-    left out."""
+    """Finds orgs that have unfinished jobs on this shard, although no router reads it for them. Returns for each such
+    org the shard where these jobs belong. `before` and `after` are the catalog before and after the count: an org that
+    moved in between is left out."""
     homes: dict[str, ShardName] = {}
     for org_books in books:
         org = OrgId(org_books.org)

@@ -35,11 +35,13 @@ _WAITING_BYTES_MAX = 8 * 1024 * 1024
 # A message ends with the job that reaches this size. Even if that job has the largest payload, the message stays below
 # 4 MiB.
 _MESSAGE_BYTES_MAX = 2 * 1024 * 1024
-# The answers in a message end with the one that reaches this size. One answer has at most 150 KiB.
+# The answers in a message end with the answer that reaches this size. A single answer has at most 150 KiB.
 _SETTLED_BYTES_MAX = 256 * 1024
-# The most bytes about revoked leases that wait to be written, some 3,000 leases; further ones are not told.
+# The most bytes about revoked leases that wait to be written, enough for some 3,000 leases. The client is not told of
+# further leases.
 _REVOKED_BYTES_MAX = 128 * 1024
-# Messages of one stream that are being settled, or whose answers wait to be written; at this limit reading stops.
+# The most messages of one stream that are being settled, or whose answers wait to be written. At this limit the stream
+# stops reading.
 _SETTLING_MAX = 64
 # How long the first message, which names the org, may take to come.
 _START_S_MAX = 10.0
@@ -50,8 +52,8 @@ _REQUEST_ID_TAG = bytes([queue_pb2.ConsumeRequest.REQUEST_ID_FIELD_NUMBER << 3])
 
 
 async def first_message(messages: AsyncIterator[Received], draining: asyncio.Event) -> Received | None:
-    """Returns the first message, or None if the client closed its side without one. Raises RequestLate if none comes
-    within 10 s, ShuttingDown if this router drains before, and MessageTooLarge."""
+    """Returns the first message, or None if the client closed its side without one. Raises RequestLate if no message
+    comes within 10 s, ShuttingDown if this router drains before that, and MessageTooLarge."""
 
     async def read() -> Received | None:
         return await anext(messages, None)
@@ -67,7 +69,7 @@ async def first_message(messages: AsyncIterator[Received], draining: asyncio.Eve
     if reading.cancelled():
         if draining.is_set():
             raise ShuttingDown
-        # Do not answer INVALID_ARGUMENT, which ends a consumer: its machine may have been paused.
+        # Do not answer INVALID_ARGUMENT, which would end the consumer: its machine may just have been paused.
         raise RequestLate(_START_S_MAX, what="the first message of the stream")
     received = reading.result()
     if received is not None and received.too_large is not None:
@@ -76,8 +78,8 @@ async def first_message(messages: AsyncIterator[Received], draining: asyncio.Eve
 
 
 def request_id_of(head: bytes) -> int:
-    """Returns the request_id of a ConsumeRequest by its first bytes, or 0 if it does not begin with one. Libraries
-    write fields in the order of their numbers, and request_id has the lowest."""
+    """Returns the request_id of a ConsumeRequest by its first bytes, or 0 if they are not those of a request_id.
+    Libraries write fields in the order of their numbers, and request_id has the lowest."""
     if head[:1] != _REQUEST_ID_TAG:
         return 0
     end = next((at + 1 for at, byte in enumerate(head) if at and byte < 0x80), 0)
@@ -89,8 +91,8 @@ def request_id_of(head: bytes) -> int:
 
 
 class Stream:
-    """`run` serves the stream until the client closes its side, the router drains, the stream's time is over, or it is
-    cancelled. In the second and third case it announces the end, and leaves the client 2 s to close its side. The
+    """`run` serves the stream until the client closes its side, the router drains, the stream's time is over, or `run`
+    is cancelled. In the second and third case it announces the end, and leaves the client 2 s to close its side. The
     constructor raises InvalidRequest if the first message has no valid `start`."""
 
     def __init__(
@@ -112,7 +114,8 @@ class Stream:
         self._call = call
         # None: all orgs.
         self._org = OrgId(first.start.org) if first.start.HasField("org") else None
-        # From now on its memory counts for the org, or, like that of calls without an org, for operators.
+        # From now on the stream's memory counts for its org. A stream of all orgs counts for operators, like calls
+        # without an org.
         call.move(first.start.org)
         # None once `_read` has taken it.
         self._first: Received | None = received
@@ -138,9 +141,9 @@ class Stream:
         self._behind = False
         # Answers to be written, each with the bytes that its message holds in the buffer until then.
         self._settled: deque[tuple[queue_pb2.Settled, int]] = deque()
-        # Encoded messages about leases that ended without the client, to be written after all jobs.
+        # Encoded messages about leases that somebody other than the client ended. They are written after all jobs.
         self._revoked: list[bytes] = []
-        # `draining` is to be written.
+        # Whether `draining` is to be written.
         self._announcing = False
         self._to_write = asyncio.Event()
         self._room = asyncio.Event()
@@ -148,7 +151,7 @@ class Stream:
         self._settling = 0
         # Set when a message has been settled, or its answer written.
         self._settled_one = asyncio.Event()
-        # No more jobs are sent: the router drains, or the stream's time is over.
+        # Whether no more jobs are sent, because the router drains or the stream's time is over.
         self._winding_down = False
         self._ending = False
         self._client_closed = False
@@ -160,7 +163,7 @@ class Stream:
         timers: list[asyncio.TimerHandle] = []
         self._revocations.join(self._org, self._consumer.worker, self._on_revoked)
         try:
-            # Sent at once, so that a client whose queues are empty also knows that it is served.
+            # Send the metadata at once, so that a client whose queues are empty also knows that it is served.
             await self._context.send_initial_metadata(())
             async with asyncio.TaskGroup() as group:
                 serving = group.create_task(self._consumer.serve())
@@ -217,7 +220,8 @@ class Stream:
         assert received is not None
         check_consume(received.message)
         self._take(received, group)
-        # Keep no reference while waiting for the next message: the buffer already counts this one's memory as free.
+        # Keep no reference while waiting for the next message: the buffer already counts the memory of this message as
+        # free.
         del received
         async for received in self._messages:
             too_large = received.too_large
@@ -300,7 +304,7 @@ class Stream:
             ),
             return_exceptions=True,
         )
-        # Every org's part has ended before an error is raised: what the others did stays done.
+        # Every org's part has ended before an error is raised: the settlements of the other orgs are not undone.
         for there, outcome in zip(by_org.values(), settled, strict=True):
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -324,7 +328,7 @@ class Stream:
         return self._window_us / 2_000_000
 
     def _take_back(self) -> None:
-        """Gives jobs that have waited for too long to other consumers."""
+        """Releases jobs that have waited for too long, so that other consumers get them."""
         loop = asyncio.get_running_loop()
         while self._jobs and self._jobs[0][0] + self._patience_s <= loop.time():
             _, jobs = self._jobs.popleft()
@@ -355,9 +359,9 @@ class Stream:
                 waiting_bytes = self._jobs_bytes
                 jobs = self._next_jobs()
                 sent_bytes = waiting_bytes - self._jobs_bytes
-                # A client that is told of a revoked lease before it gets the job would ignore it.
+                # If a client were told of a revoked lease before it gets the job, it would ignore the message.
                 revoked = [] if self._jobs else self._take_revoked()
-                # All parts are messages of the same type: one after the other, they are one message.
+                # All parts are encoded messages of the same type: joined, they are one message.
                 message = b"".join(
                     [*chain.from_iterable(delivery.jobs for delivery in jobs), rest.SerializeToString(), *revoked]
                 )
@@ -377,8 +381,8 @@ class Stream:
             await self._to_write.wait()
 
     def _next_rest(self) -> tuple[queue_pb2.ConsumeResponse, int]:
-        """Returns a message without jobs: as many answers as fit beside the jobs, and the announcement. Removes them
-        from what waits. Also returns the bytes that the answered messages hold."""
+        """Returns a message without jobs: as many answers as fit in addition to the jobs, and the announcement. Removes
+        these answers from those that wait. Also returns how many bytes the answered messages hold in the buffer."""
         rest = queue_pb2.ConsumeResponse(draining=self._announcing)
         self._announcing = False
         held, room = 0, _SETTLED_BYTES_MAX

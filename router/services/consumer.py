@@ -48,7 +48,7 @@ class Receiver(Protocol):
         ...
 
     async def reserve(self, count: int, shard: ShardName) -> None:
-        """Returns once it can take more jobs and its account holds `count` more bytes for a claim on this shard."""
+        """Waits until it can take more jobs and its account holds `count` more bytes for a claim on this shard."""
         ...
 
 
@@ -56,8 +56,8 @@ class Consumer:
     """Finds jobs for one receiver.
 
     `credit` is how many more jobs the consumer takes. `serve` finds jobs until it is cancelled, `serve_first` until the
-    first ones have come. After `close`, jobs that still arrive are released. `account` holds the memory of received
-    jobs until they have been sent. `kinds`: those that it has handlers for; none: all.
+    first jobs have come. After `close`, jobs that still arrive are released. `account` holds the memory of received
+    jobs until they have been sent. `kinds`: the kinds for which it has handlers; empty: for all kinds.
     """
 
     def __init__(
@@ -122,9 +122,9 @@ class Consumer:
 
     def wake(self) -> None:
         if self.promised and not self._stopped_waiting:
-            # Its only delivery is already on its way, so there is nothing to look for.
+            # The consumer's only delivery is already on its way, so there is nothing to look for.
             return
-        # It will claim by itself: hand over no jobs until it has.
+        # The consumer will now claim jobs itself: no jobs are handed over to it until it rests again.
         self.idle = False
         self._woken.set()
 
@@ -143,11 +143,12 @@ class Consumer:
         self.add_credit(len(jobs.ids))
 
     def sent(self, jobs: Sequence[Delivery], count: int) -> None:
-        """The client has these jobs, `count` bytes."""
+        """The client has got these jobs, which have `count` bytes."""
         self.account.give_back(count)
 
     def release(self, jobs: Delivery) -> None:
-        """Releases the leases of jobs that were not sent. Their attempts do not count, and they have not started."""
+        """Releases the leases of jobs that were not sent. Their attempts do not count, and a limit of starts does not
+        count them either."""
         jobs.store.release_soon(self.org, jobs.leases())
         if jobs.on_unsent is not None:
             jobs.on_unsent(len(jobs.ids))
@@ -167,7 +168,7 @@ class Consumer:
             is_new = False
 
     async def serve_first(self) -> None:
-        """Returns after the first delivery, or after `stop_waiting`. Raises ShardUnavailable."""
+        """Finds jobs until the first delivery has come, or until `stop_waiting` is called. Raises ShardUnavailable."""
         self._only_first = True
         more = await self._look(is_new=True)
         while not self._is_served():
@@ -226,14 +227,14 @@ class Consumer:
             if hold_s(buckets) > 0:
                 member.room.hold(self.org, queues, look_again_s(buckets))
                 continue
-            # The memory that the jobs may take is reserved before they are leased, so what is leased is never refused
-            # for lack of room. Afterwards the account holds what they really take.
+            # Reserve the memory that the jobs may take before they are leased, so that leased jobs are never refused
+            # for lack of room. After the claim, the account holds what the jobs really take.
             shard = member.store.name
             reserved = bytes_most(most)
             if not brought:
                 await self._receiver.reserve(reserved, shard)
             elif not self.account.take_in_turn(reserved, shard=shard):
-                # Jobs that have come from another shard do not wait for this one.
+                # Jobs that have come from another shard must not wait for memory for this shard's jobs.
                 return True
             try:
                 wanted = room_for = min(self.credit, most)
@@ -268,11 +269,11 @@ class Consumer:
             except RowLocked:
                 if in_flight is None:
                     raise
-                # Another claim of this org, which must be counted first, takes long.
+                # Another claim of this org takes long, and its leases must be counted first.
                 member.room.hold(self.org, queues, PAUSE_S)
                 continue
             except ShardUnavailable:
-                # Take the jobs of the other shards. When this one is back, its sweep wakes the consumer.
+                # Take the jobs of the other shards. When this shard is back, its sweep wakes the consumer.
                 unavailable.add(shard)
                 if len(unavailable) == len(members):
                     raise
@@ -285,7 +286,7 @@ class Consumer:
                     member.room.found_more(self, queues)
                 if taken.cut or wanted == room_for or room < CLAIM_BYTES_MIN:
                     return True
-                # The permit was used up. The next one may be larger; the other queues have their turn before.
+                # The permit was used up. The next permit may be larger, but the other queues get their turn first.
                 turns.append((member, part))
             elif self._entered:
                 if in_flight is None:

@@ -22,17 +22,18 @@ from shard.errors import ShardError
 from shard.fair_quota import FairQuota
 from shard.queue.coalescer import TooManyWaiting
 
-# Streams of one process. Each looks every few seconds while there is work.
+# The most streams of one process. Each stream looks for work every few seconds while there is work.
 STREAMS_MAX = 1_000
-# How often a stream looks again while there is work, or while it is not known whether there is. While there is none, it
-# asks nothing, and the watch wakes it.
+# The pause between two looks of a stream while there is work, or while nobody knows because a shard does not answer.
+# While there is no work, the stream does not look until its watch wakes it.
 _LOOK_S = 5.0
 # The least time between two looks of a stream.
 _PAUSE_S = 0.1
-# A count ends here: more workers than this are not asked for, and no more jobs than that are counted.
+# A count ends at the jobs of this many workers, or at this many jobs.
 _WORKERS_MAX = 1_000
 _COUNTED_MAX = 1_000_000
-# Longer than router.settings.RouterSettings.stream_s_max, after which streams end.
+# The deadline of a stream. A stream ends earlier, after router.settings.RouterSettings.stream_s_max, if that is
+# shorter.
 _STREAM_S_MAX: Final = 600.0
 
 
@@ -48,7 +49,7 @@ class ExternalScalerService:
         self._draining = asyncio.Event()
 
     def drain(self) -> None:
-        """Ends all streams, because this router is about to end. KEDA calls again, and reaches another one."""
+        """Ends all streams, because this router is about to end. KEDA calls again, and reaches another router."""
         self._draining.set()
 
     @unary(check)
@@ -99,14 +100,14 @@ class ExternalScalerService:
         return keda.GetMetricsResponse(metricValues=[value])
 
     async def _look(self, target: Target) -> bool | None:
-        """Returns whether there is work; None: that is not known, because a shard does not answer."""
+        """Returns whether there is work. None: this process does not know, because a shard does not answer."""
         try:
             return await self._work.any(target.org, target.queue)
         except (ShardError, TooManyWaiting):
             return None
 
     async def _end(self, after_s: float) -> None:
-        """Returns when a stream is to end."""
+        """Waits until a stream is to end."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(after_s):
                 await self._draining.wait()

@@ -1,5 +1,5 @@
-"""The standard health service (grpc.health.v1). Its watches end when the router drains, so that they do not delay
-it."""
+"""The standard health service (grpc.health.v1). Its watches end when the router drains, so that they do not delay the
+drain."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class _WatchContext:
         self._context = context
 
     async def write(self, answer: health_pb2.HealthCheckResponse) -> None:
-        # While it waits for its client to read, all other watches of the service wait too: the client has 30 s.
+        # While this write waits for its client to read, all other watches of the service wait too. So the client has
+        # only 30 s.
         call = current_call()
         self._gate.writing(call)
         await self._context.write(answer)

@@ -68,7 +68,7 @@ class QueueService:
         self._stream_s_max = stream_s_max
         self._draining = asyncio.Event()
         self._waiting: set[Consumer] = set()
-        # When the calls that wait for the end of a job stop waiting.
+        # The timeouts of the calls that wait for the end of a job.
         self._timeouts: set[asyncio.Timeout] = set()
         # Many calls may wait for the end of one job. All of them look at the job when they begin, and when it has
         # ended, so they share their looks.
@@ -81,7 +81,7 @@ class QueueService:
     @unary(_checked_by_method)
     async def Enqueue(self, request: queue_pb2.EnqueueRequest) -> queue_pb2.EnqueueResponse | bytes:
         results: dict[int, queue_pb2.EnqueueResult] = {}
-        # The positions in the request of the jobs in `columns`.
+        # The positions that the jobs of `columns` have in the request.
         positions: Sequence[int] = range(len(request.jobs))
         columns = plain_jobs(request)
         is_plain = columns is not None
@@ -178,7 +178,7 @@ class QueueService:
         return not_ok([acks], answers)
 
     async def _wait_for_first(self, consumer: Consumer, wait_s: float) -> None:
-        """Returns when a first job has come, `wait_s` is over, or this router drains."""
+        """Waits until the first jobs have come, `wait_s` is over, or this router drains."""
         timer = asyncio.get_running_loop().call_later(0 if self._draining.is_set() else wait_s, consumer.stop_waiting)
         self._waiting.add(consumer)
         try:
@@ -200,12 +200,12 @@ class QueueService:
     async def Consume(self, messages: AsyncGenerator[Received, None], context: Context) -> None:
         async with contextlib.aclosing(messages):
             call = current_call()
-            # The first message names the org. Until it comes, the stream counts as one of its connection.
+            # The first message names the org. Until it comes, the stream counts for its connection.
             with self._gate.stream(call.peer):
                 first = await first_message(messages, self._draining)
             if first is not None:
                 if first.message.HasField("start"):
-                    # Before the stream counts for that org.
+                    # Check the org before the stream counts for it.
                     if first.message.start.all_orgs:
                         check_all_orgs(call, context, _CONSUME, field="start.org")
                     else:
@@ -274,7 +274,7 @@ class QueueService:
         return queue_pb2.WaitJobResponse(job=convert.job(record, shard))
 
     async def _until_ended(self, org: OrgId, job_id: JobId, wait_s: float) -> None:
-        """Returns when the job is not live, `wait_s` is over, or this router drains."""
+        """Waits until the job is not live, `wait_s` is over, or this router drains."""
         timeout = asyncio.timeout(0 if self._draining.is_set() else wait_s)
         with self._gate.waiting(current_call()), contextlib.suppress(TimeoutError):
             async with timeout:
@@ -362,12 +362,12 @@ class _FirstJobs:
         return False
 
     async def reserve(self, count: int, shard: ShardName) -> None:
-        """Returns once the call holds this many more bytes. Raises RouterFull after 5 s."""
+        """Waits until the call holds this many more bytes. Raises RouterFull after 5 s."""
         await self.account.reserve(count, shard=shard)
 
 
 def _by_job(violations: Sequence[Violation]) -> dict[int, list[Violation]]:
-    """Returns the violations of each job by the job's position. Raises InvalidRequest if any concerns the whole
+    """Returns the violations of each job by the job's position. Raises InvalidRequest if a violation concerns the whole
     call."""
     call_violations = [violation for violation in violations if not _JOB_PATH.match(violation.field)]
     if call_violations:

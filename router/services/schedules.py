@@ -25,7 +25,7 @@ from windrow.v1 import job_pb2, schedules_pb2
 
 _PAGE_DEFAULT = 100
 _PREVIEW_DEFAULT = 10
-# How many of its next instants a schedule tells.
+# How many of its next instants the answer about a schedule has.
 _NEXT = 5
 
 
@@ -34,8 +34,8 @@ class SchedulesService:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        # A thread computes previews, one at a time and orgs in turn: 100 instants of a rare date take 25 ms, in which
-        # the router process would serve nobody else.
+        # A thread computes previews, one at a time, and orgs take turns. 100 instants of a rare date take 25 ms:
+        # without the thread, the router process would serve nobody else for that time.
         self._previews = Coalescer[SingleCall, Any](
             one_by_one,
             weight=lambda call: call.weight,
@@ -191,7 +191,7 @@ class SchedulesService:
         return await self._changed(OrgId(org), act)
 
     async def _states(self, org: OrgId, runs: Sequence[Run]) -> dict[JobId, job_pb2.JobState.ValueType]:
-        """Returns the states of the jobs of these runs, as far as their shards answer."""
+        """Returns the states of the jobs of these runs, without jobs whose shards do not answer."""
         ids = [run.job_id for run in runs if run.job_id is not None]
 
         async def ask(member: ShardHandle, positions: Sequence[int]) -> dict[int, str]:
@@ -212,6 +212,6 @@ def _info(found: Found, member: ShardHandle) -> schedules_pb2.ScheduleInfo:
     schedule, now = found
     upcoming: Sequence[Micros] = ()
     if schedule.paused_at is None:
-        # An instant that is due already is about to be decided.
+        # Leave out an instant that is due already: it is about to be decided.
         upcoming = list(islice(calendar.after(schedule.spec.timing, now), _NEXT))
     return codec.info(schedule, upcoming, member.name)

@@ -27,12 +27,13 @@ from windrow.v1 import workflows_pb2
 _PAGE_DEFAULT = 100
 _NODES_DEFAULT = 1000
 _PARENTS_DEFAULT = 100
-# Jobs of one cancel.
+# The most jobs that are cancelled at once.
 _JOBS_AT_ONCE = 1000
-# The memory of a retry: all jobs of a workflow, which came in one request, and a page of them as it is looked up.
+# The memory of a retry: all jobs of the workflow, which came in one request, and a page of these jobs while they are
+# looked up.
 _RETRY_BYTES = MESSAGE_BYTES_MAX + ANSWER_HELD_BYTES
-# A workflow with more nodes is checked and converted in a thread: 10,000 nodes take half a second, in which the router
-# process would serve nobody else.
+# A request with more nodes is checked and converted in a thread. 10,000 nodes take half a second: without the thread,
+# the router process would serve nobody else for that time.
 _NODES_HERE_MAX = 200
 
 _Nodes = workflows_pb2.StartWorkflowRequest | workflows_pb2.AddNodesRequest
@@ -40,7 +41,7 @@ _Decoded = TypeVar("_Decoded")
 
 
 def _checked_by_method(_request: _Nodes) -> None:
-    """The method checks its request itself: a large one in a thread."""
+    """The method checks its request itself, because it checks a large request in a thread."""
 
 
 async def _decoded(decode: Callable[..., _Decoded], request: _Nodes) -> _Decoded:
@@ -64,7 +65,8 @@ class WorkflowsService:
         return workflows_pb2.StartWorkflowResponse(duplicate=duplicate, job_ids=[ids[number] for number in numbers])
 
     async def _store(self, workflow: NewWorkflow, *, field: str) -> bool:
-        """Returns whether the workflow was stored before. `field`: the field of the request with its id."""
+        """Stores a workflow. Returns whether it was stored before. `field`: the name of the request's field that has
+        the workflow's id."""
 
         async def start(member: ShardHandle, placement: Placement) -> bool:
             return await self._start(member.require_open(), placement, workflow)
@@ -105,7 +107,7 @@ class WorkflowsService:
         adder: Lease | int = lease
         holder = self._fleet.by_tag(tag)
         if holder is not None and holder is not member:
-            # The org has moved since: leased jobs stay where they are.
+            # The org has moved since the job was leased, and leased jobs stay where they are.
             adder = await holder.require_up().workflows.node_of(nodes.jobs.org, nodes.workflow, lease)
         # Nodes that were added before cost nothing.
         new = nodes.jobs.only(await member.workflows.unknown(nodes))
@@ -214,7 +216,7 @@ class WorkflowsService:
         )
 
     async def _jobs(self, org: OrgId, ids: Sequence[JobId]) -> dict[JobId, JobRecord]:
-        """Raises ShardUnavailable, also if a shard that may have one of the jobs does not answer."""
+        """Raises ShardUnavailable, for example if a shard that may have one of the jobs does not answer."""
 
         async def ask(member: ShardHandle, positions: Sequence[int]) -> dict[int, JobRecord]:
             wanted = [ids[at] for at in positions]

@@ -1,1 +1,2 @@
-"""The other router processes of one supervisor, to whose consumers an enqueue of this process hands jobs over."""
+"""The other router processes of the same supervisor. An enqueue of this process may hand jobs over to their
+consumers."""

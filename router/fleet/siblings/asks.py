@@ -18,19 +18,20 @@ from shard.queue.claim import JOB_BYTES
 from shard.queue.pending_enqueue import Taker
 from shard.vocabulary import Micros, NewJobs
 
-# How long an enqueue waits for an answer. Then its jobs are stored without the sibling, which is asked nothing more
-# until it has answered, nor for a while after that: a busy sibling would delay one enqueue after another.
+# How long an enqueue waits for an answer. After that, its jobs are stored without the sibling. The sibling is asked
+# nothing more until it has answered and `_REST_S` more have passed: otherwise a busy sibling would delay one enqueue
+# after another.
 _ASK_S_MAX = 0.020
 _REST_S = 1.0
-# The most jobs, and bytes of them, that one ask is about; further jobs get no place.
+# The most jobs, and the most bytes of jobs, that one ask is about; further jobs get no place.
 _ASK_JOBS_MAX = 1000
 _ASK_BYTES_MAX = 1024 * 1024
-# The most jobs of asks and promises that are not over. Orgs share them (I4).
+# The most jobs of asks and promises that are not over. Orgs share this number (I4).
 JOBS_MAX = 10_000
 # How long places are kept for a sibling that does not tell the outcome: until then no hint wakes a `Dequeue` that was
 # promised a delivery. The outcome takes this long only if the shard hardly answers, or if the sibling was stopped.
 KEPT_S_MAX = 3.0
-# An insert that begins later, counted from the ask, does not use the promise.
+# An insert that begins later than this after the ask does not use the promise.
 _USED_S_MAX = 2.0
 
 
@@ -42,7 +43,8 @@ class Promise:
     takers: Sequence[tuple[Taker, Sequence[int]]]
     # An insert may begin until then, by time.monotonic.
     until_s: float
-    # For each taker the jobs that were leased to it, in the order of its positions; None: none were.
+    # Takes for each taker the jobs that were leased to it, in the order of its positions; None: no job was leased to
+    # it.
     end: Callable[[Sequence[Delivery | None]], None]
 
 
@@ -54,15 +56,15 @@ class Asked:
     # The jobs, and their positions in the enqueue.
     ids: Sequence[str]
     positions: Sequence[int]
-    # The promise, or None if there is none, or none in time.
+    # The promise. None: the sibling has promised nothing, or its answer did not come in time.
     promise: asyncio.Future[Promise | None]
     # Holds the memory of the encoded jobs until the sibling has received them.
     account: Account
-    # By the event loop's clock, which is that of time.monotonic.
+    # The time of the ask by the event loop's clock, which is that of time.monotonic.
     since_s: float
     # The jobs that the sibling has been told of, and has not confirmed yet.
     told: Sequence[Delivery] = ()
-    # When they are released: by then the sibling's consumers do not get them any more, whatever it reads later.
+    # When these jobs are released. By then the sibling gives them to no consumer any more, whatever it reads later.
     release_s: float = math.inf
 
     def abandon(self) -> None:
@@ -87,19 +89,19 @@ class Asks:
         self._jobs = FairQuota(JOBS_MAX)
         self._timer: asyncio.TimerHandle | None = None
         self._release_timer: asyncio.TimerHandle | None = None
-        # Since an answer was late, the sibling is asked nothing before this time.
+        # An answer was late, so the sibling is asked nothing before this time.
         self._rests_until_s = -math.inf
         self._closed = False
         self._all_over = asyncio.Event()
 
     def may_ask(self) -> bool:
-        """Returns whether the sibling answers soon, as far as can be seen."""
+        """Returns whether the sibling will probably answer soon."""
         if not self._link.is_open or self._link.is_paused:
             return False
         if asyncio.get_running_loop().time() < self._rests_until_s:
             return False
         oldest = next(iter(self._unanswered.values()), None)
-        # Its enqueue does not wait for it any more.
+        # If the oldest ask has a result already, its enqueue has stopped waiting because the sibling is slow.
         return oldest is None or not oldest.promise.done()
 
     def ask(self, key: QueueKey, jobs: NewJobs, positions: Sequence[int]) -> Asked | None:
@@ -172,8 +174,8 @@ class Asks:
             taker = Taker(place.lease, place.worker, place.window_us)
             takers.append((taker, asked.positions[at : at + place.jobs]))
             at += place.jobs
-        # The promise must not refer to `asked`, which refers to it: the encoded jobs would stay in memory, which is not
-        # reserved for them any more, until Python looks for cycles.
+        # The promise must not refer to `asked`, which refers to the promise. Such a cycle would keep the encoded jobs
+        # in memory until Python's garbage collector runs, although that memory is not reserved for them any more.
         promise = Promise(
             takers=takers,
             until_s=asked.since_s + _USED_S_MAX,
@@ -261,7 +263,7 @@ class Asks:
             self._release(self._promised.pop(number))
 
     async def finish(self) -> None:
-        """Returns once the sibling has received all outcomes."""
+        """Waits until the sibling has received all outcomes."""
         while self._jobs.taken:
             self._all_over.clear()
             await self._all_over.wait()

@@ -1,7 +1,7 @@
 """What sibling processes tell each other, as bytes. Pure.
 
-A frame is the sizes of its two parts, each in four bytes; then the head, in JSON; then the encoded jobs that the
-outcomes in the head are about. It carries everything that one process has to tell another at that moment.
+A frame begins with the sizes of its two parts, each in four bytes. Then come the head, in JSON, and the encoded jobs
+that the outcomes in the head are about. It carries everything that one process has to tell another at that moment.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from shard.vocabulary import Micros, OrgId, QueueName, ShardName
 _T = TypeVar("_T")
 
 SIZES = struct.Struct(">II")
-# The largest frame that is read. One that is written is much smaller: see `take`.
+# The largest frame that is read. The frames that are written are much smaller: see `take`.
 FRAME_BYTES_MAX = 16 * 1024 * 1024
-# A frame takes no more outcomes after those whose jobs have this size, and no more hints than this.
+# A frame takes no more outcomes when the jobs of its outcomes have this size, and no more hints than this number.
 _JOBS_BYTES_MAX = 1024 * 1024
 _HINTS_MAX = 1000
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
@@ -34,8 +34,8 @@ class QueueKey(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """Asks for places at consumers of `key` for new jobs with these ids and payload sizes. After `until_s`, by
-    time.monotonic, which all processes of a machine share, nobody waits for the answer."""
+    """Asks for places at consumers of `key` for new jobs with these ids and payload sizes. Nobody waits for the answer
+    after `until_s`, a time of time.monotonic, which all processes of a machine share."""
 
     number: int
     key: QueueKey
@@ -54,16 +54,16 @@ class Place(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The places that are kept for the ask with this number. The first places are for the first jobs. Without places
-    nothing is kept, and no outcome is awaited."""
+    """The places that are kept for the ask with this number. The first places are for the first jobs. If `places` is
+    empty, nothing is kept and no outcome will come."""
 
     number: int
     places: Sequence[Place]
 
 
 class Leased(NamedTuple):
-    """Which jobs of one Place were leased, by their positions within it (None: all), and each encoded as field 1 of an
-    answer."""
+    """The jobs of one Place that were leased: their positions among the jobs of the Place (None: all of these), and
+    each job encoded as field 1 of an answer."""
 
     deadline: Micros
     positions: Sequence[int] | None
@@ -71,7 +71,7 @@ class Leased(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of an Answer's places: one entry for each. Without entries no job was leased."""
+    """What became of an Answer's places, with one entry for each place. If there are no entries, no job was leased."""
 
     number: int
     leased: Sequence[Leased]
@@ -165,7 +165,7 @@ def _each(read: Callable[[Any], _T | None], parts: Iterable[Any]) -> Iterator[_T
 
 
 def _numbers(found: Any) -> list[int]:
-    """Returns a list of numbers that are not negative."""
+    """Returns `found`. Raises ValueError unless it is a list of numbers that are not negative."""
     match found:
         case [*numbers] if set(map(type, numbers)) <= {int} and min(numbers, default=0) >= 0:
             return numbers
@@ -217,7 +217,7 @@ def _place(part: Any) -> Place | None:
 
 
 class _Cursor:
-    """Takes the encoded jobs of a frame apart."""
+    """Reads the encoded jobs of a frame one after another."""
 
     def __init__(self, jobs: bytes) -> None:
         self._jobs = jobs

@@ -15,8 +15,8 @@ _log = logging.getLogger(__name__)
 
 class Link(asyncio.Protocol):
     """`out` is what the sibling is to be told; `send_soon` sends it. `on_open` is called when the sibling has greeted,
-    `on_frame` with each frame, `on_closed` when the connection has ended: the sibling is gone, or is of another
-    release, or sent what is no frame."""
+    `on_frame` with each frame, `on_closed` when the connection has ended, because the sibling is gone, is of another
+    release, or sent something that is not a frame."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Link(asyncio.Protocol):
     ) -> None:
         self.out = Frame()
         self.is_open = False
-        # The sibling does not read: what it is told waits here, and not in the transport.
+        # Whether the sibling does not read now. If so, what it is to be told waits in `out`, and not in the transport.
         self.is_paused = False
         self._version = version
         self._on_open = on_open
@@ -46,8 +46,9 @@ class Link(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._send)
 
     def greet(self) -> None:
-        """Call this once the connection is made. Not in connection_made: if a write fails there, because the sibling
-        has just ended, uvloop 0.23 closes the descriptor twice, the second time when another file may have it."""
+        """Call this after the connection was made, and not in connection_made. If a write fails there because the
+        sibling has just ended, uvloop 0.23 closes the descriptor twice, the second time when another file may have
+        it."""
         if not self._closed:
             assert self._transport is not None
             self._transport.write(greeting(self._version))

@@ -18,8 +18,8 @@ from shard.lease_token import lease_of
 from shard.queue.store import Store
 from shard.vocabulary import Lease, OrgId, QueueName, ShardName
 
-# When a sibling has ended, its enqueue may still be running in Postgres. After each of these times, what it may have
-# leased is released.
+# When a sibling has ended, its enqueue may still be running in Postgres. After each of these times, the jobs that it
+# may have leased are released.
 _RELEASES_AFTER_S = 1.0, 10.0
 
 
@@ -41,11 +41,11 @@ class _Kept:
     ids: Sequence[str]
     shares: Sequence[Share]
     until_s: float
-    # The outcome has not come for long: the waiters have got their credit back.
+    # Whether the waiters have got their credit back because the outcome did not come for a long time.
     given_up: bool = False
 
     def end(self) -> None:
-        """No job was leased to the waiters, as far as is known."""
+        """Ends the shares: as far as this process knows, no job was leased to the waiters."""
         if not self.given_up:
             self.given_up = True
             for share in self.shares:
@@ -100,7 +100,8 @@ class Promises:
         self._link.send_soon()
 
     def _give_up(self) -> None:
-        """Returns the credit of waiters whose promises are too old, and releases what may have been leased to them."""
+        """Gives waiters whose promises are too old their credit back, and releases the jobs that may have been leased
+        to them."""
         loop = asyncio.get_running_loop()
         self._timer = None
         for kept in self._kept.values():
@@ -110,7 +111,7 @@ class Promises:
                 self._timer = loop.call_at(kept.until_s, self._give_up)
                 return
             kept.end()
-            # If the insert commits later, the outcome tells so: see on_outcome.
+            # If the insert commits later, the outcome says so, and on_outcome releases its jobs.
             kept.store.release_soon(kept.org, kept.leases())
 
     def on_outcome(self, outcome: Outcome) -> None:
@@ -123,7 +124,7 @@ class Promises:
         del self._kept[number]
         self._jobs.give_back(kept.org, sum(share.count for share in kept.shares))
         if kept.until_s <= asyncio.get_running_loop().time():
-            # This process was stopped: the sibling may have released the jobs.
+            # This process was stopped for a while, and the sibling may have released the jobs.
             kept.end()
         if kept.given_up:
             for delivery in deliveries:
@@ -137,7 +138,8 @@ class Promises:
             self._link.send_soon()
 
     def close(self) -> None:
-        """The sibling is gone. What its enqueues lease from now on, if anything, is released once they have ended."""
+        """The sibling is gone. Its enqueues may still lease jobs: these are released when the enqueues must have
+        ended."""
         if self._timer is not None:
             self._timer.cancel()
         kept, self._kept = self._kept, {}

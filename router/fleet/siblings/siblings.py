@@ -1,9 +1,9 @@
 """Lets the router processes of one supervisor hand jobs over to each other's consumers (docs/decisions/0037).
 
-Processes tell each other for which queues they have consumers that are ready to be handed jobs. That is a hint (I7): an
-enqueue whose jobs find too few consumers here asks a sibling that has told so. The sibling promises places at its
+Processes tell each other for which queues they have consumers that are ready to be handed jobs. That is a hint (I7). An
+enqueue that finds too few consumers here asks a sibling that has ready consumers. The sibling promises places at its
 consumers, the insert leases the jobs to them, and the sibling is told which jobs these are. If no promise comes in
-time, the jobs are stored as they would be without siblings, and rung for.
+time, the jobs are stored as they would be without siblings, and the doorbell is rung for them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from router.fleet.siblings.promises import Consumers, Promises
 from shard.fair_quota import FairQuota
 from shard.vocabulary import NewJobs, QueueName, ShardName
 
-# This process tells its siblings together of at most this many queues with ready consumers, and each sibling of an
-# equal part of them, which orgs share (I4). It does not tell them of further queues. So all siblings of a process
-# together tell it of no more queues than this.
+# This process tells its siblings together of at most this many queues with ready consumers. Each sibling gets an equal
+# part of this number, and orgs share that part (I4). The siblings are not told of further queues. So a process is told
+# of no more queues than this by all its siblings together.
 _HINTS_MAX = 20_000
 # How long this process, when it ends, waits until its siblings have received the jobs of their consumers.
 _FINISH_S_MAX = 1.0
 
 
 class Siblings:
-    """The other processes of this router. `consumers` returns the consumers of this process on a shard, and `ready` all
-    queues for which some are ready."""
+    """The other processes of this router. `consumers` returns the consumers of this process on a shard, and `ready`
+    returns all queues for which some of these are ready."""
 
     def __init__(
         self,
@@ -102,12 +102,12 @@ class Siblings:
     # ── Enqueues ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def any_ready(self) -> bool:
-        """Returns whether a sibling has consumers that are ready, of whatever queue."""
+        """Returns whether any sibling has ready consumers for any queue."""
         return bool(self._hints)
 
     async def ask(self, shard: ShardName, jobs: NewJobs, positions: Mapping[QueueName, Sequence[int]]) -> list[Promise]:
-        """Asks siblings whose consumers are ready for places for the jobs at these positions. Returns what they have
-        promised within a few milliseconds."""
+        """Asks siblings that have ready consumers for places for the jobs at these positions. Returns the promises that
+        came within a few milliseconds."""
         asked: list[Asked] = []
         for queue, of_queue in positions.items():
             key = QueueKey(shard, jobs.org, queue)
@@ -125,7 +125,7 @@ class Siblings:
             raise
 
     async def finish(self) -> None:
-        """Returns once the siblings have received the jobs of their consumers, after 1 s at most. Ends the
+        """Waits until the siblings have received the jobs of their consumers, for 1 s at most. Then ends the
         connections."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FINISH_S_MAX):
@@ -148,10 +148,10 @@ class _Sibling:
     ) -> None:
         self._on_hint = on_hint
         self._on_closed = on_closed
-        # The queues for which the sibling was told that consumers are ready. It believes that until it is told
+        # The queues for which the sibling was told that consumers are ready. The sibling believes that until it is told
         # otherwise, or has asked in vain.
         self._told: set[QueueKey] = set()
-        # Bounds the queues that it may be told of.
+        # Bounds the number of queues of which the sibling may be told.
         self.places = FairQuota(_HINTS_MAX)
         self.link = Link(
             version=version("windrow-server"),
@@ -163,7 +163,8 @@ class _Sibling:
         self._promises = Promises(self.link, consumers, on_in_vain=self._asked_in_vain)
 
     def tell_ready(self, key: QueueKey) -> None:
-        """Tells the sibling, unless it has been told of too many queues of this org, or of all orgs."""
+        """Tells the sibling that consumers are ready, unless it has been told of too many queues of this org, or of all
+        orgs."""
         if key not in self._told and self.link.is_open and self.places.take(key.org):
             self._told.add(key)
             self._tell(key, True)
@@ -173,7 +174,7 @@ class _Sibling:
             self._tell(key, False)
 
     def _forget(self, key: QueueKey) -> bool:
-        """Returns whether the sibling was told that consumers are ready."""
+        """Forgets that the sibling was told that consumers are ready. Returns whether it was told."""
         if key not in self._told:
             return False
         self._told.discard(key)
@@ -181,7 +182,8 @@ class _Sibling:
         return True
 
     def _tell(self, key: QueueKey, is_ready: bool) -> None:
-        """Tells the sibling. If the opposite waits to be sent, takes it back instead: the sibling has not heard it."""
+        """Tells the sibling. If the opposite hint still waits to be sent, removes that instead: the sibling has not
+        heard it."""
         hints = self.link.out.hints
         if hints.get(key, is_ready) != is_ready:
             del hints[key]
@@ -190,7 +192,8 @@ class _Sibling:
             self.link.send_soon()
 
     def _asked_in_vain(self, key: QueueKey) -> None:
-        # The answer tells the sibling as much. A hint that waits to be sent is older than that.
+        # The answer tells the sibling that there are too few places. A hint that waits to be sent is older than the
+        # answer.
         self._forget(key)
         self.link.out.hints.pop(key, None)
 

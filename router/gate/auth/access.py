@@ -23,7 +23,7 @@ _SCOPES = {
 
 
 class ScopeMissing(AccessRefused):
-    """The caller lacks the scope that the method needs. `besides`: the scope that it needs too."""
+    """The caller lacks the scope that the method needs. `besides`: the scope that the caller needs in addition."""
 
     reason = errors_pb2.ERROR_REASON_SCOPE_MISSING
 
@@ -67,16 +67,16 @@ class Access(NamedTuple):
             raise ScopeMissing(self.method, self.scope, principal)
 
     def check_all_orgs(self, principal: Principal) -> None:
-        """Checks the caller of a method that may also be about one org, if the request is about all. Raises
-        ScopeMissing."""
+        """Checks the caller of a request that is about all orgs. Other requests of its method may be about one org.
+        Raises ScopeMissing."""
         if not _has(principal, Scope.CLUSTER):
             raise ScopeMissing(self.method, Scope.CLUSTER, principal, besides=self.scope)
 
 
 def access_of(method: MethodDescriptor, *, org_elsewhere: bool = False) -> Access:
     """Returns what the contract says about a method. `org_elsewhere`: the gate finds the org of its requests elsewhere
-    than in a field `org`. Raises ValueError if anybody could call it by mistake: it names no scope, or it is about orgs
-    and its request does not name one."""
+    than in a field `org`. Raises ValueError if a mistake in the contract would let anybody call the method: it names no
+    scope, or it is about one org and its request does not name that org."""
     name = f"{method.containing_service.full_name}/{method.name}"
     scope: access_pb2.Scope.ValueType = method.GetOptions().Extensions[access_pb2.scope]
     if scope == access_pb2.SCOPE_ANY:

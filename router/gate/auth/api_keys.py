@@ -1,9 +1,9 @@
 """Verifies API keys, which are stored in the catalog (shard/admin/api_keys.py), and notices when they are revoked.
 
-A key is looked up when it comes for the first time. Wrong keys, however many they are, cost the catalog a few
-statements a second: look-ups that wait share one statement. They share the room for waiting too, by the address of
-their caller. Once a key is known, the count of revocations, which comes with every look at the catalog, says whether it
-has to be looked up again; so known keys cost the catalog nothing.
+A key is looked up in the catalog when it comes for the first time. Even many wrong keys cost the catalog only a few
+statements a second, because all look-ups that wait share one statement. The addresses of callers share the room for
+look-ups that wait. Every look at the catalog also reads the count of revocations, which says whether the known keys
+have to be looked up again. So known keys cost the catalog nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _NAME = f"key:{api_keys.PREFIX}"
 _LOOK_UP_S = 0.2
 _LOOK_UPS_WAITING_MAX = 1000
 _LOOK_UP_S_MAX = 5.0
-# How many revoked keys a process remembers. It needs each only until the calls that it was verified for last or end.
+# How many revoked keys a process remembers. It needs each key only until the calls that brought the key have ended or
+# have entered Authenticator.lasting.
 _REVOKED_MAX = 10_000
 _MALFORMED = f"this is not an API key: one has the form {api_keys.PREFIX}ID_SECRET"
 # One message for an unknown id and for a wrong secret.
@@ -79,7 +80,7 @@ class ApiKeys:
         fleet.follow_revocations(self._on_revocations)
 
     async def verify(self, token: str) -> Principal:
-        """Returns who has this key. Raises Unauthenticated, ShardUnavailable, TooManyWaiting."""
+        """Returns the caller who has this key. Raises Unauthenticated, ShardUnavailable, TooManyWaiting."""
         key = api_keys.parse(token)
         if key is None:
             raise Unauthenticated(_MALFORMED)
@@ -99,7 +100,7 @@ class ApiKeys:
         principal = Principal(
             name=f"{_NAME}{key.id}",
             org=stored.org,
-            # A newer release may know more.
+            # A newer release may know more scopes.
             scopes=frozenset(scope for scope in Scope if scope.value in stored.scopes),
             expires_at=time.time() + left_s,
         )
@@ -113,8 +114,8 @@ class ApiKeys:
             raise Revoked(_REVOKED)
 
     async def ended(self, principals: Iterable[Principal]) -> dict[str, End]:
-        """Looks the keys of these principals up again, and those that are being verified. Returns why some are no
-        longer good, by the principal's name. Raises ShardUnavailable."""
+        """Looks up the keys of these principals again, and the keys that are being verified. Returns the reasons why
+        keys are no longer good, by the principal's name. Leaves out good keys. Raises ShardUnavailable."""
         began_s = asyncio.get_running_loop().time()
         ids = {_key_id(principal) for principal in principals} | self._verifying.keys()
         found = await self._fleet.find_api_keys(ids)
@@ -133,7 +134,7 @@ class ApiKeys:
         return ends
 
     def distrusted(self) -> End | None:
-        """Returns why keys that were verified before are not good for now; None: they are."""
+        """Returns why keys that were verified before are not good for now; None: they are good."""
         away_s = asyncio.get_running_loop().time() - self._confirmed_s
         if away_s <= self._trusted_s:
             return None

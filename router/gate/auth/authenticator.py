@@ -1,7 +1,8 @@
 """Finds out who calls, and ends calls whose proof is no longer good.
 
-A proof is verified once and then remembered, by the SHA-256 of its token: this process keeps no token. A proof that is
-remembered ends by its expiry, or when its verifier says so. Streams and waiting calls are judged again, too.
+A proof is verified once and then remembered under the SHA-256 of its token, because this process must keep no token. A
+remembered proof ends when it expires, or when its verifier says so. The proofs of streams and waiting calls are checked
+again while these last.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
-# How many proofs are remembered, of about 500 bytes each.
+# How many proofs are remembered. Each takes about 500 bytes.
 _REMEMBERED_MAX = 10_000
 # The longest token. gRPC bounds all metadata of a call, to 16 KiB.
 _TOKEN_CHARS_MAX = 8_192
-# How often streams and waiting calls are judged again. Looks at the clock only.
+# The pause between two checks of the proofs of streams and waiting calls. Such a check asks nobody.
 _JUDGE_S = 0.5
 # How often the use of keys is recorded, at most once per key and day.
 _RECORD_S = 60.0
@@ -43,8 +44,8 @@ class Verifier(Protocol):
     """Verifies bearer tokens of one kind."""
 
     async def verify(self, token: str) -> Principal:
-        """Returns who has this token. Raises Unauthenticated; ShardError and KeysUnavailable if that cannot be found
-        out now."""
+        """Returns the caller who has this token. Raises Unauthenticated. Raises ShardError or KeysUnavailable if the
+        token cannot be verified now."""
         ...
 
 
@@ -55,7 +56,7 @@ class _Remembered:
 
     def __init__(self, principal: Principal) -> None:
         self.principal = principal
-        # Whether it was used since it was last looked at.
+        # Whether it was used since its use was last noted.
         self.used = True
 
 
@@ -72,8 +73,8 @@ class _Lasting:
 
 
 class Authenticator:
-    """Each of the three is None if the cluster takes no such proofs. A token counts before a certificate. `run` must
-    run meanwhile."""
+    """Each of the three arguments is None if the cluster takes no such proofs. If a call has a token and a certificate,
+    the token counts. `run` must run while calls are served."""
 
     def __init__(
         self,
@@ -85,14 +86,14 @@ class Authenticator:
         self._api_keys = api_keys
         self._jwt = jwt
         self._certificates = certificates
-        # How often keys of the issuer had gone when their tokens were last looked through.
+        # The generation of the issuer's keys when the remembered tokens were last checked.
         self._jwt_generation = 0
         # By the SHA-256 of the token.
         self._remembered = OrderedDict[bytes, _Remembered]()
         self._lasting: set[_Lasting] = set()
-        # Principals whose keys were used since this was last recorded, by name.
+        # Principals whose keys were used since the last record of such uses, by name.
         self._used: dict[str, Principal] = {}
-        # The names for which this was done, on the day of `_recorded_on`.
+        # The names of the principals whose use was recorded already, on the day `_recorded_on`.
         self._recorded = set[str]()
         self._recorded_on = -1
 
@@ -117,7 +118,7 @@ class Authenticator:
         """Ends the work of the current task within this scope when the proof of the principal ends. Then raises
         Unauthenticated, ShardUnavailable or KeysUnavailable."""
         if self._api_keys is not None:
-            # It may have been revoked since the call began.
+            # The key may have been revoked since the call began.
             self._api_keys.refuse_revoked(principal)
         if self._jwt is not None and (end := self._jwt.ended(principal)) is not None:
             raise end()
@@ -136,7 +137,7 @@ class Authenticator:
             self._lasting.discard(lasting)
 
     async def run(self) -> None:
-        """Ends what is to end, until cancelled."""
+        """Ends the proofs and the calls that have to end, until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._judge())
             if self._api_keys is not None:
@@ -150,7 +151,7 @@ class Authenticator:
         if principal is None:
             raise NoCredentials(_MISSING)
         if time.time() >= principal.expires_at:
-            # gRPC compares it with the clock in the handshake only.
+            # gRPC checks the expiry of a certificate in the handshake only.
             raise _expired()
         return principal
 
@@ -163,7 +164,7 @@ class Authenticator:
 
     def _remember(self, digest: bytes, principal: Principal) -> None:
         while len(self._remembered) >= _REMEMBERED_MAX:
-            # The oldest goes, unless it was used since it last was the oldest.
+            # Forget the oldest proof, unless it was used since it was last the oldest.
             oldest, remembered = self._remembered.popitem(last=False)
             if remembered.used:
                 self._note_use(remembered)
@@ -246,7 +247,7 @@ def _expired() -> Exception:
 
 
 def _bearer_token(context: _Context) -> str | None:
-    """Returns the token of a call, None if it has none. Raises Unauthenticated."""
+    """Returns the token of a call, or None if it has none. Raises Unauthenticated."""
     token: str | None = None
     for key, value in context.invocation_metadata() or ():
         if key == _HEADER:

@@ -24,9 +24,9 @@ _KEYS = {"uri", "subject", "org", "all_orgs", "scopes"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertificateEntry:
-    """Whom a certificate makes its bearer. Exactly one of `uri` and `subject` is set."""
+    """The caller that a matching certificate proves. Exactly one of `uri` and `subject` is set."""
 
-    # The only URI among the certificate's alternative names, as SPIFFE has it. It may end with `/*`.
+    # The only URI among the certificate's alternative names, as SPIFFE demands. It may end with `/*`.
     uri: str | None
     # The subject, as RFC 4514 writes it: CN=worker,O=Acme.
     subject: str | None
@@ -38,7 +38,8 @@ class CertificateEntry:
         if self.uri is None:
             return subject == self.subject
         if uri is not None and self.uri.endswith("/*"):
-            # Something must follow, and the slash ends the name of what is before it.
+            # Something must follow the slash. The slash itself is compared too: `…/jobs/*` does not match
+            # `…/jobs2/worker`.
             return uri.startswith(self.uri[:-1]) and len(uri) >= len(self.uri)
         return uri == self.uri
 

@@ -1,7 +1,7 @@
 """Reads from a client's certificate who calls, by the [[auth.certificate]] tables of the cluster file. No I/O.
 
-Only certificates count that gRPC has verified against `client_ca` of [tls] in the connection's handshake. gRPC asks for
-none unless it verifies it, and shows the verified one in the call's authentication context.
+A certificate counts only if gRPC has verified it against `client_ca` of [tls] in the connection's handshake. Without
+`client_ca`, gRPC asks for no certificate. It shows the verified certificate in the call's authentication context.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ClientCertificates:
         self._remembered = lru_cache(maxsize=_REMEMBERED_MAX)(self._named)
 
     def principal(self, auth_context: Mapping[str, Iterable[bytes]]) -> Principal | None:
-        """Returns whom the certificate of a call's connection names; None if there is none. The principal expires with
-        the certificate. Raises Unauthenticated if no entry matches."""
+        """Returns the caller whom the certificate of a call's connection names, or None if there is no certificate. The
+        principal expires with the certificate. Raises Unauthenticated if no entry matches."""
         certificates = tuple(auth_context.get(_PEM, ()))
         return self._remembered(certificates[0]) if len(certificates) == 1 else None
 

@@ -22,8 +22,8 @@ _KID_CHARS_MAX = 255
 _RSA_BITS_MIN, _RSA_BITS_MAX = 2048, 8192
 # Reasons in messages are cut to this length, because they may quote what a stranger wrote.
 _SHOWN_CHARS_MAX = 80
-# The algorithms of each kind of key: its type, and its curve if it has one. RFC 9864 calls Ed25519 what was one case of
-# EdDSA before. An EdDSA token of another curve has no key here.
+# The algorithms of each kind of key: its type, and its curve if it has one. RFC 9864 gives the name Ed25519 to what was
+# one case of EdDSA before. No key here verifies an EdDSA token of another curve.
 _ALGORITHMS: Final[Mapping[tuple[str, str | None], frozenset[str]]] = {
     ("OKP", "Ed25519"): frozenset({"Ed25519", "EdDSA"}),
     ("EC", "P-256"): frozenset({"ES256"}),
@@ -33,7 +33,7 @@ ALGORITHMS: Final = frozenset[str]().union(*_ALGORITHMS.values())
 
 
 class BadKeySet(Exception):
-    """The answer is no set of keys that can be used. The message says why."""
+    """The answer is not a usable set of keys. The message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +48,8 @@ class VerificationKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeySet:
-    """The usable keys by their ids, and why the other keys are not used. There is no usable key only if the set has no
-    keys at all."""
+    """The usable keys by their ids, and why the other keys are not used. If there is no usable key, the set has no keys
+    at all."""
 
     keys: Mapping[str, VerificationKey]
     unusable: tuple[str, ...]
@@ -67,7 +67,7 @@ def parse_jwks(answer: bytes, *, may_be_empty: bool = False) -> KeySet:
     try:
         document: object = json.loads(answer)
     except (ValueError, RecursionError):
-        # Such as the HTML page of a proxy or of a login.
+        # It may be the HTML page of a proxy or of a login.
         raise BadKeySet(f"it is not JSON; it begins with {shown(answer[:_SHOWN_CHARS_MAX])}") from None
     found: object = cast("dict[str, Any]", document).get("keys") if isinstance(document, dict) else None
     if not isinstance(found, list):
@@ -131,7 +131,8 @@ def _key(entry: object) -> VerificationKey:
 
 
 def _imported(jwk: dict[str, Any]) -> Key:
-    """Imports what makes the public key, and nothing else: `alg` would refuse EdDSA tokens of Ed25519 keys."""
+    """Imports only the fields that make the public key: with `alg`, the library would refuse EdDSA tokens of Ed25519
+    keys."""
     if not all(isinstance(value, str) for value in jwk.values()):
         raise _Unusable("its numbers must be text in base64url")
     if len(jwk.get("n", "")) > 2 * _RSA_BITS_MAX // 8:

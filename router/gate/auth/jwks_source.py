@@ -1,4 +1,4 @@
-"""Where a JSON Web Key Set comes from: a file, or a URL. Only gets bytes; jwks.py reads them."""
+"""Where a JSON Web Key Set comes from: a file, or a URL. This module only gets the bytes; jwks.py reads the set."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ class JwksSource(Protocol):
         """The file or the URL, for messages."""
         ...
 
-    # Whether the set is as an operator wrote it. What answers a URL may be an outdated replica, or another program.
+    # Whether an operator certainly meant the set as it is. The answer of a URL may come from an outdated replica, or
+    # from another program.
     is_deliberate: bool
 
     async def get(self) -> bytes:
-        """Returns the bytes of the set, at most one more than JWKS_BYTES_MAX. Raises NoAnswer."""
+        """Returns the bytes of the set, at most one byte more than JWKS_BYTES_MAX. Raises NoAnswer."""
         ...
 
     async def changed(self) -> None:
-        """Returns when the set may differ from the one that `get` returned. A URL never says so."""
+        """Waits until the set may differ from the one that `get` returned. For a URL it waits for ever."""
         ...
 
 
@@ -77,7 +78,8 @@ class JwksUrl:
     def __init__(self, url: str, *, fetch_s_max: float = _FETCH_S_MAX) -> None:
         self._url = url
         self._fetch_s_max = fetch_s_max
-        # A fetch whose thread did not end: the resolver of the system may hang for longer than any timeout of ours.
+        # The thread of the last fetch. It may still run, because the resolver of the system may hang for longer than
+        # any timeout of ours.
         self._thread: threading.Thread | None = None
 
     @property

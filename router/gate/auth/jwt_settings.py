@@ -45,11 +45,11 @@ class JwtSettings:
     scopes_prefix: str = ""
     # Whether the org "*" means all orgs.
     all_orgs: bool = False
-    # How far the clock of the issuer may be from this machine's.
+    # By how much the clock of the issuer may differ from this machine's.
     leeway_seconds: float = 30.0
     # How often the keys are fetched again, plus or minus 10 %.
     refresh_seconds: float = 600.0
-    # How long keys are used while their file or URL gives no usable ones.
+    # How long keys are used while their file or URL gives no usable keys.
     keys_valid_seconds: float = 86_400.0
 
 
@@ -120,7 +120,7 @@ def _url(value: str, where: str) -> str:
     except ValueError:
         raise ClusterFileError(f"{where}: is not a URL: {value!r}") from None
     if url.username is not None or url.password is not None:
-        # Not shown: it holds a password.
+        # Do not show the URL: it holds a password.
         raise ClusterFileError(f"{where}: must not hold a user name or a password: public keys need none")
     if url.scheme == "http" and not is_loopback(host):
         raise ClusterFileError(f"{where}: must begin with https://; http:// is for a server on this machine's loopback")

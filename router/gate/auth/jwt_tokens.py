@@ -26,9 +26,9 @@ from router.gate.auth.principal import End, Expired, Principal, Unauthenticated
 from router.gate.auth.scopes import Scope
 from shard.vocabulary import OrgId
 
-# The length of a token, header and signature included.
+# The longest token, header and signature included.
 TOKEN_CHARS_MAX = 8192
-# Longer ones are no subjects by OpenID Connect either.
+# OpenID Connect allows no longer subjects either.
 _SUBJECT_CHARS_MAX = 255
 _ORG_BYTES_MAX = 128
 _ALL_ORGS = "*"
@@ -52,7 +52,7 @@ _REGISTRY = _Registry(strict_check_header=False)
 
 
 class JwtTokens:
-    """Tokens of one issuer. `run` must run meanwhile, because it fetches the issuer's keys."""
+    """Tokens of one issuer. `run` must run while tokens are verified, because it fetches the issuer's keys."""
 
     def __init__(self, settings: JwtSettings, keys: KeyRing, *, clock: Callable[[], float] = time.time) -> None:
         self._settings = settings
@@ -68,7 +68,7 @@ class JwtTokens:
         await self._keys.run()
 
     async def verify(self, token: str) -> Principal:
-        """Returns who the token says is calling. Raises Unauthenticated, KeysUnavailable."""
+        """Returns the caller whom the token names. Raises Unauthenticated, KeysUnavailable."""
         if len(token) > TOKEN_CHARS_MAX:
             raise Unauthenticated(f"the token has {len(token):,} characters; at most {TOKEN_CHARS_MAX:,} are taken")
         signed = _parsed(token)
@@ -83,8 +83,8 @@ class JwtTokens:
         return self._principal(_claims(signed.payload), signer.thumbprint)
 
     def ended(self, principal: Principal) -> End | None:
-        """Returns why a principal of a token is no longer one, although the token has not expired: its key is not in
-        use any more. None for principals of other proofs, too."""
+        """Returns why the token of a principal is no longer good although it has not expired: the key that signed it is
+        not in use any more. Returns None if the token is good, or if the principal has another kind of proof."""
         return self._keys.ended(principal.signed_by) if principal.signed_by else None
 
     def _principal(self, claims: Mapping[str, Any], signed_by: str) -> Principal:
@@ -115,7 +115,7 @@ class JwtTokens:
             )
 
     def _check_times(self, claims: Mapping[str, Any]) -> float:
-        """Returns from when the token is no longer good, by this machine's clock. Raises Unauthenticated."""
+        """Returns the time from which the token is no longer good, by this machine's clock. Raises Unauthenticated."""
         now, leeway = self._clock(), self._settings.leeway_seconds
         expires, begins, issued = (_time(claims, name) for name in ("exp", "nbf", "iat"))
         if expires is None:

@@ -1,7 +1,7 @@
-"""The keys that tokens are verified with, as one router process knows them: fetched, kept while their source fails, and
-dropped when their source drops them.
+"""The keys with which one router process verifies tokens. They are fetched from a source, kept while the source fails,
+and dropped when the source drops them.
 
-A source that fails, or answers something else than a usable key set, changes nothing for `valid_s` seconds. After that
+A source that fails, or that does not answer with a usable key set, changes nothing for `valid_s` seconds. After that
 its keys are no longer used.
 """
 
@@ -22,24 +22,24 @@ from router.gate.auth.principal import End, Revoked
 
 _log = logging.getLogger(__name__)
 
-# A key that is not known is asked for at once, but no source is asked more often than this.
+# An unknown key makes the process ask the source at once, but no sooner than this after the last time.
 _INTERVAL_S_MIN = 10.0
 # How soon a failed fetch is repeated, while there are keys to go on with.
 _RETRY_S_MAX = 60.0
-# More calls than this do not wait for keys.
+# The most calls that wait for keys.
 _WAITING_MAX = 1000
-# How many keys a token without `kid` is tried with: more than one only while a key is being replaced.
+# With how many keys a token without `kid` is tried. There are several only while a key is being replaced.
 _TRIED_MAX = 4
 # How many keys one line or one fetch names in the log.
 _LOGGED_MAX = 10
 
 
 class UnknownKey(Exception):
-    """No key of the set verifies this token. The message says which, and since when."""
+    """No key of the set verifies this token. The message names the key, and says how long ago the source was asked."""
 
 
 class KeyRing:
-    """`run` must run meanwhile."""
+    """`run` must run while tokens are verified."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class KeyRing:
         self._thumbprints = frozenset[str]()
         # How many keys the source published last.
         self._published = 0
-        # Keys that the last good answer did not have, but the one before it had.
+        # Keys that the last good answer did not have, but that the answer before it had.
         self._missed = frozenset[str]()
         self._generation = 0
         self._good_at = self._asked_at = -float("inf")
@@ -78,8 +78,8 @@ class KeyRing:
         return self._generation
 
     async def candidates(self, kid: str | None, algorithm: str) -> Sequence[VerificationKey]:
-        """Returns the keys, at least one, of which one must have signed a token with these headers. Fetches the set if
-        the key is not known. Raises KeysUnavailable, UnknownKey."""
+        """Returns the keys that may have signed a token with these headers, at least one key. Fetches the set if the
+        key is not known. Raises KeysUnavailable, UnknownKey."""
         self._drop_outdated()
         if not self._keys and not self._has_none and self._fetching is not None:
             await self._wait(self._fetching)
@@ -101,7 +101,7 @@ class KeyRing:
         return fitting[:_TRIED_MAX]
 
     def ended(self, thumbprint: str) -> End | None:
-        """Returns why tokens that this key has signed are not taken any more, None if they are."""
+        """Returns why tokens that this key has signed are not taken any more, or None if they are still taken."""
         if thumbprint in self._thumbprints:
             return None
         if not self._keys and not self._has_none:
@@ -145,7 +145,7 @@ class KeyRing:
 
     async def _fetch(self) -> None:
         try:
-            # A file without keys is how an operator ends all tokens. A URL that says so may be wrong.
+            # An operator ends all tokens with a file that has no keys. A URL that gives no keys may be wrong.
             self._take(parse_jwks(await self._source.get(), may_be_empty=self._source.is_deliberate))
         except (NoAnswer, BadKeySet) as error:
             self._failed(str(error))
@@ -167,8 +167,8 @@ class KeyRing:
             self._waiting -= 1
 
     def _take(self, answer: KeySet) -> None:
-        """Puts a good set into use. A key that a URL no longer has is dropped when the URL lacks it a second time: a
-        replica of the issuer may be behind the others."""
+        """Puts a good set into use. If a URL lacks a key, the key is dropped only when the URL lacks it a second time:
+        a replica of the issuer may be behind the others."""
         before = self._keys
         absent = before.keys() - answer.keys.keys()
         self._missed = frozenset[str]() if self._source.is_deliberate else frozenset(absent - self._missed)
@@ -227,7 +227,7 @@ class KeyRing:
         )
 
     def _pause_s(self) -> float:
-        """How long until the next fetch. A jitter keeps the processes of a cluster from asking all at once."""
+        """How long until the next fetch. A jitter keeps the processes of a cluster from all asking at once."""
         pause = self._refresh_s
         if self._missed or not self._keys:
             pause = self._interval_s_min

@@ -16,9 +16,9 @@ class Principal(NamedTuple):
     """The caller.
 
     `name` names the caller in logs and in the audit log, and holds no secret: `key:wr_7f3a`, `jwt:ISSUER SUBJECT`,
-    `certificate:spiffe://...`. `org` None: all orgs. `expires_at`: seconds since 1970-01-01 UTC, by this machine's
-    clock, from which the proof is no longer good. `signed_by`: the thumbprint of the issuer's key that signed the
-    token; empty for other proofs.
+    `certificate:spiffe://...`. `org` None: all orgs. `expires_at`: the time from which the proof is no longer good, in
+    seconds since 1970-01-01 UTC by this machine's clock. `signed_by`: the thumbprint of the issuer's key that signed
+    the token; empty for other proofs.
     """
 
     name: str
@@ -28,7 +28,8 @@ class Principal(NamedTuple):
     signed_by: str = ""
 
 
-# Makes the error with which a call ends. Each call gets one of its own, because errors are changed when they are sent.
+# Makes the error with which a call ends. Each call gets an error of its own, because errors are changed when they are
+# sent.
 End = Callable[[], Exception]
 
 
@@ -45,7 +46,7 @@ class NoCredentials(Unauthenticated):
 
 
 class Expired(Unauthenticated):
-    """The proof was good, and has expired. A client that gets its tokens from somewhere asks for another one."""
+    """The proof was good, and has expired. A client that has a source of tokens asks it for another one."""
 
     reason = errors_pb2.ERROR_REASON_CREDENTIALS_EXPIRED
 

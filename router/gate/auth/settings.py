@@ -29,7 +29,7 @@ class AuthSettings:
     api_keys_trusted_seconds: float = 300.0
     # None: no JSON Web Tokens are taken.
     jwt: JwtSettings | None = None
-    # Whom client certificates name. Empty: none are taken.
+    # The callers whom client certificates name. Empty: no certificates are taken.
     certificates: tuple[CertificateEntry, ...] = ()
 
 
