@@ -13,7 +13,7 @@ from typing import NamedTuple
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from router.codec.limits import reached_message
+from router.codec.org_limits import reached_message
 from shard import errors
 from shard.queue.coalescer import TooManyWaiting
 from windrow.org_header import ORG_HEADER

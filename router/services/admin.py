@@ -9,7 +9,7 @@ from functools import partial
 
 from router.buffer import Buffer
 from router.codec import convert
-from router.codec.limits import limit_message
+from router.codec.org_limits import limit_message
 from router.codec.status import InvalidRequest, Violation
 from router.codec.validate import check_list_jobs, check_update_queue, unfit_new_ids
 from router.fleet.fleet import Fleet

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 
 from router.codec import convert
-from router.codec.limits import limit_key, limit_message
+from router.codec.org_limits import limit_key, limit_message
 from router.codec.status import InvalidRequest, Violation
 from router.fleet.fleet import Fleet
 from router.fleet.reload import Reloader

@@ -230,6 +230,7 @@ async def _enter_books(connection: Connection, day: Day) -> int:
 
 
 async def _reattach(connection: Connection, day: Day) -> None:
+    """Turns the day cold: its partition of the finished jobs becomes one of the cold jobs."""
     # Send all statements at once: enqueues and acks would wait for each further round trip.
     await connection.execute(
         sql.SQL(

@@ -1,4 +1,5 @@
-"""Group commit: calls that wait at the same time share one act, that is one statement and one commit.
+"""Group commit: calls that wait at the same time share one act, that is one statement and one commit. Also decides how
+many acts of one sort run at the same time (`acts_max`).
 
 When nothing is under way, a call begins an act at once. While acts are under way, new calls wait, and the next act
 takes all of them; an act never waits for more calls to come. If more calls wait than one act takes, each caller gets an

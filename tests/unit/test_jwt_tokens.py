@@ -19,7 +19,7 @@ from joserfc.jwk import Key, RSAKey
 
 from router.gate.auth.jwt_settings import JwtSettings
 from router.gate.auth.jwt_tokens import JwtTokens
-from router.gate.auth.key_ring import KeyRing
+from router.gate.auth.jwt_key_ring import KeyRing
 from router.gate.auth.principal import Expired, Unauthenticated
 from router.gate.auth.scopes import Scope
 from tests.issuers import (

@@ -4,6 +4,7 @@ A key is looked up in the catalog when it comes for the first time. Even many wr
 statements a second, because all look-ups that wait share one statement. The addresses of callers share the room for
 look-ups that wait. Every look at the catalog also reads the count of revocations, which says whether the known keys
 have to be looked up again. So known keys cost the catalog nothing.
+authenticator.py remembers the keys that were verified.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The keys with which one router process verifies tokens. They are fetched from a source, kept while the source fails,
+"""The keys with which one router process verifies JWTs. They are fetched from a source, kept while the source fails,
 and dropped when the source drops them.
 
 A source that fails, or that does not answer with a usable key set, changes nothing for `valid_s` seconds. After that
