@@ -68,7 +68,7 @@ class OrgFigures(NamedTuple):
                 return 0
 
     def plus(self, other: OrgFigures) -> OrgFigures:
-        """Adds the figures that another shard has for the same org."""
+        """Returns these figures combined with the figures that another shard has for the same org."""
         ages = [age for age in (self.oldest_ready_age_us, other.oldest_ready_age_us) if age is not None]
         spans = [span for span in (self.rates_over_us, other.rates_over_us) if span is not None]
         return OrgFigures(
