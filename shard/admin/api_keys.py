@@ -56,7 +56,7 @@ class StoredKey(NamedTuple):
 
 
 class FoundKeys(NamedTuple):
-    """Keys by id, and the number of all revocations of keys before they were read."""
+    """Keys by id, and how many times keys had been revoked when they were read."""
 
     revocations: int
     keys: Mapping[str, StoredKey]

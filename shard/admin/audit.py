@@ -34,7 +34,7 @@ class Intent(NamedTuple):
     id: str
     principal: str
     peer: str
-    # A method of the contract, or a command.
+    # A gRPC method, or a command.
     method: str
     # Empty: the change is not about a single org or queue.
     org: str

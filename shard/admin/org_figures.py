@@ -110,7 +110,7 @@ class WantedOrgs(NamedTuple):
 
 class OrgPage(NamedTuple):
     orgs: list[OrgFigures]
-    # Whether there are orgs behind the last one of the page.
+    # Whether there are orgs after the last org of the page.
     more: bool
 
 

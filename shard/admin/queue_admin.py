@@ -196,10 +196,10 @@ class QueueAdmin:
         epoch: int = FIRST_EPOCH,
         draining: bool = False,
     ) -> QueueRecord:
-        """Changes the settings that are not None, and resets those that `reset` names to their defaults. `epoch` is the
-        epoch of the placement that names this shard as the org's writer. With `draining`, this shard is the source of a
-        move under way: `epoch` is the epoch of the move, and the change has been made on the target before. Raises
-        UnknownQueue, TooManyRetentions, NotOwned."""
+        """Changes the settings that are not None, and resets the settings that `reset` names to their defaults. `epoch`
+        is the epoch of the placement that names this shard as the org's writer. With `draining`, this shard is the
+        source of a move under way: `epoch` is the epoch of the move, and the change has been made on the target before.
+        Raises UnknownQueue, TooManyRetentions, NotOwned."""
         act = partial(self._alter_queue, org, queue, settings, reset, epoch, draining=draining)
         return await self._in_turn(org, act)
 
@@ -277,7 +277,7 @@ class QueueAdmin:
                 raise QueueNotEmpty(org, queue)
 
     async def holds_jobs(self, org: OrgId, queue: QueueName) -> bool:
-        """Returns whether the shard has unfinished jobs of the queue, including exported ones."""
+        """Returns whether the shard has unfinished jobs of the queue, including exported jobs."""
         rows = await self._database.run(statements.HOLDS_JOBS, {"org": org, "queue": queue})
         return bool(rows and rows[0][0])
 
@@ -288,7 +288,7 @@ class QueueAdmin:
 
     async def purge_queue(self, org: OrgId, queue: QueueName, *, limit: int, include_dead: bool) -> int:
         """Cancels up to `limit` jobs that have no valid lease, and returns how many. Raises UnknownQueue. After
-        ShardUnavailable, some may have been cancelled."""
+        ShardUnavailable, some jobs may have been cancelled."""
         return await self._in_turn(org, partial(self._purge_queue, org, queue, limit=limit, include_dead=include_dead))
 
     async def _purge_queue(self, org: OrgId, queue: QueueName, *, limit: int, include_dead: bool) -> int:
@@ -318,7 +318,7 @@ class QueueAdmin:
     ) -> int:
         """Puts up to `limit` dead jobs back, and returns how many. The jobs become due one after another, `gap_us`
         apart. The first job becomes due `ahead` gaps from now, after the `ahead` jobs that were put back before. Raises
-        UnknownQueue. After ShardUnavailable, some may have been put back."""
+        UnknownQueue. After ShardUnavailable, some jobs may have been put back."""
         parameters = {
             "org": org,
             "queue": queue,
@@ -393,13 +393,13 @@ class QueueAdmin:
         return await org_figures.read(self._database, orgs)
 
     async def queue_figures(self, *, max_age_us: int) -> list[QueueFigures]:
-        """Returns the figures of the largest queues, and the sums of all others, from a count that is at most about
-        `max_age_us` old."""
+        """Returns the figures of the largest queues, and the sums of all other queues, from a count that is at most
+        about `max_age_us` old."""
         return await self._scan(None, partial(queue_figures.measure, self._database, max_age_us=max_age_us))
 
     async def _in_turn(self, org: OrgId, act: Callable[[], Awaitable[T]]) -> T:
-        """Runs a call about an org's queues when its turn comes. `act` must not call `_in_turn`, because it would wait
-        for itself."""
+        """Runs a call about an org's queues when its turn comes. `act` must not call `_in_turn`, because it would then
+        wait for its own end."""
         answer: T = await self._calls.submit(SingleCall(org, 1, act))
         return answer
 

@@ -50,7 +50,7 @@ async def measure(database: Database, *, max_age_us: int) -> list[QueueFigures]:
 
 
 def folded(figures: Sequence[QueueFigures], *, named_max: int) -> list[QueueFigures]:
-    """Returns the figures of the first queues with their names, and the sums of all others."""
+    """Returns the figures of the first queues with their names, and the sums of all other queues."""
     named: list[QueueFigures] = []
     others = QueueFigures(None, None, 0, 0, 0, 0, None)
     for one in figures:

@@ -25,13 +25,13 @@ from shard.postgres.pool import Database
 from shard.queue import statements as queue_statements
 from shard.vocabulary import JobId, OrgId, QueueName, Slot
 
-# Upper bound for the jobs that are moved to another shard at once.
+# Upper bound for the jobs that are moved to another shard together.
 ROWS_MAX = 1000
 _FIRST_ID = "00000000-0000-0000-0000-000000000000"
 
 
 class Strays(NamedTuple):
-    """Stray jobs of one queue that were set aside, in the order of read_strays.sql's columns."""
+    """Stray jobs of one queue that `set_aside` has hidden, in the order of read_strays.sql's columns."""
 
     org: OrgId
     queue: QueueName
@@ -116,14 +116,14 @@ async def set_aside(shard: Database, slot: Slot) -> bool:
 
 
 async def read(shard: Database, slot: Slot, *, older: bool) -> list[Strays]:
-    """Returns jobs of this slot that were set aside. With `older`, also returns jobs whose ids were made more than 7
-    days ago."""
+    """Returns stray jobs of this slot that `set_aside` has hidden. With `older`, also returns jobs whose ids were made
+    more than 7 days ago."""
     rows = await shard.run(statements.READ_STRAYS, {"slot": slot, "older": older, "rows": ROWS_MAX})
     return list(map(Strays._make, rows))
 
 
 async def read_unfinished(shard: Database, org: OrgId, queue: QueueName, *, behind: JobId | None = None) -> list[JobId]:
-    """Returns ids of a queue's live and dead jobs, at most ROWS_MAX: the first ones, or those that follow `behind`."""
+    """Returns up to ROWS_MAX ids of a queue's live and dead jobs: the first ids, or the ids that follow `behind`."""
     rows = await shard.run(
         statements.READ_UNFINISHED, {"org": org, "queue": queue, "behind": behind or _FIRST_ID, "rows": ROWS_MAX}
     )
@@ -184,8 +184,8 @@ async def bring(home: Database, strays: Sequence[Strays], ids: Sequence[JobId], 
 async def end(
     shard: Database, slot: Slot, org: OrgId, *, brought: Collection[JobId], known: Collection[JobId]
 ) -> tuple[int, int]:
-    """Deletes stray jobs that were set aside and that another shard has: `brought` were moved there, `known` were there
-    already. Returns how many of each this call deleted."""
+    """Deletes stray jobs that `set_aside` has hidden and that another shard has: `brought` were moved there, `known`
+    were there already. Returns how many of `brought` and of `known` this call deleted."""
     rows = await shard.run(
         statements.END_STRAYS,
         {"slot": slot, "org": org, "brought": arrays.plain(brought), "known": arrays.plain(known)},

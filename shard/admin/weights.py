@@ -10,7 +10,7 @@ from shard.errors import TooManyWeights
 from shard.postgres.pool import Database
 from shard.vocabulary import OrgId
 
-# There is a limit because routers read all weights when one weight has changed.
+# An upper bound, because routers read all weights when one weight has changed.
 WEIGHTS_MAX = 10_000
 # The weight of an org that has none of its own.
 WEIGHT_DEFAULT = 1.0

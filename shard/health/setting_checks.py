@@ -31,7 +31,7 @@ def _is(*values: str) -> Callable[[Setting], bool]:
 
 
 def _between(least: float, most: float) -> Callable[[Setting], bool]:
-    """Matches wrong values: those from `least` to `most`, both included."""
+    """Matches the values from `least` to `most`, both included, as wrong."""
     return lambda setting: least <= setting.number <= most
 
 

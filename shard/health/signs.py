@@ -16,7 +16,7 @@ class Signs(NamedTuple):
 
     # For how long the oldest snapshot has been held.
     snapshot_s: float
-    # How late the schedule is that is the most overdue.
+    # How late the most overdue schedule is.
     schedule_late_s: float
     # For how long a day could have turned cold, or a cold day could have been dropped, without the archiver doing it.
     archive_late_s: float

@@ -26,9 +26,9 @@ from shard.postgres.pool import Database
 from shard.postgres.sql_loader import Statement
 from shard.vocabulary import OrgId
 
-# All statements queue behind a session that waits for an exclusive lock, so this wait must be short. Only writers of a
-# past day queue behind a session that waits for a weaker lock, so this wait may be longer. It must be longer, because
-# an autovacuum gives way only to a session that has waited for deadlock_timeout, which is one second.
+# All statements on the table queue behind a session that waits for an exclusive lock, so this wait must be short. Only
+# writers of a past day queue behind a session that waits for a weaker lock, so this wait may be longer. It must be
+# longer, because an autovacuum gives way only to a session that has waited for deadlock_timeout, which is one second.
 _EXCLUSIVE_LOCK_WAIT, _WEAKER_LOCK_WAIT = "50ms", "2s"
 _SET_LOCK_WAIT: LiteralString = "SELECT set_config('lock_timeout', %s, true)"
 _TRIES = 10
@@ -43,7 +43,7 @@ class Aged:
     partition: str
     jobs: int
     bytes: int
-    # For how long the partition was locked exclusively. Enqueues and acks may have waited for so long.
+    # For how long the partition was locked exclusively. Enqueues and acks may have waited for that time.
     locked_s: float
 
 
@@ -104,7 +104,7 @@ async def turn_cold(database: Database, day: Day) -> Aged:
     if not day.cold_already:
         await _prepare(database, day)
     async with _transaction(database) as connection:
-        # Wait for present writers to end, and keep new ones out.
+        # Wait for present writers to end, and keep new writers out.
         await _lock(connection, "SHARE ROW EXCLUSIVE", day.name)
         jobs, size = await _enter_books(connection, day), await _size(connection, day.name)
         await connection.execute(statements.RAISE_COLD_UNTIL, {"past": day.past})
@@ -130,7 +130,7 @@ async def drop(database: Database, day: Day, *, exported: Mapping[OrgId, int] | 
             await connection.run(statements.SET_ASIDE_HELD, _parameters(day))
             await connection.run(statements.FORGET_EMPTY_DAYS, {})
         async with _transaction(database, dropping=True) as connection:
-            # Keep rows from being added from here on.
+            # From here on, nobody can add rows.
             await _lock(connection, "SHARE ROW EXCLUSIVE", day.name)
             if await connection.run(statements.FIND_HELD, _parameters(day)):
                 # An org was put under hold after the rows of the other held orgs were moved.
@@ -232,7 +232,7 @@ async def _enter_books(connection: Connection, day: Day) -> int:
 
 
 async def _reattach(connection: Connection, day: Day) -> None:
-    # Send all statements at once: enqueues and acks would wait for each further round trip.
+    # Send all statements together: enqueues and acks would wait for each further round trip.
     await connection.execute(
         sql.SQL(
             "ALTER TABLE {finished} DETACH PARTITION {day}; ALTER TABLE {day} RENAME TO {cold_name}; "
@@ -277,7 +277,8 @@ async def _keep_ids(connection: Connection, day: Day) -> None:
 
 @contextlib.asynccontextmanager
 async def _transaction(database: Database, *, dropping: bool = False) -> AsyncGenerator[Connection]:
-    """With `dropping`, no org is put under legal hold until the transaction ends."""
+    """Opens a transaction for slow steps. With `dropping`, no org is put under legal hold until the transaction
+    ends."""
     async with database.transaction() as connection:
         if dropping:
             await org_policies.lock_holds(connection)

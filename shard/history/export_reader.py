@@ -139,8 +139,8 @@ async def ends(database: Database, day: Day) -> tuple[JobId | None, JobId | None
 
 async def pages(database: Database, day: Day, orgs: Sequence[OrgDay]) -> AsyncGenerator[Columns]:
     """Yields the jobs of these orgs of this day as columns, in the given order of the orgs. Stops when it has yielded
-    as many jobs as `count` returned. If jobs have appeared or disappeared since then, it yields other numbers of jobs;
-    the caller must compare them. Raises ShardUnavailable.
+    as many jobs as `count` returned. If jobs have appeared or disappeared since then, it yields more or fewer jobs; the
+    caller must compare the numbers. Raises ShardUnavailable.
 
     While the caller works on a page, the next page is already being read. Close the generator if you do not exhaust
     it."""

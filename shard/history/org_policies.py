@@ -42,12 +42,12 @@ class Policy(NamedTuple):
 
 
 async def read(catalog: Database) -> list[Policy]:
-    """Returns the policies of all orgs that have one, by org."""
+    """Returns the policies of all orgs that have a policy, by org."""
     return (await _read(catalog))[1]
 
 
 async def read_one(catalog: Database, org: OrgId) -> Policy:
-    """Returns one org's policy, which is the default if it has none."""
+    """Returns one org's policy, or the default policy if the org has none."""
     rows = await catalog.run(statements.READ_POLICY, {"org": org})
     return Policy._make(rows[0]) if rows else Policy(org)
 

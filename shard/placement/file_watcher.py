@@ -78,7 +78,7 @@ class WatchedFile(WatchedFiles):
             text = read_text(self._path)
             self.digest = digest_of(text)
             cluster = parse_cluster(text, source=str(self._path))
-            # Watch the files that its `dsn_file` keys name, too.
+            # Also watch the files that the cluster file's `dsn_file` keys name.
             files = (self._path, *cluster.dsn_files)
             if files == self.paths:
                 return cluster

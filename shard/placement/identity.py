@@ -26,7 +26,8 @@ class Record(NamedTuple):
 
     # The id of the shard's database. None: it has not been recorded.
     id: str | None = None
-    # How many slots the shard holds, and how many slots have left it but routers may still ask it about them.
+    # The number of slots that the shard holds, and the number of slots that have left it and about which routers may
+    # still ask it.
     slots: int = 0
     slots_left: int = 0
     # The mark that the catalog confirmed last. None: there is none yet.
@@ -89,8 +90,8 @@ async def examine(database: Database, catalog: Database | None, *, cluster: str)
 
 async def admit(database: Database, catalog: Database, *, cluster: str) -> Identity | None:
     """Makes this database the shard's database, unless it is already, and migrates its schema to this release. Returns
-    its identity. It is safe to call this from many processes at once, and again after a crash. Raises Misconfigured,
-    ShardUnavailable."""
+    its identity. It is safe to call this from many processes at the same time, and again after a crash. Raises
+    Misconfigured, ShardUnavailable."""
     is_it = await examine(database, catalog, cluster=cluster)
     await schema.migrate(database, cluster=cluster)
     found = await read(database)

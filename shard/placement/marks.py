@@ -80,7 +80,8 @@ async def compare(shard: Database, mark: Mark) -> Comparison:
 
 
 async def last_before(shard: Database, at: Micros) -> tuple[int, Micros] | None:
-    """Returns the number and the time of the newest mark that the shard made before a time, or None if it has none."""
+    """Returns the number and the time of the newest mark that the shard made before a time, or None if there is no such
+    mark."""
     try:
         rows = await shard.run(statements.FIND_MARK_BEFORE, {"before_us": at})
     except NO_SCHEMA:

@@ -1,9 +1,10 @@
-"""Moves slots from one shard to another. Has the steps of docs/decisions/0017-moving-slots.md that run on shards; each
-step takes many slots together. The steps that run on the catalog are in shard/placement/catalog.py. balancer/move.py
-decides which step comes next.
+"""Moves slots from one shard to another. This module has the steps of docs/decisions/0017-moving-slots.md that run on
+shards; each step takes many slots together. The steps that run on the catalog are in shard/placement/catalog.py.
+balancer/move.py decides which step comes next.
 
 Each step compares epochs and chunk numbers before it writes. So a step that comes late, comes twice, or is taken by two
-processes at once changes nothing. Every step may raise ShardUnavailable; the step may then have been taken or not.
+processes at the same time changes nothing. Every step may raise ShardUnavailable; the step may then have been taken or
+not.
 """
 
 from __future__ import annotations
@@ -218,7 +219,7 @@ async def carry_arrivals(source: Database, target: Database, slots: Sequence[Slo
 
 async def make_queues(database: Database, queues: Sequence[QueueOfSlot]) -> None:
     """Creates the queues that do not exist on this shard, with the default configuration. Existing queues, even deleted
-    ones, stay as they are, so this may be called at any time."""
+    queues, stay as they are, so this may be called at any time."""
     for batch in _batches(queues):
         orgs = {row.org: row.slot for row in batch}
         named = [row for row in batch if row.queue is not None]

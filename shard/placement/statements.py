@@ -73,8 +73,8 @@ WRITE_QUARANTINES = _load("write_quarantines")
 DELETE_QUARANTINES = _load("delete_quarantines")
 WRITE_BUCKETS = _load("write_buckets")
 COUNT_REMAINING = _load("count_remaining")
-# Not repeatable: a second run would export other jobs, and would not return the jobs of the first run. These would be
-# seen only much later.
+# Not repeatable: a second run would export other jobs, and would not return the jobs of the first run. Nobody would see
+# those jobs for a long time.
 EXPORT_CHUNK = _load("export_chunk", repeatable=False)
 READ_EXPORTED = _load("read_exported")
 IMPORT_CHUNK = _load("import_chunk")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-# If a server has not accepted a connection after this time, the next server is tried at the same time.
+# If a server has not accepted a connection after this time, the next server is tried too.
 NEXT_S = 0.5
 # How long to wait for a server that may have replaced another server. This is the smallest value that libpq accepts.
 _LOOK_S_MAX = 2
@@ -41,8 +41,8 @@ def each_of(dsn: str) -> list[str]:
 
 
 async def first_of(dsn: str, connect: Callable[[str], Coroutine[Any, Any, _Connection]]) -> _Connection:
-    """Returns a connection to the first server of a DSN that accepts one. Tries the servers in order. If a server has
-    not answered after NEXT_S, tries the next server at the same time. If all servers fail, raises the error of the last
+    """Returns a connection to the first server of a DSN that accepts a connection. Tries the servers in order. If a
+    server has not answered after NEXT_S, tries the next server too. If all servers fail, raises the error of the last
     server."""
     remaining = each_of(dsn)
     if len(remaining) == 1:

@@ -1,5 +1,5 @@
-"""Makes the partitions of the table finished ahead of time. The table has a partition for each retention, and this has
-a partition for each UTC day. The table cold gets its partition for a retention at the same time."""
+"""Makes the partitions of the table finished ahead of time. The table has a partition for each retention, and that
+partition has a partition for each UTC day. The table cold gets its partition for a retention at the same time."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Database:
         # The identity that the database has proved (shard/placement/identity.py). A connection to a database with
         # another identity is refused. None: the identity is not checked.
         self.identity: tuple[Any, ...] | None = None
-        # A mark that the database must have; a connection to a database without it is refused. None: no mark is
+        # A mark that the database must have; a connection to a database without the mark is refused. None: no mark is
         # checked.
         self.mark: Mark | None = None
         # True if something may have been written since this was set to False.
@@ -236,7 +236,7 @@ class Database:
                 connection.unreplicated = False
                 await connection.run(statements.WAIT_FOR_STANDBY, {})
         except psycopg.errors.ReadOnlySqlTransaction:
-            # The server has become a standby. Another connection may lead to the primary; this one does not.
+            # The server has become a standby. Another connection may lead to the primary; this connection does not.
             await connection.close()
             raise
         finally:

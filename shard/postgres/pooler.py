@@ -1,4 +1,5 @@
-"""Recognizes a pooler that gives a session to others after each transaction, such as PgBouncer in transaction mode.
+"""Recognizes a pooler that gives a session to other clients after each transaction, such as PgBouncer in transaction
+mode.
 
 Through such a pooler, settings, prepared statements, advisory locks and LISTEN would get lost or reach the sessions of
 other clients. Some calls would fail, and commits might not wait for the disk. PgBouncer does not tell its mode, so this

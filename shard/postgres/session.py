@@ -42,7 +42,7 @@ QUEUE_SETTINGS = f"""{_SETTINGS}
 # Statements that count and list may scan. They are planned for each run, because the best plan depends on the size of
 # the org and on the days that are read. Bitmap scans are disabled, because a bitmap scan reads all index entries of an
 # org, whatever the LIMIT is. Without statistics, as after a load, the planner assumes that all orgs are small, and
-# would prefer it.
+# would prefer a bitmap scan.
 SCAN_SETTINGS = f"""{_SETTINGS}
     ('enable_bitmapscan', 'off'), ('plan_cache_mode', 'force_custom_plan'), ('statement_timeout', '300s')
 ) AS s (name, value)

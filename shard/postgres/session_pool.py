@@ -1,7 +1,7 @@
 """A bounded number of sessions with one server, handed out first come, first served.
 
 Knows no statements and no server: `connect` makes a session, and tries until it succeeds. A session that was closed,
-has an open transaction, or is old is replaced by a new one when it is returned.
+has an open transaction, or is old is replaced by a new session when it is returned.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class SessionPool:
                 with contextlib.suppress(ValueError):
                     self._waiting.remove(waiter)
             elif waiter.exception() is None:
-                # The waiter got a session just before this.
+                # The waiter got a session just before this, so give it back.
                 self.give_back(waiter.result())
             if isinstance(error, TimeoutError):
                 raise ShardUnavailable(self._shard, f"no connection within {wait_s:g} s") from error
@@ -106,7 +106,7 @@ class SessionPool:
             self._discard(session)
 
     def take_all_idle(self) -> list[Session]:
-        """Takes every idle session at once."""
+        """Takes all idle sessions."""
         idle, self._idle = self._idle, []
         return idle
 

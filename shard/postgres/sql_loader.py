@@ -92,7 +92,7 @@ _COLUMN_LISTS = {
         *(f"{name}::text" if name in _JSON else name for name in TEMPLATE_COLUMNS if name not in _BINARY),
         *("created_at", "paused_at", "next_at", "last_at", "last_job::text", "buffered"),
     ),
-    # kept: the queue's retention, or else the org's.
+    # `kept` is the queue's retention or, if the queue has none, the org's retention.
     "effective_settings": tuple("kept" if column == "retention" else column for column in _SETTINGS),
 }
 
@@ -185,7 +185,7 @@ class Statement(bytes):
 
     # Traces use it as the name of the operation.
     name: str
-    # The name of its file. It differs from `name` if several statements come from one file.
+    # The name of the statement's file. It differs from `name` if several statements come from one file.
     file: str
     # True if the statement may run again after a lost connection, when nobody knows whether the first run committed.
     # Most statements may: they name the ids or the lease that they change.

@@ -1,4 +1,4 @@
--- One page of a queue's blocked, scheduled, ready or leased jobs, including exported ones, in the order in which they
+-- One page of a queue's blocked, scheduled, ready or leased jobs, including exported jobs, in the order in which they
 -- will be claimed. The page ends with the job that fills bytes_max; `found` counts the jobs without this limit. The
 -- other columns of a job count as 1 KiB, because they have less.
 SELECT

@@ -1,5 +1,5 @@
 -- What the catalog knows about a shard: the id of its database, if the id is recorded, the number of slots that the
--- shard holds, the number of slots that have left it but routers may still ask it about, and the mark that was
+-- shard holds, the number of slots that have left it and about which routers may still ask it, and the mark that was
 -- confirmed last.
 SELECT
     s.id::text,

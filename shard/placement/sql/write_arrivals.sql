@@ -1,4 +1,4 @@
--- Appends ends of nodes that were appended on another shard before. Returns the workflows of these nodes, for
+-- Appends the ends of nodes that were appended on another shard. Returns the workflows of these nodes, for
 -- fold_workflows.sql.
 WITH appended AS (
     INSERT INTO windrow.workflow_arrival AS a (org_id, workflow, node, how)
