@@ -15,5 +15,5 @@ WITH deleted AS (
 )
 SELECT version.limits_changed
 FROM version
--- Every process with a copy of the catalog listens for this.
+-- All routers listen for this.
 CROSS JOIN LATERAL (SELECT pg_notify('windrow_catalog', 'limits ' || version.limits_changed)) told

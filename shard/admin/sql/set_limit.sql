@@ -18,5 +18,5 @@ WITH version AS (
 )
 SELECT stored.changed
 FROM stored
--- Every process with a copy of the catalog listens for this.
+-- All routers listen for this.
 CROSS JOIN LATERAL (SELECT pg_notify('windrow_catalog', 'limits ' || stored.changed)) told

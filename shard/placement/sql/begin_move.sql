@@ -22,5 +22,5 @@ WITH due AS MATERIALIZED (
     RETURNING p.slot, p.epoch
 )
 SELECT changed.slot, changed.epoch FROM changed
--- Every process with a copy of the catalog listens for this.
+-- All routers listen for this.
 CROSS JOIN (SELECT pg_notify('windrow_catalog', next.epoch::text) FROM next) told

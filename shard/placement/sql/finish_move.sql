@@ -17,5 +17,5 @@ WITH due AS MATERIALIZED (
     RETURNING p.slot
 )
 SELECT changed.slot FROM changed
--- Every process with a copy of the catalog listens for this.
+-- All routers listen for this.
 CROSS JOIN (SELECT pg_notify('windrow_catalog', next.epoch::text) FROM next) told

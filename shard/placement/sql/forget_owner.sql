@@ -18,5 +18,5 @@ WITH gone AS (
 )
 SELECT (SELECT count(*) FROM changed) AS slots
 FROM (SELECT 1) one
--- Every process with a copy of the catalog listens for this.
+-- All routers listen for this.
 LEFT JOIN (SELECT pg_notify('windrow_catalog', next.epoch::text) FROM next) told ON true

@@ -20,5 +20,5 @@ WITH free AS MATERIALIZED (
     RETURNING org, slot, epoch, shard, label, value
 )
 SELECT pinned.* FROM pinned
--- Every process with a copy of the catalog listens for this.
+-- All routers listen for this.
 CROSS JOIN (SELECT pg_notify('windrow_catalog', next.epoch::text) FROM next) told
