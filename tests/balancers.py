@@ -73,8 +73,8 @@ class Field:
         # Slots that changed together share one object, so there are few to look at.
         placements = {id(one): one for one in slots}
         counted = Counter[str]()
-        for identity, count in Counter(map(id, slots)).items():
-            one = placements[identity]
+        for number, count in Counter(map(id, slots)).items():
+            one = placements[number]
             counted[one.reads[0] if one.at_rest else "moving"] += count
         return counted
 

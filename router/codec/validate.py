@@ -1,5 +1,5 @@
-"""Checks requests against the rules in proto/windrow/v1, with protovalidate. The rules also say how large each field may
-be.
+"""Checks requests against the rules in proto/windrow/v1, with protovalidate. The rules also say how large each field
+may be.
 
 protovalidate takes 3 µs for each job of an Enqueue, which would be most of the router's work for that call. So a few
 checks on whole columns recognise the simplest batches, with only id, queue, kind, payload, priority and trace. These

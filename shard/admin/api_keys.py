@@ -1,7 +1,7 @@
 """API keys in the catalog's database: how they are made, listed, revoked and found.
 
 A key is the text `wr_ID_SECRET`. The database has the SHA-256 of the secret only, so whoever reads the database cannot
-call. Who may do what with a key is decided by router/gate/auth. `database` is always the catalog's.
+call. router/gate/auth decides who may do what with a key. The parameter `database` is always the catalog's database.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class ApiKey(NamedTuple):
     created_at: Micros
     expires_at: Micros | None
     revoked_at: Micros | None
-    # The latest UTC day on which a router took it.
+    # The latest UTC day on which a router accepted the key.
     last_used: date | None
-    # Whether it had expired when it was read, by the catalog's clock.
+    # Whether the key had expired when it was read, by the catalog's clock.
     expired: bool
 
 
@@ -50,13 +50,13 @@ class StoredKey(NamedTuple):
     secret_sha256: bytes
     org: OrgId | None
     scopes: Sequence[str]
-    # The seconds that are left until it expires; None: it does not expire.
+    # The seconds until the key expires. None: the key does not expire.
     expires_in_s: float | None
     revoked: bool
 
 
 class FoundKeys(NamedTuple):
-    """Keys by id, and how often keys had been revoked when they were read."""
+    """Keys by id, and how many times keys had been revoked when they were read."""
 
     revocations: int
     keys: Mapping[str, StoredKey]
@@ -70,13 +70,13 @@ class KeyText(NamedTuple):
 
 
 def parse(text: str) -> KeyText | None:
-    """Returns the parts of a key, or None if the text is none."""
+    """Returns the parts of a key, or None if the text is not a key."""
     found = _KEY.fullmatch(text)
     return None if found is None else KeyText(found[1], _sha256(found[2]))
 
 
 def parse_id(text: str) -> str | None:
-    """Returns the id of a key, which may be written as `wr_ID`, or None if the text is none."""
+    """Returns the id of a key, which may be written as `wr_ID`, or None if the text is not an id."""
     found = _KEY_ID.fullmatch(text)
     return None if found is None else found[1]
 
@@ -95,8 +95,8 @@ async def create(
     expires_in_s: int | None,
     key_id: str | None = None,
 ) -> tuple[ApiKey, str]:
-    """Stores a new key. Returns it and its text, which nobody can read again. After ShardUnavailable it may be stored,
-    but nobody has its text. `key_id`: as draw_id returned it; None: any."""
+    """Stores a new key. Returns the key and its text, which nobody can read again later. After ShardUnavailable the key
+    may be stored, but nobody has its text. `key_id` is an id that draw_id returned. None: the key gets a new id."""
     key_id = key_id or draw_id()
     secret = secrets.token_urlsafe(_SECRET_BYTES)
     rows = await database.run(
@@ -119,7 +119,7 @@ async def read_all(database: Database) -> list[ApiKey]:
 
 
 async def revoke(database: Database, key_id: str) -> ApiKey:
-    """Ends the use of a key on all routers. Doing it again changes nothing. Raises UnknownApiKey."""
+    """Ends the use of a key on all routers. A second call changes nothing. Raises UnknownApiKey."""
     rows = await database.run(statements.REVOKE_API_KEY, {"id": key_id})
     if not rows:
         raise UnknownApiKey(key_id)
@@ -127,7 +127,7 @@ async def revoke(database: Database, key_id: str) -> ApiKey:
 
 
 async def find(database: Database, ids: Collection[str]) -> FoundKeys:
-    """Returns those of the keys that exist, from one snapshot."""
+    """Returns the keys with these ids, as far as they exist, from one snapshot."""
     rows = await database.run(statements.FIND_API_KEYS, {"ids": arrays.plain(ids)})
     keys = {row[1]: StoredKey(bytes(row[2]), *row[3:]) for row in rows if row[1] is not None}
     return FoundKeys(rows[0][0], keys)

@@ -1,9 +1,10 @@
-"""The audit log: who changed what, when, and how it ended. It is in the catalog's database, and that database's clock
-says when.
+"""The audit log: who changed what, when, and how it ended. The log is in the catalog's database, and the times are
+those of that database's clock.
 
-A change has one row, which is written before the change begins; its outcome is added afterwards. If the row cannot be
-written, the change must not be made. Reads of the whole cluster are counted, in one row for each caller and minute. The
-rows hold no payloads, no values of attributes and no secrets: whoever makes an entry leaves them out.
+Each change has one row. The row is written before the change begins, and the outcome of the change is added to it
+afterwards. If the row cannot be written, the change must not be made. Reads of the whole cluster are counted, in one
+row for each minute, caller, method and outcome. The rows hold no payloads, no values of attributes and no secrets: the
+code that makes an entry leaves them out.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from shard.vocabulary import Micros
 
 DAYS_DEFAULT = 90
 _DAYS_MAX = 3650
-# Upper bounds: for all texts of an entry together, its request included, and for each text.
+# The most bytes of all texts of an entry together, including its request, and the most bytes of each text.
 ENTRY_BYTES_MAX = 1024
 _TEXT_BYTES_MAX = 200
-# Stands for a field of a request for which an entry has no room.
+# Replaces the value of a request's field if the entry has no room for the value.
 LEFT_OUT = "…"
 
 
@@ -33,9 +34,9 @@ class Intent(NamedTuple):
     id: str
     principal: str
     peer: str
-    # A method of the contract, or a command.
+    # A gRPC method, or a command.
     method: str
-    # Empty: it is about no single org or queue.
+    # Empty: the change is not about a single org or queue.
     org: str
     queue: str
     # The other fields of the request, as JSON.
@@ -70,22 +71,22 @@ class Entry(NamedTuple):
     method: str
     org: str | None
     queue: str | None
-    # JSON; None if there is nothing to say.
+    # JSON. None: the entry counts reads.
     request: str | None
     # None: the outcome is not known.
     ended_at: Micros | None
     outcome: str | None
     counts: str | None
     calls: int
-    # The name of the API key that called; None if it was none.
+    # The name of the API key with which the call was made. None: the call was made without an API key.
     key_name: str | None
 
 
 def intent(
     *, principal: str, peer: str, method: str, org: str = "", queue: str = "", request: Mapping[str, object]
 ) -> Intent:
-    """Returns an intent with an id of its own. Long texts are cut, and of a long request the longest fields are left
-    out: an entry has at most ENTRY_BYTES_MAX."""
+    """Returns an intent with an id of its own. Cuts long texts, and leaves out the longest fields of a long request, so
+    that an entry has at most ENTRY_BYTES_MAX."""
     texts = (str(uuid4()), fit(principal), fit(peer), method, org, queue)
     room = ENTRY_BYTES_MAX - sum(len(text.encode(errors="replace")) for text in texts)
     return Intent(*texts, _fitting(request, room))
@@ -113,7 +114,8 @@ def _bytes_of(value: object) -> int:
 
 
 def days_of(cluster: Cluster) -> int:
-    """Returns for how many days entries are kept: `days` of the table [audit]. Raises ClusterFileError."""
+    """Returns the number of days for which entries are kept: `days` in the table [audit] of the cluster file. Raises
+    ClusterFileError."""
     table, where = cluster.tables.get("audit", {}), f"{cluster.source}: [audit]"
     known_keys(table, {"days"}, where=where)
     days = table.get("days", DAYS_DEFAULT)
@@ -123,22 +125,22 @@ def days_of(cluster: Cluster) -> int:
 
 
 def is_on(cluster: Cluster) -> bool:
-    """Whether the cluster keeps an audit log: if its file has the table [auth] or [audit]."""
+    """Returns whether the cluster keeps an audit log. It does if its cluster file has the table [auth] or [audit]."""
     return not {"auth", "audit"}.isdisjoint(cluster.tables)
 
 
 async def begin(catalog: Database, intents: Sequence[Intent]) -> None:
-    """Writes intents down. Raises ShardUnavailable: then none of the changes may be made."""
+    """Writes down the intents. Raises ShardUnavailable; then the caller must not make any of the changes."""
     await catalog.run(statements.BEGIN_AUDIT, {"entries": _json(intents)})
 
 
 async def end(catalog: Database, ends: Sequence[End]) -> None:
-    """Writes outcomes down. Raises ShardUnavailable."""
+    """Writes down the outcomes. Raises ShardUnavailable."""
     await catalog.run(statements.END_AUDIT, {"ends": _json(ends)})
 
 
 async def record_reads(catalog: Database, reads: Mapping[Read, int]) -> None:
-    """Adds reads, each with how many there were. Raises ShardUnavailable."""
+    """Adds reads to the log, each with the number of calls. Raises ShardUnavailable."""
     rows = [{**read._asdict(), "calls": calls} for read, calls in reads.items()]
     await catalog.run(statements.RECORD_READS, {"reads": json.dumps(rows)})
 

@@ -1,7 +1,7 @@
-"""Counts an org's jobs that meet conditions, in parts: one shard's counts, and those of several shards as one.
+"""Counts an org's jobs that meet conditions, in parts. Counts on one shard, and merges the counts of several shards.
 
-Each part has all jobs of a range of ids as they were at one moment, the newest first, as the pages of job_pages.py. A
-job's id never changes, so no job is counted in two parts.
+Each part has all jobs of a range of ids, as they were at one moment. The part with the newest jobs comes first, as with
+the pages of job_pages.py. A job's id never changes, so no job is counted in two parts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shard.admin.job_pages import Wanted
 from shard.postgres.pool import Database
 from shard.vocabulary import JobState, Micros
 
-# A part reads ranges of about this many jobs, and ends after this time: other lists and counts wait for it.
+# A part reads ranges of about this many jobs, and ends after this time, because other lists and counts wait for it.
 _ROWS = 10_000
 _S_MAX = 0.040
 _ID_BYTES = 16
@@ -24,7 +24,7 @@ _ID_BYTES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedCount(Wanted):
-    """Which jobs of an org to count. The further conditions are true of dead jobs only."""
+    """Which jobs of an org to count. Only dead jobs can meet the conditions that this class adds."""
 
     died_after: Micros | None = None
     died_before: Micros | None = None
@@ -32,7 +32,7 @@ class WantedCount(Wanted):
 
     @property
     def all_states(self) -> frozenset[JobState]:
-        # Do not use super(): a dataclass with slots is another class than the one that it was made from.
+        # Do not use super(): `dataclass(slots=True)` makes a second class, and super() would look for the first class.
         states = self.states or frozenset(JobState)
         only_dead = self.not_killed or self.died_after is not None or self.died_before is not None
         return states & {JobState.DEAD} if only_dead else states
@@ -48,16 +48,16 @@ class Part:
 
     @property
     def next_token(self) -> str:
-        """Empty after the last part."""
+        """The token of the next part; empty after the last part."""
         return "" if self.until is None else job_pages.pack(self.until)
 
 
 def merged(parts: Sequence[Part]) -> Part:
-    """Returns the parts of several shards, which begin at the same place and have ids, as one. A job that is known on
-    two shards, because it moves, counts once."""
+    """Merges the parts of several shards into one part. The parts must begin at the same id, and must have the ids of
+    their jobs. A job that two shards know, because it moves, counts once."""
     if len(parts) == 1:
         return parts[0]
-    # Together they have all jobs only down to the nearest end.
+    # The merged part has all jobs only down to the nearest end of the parts.
     until = max((part.until for part in parts if part.until is not None), default=None)
     least = b"" if until is None else UUID(until).bytes
     ids = {

@@ -1,10 +1,10 @@
-"""Lists of an org's jobs, one page at a time, by key and never by offset: one shard's list, and those of several shards
-merged.
+"""Lists an org's jobs page by page, by key and never by offset. Lists the jobs of one shard, and merges the pages of
+several shards.
 
-In the order newest first the key is the id. A job's id never changes, so its position stays the same in every state and
-on every shard. So each page has all jobs of a range of ids as they were at one moment, and no job is on two pages. In
-the order in which jobs will be claimed the key is (priority, visible_at, id). That changes with every lease, so a job
-may appear twice.
+If the newest job comes first, the key is the id. A job's id never changes, so its position stays the same in every
+state and on every shard. So each page has all jobs of a range of ids as they were at one moment, and no job is on two
+pages. In the order in which jobs will be claimed, the key is (priority, visible_at, id). This key changes with every
+lease, so a job may be on two pages.
 """
 
 from __future__ import annotations
@@ -37,42 +37,43 @@ _FIRST_UUID = "00000000-0000-0000-0000-000000000000"
 _HOUR_MS = 3_600_000
 _DAY_MS = 24 * _HOUR_MS
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-# How far the clock that times a job's end may lag behind the clock that made its id.
+# How far the clock that times a job's end may be behind the clock that made the job's id.
 _CLOCKS_MS = 2 * _HOUR_MS
-# Ids are searched in ranges of the time at which they were made, each longer than the one before. A short range is
-# usually enough for a full page and leaves older days alone. Sparse jobs take several ranges; after this much time a
-# page ends early.
+# A search goes through ids in ranges of the time at which the ids were made. Each range is longer than the range
+# before. A short range is usually enough for a full page and leaves older days alone. If jobs are sparse, the search
+# reads several ranges; after _SEARCH_S_MAX the page ends early.
 _RANGE_MS, _RANGE_GROWTH = _HOUR_MS, 8
 _SEARCH_S_MAX = 1.0
-# Conditions may match few of an org's jobs, or none, and no index finds those. A search by conditions begins with
-# longer ranges, but none has more than about this many jobs. If a range had as many, its pages end after this time: a
-# search of a million jobs takes many short calls (docs/decisions/0033-attributes-have-no-index.md). The pages of a
-# small org are full, however busy the machine is.
+# Conditions may match few of an org's jobs, or none, and no index finds the jobs that match. A search by conditions
+# begins with longer ranges, but no range has more than about _SCAN_ROWS jobs. If a range has that many, its page ends
+# after _SCAN_S_MAX, so that a search of a million jobs takes many short calls
+# (docs/decisions/0033-attributes-have-no-index.md). A small org has no such range, so its pages are full, however busy
+# the machine is.
 _SCAN_RANGE_MS = _DAY_MS
 _SCAN_ROWS = 5_000
-# The first range of a page has at most _SCAN_FIRST jobs for each job of a full page; often that is enough. By the share
-# of matches in a range, the next range is made long enough to find the rest, and _SCAN_MARGIN times longer to be sure:
-# to begin a range costs as much as to look at some thousand jobs.
+# The first range of a page has at most _SCAN_FIRST jobs for each job of a full page, which is often enough. The share
+# of matches in a range tells how long the next range must be to find the missing jobs. The next range is made
+# _SCAN_MARGIN times longer than that, because beginning another range costs as much as looking at some thousand jobs.
 _SCAN_FIRST, _SCAN_MARGIN = 20, 4
 _SCAN_S_MAX = 0.020
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Which jobs of an org to list; None and empty match all. `made_after` (inclusive) and `made_before` (exclusive)
-    compare the times in job ids."""
+    """Which jobs of an org to list. A field that is None or empty matches all jobs. `made_after` (inclusive) and
+    `made_before` (exclusive) are compared with the times in job ids."""
 
     org: OrgId
     queue: QueueName | None = None
     # Only jobs in this state. With a queue, a live state and no attributes, the list is in the order in which jobs will
     # be claimed.
     state: JobState | None = None
-    # Instead of `state`: any of these, newest first.
+    # Used instead of `state`: jobs in any of these states, newest first.
     states: frozenset[JobState] = frozenset()
     kind: str = ""
     made_after: Micros | None = None
     made_before: Micros | None = None
-    # What the job's attributes contain, as JSON. None matches all.
+    # The attributes that a job must have, as JSON. None matches all jobs.
     attributes: str | None = None
     include_payload: bool = False
 
@@ -88,7 +89,7 @@ class Wanted:
 
     @property
     def has_conditions(self) -> bool:
-        """Whether there are conditions, so that jobs of the org are read that do not match."""
+        """Whether there are conditions, so that the search also reads jobs of the org that do not match."""
         return bool(self.queue or self.state or self.states or self.kind) or self.attributes is not None
 
     @property
@@ -105,12 +106,13 @@ class Page:
     jobs: list[JobRecord]
     # The key of each job.
     keys: list[Key]
-    # The page is complete up to this key, which may be the last job's or lie behind it. None: it is the last page.
+    # The page is complete up to this key, which is the key of the last job or comes after it. None: it is the last
+    # page.
     until: Key | None
 
     @property
     def next_token(self) -> str:
-        """Empty on the last page."""
+        """The token of the next page; empty on the last page."""
         return "" if self.until is None else pack(*self.until)
 
 
@@ -126,8 +128,8 @@ def merged(
     pages: Sequence[tuple[ShardName, Page]], *, page_size: int, newest_first: bool
 ) -> tuple[list[Listed], Key | None]:
     """Merges the pages of several shards that begin at the same place into one. Returns its jobs and the key up to
-    which it is complete (None: to the end). Pass the shards in the order in which jobs travel: if two of them know a
-    job, the later one is right."""
+    which it is complete (None: to the end). Pass the shards in the order in which jobs travel: if two shards know a
+    job, the later shard is right."""
     ends = [page.until for _, page in pages if page.until is not None]
     # The merged page is complete only up to the nearest end of its parts.
     end = (max if newest_first else min)(ends, key=_sortable) if ends else None
@@ -149,7 +151,7 @@ def merged(
 
 
 def _sortable(key: Key) -> Any:
-    # All keys of a list have parts of the same types.
+    # Any key can be compared: all keys of a list have parts of the same types.
     return key
 
 
@@ -157,7 +159,7 @@ class OrgLookup(NamedTuple):
     """What is read about an org before its jobs are listed, in the order of find_listed.sql's columns."""
 
     now: Micros
-    # When the oldest cold day began. None: there is no cold day.
+    # The beginning of the oldest cold day. None: there is no cold day.
     oldest_cold: Micros | None
     org_id: int
     slot: Slot
@@ -165,8 +167,8 @@ class OrgLookup(NamedTuple):
 
 
 async def page(database: Database, wanted: Wanted, *, page_size: int, page_token: str) -> Page:
-    """Returns the next page of one shard's jobs. It ends early with the job that fills ANSWER_BYTES_MAX, or when the
-    search takes long. Raises BadPageToken, ShardUnavailable."""
+    """Returns the next page of one shard's jobs. The page ends early with the job that fills ANSWER_BYTES_MAX, or when
+    the search takes long. Raises BadPageToken, ShardUnavailable."""
     after = unpack(page_token, newest_first=wanted.newest_first) if page_token else None
     org_lookup = await look_up(database, wanted)
     if org_lookup is None:
@@ -178,7 +180,7 @@ async def page(database: Database, wanted: Wanted, *, page_size: int, page_token
 
 
 async def look_up(database: Database, wanted: Wanted) -> OrgLookup | None:
-    """Returns what is read before the jobs. None: this shard has no such org or queue."""
+    """Reads what a list must know about the org. Returns None if this shard has no such org or queue."""
     rows = await database.run(statements.FIND_LISTED, {"org": wanted.org, "queue": wanted.queue or ""})
     found = OrgLookup._make(rows[0]) if rows else None
     return found if found is not None and found.queue_ids else None
@@ -200,8 +202,8 @@ def search_parameters(wanted: Wanted, org_lookup: OrgLookup) -> dict[str, object
 async def scan_range(
     database: Database, parameters: dict[str, object], first_id: str, below: str, *, rows: int
 ) -> tuple[str, str]:
-    """Returns the beginning and the end of a range of ids: each table has about `rows` jobs of the org in it, or fewer,
-    and none from its end to `below`."""
+    """Returns the beginning and the end of a range of ids. Each table has at most about `rows` jobs of the org in the
+    range, and no jobs of the org between the end of the range and `below`."""
     bounds = {"from_id": first_id, "before_id": below, "since": finished_since(first_id), "rows": rows}
     ((end, newest),) = cast(
         "list[tuple[str | None, str | None]]", await database.run(statements.FIND_SCAN_RANGE, {**parameters, **bounds})
@@ -210,7 +212,7 @@ async def scan_range(
 
 
 def finished_since(from_id: str) -> datetime:
-    """Returns when a job with this id, or a later one, can have finished at the earliest."""
+    """Returns the earliest time at which a job with this id, or with a later id, can have finished."""
     return _EPOCH + timedelta(milliseconds=_made_ms(from_id) - _CLOCKS_MS)
 
 
@@ -249,7 +251,8 @@ async def _newest_first(
     page_size: int,
 ) -> Page:
     now_ms = org_lookup.now // 1000
-    # A range that reaches further back covers all days in one statement.
+    # A range that reaches further back than this is extended to the beginning, so that one statement reads all older
+    # days.
     oldest_ms = now_ms - _DAY_MS if org_lookup.oldest_cold is None else org_lookup.oldest_cold // 1000
     first_id, below = wanted.first_id, wanted.past_id
     if after is not None:
@@ -273,7 +276,7 @@ async def _newest_first(
                 from_id, range_ms = end, _SCAN_RANGE_MS
                 if scan_rows == _SCAN_ROWS:
                     search_s_max = _SCAN_S_MAX
-        # A full page gets no more jobs, but whether it is the last one is still unknown.
+        # A full page gets no more jobs, but the search must still find out whether it is the last page.
         missing = 0 if bytes_left <= 0 else page_size - len(jobs)
         rows = await database.run(
             statements.LIST_JOBS,

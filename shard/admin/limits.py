@@ -1,7 +1,7 @@
-"""The limits in the catalog: how they are set, removed and read. `database` is always the catalog's.
+"""Sets, removes and reads the limits in the catalog. The parameter `database` is always the catalog's database.
 
-Each change gets a version, and tells all routers to look. Buckets on the shards know by the version which of two
-routers has the newer limit.
+Each change gets a version, and notifies all routers, which then read the limits again. By the version, a bucket on a
+shard knows which of two routers has the newer limit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ async def forget_org(database: Database, org: OrgId) -> None:
 
 
 async def read(database: Database, known: LimitTable | None = None) -> LimitTable:
-    """Returns all limits. Given an earlier copy, reads only what has changed since."""
+    """Returns all limits. With `known`, an earlier copy, it reads only the limits that have changed since then."""
     since = -1 if known is None else known.version
     rows = await database.run(statements.READ_LIMITS, {"since": since})
     version, cleared = rows[0][:2]

@@ -1,8 +1,7 @@
 """How many jobs each org has on one shard, for a view over all orgs.
 
-The jobs are counted when somebody asks for the figures and the last count is too old for that, never otherwise: a
-count reads every unfinished job (docs/decisions/0043-orgs-are-counted-when-somebody-looks.md). The hot path keeps no
-counts.
+The jobs are counted only when somebody asks for the figures and the last count is too old, because a count reads every
+unfinished job (docs/decisions/0043-orgs-are-counted-when-somebody-looks.md). The hot path keeps no counts.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from shard.postgres.pool import Database
 from shard.vocabulary import OrgId
 
 _FIGURE_MAX = 2**63 - 1
-# No control characters, as in every org's name, and no lone surrogates, which JSON can name.
+# An org's name has no control characters. Lone surrogates are refused too: JSON can contain them, but UTF-8 cannot.
 _ORG = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,128}")
 
 
 class OrgSort(enum.StrEnum):
-    """By which figure orgs are sorted, the largest first; or by name."""
+    """The figure by which orgs are sorted, the largest first, or the name."""
 
     BACKLOG = "backlog"
     OLDEST = "oldest"
@@ -43,13 +42,13 @@ class OrgFigures(NamedTuple):
     ready: int
     leased: int
     dead: int
-    # How long the oldest ready job had been ready when the jobs were counted. None: none was ready.
+    # How long the oldest ready job had been ready when the jobs were counted. None: no job was ready.
     oldest_ready_age_us: int | None
-    # How many jobs were stored, and how many ended, between the last two counts. The rates are per thousand seconds, so
-    # that they are whole numbers, by which orgs can be sorted.
+    # The rates at which jobs were stored and ended between the last two counts. The rates are per thousand seconds, so
+    # that they are whole numbers, which are easy to sort and to put into page tokens.
     enqueued_per_1000_s: int = 0
     ended_per_1000_s: int = 0
-    # The time between the two counts. None: the jobs were counted once, and the rates are not known.
+    # The time between the two counts. None: the jobs were counted only once, so the rates are not known.
     rates_over_us: int | None = None
 
     def figure(self, sort: OrgSort) -> int:
@@ -69,7 +68,7 @@ class OrgFigures(NamedTuple):
                 return 0
 
     def plus(self, other: OrgFigures) -> OrgFigures:
-        """Returns these figures together with those that another shard has for the same org."""
+        """Returns these figures combined with the figures that another shard has for the same org."""
         ages = [age for age in (self.oldest_ready_age_us, other.oldest_ready_age_us) if age is not None]
         spans = [span for span in (self.rates_over_us, other.rates_over_us) if span is not None]
         return OrgFigures(
@@ -86,14 +85,14 @@ class OrgFigures(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A place in a list of orgs: right behind the org with this name, if it has this figure."""
+    """A place in a list of orgs: directly after an org with this figure and this name."""
 
     figure: int
     org: str
 
     @property
     def key(self) -> tuple[int, str]:
-        """Sorts places as they are in the list."""
+        """A sort key that puts places in the order of the list."""
         return -self.figure, self.org
 
 
@@ -101,7 +100,7 @@ START = Place(_FIGURE_MAX, "")
 
 
 class WantedOrgs(NamedTuple):
-    """Which orgs to list: those whose names contain `search`."""
+    """Which orgs to list: the orgs whose names contain `search`."""
 
     search: str
     sort: OrgSort
@@ -111,7 +110,7 @@ class WantedOrgs(NamedTuple):
 
 class OrgPage(NamedTuple):
     orgs: list[OrgFigures]
-    # Whether there are orgs behind the last one of the page.
+    # Whether there are orgs after the last org of the page.
     more: bool
 
 
@@ -127,7 +126,7 @@ async def count(database: Database, *, max_age_us: int) -> None:
 
 
 async def page(database: Database, wanted: WantedOrgs, *, after: Place, page_size: int) -> OrgPage:
-    """Returns the orgs behind a place, by the last count. Raises ShardUnavailable."""
+    """Returns the orgs that follow a place in the list, with the figures of the last count. Raises ShardUnavailable."""
     rows = await database.run(
         statements.LIST_ORGS,
         {
@@ -138,13 +137,13 @@ async def page(database: Database, wanted: WantedOrgs, *, after: Place, page_siz
             "rows": page_size + 1,
         },
     )
-    # The last column is what the rows are sorted by.
+    # The last column is the figure by which the rows are sorted.
     return OrgPage([OrgFigures._make(row[:-1]) for row in rows[:page_size]], len(rows) > page_size)
 
 
 async def read(database: Database, orgs: Sequence[OrgId]) -> SomeFigures:
-    """Returns the figures of those of the orgs that live here, by the last count, and its age. Raises
-    ShardUnavailable."""
+    """Returns the figures of the given orgs that live on this shard, from the last count, and the age of that count.
+    Raises ShardUnavailable."""
     rows = await database.run(statements.READ_ORG_FIGURES, {"orgs": list(orgs)})
     figures = [OrgFigures._make(row[:-1]) for row in rows if row[0] is not None]
     return SomeFigures({found.org: found for found in figures}, max((int(row[-1]) for row in rows), default=0))
@@ -156,8 +155,8 @@ def pack(sort: OrgSort, place: Place) -> str:
 
 
 def unpack(token: str, sort: OrgSort) -> Place:
-    """Returns the place that a page token names; an empty one names the start. A caller may have forged it. Raises
-    BadPageToken."""
+    """Returns the place that a page token names; an empty token names the start. A caller may have forged the token.
+    Raises BadPageToken."""
     if not token:
         return START
     try:

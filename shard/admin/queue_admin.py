@@ -1,8 +1,8 @@
 """Operators' calls to one shard: queue configurations, lists, counts, redrive, purge, and the check of the books
 (`check`).
 
-It uses connections of its own, so that a long count never takes one from the queue, and so that the planner is free to
-choose plans.
+These calls use connections of their own. So a long count never takes a connection from the queue, and the planner may
+choose plans that it may not choose for the queue's statements.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ from shard.vocabulary import Micros, OrgId, QueueName, ShardName
 
 T = TypeVar("T")
 _NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
-# The longest time for one scan, so that others get their turn, and the longest wait for a turn.
+# The longest time that one scan may take, so that other scans get their turn, and the longest time that a scan waits
+# for its turn.
 _SCAN_S_MAX = 20.0
 _SCAN_WAIT_S_MAX = 60.0
-# Upper bounds for a count of work: how many lanes it reads (each queue has one for each of its up to nine priorities),
-# and how many jobs that are due later it reads in each lane to find the leased ones.
+# Upper bounds for a count of work. The first bounds the lanes that it reads; a queue has a lane for each of its up to
+# nine priorities. The second bounds the jobs due later that it reads in each lane to find the leased jobs.
 _WORK_LANES_MAX = 100_000
 _WORK_LATER_MAX = 10_000
-# The second bound for a count that only asks whether there is any work.
+# Replaces the second bound in a count that only asks whether there is any work.
 _ANY_WORK_LATER_MAX = 100
 
 
 class QueueRecord(NamedTuple):
-    """A queue and its settings, with the org's value where the queue has none."""
+    """A queue and its settings. If the queue has no retention of its own, `retention_days` is the org's retention."""
 
     queue: QueueName
     created_at: Micros
@@ -56,7 +57,7 @@ class QueueRecord(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Jobs that consumers have, or would get now."""
+    """The numbers of jobs that consumers would get now (`ready`) and of jobs that consumers have (`leased`)."""
 
     ready: int
     leased: int
@@ -72,7 +73,7 @@ class Chunk(NamedTuple):
 
 class LeavingCounts(NamedTuple):
     """Counts of a queue's exported jobs, which are about to leave a shard, in the order of stats.sql's columns. If the
-    other shard has imported their chunk, it counts them too."""
+    other shard has imported their chunk, that shard counts these jobs too."""
 
     blocked: int
     scheduled: int
@@ -115,7 +116,7 @@ class OrgBooks(NamedTuple):
     succeeded: int
     dead: int
     cancelled: int
-    # Cold jobs, of either final state.
+    # Cold jobs: succeeded and cancelled jobs together.
     archived: int
     # Jobs that were dropped after their retention.
     expired: int
@@ -131,17 +132,19 @@ class OrgBooks(NamedTuple):
 
 
 class QueueAdmin:
-    """Administration of one shard. All methods may raise ShardUnavailable, besides what their docstrings name.
+    """Administration of one shard. All methods may raise ShardUnavailable in addition to the errors that their
+    docstrings name.
 
     Every method that changes jobs or queues raises ClockSetBack while `clock` knows that the shard's clock was set
-    back. Without a `clock` they do not check that."""
+    back. Without `clock`, the methods do not check the shard's clock."""
 
     def __init__(self, database: Database, clock: ShardClock | None = None) -> None:
         self.name: ShardName = database.name
         self._database = database
         self._clock = clock or ShardClock(database)
         self._queue_ids = QueueIds(database)
-        # One scan at a time, and orgs in turn: quick statements find a free connection beside it.
+        # One scan runs at a time, and the orgs take turns. So quick statements find a free connection while a scan
+        # runs.
         self._scans = Coalescer[SingleCall, Any](
             one_by_one,
             weight=lambda call: call.weight,
@@ -151,7 +154,8 @@ class QueueAdmin:
             weight_max=1,
             wait_s=_SCAN_WAIT_S_MAX,
         )
-        # The calls about queues, one at a time, and orgs in turn: those of one org do not hold up the others' (I4).
+        # Calls about queues run one at a time, and the orgs take turns, so that one org's calls do not hold up the
+        # calls of other orgs (I4).
         self._calls = Coalescer[SingleCall, Any](
             one_by_one,
             weight=lambda call: call.weight,
@@ -171,8 +175,8 @@ class QueueAdmin:
     async def _create_queue(self, org: OrgId, queue: QueueName, settings: QueueSettings, epoch: int) -> QueueRecord:
         self._clock.check()
         existing = await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue})
-        # Refuse before creating it, too: otherwise the queue would exist here, and a repeated call on the slot's new
-        # shard would be told that it exists already.
+        # Refuse an org whose slot is not owned here before creating the queue, too. Otherwise the queue would exist
+        # here, and a repeated call on the slot's new shard would fail because the queue exists already.
         await self._refuse_unowned(org, epoch)
         if existing:
             raise QueueExists(org, queue)
@@ -192,10 +196,10 @@ class QueueAdmin:
         epoch: int = FIRST_EPOCH,
         draining: bool = False,
     ) -> QueueRecord:
-        """Changes the settings that are not None, and resets those that `reset` names to their defaults. `epoch` is
-        that of the placement by which this shard is the org's writer. With `draining`, this shard is the source of the
-        move under way: `epoch` is that of the move, and the change is made here after the target. Raises UnknownQueue,
-        TooManyRetentions, NotOwned."""
+        """Changes the settings that are not None, and resets the settings that `reset` names to their defaults. `epoch`
+        is the epoch of the placement that names this shard as the org's writer. With `draining`, this shard is the
+        source of a move under way: `epoch` is the epoch of the move, and the change has been made on the target before.
+        Raises UnknownQueue, TooManyRetentions, NotOwned."""
         act = partial(self._alter_queue, org, queue, settings, reset, epoch, draining=draining)
         return await self._in_turn(org, act)
 
@@ -230,7 +234,8 @@ class QueueAdmin:
             # This may be the first queue with this retention, so create its partitions.
             await partitions.make_ahead(self._database)
         if settings.group_concurrency is not None or "group_concurrency" in reset:
-            # With a larger number, more jobs of each group may be leased. If this is cut short, sweeps go on with it.
+            # If the number has become larger, more jobs of each group may be leased: give them their group slots now.
+            # If this call is interrupted, sweeps continue it.
             for number in (await QueueIds(self._database).find([(org, queue)])).values():
                 await Groups(self._database).fill_queue(number)
         return _record(rows[0])
@@ -272,7 +277,7 @@ class QueueAdmin:
                 raise QueueNotEmpty(org, queue)
 
     async def holds_jobs(self, org: OrgId, queue: QueueName) -> bool:
-        """Returns whether the shard has unfinished jobs of the queue, including exported ones."""
+        """Returns whether the shard has unfinished jobs of the queue, including exported jobs."""
         rows = await self._database.run(statements.HOLDS_JOBS, {"org": org, "queue": queue})
         return bool(rows and rows[0][0])
 
@@ -283,7 +288,7 @@ class QueueAdmin:
 
     async def purge_queue(self, org: OrgId, queue: QueueName, *, limit: int, include_dead: bool) -> int:
         """Cancels up to `limit` jobs that have no valid lease, and returns how many. Raises UnknownQueue. After
-        ShardUnavailable, some may have been cancelled."""
+        ShardUnavailable, some jobs may have been cancelled."""
         return await self._in_turn(org, partial(self._purge_queue, org, queue, limit=limit, include_dead=include_dead))
 
     async def _purge_queue(self, org: OrgId, queue: QueueName, *, limit: int, include_dead: bool) -> int:
@@ -311,9 +316,9 @@ class QueueAdmin:
         gap_us: int = 0,
         ahead: int = 0,
     ) -> int:
-        """Puts up to `limit` dead jobs back, and returns how many. They are due one after another, `gap_us` apart, and
-        behind as many others as `ahead` says. Raises UnknownQueue. After ShardUnavailable, some may have been put
-        back."""
+        """Puts up to `limit` dead jobs back, and returns how many. The jobs become due one after another, `gap_us`
+        apart. The first job becomes due `ahead` gaps from now, after the `ahead` jobs that were put back before. Raises
+        UnknownQueue. After ShardUnavailable, some jobs may have been put back."""
         parameters = {
             "org": org,
             "queue": queue,
@@ -332,8 +337,8 @@ class QueueAdmin:
         return len(await self._database.run(statements.REDRIVE_QUEUE, parameters))
 
     async def list_jobs(self, wanted: Wanted, *, page_size: int, page_token: str) -> Page:
-        """Returns the next page of jobs. It ends early with the job that fills ANSWER_BYTES_MAX, or when the search
-        takes long. Raises UnknownQueue, BadPageToken."""
+        """Returns the next page of jobs. The page ends early with the job that fills ANSWER_BYTES_MAX, or when the
+        search takes long. Raises UnknownQueue, BadPageToken."""
         if wanted.queue is not None:
             await self.get_queue(wanted.org, wanted.queue)
         return await self._scan(
@@ -357,21 +362,21 @@ class QueueAdmin:
         return [_counts(row) for row in rows]
 
     async def has_work(self, org: OrgId | None, queue: QueueName) -> bool:
-        """Returns whether a queue of the org (None: of any org) has jobs that are ready or leased. If it has more than
-        100 of one priority that are due earlier than its first lease ends, it may miss a leased one."""
+        """Returns whether a queue of the org (None: of any org) has jobs that are ready or leased. It may miss a leased
+        job if the queue has more than 100 jobs of one priority that become due before its first lease ends."""
         parameters = _work_parameters(org, queue, jobs_max=1, later_max=_ANY_WORK_LATER_MAX)
-        # This runs in turn with short calls, so that it never waits for somebody's long count.
+        # This takes turns with short calls, so that it never waits for a long count.
         rows = await self._in_turn(org or OrgId(""), partial(self._database.run, statements.COUNT_WORK, parameters))
         return any(rows[0])
 
     async def count_work(self, org: OrgId | None, queue: QueueName, *, jobs_max: int) -> Work:
-        """Counts the ready and leased jobs of a queue of the org (None: of all orgs), `jobs_max` in all at most."""
+        """Counts the ready and leased jobs of a queue of the org (None: of all orgs), up to `jobs_max` jobs in all."""
         parameters = _work_parameters(org, queue, jobs_max=jobs_max, later_max=_WORK_LATER_MAX)
         rows = await self._scan(org, partial(self._database.run, statements.COUNT_WORK, parameters))
         return Work._make(rows[0])
 
     async def check(self) -> list[OrgBooks]:
-        """Returns every org's books, all at one moment."""
+        """Returns every org's books, all as they were at one moment."""
         rows = await self._scan(None, partial(self._database.run, statements.CHECK_BOOKS, {}))
         return list(map(OrgBooks._make, rows))
 
@@ -383,16 +388,18 @@ class QueueAdmin:
         )
 
     async def org_figures(self, orgs: Sequence[OrgId]) -> SomeFigures:
-        """Returns the figures of those of the orgs that live here, by the last count, and the age of that count."""
+        """Returns the figures of the given orgs that live on this shard, from the last count, and the age of that
+        count."""
         return await org_figures.read(self._database, orgs)
 
     async def queue_figures(self, *, max_age_us: int) -> list[QueueFigures]:
-        """Returns the figures of the largest queues, and the sums of all others, from a count that is at most about
-        `max_age_us` old."""
+        """Returns the figures of the largest queues, and the sums of all other queues, from a count that is at most
+        about `max_age_us` old."""
         return await self._scan(None, partial(queue_figures.measure, self._database, max_age_us=max_age_us))
 
     async def _in_turn(self, org: OrgId, act: Callable[[], Awaitable[T]]) -> T:
-        """Runs a call about queues of an org when it is its turn. `act` must not call this."""
+        """Runs a call about an org's queues when its turn comes. `act` must not call `_in_turn`, because it would then
+        wait for its own end."""
         answer: T = await self._calls.submit(SingleCall(org, 1, act))
         return answer
 
@@ -416,7 +423,7 @@ class QueueAdmin:
         return str(version), int(newest)
 
     async def probe_disk(self) -> None:
-        """Raises DiskFull if the server cannot write, and ShardUnavailable."""
+        """Raises ShardUnavailable. Raises DiskFull if the server cannot write."""
         await self._database.run(postgres_statements.PROBE_DISK, {})
 
     async def make_partitions(self) -> int:

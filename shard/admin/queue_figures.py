@@ -1,5 +1,5 @@
-"""How many jobs each queue of a shard has, for the metrics of routers: those of the largest queues, and the sums of all
-others (docs/decisions/0071-metrics-name-the-largest-queues.md)."""
+"""Counts the jobs of each queue of a shard, for the metrics of routers. The largest queues have figures of their own,
+and one set of sums stands for all other queues (docs/decisions/0071-metrics-name-the-largest-queues.md)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shard.admin import statements
 from shard.postgres.pool import Database
 from shard.vocabulary import OrgId, QueueName
 
-# This many queues, the largest, have figures of their own.
+# How many queues, the largest, have figures of their own.
 NAMED_MAX = 200
 
 
@@ -24,11 +24,12 @@ class QueueFigures(NamedTuple):
     ready: int
     leased: int
     dead: int
-    # How long the oldest job that a claim would get had been ready when the jobs were counted. None: there was none.
+    # How long the oldest job that a claim would get had been ready when the jobs were counted. None: there was no such
+    # job.
     oldest_ready_s: float | None
 
     def plus(self, other: QueueFigures) -> QueueFigures:
-        """Returns the figures of both together, without a name."""
+        """Returns the figures of both together, without the name of a queue."""
         ages = [age for age in (self.oldest_ready_s, other.oldest_ready_s) if age is not None]
         return QueueFigures(
             None,
@@ -42,14 +43,14 @@ class QueueFigures(NamedTuple):
 
 
 async def measure(database: Database, *, max_age_us: int) -> list[QueueFigures]:
-    """Returns the figures, the largest queues first. Counts the jobs first, unless they were counted within
-    `max_age_us`: a count reads every unfinished job. Raises ShardUnavailable."""
+    """Returns the figures, the largest queues first. Counts the jobs first only if the last count is older than
+    `max_age_us`, because a count reads every unfinished job. Raises ShardUnavailable."""
     await database.run(statements.MEASURE_QUEUES, {"max_age_us": max_age_us, "named_max": NAMED_MAX})
     return [QueueFigures._make(row) for row in await database.run(statements.READ_QUEUE_FIGURES, {})]
 
 
 def folded(figures: Sequence[QueueFigures], *, named_max: int) -> list[QueueFigures]:
-    """Returns the figures of the first queues with their names, and the sums of all others."""
+    """Returns the figures of the first queues with their names, and the sums of all other queues."""
     named: list[QueueFigures] = []
     others = QueueFigures(None, None, 0, 0, 0, 0, None)
     for one in figures:

@@ -1,5 +1,6 @@
-"""What a shard that lost history has: its jobs and its configuration, as they were at the point of recovery. Reads a
-database that routers refuse. Each method returns a page: what comes after the given place, and nothing at the end.
+"""Reads the jobs and the configuration of a shard that lost history, as they were at the point of recovery. Routers
+refuse the database of such a shard. Each function returns one page of what follows the given place, and an empty list
+after the last page.
 """
 
 from __future__ import annotations

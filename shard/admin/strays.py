@@ -1,5 +1,6 @@
 """Stray jobs: live, dead and exported jobs on a shard where nobody reads their slot. A shard that lost history has
-them: they are jobs that had moved to another shard since then (docs/decisions/0028-a-shard-that-lost-history.md).
+stray jobs if jobs had moved to another shard since the point of recovery
+(docs/decisions/0028-a-shard-that-lost-history.md).
 
 These are the steps on single databases. balancer/recovery.py decides which job goes where.
 """
@@ -24,13 +25,13 @@ from shard.postgres.pool import Database
 from shard.queue import statements as queue_statements
 from shard.vocabulary import JobId, OrgId, QueueName, Slot
 
-# Upper bound for the jobs that are moved to another shard at once.
+# Upper bound for the jobs that are moved to another shard together.
 ROWS_MAX = 1000
 _FIRST_ID = "00000000-0000-0000-0000-000000000000"
 
 
 class Strays(NamedTuple):
-    """Stray jobs of one queue that were set aside, in the order of read_strays.sql's columns."""
+    """Stray jobs of one queue that `set_aside` has hidden, in the order of read_strays.sql's columns."""
 
     org: OrgId
     queue: QueueName
@@ -44,13 +45,14 @@ class NotTaken(Exception):
 
 
 async def fence(shard: Database, known: Catalog) -> bool:
-    """Tells a shard which slots have left it, so that it takes no more jobs of them. Slots that it knows with a later
-    epoch stay as they are. Returns False if the shard was busy and not everything was done; try again."""
+    """Tells a shard which slots have left it, so that it takes no more jobs of them. Slots that the shard knows with a
+    later epoch stay as they are. Returns False if the shard was busy and not everything was done; the caller should try
+    again."""
     pins = {org: slot for org, slot in known.pins.items() if shard.name not in known.slots[slot].reads}
     if pins and not await _adopt(shard, pins):
         return False
     slots = [Slot(slot) for slot in range(len(known.slots))]
-    # The shard may still file a pinned org under its hash slot only.
+    # The shard may have filed a pinned org under its hash slot until now. Then it has no row for the org's own slot.
     of_pins = {row.slot for row in await move_steps.read_queues(shard, sorted(pins.values()))} if pins else set[Slot]()
     states = await move_steps.read_slots(shard, slots)
     by_epoch: dict[int, list[Slot]] = {}
@@ -66,7 +68,8 @@ async def fence(shard: Database, known: Catalog) -> bool:
 
 
 async def _adopt(shard: Database, pins: Mapping[OrgId, Slot]) -> bool:
-    """Makes the shard file these orgs, as far as it has them, under their own slots. Returns False if it was busy."""
+    """Makes the shard file these orgs, as far as it has them, under the orgs' own slots. Returns False if the shard was
+    busy."""
     orgs = arrays.texts(list(pins))
     try:
         async with shard.transaction() as connection:
@@ -89,12 +92,12 @@ async def count(shard: Database, known: Catalog) -> list[Remaining]:
 
 
 async def exist(shard: Database, known: Catalog, slots: Sequence[Slot]) -> bool:
-    """Returns whether a shard that does not hold these slots has jobs of them nevertheless."""
+    """Returns whether a shard that does not hold these slots nevertheless has jobs of these slots."""
     wanted = set(slots)
     of_hash = {
         slot_of(org)
         for org, slot in known.pins.items()
-        # The shard may still file the org under its hash slot only.
+        # The shard may still file the org under its hash slot, and not under its own slot.
         if slot in wanted and shard.name not in known.slots[slot_of(org)].reads
     }
     return bool(await move_steps.count_remaining(shard, sorted(wanted | of_hash)))
@@ -102,7 +105,7 @@ async def exist(shard: Database, known: Catalog, slots: Sequence[Slot]) -> bool:
 
 async def set_aside(shard: Database, slot: Slot) -> bool:
     """Hides stray jobs of this slot, which must be fenced: moves up to ROWS_MAX jobs without a valid lease to the table
-    of exported jobs. Returns False if there are none."""
+    of exported jobs. Returns False if there are no such jobs."""
     state = (await move_steps.read_slots(shard, [slot])).get(slot)
     if state is None or state.state != "draining":
         return False
@@ -113,14 +116,14 @@ async def set_aside(shard: Database, slot: Slot) -> bool:
 
 
 async def read(shard: Database, slot: Slot, *, older: bool) -> list[Strays]:
-    """Returns jobs of this slot that were set aside. With `older`, also jobs whose ids were made more than 7 days
-    ago."""
+    """Returns stray jobs of this slot that `set_aside` has hidden. With `older`, also returns jobs whose ids were made
+    more than 7 days ago."""
     rows = await shard.run(statements.READ_STRAYS, {"slot": slot, "older": older, "rows": ROWS_MAX})
     return list(map(Strays._make, rows))
 
 
 async def read_unfinished(shard: Database, org: OrgId, queue: QueueName, *, behind: JobId | None = None) -> list[JobId]:
-    """Returns ids of a queue's live and dead jobs, at most ROWS_MAX: the first ones, or those that follow `behind`."""
+    """Returns up to ROWS_MAX ids of a queue's live and dead jobs: the first ids, or the ids that follow `behind`."""
     rows = await shard.run(
         statements.READ_UNFINISHED, {"org": org, "queue": queue, "behind": behind or _FIRST_ID, "rows": ROWS_MAX}
     )
@@ -128,13 +131,13 @@ async def read_unfinished(shard: Database, org: OrgId, queue: QueueName, *, behi
 
 
 async def delete_copies(shard: Database, org: OrgId, ids: Sequence[JobId]) -> int:
-    """Deletes these live and dead jobs of an org, which another shard knows. Returns how many there were."""
+    """Deletes these live and dead jobs of an org, which another shard knows. Returns how many it deleted."""
     rows = await shard.run(statements.DELETE_COPIES, {"org": org, "ids": arrays.plain(ids)})
     return int(rows[0][0])
 
 
 async def known(shard: Database, org: OrgId, ids: Sequence[JobId]) -> set[JobId]:
-    """Returns those of these jobs that a shard knows in any state, also finished ones that were dropped since."""
+    """Returns which of these jobs a shard knows in any state. This includes finished jobs that were dropped later."""
     if not ids:
         return set()
     rows = await shard.run(
@@ -154,8 +157,8 @@ async def known(shard: Database, org: OrgId, ids: Sequence[JobId]) -> set[JobId]
 
 async def bring(home: Database, strays: Sequence[Strays], ids: Sequence[JobId], *, epoch: int) -> set[JobId] | None:
     """Stores these jobs, all of one org, on the shard that takes the org's jobs by the placement of this epoch. Returns
-    which were stored. Returns None, and stores nothing, if the shard knows one of them by now. Raises NotTaken,
-    ShardUnavailable."""
+    the ids of the jobs that were stored. Returns None, and stores nothing, if one of the jobs has another state there
+    by now. Raises NotTaken, ShardUnavailable."""
     try:
         rows = await home.run(
             statements.BRING_HOME,
@@ -181,8 +184,8 @@ async def bring(home: Database, strays: Sequence[Strays], ids: Sequence[JobId], 
 async def end(
     shard: Database, slot: Slot, org: OrgId, *, brought: Collection[JobId], known: Collection[JobId]
 ) -> tuple[int, int]:
-    """Deletes stray jobs that were set aside and that another shard has: `brought` were moved there, `known` were there
-    already. Returns how many of each this call deleted."""
+    """Deletes stray jobs that `set_aside` has hidden and that another shard has: `brought` were moved there, `known`
+    were there already. Returns how many of `brought` and of `known` this call deleted."""
     rows = await shard.run(
         statements.END_STRAYS,
         {"slot": slot, "org": org, "brought": arrays.plain(brought), "known": arrays.plain(known)},

@@ -1,5 +1,5 @@
-"""Checks what harms a shard's Postgres as a queue: what holds back vacuum, what grows, and which settings are bad. Each
-finding comes with a fix. Pure: judges what shard/health/facts.py has read."""
+"""Finds what harms a shard's Postgres as a queue: what holds back vacuum, what grows, and which settings are bad. Each
+finding comes with a fix. Pure: judges the facts that shard/health/facts.py has read."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _HOUR_S = 3600.0
 
 # A snapshot of this age is critical, whatever the caller's threshold is.
 _HELD_S_MAX = _HOUR_S
-# If it is unknown for how long a snapshot has been held, these numbers of transactions count as long.
+# If it is unknown for how long a snapshot has been held, its age in transactions is compared with these numbers.
 TRANSACTIONS_NOTICED = 1_000
 _TRANSACTIONS_MAX = 100_000
 _WAL_KEPT_MAX = 10 * _GB
-# Ten times the number at which the hot table is vacuumed.
+# Ten times the number of dead rows at which autovacuum vacuums the hot table.
 _DEAD_ROWS_MAX = 200_000
 _ROWS_NEVER_ANALYZED_MAX = 100_000
 # Limits for unused bytes of the hot table or one of its indexes, and for their share of the whole.
@@ -53,7 +53,7 @@ _OPTIONS: Mapping[str, Mapping[str, int]] = {
 
 
 def judge(facts: Facts, *, held_s: float = _MINUTE_S) -> list[Finding]:
-    """Returns what should be fixed, the worst first. Snapshots younger than `held_s` are not reported."""
+    """Returns the problems that should be fixed, the worst first. Snapshots younger than `held_s` are not reported."""
     server, settings = facts.server, facts.settings
     found = [
         *judge_disk(facts.disk_full),
@@ -64,7 +64,7 @@ def judge(facts: Facts, *, held_s: float = _MINUTE_S) -> list[Finding]:
         *judge_checkpoints(facts.checkpoints, settings["max_wal_size"], server),
         *judge_tables(facts.tables),
         *judge_room(facts.tables, facts.indexes),
-        # A database without tables needs more than partitions.
+        # If there are no tables, report that instead of missing partitions.
         *(judge_partitions(facts.missing) if facts.tables else [_NO_SHARD]),
     ]
     return sorted(found, key=lambda finding: -finding.severity)
@@ -213,7 +213,7 @@ def _judge_slot(holder: Holder) -> Iterator[Finding]:
         return
     parts = [f"keeps {size_text(wal_bytes)} of WAL"]
     if holder.transactions is not None:
-        # For a logical slot this is normal, and concerns the system tables only.
+        # A logical slot always holds a snapshot, but only of the system tables.
         of = " of the system's tables" if holder.kind == "logical slot" else ""
         parts.append(f"holds a snapshot{of}{_back(holder)}")
     used = f"is used by process {holder.pid}" if not unused else "is used by nobody"
@@ -265,7 +265,7 @@ def judge_tables(tables: Sequence[Table]) -> Iterator[Finding]:
                 why="nothing removes its dead rows",
                 fix=f"ALTER TABLE {name} RESET (autovacuum_enabled);",
             )
-        # Options that are more eager than ours may stay.
+        # Options that make autovacuum more eager than ours may stay.
         lazy = {
             option: (options.get(option, "not set"), value)
             for option, value in _OPTIONS.get(table.name, {}).items()
@@ -301,7 +301,7 @@ def judge_tables(tables: Sequence[Table]) -> Iterator[Finding]:
 
 
 def judge_room(tables: Sequence[Table], indexes: Sequence[Index]) -> Iterator[Finding]:
-    """Estimates what the hot table and its indexes occupy without needing it."""
+    """Estimates how much unused room the hot table and its indexes have. Also finds invalid indexes."""
     hot = next((table for table in tables if table.name == "job"), None)
     for index in indexes:
         name = f"windrow.{index.name}"
@@ -327,7 +327,7 @@ def judge_room(tables: Sequence[Table], indexes: Sequence[Index]) -> Iterator[Fi
     free = None if hot is None else hot.unused_bytes
     if hot is not None and free is not None and _unused(free, hot.heap_bytes):
         yield Finding(
-            # Claims and enqueues do not touch unused pages.
+            # Only a notice, because claims and enqueues do not touch unused pages.
             severity=Severity.NOTICE,
             about="bloat",
             what=f"{size_text(free)} of the {size_text(hot.heap_bytes)} of windrow.job are unused, by estimate",
@@ -346,8 +346,8 @@ def _unused(unused: int, whole: int) -> Severity:
 def judge_partitions(missing: Sequence[MissingPartition]) -> Iterator[Finding]:
     if not missing:
         return
-    # A single one is harmless: after midnight UTC the last day's partition is missing until a router's next check,
-    # within the hour.
+    # A single missing partition is harmless. After midnight UTC, the partition of the last day ahead is missing until a
+    # router makes it, which happens within an hour.
     names = ", ".join(partition.name for partition in missing)
     yield Finding(
         severity=Severity.NOTICE if len(missing) == 1 else Severity.WARNING,

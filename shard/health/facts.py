@@ -1,7 +1,7 @@
-"""The facts about a shard's Postgres from which its health is judged, and how they are read.
+"""Reads the facts about a shard's Postgres from which its health is judged.
 
-They are read over a separate connection with the usual settings, so they are what other sessions see too. Reading
-changes nothing, and waits for locks only briefly.
+The facts are read over a separate connection that keeps the server's settings, so they are the facts that other
+sessions see too. Reading changes nothing, and waits for locks only briefly.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Server(NamedTuple):
     sees_others: bool
     connections: int
     connections_max: int
-    # How old the oldest transaction ids and multixact ids of the server are, and which database has them.
+    # The ages of the oldest transaction ids and multixact ids of the server, and the databases that have these ids.
     age: int
     oldest: str
     multixact_age: int
@@ -99,8 +99,8 @@ class Table(NamedTuple):
 
     @property
     def unused_bytes(self) -> int | None:
-        """About how many bytes its rows, dead ones included, do not fill, as far as the statistics know their width.
-        None: unknown."""
+        """The estimated number of the table's bytes that its rows, including dead rows, do not fill. None: the
+        statistics do not know the width of a row."""
         return None if self.row_bytes is None else max(0, self.heap_bytes - int(self.versions * self.row_bytes))
 
     @property
@@ -118,12 +118,13 @@ class Index(NamedTuple):
     entry_bytes: int
 
     def unused_bytes(self, versions: int) -> int:
-        """About how many bytes are unused if the table has this many row versions, dead ones included."""
+        """Estimates how many bytes of the index are unused if the table has this many row versions, including dead
+        rows."""
         return max(0, self.bytes - int(versions * self.entry_bytes / _INDEX_FILL))
 
 
 class Holder(NamedTuple):
-    """What holds back a snapshot or WAL, in the order of read_holders.sql's columns."""
+    """Something that holds a snapshot or keeps WAL from being removed, in the order of read_holders.sql's columns."""
 
     # One of: process, prepared transaction, physical slot, logical slot, standby.
     kind: str
@@ -136,11 +137,11 @@ class Holder(NamedTuple):
     waits_for: str | None
     held_s: float | None
     query_s: float | None
-    # How many transactions have begun since. None: it holds no snapshot.
+    # How many transactions have begun since its snapshot was taken. None: it holds no snapshot.
     transactions: int | None
     wal_bytes: int | None
     query: str | None
-    # Whether the role of this connection may end it.
+    # Whether the role of this connection may end the holder.
     may_end: bool
 
     @property
@@ -155,7 +156,7 @@ class Checkpoints(NamedTuple):
 
 
 class Clock(NamedTuple):
-    # By how much the clock is behind the latest time that it has shown.
+    # How far the clock is behind the latest time that it has shown.
     behind_s: float
 
 
@@ -164,7 +165,7 @@ class MissingPartition(NamedTuple):
 
     name: str
     retention: int
-    # None: the partition of the whole retention.
+    # None: it is the partition of a whole retention, which has a partition for each day.
     first: str | None
     past: str | None
 

@@ -1,4 +1,5 @@
-"""Which settings of a Postgres harm a queue, and better values. Pure: judges what shard/health/facts.py has read."""
+"""Finds settings of Postgres that harm a queue, and proposes better values. Pure: judges the facts that
+shard/health/facts.py has read."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def _is(*values: str) -> Callable[[Setting], bool]:
 
 
 def _between(least: float, most: float) -> Callable[[Setting], bool]:
-    """Matches wrong values: those from `least` to `most`, both included."""
+    """Matches the values from `least` to `most`, both included, as wrong."""
     return lambda setting: least <= setting.number <= most
 
 
@@ -152,7 +153,7 @@ def judge_settings(settings: Mapping[str, Setting], server: Server) -> Iterator[
                 fix=_set(setting, rule.better, server),
             )
     delay, limit = (_cost(settings, name) for name in ("delay", "limit"))
-    # Postgres' own defaults are 200 in 2 ms.
+    # Postgres' own default is 200 units of cost per 2 ms.
     if delay.number and limit.number / delay.number < 200 / 0.002:
         yield Finding(
             severity=Severity.NOTICE,
@@ -170,7 +171,8 @@ def _cost(settings: Mapping[str, Setting], name: str) -> Setting:
 
 def judge_checkpoints(checkpoints: Checkpoints, max_wal_size: Setting, server: Server) -> Iterator[Finding]:
     timed, requested, wal_bytes = checkpoints
-    # A checkpoint begins when half of max_wal_size is full. Those with less WAL were requested by a command.
+    # WAL makes Postgres request a checkpoint when half of max_wal_size is full. A checkpoint after less WAL was
+    # requested by a command.
     if requested < max(_CHECKPOINTS_MIN, timed + 1) or wal_bytes / requested < max_wal_size.number / 4:
         return
     yield Finding(
@@ -184,8 +186,8 @@ def judge_checkpoints(checkpoints: Checkpoints, max_wal_size: Setting, server: S
 
 
 def _set(setting: Setting, value: str, server: Server) -> str:
-    """Returns the SQL that changes a setting for new sessions of all roles; or of this role, if the wrong value is set
-    for the role."""
+    """Returns the SQL that changes a setting for new sessions of all roles. If the wrong value is set for this role,
+    the SQL changes it for this role only."""
     if setting.context != "user":
         return system(setting.name, value, restart=setting.context == "postmaster")
     match setting.source:

@@ -12,15 +12,15 @@ from shard.postgres.pool import Database
 
 
 class Signs(NamedTuple):
-    """In the order of read_signs.sql's columns. Seconds are 0 if nothing is wrong."""
+    """The signs, in the order of read_signs.sql's columns. A number of seconds is 0 if nothing is wrong."""
 
     # For how long the oldest snapshot has been held.
     snapshot_s: float
-    # How late the latest schedule is.
+    # How late the most overdue schedule is.
     schedule_late_s: float
-    # For how long the archiver could have done what it has not.
+    # For how long a day could have turned cold, or a cold day could have been dropped, without the archiver doing it.
     archive_late_s: float
-    # How many transactions ago the oldest row was written that is not frozen.
+    # The age of the oldest transaction id or multixact id that is not frozen.
     transaction_age: int
     # The share of the server's connections that is used.
     connections_used: float

@@ -1,9 +1,10 @@
-"""How finished jobs age: a day that is over turns cold as a whole partition, a cold day is dropped as a whole when its
-retention has passed, and everything else that expires is removed in small steps
+"""Ages finished jobs. A day that is over turns cold as a whole partition. A cold day is dropped as a whole when its
+retention has passed. Everything else that expires is removed in small steps
 (docs/decisions/0024-whole-days-turn-cold.md).
 
-Each step is one transaction and finds by itself what is left, so several archivers may run at once, and a pass may stop
-at any point. Waiting for locks is bounded: enqueues and acks never wait longer than they may.
+Each step is one transaction and finds by itself what is left to do. So several archivers may run at the same time, and
+a pass may stop at any point. A step waits for a lock only for a bounded time, because enqueues and acks may queue
+behind it.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from shard.postgres.pool import Database
 from shard.postgres.sql_loader import Statement
 from shard.vocabulary import OrgId
 
-# Statements queue behind a session that waits for an exclusive lock, so that wait must be short. Behind a weaker lock
-# only writers of a past day queue. That wait may be longer, and must be: an autovacuum gives way only to a session that
-# has waited for deadlock_timeout, which is one second.
+# All statements on the table queue behind a session that waits for an exclusive lock, so this wait must be short. Only
+# writers of a past day queue behind a session that waits for a weaker lock, so this wait may be longer. It must be
+# longer, because an autovacuum gives way only to a session that has waited for deadlock_timeout, which is one second.
 _EXCLUSIVE_LOCK_WAIT, _WEAKER_LOCK_WAIT = "50ms", "2s"
 _SET_LOCK_WAIT: LiteralString = "SELECT set_config('lock_timeout', %s, true)"
 _TRIES = 10
@@ -42,12 +43,12 @@ class Aged:
     partition: str
     jobs: int
     bytes: int
-    # For how long it was locked exclusively, so enqueues and acks may have waited.
+    # For how long the partition was locked exclusively. Enqueues and acks may have waited for that time.
     locked_s: float
 
 
 class InUse(Exception):
-    """Other sessions use the partition all the time. The message names it and them."""
+    """Other sessions use the partition all the time. The message names the partition and the sessions."""
 
 
 class NotExported(Exception):
@@ -55,7 +56,7 @@ class NotExported(Exception):
 
 
 class Day(NamedTuple):
-    """A partition of finished or cold jobs: those of one UTC day and one retention. In the order of find_days.sql's
+    """A partition of finished or cold jobs, for one UTC day and one retention, in the order of find_days.sql's
     columns."""
 
     name: str
@@ -64,11 +65,11 @@ class Day(NamedTuple):
     # The day as YYYY-MM-DD, and the day after it.
     first: str
     past: str
-    # For a finished day: there already is a cold partition of that day, because the clock went back.
+    # Whether a finished day already has a cold partition, because the clock went back.
     cold_already: bool
-    # Whether the CHECK constraint that repeats its bounds is validated. None: there is no such constraint.
+    # Whether the CHECK constraint that repeats the partition's bounds is validated. None: there is no such constraint.
     proved: bool | None
-    # An enqueue may still repeat ids of its jobs.
+    # Whether an enqueue may still repeat the ids of the day's jobs.
     repeatable: bool
 
     @property
@@ -91,18 +92,19 @@ async def _days(database: Database, kind: str) -> list[Day]:
 
 
 async def count_kept(database: Database) -> tuple[int, str | None]:
-    """Returns how many finished jobs the shard has, and the newest day on which one finished, as YYYY-MM-DD."""
+    """Returns how many finished jobs the shard has, and the newest day on which a job finished, as YYYY-MM-DD."""
     ((jobs, newest),) = await database.run(statements.COUNT_KEPT, {})
     return jobs, newest
 
 
 async def turn_cold(database: Database, day: Day) -> Aged:
-    """Moves a day's partition from the finished jobs to the cold ones; its rows are not copied. Drops it if it is
-    empty. Raises InUse, ShardUnavailable."""
+    """Moves a day's partition from the finished jobs to the cold jobs, without copying its rows. If the day already has
+    a cold partition, copies the rows there. Drops the partition if it is empty or copied. Raises InUse,
+    ShardUnavailable."""
     if not day.cold_already:
         await _prepare(database, day)
     async with _transaction(database) as connection:
-        # Wait for present writers to end, and keep new ones out.
+        # Wait for present writers to end, and keep new writers out.
         await _lock(connection, "SHARE ROW EXCLUSIVE", day.name)
         jobs, size = await _enter_books(connection, day), await _size(connection, day.name)
         await connection.execute(statements.RAISE_COLD_UNTIL, {"past": day.past})
@@ -117,9 +119,9 @@ async def turn_cold(database: Database, day: Day) -> Aged:
 
 
 async def drop(database: Database, day: Day, *, exported: Mapping[OrgId, int] | None = None) -> Aged:
-    """Drops a cold day. Jobs of orgs under legal hold are set aside first. Ids that enqueues may still repeat stay
-    known (I3). `exported`: how many jobs each org has in the day's export; None: do not compare with an export. Raises
-    InUse, NotExported, ShardUnavailable."""
+    """Drops a cold day. Before that, moves the jobs of orgs under legal hold to the partition of held jobs. Ids that
+    enqueues may still repeat stay known (I3). `exported` says how many jobs each org has in the day's export. None: the
+    day is not compared with an export. Raises InUse, NotExported, ShardUnavailable."""
     for _ in range(_TRIES):
         async with _transaction(database) as connection:
             if exported is not None:
@@ -128,10 +130,10 @@ async def drop(database: Database, day: Day, *, exported: Mapping[OrgId, int] | 
             await connection.run(statements.SET_ASIDE_HELD, _parameters(day))
             await connection.run(statements.FORGET_EMPTY_DAYS, {})
         async with _transaction(database, dropping=True) as connection:
-            # Keep rows from being added from here on.
+            # From here on, nobody can add rows.
             await _lock(connection, "SHARE ROW EXCLUSIVE", day.name)
             if await connection.run(statements.FIND_HELD, _parameters(day)):
-                # An org was put under hold after the rows were set aside.
+                # An org was put under hold after the rows of the other held orgs were moved.
                 continue
             if day.repeatable:
                 await _keep_ids(connection, day)
@@ -156,7 +158,7 @@ async def drop_past_ids(database: Database) -> None:
 
 
 async def expire_dedup(database: Database) -> int:
-    """Forgets some dedup keys whose windows are over. Returns how many; 0: none are left."""
+    """Forgets some dedup keys whose windows are over. Returns how many; 0 means that none are left."""
     return await _run_step(database, statements.EXPIRE_DEDUP)
 
 
@@ -171,7 +173,7 @@ async def retire_dead(database: Database, *, days: int) -> int:
 
 
 async def expire_released(database: Database) -> int:
-    """Drops some jobs that were set aside for a legal hold and whose orgs were released. Returns how many."""
+    """Drops some held jobs whose orgs have been released from their legal hold. Returns how many."""
     async with _transaction(database, dropping=True) as connection:
         ((jobs,),) = await connection.run(statements.EXPIRE_RELEASED, {"rows": _ROWS})
         await connection.run(statements.FORGET_EMPTY_DAYS, {})
@@ -188,9 +190,9 @@ async def _run_step(database: Database, statement: Statement, **parameters: obje
 
 
 async def _prepare(database: Database, day: Day) -> None:
-    """Does the slow steps in advance that block nobody: creates an index by org, validates the constraint so that
-    moving the partition need not scan it, and collects statistics, without which the planner takes a cold day for
-    empty."""
+    """Does in advance the slow steps, which block nobody. Creates an index by org. Validates the constraint, so that
+    moving the partition need not scan it. Collects statistics, because without them the planner assumes that a cold day
+    is empty."""
     async with _transaction(database) as connection:
         await _lock(connection, "SHARE ROW EXCLUSIVE", day.name)
         if day.proved is None:
@@ -210,7 +212,7 @@ async def _prepare(database: Database, day: Day) -> None:
 
 
 async def _enter_books(connection: Connection, day: Day) -> int:
-    """Records a day's jobs by org in the books of cold days. Returns how many there are."""
+    """Records a day's jobs by org in the books of cold days. Returns the number of jobs."""
     cursor = await connection.execute(
         sql.SQL(
             """
@@ -231,7 +233,7 @@ async def _enter_books(connection: Connection, day: Day) -> int:
 
 async def _reattach(connection: Connection, day: Day) -> None:
     """Turns the day cold: its partition of the finished jobs becomes one of the cold jobs."""
-    # Send all statements at once: enqueues and acks would wait for each further round trip.
+    # Send all statements together: enqueues and acks would wait for each further round trip.
     await connection.execute(
         sql.SQL(
             "ALTER TABLE {finished} DETACH PARTITION {day}; ALTER TABLE {day} RENAME TO {cold_name}; "
@@ -249,8 +251,9 @@ async def _reattach(connection: Connection, day: Day) -> None:
 
 
 async def _compare(connection: Connection, day: Day, exported: Mapping[OrgId, int]) -> None:
-    """Compares the day with its export by the books, which change in the same transactions as the rows, so nobody waits
-    for a count. An org that has fewer jobs than were exported loses nothing. Raises NotExported."""
+    """Compares the day with its export. Takes the day's jobs from the books, which change in the same transactions as
+    the rows, so that nobody waits for a count. If an org has fewer jobs than were exported, the drop loses nothing.
+    Raises NotExported."""
     for org, jobs in await connection.run(statements.READ_ARCHIVED, _parameters(day)):
         if jobs > exported.get(org, 0):
             raise NotExported(f"{day.name} has {jobs:,} job(s) of org {org!r}, and its export {exported.get(org, 0):,}")
@@ -275,13 +278,14 @@ async def _keep_ids(connection: Connection, day: Day) -> None:
 
 @contextlib.asynccontextmanager
 async def _transaction(database: Database, *, dropping: bool = False) -> AsyncGenerator[Connection]:
-    """With `dropping`, no org is put under legal hold until the transaction ends."""
+    """Opens a transaction for slow steps. With `dropping`, no org is put under legal hold until the transaction
+    ends."""
     async with database.transaction() as connection:
         if dropping:
             await org_policies.lock_holds(connection)
         await connection.execute(
-            # Counting and indexing a large day takes long, and should use no more than one core beside the queue's
-            # work.
+            # Counting and indexing a large day takes long, and should use no more than one core, so that the queue can
+            # work meanwhile.
             "SELECT set_config('statement_timeout', '1h', true), set_config('lock_timeout', %s, true), "
             "set_config('max_parallel_maintenance_workers', '0', true), "
             "set_config('max_parallel_workers_per_gather', '0', true)",
@@ -291,9 +295,9 @@ async def _transaction(database: Database, *, dropping: bool = False) -> AsyncGe
 
 
 async def _exclude(connection: Connection, name: str, parent: str) -> float:
-    """Locks a partition and its parent exclusively until the transaction ends. Returns since when, by time.monotonic().
-    Raises InUse."""
-    # Lock the parent first, as statements do that use it.
+    """Locks a partition and its parent exclusively until the transaction ends. Returns the time at which both were
+    locked, by time.monotonic(). Raises InUse."""
+    # Lock the parent first, as the statements do that use the parent.
     await _lock(connection, "ACCESS EXCLUSIVE", parent, name)
     return time.monotonic()
 

@@ -1,9 +1,9 @@
-"""Erases an org: everything that one shard stores about it.
+"""Erases everything that one shard stores about an org.
 
 First, in one transaction, the org gets a name that no org can have. A process that still knows the org's numeric ids is
-then refused, as with any stale id, and the next job of that name creates a new org. Then the org's data is deleted in
-small steps. Each step is done completely or not at all, and leaves the books balanced (I5). The next run, in any
-process, finds what one run has left.
+then refused, as with any stale id, and the next job for the old name creates a new org. Then the org's data is deleted
+in small steps. Each step is done completely or not at all, and leaves the books balanced (I5). If a run stops early,
+the next run, in any process, finds what is left.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shard.postgres.pool import Database
 from shard.vocabulary import Micros, OrgId
 
 _ROWS = 2_000
-# For finished and cold jobs: no other session waits for their rows.
+# More for finished and cold jobs, because no other session waits for their rows.
 _HISTORY_ROWS = 50_000
 _CHECKS = 3
 
@@ -52,8 +52,8 @@ class Unfinished:
 
 async def begin(database: Database, org: OrgId, *, erasure: str) -> bool:
     """Renames the org on this shard, which begins its erasure. Returns False if the shard does not have the org.
-    `erasure` is a UUID. Raises OrgMoves, LegallyHeld, and ShardUnavailable, also if an enqueue under way did not end in
-    time; nothing was done then."""
+    `erasure` is a UUID. Raises OrgMoves, LegallyHeld, ShardUnavailable. Raises ShardUnavailable also if an enqueue
+    under way does not end in time; then nothing was done."""
     async with database.transaction() as connection:
         # With the slots locked, no enqueue that found the org is under way, and no job is being exported.
         await connection.execute(placement_statements.LOCK_SLOTS, prepare=False)
@@ -83,11 +83,11 @@ async def unfinished(database: Database) -> list[Unfinished]:
 
 
 async def go_on(database: Database, erasure: Unfinished) -> bool:
-    """Erases some more. Returns False when nothing is left and the erasure has ended. Raises Misconfigured if the org's
-    books do not balance, because then they do not show when nothing is left."""
+    """Erases some more of the org's data. Returns False if nothing was left and the erasure has ended. Raises
+    Misconfigured if the org's books do not balance, because unbalanced books do not show whether anything is left."""
     at: dict[str, object] = {"org_id": erasure.org_id}
-    # Statements that were under way when the org was renamed may still add rows; no new ones can begin. So check more
-    # than once.
+    # Statements that were under way when the org was renamed may still add rows, but no such statement can begin any
+    # more. So check more than once.
     for _ in range(_CHECKS):
         if await _erase_some(database, at):
             return True
@@ -118,6 +118,6 @@ async def _erase_some(database: Database, at: dict[str, object]) -> bool:
 
 
 async def read(database: Database, ids: Sequence[str]) -> list[Erasure]:
-    """Returns what was erased on this shard under these ids."""
+    """Returns the erasures with these ids, with counts of what was erased on this shard."""
     rows = await database.run(statements.READ_ERASURES, {"ids": "{" + ",".join(ids) + "}"})
     return [Erasure._make(row) for row in rows]

@@ -2,8 +2,8 @@
 an org.
 
 It reads pages, each with a statement of its own. A single cursor would hold its snapshot for the whole time, and vacuum
-could not remove dead rows of the hot tables meanwhile. Rows of a cold day do not change; if some appear or disappear
-nevertheless, the counts differ. Reading takes no lock that an enqueue or an ack waits for.
+could not remove dead rows of the hot tables meanwhile. Rows of a cold day do not change; if rows appear or disappear
+nevertheless, the counts of jobs show it. Reading takes no lock that an enqueue or an ack waits for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shard.postgres.partitions import table
 from shard.postgres.pool import Database
 from shard.vocabulary import JobId, Micros, OrgId, QueueName
 
-# Upper bounds for a page. It ends with the job that fills the bytes; the largest job has 2 MiB.
+# Upper bounds for a page. A page ends with the job that fills the bytes; the largest job has 2 MiB.
 _ROWS = 5_000
 _BYTES = 8 * 1024 * 1024
 _NIL = "00000000-0000-0000-0000-000000000000"
@@ -39,7 +39,7 @@ class OrgDay(NamedTuple):
 
 class ColdJob(NamedTuple):
     """A row of windrow.cold with the names of its org and queue. _PAGE reads these columns, and the export writes them
-    (archiver/parquet.py). A new one comes last, and may be NULL."""
+    (archiver/parquet.py). A new column comes last, and may be NULL."""
 
     org: OrgId
     queue: QueueName
@@ -85,8 +85,8 @@ FROM (SELECT f.queue_id & 4294967295 AS org_id, count(*) AS jobs FROM {} f GROUP
 LEFT JOIN windrow.org o ON o.org_id = c.org_id
 WHERE o.slot IS DISTINCT FROM -1
 """
-# `columns` are those of ColdJob. `turn` is an org's position in `org_ids`. For each org the index by org and id is
-# scanned from `after` on.
+# `columns` are the columns of ColdJob. `turn` is an org's position in `org_ids`. The page begins with the org at the
+# parameter `turn`, after the job `after`. Each org's jobs are read by the index by org and id.
 _PAGE: LiteralString = """
 SELECT {columns}, p.turn
 FROM (
@@ -125,7 +125,8 @@ async def count(database: Database, day: Day) -> list[OrgDay]:
     """Returns the orgs that have jobs of this day, in the order of their names, without orgs that are being erased.
     Reads the whole day."""
     rows = await database.run(_for_day(_COUNT, day), {})
-    # Sort in Python, which orders text by code points, as Postgres orders bytes.
+    # Sort in Python, which orders texts by code points. That is the order of their UTF-8 bytes, whatever the collation
+    # of the database is.
     return sorted(OrgDay(OrgId(org), org_id, jobs) for org, org_id, jobs in rows)
 
 
@@ -137,10 +138,12 @@ async def ends(database: Database, day: Day) -> tuple[JobId | None, JobId | None
 
 
 async def pages(database: Database, day: Day, orgs: Sequence[OrgDay]) -> AsyncGenerator[Columns]:
-    """Yields the jobs of these orgs of this day as columns, in the given order of the orgs, up to the numbers that
-    `count` returned. If some have disappeared since, fewer come; the caller must compare. Raises ShardUnavailable.
+    """Yields the jobs of these orgs of this day as columns, in the given order of the orgs. Stops when it has yielded
+    as many jobs as `count` returned. If jobs have appeared or disappeared since then, it yields more or fewer jobs; the
+    caller must compare the numbers. Raises ShardUnavailable.
 
-    While the caller works on a page, the next one is read already. Close the generator if you do not exhaust it."""
+    While the caller works on a page, the next page is already being read. Close the generator if you do not exhaust
+    it."""
     statement = _for_day(_PAGE, day)
     for group in _grouped(orgs):
         names = {"org_ids": [org.org_id for org in group], "orgs": [org.org for org in group], "nil": _NIL}
@@ -159,8 +162,8 @@ async def pages(database: Database, day: Day, orgs: Sequence[OrgDay]) -> AsyncGe
                 remaining -= len(rows)
                 if remaining > 0:
                     reading = read(turn=rows[-1][-1], after=rows[-1][_ID])
-                # Without `turn`. Columns are what the caller needs, and objects for the jobs would cost as much as all
-                # the rest.
+                # Leave out `turn`. The caller needs columns. Making an object for each job would cost as much as all
+                # other work together.
                 columns = list(zip(*rows, strict=True))[:-1]
                 del rows
                 yield columns
@@ -184,5 +187,5 @@ def _grouped(orgs: Sequence[OrgDay]) -> Iterator[list[OrgDay]]:
 
 
 def _for_day(statement: LiteralString, day: Day) -> bytes:
-    # Name the partition itself: through windrow.cold, the planner would plan for every cold day.
+    # Name the partition itself. If the statement named windrow.cold, the planner would plan for every cold day.
     return sql.SQL(statement).format(*[table(day.name)] * statement.count("{}"), columns=_COLUMNS).as_bytes(None)

@@ -1,5 +1,5 @@
-"""Policies of orgs about their history: for how long it is kept where queues do not say, and whether it is under legal
-hold.
+"""Policies of orgs about their history. A policy says for how long finished jobs are kept if their queue does not say
+it, and whether the org is under legal hold.
 
 The catalog is the authority. Every shard has a copy, with one version number, because an org's history may be on
 several shards. Copies are made when a policy changes, by each pass of the archiver, and before a shard gets slots. An
@@ -34,34 +34,34 @@ class Policy(NamedTuple):
     """One org's policy, in the order of read_policy.sql's columns."""
 
     org: OrgId
-    # For how many days finished jobs are kept, where the queue does not say. None: 30.
+    # For how many days finished jobs are kept if their queue does not say it. None: 30.
     retention: int | None = None
-    # Since when the org is under legal hold, and why. None: it is not.
+    # The time since which the org is under legal hold, and the reason. None: the org is not under legal hold.
     held_since: Micros | None = None
     held_for: str | None = None
 
 
 async def read(catalog: Database) -> list[Policy]:
-    """Returns the policies of all orgs that have one, by org."""
+    """Returns the policies of all orgs that have a policy, by org."""
     return (await _read(catalog))[1]
 
 
 async def read_one(catalog: Database, org: OrgId) -> Policy:
-    """Returns one org's policy, which is the default if it has none."""
+    """Returns one org's policy, or the default policy if the org has none."""
     rows = await catalog.run(statements.READ_POLICY, {"org": org})
     return Policy._make(rows[0]) if rows else Policy(org)
 
 
 async def set_retention(catalog: Database, org: OrgId, *, days: int | None) -> Policy:
-    """Sets for how many days jobs of the org that finish from now on are kept, where their queues do not say otherwise.
-    None: the default. Returns the new policy."""
+    """Sets for how many days jobs of the org that finish from now on are kept, unless their queue has a retention of
+    its own. None sets the default. Returns the new policy."""
     async with _change(catalog) as connection:
         return await _write(connection, (await _read_one(connection, org))._replace(retention=days))
 
 
 async def hold(catalog: Database, org: OrgId, *, reason: str) -> Policy:
-    """Puts the org under legal hold: nothing of its history is dropped. Raises LegallyHeld if it is already. Returns
-    the new policy."""
+    """Puts the org under legal hold: nothing of its history is dropped. Returns the new policy. Raises LegallyHeld if
+    the org is under legal hold already."""
     async with _change(catalog) as connection:
         policy = await _read_one(connection, org)
         refuse_held(policy)
@@ -69,7 +69,8 @@ async def hold(catalog: Database, org: OrgId, *, reason: str) -> Policy:
 
 
 async def release(catalog: Database, org: OrgId) -> Policy:
-    """Ends the legal hold: the org's history is dropped in its time again. Raises NotHeld. Returns the new policy."""
+    """Ends the legal hold. The org's history is then dropped when its retention has passed, as before the hold. Returns
+    the new policy. Raises NotHeld."""
     async with _change(catalog) as connection:
         policy = await _read_one(connection, org)
         if policy.held_since is None:
@@ -91,12 +92,12 @@ def refuse_held(policy: Policy) -> None:
 
 
 async def copy(catalog: Database, shard: Database) -> None:
-    """Copies the policies from the catalog to a shard. Afterwards nothing more is dropped there of the history of orgs
+    """Copies the policies from the catalog to a shard. Afterwards, the shard drops nothing more of the history of orgs
     that were under legal hold when this call began. Raises ShardUnavailable."""
     version, policies = await _read(catalog)
     ((copied,),) = await shard.run(statements.READ_POLICIES_VERSION, {})
     if copied > version:
-        # The catalog was restored from a backup: only the shards know what has changed since.
+        # The catalog was restored from a backup: only the shards know what has changed since the backup.
         await _restore_from_shard(catalog, shard, copied)
         version, policies = await _read(catalog)
     if copied == version:
@@ -127,7 +128,7 @@ async def copy(catalog: Database, shard: Database) -> None:
 
 
 async def _restore_from_shard(catalog: Database, shard: Database, version: int) -> None:
-    """Copies this shard's policies to the catalog, unless the catalog has newer ones by now."""
+    """Copies this shard's policies to the catalog, unless the catalog has newer policies by now."""
     rows = await shard.run(statements.READ_APPLIED_POLICIES, {})
     applied = [Policy(org, retention, None, held) for org, retention, held in rows]
     async with _change(catalog) as connection:
@@ -150,7 +151,7 @@ async def _restore_from_shard(catalog: Database, shard: Database, version: int) 
 
 async def lock_holds(connection: Connection) -> None:
     """Waits for changes of legal holds to end. Until the transaction ends, no org is put under legal hold on this
-    shard, and none is released."""
+    shard, and no org is released from it."""
     await connection.execute(statements.LOCK_SHARED, {"lock": _HOLDS_LOCK})
 
 

@@ -1,8 +1,8 @@
-"""Changes for how long jobs that have already finished are kept: as the present setting of their queue says, and not as
-the setting at the time when they finished.
+"""Changes for how long jobs that have already finished are kept. They get the present retention of their queue instead
+of the retention that counted when they finished.
 
-Jobs move from the partition of one retention to that of another, one day per transaction. Nobody who enqueues, acks or
-claims waits.
+Jobs move from the partition of one retention to the partition of another retention, one day per transaction. Enqueues,
+acks and claims do not wait.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from shard.vocabulary import OrgId, QueueName
 
 
 async def read(database: Database, org: OrgId) -> dict[QueueName, int]:
-    """Returns for how many days each of the org's queues keeps jobs that finish from now on, as this shard knows it."""
+    """Returns, for each queue of the org, for how many days jobs that finish on this shard from now on are kept."""
     return dict(await database.run(statements.READ_KEPT, {"org": org}))
 
 
 async def apply(database: Database, org: OrgId, retentions: Mapping[QueueName, int]) -> int:
-    """Keeps all finished jobs of these queues on this shard for their queue's number of days after they finished.
-    Returns how many jobs had another retention before. If it is interrupted, call it again. Raises ShardUnavailable."""
+    """Gives all finished jobs of these queues on this shard the retention that `retentions` has for their queue, in
+    days. Returns how many jobs had another retention before. If the call is interrupted, call it again. Raises
+    ShardUnavailable."""
     parameters = {"org": org, "queues": arrays.names(retentions), "days": arrays.numbers(retentions.values())}
     jobs = 0
     # The shard may have no partitions for these retentions yet.

@@ -1,7 +1,7 @@
-"""The catalog: which shards write and read each slot, and so where an org lives (`Catalog.placement`). It is the single
-authority; routers hold copies of it.
+"""The catalog says which shards write and read each slot, and so where an org lives (`Catalog.placement`). The catalog
+is the only authority; routers hold copies of it.
 
-Every shard's schema has the catalog's tables, and one database uses them. This module places the slots of a new
+Every shard's schema has the catalog's tables, but only one database uses them. This module places the slots of a new
 cluster, tells each shard which slots it owns, and makes the catalog's changes during a move
 (docs/decisions/0017-moving-slots.md). Each of these changes compares the epoch first, so it has no effect when it comes
 late or a second time. The steps of a move that run on shards are in shard/placement/move_steps.py.
@@ -39,9 +39,9 @@ class Holding(NamedTuple):
 
     # Slots whose jobs the shard takes.
     slots: int = 0
-    # Slots that the shard is only read for: their new jobs already go to another shard.
+    # Slots whose jobs are only read from the shard, because their new jobs already go to another shard.
     leaving: int = 0
-    # Pinned orgs, whether the shard takes their jobs or is only read for them.
+    # Pinned orgs whose jobs the shard takes, and pinned orgs whose jobs are only read from the shard.
     pins: int = 0
 
     def __str__(self) -> str:
@@ -77,8 +77,8 @@ class Catalog:
         }
 
     def left_by(self, shard: ShardName) -> Micros | None:
-        """Returns when a slot last left this shard, among the slots for which the shard may still be asked as a former
-        owner. Returns None if there are none."""
+        """Returns the latest time at which a slot left this shard, among the slots for which routers may still ask the
+        shard as a former owner. Returns None if there are no such slots."""
         left_at = (owner.left_at for placement in self.slots for owner in placement.former if owner.shard == shard)
         return max(left_at, default=None)
 
@@ -128,7 +128,8 @@ async def found(database: Database, *, cluster: str, weights: Mapping[ShardName,
     """Creates the cluster's catalog if there is none, and places the slots by weight. Returns the catalog. Raises
     Misconfigured if the database holds another cluster's catalog, or if the catalog places slots on a shard that is not
     among `weights`."""
-    # Nearly always there is one, and routers that start at the same moment need not wait for each other's locks.
+    # Look without a lock first. Nearly always there is a catalog, and routers that start at the same moment need not
+    # wait for each other's locks.
     if not await is_founded(database, cluster=cluster):
         await _found(database, cluster, weights)
     catalog = await read(database)
@@ -184,13 +185,13 @@ def _refuse_unnamed(catalog: Catalog, shards: Iterable[ShardName]) -> None:
 
 
 async def read(database: Database, known: Catalog | None = None) -> Catalog:
-    """Reads the catalog from one snapshot. If `known` is an earlier copy, only what is newer is sent; if nothing is
-    newer, `known` itself is returned."""
+    """Reads the catalog from one snapshot. If `known` is an earlier copy, the database sends only newer placements. If
+    nothing is newer, returns `known` itself."""
     return (await look(database, known)).catalog
 
 
 async def look(database: Database, known: Catalog | None = None) -> Look:
-    """Returns what `read` returns, and what else one look at the catalog shows."""
+    """Reads the catalog like `read`, and returns it with everything else that the same statement reads."""
     rows = await database.run(statements.READ_CATALOG, {"since": -1 if known is None else known.epoch})
     found: Mapping[ShardName, tuple[int, str]] = rows[0][-4] or {}
     marks = {shard: Mark(*mark) for shard, mark in found.items()}
@@ -232,7 +233,7 @@ def _unplaced(slot: int) -> Misconfigured:
 
 
 async def is_founded(database: Database, *, cluster: str) -> bool:
-    """Returns whether this database holds a catalog. Raises Misconfigured if it is another cluster's."""
+    """Returns whether this database holds a catalog. Raises Misconfigured if it is the catalog of another cluster."""
     try:
         rows = await database.run(statements.READ_CATALOG_CLUSTER, {})
     except NO_SCHEMA:
@@ -275,8 +276,8 @@ async def moves(database: Database) -> list[Move]:
 
 async def begin_move(database: Database, known: Catalog, slots: Iterable[Slot], *, target: ShardName) -> Move | None:
     """Begins to move slots that, as far as the caller knows, are at rest on one shard. Slots that have changed since
-    are left out. Returns None if no slot remains. Until the next step of the move, only copies of the catalog see a
-    difference."""
+    are left out. Returns None if no slot remains. Until the next step of the move, the shards take and give jobs as
+    before; only copies of the catalog change."""
     planned = sorted(slots)
     (source,) = {known.slots[slot].reads for slot in planned}
     rows = await database.run(
@@ -301,15 +302,15 @@ async def switch_writer(database: Database, move: Move) -> None:
 
 
 async def finish_move(database: Database, move: Move, slots: Iterable[Slot]) -> int:
-    """Puts slots of the move to rest on the target. Call it when the source has no job of these slots left. Returns how
-    many slots were not at rest before."""
+    """Puts slots of the move to rest on the target. Call it when no job of these slots is left on the source. Returns
+    how many slots were not at rest before."""
     return len(await database.run(statements.FINISH_MOVE, _parameters(move, slots)))
 
 
 async def forget_owner(database: Database, shard: ShardName, *, force: bool) -> int:
-    """Stops routers from asking a shard that holds no slots for what it remembers as a former owner: job ids, dedup
-    keys and finished jobs. Returns for how many slots it was asked until now. Returns 0 and changes nothing while the
-    shard may still know dedup keys that count, unless `force` is set."""
+    """Makes routers stop asking a shard that holds no slots. Until now they have asked it, as a former owner, for job
+    ids, dedup keys and finished jobs. Returns the number of slots for which they have asked it. Without `force`,
+    changes nothing and returns 0 while the shard may still know dedup keys that count."""
     rows = await database.run(statements.FORGET_OWNER, {"shard": shard, "left_us": 0 if force else KEYS_KNOWN_US})
     return int(rows[0][0])
 

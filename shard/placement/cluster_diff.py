@@ -1,4 +1,4 @@
-"""What differs between two readings of a cluster file, and which changes a running process cannot apply. Pure."""
+"""Compares two readings of a cluster file, and refuses changes that a running process cannot apply. Pure."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def refuse_change(before: Cluster, after: Cluster) -> None:
 
 
 def described(before: Cluster, after: Cluster) -> list[str]:
-    """Describes what has changed about the shards, one sentence each, without secrets. Returns an empty list if nothing
-    has."""
+    """Describes each change of the shards in one sentence, without secrets. Returns an empty list if nothing has
+    changed."""
     changes: list[str] = []
     for entry in after.shards:
         previous = before.shard(entry.name)

@@ -7,7 +7,7 @@
     name = "s1"
     dsn = "postgresql://windrow@db1/windrow"      # or dsn_env = "S1_DSN", or dsn_file = "/run/secrets/s1"
     weight = 1                                    # share of the slots; default 1
-    state = "active"                              # what it does; default active
+    state = "active"                              # what the shard does; default active
     labels = { region = "eu" }                    # for operators and tools; default none
     insecure = false                              # whether the connection may be plain text beyond this machine
 
@@ -97,7 +97,7 @@ class ShardState(enum.Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
     name: ShardName
-    # May hold a password: never shown.
+    # May hold a password, so it is never shown.
     dsn: str = field(repr=False)
     weight: float = 1.0
     state: ShardState = ShardState.ACTIVE
@@ -116,7 +116,7 @@ class Cluster:
     catalog_dsn: str = field(repr=False)
     # The shard whose database holds the catalog. None: the file names a database for the catalog.
     catalog_shard: ShardName | None = None
-    # The tables of other packages that the file has, each parsed by the package that it configures.
+    # The file's tables that configure other packages. Each package parses its own table.
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     # Prefix of error messages about the file, such as its path.
     source: str = "cluster file"
@@ -150,8 +150,8 @@ def digest_of(text: str) -> str:
 
 
 def parse_cluster(text: str, *, source: str, environ: Mapping[str, str] = os.environ) -> Cluster:
-    """Parses the text of a cluster file. `source` is the prefix of error messages. Raises ClusterFileError, which
-    says everything that is wrong, one fault a line."""
+    """Parses the text of a cluster file. `source` is the prefix of error messages. Raises ClusterFileError, which says
+    everything that is wrong, one fault per line."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -198,7 +198,7 @@ def known_keys(table: Mapping[str, Any], known: set[str], *, where: str) -> None
 
 
 def unknown(what: str, value: object, known: Sequence[str], *, where: str) -> str:
-    """Returns the fault of a value that is none of those known."""
+    """Returns the message about a value that is not among the known values."""
     near = difflib.get_close_matches(str(value), known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
     return f"{where}: unknown {what} {value!r}; {hint}"
@@ -214,7 +214,7 @@ def only_key(table: Mapping[str, Any], keys: Sequence[str], *, where: str) -> st
 
 
 class Faults:
-    """Collects the faults of a file, so that all are reported at once."""
+    """Collects the faults of a file, so that all faults are reported together."""
 
     def __init__(self) -> None:
         self._found: list[str] = []
@@ -223,7 +223,8 @@ class Faults:
         self._found.append(fault)
 
     def of(self, parse: Callable[[], _T]) -> _T | None:
-        """Returns what `parse` returns. If it raises ClusterFileError, adds that, and returns None."""
+        """Returns what `parse` returns. If `parse` raises ClusterFileError, adds the error to the faults, and returns
+        None."""
         try:
             return parse()
         except ClusterFileError as error:
@@ -231,7 +232,7 @@ class Faults:
             return None
 
     def refuse(self) -> None:
-        """Raises ClusterFileError if anything is wrong."""
+        """Raises ClusterFileError if any fault was added."""
         if self._found:
             raise ClusterFileError("\n".join(self._found)) from None
 
@@ -300,7 +301,7 @@ def _labels(value: object, where: str) -> Mapping[str, str]:
 
 
 def _only_dsn(table: Mapping[str, Any], others: set[str], where: str, environ: Mapping[str, str]) -> str:
-    """Returns the table's DSN. Refuses unknown keys before: a misspelt `dsn` is one fault and not two."""
+    """Returns the table's DSN. Refuses unknown keys first, so that a misspelt `dsn` is one fault and not two."""
     known_keys(table, {*_DSNS, _INSECURE, *others}, where=where)
     dsn = _dsn(table, where, environ)
     insecure: object = table.get(_INSECURE, False)
@@ -308,7 +309,7 @@ def _only_dsn(table: Mapping[str, Any], others: set[str], where: str, environ: M
         raise ClusterFileError(f"{where}: {_INSECURE} must be true or false, not {insecure!r}")
     mode = None if insecure else may_be_plain_text(conninfo_to_dict(dsn), environ)
     if mode is not None:
-        # Neither the DSN nor its host is shown: a host may be a part of a password that was not escaped.
+        # Show neither the DSN nor its host, because the host may be a part of a password that was not escaped.
         raise ClusterFileError(
             f"{where}: the DSN leads to another machine, and its sslmode ({mode}) allows plain text: passwords and "
             "jobs could be read on the way. Add sslmode=verify-full and sslrootcert (require encrypts, too, but trusts "
@@ -323,7 +324,7 @@ def _dsn(table: Mapping[str, Any], where: str, environ: Mapping[str, str]) -> st
     if not isinstance(value, str):
         raise ClusterFileError(f"{where}: {key} must be text")
     if key != "dsn" and ("://" in value or "password=" in value):
-        # Not shown: it holds a password.
+        # Do not show the value, because it may hold a password.
         raise ClusterFileError(
             f"{where}: {key} names where the DSN is stored, but this is a DSN itself: use the key dsn"
         )

@@ -1,4 +1,5 @@
-"""Whether a DSN may send passwords and jobs over a network in plain text. Pure; libpq itself encrypts."""
+"""Tells whether a connection by a DSN may send passwords and jobs over a network in plain text. Pure; libpq itself
+encrypts."""
 
 from __future__ import annotations
 
@@ -7,16 +8,16 @@ from typing import Any
 
 from shard.placement.loopback import is_loopback
 
-# Modes with which libpq never falls back to plain text. Without `verify-…` it accepts any server.
+# Modes with which libpq never falls back to plain text. Without `verify-…`, libpq accepts any server.
 _ENCRYPTED = frozenset({"require", "verify-ca", "verify-full"})
 # libpq's own default: TLS if the server offers it.
 _DEFAULT = "prefer"
 
 
 def may_be_plain_text(dsn: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
-    """Returns the sslmode of a parsed DSN if that allows plain text beyond this machine; None if all is well."""
+    """Returns the sslmode of a parsed DSN if it allows plain text on the way to another machine, and None otherwise."""
     mode = str(dsn.get("sslmode") or "")
-    # A service file has a lower rank than the DSN, and a higher one than the environment. It is not read here.
+    # libpq prefers the DSN to a service file, and a service file to the environment. The service file is not read here.
     if not mode and not _service(dsn, environ):
         mode = environ.get("PGSSLMODE") or _DEFAULT
     if mode in _ENCRYPTED or not _leaves_this_machine(dsn, environ):

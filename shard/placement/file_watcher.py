@@ -1,4 +1,4 @@
-"""Watches files on disk by polling them: the cluster file, and what it names."""
+"""Watches files on disk by polling them: the cluster file, and the files that it names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shard.placement.cluster_file import Cluster, ClusterFileError, digest_of, p
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
-# A refused file is read again this often, because what it depends on may appear: a secret file, an environment.
+# A refused file is read again this often, because a file that it needs may appear, such as a secret file.
 _RETRY_S = 1.0
 
 # For each file: modification time in ns, size and inode number. None: the file does not exist.
@@ -34,12 +34,12 @@ class WatchedFiles:
         self._stats = self._stat_all()
 
     def hurry(self) -> None:
-        """Makes `changed` return at once: somebody says that a file has changed."""
+        """Makes `changed` return at once. Call it when somebody says that a file has changed."""
         self._hurry.set()
 
     async def changed(self, *, within_s: float | None = None) -> None:
-        """Returns when a file differs from the last `look` and nobody is writing to one; at once after `hurry`; and
-        after `within_s` seconds in any case."""
+        """Waits until a file differs from the last `look` and nobody is writing to any of the files. Returns at once
+        after `hurry`, and after `within_s` seconds in any case."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._wait_for_stable_change()
@@ -65,20 +65,20 @@ class WatchedFile(WatchedFiles):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        # The digest of the text that was read last, whether or not it could be used. Empty: there was nothing to read.
+        # The digest of the text that was read last, whether or not it could be used. Empty: the file could not be read.
         self.digest = ""
         self._path = path
 
     def read(self) -> Cluster:
         """Returns the cluster that the file describes now. Raises ClusterFileError."""
         while True:
-            # Look before reading: a write in between must count as a change.
+            # Look before reading, so that a write between the two counts as a change.
             self.look()
             self.digest = ""
             text = read_text(self._path)
             self.digest = digest_of(text)
             cluster = parse_cluster(text, source=str(self._path))
-            # Watch the files that its `dsn_file` keys name, too.
+            # Also watch the files that the cluster file's `dsn_file` keys name.
             files = (self._path, *cluster.dsn_files)
             if files == self.paths:
                 return cluster

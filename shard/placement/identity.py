@@ -1,5 +1,5 @@
-"""Which shard a database belongs to, and whether the catalog agrees (docs/decisions/0023-a-shard-is-its-database.md). A
-database that cannot be used is examined, but never changed."""
+"""Finds out which shard a database belongs to, and whether the catalog agrees
+(docs/decisions/0023-a-shard-is-its-database.md). Never changes a database that cannot be used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Record(NamedTuple):
 
     # The id of the shard's database. None: it has not been recorded.
     id: str | None = None
-    # Slots that the shard holds, and slots that have left it and for which it may still be asked.
+    # The number of slots that the shard holds, and the number of slots that have left it and about which routers may
+    # still ask it.
     slots: int = 0
     slots_left: int = 0
     # The mark that the catalog confirmed last. None: there is none yet.
@@ -35,7 +36,7 @@ class Record(NamedTuple):
 
     @property
     def needed(self) -> bool:
-        """Whether another database must not take this shard's place, because slots would be lost."""
+        """Whether the shard needs its own database: with another database in its place, slots would be lost."""
         return bool(self.slots or self.slots_left)
 
     @property
@@ -51,7 +52,7 @@ class Record(NamedTuple):
 
 
 async def read(database: Database) -> Identity | None:
-    """Returns None if the database is no shard yet."""
+    """Returns None if the database does not belong to a shard yet."""
     try:
         rows = await database.run(postgres_statements.READ_IDENTITY, {})
     except NO_SCHEMA:
@@ -60,10 +61,10 @@ async def read(database: Database) -> Identity | None:
 
 
 async def examine(database: Database, catalog: Database | None, *, cluster: str) -> bool:
-    """Returns True if this database is already the shard's. Returns False if it may become the shard's database,
-    because nothing would be lost with another one. `catalog` is None while there is no catalog. Raises Misconfigured if
-    the database cannot be used, and LostHistory if it was this shard's but lacks history that the catalog has
-    confirmed."""
+    """Returns True if this database is already the shard's database. Returns False if it may become the shard's
+    database, because the shard has no slots that would be lost. `catalog` is None while there is no catalog. Raises
+    Misconfigured if the database cannot be used. Raises LostHistory if it is the shard's database but lacks history
+    that the catalog has confirmed."""
     found = await read(database)
     await schema.refuse_encoding(database)
     record = Record() if catalog is None else await _read_record(catalog, database.name)
@@ -72,7 +73,8 @@ async def examine(database: Database, catalog: Database | None, *, cluster: str)
         await marks.refuse_lost(database, record.mark)
         return True
     if found is not None and found[:2] == ours:
-        # The catalog records a database's id before the shard gets slots.
+        # The catalog records a database's id before the shard gets slots. So a database that is not recorded and has no
+        # slots is free.
         free = not (await database.run(statements.COUNT_OWNED_SLOTS, {}))[0][0]
         if not free and catalog is None:
             raise Misconfigured(
@@ -87,9 +89,9 @@ async def examine(database: Database, catalog: Database | None, *, cluster: str)
 
 
 async def admit(database: Database, catalog: Database, *, cluster: str) -> Identity | None:
-    """Makes this database the shard's, unless it is already, and migrates its schema to this release. Returns its
-    identity. It is safe to call this from many processes at once, and again after a crash. Raises Misconfigured,
-    ShardUnavailable."""
+    """Makes this database the shard's database, unless it is already, and migrates its schema to this release. Returns
+    its identity. It is safe to call this from many processes at the same time, and again after a crash. Raises
+    Misconfigured, ShardUnavailable."""
     is_it = await examine(database, catalog, cluster=cluster)
     await schema.migrate(database, cluster=cluster)
     found = await read(database)

@@ -40,7 +40,8 @@ class Made(NamedTuple):
     number: int
     token: str
     at: Micros
-    # The tokens of the earlier marks that the shard still has, and the number of the oldest. None: there are none.
+    # The tokens of the earlier marks that the shard still has, and the number of the oldest of them. None: there are no
+    # earlier marks.
     before: list[str] | None
     oldest: int | None
 
@@ -49,7 +50,8 @@ class Comparison(NamedTuple):
     """What a shard knows about a mark, in the order of compare_mark.sql's columns."""
 
     has_it: bool
-    # The shard has only newer marks. Then the catalog is far behind, for example because it was restored itself.
+    # Whether the shard has only newer marks. Then the catalog is far behind, for example because the catalog itself was
+    # restored.
     is_past: bool
 
     @property
@@ -78,7 +80,8 @@ async def compare(shard: Database, mark: Mark) -> Comparison:
 
 
 async def last_before(shard: Database, at: Micros) -> tuple[int, Micros] | None:
-    """Returns the number and the time of the newest mark that the shard made before a time, or None if it has none."""
+    """Returns the number and the time of the newest mark that the shard made before a time, or None if there is no such
+    mark."""
     try:
         rows = await shard.run(statements.FIND_MARK_BEFORE, {"before_us": at})
     except NO_SCHEMA:
@@ -93,20 +96,20 @@ async def refuse_lost(shard: Database, mark: Mark | None) -> None:
 
 
 async def make(shard: Database, *, apart_s: float = 0.0) -> Made | None:
-    """Writes a mark on the shard. Returns None if one was written within the last `apart_s` seconds, or if another
-    process is writing one now."""
+    """Writes a mark on the shard. Returns None if a mark was written within the last `apart_s` seconds, or if another
+    process is writing a mark now."""
     rows = await shard.run(statements.MAKE_MARK, {"apart_s": apart_s, "above": 0})
     return Made._make(rows[0]) if rows else None
 
 
 async def confirm(catalog: Database, shard: ShardName, made: Made) -> bool:
-    """Records a mark in the catalog. Returns False if the catalog did not accept it, because it knows a later mark, or
-    one that the shard does not have."""
+    """Records a mark in the catalog. Returns False if the catalog did not accept the mark, because the catalog knows a
+    later mark, or a mark that the shard does not have."""
     return bool(await catalog.run(statements.CONFIRM_MARK, _parameters(shard, made)))
 
 
 async def mark(shard: Database, catalog: Database) -> None:
-    """Returns when the catalog has confirmed a mark that was written after this call began. Raises LostHistory,
+    """Waits until the catalog has confirmed a mark that was written after this call began. Raises LostHistory,
     ShardUnavailable."""
     for _ in range(_TRIES_MAX):
         made = await make(shard)

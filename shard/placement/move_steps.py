@@ -1,8 +1,10 @@
-"""Moves slots from one shard to another: the steps of docs/decisions/0017-moving-slots.md that run on shards, for many
-slots at a time. The catalog's steps are in shard/placement/catalog.py. balancer/move.py decides which step comes next.
+"""Moves slots from one shard to another. This module has the steps of docs/decisions/0017-moving-slots.md that run on
+shards; each step takes many slots together. The steps that run on the catalog are in shard/placement/catalog.py.
+balancer/move.py decides which step comes next.
 
 Each step compares epochs and chunk numbers before it writes. So a step that comes late, comes twice, or is taken by two
-processes at once changes nothing. Every step may raise ShardUnavailable; the step may then have been taken or not.
+processes at the same time changes nothing. Every step may raise ShardUnavailable; the step may then have been taken or
+not.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class SlotState(NamedTuple):
 
 
 class QueueOfSlot(NamedTuple):
-    """A queue and its configuration. An org without queues has one, in which the queue is None."""
+    """A queue and its configuration. An org without queues has one row, in which the queue is None."""
 
     slot: Slot
     org: OrgId
@@ -49,7 +51,7 @@ class QueueOfSlot(NamedTuple):
 
 
 class BucketOfSlot(NamedTuple):
-    """How much an org may still enqueue by one of its limits (shard/queue/token_buckets.py), in the order of
+    """How much an org may still enqueue under one of its limits (shard/queue/token_buckets.py), in the order of
     read_buckets.sql's columns."""
 
     org: OrgId
@@ -62,7 +64,7 @@ class BucketOfSlot(NamedTuple):
 
 
 class SchedulesOfSlot(NamedTuple):
-    """Some rows of an org, as Postgres writes them: of windrow.schedule, or of windrow.schedule_run."""
+    """Some of an org's rows of windrow.schedule or of windrow.schedule_run, as Postgres writes them."""
 
     slot: Slot
     org: OrgId
@@ -92,7 +94,7 @@ class WorkflowOfSlot(NamedTuple):
     org: OrgId
     workflow: str
     nodes: str
-    # None: it has none.
+    # None: the workflow has no edges.
     edges: str | None
 
 
@@ -111,13 +113,13 @@ class Remaining(NamedTuple):
     """How many unfinished jobs of a slot remain on a shard, in the order of count_remaining.sql's columns."""
 
     slot: Slot
-    # Live jobs that may be exported now: no lease is valid.
+    # Live jobs without a valid lease, which may be exported now.
     free: int
     leased: int
     dead: int
     # Exported jobs that are not deleted yet.
     departing: int
-    # Ends of nodes that the target has not been told of.
+    # Ends of nodes of which the target has not been told yet.
     arrivals: int
 
 
@@ -160,20 +162,22 @@ async def read_schedules(database: Database, slots: Sequence[Slot]) -> Schedules
 
 
 async def delete_schedules(database: Database, slots: Sequence[Slot], *, epoch: int) -> None:
-    """Deletes the schedules of these slots on the source, once routers read them on the target. The source does not
-    fire them any more: it has not owned the slots since it closed them."""
+    """Deletes the schedules of these slots on the source. Call it when routers read the schedules on the target. The
+    source has not fired the schedules since it closed the slots."""
     parameters = {"slots": arrays.numbers(slots), "state": "draining", "epoch": epoch}
     await database.run(statements.DELETE_SCHEDULES, parameters)
 
 
 async def read_quarantines(database: Database, slots: Sequence[Slot]) -> list[QuarantinesOfSlot]:
-    """Returns the quarantined kinds of the orgs of these slots. The source keeps them for as long as it has jobs."""
+    """Returns the quarantined kinds of the orgs of these slots. The source keeps its own quarantines for as long as it
+    has jobs of these slots."""
     rows = await database.run(statements.READ_QUARANTINES, {"slots": arrays.numbers(slots)})
     return list(map(QuarantinesOfSlot._make, rows))
 
 
 async def delete_quarantines(database: Database, slots: Sequence[Slot], *, epoch: int) -> None:
-    """Deletes the quarantined kinds of these slots on the source, after their last job has left it."""
+    """Deletes the quarantined kinds of these slots on the source. Call it after the last job of the slots has left the
+    source."""
     parameters = {"slots": arrays.numbers(slots), "state": "draining", "epoch": epoch}
     await database.run(statements.DELETE_QUARANTINES, parameters)
 
@@ -185,15 +189,16 @@ async def read_workflows(database: Database, slots: Sequence[Slot]) -> list[Work
 
 
 async def delete_workflows(database: Database, slots: Sequence[Slot], *, epoch: int) -> None:
-    """Deletes the workflows of these slots on the source, once routers read them on the target. Ends of nodes that come
-    on the source after its close stay appended there, for `carry_arrivals`."""
+    """Deletes the workflows of these slots on the source. Call it when routers read the workflows on the target. Ends
+    of nodes that are appended on the source after it closed the slots stay there until `carry_arrivals` carries them to
+    the target."""
     parameters = {"slots": arrays.numbers(slots), "state": "draining", "epoch": epoch}
     await database.run(statements.DELETE_WORKFLOWS, parameters)
 
 
 async def carry_arrivals(source: Database, target: Database, slots: Sequence[Slot], *, epoch: int) -> int:
-    """Tells the target of ends of nodes that came on the source. An end that the target is told of twice counts once.
-    Returns how many there were."""
+    """Tells the target of the ends of nodes that were appended on the source. If the target is told of an end twice,
+    the end counts only once. Returns the number of ends."""
     rows = await source.run(statements.READ_ARRIVALS, {"slots": arrays.numbers(slots), "epoch": epoch})
     arrivals = list(map(Arrival._make, rows))
     for batch in _batches(arrivals):
@@ -213,8 +218,8 @@ async def carry_arrivals(source: Database, target: Database, slots: Sequence[Slo
 
 
 async def make_queues(database: Database, queues: Sequence[QueueOfSlot]) -> None:
-    """Creates those of the queues that do not exist here, with the default configuration. Existing queues, even deleted
-    ones, stay as they are, so this may be called at any time."""
+    """Creates the queues that do not exist on this shard, with the default configuration. Existing queues, even deleted
+    queues, stay as they are, so this may be called at any time."""
     for batch in _batches(queues):
         orgs = {row.org: row.slot for row in batch}
         named = [row for row in batch if row.queue is not None]
@@ -230,9 +235,9 @@ async def make_queues(database: Database, queues: Sequence[QueueOfSlot]) -> None
 
 
 async def close_slots(database: Database, slots: Sequence[Slot], *, epoch: int) -> bool:
-    """Stops the source from taking jobs of these slots, including those of enqueues that have already begun. Returns
-    False if an enqueue under way did not end in time: nothing was done, and the caller may try again. Other enqueues
-    wait for at most 0.1 s, plus the time of the update."""
+    """Stops the source from taking jobs of these slots. Afterwards, not even an enqueue that had already begun can
+    store jobs there. Returns False if an enqueue under way did not end in time; then nothing was done, and the caller
+    may try again. Other enqueues wait for at most 0.1 s, plus the time of the update."""
     try:
         async with database.transaction() as connection:
             await connection.execute(statements.LOCK_SLOTS, prepare=False)
@@ -255,8 +260,8 @@ async def open_slots(
     workflows: Sequence[WorkflowOfSlot] = (),
     quarantines: Sequence[QuarantinesOfSlot] = (),
 ) -> None:
-    """Lets the target take jobs of these slots, and gives its queues the configuration, and its orgs the buckets,
-    schedules, workflows and quarantines, that they have on the closed source."""
+    """Lets the target take jobs of these slots. Gives the target's queues the configuration that they have on the
+    closed source, and its orgs the buckets, schedules, workflows and quarantines that they have there."""
     await make_queues(database, queues)
     async with database.transaction() as connection:
         # This comes first because it locks the slots: a second caller then finds nothing to do.
@@ -281,7 +286,7 @@ async def open_slots(
 
 async def _write_schedules(connection: Connection, slots: Sequence[Slot], schedules: Schedules, *, epoch: int) -> None:
     """Stores the schedules of slots that were opened in this transaction."""
-    # A shard that was restored from a backup may have schedules of an earlier stay.
+    # A shard that was restored from a backup may have schedules from a time when it held these slots before.
     parameters = {"slots": arrays.numbers(slots), "state": "owned", "epoch": epoch}
     await connection.run(statements.DELETE_SCHEDULES, parameters)
     for part in schedules.schedules:
@@ -298,7 +303,7 @@ async def _write_workflows(
     connection: Connection, slots: Sequence[Slot], workflows: Sequence[WorkflowOfSlot], *, epoch: int
 ) -> None:
     """Stores the workflows of slots that were opened in this transaction."""
-    # A shard that was restored from a backup may have workflows of an earlier stay.
+    # A shard that was restored from a backup may have workflows from a time when it held these slots before.
     parameters = {"slots": arrays.numbers(slots), "state": "owned", "epoch": epoch}
     await connection.run(statements.DELETE_WORKFLOWS, parameters)
     opened = [one for one in workflows if one.slot in slots]
@@ -319,7 +324,7 @@ async def _write_quarantines(
     connection: Connection, slots: Sequence[Slot], quarantines: Sequence[QuarantinesOfSlot], *, epoch: int
 ) -> None:
     """Stores the quarantines of slots that were opened in this transaction."""
-    # A shard that was restored from a backup may have quarantines of an earlier stay.
+    # A shard that was restored from a backup may have quarantines from a time when it held these slots before.
     parameters = {"slots": arrays.numbers(slots), "state": "owned", "epoch": epoch}
     await connection.run(statements.DELETE_QUARANTINES, parameters)
     for batch in _batches([one for one in quarantines if one.slot in slots]):
@@ -334,8 +339,8 @@ async def _write_quarantines(
 
 
 async def count_remaining(database: Database, slots: Sequence[Slot]) -> list[Remaining]:
-    """Counts the unfinished jobs of these slots that remain on this shard, in slot order. Slots without any are left
-    out."""
+    """Counts the unfinished jobs of these slots that remain on this shard, in slot order. Leaves out slots of which
+    nothing remains."""
     remaining: list[Remaining] = []
     for batch in _batches(slots):
         rows = await database.run(statements.COUNT_REMAINING, {"slots": arrays.numbers(batch)})
@@ -344,17 +349,17 @@ async def count_remaining(database: Database, slots: Sequence[Slot]) -> list[Rem
 
 
 async def end_arrival(database: Database, slots: Sequence[Slot], *, epoch: int) -> None:
-    """Lets the target give group slots to jobs of these slots. Run it when the source has no job of theirs left, and
-    before the catalog ends the move: after that nobody would try again."""
+    """Lets the target give group slots to jobs of these slots. Run it when no job of these slots is left on the source,
+    and before the catalog ends the move, because after that nobody would try again."""
     await database.run(statements.END_ARRIVAL, {"slots": arrays.numbers(slots), "epoch": epoch})
 
 
 async def export_chunk(
     database: Database, chunks: Mapping[Slot, int], *, epoch: int, rows_max: int, bytes_max: int
 ) -> dict[Slot, int]:
-    """Sets jobs of these slots aside for the target. `chunks` gives each slot the number of its next chunk. Goes
-    through the slots in ascending order until `rows_max` jobs are found or `bytes_max` bytes are filled. Returns how
-    many jobs were set aside in each slot."""
+    """Exports jobs of these slots for the target: moves them to the table windrow.departing. `chunks` gives each slot
+    the number of its next chunk. Goes through the slots in ascending order until `rows_max` jobs are found or
+    `bytes_max` bytes are filled. Returns how many jobs of each slot were exported."""
     slots = sorted(chunks)
     rows = await database.run(
         statements.EXPORT_CHUNK,
@@ -370,15 +375,15 @@ async def export_chunk(
 
 
 async def read_exported(database: Database, slots: Sequence[Slot], *, epoch: int) -> list[ExportedJobs]:
-    """Returns the jobs that were exported from the source and not deleted there yet. A slot has at most one such chunk:
-    the next one is exported only after this one is deleted."""
+    """Returns the jobs that were exported from the source and not deleted there yet. A slot has at most one such chunk,
+    because the next chunk is exported only after this chunk is deleted."""
     rows = await database.run(statements.READ_EXPORTED, {"slots": arrays.numbers(slots), "epoch": epoch})
     return list(map(ExportedJobs._make, rows))
 
 
 async def import_chunk(database: Database, exported: Sequence[ExportedJobs], *, epoch: int) -> set[Slot]:
-    """Stores exported jobs on the target. Returns the slots whose chunks were stored: those whose numbers were the
-    next. Raises Misconfigured if the target refuses the rows."""
+    """Stores exported jobs on the target. A slot's chunk is stored only if its number is the slot's next. Returns the
+    slots whose chunks were stored. Raises Misconfigured if the target refuses the rows."""
     chunks = {part.slot: part.chunk for part in exported}
     slots = sorted(chunks)
     try:

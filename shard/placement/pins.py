@@ -1,9 +1,9 @@
-"""Pinned orgs. Each has a slot of its own (docs/decisions/0017-moving-slots.md), and the catalog says on which shard,
-or on shards with which label, the org should live.
+"""Pinned orgs. Each pinned org has a slot of its own (docs/decisions/0017-moving-slots.md). The catalog says on which
+shard the org should live, or which label its shard should have.
 
-Pinning is one transaction in the catalog. The shard that holds the org must file it under its own slot (`adopt`) only
-before the org's slot or its hash slot leaves that shard; `adopt` runs before the shard closes the slot. Moving the slot
-to its target shard is the balancer's task.
+Pinning is one transaction in the catalog. The shard that holds the org may file it under its own slot (`adopt`) later,
+but before the org's own slot or its hash slot leaves that shard. So `adopt` runs before the shard closes one of these
+slots. The balancer moves the org's own slot to its target shard.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ class Pin:
 
 
 async def pin(database: Database, org: OrgId, target: PinTarget) -> Pin:
-    """Sets where the org should live, and gives it a slot of its own if it has none. `database` is the catalog's.
-    Calling it again with the same target changes nothing; of two concurrent calls, the later one wins. Raises SlotMoves
-    while the org's hash slot moves, and TooManyPins; nothing has changed then. After ShardUnavailable, call it again.
+    """Sets where the org should live, and gives it a slot of its own if it has none. `database` is the catalog's
+    database. A second call with the same target changes nothing. If two calls run at the same time, the later call
+    wins. Raises TooManyPins, and SlotMoves while the org's hash slot moves; then nothing has changed. After
+    ShardUnavailable, call it again.
     """
     async with catalog.exclusive(database) as connection:
         parameters = {"org": org, **_columns(target)}
@@ -93,7 +94,7 @@ async def unpin(database: Database, org: OrgId) -> Pin:
 
 
 async def read(database: Database) -> list[Pin]:
-    """Returns all orgs that have a slot of their own, also those that are no longer pinned, ordered by slot."""
+    """Returns all orgs that have a slot of their own, also orgs that are no longer pinned, ordered by slot."""
     return [_pin(*row) for row in await database.run(statements.READ_PINS, {})]
 
 
@@ -103,9 +104,9 @@ async def read_on(database: Database, shard: ShardName) -> list[Pin]:
 
 
 async def adopt(shard: Database, pins: Sequence[Pin]) -> bool:
-    """Makes the shard file these orgs under their own slots. `pins` are the orgs whose jobs the shard takes, from any
-    reading of the catalog since they were pinned. Returns False if queues were being created or changed: nothing was
-    done, and the caller may try again. Calling it late or twice changes nothing. Raises ShardUnavailable."""
+    """Makes the shard file these orgs under their own slots. `pins` are pinned orgs whose jobs the shard takes, as read
+    from the catalog at any time after they were pinned. Returns False if queues were being created or changed; then
+    nothing was done, and the caller may try again. A late or second call changes nothing. Raises ShardUnavailable."""
     rows = await shard.run(
         statements.FIND_UNADOPTED,
         {

@@ -1,8 +1,8 @@
-"""Where an org lives: the hash slot of an org, and the plan that gives slots to shards. Pure: no I/O, no clock, no
-config. `Catalog.placement` (shard/placement/catalog.py) looks up an org's shards, pinned orgs included.
+"""Computes the hash slot of an org, and plans which shard gets which slots. Pure: no I/O, no clock, no config.
+`Catalog.placement` (shard/placement/catalog.py) looks up an org's shards, pinned orgs included.
 
-An org's hash slot never changes. The shard on which a slot lives may change. It is planned here with minimal movement:
-a shard gives up only what exceeds its share, and takes only what it lacks
+An org's hash slot never changes. The shard on which a slot lives may change. The plan moves as few slots as possible: a
+shard gives up only slots that exceed its share, and takes only slots that it lacks
 (docs/decisions/0002-slots-instead-of-a-hash-ring.md).
 """
 
@@ -38,9 +38,9 @@ class FormerOwner:
     left_at: Micros
 
     def may_know(self, made_at_ms: int, *, keyed: bool) -> bool:
-        """Returns whether this shard may have stored the first copy of a job whose id was made at `made_at_ms`, with
-        (`keyed`) or without a dedup key. A shard accepts no id that is more than one hour ahead, and no dedup window
-        over 30 days; the rest of the limits is room for clock differences."""
+        """Returns whether this shard may have stored the first copy of a job whose id was made at `made_at_ms`. `keyed`
+        says whether the job has a dedup key. A shard accepts no id that was made more than one hour ahead of its clock,
+        and no dedup window over 30 days. The limits here are longer, to make room for differences between clocks."""
         return made_at_ms * 1000 <= (self.keys_known_until if keyed else self.ids_known_until)
 
     @property
@@ -54,9 +54,9 @@ class FormerOwner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """One slot's shards. At rest on A: writes (A,), reads (A,). While it moves from A to B: writes (A,), then (B,), and
-    reads (A, B), in the order in which jobs travel. `epoch` is that of the latest move; before the first move, that of
-    the pin that created the slot."""
+    """The shards of one slot. At rest on A, `writes` is (A,), and `reads` is (A,). During a move from A to B, `writes`
+    is first (A,) and then (B,), and `reads` is (A, B), in the order in which jobs travel. `epoch` is the epoch of the
+    latest move. Before the first move, it is FIRST_EPOCH, or the epoch of the pin that created the slot."""
 
     writes: tuple[ShardName, ...]
     reads: tuple[ShardName, ...]
@@ -79,9 +79,9 @@ class Placement:
 
 
 def shares(weights: Mapping[ShardName, float], slots: int = SLOTS) -> dict[ShardName, int]:
-    """Returns how many of `slots` each shard should hold: proportional to its weight, off by less than one, and `slots`
-    in total (Hamilton's largest remainder method; ties go to the name that sorts first). Raises ValueError unless all
-    weights are ≥ 0 and at least one is above 0."""
+    """Returns how many of `slots` each shard should hold: proportional to its weight, rounded up or down, so that the
+    sum is `slots` (Hamilton's largest remainder method; ties go to the name that sorts first). Raises ValueError unless
+    all weights are ≥ 0 and at least one is above 0."""
     total = sum(weights.values())
     if total <= 0 or min(weights.values()) < 0:
         raise ValueError(f"weights must be ≥ 0 and not all 0: {dict(weights)}")
@@ -94,8 +94,8 @@ def shares(weights: Mapping[ShardName, float], slots: int = SLOTS) -> dict[Shard
 
 
 def plan(owners: Sequence[ShardName | None], weights: Mapping[ShardName, float]) -> list[ShardName]:
-    """Returns the new owner of each slot. `owners` are the present ones (None: not placed yet); as few of them change
-    as the shares allow."""
+    """Returns the new owner of each slot. `owners` are the present owners (None: the slot is not placed yet). As few
+    slots change their owner as the shares allow."""
     room = shares(weights, len(owners))
     planned: list[ShardName | None] = []
     for owner in owners:

@@ -39,7 +39,7 @@ SET_PIN_TARGET = _load("set_pin_target")
 
 MAKE_MARK = _load("make_mark")
 FIND_MARK_BEFORE = _load("find_mark_before")
-# A mark stands for what other statements write, so it need not count as a write itself.
+# A mark shows that other statements have written something, so it does not count as a write itself.
 MAKE_MARK.writes = False
 CONFIRM_MARK = _load("confirm_mark")
 READ_MARK = _load("read_mark")
@@ -73,8 +73,8 @@ WRITE_QUARANTINES = _load("write_quarantines")
 DELETE_QUARANTINES = _load("delete_quarantines")
 WRITE_BUCKETS = _load("write_buckets")
 COUNT_REMAINING = _load("count_remaining")
-# Not repeatable: a second run would export other jobs and not return those of the first run, which then nobody would
-# see for long.
+# Not repeatable: a second run would export other jobs, and would not return the jobs of the first run. Nobody would see
+# those jobs for a long time.
 EXPORT_CHUNK = _load("export_chunk", repeatable=False)
 READ_EXPORTED = _load("read_exported")
 IMPORT_CHUNK = _load("import_chunk")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from psycopg.postgres import types
 
 # The binary format (array_recv in Postgres): the number of dimensions, a flag for NULLs, the type of the elements,
-# their number, and the index of the first one; then for each element its length in bytes, and its bytes.
+# their number, and the index of the first element. Each element follows as its length in bytes, and its bytes.
 _head = struct.Struct("!iiIii").pack
 _length = struct.Struct("!i").pack
 _NULL = _length(-1)
@@ -34,7 +34,7 @@ class Texts(NamedTuple):
 
 
 def plain(values: Iterable[str]) -> str:
-    """Encodes UUIDs (hex digits and dashes only)."""
+    """Encodes texts that need neither quotes nor escapes, such as UUIDs."""
     return "{" + ",".join(values) + "}"
 
 
@@ -50,7 +50,7 @@ def names(values: Iterable[str]) -> str:
 
 
 def sparse_numbers(values: Mapping[int, int], length: int) -> str:
-    """Encodes a column with `length` entries, most of which are NULL. `values`: the entries that are not NULL, by
+    """Encodes a column with `length` entries, most of which are NULL. `values` has the entries that are not NULL, by
     position. A column of NULLs becomes the empty array, which unnest fills with NULLs."""
     if not values:
         return "{}"

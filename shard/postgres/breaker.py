@@ -1,5 +1,5 @@
-"""A circuit breaker for one shard: notices that its server is silent, and asks it until it answers again. Knows no pool
-and no statements.
+"""A circuit breaker for one shard. It notices that the shard's server is silent, and asks the server until it answers
+again. It knows no pool and no statements.
 
     closed ──doubt──▶ closed, asking ──silence──▶ open ──a probe is answered──▶ closed
                            └──any answer──▶ closed
@@ -21,19 +21,20 @@ from shard.vocabulary import ShardName
 
 _log = logging.getLogger(__name__)
 
-# A statement that takes longer raises a doubt.
+# A statement that takes longer than this raises a doubt.
 OVERDUE_S = 0.4
 # The breaker opens if a server in doubt answers nothing at all for this long.
 _SILENCE_S = 0.8
-# Each opening doubles that time, up to _SILENCE_S_MAX, until the breaker has stayed closed for _CALM_S. A server that
-# is silent again and again is busy and not away, and each opening costs it all its connections.
+# Each opening doubles that time, up to _SILENCE_S_MAX. After the breaker has stayed closed for _CALM_S, the time is
+# _SILENCE_S again. A server that is silent again and again is busy and not away, and each opening costs it all its
+# connections.
 _SILENCE_S_MAX = 6.4
 _CALM_S = 60.0
 # The pause between two questions to a server that answers, but whose statements are still slow.
 _AGAIN_S = 1.0
-# After this long without an answer another probe is sent beside the first, which may have been lost. While the server
-# stays silent the pause doubles, up to _PROBE_PAUSE_S_MAX: a server that is too busy to accept connections works off
-# even those that were given up, and probes in short order would keep it busy.
+# After this time without an answer, another probe is sent in addition to the first probe, which may have been lost.
+# While the server stays silent, the pause doubles, up to _PROBE_PAUSE_S_MAX. A server that is too busy to accept
+# connections later handles even the connections that were given up, so probes in quick succession would keep it busy.
 _PROBE_PAUSE_S = 0.8
 _PROBE_PAUSE_S_MAX = 3.2
 _PROBES_MAX = 4
@@ -45,16 +46,17 @@ _SILENT = "it does not answer"
 
 
 class Breaker:
-    """`ask` sends the server a small statement and returns once it is answered; it raises if the connection is refused.
-    `opened` is called each time that the breaker opens. With a `patience` of 2, a server may be silent for twice as
-    long before the breaker opens."""
+    """`ask` sends the server a small statement and returns when the server has answered. It raises an error if the
+    connection is refused. `opened` is called each time that the breaker opens. With a `patience` of 2, a server may be
+    silent for twice as long before the breaker opens."""
 
     def __init__(
         self, shard: ShardName, *, ask: Callable[[], Awaitable[None]], opened: Callable[[], None], patience: float = 1.0
     ) -> None:
         # Why the breaker is open. None: it is closed.
         self.trouble: str | None = None
-        # How many statements the server has answered. The owner of the breaker counts them; one more ends a doubt.
+        # How many statements the server has answered. The owner of the breaker counts the answers; one more answer ends
+        # a doubt.
         self.answers = 0
         self._shard = shard
         self._ask = ask
@@ -79,7 +81,7 @@ class Breaker:
             self._asking = asyncio.create_task(self._find_out())
 
     def open(self, why: str) -> None:
-        """Opens the breaker, until a probe is answered. `why`: the reason for refused callers."""
+        """Opens the breaker, until a probe is answered. `why` is the reason that refused callers get."""
         if self.trouble is None and not self._ended:
             self.trouble = why
             _log.warning("%s is unavailable: %s", what(self._shard), why)
@@ -88,7 +90,7 @@ class Breaker:
             self._opened()
 
     async def until_closed(self) -> None:
-        """Returns once the breaker is closed, or has ended."""
+        """Waits until the breaker is closed or has ended."""
         await self._closed.wait()
 
     async def end(self) -> None:
@@ -104,10 +106,10 @@ class Breaker:
         answers = self.answers
         question = asyncio.create_task(self._ask_in_time())
         try:
-            # Two waits: if this process was suspended, the first may end before an answer could be read.
+            # Two waits: if this process was suspended, the first wait may end before an answer could be read.
             for _ in range(2):
                 await asyncio.wait({question}, timeout=self._silence_s / 2)
-            # A refused connection counts as an answer; whoever makes new connections handles the refusal.
+            # A refused connection counts as an answer; the code that makes new connections handles the refusal.
             if not question.done() and self.answers == answers:
                 self.open(_SILENT)
                 self._silence_s = min(2 * self._silence_s, _SILENCE_S_MAX)
@@ -118,7 +120,7 @@ class Breaker:
         probes: set[asyncio.Task[str | None]] = set()
         pause_s = _PROBE_PAUSE_S
         try:
-            # The server has just refused a connection, or has not answered for long.
+            # Pause first: the server has just refused a connection, or has not answered for long.
             await asyncio.sleep(_REFUSED_PAUSE_S / 2)
             while True:
                 if len(probes) < _PROBES_MAX:
@@ -142,7 +144,7 @@ class Breaker:
         _log.info("%s is available again", what(self._shard))
 
     async def _ask_in_time(self) -> str | None:
-        """Asks the server. Returns why it did not answer; None if it did."""
+        """Asks the server. Returns the reason if it did not answer, and None if it did."""
         try:
             async with asyncio.timeout(_PROBE_S_MAX):
                 await self._ask()
@@ -154,8 +156,8 @@ class Breaker:
 
 
 async def _heard(probes: set[asyncio.Task[str | None]], *, within_s: float) -> set[str | None]:
-    """Waits until a probe is answered (None) or refused (why). Empty if there is only silence. Takes the probes that
-    have ended out of the set."""
+    """Waits until the server answers or refuses a probe. The result has None for an answer, and the reason for a
+    refusal; it is empty if the server stays silent. Removes the probes that have ended from `probes`."""
     loop = asyncio.get_running_loop()
     end_s = loop.time() + within_s
     while probes and loop.time() < end_s:

@@ -1,9 +1,9 @@
-"""One connection that runs statements by libpq directly. psycopg's cursors, generators and waits serve many more
+"""One connection that runs statements directly through libpq. psycopg's cursors, generators and waits serve many more
 purposes, and cost several times as much.
 
 Owns what happens between a statement's bytes and its rows: parameters, prepared statements, the socket, errors, and
-cancelled callers. Values are converted by psycopg's dumpers and loaders. Knows no pool, and never tries a statement on
-another connection (shard/postgres/pool.py).
+cancelled callers. psycopg's dumpers and loaders convert the values. This module knows no pool, and never tries a
+statement on another connection; shard/postgres/pool.py does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from psycopg.pq.abc import PGconn, PGresult
 
 _T = TypeVar("_T")
 
-# How every connection to Postgres is made. One without any answer is lost after about ten seconds.
+# The options of every connection to Postgres. A connection that gets no answer at all is lost after about ten seconds.
 CONNECT_S_MAX = 5
 CONNECT_OPTIONS: Mapping[str, Any] = {
     "autocommit": True,
@@ -41,8 +41,8 @@ CONNECT_OPTIONS: Mapping[str, Any] = {
     "tcp_user_timeout": 10_000,
 }
 
-# Prepared statements of a connection, one for each statement and types of its parameters. Further statements are parsed
-# each time that they run.
+# The most prepared statements of a connection. There is one for each statement and each list of its parameters' types.
+# Postgres parses further statements each time that they run.
 _PREPARED_MAX = 300
 # How long a statement may take to end after its caller was cancelled. After that its connection is closed.
 _ABANDONED_S_MAX = 5.0
@@ -90,15 +90,15 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
         self._transformer = Transformer(self)
         self._names: dict[tuple[bytes, tuple[int, ...]], bytes] = {}
         self._numbers = itertools.count(1)
-        # The socket while `_receive` is its reader; −1 while it is not. The reader stays between statements: to add and
-        # remove it costs half as much as a small statement.
+        # The socket while `_receive` is its reader, and −1 otherwise. The reader stays between statements, because
+        # adding and removing it costs half as much as a small statement.
         self._socket = -1
-        # Set once the answer to the latest request, or a notification, has arrived.
+        # Gets its result when the answer to the latest request, or a notification, has arrived.
         self._answered: asyncio.Future[None] | None = None
         self._results: list[PGresult] = []
         self._lost: psycopg.Error | None = None
         # True after a commit that the synchronous standby may not have, because somebody cancelled the wait for it. The
-        # pool resets it.
+        # pool sets this to False again.
         self.unreplicated = False
         self.add_notice_handler(self._on_notice)
 
@@ -111,8 +111,8 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
             try:
                 return await self._run(statement, parameters)
             except (psycopg.errors.FeatureNotSupported, psycopg.errors.InvalidSqlStatementName):
-                # A migration has changed the columns of a prepared statement, or somebody has deallocated it. Nothing
-                # was done; prepare it again.
+                # A migration has changed the columns of a prepared statement, or somebody has deallocated it. The
+                # statement has done nothing, so prepare it again.
                 self._names.clear()
                 self.pgconn.send_query_params(b"DEALLOCATE ALL", None)
                 await self._answer()
@@ -123,8 +123,8 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
             raise
 
     async def listen(self, channel: str, on_message: Callable[[str | None], None]) -> NoReturn:
-        """Calls `on_message` with the payload of each notification on a channel, until the connection is lost; then
-        raises the reason. The first call has None: earlier notifications may have been missed."""
+        """Calls `on_message` with the payload of each notification on a channel, until the connection is lost, and then
+        raises the reason. The first call passes None, because earlier notifications may have been missed."""
         await self.run(b"LISTEN " + channel.encode(), {})
         on_message(None)
         while True:
@@ -168,7 +168,7 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
         result = await self._answer()
         transformer.set_pgresult(result)
         rows = transformer.load_rows(0, result.ntuples, tuple)
-        # Otherwise the result would stay in memory until the next one.
+        # Release the result. Otherwise it would stay in memory until the next result.
         transformer.set_pgresult(None)
         return rows
 
@@ -193,7 +193,7 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
                 raise error_from_result(result)
             if result.status not in _DONE:
                 raise psycopg.ProgrammingError(f"unexpected result of a statement: {ExecStatus(result.status).name}")
-        # Checked last: an error that the server sent before it went away is more precise.
+        # Check this last, because an error that the server sent before it went away is more precise.
         if self._lost is not None:
             raise self._lost
         return self._results.pop()
@@ -220,14 +220,15 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
                 else:
                     break
         except psycopg.Error as error:
-            # Note the loss also between two statements: the next one then fails.
+            # Record the loss also between two statements, so that the next statement fails.
             self._lost = error
             self._remove_reader()
         if self._answered is not None and not self._answered.done():
             self._answered.set_result(None)
 
     def _on_notice(self, notice: psycopg.errors.Diagnostic) -> None:
-        # The notice is recognised by its source: it has no code of its own, and its text is in the server's language.
+        # Recognise the notice by the server's function that sent it: the notice has no code of its own, and its text is
+        # in the server's language.
         if notice.source_function == "SyncRepWaitForLSN":
             self.unreplicated = True
 
@@ -242,7 +243,7 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
         self._loop.remove_writer(self._socket)
 
     async def _abandon(self) -> None:
-        """Cancels the statement of a cancelled caller on the server, so that others can use the connection."""
+        """Cancels the statement of a cancelled caller on the server, so that other callers can use the connection."""
         if self.pgconn.transaction_status != TransactionStatus.ACTIVE:
             return
         self._answered = answered = self._loop.create_future()
@@ -272,7 +273,8 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
 
 
 def hang_up(connection: AsyncConnection[Any]) -> None:
-    """Shuts down a connection's socket. Its user finds it closed, as if the server had closed it."""
+    """Shuts down a connection's socket. The connection's user finds the connection closed, as if the server had closed
+    it."""
     with contextlib.suppress(psycopg.Error, OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
 

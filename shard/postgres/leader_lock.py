@@ -1,5 +1,6 @@
-"""Leader election by an advisory lock: of several balancers, or of several archivers of one shard, the one whose
-session holds the lock leads. The lock is held in the catalog's database, or in the shard's, and ends with the session.
+"""Leader election by an advisory lock. Among several balancers, or several archivers of one shard, the process whose
+session holds the lock leads. Balancers use a lock in the catalog's database, and archivers use a lock in the shard's
+database. The lock ends with the session.
 
 One leader saves work and log lines. Correctness does not depend on it (docs/decisions/0017-moving-slots.md).
 """
@@ -58,7 +59,7 @@ class LeaderSession:
         return bool(row and row[0])
 
     async def leader(self) -> str | None:
-        """Describes the present leader; None if there is none."""
+        """Returns a description of the present leader, or None if there is no leader."""
         row = await self._ask(statements.READ_LEADER, {"lock": self._role.lock})
         if row is None:
             return None
@@ -68,8 +69,8 @@ class LeaderSession:
         return f"{who}{f' at {address}' if address else ''} (process {pid} of {where}'s Postgres)"
 
     async def hold(self) -> None:
-        """Waits until the session is lost, and then raises ShardUnavailable: from then on others may lead. Never
-        returns."""
+        """Waits until the session is lost, and then raises ShardUnavailable. From then on, other sessions may lead.
+        Never returns."""
         while True:
             with _losses(self._shard):
                 # No notifications are sent. Only a lost connection ends this wait early.
@@ -78,8 +79,8 @@ class LeaderSession:
             await self._ask(b"SELECT 1", {})
 
     async def release(self) -> None:
-        """Ends the leadership. Another session can lead from the return of this call on, and not only once Postgres has
-        noticed that this session has ended."""
+        """Ends the leadership. Another session can lead as soon as this call returns. Without this call, it could lead
+        only after Postgres has noticed that this session has ended."""
         await self._ask(statements.RELEASE_LEADER_LOCK, {})
 
     async def _ask(self, statement: bytes, parameters: dict[str, object]) -> tuple[Any, ...] | None:
@@ -96,14 +97,14 @@ class LeaderSession:
 async def leader_session(
     dsn: str, digest: str = "", *, role: LeaderRole = BALANCER, shard: ShardName = CATALOG
 ) -> AsyncGenerator[LeaderSession, None]:
-    """Opens a session in the database where the role's lock is held. If the session becomes the leader, it leads until
-    the block ends at the latest. `digest` is that of the cluster file; other processes see it in application_name.
-    Raises ShardUnavailable."""
+    """Opens a session in the database where the role's lock is held. If the session becomes the leader, it stops
+    leading when the block ends, or earlier if the session is lost. `digest` is the digest of the cluster file, which
+    other processes see in application_name. Raises ShardUnavailable."""
     holder = f"windrow {role.holder} {socket.gethostname()[:20]} {os.getpid()}"
     with _losses(shard):
         connection = await psycopg.AsyncConnection.connect(
             dsn,
-            # Postgres keeps the first 63 bytes of it.
+            # Postgres keeps only the first 63 bytes of the name.
             application_name=f"{holder}{digest and f' by {digest}'}",
             **CONNECT_OPTIONS,
         )

@@ -1,7 +1,7 @@
 """Listens to the notifications on one channel of a database.
 
-Notifications are hints: one that is sent while no connection listens is lost. The listener therefore reports when
-notifications may have been missed.
+Notifications are hints: a notification is lost if it is sent while no connection listens. The listener therefore
+reports when notifications may have been missed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Listener:
         self._connection: Connection | None = None
 
     def reconnect(self, dsn: str) -> None:
-        """Listens by another DSN from now on."""
+        """Makes the listener use another DSN from now on."""
         self._dsn = dsn
         self.hang_up()
 
     def hang_up(self) -> None:
-        """Breaks the connection, so that a new one is made: the server may not answer any more."""
+        """Breaks the connection, so that a new connection is made. Call it if the server may not answer any more."""
         if self._connection is not None:
             hang_up(self._connection)
 
@@ -49,11 +49,11 @@ class Listener:
                 connection = await Connection.connect(dsn, application_name=self._application_name, **CONNECT_OPTIONS)
                 async with connection:
                     self._connection = connection
-                    # `reconnect` could not break this connection while it was made.
+                    # `reconnect` cannot break a connection that is still being made, so compare the DSNs.
                     if dsn == self._dsn:
                         await connection.listen(self._channel, self._on_message)
             except psycopg.Error as error:
-                # Only debug: the pool logs that its database is unavailable.
+                # The level is only debug, because the pool logs that its database is unavailable.
                 _log.debug("cannot listen on %s: %s", self._channel, error)
             except Exception:  # noqa: BLE001 - a lost hint must not end this process
                 _log.exception("cannot listen on %s", self._channel)

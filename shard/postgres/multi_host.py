@@ -1,8 +1,8 @@
-"""Connects to the first available server of a DSN that names several, without waiting long for a silent one. Finds out
-whether a server that takes writes has been replaced by another one.
+"""Connects to the first available server of a DSN that names several servers, without waiting long for a silent server.
+Finds out whether another server has replaced a server that still takes writes.
 
-libpq itself waits the whole timeout for a silent server before it tries the next one. With four servers, the last one
-would be tried only after the caller has given up.
+libpq itself waits the whole timeout for a silent server before it tries the next server. With four servers, the last
+server would be tried only after the caller has given up.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, TypeVar
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-# If a server has not accepted a connection after this long, the next one is tried beside it.
+# If a server has not accepted a connection after this time, the next server is tried too.
 NEXT_S = 0.5
-# How long to wait for a server that may have replaced another one. The smallest value that libpq accepts.
+# How long to wait for a server that may have replaced another server. This is the smallest value that libpq accepts.
 _LOOK_S_MAX = 2
-# Each promotion raises the timeline, with which the names of WAL files begin. A standby has its primary's identifier.
+# Each promotion raises the timeline. The names of WAL files begin with the timeline. A standby has the same system
+# identifier as its primary.
 _TIMELINE = """
 SELECT ('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int, system_identifier
 FROM pg_control_system()
@@ -40,8 +41,9 @@ def each_of(dsn: str) -> list[str]:
 
 
 async def first_of(dsn: str, connect: Callable[[str], Coroutine[Any, Any, _Connection]]) -> _Connection:
-    """Returns a connection to the first server of a DSN that accepts one. The servers are tried in order; while one has
-    not answered after NEXT_S, the next is tried beside it. If all fail, raises the error of the last one."""
+    """Returns a connection to the first server of a DSN that accepts a connection. Tries the servers in order. If a
+    server has not answered after NEXT_S, tries the next server too. If all servers fail, raises the error of the last
+    server."""
     remaining = each_of(dsn)
     if len(remaining) == 1:
         return await connect(dsn)
@@ -66,14 +68,14 @@ async def first_of(dsn: str, connect: Callable[[str], Coroutine[Any, Any, _Conne
 
 
 def only(dsn: str, server: psycopg.ConnectionInfo) -> str:
-    """Returns the DSN with only one of its servers: the one to which a connection was made."""
+    """Returns the DSN with only one of its servers: the server to which a connection was made."""
     return make_conninfo(dsn, host=server.host, hostaddr=server.hostaddr or None, port=server.port)
 
 
 async def replaced_by(dsn: str, own_dsn: str) -> str | None:
-    """Returns another server of a DSN that was promoted after the one of `own_dsn`, if both take writes. A primary may
-    run on after a standby has replaced it; then it acknowledges nothing that needs the standby. None: there is no such
-    server."""
+    """Returns the address of a server of the DSN that was promoted after the server of `own_dsn`, if both take writes.
+    Returns None if there is no such server. A primary may run on after a standby has replaced it, but then it
+    acknowledges no commit that must wait for the standby."""
     every = each_of(dsn)
     if len(every) == 1:
         return None
@@ -94,7 +96,7 @@ class _Promotion(NamedTuple):
 
 
 async def _promotion(dsn: str) -> _Promotion | None:
-    """Returns the latest promotion of a server. None: it takes no writes, or does not answer."""
+    """Returns the latest promotion of a server, or None if the server takes no writes or does not answer."""
     probe = make_conninfo(dsn, connect_timeout=_LOOK_S_MAX, application_name="windrow probe")
     try:
         async with (

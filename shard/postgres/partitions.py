@@ -1,5 +1,5 @@
-"""The partitions of the table finished: one for each retention, and in it one for each UTC day, made ahead of time. The
-table cold gets its partition of a retention at the same time."""
+"""Makes the partitions of the table finished ahead of time. The table has a partition for each retention, and that
+partition has a partition for each UTC day. The table cold gets its partition for a retention at the same time."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shard.postgres.connection import Connection
 from shard.postgres.pool import Database
 from shard.vocabulary import RETENTIONS_MAX
 
-# One day is enough: routers make partitions every hour, and `finish` makes one that is missing. More would cost every
-# lookup by id, which reads all partitions since the id was made, also those of future days, because a clock that was
-# ahead may have filled them.
+# One day is enough: routers make partitions every hour, and `finish` makes a partition that is missing. More days would
+# make every lookup by id slower. A lookup reads all partitions since the id was made, even the partitions of future
+# days, because a clock that was ahead may have filled them.
 DAYS_AHEAD = 1
 _AHEAD = {"days_ahead": DAYS_AHEAD}
 # The advisory lock of sessions that make partitions. Any number, but the same everywhere.
@@ -28,7 +28,8 @@ LOCK = 0x77696E64_70617274
 async def make_ahead(database: Database) -> int:
     """Makes the missing partitions from yesterday to DAYS_AHEAD days ahead, by the shard's clock. Returns how many it
     made."""
-    # Most often none is missing, and processes that start at the same moment need not wait for each other to see that.
+    # Look without the lock first. Most often no partition is missing, and processes that start at the same moment need
+    # not wait for each other to see that.
     if not await database.run(statements.FIND_MISSING_PARTITIONS, _AHEAD):
         return 0
     made = 0
@@ -49,7 +50,8 @@ async def refuse_another(database: Database, retention: int) -> None:
 
 @contextlib.asynccontextmanager
 async def room_for(database: Database, retention: int) -> AsyncGenerator[Connection, None]:
-    """A transaction that may set this retention, while no other session may set one. Raises TooManyRetentions."""
+    """Opens a transaction that may set this retention. Until it ends, no other session can set a retention. Raises
+    TooManyRetentions."""
     async with database.transaction() as connection:
         await connection.execute(statements.LOCK_EXCLUSIVE, {"lock": LOCK})
         present = [days for (days,) in await connection.run(statements.READ_RETENTIONS, {})]
@@ -59,7 +61,7 @@ async def room_for(database: Database, retention: int) -> AsyncGenerator[Connect
 
 
 async def make_retentions(database: Database, retentions: Iterable[int]) -> None:
-    """Makes the partitions of these retentions, without those of their days, unless they exist."""
+    """Makes the partitions of these retentions unless they exist, but no partitions of days."""
     async with database.transaction() as connection:
         await connection.execute(statements.LOCK_EXCLUSIVE, {"lock": LOCK})
         for retention in sorted({*retentions}):
@@ -72,15 +74,15 @@ async def make_retentions(database: Database, retentions: Iterable[int]) -> None
 
 
 async def make(connection: Connection, name: str, retention: int, first: str | None, past: str | None) -> None:
-    """Makes a partition for the days from `first` to before `past`; if they are None, that of the whole retention.
-    Enqueues and acks are not blocked."""
+    """Makes a partition for the days from `first` to before `past`; if these are None, makes the partition of the whole
+    retention. Does not block enqueues and acks."""
     await connection.execute(making(name, retention, first, past), prepare=False)
 
 
 def making(name: str, retention: int, first: str | None, past: str | None) -> sql.Composed:
-    """Returns the statements that make a partition as a separate table and then attach it. To attach a table does not
-    block enqueues and acks; CREATE … PARTITION OF would. The bounds are also a CHECK constraint, so that the partition
-    need not be read when it turns cold."""
+    """Returns the statements that make a partition as a separate table and then attach it. Attaching a table does not
+    block enqueues and acks; CREATE … PARTITION OF would block them. The bounds are also a CHECK constraint, so that the
+    partition need not be read when it turns cold."""
     if first is None or past is None:
         return sql.SQL("\n").join(
             sql.SQL(
@@ -127,7 +129,7 @@ async def finish(database: Database, statement: bytes, parameters: Mapping[str, 
     try:
         return await database.run(statement, parameters)
     except psycopg.errors.CheckViolation as error:
-        # A violated constraint has a name; a missing partition raises the same error without one.
+        # A violated constraint has a name; a missing partition raises the same error without a name.
         if error.diag.constraint_name is not None:
             raise
         await make_ahead(database)

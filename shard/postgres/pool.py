@@ -1,9 +1,10 @@
 """Runs statements on one shard's Postgres, and translates its errors.
 
-Every statement runs in a transaction of its own (autocommit): it is done wholly or not at all. After a lost connection
-a statement is tried again a few times, because nearly every statement of the queue may be repeated: it names the ids or
-the lease that it changes. For the other statements the caller learns that they may have been done. A server that does
-not answer gets no statements until it answers again (shard/postgres/breaker.py).
+Every statement runs in a transaction of its own (autocommit), so it is done completely or not at all. After a lost
+connection, the pool tries a statement again a few times. Nearly every statement of the queue may be repeated, because
+it names the ids or the lease that it changes. If a statement may not be repeated, the caller gets InDoubt, because the
+statement may have been done. A server that does not answer gets no statements until it answers again
+(shard/postgres/breaker.py).
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ from shard.vocabulary import ShardName
 
 _AnyConnection = TypeVar("_AnyConnection", bound=psycopg.AsyncConnection[Any])
 _TRACER = trace.get_tracer("windrow.shard")
-# How long shared statements wait for a lock: two of them may need the same row, and each delays many calls.
+# How long a shared statement waits for a lock. The time is short, because two shared statements may need the same row,
+# and each of them delays many calls.
 SHARED_LOCK_WAIT_S = 0.2
 # The pause between two tries to connect while the server still answers on other connections.
 _RECONNECT_S = 0.5
-# How long a probe tries to connect to each server; the smallest value that libpq accepts. While a probe takes longer,
-# other probes run beside it.
+# How long a probe tries to connect to each server. This is the smallest value that libpq accepts. The breaker may send
+# further probes meanwhile.
 _PROBE_CONNECT_S_MAX = 2
 # The errors of a statement in a database that has no schema yet.
 NO_SCHEMA = (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName)
-# While statements are slow, the pool checks this often whether another server has replaced the one that runs them.
+# While statements are slow, the pool checks this often whether another server has replaced the server that runs them.
 _COMPARE_S = 2.0
 
 
@@ -54,15 +56,16 @@ class Mark(NamedTuple):
 
 
 class Database:
-    """A shard's Postgres, by at most `connections` connections. `kept` connections are made at the start and stay open;
-    the others are made while calls wait for one.
+    """A shard's Postgres, used through at most `connections` connections. `kept` connections are made at the start and
+    stay open. Further connections are made while calls wait for a connection.
 
     `run` and `transaction` raise ShardUnavailable if the server cannot be reached, does not answer, or no connection is
-    free within `wait_s` seconds; at once while the server is known to be unavailable. Other errors of the database are
-    raised as psycopg's exceptions.
+    free within `wait_s` seconds. They raise it at once while the server is known to be unavailable. Other errors of the
+    database are raised as psycopg's exceptions.
 
-    `may_scan`: for statements that count and list, with other planner settings and a longer timeout. `patience`: how
-    much longer than others this server may be silent before it is taken for unavailable (shard/postgres/breaker.py).
+    With `may_scan`, the connections are for statements that count and list: they have other planner settings and a
+    longer timeout. `patience` is how many times longer than usual this server may be silent before it counts as
+    unavailable (shard/postgres/breaker.py).
     """
 
     def __init__(
@@ -81,15 +84,15 @@ class Database:
         # The identity that the database has proved (shard/placement/identity.py). A connection to a database with
         # another identity is refused. None: the identity is not checked.
         self.identity: tuple[Any, ...] | None = None
-        # A mark that the database must have; a connection to a database without it is refused. None: no mark is
+        # A mark that the database must have; a connection to a database without the mark is refused. None: no mark is
         # checked.
         self.mark: Mark | None = None
         # True if something may have been written since this was set to False.
         self.changed = False
         # True if a connection was made since this was set to False.
         self.reconnected = False
-        # The newest migration of this release. None: the schema has not been migrated yet. Afterwards a schema with a
-        # newer, breaking migration is refused.
+        # The newest migration of this release; a schema with a newer, breaking migration is refused. None: the schema
+        # has not been migrated yet, so it is not checked.
         self.newest_migration: int | None = None
         # The server and the database of the latest connection, without secrets.
         self.address = ""
@@ -104,12 +107,13 @@ class Database:
         self._breaker = Breaker(name, ask=self._ask, opened=self._went_away, patience=patience)
         # Why the latest try to connect failed. None: it succeeded.
         self._connect_error: str | None = None
-        # The sessions in use, each with the time since when; the longest in use comes first.
+        # The sessions in use, each with the time since which it is in use. The session that has been in use for the
+        # longest time comes first.
         self._busy: dict[Session, float] = {}
         self._overdue_timer: asyncio.TimerHandle | None = None
         self._check_task: asyncio.Task[None] | None = None
-        # True once a server was found that takes writes although another one has replaced it. From then on each new
-        # connection is checked for that.
+        # True after a server was found that takes writes although another server has replaced it. From then on, each
+        # new connection is checked for such a server.
         self._was_replaced = False
         self._compare_task: asyncio.Task[None] | None = None
         self._compared_s = -math.inf
@@ -153,8 +157,8 @@ class Database:
             self._breaker.open(too_new(rows[0][0]))
 
     async def run(self, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
-        """Runs one statement in a transaction of its own. Returns its rows. Raises ShardUnavailable, DiskFull;
-        RowLocked if a shared statement does not get a lock within a moment: it has done nothing then."""
+        """Runs one statement in a transaction of its own. Returns its rows. Raises ShardUnavailable, DiskFull. Raises
+        RowLocked if a shared statement does not get a lock within a moment; the statement has then done nothing."""
         shared = getattr(statement, "shared", False)
         lock_wait_s = self._shared_lock_wait_s if shared else LOCK_WAIT_S
         indexed = getattr(statement, "indexed", False)
@@ -184,7 +188,7 @@ class Database:
                         raise DiskFull(self.name, self.address, first_line(error)) from error
                     if not tries_left or not _connection_lost(error) or self._breaker.trouble is not None:
                         raise self._unavailable(first_line(error)) from error
-                    # This connection was lost with its server, and so most likely were the idle ones.
+                    # This connection was lost with its server, so most likely the idle connections were lost too.
                     await self._check_idle()
             raise AssertionError("unreachable")
         finally:
@@ -232,7 +236,7 @@ class Database:
                 connection.unreplicated = False
                 await connection.run(statements.WAIT_FOR_STANDBY, {})
         except psycopg.errors.ReadOnlySqlTransaction:
-            # The server has become a standby. Another connection may lead to the primary; this one does not.
+            # The server has become a standby. Another connection may lead to the primary; this connection does not.
             await connection.close()
             raise
         finally:
@@ -244,7 +248,7 @@ class Database:
             self._pool.give_back(connection)
 
     async def _connect(self) -> Session:
-        """Returns a new session. Tries until it succeeds: at once after the breaker has closed."""
+        """Returns a new session. Tries until it succeeds. After the breaker has closed, it tries at once."""
         connect = partial(Session.connect, application_name="windrow", prepare_threshold=None, **CONNECT_OPTIONS)
         while True:
             dsn = self._dsn
@@ -271,8 +275,8 @@ class Database:
         self._check_cut_off()
 
     def _check_cut_off(self) -> None:
-        """Opens the breaker if no connection is left and the latest try to make one failed: no call needs to wait
-        then."""
+        """Opens the breaker if no connection is left and the latest try to connect failed, so that no call waits in
+        vain."""
         if self._connect_error is not None and all(session.closed for session in self._pool.sessions):
             self._breaker.open(self._connect_error)
 
@@ -288,7 +292,7 @@ class Database:
             self._overdue_timer = loop.call_later(OVERDUE_S / 2, self._check_overdue)
 
     def _compare(self, session: Session) -> None:
-        """Checks in a task of its own whether another server has replaced the one of this session."""
+        """Checks in a task of its own whether another server has replaced the server of this session."""
         now_s = asyncio.get_running_loop().time()
         busy = self._compare_task is not None and not self._compare_task.done()
         if not busy and not session.closed and now_s - self._compared_s >= _COMPARE_S:
@@ -317,7 +321,8 @@ class Database:
         raise psycopg.OperationalError(_replaced(newer))
 
     async def _ask(self) -> None:
-        """Returns once the server has answered. Raises TimeoutError, and psycopg.Error if the connection is refused."""
+        """Asks the server for a sign of life, and returns when it has answered. Raises TimeoutError. Raises
+        psycopg.Error if the connection is refused."""
         if self._pool.has_idle and self._breaker.trouble is None:
             async with self._connection() as idle:
                 await idle.run(b"SELECT 1", {})
@@ -325,7 +330,7 @@ class Database:
         dsn = make_conninfo(self._dsn, connect_timeout=_PROBE_CONNECT_S_MAX, application_name="windrow probe")
         busy = next((connection for connection in self._busy if not connection.closed), None)
         if busy is not None and self._breaker.trouble is None:
-            # Asks the server that is in doubt, not another one that the DSN names before it.
+            # Ask the server that is in doubt, and not another server that the DSN names before it.
             dsn = only(dsn, busy.info)
         try:
             connect = partial(psycopg.AsyncConnection.connect, autocommit=True)
@@ -344,7 +349,7 @@ class Database:
     async def _check_idle(self) -> None:
         """Drops the idle sessions that are broken. This runs in a task of its own, so that it is not cancelled with a
         caller."""
-        # The check itself may get no answer.
+        # The check itself may get no answer, so let the breaker ask the server too.
         self._breaker.doubt()
         if self._check_task is None or self._check_task.done():
             self._check_task = asyncio.create_task(self._check())
@@ -410,7 +415,8 @@ class Database:
         )
 
     def _unavailable(self, why: str) -> ShardUnavailable:
-        """The breaker's reason, if it is open, is more precise than the error of one connection."""
+        """Gives the breaker's reason if the breaker is open, because it is more precise than the error of one
+        connection."""
         return ShardUnavailable(self.name, self._breaker.trouble or why)
 
 

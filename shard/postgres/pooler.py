@@ -1,7 +1,9 @@
-"""Recognizes a pooler that gives a session to others after each transaction, such as PgBouncer in transaction mode.
+"""Recognizes a pooler that gives a session to other clients after each transaction, such as PgBouncer in transaction
+mode.
 
-Through one, settings, prepared statements, advisory locks and LISTEN would get lost or reach others' sessions: some
-calls would fail, and commits might not wait for the disk. PgBouncer does not say its mode, so it is tried.
+Through such a pooler, settings, prepared statements, advisory locks and LISTEN would get lost or reach the sessions of
+other clients. Some calls would fail, and commits might not wait for the disk. PgBouncer does not tell its mode, so this
+module tries it out.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import psycopg
 from shard.postgres.connection import CONNECT_OPTIONS, hang_up
 from shard.postgres.multi_host import only
 
-# How long to wait for a second session. A pooler that has none left has not given ours to anybody.
+# How long to wait for a second session. If a pooler has no session left, it has not given our session to anybody.
 _SECOND_S_MAX = 1.0
 _REASON = (
     "its DSN leads to a pooler that gives sessions to others after each transaction; use session mode, or no pooler "
@@ -23,20 +25,21 @@ _REASON = (
 
 
 async def refuse_shared_sessions(connection: psycopg.AsyncConnection[Any], dsn: str) -> None:
-    """Raises psycopg.OperationalError if the session is not only this connection's. `dsn`: by which it was made.
-    Without a pooler, this is one small statement."""
+    """Raises psycopg.OperationalError if other connections share this connection's session. `dsn` is the DSN by which
+    the connection was made. Without a pooler, the check is one small statement."""
     first = await _session_of(connection)
     if first == connection.info.backend_pid:
         return
-    # A pooler answers with a number of its own when a connection is made. If another client gets this session while
-    # both are connected, or this one gets another, sessions are shared.
+    # When a connection is made, a pooler answers with a process id that it has made up. Sessions are shared if another
+    # client gets this session while both are connected, or if this client gets another session.
     try:
         second = await psycopg.AsyncConnection.connect(only(dsn, connection.info), **CONNECT_OPTIONS)
         timer = asyncio.get_running_loop().call_later(_SECOND_S_MAX, hang_up, second)
         try:
             shared = await _session_of(second) == first
             if not shared:
-                # This transaction keeps its session, so that it is not free for ours.
+                # This transaction keeps the second connection's session, so that our connection cannot get that session
+                # now.
                 async with second.transaction():
                     shared = await _session_of(second) == first or await _session_of(connection) != first
         finally:

@@ -69,8 +69,8 @@ async def migrate(database: Database, *, cluster: str | None) -> list[Migration]
 
 
 async def pending(database: Database) -> list[Migration] | None:
-    """Returns the migrations of this release that have not been run there; None: the database has no schema yet.
-    Changes nothing. Raises Misconfigured as `migrate` would, and ShardUnavailable."""
+    """Returns the migrations of this release that have not been run on this database, or None if it has no schema yet.
+    Changes nothing. Raises ShardUnavailable. Raises Misconfigured if `migrate` would."""
     async with database.transaction() as connection:
         if not await _has_table(connection):
             return None
@@ -93,10 +93,10 @@ async def refuse_encoding(database: Database) -> None:
 
 
 async def _next(database: Database) -> Migration | None:
-    """Runs the first migration that has not been run yet, in a transaction of its own. Returns it, or None if there is
-    none."""
-    # Without the lock: hundreds of processes may start at the same moment, and they need not wait for each other to
-    # find that there is nothing to do.
+    """Runs the first migration that has not been run yet, in a transaction of its own. Returns the migration, or None
+    if all have been run."""
+    # Look without the lock first: hundreds of processes may start at the same moment, and they need not wait for each
+    # other to find that there is nothing to do.
     async with database.transaction() as connection:
         if await _has_table(connection) and await _missing(connection, database) is None:
             return None
@@ -104,8 +104,8 @@ async def _next(database: Database) -> Migration | None:
         await connection.execute(statements.LOCK_EXCLUSIVE, {"lock": _LOCK})
         if not await _has_table(connection):
             await connection.execute("CREATE SCHEMA IF NOT EXISTS windrow")
-            # While this session waited for the lock, another may have made the table: Postgres remembers from the first
-            # look that there is none.
+            # While this session waited for the lock, another session may have made the table. `_has_table` may not show
+            # that, because Postgres remembers from the first look that there is no such table.
             await connection.execute(
                 """
                 CREATE TABLE IF NOT EXISTS windrow.migration (
@@ -116,8 +116,8 @@ async def _next(database: Database) -> Migration | None:
             )
         migration = await _missing(connection, database)
         if migration is not None:
-            # The session's limit is for statements of calls. An index on a large table takes longer, and every process
-            # that starts would begin it again.
+            # The session's timeout is made for the statements of calls. Making an index on a large table takes longer,
+            # and after a timeout every process that starts would begin again.
             await connection.execute("SET LOCAL statement_timeout = 0")
             # A script has several statements. Only the simple protocol, without prepared statements, can run it.
             await connection.execute(migration.script, prepare=False)
@@ -140,8 +140,8 @@ async def _has_table(connection: Connection) -> bool:
 
 
 async def _missing(connection: Connection, database: Database) -> Migration | None:
-    """Returns the first migration of this release that has not been run. Raises Misconfigured if one was changed after
-    it had been run, or if a newer release has run a breaking one."""
+    """Returns the first migration of this release that has not been run. Raises Misconfigured if a migration was
+    changed after it had been run, or if a newer release has run a breaking migration."""
     cursor = await connection.execute(statements.LIST_MIGRATIONS)
     rows = await cursor.fetchall()
     ours = migrations()

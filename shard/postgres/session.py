@@ -40,8 +40,9 @@ QUEUE_SETTINGS = f"""{_SETTINGS}
 ) AS s (name, value)
 """
 # Statements that count and list may scan. They are planned for each run, because the best plan depends on the size of
-# the org and on the days that are read. A bitmap reads all index entries of an org, whatever the LIMIT is. Without
-# statistics, as after a load, the planner takes all orgs for small, and prefers one.
+# the org and on the days that are read. Bitmap scans are disabled, because a bitmap scan reads all index entries of an
+# org, whatever the LIMIT is. Without statistics, as after a load, the planner assumes that all orgs are small, and
+# would prefer a bitmap scan.
 SCAN_SETTINGS = f"""{_SETTINGS}
     ('enable_bitmapscan', 'off'), ('plan_cache_mode', 'force_custom_plan'), ('statement_timeout', '300s')
 ) AS s (name, value)
@@ -79,13 +80,13 @@ class _TextsDumper(_BlobsDumper):
 class Session(Connection):
     """A connection in a pool."""
 
-    # The DSN by which it was made.
+    # The DSN by which the session was made.
     dsn = ""
-    # From this time of the event loop on, the pool replaces it when it is returned.
+    # From this time of the event loop on, the pool replaces the session when it is returned.
     replace_at_s = 0.0
     # The present lock_timeout. None: unknown.
     lock_wait_s: float | None = LOCK_WAIT_S
-    # With SCAN_SETTINGS: whether statements read by indexes only at present (Statement.indexed). None: unknown.
+    # With SCAN_SETTINGS: whether scans of tables are disabled at present (Statement.indexed). None: unknown.
     indexed: bool | None = False
 
     async def set_up(self, settings: LiteralString) -> None:

@@ -1,7 +1,7 @@
 """A bounded number of sessions with one server, handed out first come, first served.
 
 Knows no statements and no server: `connect` makes a session, and tries until it succeeds. A session that was closed,
-has an open transaction, or is old is replaced by a new one when it is returned.
+has an open transaction, or is old is replaced by a new session when it is returned.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from shard.errors import ShardUnavailable
 from shard.postgres.session import Session
 from shard.vocabulary import ShardName
 
-# A server keeps memory for each session that it never frees. Each session ends a little earlier than this, so that they
-# do not all end at once.
+# A server keeps memory for each session, and frees it only when the session ends. Each session ends a little earlier
+# than this, so that not all sessions end at the same time.
 _AGE_S_MAX = 3600.0
 _WAITING_MAX = 1000
 _CLOSED = "this process has closed its connections to it"
@@ -37,7 +37,7 @@ class SessionPool:
         self._connect = connect
         self._min = sessions_min
         self._max = sessions_max
-        # The idle sessions; the last one returned is used first. While there are any, no caller waits.
+        # The idle sessions. The session that was returned last is used first. No caller waits while a session is idle.
         self._idle: list[Session] = []
         self._waiting: deque[asyncio.Future[Session]] = deque()
         self._connecting: set[asyncio.Task[None]] = set()
@@ -51,12 +51,12 @@ class SessionPool:
         self._fill()
 
     async def connected(self) -> None:
-        """Returns once every session that is being made is there."""
+        """Waits until every session that is being made is ready."""
         while self._connecting:
             await asyncio.wait(self._connecting)
 
     async def close(self) -> None:
-        """Closes the idle sessions now, and the others when they are returned."""
+        """Closes the idle sessions now, and the sessions in use when they are returned."""
         self._closed = True
         self.refuse_waiting(_CLOSED)
         connecting = list(self._connecting)
@@ -70,8 +70,8 @@ class SessionPool:
         return bool(self._idle)
 
     async def take(self, *, wait_s: float) -> Session:
-        """Returns a session for the caller's sole use, until `give_back`. Raises ShardUnavailable if none is free
-        within `wait_s`, or if the pool refuses those who wait."""
+        """Returns a session that only the caller uses until it calls `give_back`. Raises ShardUnavailable if no session
+        is free within `wait_s`, or if the pool refuses the callers that wait."""
         if self._idle:
             return self._idle.pop()
         if self._closed:
@@ -89,7 +89,7 @@ class SessionPool:
                 with contextlib.suppress(ValueError):
                     self._waiting.remove(waiter)
             elif waiter.exception() is None:
-                # The result was set just before.
+                # The waiter got a session just before this, so give it back.
                 self.give_back(waiter.result())
             if isinstance(error, TimeoutError):
                 raise ShardUnavailable(self._shard, f"no connection within {wait_s:g} s") from error
@@ -106,12 +106,12 @@ class SessionPool:
             self._discard(session)
 
     def take_all_idle(self) -> list[Session]:
-        """Takes every idle session at once."""
+        """Takes all idle sessions."""
         idle, self._idle = self._idle, []
         return idle
 
     def replace_all(self) -> None:
-        """Replaces the idle sessions by new ones, and the others when they are returned."""
+        """Replaces the idle sessions by new sessions now, and the sessions in use when they are returned."""
         for session in self.sessions:
             session.replace_at_s = 0.0
         for session in self.take_all_idle():

@@ -1,25 +1,25 @@
-"""Reads SQL statements from files, once, as the bytes that psycopg takes.
+"""Reads SQL statements from files, as the bytes that psycopg takes.
 
-What several statements share is written once, here, and included by name:
+Text that several statements share is written only here, and is included by its name:
 
     {{job_columns}}      the columns that the tables job, dead and finished have in common
-    {{columns_but_history}}  job_columns without the last one, history
+    {{columns_but_history}}  job_columns without the last column, history
     {{job_content}}      the job_columns that the producer filled: JOB_CONTENT in shard/vocabulary.py
-    {{kept_content}}     job_content, and what consumers reported: what a job keeps wherever it goes
-    {{unkeyed_content(e)}}  kept_content of row e, without the live key, which the row has given up
+    {{kept_content}}     job_content and further columns: everything that a job keeps wherever it goes
+    {{unkeyed_content(e)}}  kept_content of row e, with NULL instead of the live key, which the row has given up
     {{new_job_arrays}}   job_content as the parameters of enqueue.sql: an array for each column
-    {{new_job_values(n)}}  job_content of row n, which comes from these arrays: JSON is still text there
+    {{new_job_values(n)}}  job_content of row n, which is made from these arrays, in which JSON is text
     {{claimed_content}}  the columns of job_content that a claim returns: the fields that Claimed has
-    {{answer_columns}}   what lookups and lists read of a job in every table
-    {{short_content}}    those of answer_columns that the producer gave as texts or numbers: each statement says how it
-                         returns the others (payload, attributes, retry, progress, checkpoint)
+    {{answer_columns}}   the columns of a job that lookups and lists read in every table
+    {{short_content}}    the answer_columns that are texts or numbers. Each statement says how it returns the other
+                         columns (payload, attributes, retry, progress, checkpoint)
     {{setting_columns}}  the settings of a queue: the columns of SETTING_COLUMNS in shard/queue_settings.py
     {{queue_settings(q)}}  the settings of row q of windrow.queue, as QueueSettings.from_row takes them
-    {{effective_settings(q)}}  queue_settings, with the org's value where the queue has none
+    {{effective_settings(q)}}  queue_settings, but with the org's retention if the queue has no retention
     {{setting_arrays}}   setting_columns as parameters, for many queues: an array of texts for each setting
-    {{altered_settings(q)}}  the SET items that change the given settings and put back to the default what `reset` names
-    {{default_settings}}  the SET items that put back all settings to their defaults
-    {{claim_room}}       how many jobs a group gets from claim.sql at most
+    {{altered_settings(q)}}  the SET items that change the given settings, and reset the settings that `reset` names
+    {{default_settings}}  the SET items that reset all settings to their defaults
+    {{claim_room}}       the most jobs that a group gets from claim.sql
     {{gives_jobs(q)}}    GIVES_JOBS in shard/queue_settings.py: whether the queue q gives jobs now
     {{is_due(j)}}        whether the row j of windrow.job is due: it is visible, or it waits for a group slot, or
                          is set aside
@@ -27,11 +27,11 @@ What several statements share is written once, here, and included by name:
     {{is_paused(w)}}     whether the workflow w releases no jobs until its pause ends
     {{is_set_aside(j)}}  whether the row j is set aside, because its kind is quarantined
     {{is_later(j)}}      whether the row j becomes visible later, by its time or at the end of its lease
-    {{history_with_lost(j)}}  the history of row j, with an entry for its lease if that has expired unnoticed
+    {{history_with_lost(j)}}  the history of row j, with an entry for its lease if the lease has expired unnoticed
     {{seen_history(j)}}  the history of row j, and what the attempt under way has logged (JobRecord.history)
     {{org_of(e)}}        the id of the org to which the queue e.queue_id belongs
     {{org_id_of(n)}}     the id of the org that must own row n: `orgs` is a list of names, and n.org_position is a
-                         position in it; NULL means the first one
+                         position in it; NULL means the first name
     {{retention_of(e)}}  the retention in days of jobs in the queue e.queue_id
     {{retention_default}}  the retention in days of jobs whose queue and org have none
     {{schedule_spec(s)}}  the columns of SPEC_COLUMNS in shard/schedule.py
@@ -39,18 +39,18 @@ What several statements share is written once, here, and included by name:
     {{template_columns}}  the columns of TEMPLATE_COLUMNS in shard/schedule.py
     {{template_values}}  template_columns as parameters
     {{template_content(s)}}  job_content of a new job of the schedule s
-    {{schedule_record(s)}}  what lookups and lists read of the schedule s, except the payload
+    {{schedule_record(s)}}  the columns of the schedule s that lookups and lists read, except the payload
     {{is_fired_here(s)}}  whether this shard owns the slot of the schedule s, and so fires it. Finds org and slot by
                          their numbers, for one schedule after another (OFFSET 0 fences)
-    {{holds_snapshot(a)}}  whether the session a of pg_stat_activity holds a snapshot of this database; a vacuum's does
-                         not hold back other vacuums
+    {{holds_snapshot(a)}}  whether the session a of pg_stat_activity holds a snapshot of this database. A vacuum does
+                         not count, because its snapshot does not hold back other vacuums
     {{connections_max}}  how many connections ordinary roles may open on the server
-    {{finish_time}}      when a job finishes: now, but never before the latest recorded time. If the clock was set back,
-                         a lookup by id would not find the job otherwise (shard/postgres/clock.py)
+    {{finish_time}}      the time at which a job finishes: now, but never before the latest recorded time. Otherwise, if
+                         the clock was set back, a lookup by id would not find the job (shard/postgres/clock.py)
 
-`{{job_content(e)}}` is a column list with each column qualified: `e.kind, e.payload, …`. A new column of JOB_CONTENT is
-in these lists by itself, so every statement stores and moves it. It is in claims, lookups and lists if Claimed and
-JobRecord have a field of that name.
+`{{job_content(e)}}` is a column list with each column qualified: `e.kind, e.payload, …`. A new column of JOB_CONTENT
+gets into these lists without further changes, so every statement stores and moves it. Claims return it if Claimed has a
+field of that name. Lookups and lists return it if JobRecord has a field of that name.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ _COLUMN_LISTS = {
         *(f"{name}::text" if name in _JSON else name for name in TEMPLATE_COLUMNS if name not in _BINARY),
         *("created_at", "paused_at", "next_at", "last_at", "last_job::text", "buffered"),
     ),
-    # kept: the queue's retention, or else the org's.
+    # `kept` is the queue's retention or, if the queue has none, the org's retention.
     "effective_settings": tuple("kept" if column == "retention" else column for column in _SETTINGS),
 }
 
@@ -185,7 +185,7 @@ class Statement(bytes):
 
     # Traces use it as the name of the operation.
     name: str
-    # The name of its file. It differs from `name` if several statements come from one file.
+    # The name of the statement's file. It differs from `name` if several statements come from one file.
     file: str
     # True if the statement may run again after a lost connection, when nobody knows whether the first run committed.
     # Most statements may: they name the ids or the lease that they change.
@@ -193,10 +193,10 @@ class Statement(bytes):
     # True if the statement serves calls of several orgs at once. It then waits only briefly for a row lock, and changes
     # nothing if it does not get the lock (shard/queue/row_locks.py).
     shared: bool
-    # True if the statement must not scan tables, not even in a database whose statements may: with a LIMIT the planner
-    # expects to find the rows of an org everywhere in a table, and they may all be at its end.
+    # True if the statement must not scan tables, not even in a Database with `may_scan`. With a LIMIT, the planner
+    # expects that the rows of an org are spread over the whole table, but they may all be at its end.
     indexed: bool
-    # True if the statement writes to tables, and what it writes must not be lost with the server.
+    # True if the statement writes to tables, and its writes must not be lost with the server.
     writes: bool
 
 
@@ -211,10 +211,10 @@ def load(
     file: str | None = None,
     includes: Mapping[str, str] | None = None,
 ) -> Statement:
-    """Reads `folder`/`name`.sql, or `folder`/`file`.sql, and expands its includes. Comments are removed: psycopg caches
-    how it parsed a statement only up to 4,096 bytes. `hint`: what the statement writes may be lost, so the shard's
-    history needs no mark for it. `includes`: texts for includes of this statement that differ from the usual ones.
-    Raises KeyError for an unknown include."""
+    """Reads `folder`/`name`.sql, or `folder`/`file`.sql, and expands its includes. Removes comments, because psycopg
+    caches the parsed form of a statement only up to 4,096 bytes. With `hint`, the writes of the statement may be lost,
+    so the shard's history needs no mark for them. `includes` has texts for includes of this statement that differ from
+    the usual texts. Raises KeyError for an unknown include."""
     file = file or name
     lines = (folder / f"{file}.sql").read_text().splitlines()
     text = "\n".join(bare for line in lines if not (bare := line.strip()).startswith("--"))

@@ -1,5 +1,5 @@
-"""What an upgrade of a database to this release will run there, and what those who use the database notice of it
-(docs/decisions/0068-what-an-upgrade-locks.md). Reads only."""
+"""Plans the upgrade of a database to this release: what it will run there, and what users of the database will notice
+of it (docs/decisions/0068-what-an-upgrade-locks.md). Changes nothing."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ _FILE = Path(__file__).parent / "migrations" / "locks.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What Postgres reported when the migration ran on a schema of the release before, for tables that existed."""
+    """What Postgres reported about the existing tables when the migration ran on a schema of the release before."""
 
-    # By table, the strongest lock that statements wait for: SHARE and SHARE ROW EXCLUSIVE stop writes, ACCESS EXCLUSIVE
-    # stops reads too. They are kept to the end of the migration.
+    # By table, the strongest lock for which statements wait. SHARE and SHARE ROW EXCLUSIVE block writes; ACCESS
+    # EXCLUSIVE also blocks reads. The migration holds its locks until it ends.
     locks: Mapping[str, str]
-    # Tables of which every row is read or rewritten. All other steps take the same time whatever the tables hold.
+    # Tables of which the migration reads or rewrites every row. Everything else in a migration takes the same time,
+    # however many rows the tables have.
     reads: Sequence[str]
 
 
@@ -48,8 +49,8 @@ def costs() -> dict[int, Cost]:
 
 
 async def plan(database: Database) -> list[Step] | None:
-    """Returns the steps of the upgrade; None: the database has no schema yet, so that nobody waits for anything.
-    Raises Misconfigured if this release cannot work with the schema, and ShardUnavailable."""
+    """Returns the steps of the upgrade, or None if the database has no schema yet, so that nobody waits for anything.
+    Raises ShardUnavailable. Raises Misconfigured if this release cannot work with the schema."""
     pending = await schema.pending(database)
     if not pending:
         return None if pending is None else []
@@ -60,7 +61,7 @@ async def plan(database: Database) -> list[Step] | None:
         Step(
             migration=migration,
             cost=known[migration.number],
-            # A migration that has not run yet may make the table.
+            # The table may not exist yet, because a migration that has not run yet makes it.
             reads={table: sizes.get(table, 0) for table in known[migration.number].reads},
         )
         for migration in pending

@@ -13,5 +13,5 @@ def test_the_newest_migration_that_defines_each_function_is_listed() -> None:
     for migration in sorted((ROOT / "shard/postgres/migrations").glob("*.sql")):
         defined = re.findall(r"^CREATE (?:OR REPLACE )?FUNCTION windrow\.(\w+)", migration.read_text(), re.MULTILINE)
         newest |= dict.fromkeys(defined, migration.name)
-    rows = re.findall(r"^\| `(\w+)` \| .+ \| `(\d+_\w+\.sql)` \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
-    assert dict(rows) == newest
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert dict(re.findall(r"^\| `(\w+)` \| .+ \| `(\d+_\w+\.sql)` \|$", page, re.MULTILINE)) == newest

@@ -12,9 +12,9 @@ from joserfc.jwk import Key
 
 from router.codec.status import KeysUnavailable
 from router.gate.auth.jwks_source import NoAnswer
+from router.gate.auth.jwt_key_ring import KeyRing
 from router.gate.auth.jwt_settings import JwtSettings
 from router.gate.auth.jwt_tokens import JwtTokens
-from router.gate.auth.jwt_key_ring import KeyRing
 from router.gate.auth.principal import Unauthenticated
 from tests.issuers import AUDIENCE, ISSUER, FixedSource, jwks, signing_key, token
 

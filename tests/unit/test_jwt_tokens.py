@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from joserfc.jwk import Key, RSAKey
 
+from router.gate.auth.jwt_key_ring import KeyRing
 from router.gate.auth.jwt_settings import JwtSettings
 from router.gate.auth.jwt_tokens import JwtTokens
-from router.gate.auth.jwt_key_ring import KeyRing
 from router.gate.auth.principal import Expired, Unauthenticated
 from router.gate.auth.scopes import Scope
 from tests.issuers import (

@@ -1,5 +1,5 @@
-"""What this process promises one sibling: places at its own consumers, for jobs that are enqueued there. Routers of other
-supervisors learn of new jobs by shard/queue/doorbell.py."""
+"""What this process promises one sibling: places at its own consumers, for jobs that are enqueued there. Routers of
+other supervisors learn of new jobs by shard/queue/doorbell.py."""
 
 from __future__ import annotations
 

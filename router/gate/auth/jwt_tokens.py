@@ -20,8 +20,8 @@ from joserfc.jws import CompactSignature, JWSRegistry, extract_compact, validate
 
 from router.gate.auth.jwks import ALGORITHMS, shown
 from router.gate.auth.jwks_source import JwksFile, JwksSource, JwksUrl
-from router.gate.auth.jwt_settings import JwtSettings
 from router.gate.auth.jwt_key_ring import KeyRing, UnknownKey
+from router.gate.auth.jwt_settings import JwtSettings
 from router.gate.auth.principal import End, Expired, Principal, Unauthenticated
 from router.gate.auth.scopes import Scope
 from shard.vocabulary import OrgId

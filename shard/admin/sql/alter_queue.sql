@@ -1,6 +1,6 @@
--- Changes a queue's configuration: sets what is given, and resets what `reset` names. The slot must be owned here, and
--- the caller must know the epoch by which it came here. Or, if `draining`, the slot must be draining in the move of
--- this epoch.
+-- Changes a queue's configuration: sets the settings that are given, and resets the settings that `reset` names.
+-- Without `draining`, the slot must be owned here, and the caller must know the epoch by which the slot came here. With
+-- `draining`, the slot must be draining in the move of this epoch.
 UPDATE windrow.queue AS q
 SET {{altered_settings(q)}}, listed = true
 FROM windrow.owned_slot s

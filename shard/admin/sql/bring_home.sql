@@ -1,7 +1,7 @@
 -- Stores jobs of one org that were stray on another shard, if this shard takes the org's jobs by the placement of this
--- epoch. Returns how many of the queues were admitted (if not all, nothing is stored) and which jobs were stored,
--- without those that are live or dead here already. Fails with WD001, and stores nothing, if one of them is here in
--- another state.
+-- epoch. Returns how many of the queues were admitted (if not all, nothing is stored) and which jobs were stored. Jobs
+-- that are live or dead here already are not stored. Fails with WD001, and stores nothing, if one of the jobs is here
+-- in another state.
 WITH lane AS MATERIALIZED (
     -- OFFSET 0 fences: see enqueue.sql.
     SELECT q.queue_id, n.jobs
@@ -14,8 +14,8 @@ WITH lane AS MATERIALIZED (
 ), arrived AS MATERIALIZED (
     SELECT
         lane.queue_id AS here, d.*,
-        -- The stray copy of the job is blocked, but its node was released here, or has ended. Such a job runs again, as
-        -- other jobs do whose ends were lost. Nothing else would release it.
+        -- The stray copy of the job is blocked, but its node was released here, or has ended here. Such a job becomes
+        -- due now, because nothing else would release it. So it runs again, like other jobs whose ends were lost.
         CASE
             WHEN {{is_blocked(d)}} AND EXISTS (
                 SELECT
@@ -37,7 +37,7 @@ WITH lane AS MATERIALIZED (
     )
     SELECT
         a.id, a.here, a.enqueued_at, a.due, a.due, a.expires_at, a.priority, a.attempt, a.max_attempts,
-        -- A job that was enqueued here since may have its live key.
+        -- Leave out the live key: a job that was enqueued here in the meantime may have the same key.
         {{unkeyed_content(a)}}, a.history
     FROM arrived a
     WHERE a.reason IS NULL

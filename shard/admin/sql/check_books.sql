@@ -8,7 +8,7 @@ WITH live AS (
     FROM (
         SELECT j.queue_id, j.visible_at, j.lease, j.run_at FROM windrow.job j
         UNION ALL
-        -- Until it is deleted here, an exported job counts in its state before the export.
+        -- An exported job counts in the state that it had before the export, until it is deleted here.
         SELECT d.queue_id, d.run_at, NULL, d.run_at FROM windrow.departing d WHERE d.reason IS NULL
     ) j
     GROUP BY 1

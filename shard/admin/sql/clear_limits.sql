@@ -1,5 +1,5 @@
--- Deletes limits of an org, and tells all routers to look: those of one queue and measure, or all of them where these are
--- NULL. No row: there was none.
+-- Deletes the limits of an org for this queue and this measure, and notifies all routers. NULL stands for every queue,
+-- or for every measure. Returns no row if there was no such limit.
 WITH deleted AS (
     DELETE FROM windrow.usage_limit l
     WHERE l.org = %(org)s AND l.queue = coalesce(%(queue)s::text, l.queue) AND l.measure = coalesce(%(measure)s::text, l.measure)
@@ -15,5 +15,5 @@ WITH deleted AS (
 )
 SELECT version.limits_changed
 FROM version
--- Every copy of the catalog listens for this.
+-- All routers listen for this.
 CROSS JOIN LATERAL (SELECT pg_notify('windrow_catalog', 'limits ' || version.limits_changed)) told

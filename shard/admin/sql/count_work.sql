@@ -1,8 +1,8 @@
--- Counts the work of one queue of an org, or (org NULL) of all orgs' queues of that name: jobs that a consumer would get
--- now, and jobs that are leased. Leaves out ready jobs of paused queues, which give no jobs, and jobs that wait for a
--- group slot. Stops at `jobs_max`. Steps in the ready index from each lane that has jobs to the next one. Leased jobs
--- stand among the jobs that are due later. It reads at most `later_max` of these in each lane, the earliest first,
--- because leases end soon.
+-- Counts the work of one queue of an org or, if the org is NULL, of all orgs' queues with that name. The work is the
+-- jobs that a consumer would get now, and the jobs that are leased. Ready jobs of paused queues, jobs that wait for a
+-- group slot, and jobs that are set aside do not count. The count stops at `jobs_max`. It steps in the ready index from
+-- each lane that has jobs to the next lane. In that index, leased jobs stand among the jobs that are due later. The
+-- statement reads at most `later_max` of these jobs in each lane, the earliest first, because leases end soon.
 SELECT count(*) FILTER (WHERE found.ready) AS ready, count(*) FILTER (WHERE NOT found.ready) AS leased
 FROM (
     SELECT job.ready
@@ -11,7 +11,7 @@ FROM (
         FROM windrow.queue q
         WHERE q.org = %(org)s::text AND q.queue = %(queue)s::text
         UNION ALL
-        -- A queue's id is 32 bits of its org, and above them its name.
+        -- The lower 32 bits of a queue's id are the number of its org, and the bits above are the number of its name.
         SELECT n.name_id::bigint << 32, ((n.name_id::bigint + 1) << 32) - 1
         FROM windrow.queue_name n
         WHERE %(org)s::text IS NULL AND n.queue = %(queue)s::text
@@ -36,10 +36,10 @@ FROM (
                 LIMIT 1
             ) next
         )
-        -- The recursion ends with the last row that is asked for.
+        -- The recursion ends when the LIMIT is reached.
         SELECT lane.queue_id, lane.priority FROM lane LIMIT %(lanes_max)s::bigint
     ) lane
-    -- OFFSET 0 fence: finds the queue by its id, as in claim.sql.
+    -- OFFSET 0 fence: makes Postgres find the queue by its id, as in claim.sql.
     CROSS JOIN LATERAL (
         SELECT {{gives_jobs(w)}} AS gives_jobs FROM windrow.queue w WHERE w.queue_id = lane.queue_id OFFSET 0
     ) w

@@ -1,5 +1,5 @@
--- Deletes live and dead jobs of an org that live, or have finished, on another shard. Returns how many. They are not cancelled: a
--- finished record here would be found instead of the job itself, once the slot comes back.
+-- Deletes live and dead jobs of an org that live, or have finished, on another shard. Returns how many it deleted. It
+-- does not cancel them: after the slot comes back, a finished record here would be found instead of the job itself.
 WITH live AS (
     DELETE FROM windrow.job j
     WHERE j.id = ANY (%(ids)s::uuid[])

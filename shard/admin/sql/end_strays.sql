@@ -1,6 +1,7 @@
--- Deletes stray jobs that were set aside here and that another shard has: those that were moved there (`brought`), and those
--- that were known there already (`known`). A second record of a job here would be found instead of the job itself once the
--- slot comes back. Returns how many of each were deleted.
+-- Deletes stray jobs from this shard's table of exported jobs if another shard has them: the jobs that were moved there
+-- (`brought`), and the jobs that the other shard knew already (`known`). If a second record of a job stayed here, it
+-- would be found instead of the job itself after the slot comes back. Returns how many jobs of `brought` and of `known`
+-- were deleted.
 WITH ended AS (
     DELETE FROM windrow.departing d
     WHERE d.slot = %(slot)s AND d.id = ANY (%(brought)s::uuid[] || %(known)s::uuid[])

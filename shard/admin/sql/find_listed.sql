@@ -1,7 +1,7 @@
 -- What a list of an org's jobs needs: the shard's time, the beginning of its oldest cold day, the org's number and
--- slot, and the numbers of its queues, or of the named one. No row: this shard does not know the org.
+-- slot, and the numbers of its queues, or of the named queue. Returns no row if this shard does not know the org.
 WITH RECURSIVE first AS (
-    -- The oldest day of each retention, each read from the start of its part of the index.
+    -- The oldest day of each retention. Each step reads the first entry of the next retention in the index.
     (SELECT a.retention, a.day FROM windrow.archived a ORDER BY a.retention, a.day LIMIT 1)
     UNION ALL
     SELECT next.*

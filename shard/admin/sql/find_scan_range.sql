@@ -1,12 +1,13 @@
--- Finds the range that a search by conditions reads next: from `end_id` to `newest`, each table has about `rows` jobs of
--- the org, or fewer, and above `newest` none has any. end_id is NULL if each table has no more than that from from_id on;
--- newest is NULL if none has any. Between from_id and before_id other orgs may have millions of jobs: a statement that
--- reads no more than its range passes over them. No job of the range finished before `since`. The statement is planned
--- for each run, so that only partitions since then are read.
+-- Finds the range of ids that a search by conditions reads next. From `end_id` to `newest`, each table has at most
+-- about `rows` jobs of the org. Above `newest`, no table has a job of the org. `end_id` is NULL if no table has more
+-- than `rows` jobs of the org from from_id on. `newest` is NULL if no table has a job of the org. Other orgs may have
+-- millions of jobs between from_id and before_id. A statement that reads only the range that was found passes over most
+-- of them. No job of the range finished before `since`. The statement is planned for each run, so that Postgres reads
+-- only partitions since then.
 WITH part AS (
     SELECT
         CASE
-            -- The jobs of a small org are found by its queues, and not among those of all orgs.
+            -- The jobs of a small org are found by its queues, and not among the jobs of all orgs.
             WHEN %(rows)s >= (
                 SELECT count(*)
                 FROM (

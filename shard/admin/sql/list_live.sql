@@ -1,6 +1,6 @@
--- One page of a queue's blocked, scheduled, ready or leased jobs, including exported ones, in the order in which they will be
--- claimed. It ends with the job that fills bytes_max; `found` counts the jobs without that limit. A job's other columns
--- have less than 1 KiB.
+-- One page of a queue's blocked, scheduled, ready or leased jobs, including exported jobs, in the order in which they
+-- will be claimed. The page ends with the job that fills bytes_max; `found` counts the jobs without this limit. The
+-- other columns of a job count as 1 KiB, because they have less.
 SELECT
     p.id::text, p.queue, %(state)s::text AS state, p.priority, p.enqueued_at, p.run_at, p.expires_at, p.attempt,
     coalesce(p.max_attempts, p.queue_max_attempts) AS max_attempts,
@@ -8,7 +8,8 @@ SELECT
     coalesce(p.retry, p.queue_retry)::text AS retry, {{short_content(p)}},
     CASE WHEN p.lease IS NOT NULL THEN p.visible_at END AS deadline, p.worker, p.leased_at, NULL::timestamptz AS finished_at, NULL::bytea AS result, NULL::text AS reason, p.history::text,
     p.progress::text, CASE WHEN %(include_payload)s THEN p.checkpoint END AS checkpoint,
-    -- A number for 'infinity', so that it is a key of the next page: jobs that wait come last.
+    -- Jobs that are blocked, wait for a group slot or are set aside have 'infinity' here, and come last. Return a
+    -- finite time instead, which the key of the next page can hold.
     least(p.visible_at, timestamptz '9999-12-31') AS visible_at, p.found
 FROM (
     SELECT
@@ -29,8 +30,8 @@ FROM (
                     j.id, j.queue_id, {{answer_columns(j)}}, j.visible_at, j.lease, j.worker, j.leased_at,
                     {{seen_history(j)}} AS history
                 FROM windrow.job j
-                -- Compare with the number itself: if the queue were joined, Postgres would not know that there is only
-                -- one, and would sort all its jobs.
+                -- Compare with the queue's number itself. If the queue were joined, Postgres would not know that there
+                -- is only one queue, and would sort all its jobs.
                 WHERE j.queue_id = %(queue_id)s AND (%(kind)s = '' OR j.kind = %(kind)s)
                     AND j.id >= %(from_id)s::uuid AND j.id < %(before_id)s::uuid
                     AND (j.priority, j.visible_at, j.id)

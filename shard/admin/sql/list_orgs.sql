@@ -1,6 +1,7 @@
--- The next page of the orgs that live here, by one of their figures, the largest first, as the jobs were counted last.
+-- The next page of the orgs that live here, with the figures of the last count, sorted by one figure, the largest
+-- first.
 WITH here AS MATERIALIZED (
-    -- MATERIALIZED fence: otherwise the planner, which expects few orgs, looks up the slot of each.
+    -- MATERIALIZED fence: otherwise the planner, which expects few orgs, looks up the slot of each org.
     SELECT s.slot, s.state FROM windrow.owned_slot s
 ), counted AS (
     SELECT
@@ -25,8 +26,8 @@ WITH here AS MATERIALIZED (
         END AS figure
     FROM windrow.org o
     LEFT JOIN counted ON true
-    -- Orgs that are being erased have no slot. Slots that have left this shard are draining for ever: of their orgs only
-    -- those with jobs count. Otherwise the slot's writer lists them.
+    -- Orgs that are being erased have no slot. A slot that has left this shard stays draining for ever. An org of such
+    -- a slot is listed here only if it has jobs here; the slot's writer lists all orgs of the slot.
     JOIN here ON here.slot = o.slot
     LEFT JOIN windrow.org_figures f ON f.org_id = o.org_id
     WHERE (here.state = 'owned' OR f.scheduled + f.ready + f.leased + f.dead > 0)

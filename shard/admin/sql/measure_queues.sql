@@ -1,9 +1,10 @@
--- Counts every queue's jobs, unless they were counted within the last max_age_us, and keeps the figures of the named_max
--- largest queues and the sums of all others. A second session that runs this at the same time waits for the first one, and
--- then counts nothing: `due` has no row for it, and Postgres computes `figures` only for a row that is changed.
+-- Counts every queue's jobs, unless they were counted within the last max_age_us, and keeps the figures of the
+-- named_max largest queues and the sums of all other queues. A second session that runs this at the same time waits for
+-- the first one, and then counts nothing: `due` has no row for it, and Postgres computes `figures` only for a row that
+-- is changed.
 WITH due AS MATERIALIZED (
-    -- Lock first. An UPDATE alone would compute `figures` before it waits for the row. A count that is yet to come was made
-    -- before the clock was set back.
+    -- Lock first. An UPDATE alone would compute `figures` before it waits for the row. If the time of the last count
+    -- lies in the future, the clock was set back after it.
     SELECT c.at
     FROM windrow.queue_figures c
     WHERE c.at <= now() - %(max_age_us)s * interval '1 us' OR c.at > now()

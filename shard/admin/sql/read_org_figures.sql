@@ -1,4 +1,4 @@
--- Returns the figures of these orgs, as the jobs were counted last. Leaves out orgs that list_orgs.sql would not list.
+-- Returns the figures of these orgs from the last count of jobs. Leaves out orgs that list_orgs.sql would not list.
 -- Each row has the age of that count. If no org is left, returns one row without an org.
 SELECT
     f.org, coalesce(f.scheduled, 0) AS scheduled, coalesce(f.ready, 0) AS ready, coalesce(f.leased, 0) AS leased,

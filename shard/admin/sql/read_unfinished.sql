@@ -1,6 +1,6 @@
--- Ids of live and dead jobs of a queue, in their order, behind one of them.
+-- The ids of a queue's live and dead jobs that are greater than `behind`, in ascending order.
 SELECT there.id::text
--- OFFSET 0 fence: by its name alone, never by a walk through all queues.
+-- OFFSET 0 fence: finds the queue by its name, never by a scan of all queues.
 FROM (SELECT q.queue_id FROM windrow.queue q WHERE q.org = %(org)s AND q.queue = %(queue)s OFFSET 0) q
 CROSS JOIN LATERAL (
     SELECT j.id FROM windrow.job j WHERE j.queue_id = q.queue_id

@@ -1,6 +1,7 @@
--- Puts a queue's dead jobs back, the oldest death first, with fresh attempts. They are due one after another, gap_us apart,
--- behind `ahead` jobs of earlier calls; with the gap 0 all at once. Their history stays. They do not take their live keys
--- again: other jobs may have them by now, also on another shard.
+-- Puts a queue's dead jobs back, the oldest death first, with fresh attempts. The jobs become due one after another,
+-- gap_us apart. The first job becomes due `ahead` gaps from now, after the `ahead` jobs that earlier calls have put
+-- back. With the gap 0, all become due at once. The jobs keep their history. They do not get their live keys back,
+-- because other jobs may have the keys by now, on this shard or another one.
 WITH chosen AS (
     DELETE FROM windrow.dead d
     WHERE d.ctid = ANY (ARRAY(

@@ -1,4 +1,4 @@
--- The quarantined kinds of this shard, by the numbers of their queues, behind one of them.
+-- The quarantined kinds of this shard that come after the given queue number and kind, in this order.
 SELECT k.queue_id, q.org, q.queue, k.kind
 FROM windrow.quarantine k
 JOIN windrow.queue q ON q.queue_id = k.queue_id

@@ -1,4 +1,4 @@
--- The queues of this shard with their configurations, by org and name, behind one of them.
+-- The queues of this shard that come after the given org and queue, in this order, with their configurations.
 SELECT q.org, q.queue, {{queue_settings(q)}}
 FROM windrow.queue q
 WHERE (q.org, q.queue) > (%(org)s, %(queue)s) AND q.slot >= 0

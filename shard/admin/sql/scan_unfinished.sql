@@ -1,5 +1,6 @@
--- The live, dead and departing jobs of this shard in the order of their ids, behind one of them. A job that a consumer had
--- leased counts as leased, although its lease may have ended. An org that is being erased has no name here.
+-- The live, dead and departing jobs of this shard whose ids are greater than `behind`, in the order of their ids. A job
+-- that a consumer had leased counts as leased, even if its lease has ended. An org that is being erased has no name
+-- here.
 SELECT u.id::text, CASE WHEN q.slot >= 0 THEN q.org END AS org, q.queue, u.state
 FROM (
     SELECT t.*

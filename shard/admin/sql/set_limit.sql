@@ -1,7 +1,7 @@
--- Sets a limit, and tells all routers to look. No row: the cluster has as many limits as it may have.
+-- Sets a limit, and notifies all routers. Returns no row if the cluster already has limits_max limits.
 WITH version AS (
-    -- This locks the row, so versions are committed in their order. They grow with time too, so that a catalog that was
-    -- restored from a backup gets versions newer than those that shards have.
+    -- This locks the row, so versions are committed in their order. A version is at least the time in microseconds, so
+    -- that a catalog that was restored from a backup gets newer versions than the versions that shards have.
     UPDATE windrow.catalog c
     SET limits_changed = greatest(c.limits_changed + 1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint)
     WHERE (SELECT count(*) FROM windrow.usage_limit) < %(limits_max)s OR EXISTS (
@@ -18,5 +18,5 @@ WITH version AS (
 )
 SELECT stored.changed
 FROM stored
--- Every copy of the catalog listens for this.
+-- All routers listen for this.
 CROSS JOIN LATERAL (SELECT pg_notify('windrow_catalog', 'limits ' || stored.changed)) told

@@ -1,5 +1,5 @@
--- By how many seconds the server's clock is behind the latest time that it has shown. 0 also if the database has no schema
--- yet: the doctor looks at it nevertheless.
+-- How many seconds the server's clock is behind the latest time that it has shown. Also 0 if the database has no schema
+-- yet, because the doctor examines such a database too.
 SELECT greatest(coalesce(max(s.last_value), 0) / 1000000.0 - extract(epoch FROM now()), 0)::float8
 FROM pg_sequences s
 WHERE s.schemaname = 'windrow' AND s.sequencename = 'clock'

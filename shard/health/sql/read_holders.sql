@@ -1,5 +1,5 @@
--- What keeps dead rows of this database, or WAL, from being removed; the oldest first. A time is NULL if it is unknown
--- or if this role may not see it.
+-- Everything that keeps dead rows of this database, or WAL, from being removed, the oldest first. A time is NULL if it
+-- is unknown or if this role may not see it.
 SELECT
     'process' AS kind, a.pid::text AS name, a.pid, a.usename::text AS role, coalesce(nullif(a.application_name, ''), a.backend_type)
         AS application, host(a.client_addr) AS client, a.state, a.wait_event_type || ' ' || a.wait_event AS waits_for,
@@ -24,7 +24,7 @@ UNION ALL
 SELECT
     s.slot_type || ' slot', s.slot_name::text, s.active_pid, NULL, NULL, NULL,
     CASE WHEN s.active THEN 'in use' ELSE 'unused' END, NULL,
-    -- Known from PostgreSQL 17 on.
+    -- PostgreSQL has inactive_since from version 17 on.
     extract(epoch FROM clock_timestamp() - (to_jsonb(s) ->> 'inactive_since')::timestamptz)::float8, NULL,
     greatest(age(s.xmin), age(s.catalog_xmin)),
     pg_wal_lsn_diff(
@@ -34,7 +34,7 @@ SELECT
 FROM pg_replication_slots s
 JOIN pg_roles r ON r.rolname = current_user
 UNION ALL
--- Standbys that use a slot hold back through the slot.
+-- A standby that uses a slot is not listed here, because the slot holds its snapshot.
 SELECT
     'standby', coalesce(nullif(b.application_name, ''), b.pid::text), b.pid, b.usename::text, NULL, host(b.client_addr), b.state,
     NULL, NULL, NULL, age(b.backend_xmin), NULL, NULL, false

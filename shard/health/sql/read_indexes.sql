@@ -1,5 +1,5 @@
--- The hot table's indexes, and every invalid index: its size, and the width of an entry with its header and its line
--- pointer.
+-- The indexes of the hot table, and every invalid index. Each has its size, and the width of an entry including the
+-- header and the line pointer.
 SELECT
     quote_ident(i.relname), quote_ident(t.relname), coalesce(pg_relation_size(i.oid), 0) AS bytes, x.indisvalid,
     (

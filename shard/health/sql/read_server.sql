@@ -9,7 +9,7 @@ SELECT
     {{connections_max}} AS connections_max,
     age(x.datfrozenxid), quote_ident(x.datname), mxid_age(m.datminmxid), quote_ident(m.datname)
 FROM pg_database d
--- The oldest database of the server counts, whichever it is.
+-- The database with the oldest ids counts, whichever database of the server it is.
 CROSS JOIN (
     SELECT o.datname, o.datfrozenxid FROM pg_database o ORDER BY age(o.datfrozenxid) DESC, o.datname <> current_database() LIMIT 1
 ) x

@@ -2,16 +2,16 @@
 -- have no partitions.
 SELECT
     quote_ident(c.relname) AS name,
-    -- The table that it is a partition of, or itself.
+    -- The partitioned table to which it belongs, or the table itself.
     coalesce((SELECT root.relname FROM pg_class root WHERE root.oid = pg_partition_root(c.oid)), c.relname)::text AS family,
     c.relkind = 'p' AS partitioned,
-    -- After a crash the counters are gone; then use what the last vacuum or analyze saw.
+    -- After a crash the counters are gone. Then use the number of rows that the last vacuum or analyze saw.
     CASE WHEN s.n_tup_ins + s.n_tup_del + s.vacuum_count + s.autovacuum_count + s.analyze_count + s.autoanalyze_count > 0
         THEN s.n_live_tup ELSE greatest(c.reltuples, 0)::bigint END AS rows,
     coalesce(s.n_dead_tup, 0) AS dead_rows,
     coalesce(pg_table_size(c.oid), 0) AS bytes, coalesce(pg_relation_size(c.oid), 0) AS heap_bytes,
     coalesce(pg_indexes_size(c.oid), 0) AS index_bytes,
-    -- For the hot table, from its statistics: the width of a row with its header and its line pointer.
+    -- Only for the hot table: the width of a row including its header and line pointer, from the statistics.
     CASE WHEN c.relname = 'job' THEN (
         SELECT sum(w.avg_width * (1 - w.null_frac)) + 28 FROM pg_stats w WHERE w.schemaname = 'windrow' AND w.tablename = 'job'
     ) END::float8 AS row_bytes,

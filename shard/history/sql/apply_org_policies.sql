@@ -12,7 +12,7 @@ WITH told AS MATERIALIZED (
     ) t
     JOIN windrow.org o ON o.org = t.org
     WHERE (o.retention, o.held) IS DISTINCT FROM (t.retention, t.held)
-    -- In the order in which insert_queues locks orgs, to prevent deadlocks.
+    -- Lock orgs in the order in which insert_queues.sql locks them, to prevent deadlocks.
     ORDER BY o.org
     FOR NO KEY UPDATE OF o
 )

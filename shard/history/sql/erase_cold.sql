@@ -1,6 +1,6 @@
--- Erases up to `rows` jobs of one cold day of an org that is being erased, and removes them from the books. If none are
--- left, removes what the books still show for that day. The day is a literal range, so that no other partition is
--- planned for or locked.
+-- Erases up to `rows` jobs of one cold day of an org that is being erased, and removes them from the books. If no jobs
+-- are left, removes what the books still show for that day. The day is given as a range of times, so that Postgres
+-- plans for and locks no other partition.
 WITH gone AS (
     DELETE FROM windrow.cold c
     WHERE c.retention = %(retention)s

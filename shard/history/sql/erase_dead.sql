@@ -7,7 +7,7 @@ WITH gone AS (
         JOIN windrow.dead one ON one.queue_id = q.queue_id
         WHERE q.org = chr(127) || %(org_id)s::integer::text
         LIMIT %(rows)s
-        -- Wait for acks under way: their jobs are then among the finished ones.
+        -- Wait for statements under way that use these rows. A job that they move is then erased in its new table.
         FOR UPDATE OF one
     ))
     RETURNING 1

@@ -1,7 +1,8 @@
--- Partitions of `kind` finished or cold, by retention and UTC day, the oldest first: finished ones whose day has been
--- over for three hours, and cold ones for which the retention has passed besides. An enqueue looks for a repeated id
--- from two hours before the id was made. The three hours keep it from having to look for new ids among cold jobs. An
--- enqueue may repeat an id for seven days; `repeatable` adds the same margin.
+-- The partitions of `kind` (finished or cold) that are due, by retention and UTC day, the oldest first. A finished
+-- partition is due when its day has been over for three hours. A cold partition is due when its retention has passed in
+-- addition. An enqueue looks for a repeated id among jobs that finished up to two hours before the id was made, or
+-- later. Because of the three hours, it need not look for a new id among cold jobs. An enqueue may repeat an id for
+-- seven days; `repeatable` adds the same margin of three hours.
 SELECT
     c.relname, d.retention, to_char(d.day, 'YYYY-MM-DD'), to_char(d.day + 1, 'YYYY-MM-DD'),
     to_regclass('windrow.cold_' || d.retention || '_' || to_char(d.day, 'YYYYMMDD')) IS NOT NULL AS cold_already,

@@ -1,5 +1,6 @@
--- The days, as retention and date, with jobs of these queues that have another retention than the given one. `kind`
--- finished scans the jobs; cold uses the books. Jobs that are set aside for a legal hold are left out.
+-- The days, as retention and date, with jobs of these queues that have another retention than the retention given for
+-- their queue. For the `kind` finished it scans the jobs; for cold it uses the books, which do not tell queues apart.
+-- Leaves out jobs that are kept for a legal hold.
 WITH kept AS MATERIALIZED (
     SELECT q.queue_id, q.org_id, n.days
     FROM unnest(%(queues)s::text[], %(days)s::smallint[]) AS n (queue, days)

@@ -1,5 +1,5 @@
 -- Changes the retention of one cold day's jobs of these queues of an org, in the table and in the books of cold days.
--- Returns how many jobs had another one.
+-- Returns how many jobs had another retention.
 WITH moved AS (
     UPDATE windrow.cold c SET retention = n.days
     FROM unnest(%(queues)s::text[], %(days)s::smallint[]) AS n (queue, days)

@@ -1,4 +1,5 @@
--- Changes the retention of one day's finished jobs of these queues of an org. Returns how many jobs had another one.
+-- Changes the retention of one day's finished jobs of these queues of an org. Returns how many jobs had another
+-- retention.
 WITH moved AS (
     UPDATE windrow.finished f SET retention = n.days
     FROM unnest(%(queues)s::text[], %(days)s::smallint[]) AS n (queue, days)

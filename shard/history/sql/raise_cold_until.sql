@@ -1,2 +1,2 @@
--- Records that days before this one (YYYY-MM-DD) have turned cold.
+-- Records that the days before this day (YYYY-MM-DD) have turned cold.
 UPDATE windrow.archive a SET until = greatest(a.until, %(past)s::date::timestamp AT TIME ZONE 'UTC')

@@ -1,5 +1,5 @@
--- Records that a cold day was dropped: moves its counts from the books of cold days to those of expired jobs. Returns
--- how many jobs it had.
+-- Records that a cold day was dropped: moves its counts from the books of cold days to the counts of expired jobs.
+-- Returns how many jobs the day had.
 WITH gone AS (
     DELETE FROM windrow.archived a
     WHERE a.retention = %(retention)s AND a.day = %(day)s::date

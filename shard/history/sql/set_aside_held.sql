@@ -1,6 +1,6 @@
--- Sets aside the jobs of a cold day whose orgs are under legal hold, in the table and in the books: they get retention
--- -1. Their ids stay known there. The list of orgs is read once; the caller, which drops the day, handles an org that
--- is put under hold meanwhile.
+-- Gives the retention -1 to the jobs of a cold day whose orgs are under legal hold, in the table and in the books. This
+-- moves the jobs to the partition of held jobs, where their ids stay known. The statement reads the list of these orgs
+-- only once. The caller, which drops the day, handles an org that is put under hold meanwhile.
 WITH held AS MATERIALIZED (
     SELECT a.org_id
     FROM windrow.archived a
@@ -15,7 +15,7 @@ WITH held AS MATERIALIZED (
         AND c.finished_at < %(past)s::date::timestamp AT TIME ZONE 'UTC'
     RETURNING held.org_id
 ), counted AS MATERIALIZED (
-    -- Jobs that joined the day after the books were read are left to the next try.
+    -- Jobs that were added to the day after the books were read are left to the next try.
     SELECT moved.org_id, count(*) AS jobs FROM moved GROUP BY 1
 ), struck AS (
     UPDATE windrow.archived a SET jobs = a.jobs - counted.jobs

@@ -4,8 +4,9 @@ WITH due AS MATERIALIZED (
     SELECT p.slot
     FROM windrow.placement p
     WHERE p.writes = ARRAY[%(source)s::text] AND p.reads = p.writes
-        -- IS TRUE keeps this from becoming a join. After earlier moves the statistics of writes and reads are wrong, and
-        -- a join then compared each slot with each other one: 0.9 s for a third of the slots.
+        -- IS TRUE keeps the planner from making a join of this. After earlier moves, the statistics of writes and reads
+        -- are wrong, and such a join compared each slot with every other slot. That took 0.9 s for a third of the
+        -- slots.
         AND ((p.slot, p.epoch) IN (
             SELECT n.slot, n.epoch FROM unnest(%(slots)s::smallint[], %(epochs)s::bigint[]) AS n (slot, epoch)
         )) IS TRUE
@@ -21,5 +22,5 @@ WITH due AS MATERIALIZED (
     RETURNING p.slot, p.epoch
 )
 SELECT changed.slot, changed.epoch FROM changed
--- Every copy of the catalog listens for this.
+-- All routers listen for this.
 CROSS JOIN (SELECT pg_notify('windrow_catalog', next.epoch::text) FROM next) told

@@ -1,6 +1,6 @@
--- For each of these slots that has any, counts the unfinished jobs that remain on this shard: jobs that may be
--- exported, leased jobs, dead jobs, and exported jobs that are not deleted yet; and the ends of nodes of workflows that
--- were not taken in.
+-- Counts, for each of these slots, the unfinished jobs that remain on this shard: jobs that may be exported, leased
+-- jobs, dead jobs, and exported jobs that are not deleted yet. Also counts the ends of nodes that workflows have not
+-- taken in. Leaves out slots of which nothing remains.
 SELECT n.slot, coalesce(there.free, 0), coalesce(there.leased, 0), coalesce(there.dead, 0), away.departing, ends.arrivals
 FROM unnest(%(slots)s::smallint[]) AS n (slot)
 CROSS JOIN LATERAL (
@@ -24,7 +24,7 @@ CROSS JOIN LATERAL (
     CROSS JOIN LATERAL (SELECT FROM windrow.workflow_arrival a WHERE a.org_id = o.org_id OFFSET 0) a
 ) ends
 WHERE (there.free > 0 OR there.leased > 0 OR there.dead > 0 OR away.departing > 0 OR ends.arrivals > 0)
-    -- Other shards act on this answer, so it must survive a failover: force it to the standby first. See
-    -- find_known.sql.
+    -- Other shards act on this answer, so it must survive a failover. This message makes the commit wait for the
+    -- standby: see find_known.sql.
     AND (SELECT pg_logical_emit_message(true, 'windrow', '')) IS NOT NULL
 ORDER BY n.slot

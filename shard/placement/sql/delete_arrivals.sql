@@ -1,2 +1,2 @@
--- Deletes ends of nodes of which the target was told.
+-- Deletes the ends of nodes of which the target has been told.
 DELETE FROM windrow.workflow_arrival a WHERE a.number = ANY (%(numbers)s::bigint[])

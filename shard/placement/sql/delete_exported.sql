@@ -1,10 +1,10 @@
--- Deletes exported jobs that another shard has stored: those of these chunks of this move. Returns how many.
+-- Deletes the exported jobs of these chunks of this move, which another shard has stored. Returns how many it deleted.
 WITH forgotten AS (
     DELETE FROM windrow.departing d
     WHERE d.ctid = ANY (ARRAY(
         SELECT d.ctid
         FROM unnest(%(slots)s::smallint[], %(chunks)s::integer[]) AS n (slot, chunk)
-        -- OFFSET 0 fence: makes the planner use the index by slot alone.
+        -- OFFSET 0 fence: makes the planner use only the index by slot.
         CROSS JOIN LATERAL (SELECT d.ctid, d.epoch, d.chunk FROM windrow.departing d WHERE d.slot = n.slot OFFSET 0) d
         WHERE d.epoch = %(epoch)s AND d.chunk = n.chunk
     ))

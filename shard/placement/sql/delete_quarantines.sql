@@ -1,6 +1,6 @@
--- Deletes the quarantines, and the crashes that were not judged, of these slots, as far as the slots have this state
--- since this epoch. It runs for draining slots when they have no job left. For slots that have just arrived, it deletes
--- what an earlier stay has left.
+-- Deletes the quarantines of these slots, and the crashes of these slots that were not judged. Leaves out slots that do
+-- not have this state and this epoch. It runs for draining slots when they have no job left. For slots that have just
+-- arrived, it deletes what is left from a time when this shard held them before.
 WITH queue AS MATERIALIZED (
     SELECT q.queue_id
     FROM windrow.owned_slot w

@@ -1,6 +1,6 @@
--- Deletes the schedules of the orgs of these slots, as far as the slots have this state since this epoch. It runs for
--- draining slots when the target has the schedules. For slots that have just arrived, it deletes what an earlier stay
--- has left.
+-- Deletes the schedules of the orgs of these slots. Leaves out slots that do not have this state and this epoch. It
+-- runs for draining slots when the target has the schedules. For slots that have just arrived, it deletes what is left
+-- from a time when this shard held them before.
 WITH gone AS (
     DELETE FROM windrow.schedule s
     USING windrow.org o, windrow.owned_slot w

@@ -1,4 +1,4 @@
--- Deletes the workflows of the orgs of these slots, as far as the slots have this state since this epoch: see
+-- Deletes the workflows of the orgs of these slots. Leaves out slots that do not have this state and this epoch: see
 -- delete_schedules.sql.
 WITH gone AS (
     DELETE FROM windrow.workflow w

@@ -1,9 +1,9 @@
--- Sets aside jobs and dead jobs of these slots that have no valid lease, for another shard to store. Each slot's jobs
--- get the number of its next chunk. The slots come in ascending order. Takes at most `rows` jobs, and the job that
--- fills `bytes` is the last. Returns how many jobs, by slot.
+-- Moves live jobs without a valid lease and dead jobs of these slots to windrow.departing, for another shard to store.
+-- The jobs of a slot get the number of the slot's next chunk. The array of slots must be in ascending order. Takes at
+-- most `rows` jobs, and stops after the job that fills `bytes`. Returns the number of jobs by slot.
 WITH slot AS MATERIALIZED (
     -- Each slot is locked when the scan reaches it. A concurrent statement with the same chunk number waits, and then
-    -- finds that the number is no longer the next.
+    -- finds that this number is not the next number any more.
     SELECT o.slot
     FROM unnest(%(slots)s::smallint[], %(chunks)s::integer[]) AS n (slot, chunk)
     CROSS JOIN LATERAL (
@@ -80,7 +80,7 @@ WITH slot AS MATERIALIZED (
     FROM (
         SELECT
             g.id, g.queue_id, g.enqueued_at,
-            -- If a lease expired unnoticed, its end is recorded here, by the clock of the server that gave it.
+            -- If a lease expired unnoticed, its end is recorded here, by the clock of the server that gave the lease.
             CASE WHEN g.lease IS NULL THEN g.run_at ELSE g.visible_at END AS run_at, NULL::timestamptz AS finished_at, NULL::bigint AS lease,
             NULL::timestamptz AS leased_at, g.expires_at, g.priority, g.attempt, g.max_attempts, {{kept_content(g)}},
             NULL::text AS worker,

@@ -1,4 +1,5 @@
--- Ends the move of these slots: from now on only the target is read. Run it when the source has no job of theirs left.
+-- Ends the move of these slots: from now on only the target is read. Run it when no job of these slots is left on the
+-- source.
 WITH due AS MATERIALIZED (
     SELECT p.slot
     FROM windrow.placement p
@@ -16,5 +17,5 @@ WITH due AS MATERIALIZED (
     RETURNING p.slot
 )
 SELECT changed.slot FROM changed
--- Every copy of the catalog listens for this.
+-- All routers listen for this.
 CROSS JOIN (SELECT pg_notify('windrow_catalog', next.epoch::text) FROM next) told

@@ -1,6 +1,6 @@
--- Inserts the names of orgs and queues that do not exist yet. ON CONFLICT skips those that a concurrent statement
--- inserts; this statement cannot see them, so find_queue_ids reads the ids afterwards. The order prevents deadlocks
--- between concurrent runs.
+-- Inserts the names of orgs and queues that do not exist yet. ON CONFLICT skips names that a concurrent statement
+-- inserts. This statement cannot see those names, so find_queue_ids.sql reads the ids afterwards. The order of the
+-- inserts prevents deadlocks between concurrent runs.
 WITH new_org AS (
     -- Skip existing orgs first: a conflict would use up a sequence number.
     INSERT INTO windrow.org (org, slot)

@@ -1,6 +1,6 @@
--- Creates queues with the default configuration. A deleted queue is listed again if `relisted`. Concurrent inserts may
--- conflict in any of the unique indexes, and DO UPDATE handles only one of them: hence DO NOTHING and a separate
--- update.
+-- Creates queues with the default configuration. With `relisted`, a deleted queue is listed again. Concurrent inserts
+-- may conflict in any of the unique indexes, and DO UPDATE handles only one index. So the insert has DO NOTHING, and a
+-- separate update follows.
 WITH made AS (
     INSERT INTO windrow.queue (name_id, org_id, org, queue, slot, org_retention)
     SELECT q.name_id, o.org_id, o.org, q.queue, o.slot, o.retention
@@ -8,8 +8,8 @@ WITH made AS (
     JOIN windrow.org o ON o.org = n.org
     JOIN windrow.queue_name q ON q.queue = n.queue
     ORDER BY o.org, q.queue
-    -- While adopt_orgs or apply_org_policies changes an org, inserts of its queues wait, so that they copy the new
-    -- values.
+    -- While adopt_orgs.sql or apply_org_policies.sql changes an org, inserts of its queues wait, so that they copy the
+    -- new values.
     FOR SHARE OF o
     ON CONFLICT DO NOTHING
 )

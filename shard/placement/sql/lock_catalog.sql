@@ -1,2 +1,3 @@
--- Keeps slots where they are until this transaction ends: every change of the placement updates the epoch in this row.
+-- Keeps slots where they are until this transaction ends, because every change of a placement updates the epoch in this
+-- row.
 SELECT FROM windrow.catalog c FOR UPDATE

@@ -1,5 +1,5 @@
--- Writes the next mark, with a number above `above`, unless one was written in the last `apart_s` seconds. Keeps the
--- newest 100. Returns the new mark and the earlier ones that are kept. Returns no row if none was written.
+-- Writes the next mark, with a number above `above`, unless a mark was written in the last `apart_s` seconds. Keeps the
+-- newest 100 marks. Returns the new mark and the earlier marks that are kept. Returns no row if no mark was written.
 WITH kept AS MATERIALIZED (
     SELECT m.number, m.token, m.made_at FROM windrow.mark m
 ), made AS (
@@ -8,7 +8,7 @@ WITH kept AS MATERIALIZED (
     WHERE NOT EXISTS (
         SELECT FROM kept k WHERE k.made_at > now() - %(apart_s)s * interval '1 s' AND k.made_at <= now()
     )
-    -- Another session is inserting the mark of this number.
+    -- Do nothing if another session is inserting a mark with this number.
     ON CONFLICT DO NOTHING
     RETURNING number, token, made_at
 ), dropped AS (

@@ -1,4 +1,4 @@
--- The ends of nodes that came on this shard after it had closed these slots, the oldest first.
+-- The ends of nodes that were appended on this shard after it had closed these slots, the oldest first.
 SELECT a.number, o.org, a.workflow::text, a.node, a.how
 FROM unnest(%(slots)s::smallint[]) AS n (slot)
 -- OFFSET 0 fences: see read_queues.sql.

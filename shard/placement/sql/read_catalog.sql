@@ -1,12 +1,13 @@
--- What has changed in the catalog since an epoch, from one snapshot: the slots of each placement, those of them that orgs
--- are pinned to, and their former owners. Thousands of slots have equal placements. If nothing has changed, one row
--- without slots. The first row has the confirmed mark of each shard, how often API keys were revoked, and the versions of
--- the limits and of the weights: read by name from the row's JSON, because commands of this release also read the catalogs of releases
--- before, which lack them.
+-- Returns what has changed in the catalog since an epoch, from one snapshot. Thousands of slots have equal placements,
+-- so each row has one placement, with its slots, the slots among them that belong to pinned orgs, and the former
+-- owners. If nothing has changed, returns one row without slots. The first row also has the confirmed mark of each
+-- shard, the number of revocations of API keys, and the versions of the limits and of the weights. The last three are
+-- read by name from the row's JSON, because commands of this release also read the catalogs of earlier releases, which
+-- lack these columns.
 --
--- The three tables are put together by UNION ALL and GROUP BY, and not by joins: after thousands of slots have moved, the
--- statistics still say that few rows have changed, and nested loops of 10 s and more were chosen. IS TRUE keeps IN from
--- becoming a join: it looks the slot up in a hash table.
+-- The three tables are put together by UNION ALL and GROUP BY, and not by joins. After thousands of slots have moved,
+-- the statistics still say that few rows have changed, and the planner would choose nested loops that take 10 s and
+-- more. IS TRUE keeps the planner from making a join of IN: the slot is looked up in a hash table instead.
 WITH moved AS MATERIALIZED (
     SELECT p.slot, p.writes, p.reads, p.epoch FROM windrow.placement p WHERE p.changed > %(since)s
 ), changed AS (

@@ -1,2 +1,2 @@
--- Which cluster's catalog this is. No row: there is no catalog yet.
+-- Returns the name of the cluster whose catalog this is, or no row if there is no catalog yet.
 SELECT c.cluster FROM windrow.catalog c

@@ -1,7 +1,8 @@
--- The jobs that were exported from these slots in this move, for each queue: the chunk's number, and the rows as text.
+-- The jobs that were exported from these slots in this move, with one row for each queue: the chunk's number, and the
+-- jobs' rows as text.
 SELECT d.slot, d.chunk, q.org, q.queue, array_agg(d.job)::text AS jobs
 FROM unnest(%(slots)s::smallint[]) AS n (slot)
--- OFFSET 0 fences: make the planner use the indexes by slot and by queue id alone.
+-- OFFSET 0 fences: make the planner use only the indexes by slot and by queue id.
 CROSS JOIN LATERAL (
     SELECT d AS job, d.slot, d.chunk, d.queue_id
     FROM windrow.departing d
@@ -9,7 +10,8 @@ CROSS JOIN LATERAL (
     OFFSET 0
 ) d
 CROSS JOIN LATERAL (SELECT q.org, q.queue FROM windrow.queue q WHERE q.queue_id = d.queue_id OFFSET 0) q
--- Other shards act on this answer, so it must survive a failover: force it to the standby first. See find_known.sql.
+-- Other shards act on this answer, so it must survive a failover. This message makes the commit wait for the standby:
+-- see find_known.sql.
 WHERE (SELECT pg_logical_emit_message(true, 'windrow', '')) IS NOT NULL
 GROUP BY d.slot, d.chunk, q.org, q.queue
 ORDER BY d.slot

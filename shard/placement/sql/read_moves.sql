@@ -5,8 +5,8 @@ SELECT
     array_agg(p.slot ORDER BY p.slot) AS slots
 FROM windrow.placement p
 WHERE cardinality(p.reads) > 1
-    -- Other shards act on this answer, so it must survive a failover: force it to the standby first. See
-    -- find_known.sql.
+    -- Other shards act on this answer, so it must survive a failover. This message makes the commit wait for the
+    -- standby: see find_known.sql.
     AND (SELECT pg_logical_emit_message(true, 'windrow', '')) IS NOT NULL
 GROUP BY p.epoch, p.reads, p.writes
 ORDER BY switched, p.epoch

@@ -1,5 +1,5 @@
--- Sets where an org with a slot of its own should live. Returns no row if it has no such slot. If the target differs
--- from the one before, the new epoch makes balancers look.
+-- Sets where an org with a slot of its own should live. Returns no row if the org has no such slot. If the target has
+-- changed, the catalog gets a new epoch, so that balancers read it again.
 WITH before AS MATERIALIZED (
     SELECT
         pin.slot,

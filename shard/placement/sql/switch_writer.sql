@@ -20,5 +20,5 @@ WITH due AS MATERIALIZED (
     RETURNING p.slot
 )
 SELECT changed.slot FROM changed
--- Every copy of the catalog listens for this.
+-- All routers listen for this.
 CROSS JOIN (SELECT pg_notify('windrow_catalog', next.epoch::text) FROM next) told

@@ -1,7 +1,8 @@
--- Finds the missing partitions of the table finished: one for each retention in use, and in it one for each UTC day from
--- yesterday on. Returns the partition's name, its retention, its day, and the day after; no days for the partition of a
--- retention, which comes before those of its days. Days that have turned cold need no partition; today and later days do
--- even then, because the clock may have been set back.
+-- Finds the missing partitions of the table finished. Each retention in use needs a partition, and in it a partition
+-- for each UTC day from yesterday on. Returns a partition's name, its retention, its day, and the day after. The
+-- partition of a whole retention has NULL for both days, and comes before the partitions of its days. Yesterday needs
+-- no partition if it has turned cold. Today and later days need a partition even then, because the clock may have been
+-- set back.
 WITH kept AS (
     SELECT coalesce(q.kept, {{retention_default}}) AS retention FROM windrow.queue q UNION SELECT {{retention_default}}
 )

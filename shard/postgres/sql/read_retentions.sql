@@ -1,4 +1,5 @@
--- The retentions that this shard has partitions for, or will have: those that queues and orgs are set to.
+-- The retentions for which this shard has partitions, and the retentions of queues and orgs, for which it will have
+-- partitions.
 SELECT split_part(c.relname, '_', 2)::smallint AS retention
 FROM pg_inherits i
 JOIN pg_class c ON c.oid = i.inhrelid
