@@ -49,7 +49,7 @@ DAY_MS = 24 * 3_600_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backups:
-    """Backups of s2's database. No session may be connected while one is made."""
+    """Backups of s2's database. No session may be connected while a backup is made."""
 
     server: Server
     name: str
@@ -79,7 +79,7 @@ def backups(postgres: Server) -> Iterator[Backups]:
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Marks are written often, and the catalog is read often."""
+    """Makes routers write marks often, and read the catalog often."""
     monkeypatch.setattr("router.fleet.shard_handle.MARK_S", 0.05)
     monkeypatch.setattr("router.fleet.catalog_copy._LOOK_S", 0.1)
 
@@ -120,7 +120,7 @@ async def test_a_backup_put_back_without_a_move_is_refused_until_somebody_accept
             fleet, org, "has lost history: .* accept the loss by `windrow shards accept s2 --config FILE`"
         )
         await store(fleet, near)
-    # A router that starts refuses the shard too.
+    # A router that starts now refuses the shard too.
     async with opened(cluster) as fleet:
         await until_refused(fleet, org, "has lost history")
         await store(fleet, near)
@@ -140,7 +140,7 @@ async def test_a_backup_put_back_without_a_move_is_refused_until_somebody_accept
         member = await up(fleet)
         await store(fleet, org)
         assert [(one.accepted, one.balanced) for one in await member.queue_admin.check()] == [(2, True)]
-        # The new history gets a mark with the number that the old one had.
+        # Marks of the new history are confirmed, too.
         before = confirmed_mark(spare_dsn)
         await store(fleet, org)
         await until(lambda: confirmed_mark(spare_dsn) > before)
