@@ -60,7 +60,7 @@ from tests.streams import (
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
 SHARDS = ("s1", "s2")
-# Longer than a test takes: no sweep hides a lost wake-up.
+# Longer than a test takes, so that no sweep hides a lost wake-up.
 NEVER_S = 3600.0
 
 
@@ -243,7 +243,8 @@ async def test_jobs_that_wait_to_be_sent_go_back_uncounted_when_a_stream_is_refu
         error = await stream.refusal()
         assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert len(stream.jobs) < 100
-        # The message that was being written was released too, whether it arrived or not: its leases are stale then.
+        # The jobs of the message that was being written were released too, whether the message arrived or not. If it
+        # arrived, its leases are stale.
         await assert_back(near, org, ids, stream, unsure=25)
 
 
@@ -255,9 +256,9 @@ async def leased(near: Client, org: str, ids: Sequence[str]) -> bool:
 async def assert_back(
     near: Client, org: str, ids: Sequence[str], *streams: Stream, unsure: int = 0, being_sent: int = 0
 ) -> None:
-    """Asserts that all jobs except those that these streams got can be claimed at once, with no attempt counted; some
-    of those that they got may be claimed too. Up to `being_sent` jobs may have been in messages that gRPC had already
-    taken, and stay leased."""
+    """Asserts that all jobs that these streams did not get can be claimed at once, and that no attempt was counted for
+    them. Up to `unsure` jobs that the streams got may be claimed too. Up to `being_sent` jobs may have been in messages
+    that gRPC had already taken, and stay leased."""
     got = {job.id for stream in streams for job in stream.jobs}
     rest = {one for one in ids if one not in got}
     found: dict[str, int] = {}
