@@ -1,6 +1,6 @@
 """Who may call what: a request for each method of the contract, and the ways in which its caller is refused.
 
-A way that proves an identity by other means adds its rows to `WAYS`; the tests then run them for every method.
+A new way to prove an identity adds its rows to `WAYS`, or to a list like it; tests then run them for every method.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ SERVICES = (
 METHODS = {f"{service.full_name}/{method.name}": method for service in SERVICES for method in service.methods}
 IN_ORG = [scope.value for scope in Scope if scope is not Scope.CLUSTER]
 ALL = [scope.value for scope in Scope]
-# Routers change these by themselves: also the audit log of what callers may do, counts of jobs, and which consumers
-# they have seen. They also fold the tally, whose sums stay.
+# Routers change these tables by themselves. Among them are the audit log of what callers may do, counts of jobs, and
+# the consumers that routers have seen. Routers also fold the tally, but its sums stay.
 _VOLATILE = ("mark", "shard", "audit", "org_figures", "org_figures_counted", "consumer_seen")
-# They have a row for each slot.
+# These tables have a row for each slot.
 _LARGE = {"placement", "owned_slot"}
 _TABLES = """
 SELECT relname FROM pg_class
@@ -64,13 +64,13 @@ class Target:
 
     org: str
     queue: str = QUEUE
-    # A ready job, a dead one, and a finished one.
+    # The ids of a ready, a dead and a finished job.
     ready: str = field(default_factory=job_id)
     dead: str = field(default_factory=job_id)
     finished: str = field(default_factory=job_id)
     lease: bytes = b""
     dedup_key: str = "once"
-    # The page token of a ListJobs, and that of a ListQueues.
+    # The page tokens of a ListJobs and of a ListQueues.
     page_token: str = ""
     queue_page_token: str = ""
     # A schedule, and the page token of a ListSchedules.
@@ -85,7 +85,7 @@ class Target:
     workflow_page_token: str = ""
 
     def told_to(self, org: str) -> Target:
-        """Returns the same things as another org would name them."""
+        """Returns the same things with another org, whose caller then names things that are not its own."""
         return replace(self, org=org)
 
 
@@ -111,7 +111,7 @@ def scaled(org: str, queue: str) -> externalscaler_pb2.ScaledObjectRef:
     return externalscaler_pb2.ScaledObjectRef(scalerMetadata=metadata)
 
 
-# A request of each method that is allowed to callers of the org and changes something, if the method does.
+# For each method, a request that callers of the org may make. If the method changes data, so does the request.
 REQUESTS: Mapping[str, Callable[[Target], Message]] = {
     "externalscaler.ExternalScaler/IsActive": lambda it: scaled(it.org, it.queue),
     "externalscaler.ExternalScaler/StreamIsActive": lambda it: scaled(it.org, it.queue),
@@ -215,8 +215,8 @@ REQUESTS: Mapping[str, Callable[[Target], Message]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Secured:
-    """Routers of a cluster that asks who calls. Its catalog is on the shard s1. Connections to the shards stay open:
-    tests make hundreds of keys and read all rows hundreds of times."""
+    """Routers of a cluster that authenticates its callers. Its catalog is on the shard s1. Connections to the shards
+    stay open: tests make hundreds of keys and read all rows hundreds of times."""
 
     routers: Routers
     _runner: asyncio.Runner
@@ -224,7 +224,7 @@ class Secured:
     _shards: Mapping[str, psycopg.Connection[tuple[Any, ...]]]
 
     def new_key(self, *, org: str | None = None, scopes: Iterable[str] = IN_ORG) -> str:
-        """Creates a key; without an org, it is for all of them."""
+        """Creates a key. Without an org, the key is for all orgs."""
         of_org = None if org is None else OrgId(org)
         _, text = self._runner.run(
             api_keys.create(self._catalog, org=of_org, scopes=list(scopes), name="", expires_in_s=None)
@@ -282,8 +282,8 @@ def bearer(token: str) -> Metadata:
 
 
 def call(channel: grpc.Channel, name: str, request: Message, metadata: Metadata) -> list[Any]:
-    """Makes a call of any method. Returns its answers; those of a Consume until the consumer closes its side, and the
-    first one of a StreamIsActive. Raises grpc.RpcError."""
+    """Calls a method with one request. Returns its answers, but only the first answer of a StreamIsActive. A Consume
+    closes its side after the request. Raises grpc.RpcError."""
     method: MethodDescriptor = METHODS[name]
     decode = message_factory.GetMessageClass(method.output_type).FromString
     path, encoded = f"/{name}", request.SerializeToString()
@@ -312,13 +312,13 @@ def refusal(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A way to be refused. `metadata` makes that of calls for an org, of methods that need a scope."""
+    """A way to be refused. `metadata` returns the metadata of a call for an org, whose method needs a scope or none."""
 
     what: str
     metadata: Callable[[Secured, str, Scope | None], Metadata]
     code: grpc.StatusCode
     reason: str
-    # The methods that are refused.
+    # Whether a method refuses callers in this way.
     concerns: Callable[[str], bool] = lambda _: True
 
 
@@ -411,7 +411,7 @@ def _jwt(make: Callable[[], str]) -> Callable[[Secured, str, Scope | None], Meta
     return lambda *_: bearer(make())
 
 
-# The ways in which routers that know one key of the issuer refuse a caller.
+# Ways to be refused by routers that know one key of the issuer.
 OF_JWT = [
     *(
         Way(

@@ -1,6 +1,6 @@
 """Checks the alert rules: they name only metrics that exist, and each alert has a runbook entry and a unit test.
 
-`python -m tests.alerts` prints what is wrong; the exit code tells whether anything is.
+`python -m tests.alerts` prints what is wrong; the exit code is 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def series_names() -> set[str]:
 
 
 def faults(rules: dict[str, Any], tests: dict[str, Any], runbook: str) -> Iterator[str]:
-    """Yields what is wrong, one sentence each."""
+    """Yields one sentence for each fault."""
     every = [rule for group in rules["groups"] for rule in group["rules"]]
     known = series_names() | {rule["record"] for rule in every if "record" in rule}
     tested = {
@@ -38,7 +38,7 @@ def faults(rules: dict[str, Any], tests: dict[str, Any], runbook: str) -> Iterat
     alerts = {rule["alert"] for rule in every if "alert" in rule}
     for rule in every:
         name = rule.get("alert", rule.get("record"))
-        # What is in quotes is the value of a label.
+        # A text in quotes is the value of a label.
         for unknown in sorted(set(_METRIC.findall(re.sub(r'"[^"]*"', "", rule["expr"]))) - known):
             yield f"{name}: no metric is called {unknown}"
     for name in sorted(alerts):

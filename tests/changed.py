@@ -1,12 +1,12 @@
 """Which test files a change can touch, nearest first.
 
-A module touches those that import it, directly or through others, and those that start it as a program: the name after
-"-m" in a command. A test file also depends on a conftest.py if it names one of its fixtures. A file that is no Python
-touches the modules that name it, or a folder that it is in: an SQL statement is named by its constant, a page by its
-path. Distance is the number of such steps.
+A module touches the modules that import it, directly or indirectly. It also touches the modules that start it as a
+program: they have its name after "-m" in a command. A test file also depends on a conftest.py if the test file names
+one of its fixtures. A file that is not Python touches the modules that name the file or a folder that contains it.
+Modules name an SQL statement by its constant, and a page by its path. The distance is the number of such steps.
 
 Almost everything touches the tests in tests/e2e and tests/fault: they run whole programs, and take long. They are
-chosen only if the change is in tests/, proof/, chaos/ or bench/, and reaches them within these folders.
+chosen only if the change is in tests/, proof/, chaos/ or bench/, and reaches them through modules of these folders.
 """
 
 import ast
@@ -28,13 +28,13 @@ PACKAGES = (
     *("proof", "bench", "chaos", "examples", "tests"),
 )
 CLIENT = "clients/python/"
-# They drive whole programs.
+# Tests that drive whole programs.
 FAR = ("tests/e2e/", "tests/fault/")
 # The folders that start whole programs, and the code that checks them.
 PROVING = ("tests", "proof", "chaos", "bench")
 # The assumed time of a file that has never run here.
 SECONDS_UNKNOWN = 4.0
-# Beside the start of the workers, this makes two minutes.
+# With the start of the workers, a run takes two minutes.
 BUDGET_S = 90.0
 
 
@@ -42,7 +42,7 @@ BUDGET_S = 90.0
 class Choice:
     changed: list[str]
     files: list[str]
-    # Touched as well, but further away than the time allows.
+    # The number of files that are touched too, but for which the time does not suffice.
     left_out: int
 
     def __str__(self) -> str:
@@ -73,7 +73,8 @@ def _git(*arguments: str) -> list[str]:
 
 
 def within(distances: Mapping[str, int], seconds: Mapping[str, float], *, budget_s: float) -> list[str]:
-    """The nearest files, as many as take that long altogether, but all of those that have changed themselves."""
+    """Takes the nearest files first, and each file only if its time still fits into the budget. Files that have changed
+    themselves are always taken."""
     chosen: list[str] = []
     for file in sorted(distances, key=lambda file: (distances[file], seconds.get(file, SECONDS_UNKNOWN), file)):
         takes_s = seconds.get(file, SECONDS_UNKNOWN)
@@ -97,17 +98,17 @@ class Source:
 
 
 class Repository:
-    """The Python files of the checkout, and who depends on whom."""
+    """The Python files of the checkout, and which of them depend on which."""
 
     @cached_property
     def sources(self) -> dict[str, Source]:
-        """By module."""
+        """The files by the names of their modules."""
         files = _git("ls-files", "--cached", "--others", "--exclude-standard", "*.py")
         return {module_of(file): source_of(file) for file in files if (ROOT / file).is_file()}
 
     @cached_property
     def dependents(self) -> Mapping[str, set[str]]:
-        """For each module, those that depend on it directly."""
+        """For each module, the modules that depend on it directly."""
         graph = grimp.build_graph(*PACKAGES, cache_dir=str(CACHE / "imports"))
         steps: dict[str, set[str]] = defaultdict(set)
         for module in graph.modules:

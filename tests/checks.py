@@ -1,6 +1,6 @@
 """Every check that starts no service: lint, formatting, types, imports, protos, deploy files.
 
-A failed check does not stop the others. All run, each is printed with its time, and the exit code tells whether any
+A failed check does not stop the other checks. Each check is printed with its time. The exit code tells whether a check
 failed.
 """
 
@@ -40,7 +40,7 @@ def tool(name: str) -> str:
 
 
 def checks() -> list[Check]:
-    """The slowest first: the others are done while they run."""
+    """The slowest checks come first: the other checks run meanwhile on the other cores."""
     found = [
         Check(name="mypy --strict", command=(tool("mypy"),)),
         Check(name="pyrefly", command=(tool("pyrefly"), "check", "--python-interpreter-path", sys.executable)),
@@ -67,7 +67,8 @@ def checks() -> list[Check]:
 
 
 def perform(check: Check) -> Outcome:
-    # Tools start one another by name, so this installation's come first in the PATH. Their caches belong to it too.
+    # Tools start one another by name, so the tools of this installation come first in the PATH. Their caches are in
+    # this installation too.
     environ = os.environ | {
         "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "BUF_CACHE_DIR": str(CACHE / "buf"),

@@ -33,7 +33,8 @@ class Done:
 
 
 def windrow(*arguments: str, stdin: str = "", together: bool = False) -> Done:
-    """Runs the command as in a terminal of 80 columns. `together`: what it writes to standard error comes in `out`."""
+    """Runs the command as in a terminal of 80 columns. `together`: `out` also has what the command writes to standard
+    error."""
     out = io.StringIO()
     err = out if together else io.StringIO()
     with (

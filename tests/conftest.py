@@ -1,7 +1,7 @@
 """Fixtures for all tests: one server for the session, a migrated database for each module, an org for each test.
 
 The tests of a module share its database and use different orgs. A test that breaks or counts a whole database uses
-`fresh_dsn`, a database of its own. Also the order of the test files, and which tests a run has.
+`fresh_dsn`, a database of its own. This module also decides which tests a run has, and the order of their files.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 SHARD = ShardName("s1")
 CLUSTER = "tests"
 _FOUNDED = "founded"
-# Names the file that is locked by the worker that collects.
+# The variable with the path of the file that workers lock while they collect.
 _COLLECTING = "WINDROW_TEST_COLLECTING"
 _numbers = itertools.count(1)
 
@@ -60,21 +60,21 @@ settings.register_profile("usual", deadline=None, print_blob=True, suppress_heal
 settings.register_profile("thorough", settings.get_profile("usual"), max_examples=1500)
 settings.load_profile("thorough" if THOROUGH else "usual")
 
-# A thorough run has one in this many tests.
+# A thorough run has 1 in _PART tests.
 _PART = int(os.environ.get("WINDROW_TEST_PART", "1"))
 # No test begins later than this many minutes after the first one.
 _MINUTES = float(os.environ.get("WINDROW_TEST_MINUTES", "inf"))
 _began_s = time.monotonic()
-# How long each test file took, as reports tell it.
+# The seconds that each test file took, as the reports of its tests say.
 _took_s: dict[str, float] = defaultdict(float)
-# Why tests were skipped that need a program, and how to install it.
+# For skipped tests that need a program: which program is missing, and how to install it.
 _not_installed: set[str] = set()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes the data that the clusters of all workers copy. It is not worth it for a few tests, which start few
-    clusters."""
+    """Makes the data that the clusters of all workers copy. A run without workers makes none, because it has few tests,
+    which start few clusters."""
     if config.option.dist == "no" or hasattr(config, "workerinput") or config.option.collectonly:
         return
     folder = tempfile.mkdtemp(prefix="windrow-template-")
@@ -88,8 +88,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Lets one worker collect first, and then the others at the same time. In a new checkout the first one compiles
-    every test module; those who collect beside it would compile them too."""
+    """Lets one worker collect first, and then all other workers at the same time. In a new checkout the first worker
+    compiles every test module; workers that collected at the same time would compile all modules too."""
     with contextlib.ExitStack() as stack:
         # Garbage collections would look through the collected tests again and again, and free nothing.
         gc.disable()
@@ -115,7 +115,7 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Chooses the tests of a thorough run, and the order of the files: the same on each worker."""
+    """Chooses the tests of a run, and the order of the files. Each worker makes the same choice."""
     for item in items:
         if is_hypothesis_test(getattr(item, "obj", None)):
             item.add_marker("thorough")
@@ -128,10 +128,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[items[place] for place in left])
         items[:] = [item for place, item in enumerate(items) if place not in left]
     if THOROUGH and SEED:
-        # Tests for which the minutes do not suffice are run with other seeds.
+        # The order is random, because the minutes may not suffice for all tests: another seed runs other tests first.
         items.sort(key=lambda item: _drawn(_file_of(item.nodeid)))
     elif hasattr(config, "workerinput"):
-        # The slowest files come first, so that no worker is left with one of them when the others are done.
+        # The slowest files come first, so that no worker still runs a slow file when all other workers are done.
         seconds = seconds_of_files()
         items.sort(key=lambda item: -seconds.get(_file_of(item.nodeid), 0))
 
@@ -142,7 +142,7 @@ def _turns_in(item: pytest.Item) -> int | None:
 
 
 def _drawn(name: str) -> int:
-    """Returns a number that looks random, the same for the same seed and name."""
+    """Returns a number that looks random, but depends only on the seed and the name."""
     return int.from_bytes(hashlib.sha256(f"{SEED} {name}".encode()).digest())
 
 
@@ -185,7 +185,8 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Server]:
-    """A server with the template of most databases: migrated once, because that takes far longer than a copy."""
+    """A server with the template of most databases. The template is migrated once, because a migration takes far longer
+    than a copy."""
 
     async def migrate(dsn: str) -> None:
         async with connected(dsn) as database:
@@ -206,7 +207,8 @@ def template(postgres: Server) -> str:
             known = await catalog.found(database, cluster=CLUSTER, weights={SHARD: 1})
             await identity.admit(database, database, cluster=CLUSTER)
             await catalog.grant_slots(database, known)
-            # As autovacuum does in time: without statistics, joins with the 16,384 slots get slow plans.
+            # In production autovacuum does this after a while. Without statistics, joins with the 16,384 slots get slow
+            # plans.
             await database.run(b"ANALYZE windrow.owned_slot", {})
 
     _finish(found(postgres.create(_FOUNDED)))
@@ -214,7 +216,8 @@ def template(postgres: Server) -> str:
 
 
 def _finish(work: Coroutine[Any, Any, None]) -> None:
-    """Runs it in a thread, because a fixture that another one asks for by its name may be set up in an event loop."""
+    """Runs the coroutine in a thread: a fixture that another fixture requests by its name may be set up while an event
+    loop runs."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(asyncio.run, work).result()
 
@@ -247,7 +250,7 @@ def fresh_dsn(postgres: Server, template: str) -> Generator[str, None, None]:
 
 @pytest.fixture
 def spare_dsn(postgres: Server) -> Generator[str, None, None]:
-    """A migrated database that is no shard's yet."""
+    """A migrated database that belongs to no shard yet."""
     yield from _fresh(postgres, SPARE)
 
 

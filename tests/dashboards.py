@@ -1,7 +1,7 @@
 """Checks Grafana's dashboards: each query names only metrics and labels that exist, and each panel has a unit and a
 description.
 
-`python -m tests.dashboards` prints what is wrong; the exit code tells whether anything is.
+`python -m tests.dashboards` prints what is wrong; the exit code is 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from proof.dashboards import legend_labels, read_dashboards
 from shard.metrics import DECLARED
 from tests.alerts import PROMETHEUS
 
-# What Prometheus adds to every series.
+# The labels that Prometheus adds to every series.
 _OF_TARGETS = frozenset({"instance", "job"})
 _SERIES = re.compile(r"\b(up|windrow[a-z0-9_:]*)\b(?:\{([^}]*)\})?")
 _QUOTED = re.compile(r'"[^"]*"')
@@ -36,7 +36,7 @@ def labels_of_series() -> dict[str, frozenset[str]]:
 
 
 def faults_of(dashboard: dict[str, Any]) -> Iterator[str]:
-    """Yields what is wrong, one sentence each."""
+    """Yields one sentence for each fault."""
     series = labels_of_series()
     for panel in dashboard["panels"]:
         title = panel["title"]

@@ -35,7 +35,7 @@ SHARDS = ("shard1", "shard2")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """`command` begins with `windrow`; its paths are those that it has where it is deployed. `dsns`: of each shard."""
+    """`command` begins with `windrow`, and has the paths of the deployed program. `dsns`: the DSN of each shard."""
 
     root: Path
     command: list[str]
@@ -61,14 +61,15 @@ class Program:
 
     def put_cluster_file(self, inside: str, text: str) -> None:
         """Writes the cluster file. Its addresses become free ports of loopback, because other programs of this machine
-        may use its own; its paths become those under the root."""
+        may use the original ports. Its paths are mapped into the root."""
         text = re.sub(r'^(listen|metrics) = ".*"', r'\1 = "127.0.0.1:0"', text, flags=re.MULTILINE)
         text = re.sub(r'= "(/[^"]+)"', lambda found: f'= "{self.path(found[1])}"', text)
         self.put(inside, f'{text}\n[archiver]\nschedule = "1s"\n' if "[archiver]" not in text else text)
 
     @contextmanager
     def running(self) -> Generator[tuple[subprocess.Popen[str], str], None, None]:
-        """Starts the program and waits until it works. Yields it, and the address that a router serves on."""
+        """Starts the program and waits until it works. Yields the process, and the address at which it serves if it is
+        a router."""
         with subprocess.Popen(
             self.resolved(self.command),
             cwd=self.root,
@@ -86,7 +87,7 @@ class Program:
 
     def _wait(self, process: subprocess.Popen[str]) -> str:
         if self.role == "archiver":
-            # It says nothing until it has something to do: its first pass creates what it looks at.
+            # An archiver prints nothing until it has something to do. Its first pass creates the schema.
             until(lambda: all(_has_schema(dsn) for dsn in self.dsns.values()), "the archiver has made a pass")
             return ""
         sign = {"router": "listening on ", "balancer": "leads, with cluster file"}[self.role]
@@ -117,8 +118,8 @@ def start_work_and_stop(
     grace_s: float,
     connect: Callable[[str], grpc.Channel] = grpc.insecure_channel,
 ) -> None:
-    """Starts a program; a router, to whose address `connect` opens a channel, runs a job on each shard. The signal must
-    end it within its time."""
+    """Starts a program, and asserts that the signal ends it within `grace_s`. If it is a router, first runs a job on
+    each shard, over a channel that `connect` opens to the router's address."""
     with program.running() as (process, address):
         if program.role == "router":
             with connect(address) as channel:

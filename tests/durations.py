@@ -10,7 +10,7 @@ _FILE = Path(sys.prefix, "cache", "test_seconds.json")
 
 
 def seconds_of_files() -> dict[str, float]:
-    """Without the files that have never run here."""
+    """Returns the seconds of each file that has run here."""
     try:
         return dict(json.loads(_FILE.read_text()))
     except (OSError, ValueError):

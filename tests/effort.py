@@ -1,10 +1,10 @@
 """How hard the tests try.
 
 By default a test does as many trials as have found mistakes before, so that the whole suite stays fast. With
-WINDROW_THOROUGH=1 (`./run test --thorough`) it does many more. WINDROW_SEED varies what is drawn at random; a test that
-fails can be run again with the same seed and draws the same.
+WINDROW_THOROUGH=1 (`./run test --thorough`) it does many more. WINDROW_SEED varies what is drawn at random; a failed
+test that runs again with the same seed draws the same values.
 
-A run of all tests has only some of those that take turns: WINDROW_TEST_TURN says which.
+Some tests take turns: a run of all tests has only a part of them, which WINDROW_TEST_TURN chooses.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from collections.abc import Iterable, Iterator
 GENERATORS = os.environ.get("WINDROW_GENERATORS") == "1"
 THOROUGH = os.environ.get("WINDROW_THOROUGH") == "1"
 SEED = os.environ.get("WINDROW_SEED", "")
-# None: tests that take turns all run.
+# None: all tests that take turns run.
 TURN = os.environ.get("WINDROW_TEST_TURN")
 
 
 def trials(usual: int, *, thorough: int) -> int:
-    """How often a test tries. A test that asks for this has the mark `thorough`."""
+    """Returns the number of trials of a test. A test that asks for this has the mark `thorough`."""
     return thorough if THOROUGH else usual
 
 
 def waiting(tests: Iterable[tuple[str, int | None]], turn: int) -> set[int]:
-    """Returns the positions of the tests that have their turn another day. `tests`: the file of each, and the n of its
-    mark `turns(n)`. Among such tests of one file, one in n has its turn now."""
+    """Returns the positions of the tests whose turn is on another day. `tests`: for each test its file, and the n of
+    its mark `turns(n)`, if it has the mark. In each file, one in n of the marked tests has its turn now."""
     numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
     return {place for place, (file, n) in enumerate(tests) if n is not None and (next(numbers[file]) + turn) % n}
 
 
 def luck_of(name: str) -> random.Random:
-    """Random numbers of their own for one test, always the same ones for the same seed."""
+    """Returns a generator of random numbers for one test. It draws the same numbers for the same seed and name."""
     return random.Random(f"{SEED}{name}")

@@ -1,7 +1,7 @@
 """The parts of docs/clients.md for each language: commands that build a client, the command that runs it, and code.
 
-The commands run unchanged in an empty folder, with WINDROW as the page says. If no protoc is on the PATH, the one of
-grpcio-tools is, as the page allows for some languages.
+The commands run unchanged in an empty folder, with WINDROW as the page says. If no protoc is installed, the protoc of
+grpcio-tools takes its place, as the page allows for some languages.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Language:
     programs: tuple[str, ...]
     # What pkg-config must find.
     libraries: tuple[str, ...] = ()
-    # Whether protoc of grpcio-tools is enough.
+    # Whether the protoc of grpcio-tools is enough.
     any_protoc: bool = False
 
     @property
@@ -70,7 +70,7 @@ class Language:
         return [text for kind, text in self.blocks if kind == "sh"]
 
     def require_tools(self) -> None:
-        """Raises ToolMissing."""
+        """Raises ToolMissing if a program or a library that the build needs is not installed."""
         programs = [*self.programs, *(() if self.any_protoc else ("protoc",))]
         if missing := [name for name in programs if shutil.which(name) is None]:
             raise ToolMissing(f"not on the PATH: {', '.join(missing)}")
@@ -83,7 +83,7 @@ LANGUAGES = (
     Language(folder="go", heading="Go", programs=("go",), any_protoc=True),
     Language(folder="grpc-js", heading="TypeScript with grpc-js", programs=("node", "npm"), any_protoc=True),
     Language(folder="connect-es", heading="TypeScript with connect-es", programs=("node", "npm"), any_protoc=True),
-    # Maven downloads its own.
+    # Maven downloads its own protoc.
     Language(folder="java", heading="Java", programs=("java", "mvn"), any_protoc=True),
     Language(folder="rust", heading="Rust", programs=("cargo",), any_protoc=True),
     Language(
@@ -96,13 +96,14 @@ LANGUAGES = (
 
 
 def build(language: Language, folder: Path) -> Path:
-    """Runs the page's commands in the folder, and returns where they end. Raises ToolMissing and BuildFailed."""
+    """Runs the page's commands in the folder, and returns the folder in which they end. Raises ToolMissing and
+    BuildFailed."""
     language.require_tools()
     stand_in = folder / "bin"
     stand_in.mkdir()
     stand_in.joinpath("protoc").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m grpc_tools.protoc "$@"\n')
     stand_in.joinpath("protoc").chmod(0o755)
-    # One that is installed comes first.
+    # An installed protoc comes first in the PATH.
     environ = os.environ | {"WINDROW": str(ROOT), "PATH": f"{os.environ['PATH']}{os.pathsep}{stand_in}"}
     done = subprocess.run(
         ["nice", "-n", "5", "bash", "-exuc", language.build],

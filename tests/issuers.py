@@ -27,7 +27,7 @@ ISSUER, AUDIENCE = "https://id.example.com", "windrow-tests"
 
 
 class _Registry(jws.JWSRegistry):
-    """Signs Ed25519 under its older name too: the library warns whenever it does."""
+    """Also signs with EdDSA, the older name of Ed25519, without the warning that the library gives for this name."""
 
     def get_alg(self, name: str) -> JWSAlgModel:
         return self.algorithms["Ed25519" if name == "EdDSA" else name]
@@ -38,7 +38,7 @@ _REGISTRY = _Registry(strict_check_header=False)
 
 @cache
 def signing_key(algorithm: str, kid: str = "first") -> Key:
-    """Returns the private key of this name, always the same one: RSA keys take long to make."""
+    """Returns the private key of this name. Each key is made only once, because RSA keys take long to make."""
     match algorithm:
         case "RS256":
             return RSAKey.generate_key(2048, {"kid": kid})
@@ -54,7 +54,7 @@ def jwks(*keys: Key) -> bytes:
 
 
 def claims(**more: object) -> dict[str, Any]:
-    """Returns good claims with some changed; a claim that is None is left out."""
+    """Returns valid claims with these changes. A claim that is None is left out."""
     now = int(time.time())
     good = {
         "iss": ISSUER,
@@ -84,7 +84,7 @@ def forged(header: Mapping[str, Any], payload: bytes, signature: bytes) -> str:
 
 
 def hmac_signed(secret: bytes, header: Mapping[str, Any]) -> str:
-    """Returns a token that takes the bytes of a public key for a shared secret."""
+    """Returns a token that is signed by HMAC. Its secret is the text of a public key, which everybody knows."""
     signing_input = forged(header, json.dumps(claims()).encode(), b"").rstrip(".")
     signature = hmac.new(secret, signing_input.encode(), hashlib.sha256).digest()
     return f"{signing_input}.{base64.urlsafe_b64encode(signature).rstrip(b'=').decode()}"
@@ -98,7 +98,7 @@ def put(path: Path, content: bytes) -> None:
 
 
 def jwt_table(**more: object) -> str:
-    """Returns the table [auth.jwt] for this issuer. `more`: such as jwks_file."""
+    """Returns the table [auth.jwt] for this issuer. `more`: more keys of the table, such as jwks_file."""
     lines = {"issuer": ISSUER, "audience": AUDIENCE} | more
     return "[auth.jwt]\n" + "".join(
         f"{key} = {json.dumps(value if isinstance(value, bool | int | float) else str(value))}\n"
@@ -163,7 +163,7 @@ def key_server(tls: ssl.SSLContext | None = None) -> Generator[KeyServer, None, 
 
 
 class FixedSource:
-    """A source of keys that answers what it is told, at once or when it is `open`."""
+    """A source of keys that returns or raises `answer`, at once or as soon as `open` is set."""
 
     place = "https://id.example.com/keys"
 
@@ -196,7 +196,7 @@ class FixedSource:
 
 class BadToken(NamedTuple):
     make: Callable[[], str]
-    # A part of the message about it.
+    # A part of the message with which the token is refused.
     message: str
 
 
@@ -204,9 +204,9 @@ def _now(more_s: float) -> int:
     return int(time.time() + more_s)
 
 
-# A key of somebody else, who calls it as the issuer calls its own.
+# A key of somebody else, with the same kid as the issuer's key.
 _STRANGER = OKPKey.generate_key("Ed25519", {"kid": "first"})
-# Tokens that a router must refuse that knows only `signing_key("Ed25519")`, with UNAUTHENTICATED.
+# Tokens that a router must refuse with UNAUTHENTICATED if it knows only `signing_key("Ed25519")`.
 BAD_TOKENS: Mapping[str, BadToken] = {
     "no token at all": BadToken(lambda: "x", "malformed"),
     "two parts": BadToken(lambda: token().rpartition(".")[0], "malformed"),

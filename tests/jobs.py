@@ -18,7 +18,7 @@ from windrow.v1 import job_pb2
 T = TypeVar("T")
 MINUTE_US = 60_000_000
 HOUR_US = 60 * MINUTE_US
-# The window of a lease that a test lets end. A busy machine makes a call within it.
+# The window of a lease that a test lets expire. It is long enough for a call on a busy machine.
 SHORT_US = 3_000_000
 QUEUE = QueueName("mail")
 _TEMPLATE = {field.name for field in job_pb2.JobTemplate.DESCRIPTOR.fields}
@@ -26,7 +26,7 @@ _DEDUP = {field.name for field in job_pb2.Dedup.DESCRIPTOR.fields}
 
 
 def job_id(*, ahead_ms: int = 0) -> JobId:
-    """Returns a UUIDv7 of now, or of a time that is ahead of it (negative: behind it)."""
+    """Returns a UUIDv7 for the current time plus `ahead_ms`."""
     made_ms = time.time_ns() // 1_000_000 + ahead_ms
     number = made_ms << 80 | 7 << 76 | secrets.randbits(12) << 64 | 2 << 62 | secrets.randbits(62)
     text = f"{number:032x}"
@@ -77,7 +77,7 @@ def some_jobs(
 
 
 def job_message(**flat: object) -> job_pb2.NewJob:
-    """Returns a NewJob. The fields of its template are given beside its own, and its dedup key and window as
+    """Returns a NewJob. `flat` has the fields of the job, the fields of its template, and its dedup key and window as
     `dedup_key` and `dedup_window`."""
     template = {name: flat.pop(name) for name in _TEMPLATE & flat.keys()}
     dedup = {name: flat.pop(f"dedup_{name}") for name in _DEDUP if f"dedup_{name}" in flat}
@@ -113,7 +113,7 @@ async def lease_jobs(
 
 
 async def alter_until(done: asyncio.Event, store: Store, org: OrgId, ids: list[JobId], altered: asyncio.Event) -> None:
-    """Alters these jobs again and again, a few at a time, and tells that it has begun."""
+    """Alters these jobs again and again until `done` is set, a few with each call. Sets `altered` after a call."""
     while not done.is_set():
         for at in range(0, len(ids), 5):
             await store.alter(org, ids[at : at + 5], Alteration(priority=1 + at % 9))
@@ -128,7 +128,8 @@ def history_of(text: str | None) -> list[dict[str, object]]:
 
 
 def fullest_job(org: OrgId, *, queue: str = QUEUE) -> NewJobs:
-    """Returns a job that is due at once, with a value in every field. A field that is new in NewJobs has one too."""
+    """Returns a job that is due at once, with a value in every field. A field that is added to NewJobs later gets a
+    value too."""
     jobs = NewJobs(org=org, ids=[job_id()], queues=[QueueName(queue)], kinds=["greet"], payloads=[b"\0 payload \xff"])
     values = {
         "priorities": 3,

@@ -1,7 +1,8 @@
 """Servers that live as long as a test keep their data in memory, if this machine has room for it.
 
-A database is about 400 files. A file system on a disk may take half a millisecond of CPU for each that is made: ext4
-without a journal does, as in many virtual machines. In a whole run this adds up to minutes, and no test is about disks.
+A database is about 400 files. A file system on a disk may take half a millisecond of CPU to make a file. For example,
+ext4 without a journal does, which many virtual machines have. In a whole run this adds up to minutes, and no test is
+about disks.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from pathlib import Path
 import psutil
 
 _MEMORY = Path("/dev/shm")
-# Three tests side by side, each with three servers: a server's WAL grows to 512 MB before it is used again.
+# This is enough for three tests side by side, each with three servers. A server's WAL grows to 512 MB before Postgres
+# reuses its files.
 _ROOM_BYTES = 6 << 30
 
 
 def use_memory(environ: MutableMapping[str, str] = os.environ) -> None:
     """Makes ephemeral clusters use memory, in this process and in those that it starts. `tmp_path` stays on the disk,
-    because it survives the tests. If TMPDIR is set, it decides."""
+    because it survives the tests. Does nothing if TMPDIR is set."""
     if "TMPDIR" in environ or not _has_room(_MEMORY):
         return
     environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     environ["TMPDIR"] = str(_MEMORY)
-    # It is looked up once only.
+    # `tempfile` reads TMPDIR only once, so it must read it again.
     tempfile.tempdir = None
 
 

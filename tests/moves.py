@@ -39,7 +39,7 @@ class Moving:
         self._until(lambda move, states: move.switched)
 
     def depart(self) -> None:
-        """After `switch`: sets the jobs aside that may leave, so that nobody can claim them."""
+        """After `switch`: makes the jobs that may leave depart, so that nobody can claim them."""
 
         async def act(databases: Mapping[ShardName, Database]) -> None:
             move, source = await self._move(databases)
@@ -102,7 +102,7 @@ def begin_move(dsns: Mapping[str, str], org: str, *, to: str) -> Moving:
 
 
 def pin(dsns: Mapping[str, str], org: str, *, to: str) -> None:
-    """Gives the org a slot of its own, which is not moved yet."""
+    """Pins the org, which gets a slot of its own. The slot is not moved yet."""
 
     async def act(databases: Mapping[ShardName, Database]) -> None:
         await pins.pin(databases[ShardName("s1")], OrgId(org), OnShard(ShardName(to)))

@@ -38,7 +38,7 @@ class Pair:
         return self.databases[A]
 
     def store(self, shard: ShardName) -> Store:
-        """Returns a store as of a router that has just started."""
+        """Returns a store like that of a router that has just started."""
         return Store(self.databases[shard])
 
     def mover(self, move: Move, report: Callable[[Progress], None] = lambda _: None) -> Mover:
@@ -80,7 +80,7 @@ class Pair:
         }
 
     async def jobs(self, org: OrgId, ids: Sequence[JobId]) -> dict[tuple[ShardName, JobId], Any]:
-        """Returns what each shard has of these jobs, without departing ones."""
+        """Returns these jobs as each shard has them. Leaves out departing jobs."""
         found: dict[tuple[ShardName, JobId], Any] = {}
         for name, database in self.databases.items():
             departing = {row[0] for row in await database.run(b"SELECT id::text FROM windrow.departing", {})}
@@ -114,9 +114,10 @@ class Died(Exception):
 
 @dataclass(kw_only=True)
 class Fate:
-    """Counts a balancer's acts on all databases, and ends the balancer at one of them. `how`: "before" the act; "rolled
-    back", after its statements and before their commit; "unheard", committed, but the balancer does not know;
-    "cancelled" during it; "cut" off from its database, which the balancer may survive.
+    """Counts a balancer's acts on all databases, and ends the balancer at one of them. `how` says when: "before":
+    before the act. "rolled back": after the act's statements and before their commit. "unheard": after the commit, but
+    before the balancer knows of it. "cancelled": during the act. "cut": the balancer loses its connections to the
+    database, which it may survive.
 
     A statement that only reads counts as an act only for a cut. If a balancer dies at a read, the databases are the
     same as if it died before its next change."""
@@ -137,8 +138,8 @@ _CHANGES = re.compile(rb"\b(INSERT|UPDATE|DELETE)\b")
 
 
 def deaths(how: str) -> Iterator[int]:
-    """At which acts a balancer dies, each time at a later one. To reconnect after a cut takes long, so a usual run cuts
-    at every third act."""
+    """Yields the numbers of the acts at which a balancer dies, in ascending order. A reconnect after a cut takes long,
+    so a usual run cuts only at every third act."""
     return itertools.count(1, trials(3, thorough=1) if how == "cut" else 1)
 
 
@@ -204,7 +205,7 @@ class Mortal(Database):
 
 
 def leave() -> None:
-    """The task is cancelled at its next await."""
+    """Makes asyncio cancel this task at its next await."""
     task = asyncio.current_task()
     assert task is not None
     task.cancel()
@@ -212,7 +213,7 @@ def leave() -> None:
 
 @contextlib.asynccontextmanager
 async def mortal_mover(pair: Pair, move: Move, fate: Fate) -> AsyncGenerator[Mover, None]:
-    """The mover of a balancer in a process of its own."""
+    """Yields the mover of a balancer that has this fate. It shares nothing with the pair, like a process of its own."""
     catalog_database = Mortal(A, pair.dsns[A], fate)
     shards = {name: Mortal(name, dsn, fate) for name, dsn in pair.dsns.items()}
     databases = [catalog_database, *shards.values()]

@@ -1,5 +1,5 @@
-"""A shard whose Postgres servers are kept by Patroni: one etcd and three members on loopback, with the configuration of
-deploy/patroni. Owns their processes and folders.
+"""A shard whose Postgres servers are managed by Patroni: one etcd and three members on loopback, with the configuration
+of deploy/patroni. Owns their processes and folders.
 
 Patroni and etcd end with this process, even if it is killed; Postgres ends by a watcher.
 """
@@ -104,7 +104,7 @@ class Member:
             return False
 
     def dcs_last_seen(self) -> int:
-        """Returns when its Patroni began its last cycle, in seconds since 1970."""
+        """Returns the time at which its Patroni began its last cycle, in seconds since 1970."""
         with urllib.request.urlopen(f"http://{HOST}:{self.rest}/patroni", timeout=_ANSWER_S_MAX) as answer:
             return int(json.load(answer)["dcs_last_seen"])
 
@@ -174,7 +174,7 @@ class PatroniShard:
 
     @property
     def direct_dsn(self) -> str:
-        """The DSN of the primary's database, for those who look from outside."""
+        """The DSN of the primary's database, for tests that query it directly."""
         return make_conninfo(self.leader.superuser_dsn, dbname="windrow")
 
     @property
@@ -186,7 +186,7 @@ class PatroniShard:
         return any(member.is_("leader") for member in self.members if member is not other_than)
 
     def is_whole(self) -> bool:
-        """Whether every member runs, and the standbys have everything."""
+        """Whether every member runs, and every standby has all WAL but the last megabyte at most."""
         for member in self.members:
             member.processes()
         caught_up = (
@@ -198,7 +198,7 @@ class PatroniShard:
         except (ValueError, psycopg.Error):
             return False
         expected = len(self.members) - 1
-        # The DCS must name the standby too; otherwise nobody may be promoted.
+        # The DCS must name the synchronous standby too: otherwise no standby may be promoted.
         return streaming == expected and synchronous > 0 and any(member.is_("sync") for member in self.members)
 
     def logs(self) -> str:
@@ -218,7 +218,7 @@ def _port(place: Path) -> int:
 
 
 def _configuration(changes: dict[str, Any]) -> str:
-    """What deploy/patroni says, with quick times and small servers."""
+    """Returns the configuration of deploy/patroni with short times and small servers."""
     shipped = yaml.safe_load((SHIPPED / "patroni.yml").read_text())
     dcs = shipped["bootstrap"]["dcs"]
     dcs |= QUICK | changes
@@ -228,7 +228,7 @@ def _configuration(changes: dict[str, Any]) -> str:
 
 
 def _environment(member: str, port: int, rest: int, data: Path, etcd: int) -> list[str]:
-    """What deploy/patroni/member.env.example says, with this machine's values."""
+    """Returns the variables of deploy/patroni/member.env.example with the values of this machine."""
     own = {
         "PATRONI_NAME": member,
         "PATRONI_ETCD3_HOSTS": f"{HOST}:{etcd}",
@@ -268,7 +268,7 @@ def patroni_shard(name: str, **changes: Any) -> Generator[PatroniShard, None, No
             shard.members.append(member)
             member.start()
         try:
-            # Each look costs Patroni some milliseconds of CPU.
+            # Each check costs Patroni some milliseconds of CPU.
             until(shard.is_whole, "every member runs", every_s=0.3)
             for statement in (
                 f"CREATE ROLE windrow LOGIN PASSWORD '{PASSWORD}'",

@@ -21,7 +21,8 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from embedded import BinariesNotFound, Cluster, find_binaries, open_clusters
 
 IMAGE = "postgres:18"
-# Templates of databases: with nothing in it; and with the schema, but no shard's yet, which tests/conftest.py makes.
+# Templates of databases. EMPTY has nothing in it. SPARE has the schema, but belongs to no shard yet; tests/conftest.py
+# makes it.
 EMPTY, SPARE = "template1", "spare"
 _END_S_MAX = 60.0
 # Settings of this server that the doctor finds fault with. No test on it simulates a power failure, so nothing has to
@@ -46,7 +47,7 @@ class Server:
 
     def create(self, database: str, *, template: str = SPARE) -> str:
         """Creates a database, a copy of the template. Returns its owner's DSN."""
-        # A session that has just ended may still be there.
+        # A session that its client has just closed may still exist on the server.
         self._cut(template)
         self._administer(
             "CREATE DATABASE {} TEMPLATE {} OWNER {} STRATEGY file_copy",
@@ -117,7 +118,7 @@ def hash_once(superuser_dsn: str, *dsns: str) -> None:
         connection.execute("SET scram_iterations = 1")
         for parts in map(conninfo_to_dict, dsns):
             role, password = str(parts["user"]), str(parts["password"])
-            # libpq hashes it, so that no log can contain it.
+            # libpq hashes the password, so that no log can contain it.
             hashed = connection.pgconn.encrypt_password(password.encode(), role.encode(), b"scram-sha-256").decode()
             connection.execute(sql.SQL("ALTER ROLE {} PASSWORD {}").format(sql.Identifier(role), sql.Literal(hashed)))
 
@@ -141,8 +142,8 @@ def _in_docker() -> Generator[Server, None, None]:
 
 
 def kill(cluster: Cluster) -> None:
-    """Kills the server, and waits until its sessions have ended: one that has not noticed yet executes a statement that
-    comes just then."""
+    """Kills the server, and waits until its sessions have ended: a session that has not noticed the kill yet would
+    still execute a statement."""
     assert cluster.pid is not None
     sessions = psutil.Process(cluster.pid).children()
     cluster.kill()
@@ -161,9 +162,9 @@ def _runs(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def frozen(postmaster: int) -> Generator[None, None, None]:
-    """Freezes the server during the block, as a stuck disk does. Processes that start meanwhile are thawed too."""
+    """Freezes the server during the block, as a stuck disk does."""
     main = psutil.Process(postmaster)
-    # The postmaster first, so that no new processes start.
+    # The postmaster is frozen first, so that no new processes start.
     main.suspend()
     parts = [main, *main.children(recursive=True)]
     for part in parts[1:]:

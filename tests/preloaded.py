@@ -1,9 +1,9 @@
 """Starts routers and balancers by forking a process that has imported them. The imports of a supervisor and of its
 router process take a second of CPU, and a run of all tests starts hundreds.
 
-Each test process has one such fork server. It has no threads and never uses gRPC, so that its forks are safe. What it
-forks becomes a child of the test process, with all that `subprocess.Popen` offers. Only Linux can do that; elsewhere,
-and with an environment of their own, programs are started as usual.
+Each test process has one such fork server. It has no threads and never uses gRPC, so that its forks are safe. A process
+that it forks becomes a child of the test process, with all that `subprocess.Popen` offers. Only Linux can do that. On
+other systems, and with an environment of their own, programs are started as usual.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def start(
     stderr: IO[str],
     environ: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[str]:
-    """Starts `python -m MODULE …` in the checkout. `arguments` are those of Python. `environ`: variables besides those
-    of this process, of which OTEL_* are not passed on."""
+    """Starts `python -m MODULE …` in the checkout. `arguments` are arguments of Python. `environ`: variables in
+    addition to those of this process. The OTEL_* of this process are not passed on."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     # Some modules read the environment when they are imported.
     popen = subprocess.Popen[str] if environ or not _AVAILABLE else _Preloaded
@@ -57,7 +57,8 @@ class _Forked(subprocess.Popen[AnyStr]):
     """A process that was forked from one with the imports. Only this class uses private parts of Popen."""
 
     def _fork(self, args: Sequence[str], cwd: object, env: Mapping[str, str], descriptors: list[int]) -> int | None:
-        """Returns the pid of a new child with these descriptors as 0, 1 and 2; None: it is to be started as usual."""
+        """Returns the pid of a new child with these descriptors as 0, 1 and 2. Returns None if Popen must start it as
+        usual."""
         raise NotImplementedError
 
     def _execute_child(
@@ -78,7 +79,7 @@ class _Forked(subprocess.Popen[AnyStr]):
 
 
 class _Preloaded(_Forked[AnyStr]):
-    """Forked by the fork server."""
+    """A process that the fork server forks."""
 
     def _fork(self, args: Sequence[str], cwd: object, env: Mapping[str, str], descriptors: list[int]) -> int | None:
         request = {"module": args[2], "arguments": args[3:], "cwd": str(cwd or os.getcwd()), "environ": dict(env)}
@@ -86,8 +87,8 @@ class _Preloaded(_Forked[AnyStr]):
 
 
 class RouterProcess(_Preloaded[AnyStr]):
-    """In place of Popen, for supervisors that run in the test's process: forks router processes, and starts any other
-    process as usual."""
+    """Replaces Popen for supervisors that run in the test's process. The fork server forks router processes; any other
+    process is started as usual."""
 
     def _fork(self, args: Sequence[str], cwd: object, env: Mapping[str, str], descriptors: list[int]) -> int | None:
         if not _AVAILABLE or [*args[1:3]] != ["-m", _CHILD] or env != os.environ:
@@ -130,8 +131,8 @@ def _server() -> _Server:
 
 @contextlib.contextmanager
 def _adopting() -> Generator[None, None, None]:
-    """Processes below this one whose parent ends become its children. Only for a moment: otherwise the orphans that
-    tests make would stay here as zombies."""
+    """Makes descendants of this process its children when their parents end. This lasts only for a moment: otherwise
+    the orphans that tests make would stay here as zombies."""
     _be_subreaper(True)
     try:
         yield
@@ -148,14 +149,14 @@ def _be_subreaper(wanted: bool) -> None:
 
 
 class _RouterProcess(_Forked[bytes]):
-    """In a supervisor: forked by the supervisor itself."""
+    """In a supervisor: a router process that the supervisor forks from itself."""
 
     def _fork(self, args: Sequence[str], cwd: object, env: Mapping[str, str], descriptors: list[int]) -> int | None:
         if env != os.environ:
             # Some modules read the environment when they are imported.
             return None
         assert args[2] == _CHILD, args
-        # A signal for the new process must not reach the supervisor's handlers, which it has at first.
+        # At first the new process has the supervisor's handlers. A signal for the new process must not reach them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             pid = os.fork()
@@ -179,8 +180,8 @@ def _forget_signals(mask: set[signal.Signals | int]) -> None:
 
 
 def _take(descriptors: Sequence[int]) -> None:
-    """Makes them 0, 1 and 2, and closes all others."""
-    # First above all targets, because one of them may be the target of another.
+    """Makes these descriptors 0, 1 and 2, and closes all other descriptors."""
+    # First copy them to higher numbers: a descriptor may have the number that another descriptor is to get.
     copies = [os.dup(descriptor) for descriptor in descriptors]
     for target, copy in enumerate(copies):
         os.dup2(copy, target)
@@ -200,7 +201,8 @@ def _run(module: str, arguments: Sequence[str]) -> NoReturn:
     except BaseException:  # noqa: BLE001 - an interpreter prints it too
         traceback.print_exc()
         code = 1
-    # This process must not return: the functions that called this one go on in the process that was forked.
+    # This process must not return: the calling functions belong to the process from which it was forked, and go on
+    # there.
     cast("Any", threading)._shutdown()
     cast("Any", atexit)._run_exitfuncs()
     sys.stdout.flush()
@@ -209,7 +211,7 @@ def _run(module: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def _forked(request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
-    """Returns the pid of a process whose parent has ended."""
+    """Starts a program in a new process whose parent ends at once. Returns the pid of the new process."""
     reading, writing = os.pipe()
     if (between := os.fork()) == 0:
         if pid := os.fork():
@@ -231,16 +233,16 @@ def _forked(request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
 
 
 def main() -> None:
-    """Serves the test process to which the standard input is connected, until that ends."""
+    """Serves the test process to which the standard input is connected, until the test process ends."""
     gc.disable()
     for module in _PRELOADED:
         importlib.import_module(module)
-    # Ctrl-C is for the test process; what is forked handles it.
     gc.collect()
     gc.freeze()
     with socket.socket(fileno=os.dup(0)) as requests:
         with open(os.devnull) as nothing:
             os.dup2(nothing.fileno(), 0)
+        # Ctrl-C ends this process without a traceback. The processes that it has forked handle Ctrl-C themselves.
         with contextlib.suppress(KeyboardInterrupt):
             while True:
                 data, descriptors, *_ = socket.recv_fds(requests, _REQUEST_BYTES_MAX, 3)

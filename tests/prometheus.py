@@ -17,7 +17,7 @@ __all__ = ["INSTALL", "asked", "running_prometheus", "scraping"]
 
 @contextmanager
 def running_prometheus(folder: Path, *arguments: str) -> Generator[str, None, None]:
-    """See proof.prometheus. Skips the test if it is not installed."""
+    """See proof.prometheus. Skips the test if Prometheus is not installed."""
     try:
         with prometheus.running_prometheus(folder, *arguments) as address:
             yield address
@@ -27,7 +27,7 @@ def running_prometheus(folder: Path, *arguments: str) -> Generator[str, None, No
 
 @contextmanager
 def scraping(folder: Path, *targets: str, every_ms: int | None = None) -> Generator[str, None, None]:
-    """See proof.prometheus. Skips the test if it is not installed."""
+    """See proof.prometheus. Skips the test if Prometheus is not installed."""
     try:
         with prometheus.scraping(folder, targets, every_ms=every_ms) as address:
             yield address
@@ -36,7 +36,7 @@ def scraping(folder: Path, *targets: str, every_ms: int | None = None) -> Genera
 
 
 def asked(address: str, path: str, **parameters: str) -> Any:
-    """Returns the data of an answer of its API; None if it does not answer yet, or has nothing yet. A request that it
-    refuses fails the test."""
+    """Returns the data that the API of Prometheus answers, or None if it does not answer yet or has no data yet. A
+    refused request fails the test."""
     data = prometheus.asked(address, path, **parameters)
     return data if data and data.get("result", True) else None

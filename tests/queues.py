@@ -24,6 +24,6 @@ _FILL = (
 
 
 async def fill_queues(database: Database, org: OrgId, count: int = QUEUES_MAX) -> None:
-    """Adds queues to an org of this shard, which has one already, until it has this many."""
+    """Adds queues to an org of this shard until it has this many. The org must exist already."""
     for statement in _FILL:
         await database.run(statement, {"org": org, "count": count})

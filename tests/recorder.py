@@ -44,7 +44,7 @@ class Recorder(Database):
         return next(run for run in reversed(self.runs) if run[0] == statement)
 
     def count(self, statement: bytes, *, since: int = 0) -> int:
-        """Returns how often the statement was run; `since`: without that many earlier runs."""
+        """Returns how often the statement was run; `since`: leaves out the first so many runs of all statements."""
         return sum(run[0] == statement for run in self.runs[since:])
 
     def before(self, statement: bytes, act: Callable[[], Awaitable[object]]) -> None:
@@ -52,7 +52,8 @@ class Recorder(Database):
         self._before[statement] = act
 
     def fail(self, statement: bytes, *, after: int = 0, error: Exception | None = None) -> None:
-        """Lets the next few statements pass, then fails all others with this error, or as if the shard were away."""
+        """Lets the statement run `after` times, and then fails it every time with this error, or as if the shard were
+        away."""
         self._failing[statement] = after, error or ShardUnavailable(self.name, "the test says so")
 
     def fail_no_more(self) -> None:

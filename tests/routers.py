@@ -82,7 +82,7 @@ def write_cluster(
     drain_seconds: float = 10,
     **router: float,
 ) -> Path:
-    """Writes a cluster file with these shards and DSNs. `router`: more keys of that table."""
+    """Writes a cluster file with these shards and DSNs. `router`: more keys of the table [router]."""
     path.touch(mode=0o600)
     text = f'[cluster]\nname = "{name}"\n'
     text += "".join(f"\n[[shard]]\nname = '{shard}'\ndsn = '''{dsn}'''\n" for shard, dsn in shards.items())
@@ -129,7 +129,7 @@ def spawned_routers(
 
 
 def first_line(process: subprocess.Popen[str]) -> str:
-    """Returns the first line that a child prints; empty if it ends without one."""
+    """Returns the first line that a child prints, or "" if it ends without printing one."""
     assert process.stdout is not None
     readable, _, _ = select.select([process.stdout], [], [], PATIENCE_S)
     assert readable, f"process {process.pid} has said nothing for {PATIENCE_S:g} s"
@@ -203,7 +203,7 @@ def detail(error: grpc.RpcError, kind: type[_Detail]) -> _Detail | None:
 
 
 def fields_of(status: status_pb2.Status) -> list[str]:
-    """Returns the fields that the BadRequest of a status within an answer names."""
+    """Returns the fields that the BadRequest in a status names. The status is part of an answer."""
     bad = error_details_pb2.BadRequest()
     return [found.field for packed in status.details if packed.Unpack(bad) for found in bad.field_violations]
 

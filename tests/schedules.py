@@ -1,4 +1,4 @@
-"""Schedules for tests: one shard's, and how time passes for them."""
+"""The schedules of one shard, for tests, and functions that make time pass for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.jobs import lease_jobs
 DAILY = ScheduleName("daily")
 HOUR_US = 3_600_000_000
 DAY_US = 24 * HOUR_US
-# How far the latest instant of `hourly` is back, and the next one ahead.
+# The time since the latest instant of `hourly`, and the time until its next instant.
 HALF_US = HOUR_US // 2
 
 
@@ -55,7 +55,8 @@ class Shard:
         self.due = DueSchedules(database, self.store)
 
     async def hourly(self, **more: Any) -> Timing:
-        """Each hour for the last 40 days, the latest half an hour ago: a test ends long before the next one."""
+        """Returns a timing with an instant in each hour for the last 40 days. The latest instant was half an hour ago,
+        so that a test ends long before the next instant."""
         ((now,),) = await self.database.run(b"SELECT now()", {})
         return Timing(interval_us=HOUR_US, start=Micros(now - HALF_US - 960 * HOUR_US), **more)
 
@@ -76,13 +77,15 @@ class Shard:
                 return total
 
     async def set_back(self, org: OrgId, by_us: int, name: ScheduleName = DAILY) -> Micros:
-        """Makes the schedule look as if no router had run for this long. Returns its next instant then."""
+        """Makes the schedule look as if no router had run for this long. Returns the instant that is then its next
+        one."""
         at = await self.set_back_paused(org, by_us, name)
         await self.wake(org, name)
         return at
 
     async def set_back_paused(self, org: OrgId, by_us: int, name: ScheduleName = DAILY) -> Micros:
-        """Does the same with a paused schedule, which no router looks at."""
+        """Makes a paused schedule, which no router looks at, look as if time had stood still for this long. Returns the
+        instant that is then its next one."""
         found = await self.admin.get(org, name)
         at = calendar.following(found.schedule.spec.timing, Micros(found.now - by_us))
         assert at is not None

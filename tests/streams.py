@@ -36,7 +36,7 @@ def new_job(**fields: object) -> job_pb2.NewJob:
 def start(
     org: str | None, *queues: str, window_s: float = 60, worker: str = "", kinds: Sequence[str] = ()
 ) -> queue_pb2.ConsumeStart:
-    """`org` None: all orgs."""
+    """Returns the start of a stream. `org` None: a stream for all orgs."""
     begun = queue_pb2.ConsumeStart(
         queues=queues or [QUEUE], visibility_window=window(window_s), worker=worker, kinds=kinds
     )
@@ -154,7 +154,8 @@ class Stream:
         return self.jobs
 
     async def news(self, after: int, *, within_s: float) -> list[queue_pb2.ConsumeResponse]:
-        """Waits for messages after the first `after`. Returns none if the stream has ended or the time is over."""
+        """Waits for messages after the first `after`. Returns an empty list if the stream has ended or the time is
+        over."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s), self._changed:
                 await self._changed.wait_for(lambda: len(self.messages) > after or self.ended)

@@ -95,7 +95,8 @@ def parse(given: Sequence[str]) -> Wanted:
         arguments = (*SIDE_BY_SIDE, *choice.files, *rest) if choice.files else None
         return Wanted(checks=False, arguments=arguments, environ={}, said=str(choice))
     if options.generators:
-        # One after another: each build takes all cores. Skipped languages are named with the reason.
+        # The builds run one after another, because each build takes all cores. `-rs` names the skipped languages with
+        # the reason.
         return Wanted(checks=False, arguments=("-rs", CLIENTS, *rest), environ={"WINDROW_GENERATORS": "1"})
     if options.thorough:
         seed = options.seed or secrets.token_hex(4)
@@ -117,7 +118,7 @@ def parse(given: Sequence[str]) -> Wanted:
 
 
 def turn_of(now: datetime) -> int:
-    """Which tests are next among those that take turns (the mark `turns`): each day others."""
+    """Returns the number that chooses among the tests that take turns (the mark `turns`). It changes each day."""
     return now.toordinal()
 
 
@@ -151,11 +152,11 @@ def main(given: Sequence[str]) -> int:
         if code and wanted.said:
             print(wanted.said, flush=True)
         return code
-    # At the lowest priority, they take only what the tests leave of the cores. The tests run even if a check fails, so
-    # that one run tells everything that is wrong.
+    # At the lowest priority, the checks take only the time of the cores that the tests leave. The tests run even if a
+    # check fails, so that one run tells everything that is wrong.
     checking = subprocess.Popen([sys.executable, "-m", "tests.checks"], cwd=ROOT, preexec_fn=lambda: os.nice(19))
     if "-n" not in wanted.arguments:
-        # The output of the tests is for somebody who looks at it.
+        # Somebody watches the output of these tests, so nothing else may be printed meanwhile.
         checking.wait()
     failed = run_tests(wanted.arguments, wanted.environ, checking)
     return checking.wait() or failed

@@ -15,12 +15,12 @@ from shard.postgres.pool import Database
 from shard.vocabulary import JobId, OrgId
 
 _PATIENCE_S = 30.0
-# For a test that observes for a while in a transaction that has locked a table.
+# For a test whose transaction has locked a table and stays idle for a while: otherwise Postgres would end its session.
 NO_HURRY = "SET LOCAL idle_in_transaction_session_timeout = 0"
 
 
 async def end_leases(database: Database, org: OrgId) -> int:
-    """Ends every live lease. Returns how many."""
+    """Ends every live lease. Returns the number of leases."""
     rows = await database.run(
         b"""
         UPDATE windrow.job j SET visible_at = now() FROM windrow.queue q
@@ -33,7 +33,7 @@ async def end_leases(database: Database, org: OrgId) -> int:
 
 
 async def make_due(database: Database, org: OrgId) -> int:
-    """Makes every scheduled job due. Returns how many."""
+    """Makes every scheduled job due. Returns the number of jobs."""
     rows = await database.run(
         b"""
         UPDATE windrow.job j SET visible_at = now(), run_at = now() FROM windrow.queue q
@@ -69,7 +69,8 @@ async def reach_expiry(database: Database, org: OrgId) -> None:
 
 
 async def make_day(database: Database, *, retention: int, before: str, days: int) -> None:
-    """Creates the partition for finished jobs of a UTC day, this many days before another (YYYY-MM-DD, or now)."""
+    """Creates the partition for the finished jobs of one UTC day. That day is `days` days before `before` (YYYY-MM-DD,
+    or now)."""
     rows = await database.run(
         b"""
         SELECT 'finished_' || %(retention)s || '_' || to_char(d.day, 'YYYYMMDD'), d.day::text, (d.day + 1)::text
@@ -84,8 +85,8 @@ async def make_day(database: Database, *, retention: int, before: str, days: int
 
 
 async def age_finished(database: Database, org: OrgId, *, days: int) -> list[JobId]:
-    """Makes finished jobs that are not cold older by this many days: when they were enqueued, and when they finished.
-    Their ids contain the time, so they change. Returns the new ids, in the order of the old ones."""
+    """Makes finished jobs that are not cold older by this many days: they were enqueued earlier, and finished earlier.
+    Their ids contain the time, so the ids change. Returns the new ids, in the order of the old ones."""
     rows = await database.run(
         b"""
         SELECT DISTINCT f.retention, (f.finished_at AT TIME ZONE 'UTC')::date::text FROM windrow.finished f
@@ -114,7 +115,7 @@ async def age_finished(database: Database, org: OrgId, *, days: int) -> list[Job
 
 
 async def pass_time(database: Database, seconds: float) -> None:
-    """Waits until the database's clock has advanced; for times that are computed from now()."""
+    """Waits until the database's clock has advanced by this much, for tests of times that are computed from now()."""
     await database.run(b"SELECT pg_sleep(%(seconds)s::float8)", {"seconds": str(seconds)})
 
 
@@ -135,8 +136,8 @@ async def until_blocked(database: Database, sessions: int = 1) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetClock:
-    """A clock of one database that can be set: a now() in the first schema of the path replaces the real one. Objects
-    that the migrations created use the server's clock."""
+    """A clock of one database that can be set: a now() in the first schema of the path replaces the real now(). Objects
+    that the migrations created still use the server's clock."""
 
     _dsn: str
 

@@ -1,4 +1,4 @@
-"""A way for peers that speak no TLS to a router that does."""
+"""Connects peers that speak no TLS to a router that speaks only TLS."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _PART_BYTES = 1 << 16
 
 @contextlib.asynccontextmanager
 async def tunnel(address: str, ca: Path) -> AsyncGenerator[str, None]:
-    """Yields an address whose plain connections are carried to `address` by TLS, each by a connection of its own."""
+    """Yields an address for plain connections. Each connection to it is carried to `address` over a TLS connection of
+    its own."""
     context = ssl.create_default_context(cafile=ca)
     context.set_alpn_protocols(["h2"])
     host, _, port = address.rpartition(":")
@@ -32,7 +33,7 @@ async def tunnel(address: str, ca: Path) -> AsyncGenerator[str, None]:
         carrying.add(task)
         ends = [writer]
         try:
-            # A router that has too many connections takes no more.
+            # A router that has too many connections refuses this one.
             with contextlib.suppress(OSError):
                 there, back = await asyncio.open_connection(host, int(port), ssl=context, server_hostname="localhost")
                 ends.append(back)

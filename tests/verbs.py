@@ -1,4 +1,4 @@
-"""The verbs that end or extend leases, for tests that are about each of them."""
+"""The verbs that end or extend leases, for tests that run once for each verb."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Verb(NamedTuple):
     statement: bytes
     # The state of a job afterwards.
     state: str
-    # How the attempt ended. None: it goes on.
+    # How the attempt ended. None: the attempt goes on.
     outcome: Outcome | None
 
     def act(self, store: Store, org: OrgId, leases: Sequence[Lease]) -> Awaitable[list[Answer]]:

@@ -1,4 +1,4 @@
-"""Workflows for tests: one shard's, as a router knows them."""
+"""The workflows of one shard, for tests, as a router knows them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shard.workflows.workflow_admin import WorkflowAdmin
 from tests.jobs import HOUR_US, QUEUE, job_id, lease_jobs, some_jobs
 
 CANCEL, IGNORE, RUN = OnFailed.CANCEL, OnFailed.IGNORE, OnFailed.RUN
-# What each node waits for; each node comes after those.
+# The nodes for which each node waits. A node stands after all nodes for which it waits.
 Graph = Mapping[str, Sequence[str | tuple[str, OnFailed]]]
 
 
@@ -65,7 +65,7 @@ def new_workflow(
 
 
 def new_nodes(org: OrgId, flow: NewWorkflow, graph: Graph, **fields: object) -> NewNodes:
-    """Returns nodes to be added to a workflow, whose jobs have these fields of `some_jobs`."""
+    """Returns nodes to be added to a workflow. Their jobs have these fields of `some_jobs`."""
     return NewNodes(
         workflow=flow.id,
         names=[NodeName(name) for name in graph],
@@ -87,7 +87,7 @@ class Flows:
         self.store = store or Store(database)
         self.sweep = WorkflowSweep(database, self.store)
         self.admin = WorkflowAdmin(database, self.store, self.sweep)
-        # The names of the nodes of jobs, and the jobs of nodes that were added.
+        # For each job the name of its node, and for each added node its job.
         self.names: dict[str, str] = {}
         self.added: dict[tuple[WorkflowId, str], JobId] = {}
         self.leases: dict[str, Lease] = {}
@@ -121,7 +121,7 @@ class Flows:
         return self.names[job.id]
 
     async def claim(self, *, queue: str = QUEUE, max_jobs: int = 1000) -> set[str]:
-        """Leases what is ready. Returns the names of its nodes."""
+        """Leases the ready jobs. Returns the names of their nodes."""
         taken = await lease_jobs(self.store, self.org, queue=queue, window_us=HOUR_US, max_jobs=max_jobs)
         self.leases |= {self.name_of(job): lease for job, lease in taken}
         return {self.name_of(job) for job, _ in taken}

@@ -1,4 +1,4 @@
-"""A store that records the statements it sends."""
+"""Databases that record the statements that are sent to them."""
 
 from __future__ import annotations
 

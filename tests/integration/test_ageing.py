@@ -27,7 +27,7 @@ AGEING_S = 100
 
 
 async def wait(database: Database, org: OrgId, seconds: int) -> None:
-    """Makes the org's ready jobs visible this long ago."""
+    """Makes the org's visible jobs older: they became visible this many seconds earlier."""
     await database.run(
         b"""
         UPDATE windrow.job j
@@ -65,7 +65,8 @@ async def test_a_job_is_moved_after_as_many_times_the_ageing_as_its_priority_is_
         found = await priorities(database, org)
         assert [found[JobId(of[p].ids[0])] for p in PRIORITIES] == [1 if p - 1 <= waited else p for p in PRIORITIES]
         await wait(database, org, AGEING_S)
-    # A moved job comes behind those that had the priority before, and in the order in which it was moved.
+    # A moved job comes behind the jobs that already had the priority. Moved jobs come in the order in which they were
+    # moved.
     assert [job.id for job, _ in await lease_jobs(store, org)] == [of[p].ids[0] for p in PRIORITIES]
 
 
@@ -125,7 +126,7 @@ async def test_an_expired_lease_is_recorded_when_its_job_is_moved_and_stays_ende
     ((again, _),) = await lease_jobs(store, org)
     assert (again.id, again.attempt, again.priority) == (claimed.id, 2, 1)
     assert lease_of(again.id, again.lease) != lease
-    # The claim does not record it a second time.
+    # The claim does not record the expired attempt a second time.
     (record,) = await store.get(org, ids_of(jobs), include_payload=False)
     assert record is not None
     assert len(history_of(record.history)) == 1
@@ -199,7 +200,7 @@ async def test_a_sweep_costs_no_more_with_many_jobs_that_have_aged_or_have_not(
         await sweep(store, org)
         statement, parameters = fresh_recorder.last(statements.MOVE_AGED)
         async with fresh_recorder.transaction() as connection:
-            # In one transaction the statistics of this session count at once, and nothing else is in them.
+            # These statistics show at once what this transaction has read, and nothing else.
             await connection.execute("UPDATE windrow.queue SET ageing_seconds = ageing_seconds")
             reads = b"SELECT pg_stat_get_xact_tuples_returned('windrow.job'::regclass::oid)::bigint"
             indexed = b"SELECT pg_stat_get_xact_tuples_returned('windrow.job_ready'::regclass::oid)::bigint"
@@ -207,7 +208,8 @@ async def test_a_sweep_costs_no_more_with_many_jobs_that_have_aged_or_have_not(
             ((scanned,),), ((read,),) = await connection.run(reads, {}), await connection.run(indexed, {})
         print(ageing_s, moved, scanned, read)
         assert scanned == 0
-        # A second batch was moved here; dead versions of the first batch are passed once.
+        # This run has moved a second batch. It has also read the dead row versions of the first batch, which the sweep
+        # moved.
         assert read <= 4 * moved + 50
 
 

@@ -55,7 +55,7 @@ async def finish_some(store: Store, org: OrgId, count: int) -> list[Lease]:
 
 
 async def all_cold(database: Database) -> list[Aged]:
-    """Turns all past days cold. Returns those that had jobs; from three o'clock on, yesterday is one of them."""
+    """Turns all past days cold. From three o'clock on, yesterday is a past day. Returns the days that had jobs."""
     aged = [await turn_cold(database, day) for day in await days_over(database)]
     return [one for one in aged if one.jobs]
 
@@ -103,7 +103,7 @@ async def test_a_day_that_is_over_turns_cold_where_it_lies_and_its_jobs_are_foun
     (counts,) = await fresh_books.stats(org, QUEUE, include_finished=True)
     assert counts.succeeded == 3
     assert await store.cancel(org, ids, reason="") == [Answer.STALE] * 3
-    # An ack whose answer was lost may be repeated that late.
+    # An ack whose answer was lost may be repeated even this late.
     late = [lease._replace(job_hex=name.replace("-", "")) for lease, name in zip(sorted(leases), ids, strict=True)]
     assert await store.settle(Settlement.ack(org, late)) == [Answer.OK] * 3
 
@@ -138,7 +138,7 @@ async def test_the_ids_of_jobs_that_are_gone_are_known_for_as_long_as_an_enqueue
     assert await store.enqueue(some_jobs(org, ids=ids)) == dict(enumerate(ids))
     found = await books_of(fresh_books, org)
     assert (found.accepted, found.ready, found.archived, found.expired, found.balanced) == (3, 1, 0, 2, True)
-    # Ids of days from which no id is accepted any more are not kept.
+    # The known ids of a day are dropped when enqueues with ids of that day are refused anyway.
     await drop_past_ids(fresh_database)
     (known,) = await tables(fresh_database, r"^past_id_\d+$")
     await fresh_database.run(f"ALTER TABLE windrow.{known} RENAME TO past_id_20200101".encode(), {})
@@ -183,7 +183,7 @@ async def test_the_day_that_goes_on_and_the_one_that_has_just_ended_stay_hot(
     await all_cold(fresh_database)
     assert await tables(fresh_database, r"^finished_30_\d+$") == [name for name in names if name not in over]
     assert await tables(fresh_database, r"^cold_\d") == []
-    # They are not created again either.
+    # The dropped partitions are not created again either.
     assert await partitions.make_ahead(fresh_database) == 0
 
 
@@ -207,7 +207,7 @@ async def test_a_day_that_somebody_reads_is_left_alone_and_enqueues_and_acks_go_
 async def test_a_late_job_of_a_day_that_has_turned_cold_joins_it(
     fresh_database: Database, fresh_books: QueueAdmin, org: OrgId
 ) -> None:
-    """The clock went back after the day had been over."""
+    """The clock was set back after the day had ended."""
     store = Store(fresh_database)
     ids: list[JobId] = []
     for _ in range(2):
@@ -249,7 +249,7 @@ async def test_what_is_past_its_time_is_forgotten_or_cancelled(
     await reach_expiry(fresh_database, org)
     await fresh_database.run(b"UPDATE windrow.dead SET finished_at = now() - interval '2 days'", {})
     assert await expire_dedup(fresh_database) == 3
-    # The partition that another session uses is skipped.
+    # The leased job is past its expires_at too, but it is not cancelled.
     assert await expire_waiting(fresh_database) == 1
     assert await retire_dead(fresh_database, days=1) == 1
     assert await store.settle(Settlement.ack(org, [held])) == [Answer.OK]

@@ -69,8 +69,8 @@ class Audited:
             return cursor.fetchall() if cursor.description else []
 
     def ended(self, org: str, many: int = 1) -> list[tuple[Any, ...]]:
-        """Returns (method, outcome, counts, request) of the org's changes, the oldest first, when this many have
-        ended."""
+        """Waits until this many changes of the org have ended. Returns (method, outcome, counts, request) of each, the
+        oldest first."""
         found: list[tuple[Any, ...]] = []
 
         def look() -> bool:
@@ -121,7 +121,7 @@ def refusal(call: Callable[[], object]) -> grpc.RpcError:
 
 
 def changes(org: str, one: str) -> dict[str, Message]:
-    """Returns a request of each method that changes something. A new method needs one."""
+    """Returns a request of each method that changes something. A new method needs a request here."""
     config = admin_pb2.QueueConfig(max_attempts=3)
     return {
         "CreateQueue": admin_pb2.CreateQueueRequest(org=org, queue="new", config=config),
@@ -226,7 +226,8 @@ def test_the_callers_of_an_org_cannot_fill_the_log(postgres: Server, tmp_path: P
 
         def change_until_refused() -> None:
             nonlocal made
-            # On a machine so slow that it makes fewer than five calls a second, it would not end.
+            # A machine that makes fewer than five calls a second is never refused: without this bound the loop would
+            # not end.
             while made < 5_000:
                 change("noisy", noisy)
                 made += 1
@@ -237,7 +238,7 @@ def test_the_callers_of_an_org_cannot_fill_the_log(postgres: Server, tmp_path: P
         assert access_refusal(refused.value) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_CHANGES")
         assert detail(refused.value, error_details_pb2.RetryInfo) is not None
         assert CHANGES_AT_ONCE <= made <= CHANGES_AT_ONCE + CHANGES_PER_S * took_s + 1
-        # Another org, and whoever may change every org, are not affected.
+        # This does not affect the callers of another org, nor callers who may change every org.
         change("quiet", quiet)
         change("noisy", operator)
         with psycopg.connect(dsn) as connection:
@@ -247,7 +248,7 @@ def test_the_callers_of_an_org_cannot_fill_the_log(postgres: Server, tmp_path: P
             ).fetchall()
         assert len(rows) == made + 1
         assert max(size for size, _ in rows) <= 1024
-        # Ten of the ids, and how many there were.
+        # Each row has ten of the ids, and the number of all ids.
         assert {many for _, many in rows} == {11}
 
 
@@ -265,7 +266,7 @@ def test_no_payload_and_no_value_of_an_attribute_is_in_the_log(cluster: Audited,
     send(cluster.stubs, "PurgeQueue", admin_pb2.PurgeQueueRequest(org=name, queue=QUEUE))
     (altering, purging) = cluster.ended(name, 2)
     assert altering[3]["attributes"] == ["vip"]
-    # The log keeps the first ones of many ids.
+    # If there are many ids, the log keeps the first ten.
     assert altering[3]["ids"] == [*ids[:10], "30 in all"]
     assert altering[2] == {"ok": 30}
     assert purging[2] == {"cancelled": 30}
@@ -361,7 +362,7 @@ def test_every_read_of_the_whole_cluster_is_counted_in_one_row_a_minute(cluster:
                 assert list(answer)
     told = "SELECT method, sum(calls)::int FROM windrow.audit WHERE minute IS NOT NULL GROUP BY 1 ORDER BY 1"
     until(lambda: cluster.sql(told) == sorted((path, 3) for path in wanted.values()), "all reads are counted")
-    # A minute may have ended meanwhile.
+    # A minute may have ended meanwhile: then a method has two rows.
     assert len(cluster.sql("SELECT FROM windrow.audit WHERE minute IS NOT NULL")) <= 2 * len(wanted)
 
 

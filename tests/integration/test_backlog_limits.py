@@ -61,7 +61,8 @@ async def limit(
     queue: str = "",
     measure: limits_pb2.LimitMeasure.ValueType = BACKLOG,
 ) -> None:
-    """Sets a limit, and returns when it is in force at each process: a connection reaches one at random."""
+    """Sets a limit, and returns when it is in force at each process. It opens many connections, because each reaches a
+    random process."""
     request = cluster_pb2.SetLimitRequest(org=org, queue=queue, measure=measure, amount=amount)
     await by.cluster.SetLimit(request, timeout=PATIENCE_S)
     for routers in (cluster.near, cluster.far):
@@ -92,7 +93,7 @@ def reached(error: grpc.aio.AioRpcError) -> limits_pb2.LimitReached:
 
 
 async def enqueue_when_there_is_room(by: Client, org: str, *jobs: Any) -> None:
-    """Waits as long as each refusal says."""
+    """Enqueues jobs. After a refusal, waits as long as the refusal says, and tries again."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             error = await error_of(by, org, *jobs)
@@ -151,7 +152,7 @@ async def test_a_queues_limit_is_its_own_and_a_repeat_is_no_new_job(cluster: Clu
 async def test_the_jobs_of_workflows_count_until_they_have_ended(cluster: Cluster, near: Client) -> None:
     org = await near.org_on("s1")
     await limit(cluster, near, org, 5)
-    # One connection: all calls reach the same process.
+    # A client has one connection, so all of its calls reach the same process.
     async with (
         windrow.Client(cluster.near.address, org=org, timeout=PATIENCE_S) as client,
         windrow.Client(cluster.near.address, org=org, timeout=3) as hurried,
@@ -159,14 +160,14 @@ async def test_the_jobs_of_workflows_count_until_they_have_ended(cluster: Cluste
         for _ in range(3):
             flow = windrow.Workflow()
             flow.job(QUEUE, "k", name="list")
-            # It waits until the jobs of the round before are counted as ended.
+            # The client tries again until the jobs of the round before are counted as ended.
             await client.start(flow)
             (job,) = await client.dequeue(QUEUE)
             nodes = windrow.Nodes()
             for at in range(4):
                 nodes.job(QUEUE, "k", name=f"page {at}")
             await client.add_nodes(job, nodes)
-            # Nodes that were added before cost nothing.
+            # The nodes that the call before has added are not counted again.
             nodes.job(QUEUE, "k", name="one too many")
             with pytest.raises(windrow.ResourceExhausted, match="the call has 1;"):
                 await hurried.add_nodes(job, nodes)
@@ -189,7 +190,7 @@ async def test_a_limit_below_the_backlog_refuses_until_it_has_shrunk(cluster: Cl
     await near.enqueue(org, *(new_job() for _ in range(20)))
     await limit(cluster, near, org, 5)
     full = reached(await refusal(near, org, new_job()))
-    # It is not counted further than the limit.
+    # A router counts the backlog only up to the limit.
     assert (full.limit.amount, full.usage) == (5, 5)
 
 
@@ -201,7 +202,7 @@ async def test_each_process_lets_through_no_more_than_the_limit_beyond_what_it_k
     await limit(cluster, near, org, amount)
 
     async def fill(routers: Routers) -> None:
-        """Stores jobs until the process refuses one."""
+        """Stores jobs until the process refuses a job."""
         async with client(routers.address) as one:
             while (error := await error_of(one, org, new_job())) is None:
                 pass
@@ -210,7 +211,7 @@ async def test_each_process_lets_through_no_more_than_the_limit_beyond_what_it_k
     await asyncio.gather(*(fill(routers) for routers in (cluster.near, cluster.far) * 8))
     stored = cluster.stored(org)
     assert amount <= stored <= PROCESSES * amount
-    # Once all have counted again, nobody stores any more.
+    # After all processes have counted again, none of them stores another job.
     await asyncio.gather(*(fill(routers) for routers in (cluster.near, cluster.far) * 8))
     assert cluster.stored(org) <= PROCESSES * amount
 

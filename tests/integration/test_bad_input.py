@@ -1,7 +1,7 @@
 """Every field of every request with every kind of value that the contract forbids.
 
 A bad request is refused with a status that names the field, and changes nothing. The values name a seeded org, so that
-a request which was not refused would show in its books.
+a request that is not refused shows in the books of the org.
 """
 
 from __future__ import annotations
@@ -557,7 +557,7 @@ def limit_cases() -> Iterator[Bad]:
 
 @pytest.fixture(scope="module")
 def cluster(postgres: Server, template: str, tmp_path_factory: pytest.TempPathFactory) -> Generator[Stubs, None, None]:
-    """Two shards, and on one an org with jobs in every state."""
+    """Two shards. One of them has an org with jobs in every state."""
     folder: Path = tmp_path_factory.mktemp("bad-input")
     config = write_cluster(folder / "cluster.toml", {shard: postgres.create(f"bad_input_{shard}") for shard in SHARDS})
     with running_routers(config) as routers, stubs(routers.address, ("grpc.max_send_message_length", -1)) as both:
@@ -582,12 +582,12 @@ def seed(both: Stubs) -> None:
             queue_pb2.GetJobsRequest(org=ORG, ids=[result.id for result in stored.results]), timeout=PATIENCE_S
         ).jobs
     }
-    # Workflows have jobs that are BLOCKED.
+    # Only jobs of workflows are BLOCKED.
     assert states == set(job_pb2.JobState.values()) - {job_pb2.JOB_STATE_UNSPECIFIED, job_pb2.JOB_STATE_BLOCKED}
 
 
 def schedule_cases() -> Iterator[Bad]:
-    """test_schedules_calls.py has what is wrong with a timing."""
+    """The cases with bad timings are in test_schedules_calls.py."""
     good: dict[str, Any] = {"org": ORG, "name": "daily"}
     spec, job = {"cron": "0 0 1 1 *"}, {"queue": QUEUE, "kind": "send"}
     past, now = Timestamp(seconds=1_000_000_000), Timestamp(seconds=1_000_086_400)
@@ -674,7 +674,7 @@ def schedule_cases() -> Iterator[Bad]:
 
 
 def workflow_cases() -> Iterator[Bad]:
-    """test_workflows_codec.py has what is wrong with a graph."""
+    """The cases with bad graphs are in test_workflows_codec.py."""
     good: dict[str, Any] = {"org": ORG, "id": SECOND_JOB}
     job = {"template": {"queue": QUEUE, "kind": "send"}}
     node = {"name": "first", "job": job}
@@ -724,7 +724,7 @@ def workflow_cases() -> Iterator[Bad]:
         "of a word": base64.urlsafe_b64encode(b"mail").decode(),
         "of a negative number": base64.urlsafe_b64encode(b"-1").decode(),
         "of a large number": base64.urlsafe_b64encode(b"9" * 20).decode(),
-        # The database refuses both.
+        # The database would refuse these two.
         "of almost an id": base64.urlsafe_b64encode(b"01234567-0123-7fff-bfff-ff-fffffffff").decode(),
         "of an id without dashes": base64.urlsafe_b64encode(b"0123456701" * 3 + b"234567").decode(),
         "too long": "x" * 100,
@@ -779,7 +779,8 @@ CASES = [*queue_cases(), *admin_cases(), *schedule_cases(), *workflow_cases()]
 
 @pytest.fixture(scope="module")
 def before(cluster: Stubs) -> dict[tuple[str, str], bytes]:
-    """The books before the first bad request. The bad requests follow one another, and none may change them."""
+    """The books before the first bad request. The bad requests follow one another, and none of them may change the
+    books."""
     return books_of(cluster)
 
 
@@ -820,7 +821,7 @@ def test_every_rpc_that_takes_input_is_among_the_bad_requests() -> None:
         if not method.client_streaming
     }
     seen = {(bad.rpc, bad.field.partition("[")[0].partition(".")[0]) for bad in CASES}
-    # A queue's configuration is only bad if one of its fields is.
+    # These fields are booleans, which have no bad values.
     free = {"independent", "include_payload", "include_dead", "include_finished", "not_killed", "paused"}
     assert {place for place in takes_input - seen if place[1] not in free} == set()
 
@@ -876,7 +877,7 @@ def test_bounds_themselves_are_allowed(cluster: Stubs) -> None:
 
 @pytest.mark.parametrize("count", [20, 1000])
 def test_a_thousand_bad_jobs_are_still_an_invalid_argument(cluster: Stubs, count: int) -> None:
-    # A status is sent in headers, of which a client accepts 8 KiB.
+    # A status is sent in headers, and a client accepts only 8 KiB of headers.
     error = refusal(lambda: cluster.queue.Enqueue(enqueue(*[new_job(kind="no name")] * count), timeout=PATIENCE_S))
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
     fields = violated_fields(error)

@@ -177,7 +177,7 @@ def test_a_router_frozen_before_a_move_and_woken_after_it_stores_nothing_twice_a
     os.kill(pid, signal.SIGSTOP)
     try:
         new, again = new_job(), new_job(dedup_key="k")
-        # They reach the router while it is frozen, and are the first thing that it handles afterwards.
+        # These calls reach the router while it is frozen, and it handles them first when it runs again.
         calls = [thread.submit(enqueue, cluster.near, org, job) for job in (new, waiting, finished, again)]
         cluster.begin(org).finish()
     finally:
@@ -275,7 +275,7 @@ def end_windows(cluster: Cluster, shard: str, *jobs: job_pb2.NewJob) -> None:
 
 
 def finish(both: Stubs, org: str) -> None:
-    """All ready jobs of the org succeed."""
+    """Leases and acks all ready jobs of the org."""
     leased = dequeue(both, org)
     assert set(ack(both, org, *[job.lease for job in leased])) == {OK}
 
@@ -285,7 +285,8 @@ def finish(both: Stubs, org: str) -> None:
 def test_a_job_sent_again_is_itself_also_where_another_job_has_its_key_on_another_shard(
     cluster: Cluster, state: str, path: str
 ) -> None:
-    """The window of its key ends on the first shard, another job takes the key on the second, and the org moves on."""
+    """The window of the job's key ends on the first shard. Another job takes the key on the second shard, and the org
+    moves on."""
     org, old = cluster.org(), new_job(dedup_key="k")
     first, second, *others = path.split()
     if first != "s1":
@@ -370,7 +371,8 @@ def leave_long_ago(catalog: str, *, shard: str, slot: int) -> None:
             "UPDATE windrow.former_owner SET left_at = left_at - interval '3 hours' WHERE shard = %s AND slot = %s",
             [shard, slot],
         )
-        # In one statement: a router that reads between two would never learn of the second change.
+        # Both changes are in one statement: a router that reads between two statements would never learn of the second
+        # change.
         connection.execute(
             "WITH next AS (UPDATE windrow.catalog SET epoch = epoch + 1 RETURNING epoch) "
             "UPDATE windrow.placement SET changed = next.epoch FROM next WHERE slot = %s",
@@ -383,7 +385,7 @@ def leave_long_ago(catalog: str, *, shard: str, slot: int) -> None:
 
 
 def test_a_job_that_was_due_long_since_is_taken_soon_after_it_has_come(cluster: Cluster) -> None:
-    """Consumers that wait on the target have seen jobs there that are due later."""
+    """The routers have already claimed jobs on the target that fell due later than the jobs that arrive."""
     org, old = cluster.org(), [new_job() for _ in range(3)]
     enqueue(cluster.near, org, *old)
     move = cluster.begin(org)
@@ -415,7 +417,7 @@ def test_an_org_on_two_shards_has_its_jobs_in_the_order_of_priority_on_each_of_t
 
 
 def test_a_waiting_consumer_gets_jobs_that_arrive_by_a_move(cluster: Cluster, thread: ThreadPoolExecutor) -> None:
-    # Not due before the move, however slow the machine is.
+    # The job is not due before the move, however slow the machine is.
     org, job = cluster.org(), new_job(delay=Duration(seconds=5))
     move = cluster.begin(org)
     waiting = thread.submit(dequeue, cluster.near, org, wait_s=60)
@@ -471,7 +473,7 @@ def test_leases_outlive_a_move_begun_and_end_where_they_began(cluster: Cluster) 
     nack = queue_pb2.Nack(lease=nacked, failure=job_pb2.Failure(message="later"), retry_after=Duration(seconds=3600))
     request = queue_pb2.NackRequest(org=org, nacks=[nack])
     assert list(cluster.far.queue.Nack(request, timeout=PATIENCE_S).answers) == [OK]
-    # Act as if its window had ended.
+    # Make it look as if the window of this lease had ended.
     cluster.sql("s1", "UPDATE windrow.job SET visible_at = now() - interval '1 s' WHERE id = %s::uuid", jobs[2].id)
     extend = queue_pb2.ExtendRequest(
         org=org, extends=[queue_pb2.Extend(lease=kept)], visibility_window=Duration(seconds=600)
@@ -479,7 +481,8 @@ def test_leases_outlive_a_move_begun_and_end_where_they_began(cluster: Cluster) 
     assert list(cluster.near.queue.Extend(extend, timeout=PATIENCE_S).answers) == [OK]
     move.depart()
     move.take()
-    # The first answers were lost, or the calls come late. The history that moved with the job says what they did.
+    # These calls come late, or they are repeats because the first answers were lost. The history that moved with the
+    # job says what the first calls did.
     assert list(cluster.near.queue.Nack(request, timeout=PATIENCE_S).answers) == [OK]
     assert ack(cluster.near, org, done, lost) == [OK, STALE]
     assert ack(cluster.far, org, kept) == [OK]
@@ -697,7 +700,7 @@ def counted(both: Stubs, org: str, **conditions: Any) -> int:
 
 
 def found(both: Stubs, org: str, key: str) -> str:
-    """Returns the id of the job that has a dedup key; "" if none has."""
+    """Returns the id of the job that has this dedup key, or "" if no job has it."""
     request = queue_pb2.FindJobRequest(org=org, queue=QUEUE, dedup_key=key)
     return both.queue.FindJob(request, timeout=PATIENCE_S).job.id
 
@@ -796,7 +799,7 @@ def test_a_router_serves_on_with_its_old_catalog_when_it_cannot_read_a_change(cl
         cluster.sql("s1", "NOTIFY windrow_catalog, '7'")
         until(lambda: "could not look at the catalog" in cluster.routers.log.read_text(), "the router has tried")
         assert enqueue(cluster.near, org, job) == [(job.id, False)]
-        # No router can say whether the shard that is away knows the job.
+        # Reads are answered too.
         answer = cluster.near.queue.GetJobs(queue_pb2.GetJobsRequest(org=org, ids=[job.id]), timeout=PATIENCE_S)
         assert [one.id for one in answer.jobs] == [job.id]
     finally:
@@ -819,21 +822,22 @@ def test_what_a_former_owner_may_know_is_refused_while_it_is_not_named_and_all_e
         job = new_job()
         enqueue(all_, org, job)
         begin_move(dsns, org, to="s1").finish()
-        # Long ago, by the shard's clock.
+        # Make it look as if the slot had left s3 three hours ago.
         with psycopg.connect(dsns["s1"], autocommit=True) as connection:
             catalog_said = connection.execute(
                 "UPDATE windrow.former_owner SET left_at = left_at - interval '3 hours' "
                 "WHERE shard = 's3' RETURNING slot"
             ).fetchall()
-            # In one statement: a router that reads between two would never learn of the second change.
+            # Both changes are in one statement: a router that reads between two statements would never learn of the
+            # second change.
             connection.execute(
                 "WITH next AS (UPDATE windrow.catalog SET epoch = epoch + 1 RETURNING epoch) "
                 "UPDATE windrow.placement SET changed = next.epoch FROM next WHERE slot = ANY (%s)",
                 [[slot for (slot,) in catalog_said]],
             )
         postgres.drop("former_s3")
-        # These jobs are newer than any that the shard can have stored, so they are stored as soon as the router knows
-        # how long ago the slot left.
+        # These jobs are newer than any job that s3 can have stored. So they are stored as soon as the router knows how
+        # long ago the slot left s3.
         until(lambda: ask(all_, org, new_job()), "a job that the former owner cannot know is stored")
         assert not ask(all_, org, new_job(dedup_key="k"))
     for shard in ("s1", "s2"):

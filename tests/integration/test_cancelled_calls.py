@@ -1,4 +1,4 @@
-"""Clients cancel their calls at every stage. They are allowed to, so the router logs no error."""
+"""Clients cancel their calls at every stage. A client may do that, so the router logs no error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.verbs import lease_request
 from windrow.v1 import admin_pb2, cluster_pb2, queue_pb2
 
 ORG = "acme"
-# Large enough that a few of them exceed what a connection buffers while nobody reads.
+# A few payloads of this size exceed what a connection buffers while nobody reads.
 LARGE = bytes(1_000_000)
 
 
@@ -44,8 +44,8 @@ class Cluster:
 
     @contextlib.asynccontextmanager
     async def locked(self) -> AsyncGenerator[Waiting, None]:
-        """Makes every statement wait during the block. Yields a function that returns those that wait; also statements
-        of the router's own, such as sweeps."""
+        """Makes every statement wait during the block. Yields a function that returns the waiting statements. Among
+        them are the router's own statements, such as sweeps."""
         async with (
             await psycopg.AsyncConnection.connect(self.dsn) as holder,
             await psycopg.AsyncConnection.connect(self.dsn, autocommit=True) as watcher,
@@ -158,7 +158,7 @@ async def test_unary_calls_are_cancelled_at_any_stage_without_an_error_in_the_lo
     async with cluster.locked() as waiting:
         for name, make in calls.items():
             if name in ("Enqueue, refused", "Dequeue that waits", "ListShards"):
-                # They need nothing that is locked.
+                # These calls need no locked table.
                 continue
             await cancel_while_it_waits(name, make, waiting)
     # When another call is answered, the last cancelled one has been handled too.
@@ -193,7 +193,7 @@ async def test_streams_are_cancelled_at_any_stage_without_an_error_in_the_log(cl
             await stream.send(request_id=1, acks=acks(jobs))
             await until(waiting, "the ack waits for the shard")
             await stream.cancel()
-    # While it claims jobs.
+    # Cancel a stream while it claims jobs.
     async with cluster.locked() as waiting, near.stream(ORG, "stream", credit=2) as stream:
         await until(waiting, "it looks for jobs")
         await stream.cancel()

@@ -1,6 +1,7 @@
 """A shard's clock that goes back hides no finished job, and a shard whose clock went back far refuses calls.
 
-The correct time is three hours ahead of the server's own clock here, so that the clock can be set back to the latter.
+Here the correct time is three hours ahead of the server's own clock, so that a test can set the clock back to the
+server's time.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ async def shard(set_clock: SetClock) -> AsyncGenerator[Database, None]:
 
 
 def jobs_of(org: OrgId, count: int = 1) -> NewJobs:
-    """Jobs with ids made now, by the correct time."""
+    """Returns jobs whose ids contain the correct time."""
     return some_jobs(org, ids=[job_id(ahead_ms=AHEAD_MS) for _ in range(count)])
 
 
@@ -198,7 +199,7 @@ async def test_the_time_is_recorded_once_a_second_at_most_and_never_an_earlier_o
         ((latest,),) = await shard.run(b"SELECT last_value FROM windrow.clock", {})
         return int(latest)
 
-    # The server's clock continues meanwhile, but not by minutes.
+    # The server's clock advances meanwhile, but not by minutes.
     set_clock.set(RIGHT + timedelta(minutes=10))
     await one.clock.record()
     first = await recorded()

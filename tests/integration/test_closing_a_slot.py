@@ -34,7 +34,7 @@ async def test_an_enqueue_that_waits_while_a_slot_is_closed_is_refused(
         await store.names.make({(org, queue) for queue in some_jobs(org).queues})
     balancer = await psycopg.AsyncConnection.connect(fresh_dsn)
     async with balancer, asyncio.TaskGroup() as group:
-        # Does the same as move_steps.close_slots, with time to observe.
+        # These statements do the same as move_steps.close_slots, but the test can observe between them.
         await balancer.execute(statements.LOCK_SLOTS, prepare=False)
         await balancer.execute(NO_HURRY)
         enqueue = group.create_task(_refused_since(store, org))
@@ -61,7 +61,7 @@ async def test_a_slot_is_not_closed_while_an_enqueue_that_found_it_open_is_under
         enqueue = group.create_task(store.enqueue(some_jobs(org, dedup_keys=["k"], dedup_window_us=HOUR_US)))
         await until_blocked(fresh_database)
         assert not await move_steps.close_slots(fresh_database, slots, epoch=2)
-        # It has not changed anything for other sessions either.
+        # The close that failed has changed nothing for other sessions either.
         assert await store.enqueue(some_jobs(org)) == {}
         await rival.rollback()
     assert enqueue.result() == {}
@@ -80,7 +80,8 @@ async def test_who_freezes_while_he_closes_a_slot_does_not_hold_up_enqueues_for_
     async def close_and_freeze() -> None:
         async with frozen.transaction() as balancer:
             await balancer.execute(statements.LOCK_SLOTS, prepare=False)
-            # An enqueue that waits for ten seconds is refused.
+            # The enqueue waits until Postgres ends this idle session. An enqueue that waited for ten seconds would be
+            # refused.
             assert await store.enqueue(some_jobs(org)) == {}
             await balancer.run(statements.CLOSE_SLOTS, {"slots": arrays.numbers([slot_of(org)]), "epoch": 2})
 
@@ -93,7 +94,7 @@ async def test_who_freezes_while_he_closes_a_slot_does_not_hold_up_enqueues_for_
 
 
 async def _refused_since(store: Store, org: OrgId) -> int:
-    """Returns the epoch by which an enqueue is refused."""
+    """Returns the epoch that the refusal of an enqueue names."""
     with pytest.raises(NotOwned) as caught:
         await store.enqueue(some_jobs(org))
     return caught.value.epoch

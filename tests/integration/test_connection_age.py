@@ -45,7 +45,7 @@ def address(postgres: Server, tmp_path_factory: pytest.TempPathFactory) -> Gener
     config = tmp_path_factory.mktemp("age") / "cluster.toml"
     write_cluster(config, {"s1": postgres.create("connection_age")}, connection_age_seconds=AGE_S)
     command = [sys.executable, "-c", IMPATIENT, "--config", str(config), "--listen", "127.0.0.1:0"]
-    # As long as the supervisor's end is open, the process serves.
+    # The process serves as long as the supervisor's end of the socket is open.
     supervisor, its = socket.socketpair()
     with (
         supervisor,
@@ -71,7 +71,7 @@ def connections_to(address: str) -> set[int]:
 def test_the_default_grace_is_longer_than_any_call_with_a_deadline() -> None:
     settings = RouterSettings()
     assert settings.connection_grace_s == 600
-    # CheckShard has five times as long as other calls.
+    # A CheckShard may take five times as long as other calls.
     assert 5 * DEADLINE_S_MAX < settings.connection_grace_s < settings.connection_age_seconds
 
 
@@ -90,7 +90,7 @@ async def test_an_old_stream_ends_in_order_and_its_job_can_be_acked(address: str
         info = detail(refused, error_details_pb2.ErrorInfo())
         assert (refused.code(), info.reason) == (grpc.StatusCode.UNAVAILABLE, "STREAM_EXPIRED")
         assert retry_after_s(refused) == 0
-        # It came before the stream ended, or the stream ended before it was stored.
+        # The job came before the stream ended, or the stream ended before the job was stored.
         jobs = stream.jobs or await near.dequeue("streams", max_jobs=1)
         acked = await near.queue.Ack(queue_pb2.AckRequest(org="streams", acks=acks(jobs)), timeout=PATIENCE_S)
         assert list(acked.answers) == [OK]

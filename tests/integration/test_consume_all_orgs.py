@@ -26,7 +26,7 @@ from tests.streams import NOT_FOUND, STALE, Client, acks, client, new_job, sql, 
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
 SHARDS = ("s1", "s2")
-# Longer than a test takes: no sweep hides a lost wake-up.
+# Longer than a test takes, so that no sweep hides a lost wake-up.
 NEVER_S = 3600.0
 _numbers = itertools.count(1)
 
@@ -264,7 +264,7 @@ async def test_an_org_with_twice_the_weight_gets_twice_the_jobs_on_every_router(
             seen += 60
             return Counter(job.org for job in jobs)[heavy] == pytest.approx(40, abs=4)
 
-        # The router of the stream learns of it within two seconds.
+        # The router of the stream learns of the weight within two seconds.
         await until(two_of_three, "the heavy org gets two jobs of three", every_s=0.2, within_s=4)
         assert await two_of_three()
         await near.cluster.SetWeight(cluster_pb2.SetWeightRequest(org=heavy, weight=1), timeout=PATIENCE_S)
@@ -312,7 +312,7 @@ async def test_an_org_that_others_are_served_before_is_told_so(near: Client, que
         (share,) = [cause.fair_share for cause in answer.causes if cause.HasField("fair_share")]
         assert share.weight == 1
         assert share.ahead.ToTimedelta().total_seconds() > 0
-        # A paused queue has no part in the sharing.
+        # A paused queue gets no share.
         await near.admin.PauseQueue(admin_pb2.PauseQueueRequest(org=org, queue=queue), timeout=PATIENCE_S)
         answer = await near.admin.ExplainQueue(request, timeout=PATIENCE_S)
         assert [cause.WhichOneof("cause") for cause in answer.causes][:2] == ["paused", "backlog"]
@@ -336,7 +336,7 @@ async def test_jobs_of_a_stream_that_breaks_come_back(near: Client, far: Client,
     async with far.stream(None, queue, credit=100) as other:
         await other.until_jobs(5)
         async with near.stream(None, queue, credit=100) as stream:
-            # Released at once, through a call of one org: the doorbell tells the other router.
+            # Release the jobs through a call of one org: the doorbell tells the other router.
             leases = [job.lease for job in other.jobs]
             await far.queue.Release(queue_pb2.ReleaseRequest(org=org, leases=leases), timeout=PATIENCE_S)
             await until(lambda: len(stream.jobs) + len(other.jobs) >= 10, "all jobs again")
@@ -351,7 +351,7 @@ async def test_leases_of_a_killed_router_come_back_and_lost_hints_are_found_by_t
     sweeping = write_cluster(tmp_path / "sweeping.toml", cluster.dsns, sweep_seconds=0.2)
     with running_routers(sweeping) as router:
         async with client(router.address) as near, near.stream(None, queue, credit=100) as stream:
-            # It has jobs of another org by then, and so is past its first walk.
+            # When the stream has a job of another org, it is past its first walk.
             await far.enqueue("other-" + queue, new_job(queue=queue))
             await stream.until_jobs(2)
             with running_routers(config) as killed:
@@ -363,7 +363,7 @@ async def test_leases_of_a_killed_router_come_back_and_lost_hints_are_found_by_t
                         for pid in killed.pids:
                             os.kill(pid, signal.SIGKILL)
             await until(lambda: [one.id for one in stream.jobs].count(job.id) >= 2, "the job of the killed router")
-            # A write that rings no doorbell: the sweep finds it.
+            # This write rings no doorbell, so only the sweep can find the job.
             moved = sql(
                 cluster.dsns,
                 await shard_of(near, org, queue),
@@ -411,7 +411,7 @@ async def test_a_stream_goes_on_when_an_org_is_erased_and_comes_again(
         (job,) = await stream.until_jobs(1)
         shard = await shard_of(near, org, queue)
         assert await asyncio.to_thread(erase, shard, cluster.dsns[shard], org)
-        # Its lease is gone with its job, and its other jobs never come.
+        # The lease is gone with its job, and the other jobs of the erased org never come.
         await near.enqueue(other, new_job(queue=queue))
         assert await stream.settle(1, acks=acks([job]), credit=10) == [NOT_FOUND]
         jobs = await stream.until_jobs(2)

@@ -22,7 +22,7 @@ from tests.prometheus import asked, scraping
 from tests.routers import PATIENCE_S, Stubs, reserved_address, running_routers, stubs, until, write_cluster
 from windrow.v1 import queue_pb2
 
-# A cluster without TLS has no certificate.
+# Panels without data here. A cluster without TLS has no certificate.
 WITHOUT_DATA = {"Time until a certificate expires"}
 
 
@@ -32,7 +32,7 @@ async def store_jobs(dsn: str, org: OrgId) -> None:
 
 
 def values(address: str, query: str, org: OrgId) -> list[float]:
-    """Returns the values of a query's lines that are numbers. A query that Prometheus refuses fails the test."""
+    """Returns those values of a query that are numbers. A query that Prometheus refuses fails the test."""
     variables = {"__rate_interval": "1m", "shard": "s1", "org": org}
     data = asked(address, "query", query=filled(query, variables))
     result = data["result"] if data else []
@@ -40,8 +40,8 @@ def values(address: str, query: str, org: OrgId) -> list[float]:
 
 
 def use(both: Stubs, org: str) -> None:
-    """Makes a call of each kind that the panels show: jobs that are new, known, acked and acked too late, and a refused
-    call."""
+    """Makes calls of each kind that the panels show. They store a new and a known job, and ack jobs in time and too
+    late. One call is refused."""
     jobs = [job_message(id=job_id(), queue="emails", kind="greet")]
     for _ in range(2):
         both.queue.Enqueue(queue_pb2.EnqueueRequest(org=org, jobs=jobs), timeout=PATIENCE_S)

@@ -30,7 +30,7 @@ from tests.routers import PATIENCE_S
 MIB = 1024 * 1024
 SLEEP = b"SELECT pg_sleep(600)"
 PID = b"SELECT pg_backend_pid()"
-# It ends when the holder of this lock releases it.
+# This statement ends when the other session releases the lock.
 WAIT = b"SELECT pg_advisory_xact_lock(%(lock)s)::text, pg_backend_pid()"
 
 
@@ -50,7 +50,7 @@ async def watcher(module_dsn: str) -> AsyncGenerator[Watcher, None]:
 
 
 class Watcher:
-    """Watches the database's other connections over one of its own."""
+    """Watches the database's other connections over a connection of its own."""
 
     def __init__(self, connection: psycopg.AsyncConnection[tuple[Any, ...]]) -> None:
         self._connection = connection
@@ -237,7 +237,7 @@ async def test_a_statement_whose_connection_is_cut_is_tried_again(single: Databa
 def test_the_first_statement_of_a_connection_that_has_been_cut_is_tried_again_on_the_routers_event_loop(
     module_dsn: str,
 ) -> None:
-    """In this case a reset is reported once, while the server's last message has not been read yet."""
+    """In this case the event loop reports the reset only once, before the server's last message has been read."""
 
     async def run() -> None:
         async with await psycopg.AsyncConnection.connect(module_dsn, autocommit=True) as connection:
@@ -246,7 +246,7 @@ def test_the_first_statement_of_a_connection_that_has_been_cut_is_tried_again_on
             await database.open()
             try:
                 async with asyncio.timeout(30):
-                    # Connected and set up, but it has not run a statement yet.
+                    # The connection is made and set up, but it has not run a statement yet.
                     await database._pool.connected()
                     (pid,) = await watcher.states()
                     await watcher.terminate(pid)
@@ -259,7 +259,7 @@ def test_the_first_statement_of_a_connection_that_has_been_cut_is_tried_again_on
 
 
 def test_a_listener_notices_a_reset_that_comes_with_a_notification(module_dsn: str) -> None:
-    """In this case a reset is reported once, while data has not been read yet."""
+    """In this case the event loop reports the reset only once, before the data has been read."""
     with socket.create_server(("127.0.0.1", 0)) as relay:
         was_reset = threading.Event()
         relaying = threading.Thread(
@@ -290,8 +290,9 @@ def test_a_listener_notices_a_reset_that_comes_with_a_notification(module_dsn: s
 
 
 def _relay_until_told(relay: socket.socket, dsn: str, last: bytes, was_reset: threading.Event) -> None:
-    """Passes on what one client and its server send until the server sends these words; then resets the connection.
-    Runs in a thread, because the event loop must see both at once (proof/proxy.py runs in the loop)."""
+    """Passes on what one client and its server send, until the server sends the bytes `last`. Then resets the
+    connection. Runs in a thread, because the event loop must see these bytes and the reset at the same time
+    (proof/proxy.py runs in the loop)."""
     client, _ = relay.accept()
     # Otherwise the last words might not be sent before the reset.
     client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -428,7 +429,7 @@ async def test_a_cancelled_statement_ends_on_the_server_and_leaves_the_pool_whol
     for call in calls:
         call.cancel()
     assert all(isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*calls, return_exceptions=True))
-    # The same connections as before, none of them busy.
+    # These are the same connections as before, and none of them is busy.
     assert sorted(await watcher.until_idle()) == sorted(before)
     answers = await asyncio.gather(*(database.run(WAIT, {"lock": at}) for at in range(20)))
     assert {pid for ((_, pid),) in answers} <= set(before)

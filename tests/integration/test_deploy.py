@@ -78,7 +78,7 @@ def health_command() -> list[str]:
 
 
 def seconds(text: str) -> float:
-    """Parses a duration of the compose file in seconds; all of ours have this form."""
+    """Parses a duration of the compose file. All durations there are in seconds."""
     assert text.endswith("s")
     return float(text[:-1])
 
@@ -87,8 +87,8 @@ def seconds(text: str) -> float:
 
 
 def container(name: str, root: Path, dsns: dict[str, str], *, collector: str = "http://127.0.0.1:1") -> Program:
-    """Creates the files of a service of our image, and reads its command and environment. What is sent to the service
-    `collector` goes to that address instead."""
+    """Creates the files of a service of our image, and reads its command and environment. The program sends its spans
+    to the address `collector` instead of the service of this name."""
     service = SERVICES[name]
     assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).resolve() == DOCKERFILE
     environment: dict[str, str] = {}
@@ -105,7 +105,7 @@ def container(name: str, root: Path, dsns: dict[str, str], *, collector: str = "
     subprocess.run([DEPLOY / "compose" / "make-secrets.sh", secrets], check=True)
     for secret in service["secrets"]:
         text = (secrets / Path(COMPOSE["secrets"][secret]["file"]).name).read_text()
-        # On the compose network it leads to a shard's service, as the role that role.sql creates.
+        # On the compose network this DSN leads to the service of a shard, and names the role that role.sql creates.
         dsn = conninfo_to_dict(text.strip())
         assert dsn["host"] in SHARDS
         assert (dsn["user"], dsn["dbname"]) == ("windrow", "windrow")
@@ -161,7 +161,7 @@ def test_one_port_is_listened_on_exposed_published_and_checked() -> None:
 def test_the_grace_period_is_longer_than_a_router_takes_to_end() -> None:
     drain_s = router_settings_of(DEPLOY / "compose" / "cluster.toml").drain_seconds
     for name in ROUTERS:
-        # The supervisor kills what has not ended 5 s after the drain.
+        # The supervisor kills processes that have not ended 5 s after the drain.
         assert seconds(SERVICES[name]["stop_grace_period"]) >= drain_s + 10
 
 
@@ -212,7 +212,7 @@ def test_a_server_starts_with_the_settings_of_a_shard() -> None:
     program, *arguments = SERVICES["shard1"]["command"]
     assert program == "postgres"
     settings = dict(argument.removeprefix("-c").split("=", 1) for argument in arguments)
-    # The server of the tests chooses this one itself, the same as the shards.
+    # The server of the tests sets password_encryption itself, to the same value as the shards.
     chosen = {name: value for name, value in settings.items() if name != "password_encryption"}
     with (
         Cluster("compose", ephemeral=True, settings=chosen) as cluster,
@@ -331,7 +331,7 @@ def known_keys_of(table: str) -> list[str]:
 
 
 def section(table: str) -> str:
-    """Returns the example's text from the first such header to the header of another table."""
+    """Returns the example's text from the first header of this table to the header of another table."""
     found = re.search(rf"^\[+{table}\]+\n((?:(?!\[+(?!\[*{table}\])).*\n)*)", EXAMPLE.read_text(), re.MULTILINE)
     assert found is not None
     return found[1]

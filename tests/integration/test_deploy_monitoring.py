@@ -1,6 +1,6 @@
-"""What watches the cluster of deploy/compose.yaml: its routers' spans arrive, Prometheus starts as it is told, and what
-Grafana and the collector are given fits together. Grafana and the collector are no programs of this machine: they are
-not started.
+"""The programs that watch the cluster of deploy/compose.yaml. The spans of its routers arrive, Prometheus starts with
+its own configuration, and the configurations of Grafana and of the collector fit together. Grafana and the collector
+are not started, because they are not installed on this machine.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`windrow doctor` on a real Postgres with problems that the tests cause: it names each problem, and its fix, pasted
-unchanged, solves it."""
+"""`windrow doctor` on a real Postgres with problems that the tests cause: it names each problem, and the fix that it
+prints, pasted unchanged, solves the problem."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Findings = list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ward:
-    """A database with problems, and the command, run in this process."""
+    """A database with problems, and the command, which runs in this process."""
 
     file: Path
     dsn: str
@@ -50,7 +50,8 @@ class Ward:
         return int(ended.value.code or 0), told.out, told.err
 
     def examine(self, *arguments: str) -> tuple[int, dict[str, Any]]:
-        """Returns the exit code and the findings about the only shard, without those that this server always has."""
+        """Returns the exit code and the findings about the only shard, without the findings that the server of the
+        tests always has."""
         code, out, err = self.windrow("--json", *arguments)
         assert err == ""
         (document,) = map(json.loads, out.splitlines())
@@ -120,7 +121,7 @@ def test_a_session_that_is_idle_in_transaction_is_named_and_ended(ward: Ward) ->
     with psycopg.connect(ward.dsn, application_name="forgotten report") as forgotten:
         forgotten.isolation_level = IsolationLevel.REPEATABLE_READ
         forgotten.execute("SELECT 1")
-        # The snapshot is still young.
+        # The snapshot is still too young for a finding.
         assert not ward.findings("snapshot")
         code, document = ward.examine("--held-for", "0s")
         assert code == 1
@@ -236,7 +237,7 @@ def test_days_without_a_partition_are_given_one(ward: Ward) -> None:
         async with connected(ward.dsn) as database:
             await partitions.make_ahead(database)
 
-    # The database was copied from one that may have been made before midnight.
+    # The database was copied from a database that may have been made before midnight.
     asyncio.run(make_partitions())
     with psycopg.connect(ward.dsn) as connection:
         row = connection.execute(

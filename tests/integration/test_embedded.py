@@ -38,7 +38,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 WAIT_S = 60
 IS_ROOT = os.geteuid() == 0
 
-# Holds a cluster until it is killed, or until its stdin ends.
+# A program that runs a cluster until the program is killed, or until its stdin ends.
 OWNER = """
 import sys
 from pathlib import Path
@@ -59,7 +59,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """Not tmp_path: root's tmp_path has mode 700, so that the server's account could not enter it."""
+    """A folder in place of tmp_path: root's tmp_path has mode 700, so that the server's account could not enter it."""
     base = Path(tempfile.mkdtemp(prefix="windrow-test-")).resolve()
     base.chmod(0o755)
     yield base / "postgres"
@@ -424,7 +424,7 @@ def test_an_ephemeral_cluster_goes_with_its_killed_owner(root: Path) -> None:
     with owner(root, "ephemeral") as (process, pid, _, folder):
         started = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
         assert pid in started
-        with ending(started):  # The watcher too: it ends when the folder is gone.
+        with ending(started):  # The watcher ends too, when the folder is gone.
             os.kill(process.pid, signal.SIGKILL)
         assert not folder.exists()
     assert processes_naming(folder) == []
@@ -447,7 +447,7 @@ def test_it_works_on_every_version_found(root: Path, major: int, monkeypatch: py
         cluster.kill()
         cluster.start()
     assert version == [(major,)]
-    # No argument names the version now; the data does.
+    # Now no argument names the version: the data directory says it.
     with Cluster("a", root=root) as again:
         assert ask(again.dsn, "SELECT FROM kept") == []
 
@@ -476,7 +476,7 @@ def test_a_named_folder_is_used_or_refused(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(BinariesNotFound, match=f"{BIN_VARIABLE}: {tmp_path}/nowhere: has no program"):
         find_binaries()
     with pytest.raises(BinariesNotFound, match=f"argument: {tmp_path}: has no program"):
-        find_binaries(tmp_path)  # The argument goes before the variable.
+        find_binaries(tmp_path)  # The argument counts more than the variable.
 
 
 def test_an_unsupported_version_is_refused_by_number(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Why a job or a queue does not run: each cause is generated, and named with its figures; and what is recorded of
-consumers, so that it can be said that there is none."""
+"""Why a job or a queue does not run: the tests produce each cause, and answers name it with its figures. Also the
+record of consumers, by which an answer can say that there is no consumer."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ class Scene:
         await self.elsewhere.settle(Settlement.nack(self.org, nacks))
 
     async def seen(self, *kinds: str) -> None:
-        """A consumer that takes these kinds was seen by another router; none: one of all kinds."""
+        """Records that another router has seen a consumer of these kinds. Without kinds, the consumer takes all
+        kinds."""
         seen = self.elsewhere.consumers_seen
         seen.note(self.org, [QUEUE], kinds)
         await seen.write()
@@ -108,7 +109,7 @@ class Scene:
 
 @contextlib.asynccontextmanager
 async def opened(dsns: Mapping[ShardName, str], more: str = "") -> AsyncGenerator[tuple[Fleet, Buffer], None]:
-    """A fleet of these shards. `more`: keys of the last one in the cluster file."""
+    """A fleet of these shards. `more`: keys of the last shard in the cluster file."""
     shards = "".join(f"[[shard]]\nname = '{name}'\ndsn = '''{dsn}'''\n" for name, dsn in dsns.items())
     cluster = parse_cluster(f"[cluster]\nname = '{CLUSTER}'\n{shards}{more}\n", source="test")
     buffer, ready = Buffer(2**20), asyncio.Event()
@@ -166,7 +167,8 @@ def names(causes: Sequence[Cause]) -> list[str | None]:
 # ── Jobs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Prepare = Callable[[Scene], Awaitable[JobId]]
-# Each makes a job, with the causes that it must have, in their order.
+# For each case: the function that makes a job, the causes that the job must have, in their order, and a condition for
+# the first cause.
 CASES: dict[str, tuple[Prepare, list[str], Callable[[Cause], object]]] = {}
 
 
@@ -232,7 +234,7 @@ async def a_job_behind_more_urgent_ones(scene: Scene) -> JobId:
     name = await scene.one()
     await scene.enqueue(some_jobs(scene.org, 3, priority=1))
     await scene.enqueue(some_jobs(scene.org, 2, priority=4))
-    # They do not come first.
+    # None of these jobs comes before the job.
     await scene.enqueue(some_jobs(scene.org, 4, priority=1, delay_us=HOUR_US))
     await scene.enqueue(some_jobs(scene.org, 4))
     await scene.seen()
@@ -415,7 +417,7 @@ async def a_job_that_was_cancelled_because_it_had_expired(scene: Scene) -> JobId
 
 @has("finished", first=lambda it: it.finished == cause_pb2.FinishedCause())
 async def a_job_that_was_deleted_after_its_retention(scene: Scene) -> JobId:
-    # The org exists.
+    # Make the org exist.
     await scene.one()
     name = job_id()
     async with scene.database.transaction() as connection:
@@ -717,7 +719,7 @@ async def test_a_queue_and_kind_is_written_once_a_minute_at_most(
     assert await rows(recorder, org) == [(QUEUE, OTHER_KIND), (QUEUE, KIND)]
     seen.note(org, [QUEUE], [KIND, OTHER_KIND])
     assert not seen.noted.is_set()
-    # Another router writes no row that is young.
+    # Another router does not write a young row again.
     written = b"SELECT xmin::text, kind FROM windrow.consumer_seen ORDER BY kind"
     before = await recorder.run(written, {})
     other = Store(recorder).consumers_seen
@@ -745,7 +747,7 @@ async def test_a_queue_has_rows_of_a_bounded_number_of_kinds(recorder: Recorder,
         await recorded.consumers_seen.write()
     found = [kind for _, kind in await rows(recorder, org)]
     assert len(found) == 101
-    # The others count as consumers of all kinds.
+    # Consumers of further kinds are recorded as consumers of all kinds.
     assert found[0] == ""
 
 
@@ -833,7 +835,7 @@ def test_a_stream_is_recorded_with_its_kinds(router: Stubs, dsn: str, org: OrgId
         until(lambda: shard.execute(recorded, [org]).fetchall() == [(OTHER_KIND,)], "the stream is recorded")
     over.set()
     assert list(stream) == []
-    # It has left, and was seen a moment ago.
+    # The stream has left, but it was seen a moment ago.
     found = router.admin.ExplainJob(admin_pb2.ExplainJobRequest(org=org, id=job.id), timeout=PATIENCE_S)
     assert names(found.causes) == ["paused", "kind_not_taken"]
     assert list(found.causes[1].kind_not_taken.taken_kinds) == [OTHER_KIND]

@@ -1,5 +1,5 @@
-"""Cold days are exported to a directory or a bucket before they are dropped. Exports are read back, and without one no
-day is dropped.
+"""Cold days are exported to a directory or a bucket before they are dropped. Exports are read back, and no day is
+dropped without an export.
 
 `./run test --thorough` makes the day of the largest test a million jobs; -s shows its figures.
 """
@@ -79,8 +79,8 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def s3_server() -> Generator[str, None, None]:
-    """An S3 server in this process. Importing it takes seconds, so it must not happen while connections with a timeout
-    of five seconds are being made."""
+    """An S3 server in this process. The import takes seconds, so it must not happen while connections with a timeout of
+    five seconds are being made."""
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -141,14 +141,14 @@ def data_files(place: Path) -> list[Path]:
 
 
 def spoil(path: Path) -> None:
-    """Flips one bit in the middle."""
+    """Flips one bit in the middle of the file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
 def ask(query: str) -> list[tuple[Any, ...]]:
-    """DuckDB."""
+    """Returns the rows that DuckDB finds."""
     with duckdb.connect() as connection:
         rows: list[tuple[Any, ...]] = connection.execute(query).fetchall()
     return rows
@@ -336,7 +336,7 @@ async def test_a_day_that_changes_after_it_was_exported_is_not_dropped_and_the_e
 ) -> None:
     day = await make_cold_day(fresh_database, org)
     exported = await run_export(files, fresh_database, day)
-    # The clock had gone back.
+    # A job of this day comes late, because the clock was set back.
     await finish(fresh_database, other_org, 1)
     await age_finished(fresh_database, other_org, days=40)
     for over in await days_over(fresh_database):
@@ -479,7 +479,7 @@ async def test_an_erasure_that_was_cut_short_is_ended_by_the_next(
     monkeypatch: pytest.MonkeyPatch,
     last: bool,
 ) -> None:
-    """Interrupted after the manifest was changed, and before the file was deleted."""
+    """The erasure is interrupted after the manifest was changed, and before the file was deleted."""
     day = await make_cold_day(fresh_database, org, *([] if last else [other_org]))
     await run_export(files, fresh_database, day)
     (before,) = data_files(place)
@@ -526,7 +526,7 @@ async def test_jobs_are_found_by_what_is_asked_for_and_other_orgs_files_are_not_
     assert list(find(files, ExportFilter(org=org, ids=[JobId(jobs[3]["id"])]))) == jobs[3:]
     assert list(find(files, ExportFilter(org=org, states=["cancelled"]))) == []
     assert list(find(files, ExportFilter(org=org, kind="greet", shard=SHARD))) == jobs
-    # Two jobs were acked at the same moment.
+    # The two jobs of each queue were acked at the same moment.
     assert list(find(files, ExportFilter(org=org, since=jobs[1]["finished_at"]))) == jobs[:2]
     assert list(find(files, ExportFilter(org=org, until=jobs[1]["finished_at"]))) == jobs[2:]
     assert list(find(files, ExportFilter(org=org, shard=B))) == []

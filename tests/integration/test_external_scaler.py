@@ -1,5 +1,5 @@
-"""What KEDA gets from a router: two shards, of which one can be cut off, and two routers that know of each other only
-by the doorbell. Neither sweeps, so that every push comes from a signal."""
+"""What KEDA gets from a router. There are two shards, one of which can be cut off, and two routers that know of each
+other only by the doorbell. Neither router sweeps, so that every push comes from a signal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from windrow.v1 import admin_pb2, queue_pb2
 
 SHARDS = ("s1", "s2")
 NEVER_S = 3600.0
-# What StreamIsActive promises.
+# StreamIsActive promises a push within this time.
 PUSH_S_MAX = 2.0
 _numbers = itertools.count(1)
 
@@ -65,7 +65,7 @@ def org_of() -> str:
 
 
 def asked(org: str | None, queue: str = QUEUE, **more: str) -> keda.ScaledObjectRef:
-    """What KEDA sends, with keys of its own. `org` None: all orgs."""
+    """Returns what KEDA sends; some keys are only for KEDA itself. `org` None: all orgs."""
     metadata = {"scalerAddress": "windrow:7419", "queue": queue, "jobsPerWorker": "10", **more}
     metadata |= {"allOrgs": "true"} if org is None else {"org": org}
     return keda.ScaledObjectRef(name="workers", namespace="shop", scalerMetadata=metadata)
@@ -88,7 +88,7 @@ async def value(of: Client, org: str | None, queue: str = QUEUE) -> float:
 
 @contextlib.asynccontextmanager
 async def pushes(of: Client, org: str | None, queue: str = QUEUE) -> AsyncGenerator[AsyncIterator[bool], None]:
-    """What a stream says, until the end of the block."""
+    """Yields what a stream pushes, until the end of the block."""
     stream: Any = scaler(of).StreamIsActive(asked(org, queue))
 
     async def said() -> AsyncGenerator[bool, None]:
@@ -197,13 +197,13 @@ async def test_ready_and_leased_jobs_count_and_others_do_not(near: Client) -> No
     await near.enqueue(org, *(new_job(delay=later) for _ in range(4)), new_job(queue="other"))
     await near.enqueue(org_of(), *(new_job() for _ in range(9)))
     leased = await near.dequeue(org, max_jobs=6)
-    # A router uses a count for a second, and this is the first one.
+    # A router uses a count again for a second. This is its first count.
     assert await value(near, org) == 8
     assert await is_active(near, org)
     await near.queue.Ack(queue_pb2.AckRequest(org=org, acks=acks(leased)), timeout=PATIENCE_S)
     leased = await near.dequeue(org, max_jobs=6)
     assert len(leased) == 2
-    # Only leased ones are left: their workers are not taken away.
+    # Only leased jobs are left. KEDA must not take their workers away.
     assert await is_active(near, org)
     await near.queue.Ack(queue_pb2.AckRequest(org=org, acks=acks(leased)), timeout=PATIENCE_S)
     assert not await is_active(near, org)
@@ -254,7 +254,8 @@ async def test_the_first_ready_job_is_pushed_within_two_seconds(near: Client, fa
 @pytest.mark.thorough
 @pytest.mark.parametrize("all_orgs", [False, True], ids=["of-one-org", "of-all-orgs"])
 async def test_most_pushes_come_far_sooner(near: Client, far: Client, all_orgs: bool) -> None:
-    """With `-s` it prints the figures of docs/performance.md: from before the enqueue until the push is there."""
+    """With `-s` it prints the figures of docs/performance.md: the time from before the enqueue until the push has
+    come."""
     took_s: list[float] = []
     for _ in range(trials(20, thorough=200)):
         org, queue = org_of(), f"soon-{next(_numbers)}"
@@ -309,7 +310,7 @@ async def test_consumers_get_their_jobs_beside_a_watched_queue(near: Client, far
         for count in range(1, 6):
             await near.enqueue(org)
             await consumer.until_jobs(count)
-    # The watch has ended, and the consumer has not.
+    # The watch has ended, and consumers still get their jobs.
     async with near.stream(org, credit=10) as consumer:
         await near.enqueue(org)
         await consumer.until_jobs(1)
@@ -332,7 +333,7 @@ async def test_streams_beyond_an_orgs_share_are_refused(near: Client) -> None:
 
 @pytest.fixture
 async def partly(postgres: Server, tmp_path: Path) -> AsyncGenerator[tuple[Client, Proxy], None]:
-    """A router, and a proxy before its shard s2."""
+    """A router, and a proxy in front of its shard s2."""
     dsns = {shard: postgres.create(f"scaler_{next(_numbers)}_{shard}") for shard in SHARDS}
     async with open_proxy_before(dsns["s2"]) as proxy:
         dsns["s2"] = through(dsns["s2"], proxy)
@@ -353,7 +354,8 @@ async def test_a_shard_away_takes_no_workers_away_and_hides_nothing_of_others(pa
         assert await next_of(of_there) is True
         proxy.closed = True
         proxy.cut_all()
-        # Its own org: unknown. All orgs: no other shard has work, and this one may.
+        # The router cannot answer for an org of the shard that is away. It cannot answer for all orgs either: no other
+        # shard has work, but this shard may have some.
         for org in (there, None):
             assert (await refusal(is_active(near, org))).code() == grpc.StatusCode.UNAVAILABLE
         assert (await refusal(value(near, there))).code() == grpc.StatusCode.UNAVAILABLE
@@ -368,7 +370,7 @@ async def test_a_shard_away_takes_no_workers_away_and_hides_nothing_of_others(pa
                 leased = await near.dequeue(there)
                 await near.queue.Ack(queue_pb2.AckRequest(org=there, acks=acks(leased)), timeout=PATIENCE_S)
                 break
-        # What the streams say first after the outage: the truth. Meanwhile they said nothing.
+        # The streams said nothing during the outage. What they say first after it is true.
         assert await next_of(all_orgs) is False
         assert await next_of(of_there) is False
 
@@ -383,7 +385,7 @@ async def test_a_router_that_ends_ends_the_streams_in_order_and_keda_calls_again
             stream: Any = scaler(near).StreamIsActive(asked(org_of()))
             assert (await stream.read()).result is False
             routers.supervisor.terminate()
-            # After an error KEDA would wait twice as long each time.
+            # After each error KEDA would wait twice as long before its next call.
             assert await stream.read() is grpc.aio.EOF
             assert await stream.code() == grpc.StatusCode.OK
         await asyncio.to_thread(stack.close)

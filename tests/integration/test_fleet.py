@@ -41,7 +41,7 @@ def server() -> Iterator[Server]:
 
 
 def cluster_of(server: Server, spare_dsn: str, second: str | None) -> Cluster:
-    """s1 is on the server of all tests, s2 on this module's own; None: there is no s2."""
+    """s1 is on the server of all tests, and s2 is on the server of this module. `second` None: there is no s2."""
     return two(spare_dsn, server.dsn, second)
 
 
@@ -134,7 +134,7 @@ async def test_a_dsn_that_changes_while_it_is_being_proved_is_gone_over_to(
         await fleet.change(with_dsn("right"))
         await until(lambda: member.dsn == text_of["right"])
         assert (fleet.member(S2), member.trouble) == (member, "")
-        # Back again, before the new DSN was checked.
+        # Change the DSN, and change it back before the new DSN was checked.
         await fleet.change(with_dsn("wrong"))
         await fleet.change(with_dsn("right"))
         assert (fleet.member(S2), member.trouble, member.dsn) == (member, "", text_of["right"])
@@ -145,7 +145,7 @@ async def test_a_dsn_that_changes_while_it_is_being_proved_is_gone_over_to(
 
 @pytest.fixture
 def dsns(postgres: Postgres) -> Iterator[list[str]]:
-    """Two databases that are migrated and no shard's yet, and an empty one."""
+    """Two migrated databases that belong to no shard yet, and an empty database."""
     names = [f"fleet_{next(_numbers)}" for _ in range(3)]
     yield [postgres.create(name, template=of) for name, of in zip(names, (SPARE, SPARE, EMPTY), strict=True)]
     for name in names:
@@ -189,7 +189,7 @@ async def test_no_other_database_is_taken_for_a_shard_that_holds_slots(postgres:
     try:
         async with opened(two(first, second)) as fleet:
             await up(fleet)
-            # Its volume is lost.
+            # The volume of s2 is lost.
             await asyncio.to_thread(postgres.drop, name)
             await asyncio.to_thread(postgres.create, name, template=EMPTY)
             with pytest.raises(ShardUnavailable):
@@ -204,7 +204,7 @@ async def test_no_other_database_is_taken_for_a_shard_that_holds_slots(postgres:
             await fleet.change(two(first, kept))
             member = await up(fleet)
             assert [one.accepted for one in await member.queue_admin.check()] == [1]
-            # No backup is found, and its operator gives up the old database.
+            # No backup is found, and the operator gives up the old database.
             await fleet.change(two(first, second))
             await until(lambda: "holds 8,192 slots" in member.trouble)
             await store(fleet, org)
@@ -227,7 +227,7 @@ async def test_no_other_catalog_is_taken_for_the_one_that_was_there(
     first, second, third = dsns
     name, another = (str(conninfo_to_dict(dsn)["dbname"]) for dsn in (first, third))
     if whose != "nobody's":
-        # Its shards have the same names, and s2 has no data.
+        # The shards of the other cluster have the same names, and its s2 has no data.
         async with opened(two(third, second, 'state = "off"')):
             pass
     async with opened(two(first, second)) as fleet:
@@ -340,8 +340,8 @@ async def test_routers_that_found_a_cluster_at_once_all_come_up(
         looks, is_founded = itertools.count(), catalog.is_founded
 
         async def founded_later(database: Database, *, cluster: str) -> bool:
-            """Simulates a process that reads the catalog just before another process founds it, and the shards after
-            that."""
+            """Simulates a process that reads the catalog just before another process founds it, and reads the shards
+            after that."""
             return next(looks) > 0 and await is_founded(database, cluster=cluster)
 
         monkeypatch.setattr(catalog, "is_founded", founded_later)

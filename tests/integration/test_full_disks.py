@@ -96,7 +96,8 @@ def test_a_shard_with_a_full_disk_is_told_as_such_to_callers_and_by_windrow_shar
 ) -> None:
     near, far, both = running.org_on("s1"), running.org_on("s2"), running.stubs
     shards = ("shards", "--address", running.routers.address)
-    # A connection keeps the plans of statements that it ran before, with the original functions.
+    # Fill the disk before the statements run: a connection keeps the plans of statements that it has run, with the
+    # original functions.
     disk.fill()
     error = refusal(lambda: enqueue(both, far))
     assert_unavailable(error)

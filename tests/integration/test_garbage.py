@@ -1,4 +1,4 @@
-"""What an ended call leaves to the garbage collector, which a router runs rarely: none of the request's data."""
+"""An ended call leaves no data of its request to the garbage collector, because a router runs that rarely."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def proxy(spare_dsn: str) -> AsyncGenerator[Proxy, None]:
 
 @pytest.fixture
 async def channel(spare_dsn: str, proxy: Proxy) -> AsyncGenerator[grpc.aio.Channel, None]:
-    """To a router in this process."""
+    """A channel to a router in this process."""
     cluster = parse_cluster(f"[[shard]]\nname = 's1'\ndsn = '''{through(spare_dsn, proxy)}'''\n", source="test")
     fleet, ready = Fleet(cluster, connections_per_shard=2, sweep_s=0.2, buffer=Buffer(2**20)), asyncio.Event()
     running = asyncio.create_task(fleet.run(ready))
@@ -72,7 +72,7 @@ async def nothing_kept() -> AsyncGenerator[None, None]:
     try:
         before = set(map(id, requests()))
         yield
-        # A client may see the end before the router does.
+        # A client may see the end of a call before the router does.
         await until(lambda: not any("HandleExceptions" in task.get_name() for task in asyncio.all_tasks()), "no calls")
         assert [one for one in requests() if id(one) not in before] == []
     finally:

@@ -142,7 +142,7 @@ async def test_where_several_jobs_of_a_group_may_run_one_that_backs_off_gives_it
     assert len(rung) == 2
     held = await leased(store, org)
     assert names(held) == jobs[2:4]
-    # When they are due, they wait for slots behind the jobs that wait.
+    # When these two jobs are due, they wait for slots behind the jobs that already wait.
     await make_due(database, org)
     assert await leased(store, org) == []
     await ack(store, org, held[0][1])
@@ -219,7 +219,7 @@ async def test_a_job_that_is_not_due_holds_nothing_up(store: Store, database: Da
     assert (await record_of(store, org, later)).state == "scheduled"
     ((claimed, lease),) = await leased(store, org)
     assert claimed.id == now
-    # It becomes due while the slot is taken: it waits, and is not leased.
+    # The later job becomes due while the slot is taken: it waits, and is not leased.
     assert await make_due(database, org) == 1
     assert await leased(store, org) == []
     assert (await record_of(store, org, later)).state == "ready"
@@ -256,11 +256,11 @@ async def test_the_next_job_runs_after_every_end_of_the_first(
     await first()
     cancelled = (await store.cancel(org, await holders(database, org), reason="why"))[0]
     assert cancelled is Answer.OK
-    # It is ready, and expires before it is leased.
+    # The next job is ready, and expires before it is leased.
     await database.run(b"UPDATE windrow.job SET expires_at = now() WHERE id = ANY (%(ids)s::uuid[])", {"ids": jobs[:1]})
     jobs.pop(0)
     await first()
-    # It is out of attempts, and its last lease ends.
+    # The leased job is out of attempts, and its lease ends.
     await database.run(b"UPDATE windrow.job SET max_attempts = 1 WHERE group_slot IS NOT NULL", {})
     await end_leases(database, org)
     await first()
@@ -294,7 +294,7 @@ async def test_a_job_that_is_put_off_gives_its_slot_up(store: Store, org: OrgId)
     assert await store.alter(org, [first], Alteration(delay_us=HOUR_US)) == [Answer.OK]
     ((claimed, lease),) = await leased(store, org)
     assert claimed.id == second
-    # Run now: it waits behind the job that is leased.
+    # The first job is to run now, but it waits behind the leased job.
     assert await store.alter(org, [first], Alteration(delay_us=0)) == [Answer.OK]
     assert await leased(store, org) == []
     await ack(store, org, lease)
@@ -359,7 +359,8 @@ async def test_the_queues_in_which_slots_became_free_are_reported(store: Store, 
 async def test_the_last_acks_of_a_group_and_an_enqueue_at_once_strand_nothing(
     databases: list[Database], books: QueueAdmin, org: OrgId
 ) -> None:
-    """Two sessions see each other's jobs only after their commits: the buckets' locks put them in order."""
+    """Two sessions see each other's jobs only after the commits. The locks of the groups' buckets put the sessions in
+    order."""
     first, second = (Store(database) for database in databases)
     await books.create_queue(org, QUEUE, QueueSettings(group_concurrency=2))
     await enqueue(first, org, 2)
@@ -380,7 +381,8 @@ async def test_the_last_acks_of_a_group_and_an_enqueue_at_once_strand_nothing(
 async def test_a_connection_that_is_cut_while_slots_are_filled_strands_nothing(
     fresh_database: Database, fresh_dsn: str, org: OrgId, what: str, cut: bool
 ) -> None:
-    """The statement has changed its rows, and waits for its group's bucket: nothing of it is committed."""
+    """The statement has changed its rows, and waits for the lock of its group's bucket. None of its changes is
+    committed."""
     store = Store(fresh_database)
     jobs = await enqueue(store, org, 2)
     ((_, lease),) = await leased(store, org)
@@ -419,7 +421,7 @@ async def test_a_job_that_another_session_has_locked_is_not_overtaken(
         assert await leased(store, org) == []
         await (other.commit() if commits else other.rollback())
     if not commits:
-        # Only a rollback beside another commit leaves a group to the sweep.
+        # A group is left to the sweep only if one session rolls back while another session commits.
         await store.sweep()
     assert names(await leased(store, org)) == ([jobs[2]] if commits else [jobs[1]])
 
@@ -436,7 +438,7 @@ async def test_a_sweep_fills_slots_that_were_left_free(fresh_database: Database,
     await fresh_database.run(b"UPDATE windrow.job SET visible_at = 'infinity'", {})
     await fresh_database.run(b"ALTER TABLE windrow.job ENABLE TRIGGER USER", {})
     assert await leased(store, org) == []
-    # Each sweep looks at 1,000 groups, and goes on where the one before ended.
+    # Each sweep looks at 1,000 groups, and goes on where the sweep before ended.
     for expected in (1_000, 2_000, 2_500, 2_500):
         await store.sweep()
         assert len(await holders(fresh_database, org)) == expected
@@ -445,8 +447,8 @@ async def test_a_sweep_fills_slots_that_were_left_free(fresh_database: Database,
 async def test_never_more_than_k_are_leased_whatever_consumers_do(
     databases: list[Database], books: QueueAdmin, org: OrgId
 ) -> None:
-    """Two routers, many consumers, random ends. The unique index proves the slots; this counts the leases themselves,
-    and drains the queue in the end."""
+    """Two routers have many consumers, which end their leases in random ways. The unique index already bounds the
+    slots. This test counts the leases themselves, and drains the queue in the end."""
     stores = [Store(database) for database in databases]
     await books.create_queue(org, QUEUE, QueueSettings(group_concurrency=2, max_attempts=1000))
     random = luck
@@ -534,7 +536,7 @@ async def test_a_group_keeps_its_order_and_its_bound_while_its_org_moves(pair: P
     new = some_jobs(org, group="g")
     assert await b.enqueue(new, epoch=move.epoch) == {}
     assert await leased(b, org) == []
-    # It fails, and moves with its slot: nothing overtakes it.
+    # The leased job fails, and moves with its group slot: no job overtakes it.
     assert await a.settle(Settlement.nack(org, [Nack(lease=lease, retry_after_us=0)])) == [Answer.OK]
     async with asyncio.timeout(PATIENCE_S):
         await moving

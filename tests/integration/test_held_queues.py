@@ -1,4 +1,4 @@
-"""A queue whose limit of starts is spent, in one router process: nothing is asked of the shard for it."""
+"""A router process asks the shard nothing for a queue whose limit of starts is spent."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_jobs_that_a_spent_limit_holds_back_are_neither_claimed_nor_drawn_
             await room.enqueue(org, 5, b"")
         seconds = asyncio.get_running_loop().time() - began_s
         assert recorder.count(statements.CLAIM) == claims
-        # One in 3 s, and the one that found the bucket empty.
+        # One draw in 3 s, and the draw that found the bucket empty.
         assert recorder.count(statements.DRAW_TOKENS) - draws <= 2 + seconds / 3
         assert sum(one.jobs for one in consumers) == 2
     finally:
@@ -54,7 +54,7 @@ async def test_claims_that_fail_or_are_cancelled_start_nothing_and_cost_nothing(
         for one in failed:
             room.end_consumer(one)
         recorder.fail_no_more()
-        # A claim that has been sent when its caller goes away.
+        # A caller goes away after its claim has been sent.
         sent, goes_on = asyncio.Event(), asyncio.Event()
 
         async def wait() -> None:
@@ -66,7 +66,7 @@ async def test_claims_that_fail_or_are_cancelled_start_nothing_and_cost_nothing(
         await asyncio.wait_for(sent.wait(), PATIENCE_S)
         room.end_consumer(cancelled)
         goes_on.set()
-        # Tokens that another session keeps locked for a moment.
+        # Another session keeps the tokens locked for a moment.
         recorder.fail(statements.RETURN_TOKENS, error=RowLocked(recorder.name, "a bucket"))
         consumers = [room.consumer(org, peer=f"peer-{at}", credit=9, reads=True) for at in range(2)]
         for _ in range(3):
@@ -84,12 +84,12 @@ async def test_claims_that_fail_or_are_cancelled_start_nothing_and_cost_nothing(
 
 async def test_idle_consumers_are_handed_jobs_only_for_tokens(recorder: Recorder, org: OrgId) -> None:
     room = Room(recorder)
-    # Ten tokens in a tenth of a second.
+    # The bucket gets ten tokens in a tenth of a second.
     limit = Limit(LimitKey(org, QUEUE, Measure.STARTS), 100, 1_000_000, 1)
     room.starts.replace(LimitTable([limit], version=1))
     try:
         consumer = room.consumer(org, peer="peer", credit=1000, reads=True)
-        # Its look has found nothing.
+        # The consumer has looked for jobs, and has found none.
         await until(
             lambda: (awaited := room.room.queue(org, QUEUE)) is not None and next(iter(awaited.waiters)).idle,
             "the consumer waits",
@@ -100,7 +100,7 @@ async def test_idle_consumers_are_handed_jobs_only_for_tokens(recorder: Recorder
         ((seconds,),) = await recorder.run(
             b"SELECT extract(epoch FROM max(leased_at) - min(leased_at))::float8 FROM windrow.job", {}
         )
-        # The bucket gave 100 at once, and the others at its rate.
+        # The bucket gave 100 tokens at once, and the other tokens at its rate.
         assert seconds >= 1.9
     finally:
         await room.end()

@@ -1,4 +1,5 @@
-"""The hostile client's attacks, which other tests and benchmarks use, do to a real router what their names say."""
+"""Other tests and benchmarks use the attacks of a hostile client. Here each attack does to a real router what its name
+says."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from windrow.v1 import admin_pb2, cluster_pb2, queue_pb2
 
 ENQUEUE, GET_JOBS, CONSUME = (f"/windrow.v1.Queue/{name}" for name in ("Enqueue", "GetJobs", "Consume"))
 OK, UNIMPLEMENTED = 0, 12
-# A busy machine sends ten calls within it.
+# Even a busy machine sends ten calls within this time.
 SEND_S = 3.0
 
 
@@ -142,7 +143,7 @@ async def test_a_dripping_connection_sends_one_byte_at_a_time(routers: Routers, 
 async def test_what_the_server_announces_and_closes_is_reported(routers: Routers, both: Stubs) -> None:
     async with open_peer(routers.address) as peer:
         await peer.until(lambda seen: seen.settings, within_s=PATIENCE_S)
-        # A frame longer than any server accepts: the server closes the connection and says why.
+        # This frame is longer than any server accepts, so the server closes the connection and says why.
         await peer.write(b"\xff\xff\xff\x00\x00\x00\x00\x00\x01")
         await peer.until(lambda _: peer.closed, within_s=PATIENCE_S)
         assert peer.seen.closed_after_s is not None

@@ -66,8 +66,8 @@ async def far(cluster: Cluster) -> AsyncGenerator[Client, None]:
 
 
 async def limit(cluster: Cluster, by: Client, org: str, amount: int, *, queue: str = "") -> None:
-    """Sets a limit, and returns when it is in force at each process of both routers: a connection reaches one at
-    random, so this opens many. ListLimits puts the limits in force."""
+    """Sets a limit, and returns when it is in force at each process of both routers. A connection reaches a random
+    process, so this function opens many. ListLimits puts the limits in force."""
     request = cluster_pb2.SetLimitRequest(org=org, queue=queue, measure=IN_FLIGHT, amount=amount)
     await by.cluster.SetLimit(request, timeout=PATIENCE_S)
     await in_force(cluster, org)
@@ -85,14 +85,14 @@ async def store(by: Client, org: str, count: int, *, queue: str = QUEUE) -> list
 
 
 class Work:
-    """Consumers that ack what they get, and how many jobs they had together at most."""
+    """Consumers that ack the jobs that they get. `held_max`: how many jobs they had together at most."""
 
     def __init__(self) -> None:
         self.held = self.held_max = self.done = 0
 
     async def run(self, stream: Stream) -> None:
-        """Acks the jobs of a stream until cancelled. A job is held from when it has come until its ack is sent, which
-        is a part of its lease."""
+        """Acks the jobs of a stream until cancelled. A job counts as held from its arrival until its ack is sent. This
+        time is a part of its lease."""
         seen = 0
         while True:
             jobs = (await stream.until_jobs(seen + 1))[seen:]
@@ -106,7 +106,7 @@ class Work:
 
 
 async def work(streams: Sequence[Stream], jobs: int) -> Work:
-    """Returns once the consumers have done this many jobs."""
+    """Returns when the consumers have done this many jobs."""
     doing = Work()
     tasks = [asyncio.create_task(doing.run(stream)) for stream in streams]
     try:

@@ -1,5 +1,5 @@
 """A job with a value in every field has the same values in every state, on every shard, and in the export. A field that
-is new in NewJobs, JobRecord, Claimed or ColdJob is compared by itself."""
+is added to NewJobs, JobRecord, Claimed or ColdJob is compared too, without a change of this test."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.jobs import fullest_job, job_id, lease_jobs
 from tests.pair import A, B, Pair, open_pair
 from tests.timemachine import age_finished, reach_expiry
 
-# Those fields of a record that change while the job lives, or that are not of the job.
+# Fields of a record that change while the job lives, or that do not belong to the job.
 CHANGING = {
     *("state", "run_at", "attempt", "deadline", "worker", "leased_at", "finished_at", "result", "reason", "history"),
     "whole",
@@ -96,7 +96,7 @@ async def test_no_field_of_a_job_is_lost_on_its_way(pair: Pair, org: OrgId, tmp_
     await pair.move([org], target=B)
     await assert_unchanged(B)
 
-    # Every way to end.
+    # End the jobs in every way.
     redriven = await pair.books[B].redrive(
         org, QueueName("redriven"), kind="", died_after=None, died_before=None, limit=9
     )
@@ -114,7 +114,7 @@ async def test_no_field_of_a_job_is_lost_on_its_way(pair: Pair, org: OrgId, tmp_
     assert await retire_dead(pair.databases[B], days=0) == 1
     await assert_unchanged(B)
 
-    # Cold, exported and stored again.
+    # The jobs turn cold, are exported, and are stored again.
     await age_finished(pair.databases[B], org, days=40)
     for over in await days_over(pair.databases[B]):
         await turn_cold(pair.databases[B], over)

@@ -1,4 +1,4 @@
-"""The lines that attempts log, and the attempts that others end, from a worker to those who look."""
+"""The log lines of attempts, and attempts that others end, on their way from a worker to people who look at the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routers that take the tokens of an identity provider: over gRPC, while its keys change, vanish and cannot be had."""
+"""Routers accept the tokens of an identity provider, over gRPC, while its keys change, vanish or cannot be fetched."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OLD, NEW = signing_key("Ed25519", "old"), signing_key("Ed25519", "new")
 
 @contextlib.contextmanager
 def cluster(dsn: str, folder: Path, **keys: object) -> Generator[tuple[Routers, grpc.Channel], None, None]:
-    """Routers that take tokens only. `keys`: where those of the issuer are."""
+    """Routers that accept only JSON Web Tokens. `keys`: where the keys of the issuer are."""
     config = write_cluster(folder / "cluster.toml", {"s1": dsn})
     config.write_text(f"{config.read_text()}\n[auth]\napi_keys = false\n{jwt_table(**keys)}")
     with running_routers(config) as routers, grpc.insecure_channel(routers.address) as channel:
@@ -87,7 +87,8 @@ def test_a_stream_ends_with_its_key_and_the_streams_of_other_keys_go_on(dsn: str
 def test_a_stream_ends_with_its_token(dsn: str, tmp_path: Path) -> None:
     put(tmp_path / "keys.json", jwks(OLD))
     with cluster(dsn, tmp_path, jwks_file=tmp_path / "keys.json", leeway_seconds=0) as (_, channel):
-        # The router takes seconds to see it under load; a token that has expired before it is refused in the same way.
+        # Under load, the router may see the token only after seconds. A token that has expired by then is refused in
+        # the same way.
         with pytest.raises(grpc.RpcError) as ended:
             list(consume(channel, token(OLD, exp=int(time.time()) + 3)))
         assert refusal(ended.value) == (UNAUTHENTICATED, "CREDENTIALS_EXPIRED")
@@ -115,7 +116,7 @@ ANSWERS = {
 
 def test_a_url_that_answers_badly_refuses_nobody_whose_key_is_known(dsn: str, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
-        # A router asks again after 10 s. They all wait at the same time.
+        # A router fetches the keys again after 10 s. All routers wait for that at the same time.
         pool = stack.enter_context(ThreadPoolExecutor(len(ANSWERS)))
         checks = list[Future[None]]()
         for number, answer in enumerate(ANSWERS):
@@ -135,7 +136,7 @@ def answer_badly(answer: str, keys: KeyServer, routers: Routers, channel: grpc.C
     asked = keys.asked
     until(lambda: keys.asked > asked, f"the keys are fetched again: {answer}")
     until(lambda: keys.url in routers.log.read_text(), f"the answer is logged: {answer}")
-    # A new token of the same key: it is not remembered.
+    # This is a new token of the same key, which the router does not remember.
     enqueue(channel, token(OLD, sub="worker-2"))
     if answer == "a set without the key":
         until(lambda: "no longer has 'old'" in routers.log.read_text(), "the key is dropped")
@@ -175,6 +176,6 @@ def consume(channel: grpc.Channel, sent: str) -> Any:
     opened = stream(requests(), timeout=PATIENCE_S, metadata=bearer(sent))
     if not opened.add_callback(ended.set):
         ended.set()
-    # The headers say that the router serves it.
+    # The headers say that the router serves the stream.
     opened.initial_metadata()
     return opened

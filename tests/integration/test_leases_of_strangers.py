@@ -54,8 +54,8 @@ def acks(leases: Sequence[bytes]) -> list[queue_pb2.Ack]:
 
 
 def settle(both: Stubs, org: str, *leases: bytes) -> dict[str, Answers]:
-    """Returns the answers of every call that names leases, unary and on a stream. Ack comes last, because it ends
-    them."""
+    """Returns the answers of every call that names leases, unary and on a stream. Ack comes last, because it ends the
+    leases."""
     queue = both.queue
     extends = [queue_pb2.Extend(lease=lease) for lease in leases]
     extend = queue_pb2.ExtendRequest(org=org, extends=extends, visibility_window=WINDOW)
@@ -128,10 +128,10 @@ def test_of_leases_of_a_forgotten_shard_is_told_what_the_shards_that_are_left_kn
         said = {way: [STALE] for way in WAYS}
         return said | others | {f"stream {way}": answers for way, answers in others.items()}
 
-    # Their histories moved with them, and say how the leases ended.
+    # The histories of these jobs moved with them, and say how the leases ended.
     assert settle(cluster.stubs, org, leases[nacked.id]) == ways(nack=[OK])
     assert settle(cluster.stubs, org, leases[left.id]) == ways(release=[OK])
-    # It had finished, and is on the shard that is not asked any more.
+    # This job had finished, and is on the shard that is not asked any more.
     assert settle(cluster.stubs, org, leases[acked.id]) == {way: [NOT_FOUND] for way in WAYS}
 
 
@@ -151,7 +151,7 @@ def forget(cluster: Live) -> None:
 
 
 def test_a_lease_of_a_shard_that_only_the_catalog_knows_is_unavailable(cluster: Live) -> None:
-    """Another router may have a newer cluster file, and have leased the job there."""
+    """Another router may have a newer cluster file, and may have leased the job on that shard."""
     org = cluster.org_on("s2")
     place(cluster, slot_of(OrgId(org)), writes="s3", reads=["s3"])
     lease = token(token_prefix(ShardName("s3"), 7), JobId(job_id()))

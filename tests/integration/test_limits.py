@@ -81,7 +81,7 @@ class Cluster:
         return cleared
 
     def settle(self, org: str) -> None:
-        """Makes both routers look at the limits: ListLimits does so, and puts them in force."""
+        """Makes both routers read the limits and put them in force: a ListLimits does both."""
         for both in (self.near, self.far):
             listed(both, org)
 
@@ -136,7 +136,7 @@ def refused(call: Callable[[], object]) -> grpc.RpcError:
 
 
 def stored(cluster: Cluster, org: str, *, tries: int) -> int:
-    """Returns how many of this many single jobs, sent to both routers in turn, are stored."""
+    """Sends this many single jobs to both routers in turn. Returns how many of them are stored."""
     count = 0
     for both in itertools.islice(itertools.cycle((cluster.near, cluster.far)), tries):
         with contextlib.suppress(grpc.RpcError):
@@ -154,7 +154,7 @@ def test_a_batch_above_the_limit_is_refused_whole_and_is_told_that_it_can_never_
     error = refused(lambda: enqueue(cluster.near, org, some(11)))
     assert "the call has 11 and can never succeed; send at most 10 at a time" in str(error)
     assert detail(error, error_details_pb2.RetryInfo) is None
-    # It used nothing.
+    # The refused call has used no token.
     assert len(enqueue(cluster.far, org, some(10))) == 10
 
 
@@ -189,7 +189,7 @@ def test_lines_above_the_limit_go_in_calls_that_the_limit_allows(cluster: Cluste
     command = ("enqueue", org, QUEUE, "k", "--lines", "--file", str(lines), "--batch", batch)
     at = ("--address", cluster.routers.address)
     done = windrow(*command, *at)
-    # The limit has no room for more within the hour: that is another refusal, after which waiting helps.
+    # The limit has no room for more jobs within the hour. This is another refusal, after which waiting helps.
     assert (done.code, len(done.out.splitlines())) == (3, 20)
     assert "line 21 and those after it are not stored" in done.err
     again = windrow(*command, *at)
@@ -258,7 +258,7 @@ def test_a_refusal_names_the_limit_its_use_and_when_to_try_again(cluster: Cluste
     assert limit.interval == Duration(seconds=DAY_S)
     retry = detail(error, error_details_pb2.RetryInfo)
     assert retry is not None
-    # Three more tokens.
+    # The call needs three more tokens.
     assert 0.29 * DAY_S < retry.retry_delay.seconds <= 0.3 * DAY_S
 
 
@@ -282,7 +282,7 @@ def test_bytes_of_payloads_and_attributes_count(cluster: Cluster) -> None:
     refused(lambda: enqueue(cluster.far, org, some(1, payload=bytes(101))))
     refused(lambda: enqueue(cluster.far, org, some(1, attributes={"name": "x" * 95})))
     enqueue(cluster.far, org, some(1, payload=bytes(100)))
-    # One job alone is larger than the limit: it can never be stored. The other one has to wait.
+    # The first job alone is larger than the limit, and can never be stored. The second job has to wait.
     results = enqueue(cluster.near, org, [new_job(payload=bytes(1001)), new_job(payload=b"x")], independent=True)
     kinds = [{packed.TypeName() for packed in result.error.details} for result in results]
     assert ["google.rpc.RetryInfo" in found for found in kinds] == [False, True]
@@ -358,7 +358,7 @@ def test_a_restored_job_is_charged(cluster: Cluster) -> None:
     cluster.limit(org, 1)
     request = admin_pb2.RestoreJobsRequest(org=org, jobs=[admin_pb2.RestoreJob(id=job.id, new_id=job_id())])
     cluster.near.admin.RestoreJobs(request, timeout=PATIENCE_S)
-    # The same again is a repeat.
+    # The same request again is a repeat.
     cluster.far.admin.RestoreJobs(request, timeout=PATIENCE_S)
     refused(lambda: enqueue(cluster.near, org, some(1)))
 
@@ -383,7 +383,7 @@ def test_a_changed_limit_scales_what_is_in_the_bucket(cluster: Cluster) -> None:
     cluster.limit(org, 10)
     enqueue(cluster.near, org, some(5))
     cluster.limit(org, 100)
-    # Half of it was used before, and half of it is in use now.
+    # Half of the limit was in use before, and half of the new limit is in use now.
     enqueue(cluster.far, org, some(50))
     refused(lambda: enqueue(cluster.near, org, some(1)))
     cluster.limit(org, 4)
@@ -406,7 +406,7 @@ def test_a_router_with_an_older_limit_does_not_bring_it_back(cluster: Cluster) -
     ((version,),) = cluster.sql("s1", "SELECT version FROM windrow.token_bucket WHERE org = %s", org)
     # Another router still knows a much larger limit.
     assert cluster.sql("s1", draw, org, 1, 100, 1000, DAY_S * 10**6, version - 1) == [(9, version)]
-    # What it drew before the change is not given back as if it were of the new limit.
+    # Tokens that it drew before the change are not given back to the bucket of the new limit.
     assert cluster.sql("s1", draw, org, -5, -5, 1000, DAY_S * 10**6, version - 1) == [(0, version)]
 
 
@@ -421,7 +421,7 @@ def tokens(cluster: Cluster, org: str) -> int:
 
 def test_a_router_that_dies_loses_a_block_at_most(cluster: Cluster) -> None:
     org = cluster.org()
-    # 100 per second: a block is 10 at most.
+    # At 100 tokens per second, a block has 10 tokens at most.
     cluster.limit(org, 100 * DAY_S)
     full = 100 * DAY_S
     with running_routers(cluster.config) as mortal, stubs(mortal.address) as there:
@@ -441,7 +441,7 @@ def test_a_router_that_ends_in_order_gives_its_tokens_back(cluster: Cluster) -> 
     with running_routers(cluster.config) as mortal, stubs(mortal.address) as there:
         for _ in range(20):
             enqueue(there, org, some(10))
-    # The refill of the meantime fills the bucket up to its amount only.
+    # The bucket fills meanwhile, but only up to its amount.
     assert tokens(cluster, org) >= 100 * DAY_S - 200
 
 
@@ -464,11 +464,11 @@ def test_a_clock_that_was_set_back_neither_fills_a_bucket_nor_keeps_it_empty(clu
     cluster.limit(org, 10)
     assert stored(cluster, org, tries=12) == 10
     shift = "UPDATE windrow.token_bucket SET filled_at = filled_at + %s::interval WHERE org = %s"
-    # As if the clock had shown a time in two days before it was set back.
+    # Make it look as if the clock had been two days ahead before it was set back.
     cluster.sql("s1", shift, "2 days", org)
     draw = "SELECT granted FROM windrow.draw_tokens(%s, '', 'jobs', 1, 1, 10, %s, 0)"
     assert cluster.sql("s1", draw, org, DAY_S * 10**6) == [(0,)]
-    # From here on it fills by the corrected clock.
+    # From here on the bucket fills by the corrected clock.
     ((behind,),) = cluster.sql("s1", "SELECT filled_at <= now() FROM windrow.token_bucket WHERE org = %s", org)
     assert behind
     cluster.sql("s1", shift, "-1 day", org)

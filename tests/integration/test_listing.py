@@ -49,7 +49,7 @@ async def pages(books: QueueAdmin, wanted: Wanted, page_size: int = 2) -> list[l
 
 
 async def listed(books: QueueAdmin, wanted: Wanted) -> list[JobId]:
-    """Returns the jobs of all pages: how many a page of a search has depends on how long it took."""
+    """Returns the jobs of all pages, because the number of jobs in a page depends on how long the search took."""
     return [one for page in await pages(books, wanted, 1000) for one in page]
 
 
@@ -166,7 +166,7 @@ async def test_a_span_of_time_chooses_by_when_jobs_were_made(
     for at, when in enumerate(made):
         assert await chosen(when, None) == ids[at:]
         assert await chosen(None, when) == ids[:at]
-        # To the millisecond, the precision of an id.
+        # The bounds are precise to the millisecond, as ids are.
         assert await chosen(when + 1, None) == ids[at + 1 :]
         assert await chosen(None, when + 1) == ids[: at + 1]
     assert await chosen(made[1], made[2]) == ids[1:2]
@@ -202,7 +202,7 @@ async def test_a_job_that_goes_from_state_to_state_meanwhile_is_listed_once(
 async def test_a_look_that_takes_long_ends_with_what_it_has_and_the_next_one_goes_on_there(
     fresh_database: Database, fresh_books: QueueAdmin, org: OrgId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit makes every query take too long."""
+    """With this limit every query takes too long."""
     ids = [*await finish_cold(fresh_database, org, days=20), *await finish_cold(fresh_database, org, days=2)]
     monkeypatch.setattr(job_pages, "_SEARCH_S_MAX", -1.0)
     found = await pages(fresh_books, Wanted(org=org), 9)
@@ -221,12 +221,12 @@ async def test_a_search_that_matches_nothing_reads_a_bounded_number_of_jobs_for_
     store = Store(fresh_database)
     for _ in range(9):
         await finish(store, org)
-    # The queue exists.
+    # Make the other queue exist.
     await finish(store, org, queue=OTHER_QUEUE)
     monkeypatch.setattr(job_pages, "_SCAN_ROWS", 2)
     monkeypatch.setattr(job_pages, "_SCAN_S_MAX", -1.0)
     found = await pages(fresh_books, Wanted(org=org, **conditions), 9)
-    # Each page has read about two jobs, and its token has led to the next.
+    # Each page has read about two jobs, and its token has led to the next page.
     assert len(found) >= 4
     assert len([one for page in found for one in page]) == ("queue" in conditions)
 
@@ -311,7 +311,7 @@ async def test_a_count_refuses_an_unknown_queue_and_a_token_of_another_list(book
 async def test_a_count_has_what_a_list_has(
     fresh_database: Database, fresh_books: QueueAdmin, org: OrgId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Ranges of one job, and a part for each.
+    # Each range has one job, and each part has one range.
     monkeypatch.setattr(job_counts, "_ROWS", 1)
     monkeypatch.setattr(job_counts, "_S_MAX", 0.0)
     store = Store(fresh_database)
@@ -351,7 +351,7 @@ async def test_a_count_has_what_a_list_has(
     assert await counted(fresh_books, org, kind="other") == 0
     assert await counted(fresh_books, org, attributes='{"a": "1"}') == 1
     assert await counted(fresh_books, OrgId("nobody")) == 0
-    # Conditions on a death are true of dead jobs only.
+    # Conditions on the time or cause of death are true only for dead jobs.
     assert await counted(fresh_books, org, not_killed=True) == 1
     assert await counted(fresh_books, org, died_after=0) == 2
     assert await counted(fresh_books, org, died_before=0) == 0
@@ -364,7 +364,7 @@ async def test_a_job_that_is_on_two_shards_counts_once(books: QueueAdmin, store:
     assert (part.count, len(part.ids)) == (3, 48)
     ids = sorted(part.ids[at : at + 16] for at in range(0, 48, 16))
     assert job_counts.merged([part, part]).count == 3
-    # One shard has come only to the second of them: the others belong to the next part.
+    # One shard has counted only up to the second id: later ids belong to the next part.
     cut = Part(count=1, ids=ids[2], until=str(UUID(bytes=ids[1])))
     both = job_counts.merged([part, cut])
     assert (both.count, both.until) == (2, cut.until)
@@ -382,5 +382,5 @@ async def test_calls_about_queues_of_one_org_do_not_hold_up_those_of_another(
         ended.append(one)
 
     await asyncio.gather(*(ask(org) for _ in range(40)), ask(other_org))
-    # One call of the other org may be under way, and one may be next.
+    # Only two calls of the first org may come before it: one that is under way, and one that is next.
     assert ended.index(other_org) <= 2

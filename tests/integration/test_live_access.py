@@ -1,5 +1,5 @@
-"""Streams and waiting calls whose proof ends while they run; keys that are changed under load; a catalog that is
-away."""
+"""Streams and waiting calls whose key is revoked or expires while they run; keys that are changed under load; a catalog
+that is away."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.streams import QUEUE, Stream, client, detail, new_job, start, until, 
 from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 ORG = OrgId("acme")
-# A process gets none of so many connections once in a million runs.
+# With so many connections, a process gets none of them only once in a million runs.
 STREAMS = 20
 UNAUTHENTICATED, UNAVAILABLE = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAVAILABLE
 
@@ -129,7 +129,7 @@ async def stream(
     async with calls(cluster, token, name, *(() if reads else (("grpc.http2.bdp_probe", 0),))) as queue:
         opened = Stream(queue, reads=reads)  # type: ignore[arg-type]
         await opened.send(start=start(ORG, name, window_s=3600), credit=1000)
-        # The headers say that the router serves it.
+        # The headers say that the router serves the stream.
         await opened._call.initial_metadata()
         yield opened
         await opened.cancel()
@@ -159,7 +159,7 @@ async def test_jobs_that_a_revoked_stream_was_not_sent_are_released_at_once(clus
     async with calls(cluster, other, "unsent") as queue:
         stored = await queue.enqueue(*[bytes(100_000)] * 100)
         async with stream(cluster, revoked, "unsent", reads=False) as unread:
-            # More than fit into a client's windows.
+            # These are more jobs than fit into a client's windows.
             await until(lambda: queue.are_leased(60, stored), "the router took jobs that it cannot send")
             await cluster.revoke(revoked)
             taken = set[str]()
@@ -168,7 +168,7 @@ async def test_jobs_that_a_revoked_stream_was_not_sent_are_released_at_once(clus
                 taken.update(await queue.dequeue())
                 return len(taken) >= 40
 
-            # They are leased for an hour, unless they are released.
+            # The unsent jobs are leased for an hour, unless they are released.
             await until(take, "other consumers get what was not sent")
             unread.read()
             assert await unread.end() is UNAUTHENTICATED

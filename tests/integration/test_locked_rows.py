@@ -137,7 +137,7 @@ async def test_results_stay_with_their_jobs_where_one_of_them_is_locked(
 async def test_a_job_that_is_known_to_be_locked_is_waited_for_no_more(
     recorder: Recorder, module_dsn: str, org: OrgId, other_org: OrgId, verb: str
 ) -> None:
-    """Repeated calls for it fail at once, and share one connection."""
+    """Repeated calls for the locked job fail at once, and share one connection."""
     store, act = Store(recorder), ACTS[verb]
     (mine,) = await held_by(store, org)
     theirs = await held_by(store, other_org, 20)
@@ -210,7 +210,7 @@ async def test_of_a_job_that_is_locked_another_org_hears_nothing(
 async def test_a_lease_that_has_ended_is_stale_also_while_its_job_is_deleted_elsewhere(
     recorder: Recorder, module_dsn: str, org: OrgId
 ) -> None:
-    """Another router's ack holds the row. When that has committed, this ack finds the job finished."""
+    """Another router's ack has deleted the row. After its commit, the nack finds no job."""
     store = Store(recorder)
     (mine,) = await held_by(store, org)
     async with forgotten(module_dsn, "DELETE FROM windrow.job WHERE id = %s", name_of(mine)) as session:
@@ -354,7 +354,7 @@ async def test_many_calls_for_locked_jobs_leave_others_the_connections(
 
 
 async def test_where_nothing_is_locked_nobody_looks_for_locks(recorder: Recorder, module_dsn: str, org: OrgId) -> None:
-    """The store does not look for locks before a call has met one, nor after it was released."""
+    """The store looks for locks only after a call has met a lock, and stops when the lock was released."""
     store = Store(recorder)
     leases = await held_by(store, org, 3)
     before = len(recorder.runs)

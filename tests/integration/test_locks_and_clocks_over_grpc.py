@@ -79,7 +79,7 @@ def windrow(running: Running, capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 
 def refusal(call: Callable[[], object], reason: str) -> grpc.RpcError:
-    """Repeats the call until it is refused with this reason; returns the error."""
+    """Asserts that the call is refused with this reason. Returns the error."""
     with pytest.raises(grpc.RpcError) as caught:
         call()
     error = caught.value

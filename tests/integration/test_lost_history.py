@@ -49,7 +49,7 @@ DAY_MS = 24 * 3_600_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backups:
-    """Backups of s2's database. No session may be connected while one is made."""
+    """Backups of s2's database. No session may be connected while a backup is made."""
 
     server: Server
     name: str
@@ -79,7 +79,7 @@ def backups(postgres: Server) -> Iterator[Backups]:
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Marks are written often, and the catalog is read often."""
+    """Makes routers write marks often, and read the catalog often."""
     monkeypatch.setattr("router.fleet.shard_handle.MARK_S", 0.05)
     monkeypatch.setattr("router.fleet.catalog_copy._LOOK_S", 0.1)
 
@@ -120,7 +120,7 @@ async def test_a_backup_put_back_without_a_move_is_refused_until_somebody_accept
             fleet, org, "has lost history: .* accept the loss by `windrow shards accept s2 --config FILE`"
         )
         await store(fleet, near)
-    # A router that starts refuses the shard too.
+    # A router that starts now refuses the shard too.
     async with opened(cluster) as fleet:
         await until_refused(fleet, org, "has lost history")
         await store(fleet, near)
@@ -140,7 +140,7 @@ async def test_a_backup_put_back_without_a_move_is_refused_until_somebody_accept
         member = await up(fleet)
         await store(fleet, org)
         assert [(one.accepted, one.balanced) for one in await member.queue_admin.check()] == [(2, True)]
-        # The new history gets a mark with the number that the old one had.
+        # Marks of the new history are confirmed, too.
         before = confirmed_mark(spare_dsn)
         await store(fleet, org)
         await until(lambda: confirmed_mark(spare_dsn) > before)
@@ -316,7 +316,7 @@ async def test_a_backup_from_before_a_move_is_refused_though_nothing_else_was_do
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
-    """The jobs that s2 had before the backup, by what has happened to them since then on s1."""
+    """The jobs that s2 had at the time of the backup, by what becomes of them."""
 
     ids: dict[str, JobId]
     # The epochs of the move to s2 and of the move back.
@@ -325,7 +325,7 @@ class Gone:
 
 
 async def go_back_in_time(dsn: str, backups: Backups, org: OrgId) -> Gone:
-    """Moves an org to s2 and back; then restores s2 to the time between, and accepts the loss."""
+    """Moves an org to s2 and back. Then restores s2 to the time between the two moves."""
     ids: dict[str, JobId] = {}
     async with open_pair(dsn, backups.dsn) as pair:
         for what in ("acked", "cancelled", "ready", "died", "scheduled", "waits"):
@@ -488,7 +488,8 @@ async def test_jobs_that_nobody_else_knows_are_brought_home_whole(pair: Pair, or
 
 @pytest.mark.parametrize("has_ended", [True, False])
 async def test_a_blocked_job_whose_node_has_ended_at_home_runs_again(pair: Pair, org: OrgId, has_ended: bool) -> None:
-    """The backup has it blocked. It has run since, and its end was lost with the shard; the workflow has moved away."""
+    """In the backup the job is blocked. The job has run since, and its end was lost with the shard. The workflow has
+    moved away."""
     await run(pair)
     home = Flows(pair.databases[A], org)
     flow = await home.start({"a": [], "b": ["a"]}, epoch=(await pair.known()).placement(org).epoch)
@@ -536,7 +537,7 @@ async def test_jobs_that_were_known_at_home_have_one_record_each_when_their_org_
     await pair.move([org], target=B)
     ((_, other),) = await lease_jobs(pair.store(B), org, max_jobs=1)
     for _ in range(2):
-        # Repeat the ack, as if the answer to the first one was lost.
+        # Repeat the ack, as if the first answer was lost.
         assert await pair.store(B).settle(Settlement.ack(org, [other])) == [Answer.OK]
     found = await states(pair, org, ids_of(jobs))
     assert found.pop((A, job.id)) == "succeeded"
@@ -548,7 +549,7 @@ async def test_jobs_that_were_known_at_home_have_one_record_each_when_their_org_
 async def test_jobs_that_finish_while_they_are_being_brought_home_are_not_brought(
     pair: Pair, org: OrgId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They reach the org's shard and finish there after it was asked about them."""
+    """The jobs reach the org's shard and finish there after the recovery has asked that shard about them."""
     await run(pair)
     jobs = some_jobs(org, 2)
     await stray(pair, jobs)
@@ -630,7 +631,7 @@ async def test_jobs_of_an_org_that_was_pinned_elsewhere_since_go_there(pair: Pai
 
 
 async def test_no_slot_moves_to_a_shard_that_has_stray_jobs_of_it(pair: Pair, org: OrgId) -> None:
-    """They would be claimed there, and may have run elsewhere."""
+    """The stray jobs would be claimed there, although they may have run elsewhere."""
     await pins.pin(pair.catalog, org, OnShard(B))
     text = f'[cluster]\nname = "{CLUSTER}"\n'
     text += "".join(
@@ -748,8 +749,8 @@ async def test_a_move_under_way_goes_on_after_its_target_was_restored_and_ends_a
 
 
 async def come_again(dsn: str, backups: Backups, org: OrgId) -> dict[str, JobId]:
-    """Moves an org with jobs to s2 and back, and finishes one of the jobs. Then s2 is restored to the time between, and
-    the org is at rest on s1 or on its way to s2. Returns the jobs."""
+    """Moves an org with jobs to s2, and makes a backup of s2. Then moves the org back to s1, and finishes one of its
+    jobs there. Returns the jobs."""
     ids: dict[str, JobId] = {}
     async with open_pair(dsn, backups.dsn) as pair:
         for what in ("acked", "ready"):
@@ -840,7 +841,7 @@ async def test_the_list_names_each_job_once_and_says_what_becomes_of_it(
         came = [one async for page in found.came() for one in page]
         slot = (await catalog.read(databases[A])).slot(org)
         await recovery.accept(loss, databases, databases[A], cluster=CLUSTER)
-    # The copy that went to s1 and came back is lost, so the backup's is the only one.
+    # The copy that went to s1 and came back is lost, so the backup's copy is the only one.
     fate, known_on = (differences.Fate.MAY_RUN_AGAIN, None) if is_back else (differences.Fate.DELETED, A)
     assert {(job.id, job.queue, job.state, job.fate, job.known_on) for job in jobs} == {
         (ids["acked"], "acked", "ready", differences.Fate.DELETED, A),
@@ -857,7 +858,7 @@ async def test_the_list_names_each_job_once_and_says_what_becomes_of_it(
 async def test_a_job_that_no_shard_knows_is_listed_as_one_that_moves_home(
     fresh_dsn: str, backups: Backups, org: OrgId
 ) -> None:
-    """Routers with an old placement may have stored it before they were refused."""
+    """Routers with an old placement may have stored the job before they were refused."""
     gone = await go_back_in_time(fresh_dsn, backups, org)
     lost = JobId(job_id())
     async with connected({A: fresh_dsn, B: backups.dsn}) as databases:
@@ -906,7 +907,7 @@ async def test_runs_of_schedules_are_skipped_when_a_loss_is_accepted_unless_they
 async def test_schedules_workflows_and_configurations_that_came_with_an_org_are_gone_with_its_jobs(
     fresh_dsn: str, backups: Backups, org: OrgId
 ) -> None:
-    """As docs/operations.md says: their only copy was on the shard."""
+    """Their only copy was on the shard, as docs/operations.md says."""
     queue, paused = QueueName("mail"), QueueSettings(paused=True)
     async with open_pair(fresh_dsn, backups.dsn) as pair:
         pass
@@ -934,7 +935,7 @@ async def test_schedules_workflows_and_configurations_that_came_with_an_org_are_
 async def test_a_loss_that_was_accepted_is_not_accepted_again_over_a_move_that_began_since(
     fresh_dsn: str, backups: Backups, org: OrgId
 ) -> None:
-    """Two operators have seen the loss, and the second confirms later."""
+    """Two operators have seen the loss, and the second operator confirms later."""
     async with open_pair(fresh_dsn, backups.dsn) as pair:
         await pair.store(A).enqueue(some_jobs(org, 3))
         await pair.move([org], target=B)

@@ -34,7 +34,8 @@ def routers(module_dsn: str, tmp_path_factory: pytest.TempPathFactory) -> Genera
 
 
 def figures(routers: Routers) -> dict[str, dict[tuple[str, ...], float]]:
-    """Scrapes once. Returns the values of each series name, by the values of its labels in the order of their names."""
+    """Scrapes once. Returns the values of each series name, by the values of its labels. The labels are sorted by
+    name."""
     with urllib.request.urlopen(metrics_of(routers), timeout=PATIENCE_S) as answer:
         text = answer.read().decode()
     found: dict[str, dict[tuple[str, ...], float]] = {}
@@ -46,7 +47,8 @@ def figures(routers: Routers) -> dict[str, dict[tuple[str, ...], float]]:
 
 
 def run_jobs(routers: Routers, org: str, connections: int) -> None:
-    """Over each connection: enqueues three jobs, one of them twice, acks them, and releases them too late."""
+    """Over each connection, enqueues three jobs, enqueues one of them again, acks all three, and releases them too
+    late."""
     for _ in range(connections):
         with stubs(routers.address) as both:
             jobs = [job_message(id=job_id(), queue="emails", kind="greet") for _ in range(3)]

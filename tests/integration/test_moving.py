@@ -47,7 +47,7 @@ async def lease_one(pair: Pair, shard: ShardName, org: OrgId, queue: str) -> tup
 
 
 async def populate(pair: Pair, shard: ShardName, org: OrgId, *, epoch: int = 1) -> dict[str, JobId]:
-    """Stores a job of each kind, by its description; none is leased."""
+    """Stores a job in each condition. Returns the jobs by their descriptions. No job is leased."""
     store = pair.store(shard)
     made: dict[str, JobId] = {}
 
@@ -114,7 +114,7 @@ async def assert_all_there(
 
 
 async def take_steps(pair: Pair, move: Move, count: int) -> None:
-    """Close, open, switch, jobs, …"""
+    """Takes the next steps of a move: close, open, switch, and then chunks of jobs."""
     mover = pair.mover(move)
     for _ in range(count):
         assert await mover.step()
@@ -130,7 +130,7 @@ async def take_steps(pair: Pair, move: Move, count: int) -> None:
 async def test_a_move_is_finished_by_another_balancer_wherever_the_first_one_died(
     pair: Pair, org: OrgId, how: str
 ) -> None:
-    """There and back, and each time the first balancer gets further."""
+    """The org moves there and back. Each time the first balancer gets further."""
     home, away, epoch = A, B, 1
     for at in deaths(how):
         before = await pair.jobs(org, list((await populate(pair, home, org, epoch=epoch)).values()))
@@ -140,7 +140,7 @@ async def test_a_move_is_finished_by_another_balancer_wherever_the_first_one_die
             try:
                 await asyncio.create_task(mover.finish())
             except (Died, ShardUnavailable, asyncio.CancelledError):
-                # An operator looks at it before it continues.
+                # An operator checks the books before the move goes on.
                 await pair.balance()
         if fate.acts < at:
             assert at > 15, fate.names
@@ -148,7 +148,7 @@ async def test_a_move_is_finished_by_another_balancer_wherever_the_first_one_die
         await pair.mover(move).finish()
         assert await pair.placement(org) == ((away,), (away,))
         await assert_all_there(pair, org, before, away, home)
-        # The next org uses the same keys.
+        # The next round uses the same keys.
         for shard in (A, B):
             await pair.store(shard).cancel(org, [job for _, job in before], reason="")
             await timemachine.end_dedup_windows(pair.databases[shard], org)
@@ -197,7 +197,7 @@ async def test_balancers_that_work_at_the_same_time_do_no_harm(pair: Pair, org: 
 
 
 async def test_a_step_that_comes_late_changes_nothing(pair: Pair, org: OrgId) -> None:
-    """Each step of the first move is run again after the second, by a process that was frozen in between."""
+    """Each step of the first two moves is run again later, by a process that was frozen in between."""
     made = await populate(pair, A, org)
     slots = [slot_of(org)]
     planned = await pair.known()
@@ -206,7 +206,7 @@ async def test_a_step_that_comes_late_changes_nothing(pair: Pair, org: OrgId) ->
     queues = await move_steps.read_queues(pair.databases[A], slots)
     await pair.mover(first).finish()
     second = await pair.move([org], target=A)
-    # A third move is under way: the first one's source is a source again, with a chunk that nobody has imported.
+    # A third move is under way: the source of the first move is a source again, with a chunk that nobody has imported.
     third = await pair.begin([org], target=B)
     await take_steps(pair, third, 3)
     assert (
@@ -276,8 +276,8 @@ async def test_what_comes_late_when_the_next_move_has_only_begun_changes_nothing
     begun = await pair.known()
     await catalog.switch_writer(pair.catalog, first)
     assert await pair.known() == begun
-    # A router that starts tells the shards only about slots at rest. If it told them about this one, the source could
-    # not close it.
+    # A router that starts tells the shards only about slots at rest. If it told them about this slot, the source could
+    # not close the slot.
     for shard in (A, B):
         await catalog.grant_slots(pair.databases[shard], begun)
     for shard in (A, B):
@@ -301,7 +301,7 @@ async def test_who_opens_a_slot_late_does_not_bring_back_a_queue_that_was_delete
 async def test_jobs_of_which_nobody_was_told_that_they_departed_are_the_first_to_arrive(
     pair: Pair, org: OrgId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The source becomes unreachable after it has set the jobs aside and before it has answered."""
+    """The source becomes unreachable after the jobs have departed and before it has answered."""
     first, second = sorted((OrgId(f"{org}-{n}") for n in range(2)), key=slot_of)
     jobs = {one: some_jobs(one, 9) for one in (first, second)}
     for one in jobs.values():
@@ -397,7 +397,7 @@ async def test_a_move_waits_for_leases_and_moves_what_becomes_of_the_jobs(pair: 
 
 
 async def test_jobs_that_arrive_late_and_are_the_oldest_are_announced_and_found(pair: Pair, org: OrgId) -> None:
-    """A router's floors are above them, and a claim begins at its floors."""
+    """A router's floors are above these jobs, and a claim begins at its floors."""
     there, told = pair.store(B), asyncio.Queue[Collection[QueueId]]()
     doorbell = Doorbell(pair.databases[B], pair.dsns[B], on_ring=lambda _: heard.set(), on_arrival=told.put_nowait)
     heard = asyncio.Event()
@@ -474,7 +474,7 @@ async def test_nothing_moves_when_a_shard_knows_of_a_later_epoch_than_the_catalo
 async def test_nothing_moves_when_a_shard_has_forgotten_chunks(pair: Pair, org: OrgId, restored: ShardName) -> None:
     await pair.store(A).enqueue(some_jobs(org, 9))
     move = await pair.begin([org], target=B)
-    # begin is done; now close, open, switch, and one chunk.
+    # The move has begun. These steps close, open and switch.
     await take_steps(pair, move, 3)
     change = b"UPDATE windrow.owned_slot SET chunk = %(chunk)s WHERE slot = %(slot)s"
     for shard in (A, B):
@@ -524,7 +524,7 @@ async def test_a_shard_that_is_not_in_the_cluster_file_is_named(pair: Pair, org:
 async def test_a_job_or_key_that_is_sent_again_is_told_its_first_id_before_during_and_after_a_move(
     pair: Pair, org: OrgId
 ) -> None:
-    """As a router does: it asks the former owners, then stores what none of them knows."""
+    """The test does what a router does: it asks the former owners, and then stores the jobs that none of them knows."""
     made = await populate(pair, A, org)
     keyed = {made["ready"]: f"key-{org}", made["done"]: f"done-{org}"}
     queues = {job: what for what, job in made.items()}
@@ -585,8 +585,8 @@ async def test_a_job_whose_id_was_ahead_is_known_where_it_finished_by_a_clock_th
     store = pair.store(B)
     ((_, lease),) = await lease_jobs(store, org)
     assert await store.settle(Settlement.ack(org, [lease])) == [Answer.OK]
-    # The first shard stored it an hour ago, because its id was an hour ahead. The second shard's clock is ten minutes
-    # behind.
+    # The first shard stored the job an hour ago, because its id was an hour ahead. The second shard's clock is ten
+    # minutes behind.
     await pair.databases[B].run(b"UPDATE windrow.finished SET finished_at = finished_at - interval '70 min'", {})
     assert await store.enqueue(jobs, epoch=move.epoch) == {0: jobs.ids[0]}
     assert await store.settle(Settlement.ack(org, [lease])) == [Answer.OK]
@@ -654,7 +654,7 @@ async def test_queues_move_with_their_configuration(pair: Pair, org: OrgId) -> N
         every,
         PAUSED,
     ]
-    # Back again, over the configuration that is there.
+    # Move back, over the configuration that is still there.
     await pair.books[B].alter_queue(org, OTHER, RESUMED, epoch=move.epoch)
     reset = await pair.books[B].alter_queue(org, QUEUE, QueueSettings(), reset=list(SETTING_COLUMNS), epoch=move.epoch)
     assert reset.settings == RESUMED

@@ -102,9 +102,9 @@ def test_a_router_that_runs_stops_using_a_shard_that_a_newer_release_has_migrate
     assert WHY in running.shards()["s2"].error
     assert running.enqueue(here) == ""
     assert running.shards()["s1"].reachable
-    # After an upgrade it works again.
+    # After an upgrade a router can use the shard again.
     assert asyncio.run(enqueue_upgraded(running.routers.config, there)) == {}
-    # So does the old release, if the schema is restored, as from a backup.
+    # So can the old release, if the schema is restored, as from a backup.
     running.sql("s2", b"DELETE FROM windrow.migration WHERE number = 9000")
     until(lambda: running.enqueue(there) == "", "the shard is used again")
     until(lambda: running.shards()["s2"].reachable, "`windrow shards` says so")

@@ -1,4 +1,4 @@
-"""The figures of all orgs: they are those of the jobs, on one shard, on several, and while an org moves."""
+"""The figures of all orgs agree with their jobs, on one shard, on several shards, and while an org moves."""
 
 from __future__ import annotations
 
@@ -120,7 +120,8 @@ async def test_the_jobs_are_counted_again_only_when_the_count_is_too_old(
     assert [counts(one) for one in await listed(fresh_books)] == [(org, 4, 3, 0, 0)]
     await fresh_books.purge_queue(org, some_jobs(org).queues[0], limit=100, include_dead=True)
     assert [counts(one) for one in await listed(fresh_books)] == [(org, 0, 0, 0, 0)]
-    # A count needs the row of the last one, and waits for whoever holds it: then there is nothing left to count.
+    # A count needs the row of the last count, and waits for the session that holds this row. After that there is
+    # nothing left to count.
     two = await asyncio.gather(*(org_figures.count(fresh_books._database, max_age_us=MINUTE) for _ in range(2)))
     assert two == [None, None]
 
@@ -133,13 +134,13 @@ async def test_rates_are_of_the_jobs_stored_and_ended_between_two_counts(
     await populate(store, idle, ready=3)
     await populate(store, busy, ready=5)
     assert {(one.enqueued_per_1000_s, one.rates_over_us) for one in await listed(fresh_books)} == {(0, None)}
-    # All jobs of one org end, so that it has none any more; a dead job has not ended.
+    # All jobs of one org finish, so that it has no live jobs any more. A dead job does not count here.
     leases = [lease for _, lease in await lease_jobs(store, busy)]
     await store.settle(Settlement.ack(busy, leases))
     await populate(store, busy, dead=1)
     await store.enqueue(gone := some_jobs(busy, 4))
     await store.cancel(busy, ids_of(gone), reason="")
-    # The order of rates, for which nothing is counted again.
+    # The list in the order of rates does not count the jobs again.
     first, second = (
         await listed(fresh_books, OrgSort.BACKLOG),
         await listed(fresh_books, OrgSort.RATE, max_age_us=MINUTE),
@@ -159,7 +160,7 @@ async def test_a_count_by_an_older_release_gives_no_wrong_rates(
     store = Store(fresh_database)
     await listed(fresh_books)
     await populate(store, org, ready=4)
-    # As the older release writes it: without the accepted jobs.
+    # Write the count as the older release does, without the accepted jobs.
     await fresh_database.run(b"UPDATE windrow.org_figures_counted SET at = clock_timestamp()", {})
     assert [(one.enqueued_per_1000_s, one.rates_over_us) for one in await listed(fresh_books)] == [(0, None)]
     await populate(store, org, ready=1)
@@ -174,7 +175,7 @@ async def test_a_count_that_waited_for_another_does_not_count_again(
     await listed(fresh_books)
     await populate(store, org, ready=4)
     async with fresh_database.transaction() as connection:
-        # The other count: it holds the row until it commits.
+        # This is the other count, which holds the row until it commits.
         await connection.execute("UPDATE windrow.org_figures_counted SET before = at, at = now(), accepted_at = now()")
         await connection.execute("UPDATE windrow.org_figures SET ready = 8, accepted = 8, enqueued = 4")
         second = asyncio.create_task(org_figures.count(fresh_books._database, max_age_us=NOW))
@@ -189,7 +190,7 @@ async def test_a_count_that_waited_for_another_does_not_count_again(
 async def test_a_count_of_a_clock_that_was_set_back_since_is_not_used(
     fresh_database: Database, fresh_books: QueueAdmin, org: OrgId
 ) -> None:
-    """Otherwise the figures stand still until the clock is where it was."""
+    """Otherwise the figures would not change until the clock has reached that time again."""
     await listed(fresh_books)
     await fresh_database.run(
         b"UPDATE windrow.org_figures_counted SET at = at + interval '1 hour', accepted_at = at + interval '1 hour'", {}
@@ -213,7 +214,7 @@ async def test_an_org_that_moves_is_on_both_shards_and_afterwards_only_where_it_
     move = await pair.begin([org], target=B)
     assert slot_of(org) in {slot for slot, place in enumerate((await pair.known()).slots) if len(place.reads) > 1}
     assert org in {one.org for one in await listed(pair.books[A])}
-    # The leased job stays until its lease ends, so the move does: give it back.
+    # The leased job stays until its lease ends, and the move would wait for that. Give the job back.
     await pair.databases[A].run(
         b"UPDATE windrow.job SET lease = NULL, leased_at = NULL, worker = NULL, visible_at = run_at", {}
     )
@@ -299,13 +300,13 @@ def test_top_updates_its_figures_in_place_until_q_is_pressed(cluster: tuple[Stub
             os.write(ours, b"x")
             until_shown(b"newcomer")
             until_shown(b"org-1")
-            # Only as many orgs as the screen has room for.
+            # The screen shows only as many orgs as it has room for.
             assert b"org-02" not in shown
             os.write(ours, b"q")
             while process.poll() is None:
                 if select.select([ours], [], [], 0.05)[0]:
                     shown.extend(os.read(ours, 65536))
-            # The screen of before is back.
+            # The terminal shows its earlier screen again.
             assert b"\x1b[?1049l" in shown
             assert process.returncode == 0
         finally:

@@ -144,7 +144,7 @@ async def test_an_older_copy_never_overwrites_a_newer_one(field: Field, org: Org
     await field.databases[B].run(b"UPDATE windrow.policies SET changed = 1", {})
     await org_policies.copy(field.databases[B], field.databases[A])
     assert await field.databases[A].run(b"SELECT FROM windrow.org WHERE org = %(org)s AND held", {"org": org})
-    # A restored catalog still gives higher numbers once something is changed.
+    # A restored catalog still gives higher numbers as soon as something is changed.
     await field.catalog.run(b"UPDATE windrow.policies SET changed = 1", {})
     await field.catalog.run(b"DELETE FROM windrow.policy", {})
     await keep(field, other_org, 7)
@@ -204,7 +204,7 @@ async def test_an_orgs_retention_for_which_one_shard_has_no_room_changes_nothing
     with pytest.raises(TooManyRetentions, match=r"has 32 different retentions.* no room for 14 days"):
         await orgs.keep(field.cluster, org, days=14)
     assert await orgs.read(field.cluster) == before
-    # A retention that is in use, and the default, are taken.
+    # A retention that is in use is accepted, and so is the default.
     policy, behind = await orgs.keep(field.cluster, org, days=100)
     assert (policy.retention, behind) == (100, {})
     assert (await orgs.keep(field.cluster, org, days=None))[0].retention is None
@@ -246,7 +246,7 @@ async def test_a_hold_that_is_put_at_the_last_moment_before_a_day_is_dropped_hol
     held = asyncio.Event()
 
     async def wait(connection: object) -> None:
-        # Setting aside has ended by now; there was nothing to set aside.
+        # By now the drop has looked for jobs of held orgs, and has found none.
         if not held.is_set():
             held.set()
             await hold(field, org)
@@ -287,7 +287,7 @@ async def test_jobs_of_a_held_org_that_join_a_day_at_the_last_moment_are_not_dro
         await turn_cold(database, day)
     (past,) = await days_past(database)
     await hold(field, org)
-    # The clock went back.
+    # The clock was set back.
     await finish_some(database, org, 3)
     await age_finished(database, org, days=40)
     (late,) = [day for day in await days_over(database) if day.cold_already]
@@ -299,7 +299,8 @@ async def test_jobs_of_a_held_org_that_join_a_day_at_the_last_moment_are_not_dro
         await real(connection)
         if not joined:
             joined = True
-            # Another archiver does it, after the existing jobs were set aside.
+            # Another archiver makes the late jobs join the day, after the drop has taken the jobs of held orgs out of
+            # it.
             await turn_cold(other, late)
 
     other = Database(A, field.dsns[A], connections=1, may_scan=True)
@@ -333,8 +334,8 @@ async def test_a_hold_is_set_once_listed_and_ended_once(field: Field, org: OrgId
 
 
 async def fill(field: Field, org: OrgId, *, many: int = 1) -> list[JobId]:
-    """Stores jobs in every place on both shards; the org lived on the other one before. Returns the ids of those on the
-    first shard, except for the many that are only there to be counted."""
+    """Stores jobs of an org in every place on both shards, as if the org had lived on the other shard before. Returns
+    the ids of the jobs on the first shard, without the `many` jobs that are only there to be counted."""
     await field.databases[B].run(
         b"INSERT INTO windrow.owned_slot (slot, state, epoch) VALUES (%(slot)s, 'owned', 1)", {"slot": slot_of(org)}
     )
@@ -453,7 +454,7 @@ async def test_of_an_org_that_is_erased_nothing_is_left_anywhere_and_others_have
     assert all(json.loads(rows) for rows in before)
     words, numbers = [gone, *ids], [await number_of(database, gone) for database in databases]
     assert exported(place, gone) == 2
-    # Live, dead, cold, past ids, dedup, org, queue.
+    # These are the tables of live jobs, dead jobs, cold jobs, past ids, dedup keys, orgs and queues.
     assert len(await traces_of(databases[0], words)) == 7
     assert len(await numbered(databases[0], numbers[0])) > 7
     await keep(field, gone, 7)
@@ -557,7 +558,7 @@ async def test_a_queue_that_is_being_made_while_its_org_is_erased_goes_too(field
         names = {"orgs": arrays.texts([org]), "queues": arrays.names(["fresh"])}
         await making.run(statements.INSERT_NAMES, {**names, "slots": arrays.numbers([slot_of(org)])})
         await making.run(statements.INSERT_QUEUES, {**names, "relisted": True})
-        # It waits briefly, then does nothing.
+        # The erasure waits briefly, and then changes nothing.
         with pytest.raises(ShardUnavailable):
             await erasure.begin(database, org, erasure=erasure_id)
     assert await erasure.begin(database, org, erasure=erasure_id)

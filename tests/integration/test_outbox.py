@@ -31,7 +31,7 @@ async def router() -> AsyncIterator[FakeRouter]:
 
 @pytest.fixture
 async def client(router: FakeRouter) -> AsyncIterator[Client]:
-    """A client with a long timeout: a test that waits for all of it fails."""
+    """A client with a long timeout. A test that waits until this timeout is over fails."""
     async with Client(router.address, org="acme", timeout=600, try_timeout=600) as made:
         yield made
 
@@ -71,7 +71,7 @@ async def until_left(app: Connection, ids: list[str]) -> None:
 
 
 def first_with(options: str, dsn: str) -> Callable[[], Awaitable[Connection]]:
-    """Opens connections. The first one gets these server options."""
+    """Returns a function that opens connections. The first connection gets these server options."""
     opened: list[Connection] = []
 
     async def connect() -> Connection:
@@ -181,7 +181,7 @@ async def test_jobs_of_other_orgs_do_not_wait_for_one_that_cannot_be_reached(
             await until_left(app, await outbox.add(app, org, NewJob("q", "k")))
         back.set()
         await until_left(app, away)
-    # They were sent several times, as the same jobs.
+    # The jobs of the org that was away were sent several times, with the same ids.
     tries = [[job.id for job in request.jobs] for request in router.of("Enqueue") if request.org == "away"]
     assert len(tries) > 1
     assert tries == [away] * len(tries)
@@ -256,7 +256,7 @@ async def test_no_org_waits_for_one_whose_call_hangs_for_longer_than_the_first_p
         assert "slow" not in [org for org, _ in client.sent]
         back.set()
         await until_left(app, slow)
-        # It is no longer slow: its next call has the first patience again.
+        # The org is no longer slow: its next call has the first patience again.
         await until_left(app, await outbox.add(app, "slow", NewJob("q", "k")))
     assert [timeout for org, timeout in client.sent if org == "slow"] == [2.0, 1.0]
 

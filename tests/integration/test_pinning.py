@@ -61,7 +61,7 @@ async def catalog_rows(pair: Pair) -> object:
 
 
 async def send(pair: Pair, known: Catalog, jobs: NewJobs) -> dict[int, JobId]:
-    """Enqueues as a router does that has this copy of the catalog. Raises NotOwned."""
+    """Enqueues as a router with this copy of the catalog does. Raises NotOwned."""
     placement = known.placement(jobs.org)
     (writer,) = placement.writes
     found: dict[int, JobId] = {}
@@ -158,7 +158,7 @@ async def test_operators_at_the_same_time_make_one_slot_for_each_org(pair: Pair,
 
 
 async def test_a_pin_and_a_move_of_the_hash_slot_at_the_same_time_exclude_each_other(pair: Pair, org: OrgId) -> None:
-    """Whichever locks the slot's row first succeeds."""
+    """The transaction that locks the slot's row first succeeds."""
     known = await pair.known()
     async with pair.catalog.transaction() as operator:
         await operator.run(statements.LOCK_PLACEMENT, {"slot": slot_of(org)})
@@ -251,7 +251,7 @@ async def test_an_old_router_is_refused_and_learns_once_the_shard_knows_the_orgs
         with pytest.raises(NotOwned) as caught:
             await send(pair, old, again)
         assert (caught.value.slot, caught.value.epoch) == (pin.slot, pin.epoch)
-    # The queue that it created belongs to the org all the same.
+    # The refused call has created a queue, which is in the org's own slot too.
     assert await slots_there(pair, A, org) == (pin.slot, {pin.slot})
     assert await send(pair, new, jobs) == {0: ids_of(jobs)[0]}
     assert await send(pair, new, some_jobs(org, 1, queue="newer")) == {}
@@ -305,7 +305,8 @@ async def test_a_pinned_org_moves_and_leaves_its_neighbours(pair: Pair, org: Org
 
 @pytest.mark.parametrize("heard_of", [False, True])
 async def test_a_pinned_org_stays_when_the_slot_of_its_hash_goes(pair: Pair, org: OrgId, heard_of: bool) -> None:
-    """It is pinned to the shard where it lives. Only the move of its hash slot tells the shard about its own slot."""
+    """The org is pinned to the shard where it lives. Only the move of its hash slot tells the shard about the org's own
+    slot."""
     old = await pair.known()
     neighbour = neighbour_of(org)
     jobs, others = some_jobs(org, 3, dedup_keys=["k"]), some_jobs(neighbour, 2)
@@ -397,7 +398,7 @@ async def test_enqueues_go_on_meanwhile_and_what_would_make_or_change_a_queue_wa
 
 
 async def test_what_is_told_a_shard_late_changes_nothing(pair: Pair, org: OrgId) -> None:
-    """The process that adopts the org was frozen before."""
+    """The process that adopts the org was frozen for a while."""
     await pair.store(A).enqueue(some_jobs(org, 2))
     pin = await pins.pin(pair.catalog, org, OnShard(B))
 
@@ -407,7 +408,7 @@ async def test_what_is_told_a_shard_late_changes_nothing(pair: Pair, org: OrgId)
     for target in (B, A, B):
         await pair.move([org], target=target)
         before = await look()
-        # The check before it would find nothing to do, so the test also runs the step alone.
+        # The check before the step would find nothing to do, so the test also runs the step alone.
         assert await pins.adopt(pair.databases[A], [pin])
         named = {"orgs": arrays.texts([org]), "slots": arrays.numbers([pin.slot])}
         async with pair.databases[A].transaction() as connection:
@@ -426,9 +427,9 @@ async def test_what_is_told_a_shard_late_changes_nothing(pair: Pair, org: OrgId)
 async def test_an_org_is_settled_by_another_balancer_wherever_the_first_one_died(
     pair: Pair, org: OrgId, how: str
 ) -> None:
-    """The first balancer stops before the close, each time further; after the close it is a normal move. One org moves,
-    and one stays while its hash slot moves."""
-    # Hash slots, which are on the second shard now.
+    """The first balancer stops before the close, each time at a later act. After the close, the move is like any other.
+    One org moves, and another org stays while its hash slot moves."""
+    # The hash slots that are on the second shard now.
     moved: set[Slot] = set()
     for at in deaths(how):
         goes = OrgId(f"{org}-{at}-goes")
@@ -463,7 +464,7 @@ async def test_an_org_is_settled_by_another_balancer_wherever_the_first_one_died
                 await send(pair, old, some_jobs(one, 1))
         await pair.balance()
         if fate.acts < at:
-            # Two: adopt, before the target is told anything, and close.
+            # One transaction adopts the org, before the target is told anything. The other transaction closes the slot.
             assert fate.names.count("transaction") == 2
             assert (
                 fate.names.index("find_unadopted") < fate.names.index("transaction") < fate.names.index("read_queues")
@@ -472,7 +473,7 @@ async def test_an_org_is_settled_by_another_balancer_wherever_the_first_one_died
 
 
 async def test_ids_and_keys_from_before_the_pin_are_known_after(pair: Pair, org: OrgId) -> None:
-    """On every shard where the org has ever lived, pinned or not."""
+    """This holds on every shard where the org has ever lived, pinned or not."""
     sent: dict[str, NewJobs] = {}
 
     async def live_on(name: str) -> None:
@@ -551,7 +552,7 @@ async def test_an_org_that_is_pinned_by_a_label_is_never_sent_to_a_shard_without
     ):
         assert f"org '{org}' stays on shard 's2'" in (await follow(pair, entries, begun))[org]
     assert begun == [(org, B)]
-    # In whichever direction its hash slot moves.
+    # The org stays, in whichever direction its hash slot moves.
     for target in (B, A):
         await move_hash_slot(pair, org, target=target)
     assert await follow(pair, file("eu", "eu"), begun) == {}

@@ -1,5 +1,5 @@
-"""PgBouncer between routers and a shard: session mode works; one that shares sessions is refused, and the reason says
-so."""
+"""PgBouncer between routers and a shard: session mode works. A pooler that shares sessions is refused, and the reason
+says so."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ server_round_robin = {round_robin}
 
 @contextlib.contextmanager
 def pgbouncer(dsn: str, mode: str, *, size: int = 20, round_robin: int = 0) -> Generator[str, None, None]:
-    """Starts a pooler before the database. Yields the DSN through it."""
+    """Starts a pooler in front of the database. Yields the DSN through it."""
     program, holder = shutil.which("pgbouncer", path="/usr/sbin:/usr/bin:/usr/local/bin"), shutil.which("setpriv")
     if program is None or holder is None:
         pytest.skip("pgbouncer is not installed: apt-get install --no-install-recommends pgbouncer")

@@ -47,8 +47,8 @@ async def end_leases(database: Database, org: OrgId) -> None:
 
 
 async def crash(store: Store, database: Database, org: OrgId, times: int, *kinds: str) -> None:
-    """Lets `times` workers die while they have leased jobs of these kinds. Before that, each gives jobs of other kinds
-    back. The last death is found by a worker that gives everything back."""
+    """Lets `times` workers die while they have leased jobs of these kinds. Before that, each worker gives jobs of other
+    kinds back. Another worker finds the last death, and gives all jobs back."""
     for _ in range(times):
         leased = await lease_jobs(store, org)
         assert {job.kind for job, _ in leased}.issuperset(kinds)
@@ -128,7 +128,7 @@ async def test_a_kind_whose_jobs_crash_their_workers_is_set_aside_and_other_kind
     before = [attempt for _, attempt in await attempts(store, org, jobs)]
     for _ in range(3):
         assert await kinds_leased(store, org) == ["innocent"] * 3
-    # They are kept, ready, with the attempts that they had.
+    # The jobs are kept: they are ready, with the attempts that they had.
     assert await attempts(store, org, jobs) == [("ready", attempt) for attempt in before]
     leased = await lease_jobs(store, org)
     assert await store.settle(Settlement.ack(org, [lease for _, lease in leased])) == [Answer.OK] * len(
@@ -177,7 +177,7 @@ async def test_jobs_that_end_properly_after_their_crashes_acquit_their_kind(
     assert await store.settle(Settlement.ack(org, [lease for _, lease in leased])) == [Answer.OK]
     await store.sweep()
     assert await quarantined(database, org) == {}
-    # Its crashes are forgotten: the next ones begin at zero.
+    # The crashes of the kind are forgotten: the count begins at zero.
     await store.enqueue(jobs_of("slow", org))
     await crash(store, database, org, AFTER, "slow")
     await store.sweep()
@@ -241,7 +241,7 @@ async def test_a_job_that_was_leased_before_is_set_aside_when_it_is_lost(
         {"org": org},
     )
     await end_leases(database, org)
-    # Whatever the router remembers.
+    # This does not depend on what the router remembers.
     assert other.quarantine.kinds(org, QUEUE) == set()
     assert await kinds_leased(other, org) == []
     assert await attempts(store, org, late) == [("ready", 1)]
@@ -280,7 +280,7 @@ async def test_a_trial_that_crashes_is_not_leased_again_and_the_pause_doubles(
         await store.sweep()
         (trial,) = await lease_jobs(store, org)
         await end_leases(database, org)
-        # Before a sweep has seen it.
+        # This holds before a sweep has seen the crash.
         assert await lease_jobs(store, org) == []
         await store.sweep()
         pause_s = min(2 * pause_s, PAUSE_S_MAX)
@@ -360,7 +360,8 @@ async def test_a_group_keeps_its_order_behind_a_job_that_is_set_aside(
 async def test_a_trial_that_waits_for_a_slot_of_jobs_that_are_set_aside_is_replaced(
     store: Store, database: Database, books: QueueAdmin, org: OrgId
 ) -> None:
-    """A snoozed job gives its slot up. What has the slots then waits for the end of the trial, and the trial for it."""
+    """A snoozed job gives its group slot up. The jobs that have the slots then wait for the end of the trial, and the
+    trial waits for a slot."""
     await books.alter_queue(org, QUEUE, QueueSettings(group_concurrency=2))
     await store.enqueue(jobs_of("poison", org, 3, group="g"))
     await crash(store, database, org, AFTER + 1, "poison")
@@ -370,7 +371,7 @@ async def test_a_trial_that_waits_for_a_slot_of_jobs_that_are_set_aside_is_repla
     await store.sweep()
     ((trial, lease),) = await lease_jobs(store, org)
     assert await store.settle(Settlement.snooze(org, [Snooze(lease, MINUTE_US)])) == [Answer.OK]
-    # What got a slot meanwhile is set aside.
+    # The jobs that got a slot meanwhile are set aside.
     assert await kinds_leased(store, org) == []
     await store.alter(org, [trial.id], Alteration(delay_us=0))
     assert await kinds_leased(store, org) == []
@@ -475,7 +476,7 @@ async def test_nothing_is_stranded_whatever_happens(
     await books.alter_queue(org, QUEUE, QueueSettings(), reset=["quarantine_after"])
     for router in routers:
         await router.sweep()
-    # Dead ones are out of attempts.
+    # Jobs that are out of attempts are dead by now.
     while held := await lease_jobs(store, org):
         answers = await store.settle(Settlement.ack(org, [lease for _, lease in held]))
         assert set(answers) == {Answer.OK}
@@ -497,7 +498,7 @@ FROM generate_series(1, 20000) AS n
 CROSS JOIN LATERAL (SELECT now() - interval '1 day' + n * interval '1 us' AS at) due
 """
 
-# How many rows of jobs scans have read, and how many entries of two indexes.
+# The number of job rows that scans have read, and the numbers of entries that were read in two indexes.
 READS = b"""
 SELECT
     pg_stat_get_xact_tuples_returned('windrow.job'::regclass::oid)::bigint,
@@ -507,8 +508,8 @@ SELECT
 
 
 async def test_sweeps_and_explanations_read_no_more_with_many_jobs(fresh_recorder: Recorder, org: OrgId) -> None:
-    """Counts what the statements read, beside 20,000 jobs that are ready and 20,000 that are set aside. They
-    are planned for empty tables."""
+    """Counts what the statements read if 20,000 jobs are ready and 20,000 jobs are set aside. The statements were
+    planned for empty tables."""
     store = Store(fresh_recorder)
     await QueueAdmin(fresh_recorder).create_queue(org, QUEUE, QueueSettings(quarantine_after=AFTER))
     await store.quarantine.add(org, QUEUE, "poison", "", epoch=1)
@@ -544,7 +545,7 @@ async def test_operators_quarantine_and_release_a_kind_by_the_client_and_the_com
     postgres: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     database = postgres.create("quarantine")
-    # No sweep sets anything aside or hears of it; a release is carried out by one.
+    # The jobs are set aside without a sweep, but a sweep carries out the release.
     config = write_cluster(tmp_path_factory.mktemp("quarantine") / "cluster.toml", {"s1": database}, sweep_seconds=1)
     with running_routers(config) as routers:
         address = ("--address", routers.address)

@@ -54,7 +54,7 @@ async def admin(fresh_dsn: str) -> AsyncGenerator[QueueAdmin]:
 
 
 async def some_of_each(store: Store, org: OrgId) -> None:
-    """Stores 4 ready, 3 scheduled, 2 leased jobs and a dead one in queue `large`, and a ready one in `small`."""
+    """Stores 4 ready, 3 scheduled, 2 leased jobs and a dead job in queue `large`, and a ready job in `small`."""
     await store.enqueue(some_jobs(org, 7, queue="large"))
     await store.enqueue(some_jobs(org, 3, queue="large", delay_us=HOUR_US))
     await store.enqueue(some_jobs(org, 1, queue="small"))
@@ -106,7 +106,7 @@ async def test_jobs_are_counted_once_for_all_who_ask_within_a_minute(
 async def test_a_count_of_a_clock_that_was_set_back_since_is_not_fresh(
     admin: QueueAdmin, fresh_database: Database, org: OrgId
 ) -> None:
-    """Otherwise the figures stand still until the clock is where it was."""
+    """Otherwise the figures would not change until the clock has reached that time again."""
     await admin.queue_figures(max_age_us=NOW)
     await fresh_database.run(b"UPDATE windrow.queue_figures SET at = now() + interval '1 hour'", {})
     await Store(fresh_database).enqueue(some_jobs(org, 1, queue="mail"))
@@ -160,7 +160,7 @@ async def test_the_name_of_an_org_that_is_erased_is_gone_at_once(
     store = Store(fresh_database)
     await store.enqueue(some_jobs(org, 1, queue="mail"))
     assert by_queue(await admin.queue_figures(max_age_us=NOW)) == {(org, "mail"): (0, 1, 0, 0)}
-    # As begin_erasure.sql renames it.
+    # Rename the org as begin_erasure.sql does.
     await fresh_database.run(
         b"UPDATE windrow.queue SET org = chr(127) || '1', slot = -1 WHERE org = %(org)s", {"org": org}
     )
@@ -168,7 +168,7 @@ async def test_the_name_of_an_org_that_is_erased_is_gone_at_once(
 
 
 class Asked:
-    """A shard as `record` sees it. The next question comes when the last one was answered, and the answer written."""
+    """A shard as `record` sees it. It asks again only after the last answer has been written."""
 
     is_usable = True
 
@@ -204,7 +204,7 @@ async def recorded(folder: Path, monkeypatch: pytest.MonkeyPatch, **shards: Aske
 async def test_the_figures_of_a_shard_are_written_whatever_fails_beside_it(
     fresh_database: Database, spare_dsn: str, org: OrgId, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder that cannot be written, and a shard with a fault that nobody foresaw, do not end the record."""
+    """A folder that cannot be written, and a shard with a fault that nobody foresaw, do not end the recording."""
     await Store(fresh_database).enqueue(some_jobs(org, 1, queue="mail"))
     faulty = Database(ShardName("s2"), spare_dsn, connections=1, may_scan=True)
     await faulty.open()

@@ -1,4 +1,4 @@
-"""The walk over the queues of one name of all orgs: what it finds, and what it costs with 100,000 orgs."""
+"""The walk over the queues with one name in all orgs: what it finds, and what it costs with 100,000 orgs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_a_step_reads_as_much_as_it_returns_however_many_orgs_there_are(re
     assert plan.generic
     assert plan.indexes() <= {"job_ready", "queue_pkey"}
     assert not any(node["Node Type"] == "Seq Scan" for node in plan.nodes())
-    # Per queue: a step of the index, its first job, no further lane, and its row.
+    # For each queue the walk reads an index entry, the first job, no further lane, and the row of the queue.
     assert plan.buffers < 100 * 25
 
 

@@ -22,7 +22,7 @@ SECOND_US = 1_000_000
 
 
 async def some_dead(store: Store, org: OrgId, count: int) -> list[str]:
-    """Returns the ids in the order of their deaths."""
+    """Makes dead jobs. Returns their ids in the order of their deaths."""
     died: list[str] = []
     for _ in range(count):
         await store.enqueue(jobs := some_jobs(org, 1))
@@ -53,7 +53,7 @@ async def test_jobs_become_due_one_after_another_in_the_order_of_their_deaths(
     assert (gaps[0], gaps[1], gaps[3]) == (60 * SECOND_US,) * 3
     assert gaps[2] >= 60 * SECOND_US
     assert all(visible for _, _, visible in rows)
-    # The first one is ready.
+    # The first job is ready.
     assert [job.id for job, _ in await lease_jobs(store, org)] == died[:1]
     (found,) = [entry for entry in await books.check() if entry.org == org]
     assert (found.scheduled, found.leased, found.dead, found.balanced) == (4, 1, 0, True)

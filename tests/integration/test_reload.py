@@ -212,7 +212,7 @@ def test_another_catalog_and_another_name_take_a_restart(cluster: Live) -> None:
     assert "needs a restart of every router" in cluster.refused(cluster.write(turned))
     other = cluster_text(shards).replace('"tests"', '"others"')
     assert "[cluster] name is 'others'" in cluster.refused(cluster.put(other))
-    # [catalog] names the same database.
+    # This [catalog] names the same database, so no restart is needed.
     cluster.change(shards, f"[catalog]\ndsn = '''{cluster.dsns['s1']}'''\n")
 
 
@@ -260,7 +260,7 @@ def test_a_shard_that_is_added_comes_up_and_disturbs_nobody(
     with psycopg.connect(empty_dsn) as connection:
         assert connection.execute("SELECT cluster, shard FROM windrow.identity").fetchall() == [("tests", "s3")]
     cluster.said("shard 's3' is added")
-    # It holds nothing, and may be removed at once.
+    # The new shard holds nothing, and may be removed at once.
     cluster.change(cluster.as_they_are())
     assert [one.name for one in cluster.listed().shards] == ["s1", "s2"]
     cluster.said("shard 's3' is removed")
@@ -371,7 +371,7 @@ def test_the_catalog_is_followed_with_the_shard_that_it_is_on(
 
 
 def write_unnoticed(config: Path, text: str) -> None:
-    """Only its content changes, not its size or its time."""
+    """Changes the content of the file, but neither its size nor its time."""
     marks = config.stat()
     assert len(text.encode()) == marks.st_size
     config.write_text(text)
@@ -464,7 +464,7 @@ def test_a_shard_that_only_takes_gives_no_jobs_until_it_does_again(cluster: Live
         parked = threads.submit(cluster.stubs.queue.Dequeue, wait, timeout=PATIENCE_S)
         cluster.change(cluster.as_they_are(s2={"state": "enqueue_only"}))
         (stored,) = enqueue(cluster.stubs, org)
-        # It is neither claimed nor handed over to a waiting consumer.
+        # The job is neither claimed nor handed over to a waiting consumer.
         assert dequeue(cluster.stubs, org) == []
         assert found(cluster.stubs, org, stored.id).jobs[0].state == job_pb2.JOB_STATE_READY
         assert ack(cluster, org, leased) == [OK]
@@ -605,7 +605,7 @@ def test_the_jobs_of_several_shards_are_listed_together_without_one_that_is_away
     answer = found(both, org, *ids, unknown)
     assert [job.id for job in answer.jobs] == [job.id for job in early]
     assert (list(answer.not_found_ids), list(answer.unavailable_shards)) == ([], ["s2"])
-    # A consumer gets the jobs that are there.
+    # A consumer gets the jobs of the shard that is not off.
     cluster.sql("s1", "UPDATE windrow.job SET visible_at = now(), run_at = now()")
     assert {job.id for job in dequeue(both, org)} == {job.id for job in early}
     error = refusal(lambda: both.queue.CancelJobs(queue_pb2.CancelJobsRequest(org=org, ids=ids), timeout=PATIENCE_S))

@@ -1,4 +1,5 @@
-"""Finished and dead jobs are stored again as new jobs, which name the old ones; once for each new id."""
+"""Finished and dead jobs are stored again as new jobs, which name the old jobs. A job is stored once for each new
+id."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ class Cluster:
         self.enqueue(org, *jobs)
         left = len(jobs)
         while left:
-            # A claim has its own limit.
+            # One claim may give fewer jobs, because it has a limit of its own.
             leased = self.dequeue(org)
             acks = [queue_pb2.Ack(lease=job.lease, result=b"done") for job in leased]
             self.stubs.queue.Ack(queue_pb2.AckRequest(org=org, acks=acks), timeout=PATIENCE_S)

@@ -44,7 +44,7 @@ async def others(fresh_dsn: str) -> AsyncGenerator[list[Database], None]:
 
 
 async def set_unnoticed(database: Database, org: OrgId, days: int) -> None:
-    """Sets the retention of the org's queues as the import of a move does: nothing is made for it."""
+    """Sets the retention of the org's queues as the import of a move does, which makes no partitions for it."""
     await database.run(b"UPDATE windrow.queue SET retention = %(days)s WHERE org = %(org)s", {"days": days, "org": org})
 
 
@@ -159,7 +159,7 @@ async def test_nobody_waits_while_the_partitions_of_a_retention_are_made(
     leases = await lease_some(store, org, 2)
     async with await psycopg.AsyncConnection.connect(fresh_dsn) as making:
         await making.execute(partitions.making("finished_14", 14, None, None), prepare=False)
-        # Not committed. Each of these fails if it waits for a lock.
+        # The partitions are not committed yet. Each of these calls fails if it waits for a lock.
         more = some_jobs(org, 1)
         assert await store.enqueue(more) == {}
         assert len(await lease_jobs(store, org)) == 1
@@ -177,7 +177,7 @@ async def test_a_shard_takes_no_more_than_so_many_retentions_and_refuses_without
     for days in further:
         await books.alter_queue(org, QUEUE, QueueSettings(retention_days=days))
     assert len(await retentions_of(fresh_database)) == RETENTIONS_MAX
-    # Not 100 and 101, which may be another org's.
+    # The message does not name retentions such as 100, which may be another org's.
     words = rf"shard '{SHARD}' has 32 different .* no room for 14 days: use one of 0, 1, 7, 30, 90, 365, 2557 days"
     with pytest.raises(TooManyRetentions, match=words):
         await books.alter_queue(org, QUEUE, QueueSettings(retention_days=14, max_attempts=9))
@@ -188,9 +188,9 @@ async def test_a_shard_takes_no_more_than_so_many_retentions_and_refuses_without
     settings = (await books.get_queue(org, QUEUE)).settings
     assert (settings.retention_days, settings.max_attempts) == (further[-1], 3)
     assert 14 not in await retentions_of(fresh_database)
-    # Those that the shard has are taken as before.
+    # Retentions that the shard has are accepted as before.
     await books.alter_queue(org, QUEUE, QueueSettings(retention_days=100))
-    # A move may bring one more retention. No ack is refused for it.
+    # A move may bring one more retention, and no ack is refused for that.
     store = Store(fresh_database)
     leases = await lease_some(store, org)
     await set_unnoticed(fresh_database, org, 14)

@@ -54,7 +54,7 @@ from tests.routers import (
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2, server_pb2
 
 QUEUE = "mail"
-# Longer than any test waits: what ends sooner did not need it.
+# Longer than any test waits. A drain that ends during the test did not need this time.
 LONG_S = 3600.0
 OK, STALE, NOT_FOUND = job_pb2.JOB_ANSWER_OK, job_pb2.JOB_ANSWER_STALE, job_pb2.JOB_ANSWER_NOT_FOUND
 _numbers = itertools.count(1)
@@ -196,7 +196,7 @@ def test_acks_ride_on_the_next_dequeue(running: Running) -> None:
     second = queue.Dequeue(request, timeout=PATIENCE_S)
     assert list(second.not_ok) == [queue_pb2.LeaseAnswer(lease=stale, answer=STALE)]
     assert len(second.jobs) == 1
-    # The same request again, as after a lost answer: its acks are answered the same, and it leases another job.
+    # The request is repeated, as after a lost answer. Its acks get the same answers, and it leases another job.
     third = queue.Dequeue(request, timeout=PATIENCE_S)
     assert (list(third.not_ok), len(third.jobs)) == (list(second.not_ok), 1)
     (record,) = found(running.stubs, org, first[0].id).jobs
@@ -370,7 +370,7 @@ def test_orgs_do_not_reach_each_other(running: Running, other_shard: str) -> Non
 
 
 def test_one_ack_reaches_leases_of_several_shards(running: Running) -> None:
-    # As after a move, the leases of one org may be on two shards. A shard without the org knows none of its jobs.
+    # The leases of one org may be on two shards, as after a move. A shard without the org knows none of its jobs.
     org, other = running.org_on("s1"), running.org_on("s2")
     enqueue(running.stubs, org)
     enqueue(running.stubs, other)
@@ -398,7 +398,7 @@ def test_a_call_whose_metadata_names_another_org_is_refused(running: Running) ->
         assert info is not None
         assert info.reason == "ORG_MISMATCH"
         assert f"is {org!r}, but the metadata windrow-org says 'other'" in (error.details() or "")
-    # The org's own call is the only one that was done.
+    # Only the call whose metadata names the org was done.
     assert len(dequeue(both, org)) == 1
 
 
@@ -407,7 +407,7 @@ def test_a_call_whose_metadata_names_another_org_is_refused(running: Running) ->
     [
         ({"max_attempts": 5}, [], (5, 90)),
         ({"max_attempts": 5}, ["max_attempts"], (5, 90)),
-        # A path whose field is absent resets it, and a field that no path names does not change.
+        # A path whose field is absent resets the field. A field that no path names does not change.
         ({"max_attempts": 5}, ["retention_days"], (3, 30)),
         ({"max_attempts": 5, "retention_days": 7}, ["retention_days"], (3, 7)),
         ({}, ["max_attempts", "retention_days"], (20, 30)),
@@ -477,7 +477,8 @@ def test_reflection_lists_the_services(running: Running, version: str) -> None:
 def move_slot(running: Running, org: str, *, to: str, grant: bool = True) -> None:
     """Changes the catalog and the shards as a balancer does when an org's slot begins to move away from s1."""
     slot = slot_of(OrgId(org))
-    # In one statement: a router that reads between two would never learn of the second change.
+    # Both changes are in one statement: a router that reads between two statements would never learn of the second
+    # change.
     ((epoch,),) = running.sql(
         "s1",
         "WITH next AS (UPDATE windrow.catalog SET epoch = epoch + 1 RETURNING epoch) "
@@ -507,7 +508,7 @@ def test_an_enqueue_that_a_shard_refuses_goes_where_the_slot_went(running: Runni
 
 def test_what_two_shards_give_fits_into_one_answer(running: Running) -> None:
     org = running.org_on("s1")
-    # Two of them leave room for a third in one shard's answer; four are more than gRPC clients accept.
+    # Two such payloads leave room for a third one in one shard's answer. Four are more than gRPC clients accept.
     large = b"x" * (2**20 - 8)
     stored = [new_job(payload=large) for _ in range(2)]
     enqueue(running.stubs, org, *stored)
@@ -571,7 +572,7 @@ def test_a_stopped_shard_is_unavailable_at_once_and_hurts_no_other(breakable: Ru
     kill(servers["s2"])
     try:
         with ThreadPoolExecutor(40) as threads:
-            # The first calls find the connections broken; the router knows it for the following ones.
+            # The first calls find the connections broken. At the following calls the router knows that already.
             for _ in range(3):
                 refused = [threads.submit(refusal, call) for call in calls * 6]
                 served = [threads.submit(enqueue, both, near) for _ in range(20)]
@@ -675,7 +676,7 @@ def test_two_hundred_cancelled_calls_cost_no_connection(running: Running) -> Non
 
 
 def test_a_shard_that_became_a_standby_is_unavailable_and_then_found_again(running: Running) -> None:
-    # Exactly the error that a standby gives.
+    # The trigger raises exactly the error that a standby gives.
     org, both = running.org_on("s2"), running.stubs
     running.sql(
         "s2",
@@ -869,7 +870,7 @@ def test_a_drain_lets_calls_in_flight_end_and_takes_no_new_ones(running: Running
                 lambda: both.queue.Dequeue(queue_pb2.DequeueRequest(org=org, queues=[QUEUE]), timeout=PATIENCE_S),
                 lambda: list(both.cluster.CheckShard(cluster_pb2.CheckShardRequest(shard="s1"), timeout=PATIENCE_S)),
             ):
-                # For a short time, a connection with calls may begin more of them.
+                # For a short time, a connection with calls may begin more calls.
                 until(functools.partial(is_refused, refused), "the call is refused")
             assert not call.done()
         assert call.result(PATIENCE_S).results[0].id == job.id
@@ -908,7 +909,7 @@ def test_health_is_serving_until_the_drain_which_no_watcher_holds_up(running: Ru
         routers.supervisor.terminate()
         for watch in watches:
             assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        # It would hold up the drain for longer than this waits.
+        # If a watcher held up the drain, the drain would last longer than this wait.
         assert routers.supervisor.wait(PATIENCE_S) == 0
 
 

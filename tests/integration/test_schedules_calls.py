@@ -297,7 +297,7 @@ async def test_the_client_creates_changes_and_removes_schedules(client: windrow.
 
 
 async def one(client: windrow.Client) -> windrow.ScheduleRecord:
-    """Returns the only schedule, as `get_schedule` does: lists have no payloads."""
+    """Returns the only schedule with its payload, which lists leave out."""
     (record,) = await client.list_schedules()
     found, _ = await client.get_schedule(record.name)
     return found

@@ -58,7 +58,7 @@ async def test_a_due_schedule_stores_a_job_like_its_template_that_knows_its_run(
     at = await shard.set_back(org, HOUR_US)
     assert (await shard.fire()).jobs == 1
     (job,) = await shard.jobs(org)
-    # It was due half an hour ago.
+    # The run was due half an hour ago.
     assert (job.at, job.previous, job.cause) == (at, None, "catch_up")
     found = await shard.admin.get(org, DAILY)
     assert (found.schedule.last_job, found.schedule.last_at) == (job.id, at)
@@ -123,7 +123,7 @@ async def test_a_schedule_that_cannot_be_decided_holds_up_no_other(shard: Shard,
     for name in ("a", "b", "c"):
         await shard.create(org, ScheduleSpec(timing=timing), ScheduleName(name))
         await shard.set_back(org, HOUR_US, ScheduleName(name))
-    # Its zone is in this machine's database no more.
+    # Make it look as if the schedule's time zone were no longer in the time zone database.
     await shard.database.run(
         b"UPDATE windrow.schedule s SET zone = 'Nowhere/Gone', cron = '* * * * *', interval_us = NULL, "
         b"wake_at = wake_at - interval '1 s' FROM windrow.org o "
@@ -259,7 +259,8 @@ async def test_with_skip_none_is_stored_while_a_job_is_live_and_the_next_after_i
     assert len(await shard.jobs(org)) == 1
     await shard.end_job(org)
     await shard.set_back(org, 5 * HOUR_US)
-    # The two earlier ones have no run; the first of them is stored, and the second is due while it is live.
+    # The two earlier instants have no run yet. The first one is stored, and the second one is due while its job is
+    # live.
     assert (await shard.fire()).jobs == 1
 
 
@@ -346,7 +347,7 @@ async def test_with_cancel_running_the_job_is_cancelled_first(shard: Shard, org:
     fired = await shard.due.fire()
     assert [(one.job, one.cancel) for one in fired.needed] == [(running, True)]
     assert fired.jobs == 0
-    # A router that dies here has changed nothing: the next one is told the same.
+    # A router that dies here has changed nothing: the next router is told the same.
     await shard.wake(org)
     assert [one.job for one in (await shard.due.fire()).needed] == [running]
     await shard.store.cancel(org, [running], reason="replaced")
@@ -443,7 +444,7 @@ async def test_a_backfill_stores_instants_that_were_skipped_together_and_the_oth
         return await shard.admin.backfill(org, DAILY, begin=at, end=end, overlap=Overlap.ALLOW, epoch=1)
 
     assert (await backfill(1, 1)).stored == 1
-    # The first instant has the row that records all of them; the second one has a row of its own by now.
+    # The row of the first instant records all skipped instants. The second instant has a row of its own by now.
     done = await backfill(0, 1)
     assert (done.stored, done.known) == (1, 0)
     runs = await shard.runs(org)
@@ -477,7 +478,7 @@ async def test_a_backfill_of_instants_that_are_not_decided_leaves_the_later_ones
     if ends_by != "catch-up":
         await shard.admin.set_paused(org, DAILY, paused=True, epoch=1)
     first = await shard.set_back_paused(org, 5 * HOUR_US)
-    # The second instant before the first one.
+    # Backfill the second instant before the first one.
     for begin in (first + HOUR_US, first):
         end = Micros(begin + 1)
         await shard.admin.backfill(org, DAILY, begin=Micros(begin), end=end, overlap=Overlap.ALLOW, epoch=1)
@@ -608,11 +609,11 @@ async def test_what_was_due_by_a_timing_that_is_changed_is_told_as_skipped(
     (run,) = await shard.runs(org)
     assert outcomes([run]) == [f"skipped {reason}"]
     assert (run.at, run.through) == (first, first + 2 * HOUR_US)
-    # The schedule itself goes on by the new timing, and is paused as before.
+    # The schedule itself goes on by the new timing, and stays paused if it was paused.
     schedule = changed.schedule
     assert schedule.next_at == calendar.following(daily, changed.now)
     assert (schedule.paused_at is not None) is paused
-    # Only a change of the timing does this.
+    # Only a change of the timing records instants as skipped.
     await shard.set_back_paused(org, 370 * DAY_US)
     await shard.admin.update(org, DAILY, lambda spec, had: (replace(spec, note="new"), had), epoch=1)
     assert await shard.admin.runs(org, created.schedule.id) == [run]
@@ -670,7 +671,7 @@ async def test_an_org_may_have_so_many_schedules(shard: Shard, org: OrgId, monke
     await shard.create(org, spec)
     with pytest.raises(TooManySchedules):
         await shard.create(org, spec, ScheduleName("second"))
-    # A repeated create is answered that the schedule exists.
+    # A repeated create is told that the schedule exists.
     with pytest.raises(ScheduleExists):
         await shard.create(org, spec)
 

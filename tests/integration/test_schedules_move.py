@@ -29,7 +29,7 @@ async def pair(fresh_dsn: str, spare_dsn: str) -> AsyncGenerator[Pair, None]:
 
 
 async def make_due(shard: Shard, org: OrgId, count: int) -> list[ScheduleName]:
-    """Makes schedules of which RUNS instants are due."""
+    """Makes schedules with RUNS due instants each."""
     timing = await shard.hourly()
     names = [ScheduleName(f"s{number}") for number in range(count)]
     for name in names:
@@ -56,11 +56,11 @@ async def test_a_move_takes_schedules_with_their_runs_and_nothing_is_left(pair: 
     assert await target.runs(org) == runs
     with pytest.raises(UnknownSchedule):
         await source.admin.get(org, DAILY)
-    # A router that does not know of the move yet is sent on.
+    # A router that does not know of the move yet is refused.
     with pytest.raises(NotOwned):
         await source.admin.update(org, DAILY, lambda spec, had: (spec, had), epoch=1)
     assert await pair.databases[A].run(b"SELECT count(*) FROM windrow.schedule_run", {}) == [(0,)]
-    # And back, over what the earlier stay may have left.
+    # The org moves back, over rows that its earlier stay may have left.
     await pair.move([org], target=A)
     assert (await source.admin.get(org, DAILY)).schedule == before.schedule
     assert await source.runs(org) == runs
@@ -127,7 +127,7 @@ async def test_a_router_dies_while_it_fires_and_each_run_is_stored_once(
     finally:
         await dying.close()
     assert fate.acts >= 1
-    # A cancel may come too late for the commit.
+    # A cancel may come too late to prevent the commit.
     whole = RUNS * len(names)
     possible = {"unheard": {whole}, "cancelled": {0, whole}}.get(how, {0})
     assert len(await jobs_of(database, org)) in possible

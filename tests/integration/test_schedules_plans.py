@@ -1,5 +1,5 @@
-"""The plans of the statements about schedules, with 200,000 schedules on the shard: while none is due, a look
-reads one entry of an index; and what is due is found by that index, whatever statistics the planner has."""
+"""The plans of the statements about schedules, with 200,000 schedules on the shard. While no schedule is due, a look
+reads one index entry. Due schedules are found by that index, whatever statistics the planner has."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def filled(module_dsn: str) -> AsyncGenerator[Database, None]:
     database = Database(SHARD, module_dsn, connections=1)
     await database.open()
     await database.run(b"ALTER TABLE windrow.schedule SET (autovacuum_enabled = off)", {})
-    # As a router would make them, but in one slot that is owned.
+    # Make orgs as a router would, but each in a slot that is chosen here and owned.
     await database.run(
         f"INSERT INTO windrow.org (org, slot) SELECT 'org-' || n, n FROM generate_series(1, {ORGS}) n".encode(), {}
     )
@@ -49,7 +49,7 @@ async def filled(module_dsn: str) -> AsyncGenerator[Database, None]:
         b"SELECT m.name_id, o.org_id, o.org, 'mail', o.slot FROM windrow.org o, windrow.queue_name m",
         {},
     )
-    # The plans that are kept were made for an empty table.
+    # Make the plans that are kept while the table is empty.
     async with database.transaction() as connection:
         await plan(connection, statements.FIND_WAKE, {})
         await plan(connection, statements.TAKE_DUE, {"rows": 500})

@@ -1,4 +1,4 @@
-"""Lookups and counts use connections too: one org's calls leave some for the others (I4)."""
+"""Lookups and counts use connections too: one org's calls leave some connections for other orgs (I4)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Jobs that are handed over from one router process to the consumers of another one of the same supervisor, and what
-happens when either of them dies, stops or sends nonsense in between.
+happens when either process dies, stops or sends nonsense in between.
 
-Here the test is the supervisor: it chooses the process that a client calls, and may itself be the sibling of one."""
+Here the test is the supervisor: it chooses the process that a client calls, and may itself be the sibling of a
+process."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class Router:
 
     process: subprocess.Popen[str]
     address: str
-    # The supervisor's end of its standard input.
+    # The supervisor's end of the process's standard input.
     line: socket.socket
     log: Path
 
@@ -51,7 +52,7 @@ class Router:
         return self.process.pid
 
     def connect(self, sibling: socket.socket) -> None:
-        """Passes it the connection to a sibling."""
+        """Passes the connection to a sibling on to the process."""
         with sibling:
             socket.send_fds(self.line, [b"+"], [sibling.fileno()])
 
@@ -65,7 +66,7 @@ def connect(one: Router, other: Router) -> None:
         router.connect(end)
 
 
-# A router process that waits for as long for the answers of its siblings, and keeps promises for as long as tests need.
+# A router process that waits for the answers of its siblings, and keeps promises, for as long as tests need.
 _MAIN = """
 import sys
 from router.process.child import main
@@ -98,7 +99,7 @@ def running_router(config: Path, *, ask_s: float = PATIENCE_S) -> Generator[Rout
             assert said.startswith("ready "), f"{said!r}; the log: {log.read_text()}"
             yield Router(process=process, address=f"127.0.0.1:{said.split()[1]}", line=ours, log=log)
         finally:
-            # One that a test has stopped can only be killed.
+            # A process that a test has stopped must go on before it can end.
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGCONT)
             process.terminate()
@@ -132,7 +133,7 @@ async def near(two: tuple[Router, Router]) -> AsyncGenerator[Client, None]:
 
 @pytest.fixture
 async def far(two: tuple[Router, Router]) -> AsyncGenerator[Client, None]:
-    """Its sibling, through which jobs are enqueued."""
+    """The sibling of that process, through which jobs are enqueued."""
     async with client(two[1].address) as opened:
         yield opened
 
@@ -143,7 +144,7 @@ async def org(near: Client) -> str:
 
 
 def handed_over(dsns: dict[str, str], *ids: str) -> list[str]:
-    """Returns those of the leased jobs that were leased by the insert itself."""
+    """Returns those of these jobs that the insert itself leased."""
     hexes = [to_hex(one) for one in ids]
     found: set[str] = set()
     for shard in dsns:
@@ -155,7 +156,8 @@ def handed_over(dsns: dict[str, str], *ids: str) -> list[str]:
 
 
 async def until_ready(producer: Client, dsns: dict[str, str], org: str, stream: Stream, *, queue: str = QUEUE) -> None:
-    """Returns once the stream gets jobs that are stored through `producer` handed over, with all of its credit."""
+    """Enqueues jobs through `producer` until one is handed over to the stream. Then the stream has all of its
+    credit."""
     for number in itertools.islice(_numbers, 200):
         seen = len(stream.jobs)
         (job,) = await producer.enqueue(org, new_job(queue=queue))
@@ -198,7 +200,7 @@ async def test_jobs_are_leased_in_the_insert_to_a_consumer_at_a_sibling(
         assert handed_over(dsns, *ids) == ids
         assert {(job.id, job.payload) for job in got} == {(job.id, job.template.payload) for job in sent}
         assert {job.attempt for job in got} == {1}
-        # Its lease is like any other.
+        # The lease of such a job is like any other.
         assert await stream.settle(1, acks=acks(got)) == []
     await near.balanced(dsns)
 
@@ -216,7 +218,7 @@ async def test_consumers_here_come_first_and_the_rest_goes_to_a_sibling(
     async with near.stream(org, credit=10_000) as away:
         await until_ready(far, dsns, org, away)
         async with far.stream(org, credit=30) as here:
-            # Until it has claimed, jobs are not handed over to it.
+            # Jobs are not handed over to this stream until it has claimed.
             while not here.jobs:
                 both = here.jobs, away.jobs
                 count = sum(map(len, both))
@@ -255,7 +257,7 @@ async def test_a_paused_queue_hands_nothing_over_to_a_sibling(
         await far.admin.ResumeQueue(admin_pb2.ResumeQueueRequest(org=org, queue=QUEUE))
         got = (await stream.until_jobs(seen + 2))[seen:]
         assert sorted(job.id for job in got) == sorted(ids)
-        # Its places are free again.
+        # The places of the stream are free again.
         assert await stream.settle(1, acks=acks(got), credit=2) == []
         await until_ready(far, dsns, org, stream)
         seen = len(stream.jobs)
@@ -332,12 +334,12 @@ async def test_jobs_of_a_process_that_is_killed_before_its_insert_has_ended_come
             doomed.kill()
             with contextlib.suppress(Exception):
                 await enqueue
-            # Postgres ends the statement all the same: it leases the jobs, and nobody knows.
+            # Postgres completes the statement nevertheless. It leases the jobs, and no process knows that.
             rival.commit()
         got = (await stream.until_jobs(seen + 3))[seen:]
         assert sorted(job.id for job in got) == sorted(job.id for job in jobs)
         assert await stream.settle(1, acks=acks(got), credit=3) == []
-        # All of its credit is back.
+        # The stream has all of its credit again.
         await here.enqueue(org, *(new_job() for _ in range(12)))
         await stream.until_jobs(seen + 3 + 10)
     await near.balanced(dsns)
@@ -358,7 +360,7 @@ async def test_jobs_of_a_process_that_is_killed_after_its_insert_come_back(
         with inserts_blocked(dsns) as rival:
             enqueue = asyncio.create_task(there.enqueue(org, *jobs))
             await until_inserting(dsns)
-            # From here on it cannot tell.
+            # From here on the process cannot tell its sibling anything.
             os.kill(doomed.pid, signal.SIGSTOP)
             rival.commit()
         leased = "SELECT count(*) FROM windrow.job WHERE id = ANY(%s::uuid[]) AND lease IS NOT NULL"
@@ -432,7 +434,7 @@ async def _stopped(stopped: Router, keeper: Router, dsns: dict[str, str], org: s
             assert sorted(job.id for job in got) == sorted(ids)
             assert await stream.settle(1, acks=acks(got)) == []
         os.kill(stopped.pid, signal.SIGCONT)
-        # It is asked again, and what it has promised too late was given back.
+        # The process is asked again, and the places that it promised too late were given back.
         await until_ready(here, dsns, org, away)
         seen = len(away.jobs)
         await here.enqueue(org, *(new_job() for _ in range(100)))
@@ -484,7 +486,7 @@ async def test_a_process_that_drains_leaves_no_job_behind(
         greeting("another release"),
         greeting(version("windrow-server")) + SIZES.pack(7, 0) + b"[1,2,3]",
         greeting(version("windrow-server")) + SIZES.pack(2**32 - 1, 2**32 - 1),
-        # An answer, an outcome and a receipt of nothing that was asked, promised or sent.
+        # An answer, an outcome and a receipt for things that nobody has asked, promised or sent.
         greeting(version("windrow-server")) + SIZES.pack(22, 0) + b"[[],[],[[7,[]]],[],[]]",
         greeting(version("windrow-server")) + SIZES.pack(22, 0) + b"[[],[],[],[[7,[]]],[]]",
         greeting(version("windrow-server")) + SIZES.pack(15, 0) + b"[[],[],[],[],[7]]"[:15],
@@ -509,7 +511,7 @@ async def test_a_process_hangs_up_on_a_sibling_that_sends_nonsense_and_serves_on
 
 
 async def test_processes_find_each_other_again_when_one_was_restarted(config: Path, dsns: dict[str, str]) -> None:
-    """The kernel deals connections out: of many some go to each process."""
+    """The kernel distributes connections: of many connections, some go to each process."""
     with running_routers(config, processes=2) as routers:
         for turn in range(2):
             async with contextlib.AsyncExitStack() as stack:

@@ -68,7 +68,7 @@ async def test_a_day_that_no_archiver_has_taken_is_late_when_it_is_over_and_agai
     async with fresh_database.transaction() as connection:
         name = f"finished_{RETENTION_DEFAULT}_{over.replace('-', '')}"
         await partitions.make(connection, name, RETENTION_DEFAULT, over, past)
-    # Four days and the time of day have passed since it was over; three hours of them do not count.
+    # Four days and the time of day have passed since the day was over. Three hours of that time do not count.
     late_s = (await signs.read(fresh_database)).archive_late_s
     assert 0 <= late_s - (4 * DAY_S + now_s % DAY_S - 3 * HOUR_S) < PATIENCE_S
     day, *_ = await days.days_over(fresh_database)
@@ -91,7 +91,7 @@ async def test_a_day_that_no_archiver_has_taken_is_late_when_it_is_over_and_agai
 
 
 async def _some_days(database: Database, *ago: int) -> tuple[float, str, str]:
-    """Returns the shard's time, and two days that are so many days ago, as YYYY-MM-DD."""
+    """Returns the shard's time, and two days, each so many days before today, as YYYY-MM-DD."""
     ((now_s, first, second),) = await database.run(
         b"SELECT extract(epoch FROM now())::float8, ((now() AT TIME ZONE 'UTC')::date - %(first)s::integer)::text, "
         b"((now() AT TIME ZONE 'UTC')::date - %(second)s::integer)::text",

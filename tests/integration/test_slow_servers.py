@@ -1,4 +1,4 @@
-"""What the breaker regards as silence, and what it leaves behind."""
+"""What the breaker takes for silence, and what it does not."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ async def limit(by: Client, org: str, amount: int, *, per_s: int = DAY_S, queue:
 
 
 async def in_force(cluster: Cluster, org: str) -> None:
-    """Returns when each process of both routers has looked at the limits: a connection reaches one at random, so this
-    opens many. ListLimits looks, and puts the limits in force."""
+    """Returns when each process of both routers has read the limits and put them in force, as a ListLimits makes it do.
+    A connection reaches a random process, so this function opens many."""
     for routers in (cluster.near, cluster.far):
         for _ in range(8):
             async with client(routers.address) as one:
@@ -153,7 +153,7 @@ async def test_consumers_of_all_orgs_start_exactly_the_limit_and_can_finish_what
             for by in (near, far):
                 await store(by, org, 6, queue=queue)
         await until(lambda: len(one.jobs) + len(two.jobs) >= 22, "each limit is used up")
-        # One of them may have got all.
+        # One stream may have got all jobs.
         for stream in (stream for stream in (one, two) if stream.jobs):
             assert await stream.settle(1, acks=acks(stream.jobs)) == []
     counts = Counter(job.queue for job in [*one.jobs, *two.jobs])
@@ -194,7 +194,7 @@ async def test_consumers_get_the_next_job_when_its_token_comes(cluster: Cluster,
         SELECT extract(epoch FROM max(leased_at) - min(leased_at))
         FROM windrow.job JOIN windrow.queue USING (queue_id) WHERE org = %s
     """
-    # Two at once from the full bucket, and then one in half a second.
+    # Two jobs start at once from the full bucket, and then one job each half second.
     ((seconds,),) = cluster.sql(statement, org)
     assert seconds >= 2.9
 
@@ -259,7 +259,7 @@ async def test_a_change_governs_the_jobs_that_wait(cluster: Cluster, near: Clien
     async with far.stream(org, credit=100) as stream:
         await store(near, org, 30)
         await stream.until_jobs(1)
-        # Buckets are scaled: an empty one stays empty, and fills faster now.
+        # Buckets are scaled: an empty bucket stays empty, and fills faster now.
         await limit(near, org, 1000, per_s=1)
         await stream.until_jobs(30)
         await limit(near, org, 1)
@@ -302,7 +302,7 @@ async def test_the_bucket_moves_with_its_org(cluster: Cluster, near: Client, far
     await asyncio.to_thread(move.switch)
     assert cluster.tokens(org, shard="s2") == [4]
     await asyncio.to_thread(move.finish)
-    # This looks at the catalog, which says where the org is.
+    # This makes routers read the catalog, which says where the org is.
     await in_force(cluster, org)
     async with far.stream(org, credit=100) as stream:
         await stream.until_jobs(4)

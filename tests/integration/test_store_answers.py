@@ -15,7 +15,7 @@ from shard.queue.store import Store
 from shard.vocabulary import Failure, JobId, JobState, NewJobs, OrgId
 from tests.jobs import HOUR_US, QUEUE, ids_of, lease_jobs, some_jobs
 
-# Two of these fill an answer.
+# Two jobs with this payload fill an answer.
 LARGE = b"x" * (ANSWER_BYTES_MAX // 2)
 COUNT = 5
 
@@ -100,7 +100,7 @@ async def scheduled(store: Store, org: OrgId) -> list[JobId]:
 
 async def leased(store: Store, org: OrgId) -> list[JobId]:
     ids = await enqueue_large(store, org)
-    # A claim has its own limit.
+    # One claim may give fewer jobs, because it has a limit of its own.
     while await lease_jobs(store, org, window_us=HOUR_US):
         pass
     return ids

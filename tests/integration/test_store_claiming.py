@@ -39,7 +39,7 @@ def ask(
     window_us: int = MINUTE_US,
     worker: str = "w",
 ) -> asyncio.Task[ClaimResult]:
-    """A claim that begins together with the others of this event loop iteration."""
+    """Begins a claim, together with the other claims of this event loop iteration."""
     return asyncio.create_task(
         store.claim(org, queues or [QUEUE], max_jobs=max_jobs, window_us=window_us, worker=worker)
     )
@@ -83,7 +83,7 @@ async def test_takers_of_the_same_queues_share_what_one_would_get_in_its_order(r
     assert recorder.count(statements.CLAIM, since=before) == 1
     assert [len(some.jobs) for some in taken] == list(wishes)
     assert [name for some in taken for name in ids(some)] == [name for _, name in expected[: sum(wishes)]]
-    # If there is not enough for all, the first takers get it.
+    # If there are not enough jobs for all takers, the first takers get them.
     rest = await asyncio.gather(ask(store, org, max_jobs=4), ask(store, org, max_jobs=4), ask(store, org, max_jobs=4))
     assert [ids(some) for some in rest] == [
         [name for _, name in expected[18:22]],
@@ -217,7 +217,7 @@ async def test_what_the_answers_have_no_room_for_is_left_as_it_was_and_comes_nex
     got: list[str] = []
     for _ in range(9):
         taken = await asyncio.gather(*(ask(store, org, max_jobs=wish) for wish in (1, 2, 3)))
-        # The first takers are served first, and no one gets a job that is older than one left behind.
+        # The first takers are served first, and nobody gets a job that is younger than a job that is left behind.
         now = [name for some in taken for name in ids(some)]
         got += now
         assert got == names[: len(got)]
@@ -244,7 +244,7 @@ async def test_an_orgs_large_payloads_leave_room_for_another_orgs_jobs(
 async def test_a_taker_with_little_room_left_does_not_hold_up_the_others(
     recorder: Recorder, org: OrgId, other_org: OrgId
 ) -> None:
-    """I4: the last byte of one org's answer is not the limit of another org's statements."""
+    """I4: an answer of one org with room for one more byte does not bound the statements for another org."""
     store = Store(recorder)
     large = await enqueue_in_turn(store, org, 1, payload=HALF)
     large += await enqueue_in_turn(store, org, 1, payload=HALF[:-1])
@@ -455,7 +455,7 @@ async def answered(module_dsn: str) -> AsyncGenerator[Answered, None]:
 
 
 def given_back(store: Store) -> asyncio.Future[set[QueueId]]:
-    """Returns the next jobs that the store gave back."""
+    """Returns a future: the queues in which the store gives jobs back the next time."""
     told: asyncio.Future[set[QueueId]] = asyncio.get_running_loop().create_future()
     store.on_visible = lambda queues: None if told.done() else told.set_result(queues)
     return told
@@ -535,7 +535,7 @@ async def test_a_claim_cancelled_in_the_very_turn_that_answers_it_gives_its_jobs
 
     def submit(call: object) -> object:
         future = answered(call)  # type: ignore[arg-type]
-        # Runs when the answer has arrived, before the caller, whose own callback comes after this one.
+        # This callback runs when the answer has arrived. The caller's own callback comes after it.
         future.add_done_callback(lambda _: claim.cancel())
         return future
 
@@ -564,7 +564,8 @@ async def test_no_claim_waits_until_many_large_jobs_have_been_claimed(
     claims = [ask(store, org, max_jobs=1) for _ in range(large)]
     (small,) = (await ask(store, other_org, max_jobs=1)).jobs
     assert small.payload == b"0"
-    # Its act has at most eight statements, and so has one that runs beside it. The large jobs take thirty.
+    # The act of this claim has at most eight statements, and an act that runs at the same time has eight more at most.
+    # All large jobs together take thirty.
     assert recorder.count(statements.CLAIM, since=before) <= 16
     found = [job for claim in await asyncio.gather(*claims) for job in ids(claim)]
     assert len(found) == len(set(found)) == large

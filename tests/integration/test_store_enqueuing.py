@@ -155,8 +155,8 @@ SPOILS: dict[Spoil, type[Exception]] = {
 
 
 async def assert_it_fails_alone(store: Store, database: Database, bad: NewJobs, kind: type[Exception]) -> Exception:
-    """Asserts that only this call fails, among calls of its own org and of another one, which are stored and whose jobs
-    are handed over."""
+    """Asserts that only this call fails. It runs together with calls of its own org and of other orgs, whose jobs are
+    stored and handed over."""
     orgs = [bad.org, OrgId(f"{bad.org}-beside"), bad.org, OrgId(f"{bad.org}-beside-too")]
     good = [some_jobs(one, 3, queue="beside", dedup_keys=[f"key-{at}"]) for at, one in enumerate(orgs)]
     told: list[list[int]] = []
@@ -222,7 +222,7 @@ async def test_an_org_whose_slot_is_not_owned_is_refused_alone(
 
 
 async def too_old(_store: Store, org: OrgId) -> NewJobs:
-    """Too old by so little that only the shard can tell."""
+    """The id is too old by so little that only the shard can see it."""
     return some_jobs(org, ids=[job_id(ahead_ms=-7 * DAY_MS - 60_000)])
 
 
@@ -270,7 +270,8 @@ COSTS: dict[Callable[[Store, OrgId], Awaitable[NewJobs]], list[bytes]] = {
 
 
 async def among(store: Store, bad: Sequence[NewJobs], count: int) -> None:
-    """Runs these calls in one act with good ones of another org, this many in all; the good ones succeed."""
+    """Runs these calls in one act with good calls of another org, so that the act has this many calls. Asserts that the
+    good calls succeed."""
     beside = OrgId(f"{bad[0].org}-beside")
     await store.names.make([(beside, QUEUE)])
     calls = [*bad, *(some_jobs(beside, 1) for _ in range(count - len(bad)))]
@@ -286,7 +287,7 @@ async def test_calls_whose_fault_is_known_cost_those_beside_them_a_statement_or_
 ) -> None:
     store = Store(fresh_recorder)
     bad = [await spoil(store, org) for _ in range(10)]
-    # One of these calls runs the statement that finds the bad one; afterwards the queue is known.
+    # Make these calls once before, so that the store knows the queue.
     await asyncio.gather(*map(store.enqueue, bad), return_exceptions=True)
     before = len(fresh_recorder.runs)
     await among(store, bad, 100)
@@ -611,7 +612,7 @@ async def test_a_key_that_counts_while_its_job_is_live_is_free_when_that_ended(
     await become(store, org, ids_of(old))
     live = await where_live(database, old.ids[0])
     new = some_jobs(org, 1, live_keys=["k"])
-    # The id outranks the key, whoever has it.
+    # The id counts more than the key, whichever job has the key.
     again = some_jobs(org, ids=[*ids_of(new), *ids_of(old)], live_keys=["k", "k"])
     assert await store.enqueue(again) == ({0: old.ids[0], 1: old.ids[0]} if live else {1: old.ids[0]})
     holder = old if live else new
@@ -619,7 +620,8 @@ async def test_a_key_that_counts_while_its_job_is_live_is_free_when_that_ended(
 
 
 async def test_a_job_that_another_call_stores_meanwhile_leaves_no_key(database: Database, org: OrgId) -> None:
-    """By its snapshot the job is new, and it waits for the key while the job is stored."""
+    """By the snapshot of the enqueue the job is new. The enqueue waits for the key while another call stores the
+    job."""
     one, other = Store(database), Store(database)
     ids = await one.names.make([(org, QUEUE)])
     job = job_id()
@@ -669,7 +671,7 @@ async def test_what_is_new_in_a_call_is_stored_by_one_statement_also_beside_call
 
 @pytest.fixture
 async def impatient(module_dsn: str) -> AsyncGenerator[Database, None]:
-    """Does not retry after a deadlock, but raises."""
+    """A database that raises an error after a deadlock, and does not try again."""
     opened = Database(SHARD, module_dsn, connections=8)
     opened._tries = 0
     await opened.open()
@@ -681,7 +683,8 @@ async def impatient(module_dsn: str) -> AsyncGenerator[Database, None]:
 async def test_batches_of_two_routers_that_overlap_in_any_order_never_deadlock(
     impatient: Database, books: QueueAdmin, org: OrgId, other_org: OrgId, share: str
 ) -> None:
-    """Each router's calls are all different, so that they share statements; the other router sends the same jobs."""
+    """The calls of one router are all different, so that they share statements. The other routers send the same
+    jobs."""
     stores = [Store(impatient) for _ in range(3)]
     orgs = (org, other_org)
     accepted: Counter[str] = Counter()
@@ -721,7 +724,7 @@ async def test_a_call_that_is_stored_plain_and_beside_options_by_two_routers_doe
     module_dsn: str, org: OrgId
 ) -> None:
     """The statements take different forms, but lock the jobs in one order, also if the queues have another order."""
-    # A lock that is not waited for would end a deadlock unseen.
+    # A statement that gives up its wait for a lock would end a deadlock unseen, so statements wait for long.
     database = Database(SHARD, module_dsn, connections=8, shared_lock_wait_s=PATIENCE_S)
     database._tries = 0
     await database.open()
@@ -760,7 +763,7 @@ async def test_a_caller_that_leaves_costs_nobody_anything(database: Database, or
     assert await stayer == {}
     with pytest.raises(asyncio.CancelledError):
         await leaver
-    # A retry gets an answer about the job in any state.
+    # A retry gets an answer, whether the first call was done or not.
     assert await store.enqueue(gone) in ({}, dict(enumerate(gone.ids)))
     held = [lease for _, lease in await lease_jobs(store, org)]
     assert await store.settle(Settlement.ack(org, held)) == [Answer.OK] * 2

@@ -1,4 +1,5 @@
-"""How jobs end: retried, out of attempts, or expired; with their history, and also if a partition is missing."""
+"""How attempts and jobs end: jobs are retried, run out of attempts or expire. Their histories are kept, and jobs can
+end even if a partition is missing."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ async def test_a_job_whose_leases_all_expire_is_dead_with_its_history(database: 
         held.append(lease)
         await end_leases(database, org)
     await store.enqueue(some_jobs(org, 1))
-    # The claim marks it dead and continues with the next job.
+    # The claim marks the first job dead, and continues with the next job.
     ((behind, _),) = await lease_jobs(store, org, max_jobs=1)
     assert behind.id != jobs.ids[0]
     (record,) = await store.get(org, ids_of(jobs), include_payload=False)
@@ -61,7 +62,7 @@ async def test_an_attempt_lasts_no_longer_than_its_job_may_run_however_often_it_
     assert await store.settle(Settlement.extend(org, [lease], window_us=HOUR_US)) == [Answer.STALE]
     (record,) = await store.get(org, ids_of(jobs), include_payload=False)
     assert [(a.outcome, a.ended_at - a.leased_at) for a in record.attempts()] == [(Outcome.TIMED_OUT, MINUTE_US)]
-    # A window that is longer is cut, and a lease that ends before its time is not timed out.
+    # A window that is longer than the job may run is cut. A lease that ends before that time is not timed out.
     ((again, _),) = await lease_jobs(store, org, window_us=HOUR_US)
     assert again.deadline == again.leased_at + MINUTE_US
     await end_leases(database, org)
@@ -202,7 +203,7 @@ async def test_a_snooze_gives_a_job_back_for_a_while_and_does_not_count_the_atte
     await store.enqueue(jobs)
     for _ in range(3):
         (one, lease), (other, other_lease) = await lease_jobs(store, org)
-        # Each has its own delay, and a call may be repeated.
+        # Each snooze has its own delay, and the call may be repeated.
         snoozes = Settlement.snooze(org, [Snooze(lease, HOUR_US, "not yet"), Snooze(other_lease, 2 * HOUR_US)])
         for _ in range(2):
             assert await store.settle(snoozes) == [Answer.OK] * 2
@@ -339,7 +340,7 @@ async def test_jobs_that_wait_are_changed_and_all_others_stay_as_they_are(databa
         assert records[3:] == [before[job] for job in names[3:-1]], "the others stay as they are"
         return records[:3]
 
-    # Another org changes nothing.
+    # A call for another org changes nothing.
     assert await store.alter(OrgId(f"{org}-2"), names, Alteration(priority=1)) == [Answer.NOT_FOUND] * 8
     for record in await altered(Alteration(attributes='{"c": "d"}')):
         assert record == before[record.id]._replace(attributes='{"c": "d"}')
@@ -368,7 +369,7 @@ async def test_only_dead_jobs_are_redriven_by_their_ids(database: Database, org:
     await store.cancel(org, ids_of(jobs)[5:], reason="")
     before = await store.get(org, ids_of(jobs), include_payload=False)
     names = [*ids_of(jobs), job_id()]
-    # Another org changes nothing.
+    # A call for another org changes nothing.
     assert await store.redrive(OrgId(f"{org}-2"), names) == [Answer.NOT_FOUND] * 7
     others = [Answer.STALE] * 4 + [Answer.CANCELLED, Answer.NOT_FOUND]
     assert await store.redrive(org, names) == [Answer.OK, *others]
@@ -454,7 +455,7 @@ async def test_purge_and_redrive_touch_no_more_than_their_limit(
     )
     assert await books.redrive(org, QUEUE, kind="another", died_after=None, died_before=None, limit=9) == 0
     assert await books.redrive(org, QUEUE, kind="", died_after=None, died_before=None, limit=1) == 1
-    # Three ready, one leased, three dead.
+    # Now three jobs are ready, one is leased, and three are dead.
     assert await books.purge_queue(org, QUEUE, limit=2, include_dead=True) == 2
     assert await books.purge_queue(org, QUEUE, limit=9, include_dead=False) == 1
     assert await books.purge_queue(org, QUEUE, limit=2, include_dead=True) == 2

@@ -31,7 +31,7 @@ async def test_a_job_that_commits_below_the_floor_is_missed_by_a_claim_and_found
     queue_id = (await store.names.find([(org, QUEUE)]))[org, QUEUE]
     late = job_id()
     async with database.transaction() as connection:
-        # Its now() is this moment, and it commits later than the guard allows.
+        # The now() of this transaction is this moment, and the transaction commits later than the guard allows.
         await connection.execute(LATE, [late, queue_id])
         await pass_time(database, GUARD_US / 1_000_000 + 0.1)
         await store.enqueue(some_jobs(org, 3))

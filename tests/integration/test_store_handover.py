@@ -33,7 +33,7 @@ A, B = QueueName("a"), QueueName("b")
 
 @dataclass(kw_only=True)
 class Told:
-    """What a handover's `done` was called with: in the end exactly one thing."""
+    """Records the calls of a handover's `done`: in the end there is exactly one call."""
 
     calls: list[Handed] = field(default_factory=list[Handed])
     heard: asyncio.Event = field(default_factory=asyncio.Event)
@@ -95,7 +95,7 @@ async def test_a_job_handed_over_is_leased_to_its_taker(recorder: Recorder, book
     assert found[JobId(jobs.ids[2])].state == "ready"
     (entry,) = [entry for entry in await books.check() if entry.org == org]
     assert (entry.accepted, entry.leased, entry.ready, entry.balanced) == (4, 3, 1, True)
-    # Nobody else gets them while their leases last.
+    # Nobody else gets the leased jobs while their leases last.
     assert [job.id for job, _ in await lease_jobs(store, org)] == [jobs.ids[2]]
     assert await lease_jobs(Store(recorder), org) == []
 
@@ -282,7 +282,7 @@ async def test_a_job_known_already_is_not_handed_over(
 async def test_what_is_told_as_handed_over_is_what_is_leased_when_calls_share_jobs(
     database: Database, org: OrgId
 ) -> None:
-    """The call that stored a job has leased it, and no other call is told so."""
+    """The call that stored a job has leased it, and no other call is told that it has."""
     store = Store(database)
     for _ in range(20):
         shared = [job_id(), job_id()]
@@ -444,7 +444,8 @@ async def test_a_handover_is_told_though_its_caller_has_left(
     positions = await told.in_the_end()
     assert len(told.calls) == 1
     await asyncio.gather(*others)
-    # The call is done and reported as done, or not done; only if an answer was lost, a release makes sure.
+    # Either the call is done and reported as done, or it is not done. Only if its answer was lost, jobs may be leased
+    # without a report: then a release makes sure.
     assert positions in ([0, 1], [])
     if positions:
         assert await store.settle(Settlement.ack(org, leases_of(jobs))) == [Answer.OK] * 2

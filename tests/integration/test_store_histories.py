@@ -35,7 +35,7 @@ def _seen(record: JobRecord) -> list[tuple[int, Outcome, str, str]]:
     return [(one.attempt, one.outcome, one.worker, one.log) for one in record.attempts()]
 
 
-# A release is only a lease's token, so it tells no log.
+# A release has only the token of a lease, so it brings no log.
 TOLD = [
     (name, told)
     for name in VERBS
@@ -50,7 +50,7 @@ async def test_what_an_attempt_logged_is_kept_however_the_attempt_ends(
 ) -> None:
     store = Store(database)
     verb = VERBS[name]
-    # The same calls also name another job: no log is kept with the wrong job.
+    # The same calls also name other jobs: no log is kept with the wrong job.
     await store.enqueue(jobs := some_jobs(org, 3, retry=Fixed(delay_us=0)))
     leases = {job.id: lease for job, lease in await lease_jobs(store, org, worker="w1")}
     quiet, logged, silent = ids_of(jobs)
@@ -198,7 +198,7 @@ async def test_a_cancel_ends_an_attempt_and_the_history_tells_by_whom_and_when(d
     ((job, lease),) = await lease_jobs(store, org, worker="w1", max_jobs=1)
     await _extend(store, org, lease, LINES)
     assert await store.cancel(org, ids_of(jobs), reason="no more") == [Answer.OK] * 2
-    # Too late for the lines since the last extend.
+    # This is too late for the lines that were logged since the last extend.
     assert await store.settle(Settlement.ack(org, [lease])._replace(logs={0: "late"})) == [Answer.CANCELLED]
     record = await _record(store, org, job.id)
     assert _seen(record) == [(1, Outcome.CANCELLED, "w1", LINES)]

@@ -1,4 +1,4 @@
-"""A server goes away: nothing hangs, nothing is lost, and no call waits once the server is back."""
+"""A server goes away: nothing hangs, nothing is lost, and no call waits when the server is back."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ async def test_silence_is_noticed_and_so_is_its_end(cluster: Cluster, database: 
             for answer in answers:
                 assert isinstance(answer, ShardUnavailable)
                 assert str(answer) == "shard 's1' is unavailable: it does not answer"
-            # Now the store knows it, so a new call is refused before anything else happens.
+            # Now the store knows of the silence, so a new call is refused before anything else happens.
             late = asyncio.create_task(database.run(b"SELECT 1", {}))
             for _ in range(5):
                 await asyncio.sleep(0)
@@ -173,7 +173,7 @@ async def test_a_transaction_that_is_cancelled_in_a_silence_stays_cancelled(
 
 @contextlib.asynccontextmanager
 async def silent_servers(count: int) -> AsyncGenerator[tuple[list[int], list[float]], None]:
-    """Returns the ports of servers that accept connections and never answer, and a list of the times when they
+    """Yields the ports of servers that accept connections and never answer, and a list of the times at which they
     accepted."""
     taken: list[float] = []
 
@@ -203,7 +203,7 @@ async def test_the_last_of_four_silent_servers_is_found_soon_after_it_speaks_aga
             with pytest.raises(ShardUnavailable):
                 await database.run(b"SELECT 1", {})
             assert database._breaker.trouble is not None
-            # So many that the first probes have been given up.
+            # Wait for so many connections that the first probes have been given up.
             began, before = time.monotonic(), len(taken)
             await until(lambda: len(taken) >= before + 3 * 6, "it is asked again and again")
             assert time.monotonic() - began > 2, "and not all the time"
@@ -221,7 +221,7 @@ async def test_a_statement_that_takes_long_is_let_be_and_so_are_the_others(
 ) -> None:
     # A busy machine may answer late; that is not silence.
     monkeypatch.setattr("shard.postgres.breaker._SILENCE_S", 20.0)
-    # All connections are busy for so long that the server is probed on another one.
+    # All connections are busy for so long that the server is probed on another connection.
     assert await asyncio.gather(*(database.run(b"SELECT pg_sleep(3)::text", {}) for _ in range(4))) == [[("",)]] * 4
     assert "is unavailable" not in caplog.text
     assert database._breaker._asked_s > 0, "the server was asked"

@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
 @pytest.fixture
 async def wide(module_dsn: str) -> AsyncGenerator[Database, None]:
-    """Enough connections for every racer."""
+    """A database with enough connections for every racer."""
     opened = Database(SHARD, module_dsn, connections=3 * LANES)
     await opened.open()
     yield opened
@@ -110,7 +110,8 @@ async def test_an_ack_that_races_with_its_deadline_wins_or_is_stale(wide: Databa
             answers = [*some, *others]
             assert set(answers) <= {Answer.OK, Answer.STALE}
             late = [lease for lease, answer in zip(leases, answers, strict=True) if answer is Answer.STALE]
-            # If the ack was too late, the lease has ended: a claim finds the job now, unless another one did before.
+            # If the ack was too late, the lease has ended: a claim finds the job now, unless another claim has found it
+            # before.
             rest = await lease_jobs(one, org, queue=queue, worker="one")
             second = leases_of(hunted, hunted_too, rest)
             assert sorted(lease.job_hex for lease in second) == sorted(lease.job_hex for lease in late)
@@ -234,7 +235,7 @@ async def test_a_retried_enqueue_that_races_with_the_end_of_its_job_stores_no_se
         retried = some_jobs(org, ids=luck.sample([*ids_of(jobs), *ids_of(fresh)], len(jobs) + len(fresh)))
         known, answers = await asyncio.gather(producer.enqueue(retried), end(consumer, org, leases))
         assert set(answers) == {Answer.OK}
-        # The jobs of the first call are recognised by their ids, and no others.
+        # The jobs of the first call are recognised by their ids, and no other jobs are.
         assert known == {at: name for at, name in enumerate(retried.ids) if name in jobs.ids}
         left = leases_of(await lease_jobs(consumer, org))
         assert sorted(lease.job_hex for lease in left) == sorted(name.replace("-", "") for name in fresh.ids)
@@ -248,8 +249,9 @@ async def test_a_retried_enqueue_that_races_with_the_end_of_its_job_stores_no_se
 async def test_an_enqueue_whose_snapshot_is_older_than_the_end_of_its_job_looks_again(
     fresh_database: Database, org: OrgId, end: End, refuses: bool
 ) -> None:
-    """The race above, forced: the enqueue has its snapshot and waits for a dedup key while the job ends. Without the
-    function that looks again there would be a second copy, so this test detects its absence."""
+    """This test forces the race above: the enqueue has its snapshot and waits for a dedup key while the job ends.
+    Without the function that looks again there would be a second copy, so this test detects the absence of that
+    function."""
     database = fresh_database
     store = Store(database)
     if not refuses:
@@ -380,7 +382,7 @@ async def test_producers_that_race_for_one_dedup_key_are_told_one_id(wide: Datab
 
 @pytest.fixture
 async def impatient(module_dsn: str) -> AsyncGenerator[Database, None]:
-    """Does not retry after a deadlock, but raises."""
+    """A database that raises an error after a deadlock, and does not try again."""
     opened = Database(SHARD, module_dsn, connections=8)
     opened._tries = 0
     await opened.open()

@@ -109,7 +109,7 @@ async def test_an_id_at_the_very_edge_of_the_horizon_is_refused_with_its_positio
             f"CREATE FUNCTION frozen.now() RETURNS timestamptz LANGUAGE sql STABLE RETURN "
             f"timestamptz 'epoch' + bigint '{made_ms}500' * interval '1 us'".encode()
         )
-    # A now() in the first schema of the path replaces the real one: the clock stands still, half a millisecond after
+    # A now() in the first schema of the path replaces the real now(): the clock stands still, half a millisecond after
     # `inside`.
     database = Database(SHARD, make_conninfo(fresh_dsn, options="-c search_path=frozen,pg_catalog"), connections=1)
     await database.open()
@@ -125,7 +125,7 @@ async def test_an_id_at_the_very_edge_of_the_horizon_is_refused_with_its_positio
 
 
 async def test_a_finished_job_of_an_hours_future_id_is_still_known(database: Database, org: OrgId) -> None:
-    """The client's clock is ahead: its ids are from a time when the job had long finished."""
+    """The client's clock is ahead, so that the id is from a time after the job has finished."""
     store = Store(database)
     jobs = some_jobs(org, ids=[job_id(ahead_ms=3_500_000)])
     await store.enqueue(jobs)
@@ -217,7 +217,7 @@ async def test_a_batch_of_which_one_queue_is_remembered_wrongly_is_stored_once_a
     store.names._queue_ids[org, B] = foreign
     ids = [job_id() for _ in range(4)]
     jobs = two_queues(org, ids)
-    # They are not reported as duplicates: they are new, although storing them took several tries.
+    # The jobs are not reported as duplicates: they are new, although storing them took several tries.
     assert await store.enqueue(jobs) == {}
     assert await queues_of(store, org, ids) == dict(zip(ids, jobs.queues, strict=True))
     assert await store.get(other_org, ids, include_payload=False) == []
@@ -284,7 +284,8 @@ async def test_one_org_cannot_touch_anothers_jobs(database: Database, org: OrgId
 
 @pytest.mark.parametrize("state", ["live", "finished", "dead"])
 async def test_an_id_is_an_orgs_own(database: Database, org: OrgId, other_org: OrgId, state: str) -> None:
-    """As if one environment is a copy of another: neither org sees or changes the other's jobs."""
+    """Two orgs may have the same ids, for example if one environment is a copy of another. Neither org sees or changes
+    the other org's jobs."""
     store = Store(database)
     theirs = some_jobs(other_org, 1, dedup_keys=["k"])
     await store.enqueue(theirs)
@@ -359,8 +360,8 @@ async def test_two_orgs_with_the_same_ids_each_see_only_their_own_jobs_and_keys(
 async def test_another_orgs_job_that_ends_meanwhile_holds_up_no_enqueue_of_its_id(
     fresh_database: Database, fresh_dsn: str, org: OrgId, other_org: OrgId
 ) -> None:
-    """The enqueue waits at its second job, and takes its second look when the other org's job with the id of the first
-    has finished."""
+    """The enqueue waits at its second job. When it looks again, the other org's job with the id of its first job has
+    finished."""
     store = Store(fresh_database)
     await store.enqueue(some_jobs(org, 1))
     (queue_id,) = (await store.names.find([(org, QUEUE)])).values()
@@ -471,7 +472,7 @@ async def test_an_org_with_as_many_queues_as_it_may_have_gets_no_more_and_no_nam
         )
         == []
     )
-    # Existing queues work, also a deleted one; and queues are counted only when one must be created.
+    # Existing queues work, and so does a deleted queue. Queues are counted only when a queue must be created.
     runs = len(recorder.runs)
     await store.enqueue(two_queues(org, [job_id(), job_id()]))
     await Store(recorder).enqueue(some_jobs(org, 1, queue="full-1"))
@@ -490,7 +491,7 @@ async def test_of_several_calls_those_of_an_org_that_may_have_no_more_queues_are
     rivals = [some_jobs(org, 1, queue=f"{org}-{at}") for at in range(5)]
     answers = await asyncio.gather(*map(store.enqueue, [*calls, *rivals]), return_exceptions=True)
     assert answers[:2] == [{}, {}]
-    # One of them has got the last free place.
+    # One of the rivals has got the last free place.
     assert sorted(map(type, answers[2:]), key=str) == sorted([dict, *[TooManyQueues] * 4], key=str)
 
 

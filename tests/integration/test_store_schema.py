@@ -47,7 +47,7 @@ async def test_of_many_that_migrate_at_once_each_migration_is_run_by_one(empty_d
         run = sorted(migration.number for part in done for migration in part)
         assert run == [migration.number for migration in schema.migrations()]
         assert (await QueueAdmin(databases[0]).versions())[1] == run[-1]
-        # Yesterday, today and tomorrow, each once.
+        # There is one partition each for yesterday, today and tomorrow.
         rows = await databases[0].run(
             b"SELECT count(*) FROM pg_inherits WHERE inhparent = 'windrow.finished_30'::regclass", {}
         )
@@ -61,7 +61,7 @@ async def test_migrating_again_runs_nothing(fresh_dsn: str) -> None:
 
 
 async def test_processes_that_start_do_not_wait_for_locks_when_nothing_is_to_be_made(spare_dsn: str) -> None:
-    """Hundreds may start at the same moment, and each would hold up all others."""
+    """Hundreds of processes may start at the same moment, and each would hold up all others."""
     async with opened(spare_dsn) as database:
         await schema.migrate(database, cluster=CLUSTER)
         await catalog.found(database, cluster=CLUSTER, weights={SHARD: 1.0})
@@ -198,7 +198,7 @@ async def test_a_database_of_another_encoding_is_refused_and_left_empty(postgres
 
 @pytest.fixture
 def database_of(postgres: Server) -> Iterator[Callable[..., str]]:
-    """Creates empty databases, or copies of others. Returns their DSNs."""
+    """Returns a function that creates an empty database, or a copy of another database, and returns its DSN."""
     made: list[str] = []
 
     def make(like: str | None = None) -> str:
@@ -244,7 +244,7 @@ async def test_an_empty_database_is_made_a_shards_only_while_nothing_is_lost_wit
 ) -> None:
     first, second, third = database_of(), database_of(), database_of()
     await admit(first, fresh_database)
-    # It held nothing, so a typing error may be corrected.
+    # The first database held nothing, so a typing error in the DSN may be corrected.
     assert await admit(second, fresh_database)
     await give_slots(fresh_database, 1200)
     with pytest.raises(Misconfigured) as caught:

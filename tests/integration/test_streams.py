@@ -60,7 +60,7 @@ from tests.streams import (
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
 SHARDS = ("s1", "s2")
-# Longer than a test takes: no sweep hides a lost wake-up.
+# Longer than a test takes, so that no sweep hides a lost wake-up.
 NEVER_S = 3600.0
 
 
@@ -250,7 +250,8 @@ async def test_jobs_that_wait_to_be_sent_go_back_uncounted_when_a_stream_is_refu
         error = await stream.refusal()
         assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert len(stream.jobs) < 100
-        # The message that was being written was released too, whether it arrived or not: its leases are stale then.
+        # The jobs of the message that was being written were released too, whether the message arrived or not. If it
+        # arrived, its leases are stale.
         await assert_back(near, org, ids, stream, unsure=25)
 
 
@@ -262,9 +263,9 @@ async def leased(near: Client, org: str, ids: Sequence[str]) -> bool:
 async def assert_back(
     near: Client, org: str, ids: Sequence[str], *streams: Stream, unsure: int = 0, being_sent: int = 0
 ) -> None:
-    """Asserts that all jobs except those that these streams got can be claimed at once, with no attempt counted; some
-    of those that they got may be claimed too. Up to `being_sent` jobs may have been in messages that gRPC had already
-    taken, and stay leased."""
+    """Asserts that all jobs that these streams did not get can be claimed at once, and that no attempt was counted for
+    them. Up to `unsure` jobs that the streams got may be claimed too. Up to `being_sent` jobs may have been in messages
+    that gRPC had already taken, and stay leased."""
     got = {job.id for stream in streams for job in stream.jobs}
     rest = {one for one in ids if one not in got}
     found: dict[str, int] = {}
@@ -289,7 +290,7 @@ async def test_never_more_jobs_come_than_there_is_credit_for(near: Client, org: 
             seen += credit
             await stream.send(credit=credit)
             await stream.until_jobs(seen)
-            # While a backlog waits and new jobs are enqueued.
+            # A backlog waits meanwhile, and new jobs are enqueued.
             ids += await near.enqueue(org, *(new_job() for _ in range(3)))
             # The answer to this request comes after everything that was on its way.
             await stream.settle(seen, releases=[TOKEN])
@@ -434,7 +435,7 @@ async def test_a_batch_is_dealt_evenly_to_those_who_wait(near: Client, org: str)
 
 
 async def parked(near: Client, org: str, streams: Sequence[Stream]) -> bool:
-    """Returns whether every stream has got its share of a batch, and so waits."""
+    """Enqueues a batch. Returns whether every stream has got its share of it, and so waits."""
     before = [len(stream.jobs) for stream in streams]
     count = len(streams)
     ids = await near.enqueue(org, *(new_job() for _ in range(count)))
@@ -477,7 +478,7 @@ async def test_no_stream_starves_while_several_share_a_backlog(near: Client, org
 
         async with asyncio.timeout(PATIENCE_S):
             working = [asyncio.create_task(work(stream)) for stream in streams]
-            # A stream that waits for a last job which another one got waits for nothing.
+            # Do not wait for all streams: one may wait for a last job that another stream got.
             await asyncio.wait(working, return_when=asyncio.FIRST_COMPLETED)
             for one in working:
                 one.cancel()
@@ -591,7 +592,7 @@ async def test_a_message_that_is_too_large_is_answered_with_the_limit_and_the_st
         reason = error_details_pb2.ErrorInfo()
         assert settled.error.details[0].Unpack(reason)
         assert reason.reason == "MESSAGE_TOO_LARGE"
-        # Nothing of it was done. Its halves are accepted, on the same stream.
+        # Nothing of the message was done. Its halves are accepted on the same stream.
         assert await stream.settle(1, acks=large[:150]) == []
         assert await stream.settle(2, acks=large[150:]) == []
     assert await states(near, org, *(job.id for job in jobs)) == {"SUCCEEDED": 300}
@@ -626,7 +627,7 @@ async def test_leases_of_other_streams_calls_and_shards_are_settled_by_any_strea
     (by_call,) = await near.dequeue(org, "other")
     async with near.stream(org, credit=1) as one, near.stream(org) as another, near.stream(far, credit=1) as distant:
         (by_stream,), (foreign,) = await one.until_jobs(1), await distant.until_jobs(1)
-        # As after a move, the leases of one message may be on two shards.
+        # The leases of one message may be on two shards, as after a move.
         assert await another.settle(1, acks=acks([foreign, by_stream, by_call])) == [NOT_FOUND, OK, OK]
         assert await another.settle(2, releases=[foreign.lease]) == [NOT_FOUND]
         assert await distant.settle(1, acks=acks([by_stream, foreign])) == [NOT_FOUND, OK]
@@ -686,7 +687,7 @@ async def test_a_half_close_ends_in_order_after_every_answer(near: Client, org: 
 
 @pytest.mark.parametrize("end", ["half-close", "cancel"])
 async def test_jobs_that_were_not_sent_are_anothers_at_once_and_uncounted(near: Client, org: str, end: str) -> None:
-    # 15 MB: on a busy machine the buffers between router and client may take 6 MB.
+    # The jobs have 15 MB. On a busy machine the buffers between router and client may take 6 MB.
     ids = await near.enqueue(org, *(new_job(payload=b"x" * 150_000) for _ in range(100)))
     async with near.stream(org, credit=1000, reads=False) as stream:
         await until(lambda: leased(near, org, ids), "the router took jobs that it cannot send")
@@ -715,7 +716,7 @@ async def test_streams_that_close_while_jobs_are_claimed_for_them_leave_none_beh
     for turn in range(60):
         ids += await near.enqueue(org, *(new_job() for _ in range(3)))
         async with near.stream(org, credit=3) as stream:
-            # Cut at various moments: before, during and after its first claim.
+            # Close the stream at various moments: before, during and after its first claim.
             await asyncio.sleep(turn % 12 / 2000)
             await stream.half_close()
             assert await stream.end() == grpc.StatusCode.OK
@@ -766,7 +767,7 @@ async def test_a_consumer_that_does_not_read_neither_grows_the_router_nor_blocks
         prompt.stream(org, "other", credit=1000) as other,
         apart.stream(org, credit=10_000, reads=False),
     ):
-        # It waits, so that jobs are handed over to it.
+        # The consumer that does not read waits, so that jobs are handed over to it.
         await until(lambda: handed(prompt, org), "the consumer that does not read has been handed a job")
         before_mb = router.memory_info().rss / 1e6
         for turn in range(50):
@@ -776,7 +777,7 @@ async def test_a_consumer_that_does_not_read_neither_grows_the_router_nor_blocks
             await other.until_jobs(turn + 1)
         grown_mb = router.memory_info().rss / 1e6 - before_mb
         assert grown_mb < 50, f"the router grew by {grown_mb:.0f} MB"
-        # A consumer that reads gets the jobs for which the other has no room.
+        # A consumer that reads gets the jobs for which the other consumer has no room.
         async with prompt.stream(org, credit=10_000) as reader:
             await reader.until_jobs(3000)
 
@@ -871,7 +872,7 @@ async def test_a_consumer_that_sends_and_does_not_read_is_not_heard_any_more() -
 
 @dataclass(kw_only=True)
 class Slow(Blocked):
-    """A stream's context that writes one message at a time, when the test lets it read."""
+    """A stream's context that ends the write of a message only when the test lets the client read."""
 
     reads: asyncio.Semaphore
 
@@ -912,11 +913,11 @@ async def test_jobs_that_wait_half_their_window_for_a_consumer_that_does_not_rea
         consumer.credit = 0
         began_s = asyncio.get_running_loop().time()
         stream.receive(some_given(store, *late))
-        # The message that is being written is not released: it may have arrived.
+        # The job of the message that is being written is not released: it may have arrived.
         gone = await asyncio.wait_for(store.released.get(), PATIENCE_S)
         assert gone == [lease_of(name, 7) for name in late]
         assert asyncio.get_running_loop().time() - began_s >= 1 * 0.99
-        # It has credit for as many others, and gets none before it has read.
+        # The consumer has credit for as many other jobs, and gets none before it has read.
         assert (consumer.credit, stream.is_full()) == (2, True)
         context.reads.release()
         await asyncio.wait_for(stream.reserve(0, ShardName("shard")), PATIENCE_S)
@@ -936,7 +937,7 @@ async def test_what_a_slow_consumer_does_not_read_is_anothers_before_its_window_
         for _ in range(7):
             await near.enqueue(org, *(new_job(payload=b"x" * 16_000) for _ in range(100)))
         async with near.stream(org, credit=10_000, worker="reader") as reader:
-            # The others are on their way to the first stream, or were while this one waited.
+            # The other jobs are on their way to the first stream, or were on their way while this stream waited.
             await reader.until_jobs(200)
             assert {job.attempt for job in reader.jobs[:200]} == {1}
         assert slow.jobs == []
@@ -948,7 +949,7 @@ async def test_a_stream_is_refused_without_any_shard_too() -> None:
 
 
 async def said(*requests: queue_pb2.ConsumeRequest) -> AsyncGenerator[Received, None]:
-    """Yields the consumer's messages, then nothing more."""
+    """Gives the consumer's messages one after another, and then waits for ever."""
     for request in requests:
         yield Received(request, 0)
     await asyncio.Event().wait()
@@ -970,7 +971,7 @@ class Counted(Blocked):
         return ()
 
     async def read(self) -> bytes:
-        """Yields the consumer's messages, then nothing more."""
+        """Gives the consumer's messages one after another, and then waits for ever."""
         if not self.says:
             await asyncio.Event().wait()
         return self.says.pop(0).SerializeToString()
@@ -985,7 +986,7 @@ class Counted(Blocked):
 
 
 def guarded_consume() -> Callable[[object, Context], Coroutine[Any, Any, None]]:
-    """Consume of a router without shards, behind its admission."""
+    """Returns the Consume of a router without shards, behind its admission."""
     gate = a_gate()
     methods = Methods(gate)
     methods.add(QueueService(cast("Fleet", _NoShards()), gate), queue_pb2.DESCRIPTOR.services_by_name["Queue"])
@@ -1007,7 +1008,7 @@ async def test_streams_of_one_org_leave_as_many_places_to_others(monkeypatch: py
             tasks.append(group.create_task(consume(None, cast("Context", context))))
             contexts.append(context)
             await asyncio.wait_for(context.let_in, PATIENCE_S)
-        # One org gets half of the places; the next ones get as many as are left free.
+        # An org gets another place only if it has fewer places than are free.
         assert [context.let_in.result() for context in contexts] == [True, True, True, False, True, True, False, True]
         assert contexts[3].refusal.code == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "takes 6 streams and waiting calls at a time, and from one org never more" in contexts[3].refusal.details
@@ -1033,7 +1034,7 @@ async def test_streams_that_do_not_say_whose_they_are_keep_no_other_connection_o
         silent = [begin("one") for _ in range(6)]
         other = begin("other", queue_pb2.ConsumeRequest(start=start("org"), credit=1))
         assert await asyncio.wait_for(other.let_in, PATIENCE_S)
-        # They held half of the places, and not for long.
+        # The silent streams held half of the places, and not for long.
         assert [await asyncio.wait_for(one.let_in, PATIENCE_S) for one in silent] == [False] * 6
         late, full = grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED
         assert [one.refusal.code for one in silent] == [late] * 3 + [full] * 3
@@ -1090,7 +1091,7 @@ async def test_streams_of_all_sorts_end_with_their_router(
     near: Client, org: str, dsns: dict[str, str], tmp_path: Path
 ) -> None:
     ids = await near.enqueue(org, *(new_job(payload=b"x" * 100_000) for _ in range(100)))
-    # Anything that delays the drain delays it for longer than this test waits.
+    # With this time, a stream that delayed the drain would delay it for longer than this test waits.
     with running_routers(write_cluster(tmp_path / "cluster.toml", dsns, drain_seconds=3600)) as ends:
         async with (
             client(ends.address) as other,
@@ -1120,7 +1121,7 @@ async def test_a_router_that_ends_gives_back_what_a_consumer_never_read(
     ids = await near.enqueue(org, *(new_job(payload=b"x" * 100_000) for _ in range(100)))
     config = write_cluster(tmp_path / "cluster.toml", dsns, drain_seconds=1)
     with running_routers(config) as ends:
-        # Keeps the connection's windows small: otherwise gRPC may enlarge them until they hold all the jobs.
+        # This keeps the connection's windows small: otherwise gRPC may enlarge them until they hold all the jobs.
         small = ("grpc.http2.bdp_probe", 0)
         async with client(ends.address, small) as other, other.stream(org, credit=1000, reads=False) as stream:
             await until(lambda: leased(near, org, ids), "the router took jobs that it cannot send")
@@ -1137,7 +1138,7 @@ async def test_a_router_that_ends_gives_back_what_a_consumer_never_read(
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Clusters]:
-    """Two servers of our own, to be stopped and started again."""
+    """Two servers of this module, which tests stop and start again."""
     try:
         with open_clusters(list(SHARDS), ephemeral=True) as clusters:
             yield clusters
@@ -1198,7 +1199,7 @@ async def test_a_shard_that_fails_in_an_unforeseen_way_while_consumers_wait_hurt
         async with client(running.address) as both:
             here, away = await both.org_on("s1"), await both.org_on("s2")
             async with both.stream(here, credit=10) as near, both.stream(away, credit=100) as far:
-                # Otherwise a claim of its own may meet the missing table, and end it.
+                # Otherwise a claim of the stream may meet the missing table, and end the stream.
                 await until(lambda: parked(both, away, [far]), "it waits")
                 waited_with, before = len(far.jobs), running.pids
                 sql(dsns, "s2", "ALTER TABLE windrow.job RENAME TO lost")
@@ -1208,7 +1209,7 @@ async def test_a_shard_that_fails_in_an_unforeseen_way_while_consumers_wait_hurt
                 for turn in range(10):
                     await both.enqueue(here)
                     await near.until_jobs(turn + 1)
-                    # In total longer than a pause between two probes.
+                    # These pauses together are longer than the pause between two probes.
                     await asyncio.sleep(0.02)
                 sql(dsns, "s2", "ALTER TABLE windrow.lost RENAME TO job")
                 assert running.pids == before

@@ -1,6 +1,6 @@
 """deploy/systemd: the units start programs that work and end in time, and let them do little else.
 
-No systemd runs here: what ExecStart, Environment and the signals say is done by tests/deployed.py.
+No systemd runs here: tests/deployed.py does what ExecStart, Environment and the signals say.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_a_unit_starts_a_program_that_works_and_ends_in_time(role: str, tmp_path
 
 def test_a_router_has_time_to_drain_and_enough_open_files() -> None:
     found = settings("router")
-    # The supervisor kills what has not ended 5 s after the drain.
+    # The supervisor kills processes that have not ended 5 s after the drain.
     assert float(found["TimeoutStopSec"][0]) >= RouterSettings().drain_seconds + 10
     assert int(found["LimitNOFILE"][0]) >= RouterSettings().client_connections + 1250
     assert found["KillMode"] == ["mixed"]
@@ -105,7 +105,7 @@ def test_the_commands_of_the_page_make_the_user_and_the_files(tmp_path: Path) ->
     commands = re.findall(r"^(?:install|systemd-sysusers).*", page(), re.MULTILINE)
     assert len(commands) == 4
     for command in commands:
-        # Under a root of the test, and without the group, which only that root has.
+        # Run the command under a root of the test, and without the group, which exists only under that root.
         local = re.sub(r"(?<= )/etc", f"{tmp_path}/etc", command).replace("-g windrow", "")
         local = re.sub(r"^systemd-sysusers$", f"systemd-sysusers --root={tmp_path}", local)
         subprocess.run(local, shell=True, cwd=DEPLOY.parent, check=True, timeout=PATIENCE_S)

@@ -92,7 +92,7 @@ def client(routers: Routers, tls: windrow.Tls | Path | bool | None = None) -> wi
 
 
 async def refused(routers: Routers, tls: windrow.Tls | Path | bool | None = None) -> str:
-    """Returns what a client is told that cannot connect. It would wait for a minute, and does not."""
+    """Returns what a client is told that cannot connect. The client fails at once, although its timeout is a minute."""
     async with client(routers, tls) as made:
         with pytest.raises(windrow.TlsFailed) as told:
             await made.enqueue("mail", "greet")
@@ -235,8 +235,8 @@ async def test_a_client_takes_up_its_new_certificate_when_the_old_one_is_refused
 
 @contextlib.asynccontextmanager
 async def calling(routers: Routers, ca: Path) -> AsyncGenerator[list[int], None]:
-    """Calls all the time: over one connection, and each time over a new one. Yields the numbers of both. Fails if a
-    call fails: these calls are not tried again."""
+    """Makes calls all the time, over one connection and over new connections. Yields the numbers of calls of both
+    sorts. Fails if a call fails: these calls are not tried again."""
     made = [0, 0]
     credentials = grpc.ssl_channel_credentials(await asyncio.to_thread(ca.read_bytes))
     options = [("grpc.use_local_subchannel_pool", 1)]

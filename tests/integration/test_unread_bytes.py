@@ -1,5 +1,5 @@
-"""Thousands of consumers that never read what they get: memory is reserved before jobs are leased, so nothing is leased
-and given back for lack of room, and whoever reads is served."""
+"""Thousands of consumers never read what they get. Memory is reserved before jobs are leased, so no job is leased and
+then given back for lack of room. Consumers that read are served."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Silent:
 
 
 class Reader:
-    """A receiver. It keeps what it gets until `read`, as a stream does whose client does not read."""
+    """A receiver that keeps what it gets until `read`, like a stream whose client does not read."""
 
     def __init__(self, account: Account, *, reads: bool) -> None:
         self.account = account
@@ -120,7 +120,7 @@ class Room:
 
 
 async def settled(readers: Sequence[Reader]) -> None:
-    """Returns once the readers get no more."""
+    """Returns when the readers get no more jobs."""
     before = -1
     while before != (now := sum(reader.jobs for reader in readers)):
         before = now
@@ -146,7 +146,7 @@ async def test_consumers_that_never_read_fill_their_share_and_cause_no_releases(
         await settled(unread)
         held = sum(reader.unread for reader in unread)
         assert held == field.buffer.held, "exactly what they have not read"
-        # An org that is alone may take as much as is free (shard/fair_quota.py).
+        # An org that is alone may take half of the memory: as much as it leaves free (shard/fair_quota.py).
         assert abs(held - BUFFER_BYTES // 2) <= bytes_most(100)
         assert busy.jobs == 50
         assert recorder.count(statements.GIVE_BACK) == 0
@@ -163,8 +163,8 @@ async def test_consumers_that_never_read_fill_their_share_and_cause_no_releases(
 
 
 async def test_room_that_comes_free_goes_to_the_next_that_waits(recorder: Recorder, org: OrgId) -> None:
-    """No wake-up is lost: reading frees memory, and all jobs come without a sweep. The claims lock more rows than they
-    lease, because of the size of the jobs, and run beside each other."""
+    """No wake-up is lost: reading frees memory, and all jobs come without a sweep. The jobs are so large that the
+    claims lock more rows than they lease. The claims run at the same time."""
     field = Room(recorder)
     for _ in range(6):
         jobs = some_jobs(org, 15)
@@ -176,7 +176,7 @@ async def test_room_that_comes_free_goes_to_the_next_that_waits(recorder: Record
             while sum(reader.jobs for reader in readers) < 90:
                 for reader in readers:
                     reader.read()
-                # Until a claim has brought more.
+                # Wait until a claim has brought more jobs.
                 await asyncio.sleep(0.01)
         for reader in readers:
             reader.read()

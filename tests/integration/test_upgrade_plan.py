@@ -31,8 +31,8 @@ _SCANS = b"SELECT relid FROM pg_stat_xact_user_tables WHERE seq_scan > 0"
 
 
 def reported(dsn: str, migration: Migration) -> dict[str, object]:
-    """Runs a migration, and returns what it locks and reads. In a session of its own, because Postgres counts scans for
-    some time after their transaction."""
+    """Runs a migration in a session of its own. Returns what the migration locks and reads. A session must not be used
+    again, because Postgres counts scans for some time after their transaction."""
     with psycopg.connect(dsn) as connection:
         before = {oid: (str(root), node) for oid, root, _, node in connection.execute(_TABLES).fetchall()}
         connection.execute(migration.script, prepare=False)
@@ -56,7 +56,8 @@ def test_the_file_of_locks_says_what_postgres_reports_of_each_migration(empty_ds
     found: dict[str, object] = {}
     for migration in schema.migrations():
         found[f"{migration.number:04}"] = reported(empty_dsn, migration)
-        # A partitioned table without partitions has nothing to read.
+        # Give each partitioned table a partition: without one, the next migration would have nothing to read in the
+        # table.
         with psycopg.connect(empty_dsn, autocommit=True) as connection:
             while made := connection.execute(_CHILDLESS).fetchall():
                 for (statement,) in made:

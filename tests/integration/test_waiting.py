@@ -76,7 +76,7 @@ def both_routers(
 def sweeping(
     dsns: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Generator[tuple[Routers, Routers], None, None]:
-    """Two more, which sweep often."""
+    """Two more routers, which sweep often."""
     folder = tmp_path_factory.mktemp("sweeping")
     with (
         running_routers(write_cluster(folder / "one.toml", dsns, sweep_seconds=OFTEN_S)) as one,
@@ -86,7 +86,8 @@ def sweeping(
 
 
 def routers_of(request: pytest.FixtureRequest) -> tuple[Routers, Routers]:
-    """Those that the test's mark `usefixtures("sweeping")` asks for, otherwise those that never sweep."""
+    """Returns the routers that sweep if the test has the mark `usefixtures("sweeping")`, and otherwise the routers that
+    never sweep."""
     marked = any("sweeping" in mark.args for mark in request.node.iter_markers("usefixtures"))
     name = "sweeping" if marked else "both_routers"
     routers: tuple[Routers, Routers] = request.getfixturevalue(name)
@@ -143,7 +144,7 @@ async def jobs_of(task: asyncio.Task[list[job_pb2.LeasedJob]]) -> list[job_pb2.L
 async def awaiting(
     near: Client, org: str, job: str, *, wait_s: float = 60
 ) -> AsyncGenerator[asyncio.Task[job_pb2.Job]]:
-    """A WaitJob."""
+    """Makes a WaitJob call. Yields its task."""
 
     async def wait() -> job_pb2.Job:
         request = queue_pb2.WaitJobRequest(org=org, id=job, wait=window(wait_s), include_payload=True)
@@ -169,7 +170,7 @@ async def test_a_wait_for_a_jobs_end_returns_its_result(near: Client, producer: 
     await near.enqueue(org, job)
     async with awaiting(near, org, job.id) as task:
         (leased,) = await producer.dequeue(org, QUEUE)
-        # It runs again: the wait goes on.
+        # The job runs again, so the wait goes on.
         await producer.queue.Nack(
             queue_pb2.NackRequest(org=org, nacks=[queue_pb2.Nack(lease=leased.lease, retry_after=window(0))])
         )
@@ -266,7 +267,7 @@ async def test_many_waits_for_one_jobs_end_look_at_it_together(fresh_dsn: str) -
     looking = asyncio.create_task(ends.run())
     try:
         async with asyncio.timeout(PATIENCE_S):
-            # Ack by a store of its own, as another router would: this router gets no notice.
+            # Ack with another store, as another router would: this router gets no notice.
             await Store(database).settle(Settlement.ack(org, [leased[0][1]]))
             await asyncio.gather(*waits[::2])
         assert not any(wait.done() for wait in waits[1::2])
@@ -292,7 +293,7 @@ async def test_many_calls_wait_for_one_job_and_all_get_its_end(near: Client, pro
     request = queue_pb2.WaitJobRequest(org=org, id=job.id, wait=window(60), include_payload=True)
     calls = [asyncio.create_task(_ended(near, request)) for _ in range(200)]
     async with awaiting(near, org, job.id) as task, asyncio.timeout(PATIENCE_S):
-        # Callers that leave take no answer with them.
+        # Callers that leave do not take the answer from the other callers.
         for call in calls[:100]:
             call.cancel()
         await producer.queue.Ack(queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=leased.lease, result=b"42")]))
@@ -415,9 +416,9 @@ async def test_a_delayed_job_comes_when_it_is_due(near: Client, producer: Client
     for delay_s in (0.05, 0.4):
         async with waiter(near, org) as waiting:
             await producer.enqueue(org, new_job(delay=window(delay_s)))
-            # A job that is due later does not hide it.
+            # A job that is due later does not hide this job.
             await producer.enqueue(org, new_job(delay=window(3600)))
-            # No sweep finds it, and no other job's timer: it has one of its own.
+            # Neither a sweep nor another job's timer finds this job: it has a timer of its own.
             (job,) = await jobs_of(waiting)
         assert job.run_at.ToNanoseconds() - job.enqueued_at.ToNanoseconds() == delay_s * 1e9
 
@@ -445,7 +446,8 @@ async def test_a_released_job_comes_at_once(near: Client, producer: Client, org:
 
 
 async def test_the_next_job_of_a_group_comes_at_once(near: Client, producer: Client, org: str) -> None:
-    """No router sweeps: the end of the job before announces it. `producer` is another router or the same."""
+    """No router sweeps: the end of the job before announces the next job. `producer` is the same router or another
+    one."""
     ids = await near.enqueue(org, *(new_job(group="g") for _ in range(3)))
     assert len(ids) == 3
     (held,) = await near.dequeue(org)
@@ -493,7 +495,7 @@ async def test_a_new_job_beside_one_that_has_finished_comes_at_once(near: Client
 
 
 # ── What an operator does ────────────────────────────────────────────────────────────────────────────────────────────
-# Each test has an org of its own: the other router never met its queue.
+# Each test has an org of its own, so that the other router does not know its queue.
 
 
 async def a_dead_job(near: Client, org: str) -> str:
@@ -547,7 +549,7 @@ async def test_a_job_that_is_altered_to_run_now_wakes_consumers(near: Client, pr
 async def test_a_wait_that_is_cancelled_while_it_is_handed_a_job_gives_it_back(
     near: Client, dsns: dict[str, str], org: str
 ) -> None:
-    # By now the router knows the waiter and the queue.
+    # After these calls the router knows the queue.
     await near.enqueue(org)
     await near.dequeue(org)
     async with contextlib.AsyncExitStack() as stack:
@@ -560,7 +562,7 @@ async def test_a_wait_that_is_cancelled_while_it_is_handed_a_job_gives_it_back(
         waiting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await waiting
-        # On the same connection, so it arrives after the cancel.
+        # This call is on the same connection, so it arrives after the cancel.
         await near.cluster.ListShards(cluster_pb2.ListShardsRequest(), timeout=PATIENCE_S)
     ids = await enqueuing
     async with waiter(near, org) as again:
@@ -837,7 +839,7 @@ async def test_four_hundred_scalers_of_queues_without_work_cost_next_to_nothing(
             streams.append(scaler.StreamIsActive(keda.ScaledObjectRef(scalerMetadata=metadata), timeout=PATIENCE_S))
         assert not any(answer.result for answer in await asyncio.gather(*(stream.read() for stream in streams)))
         await until_statements_a_second(dsns, below=60)
-        # If each looked every 5 s, all at once, there would be 80.
+        # If each stream looked every 5 s by itself, there would be 80 statements a second.
         assert await statements_a_second(dsns, seconds=6) < 60
         await near.enqueue(org, new_job(queue="idle-7"))
         assert (await streams[7].read()).result
@@ -852,7 +854,7 @@ async def test_a_consumer_of_a_paused_queue_with_a_backlog_costs_next_to_nothing
     await near.enqueue(org, *(new_job() for _ in range(10)))
     await near.admin.PauseQueue(admin_pb2.PauseQueueRequest(org=org, queue=QUEUE))
     async with near.stream(org, credit=10) as stream:
-        # The routers of other tests here, which sweep five times a second, make about 25 of them.
+        # The routers of other tests here sweep five times a second, and make about 25 of these statements.
         await until_statements_a_second(dsns, below=60)
         assert stream.jobs == []
 
@@ -876,12 +878,12 @@ async def test_rings_for_queues_that_nobody_waits_for_cost_those_who_wait_next_t
 
         producing = asyncio.create_task(produce())
         seen: list[tuple[float, int]] = []
-        # At first the statistics may be those of the streams' beginnings.
+        # At first the statistics may still count the beginning of the streams.
         for _ in range(8):
             before, began_s = enqueues, time.monotonic()
             rate = await statements_a_second(dsns, seconds=2)
             seen.append((rate, round((enqueues - before) / (time.monotonic() - began_s))))
-            # An enqueue, a ring, and periodic work.
+            # This allows for each enqueue and its ring, and for periodic work.
             if rate < 3 * seen[-1][1] + 60:
                 break
         else:
@@ -952,7 +954,7 @@ async def test_single_jobs_that_race_with_consumers_who_come_and_go_are_all_deli
                 one.cancel()
             outcomes = await asyncio.gather(*consuming, return_exceptions=True)
     assert [one for one in outcomes if isinstance(one, Exception)] == []
-    # On a busy machine a few commit more than a second late, below the floors: these are the sweep's (I7).
+    # On a busy machine a few jobs commit more than a second late, below the floors. Only a sweep finds these jobs (I7).
     lost = count - len(delivered)
     assert lost <= count // 500, f"{lost} of {count} jobs would wait for a sweep"
 
@@ -1052,7 +1054,7 @@ async def test_jobs_are_offered_to_those_with_credit_by_turns(room: WaitRoom) ->
         room.enter(one)
     handover = await offer(room, some_jobs(OrgId("o"), 30))
     assert handover is not None
-    # Each gets as many as it has room for, but at most an even share; one without room gets none.
+    # Each consumer gets as many jobs as it has room for, but at most an even share. A consumer without room gets none.
     dealt = Counter(taker.number for taker in handover.takers.values())
     assert sorted(dealt.values()) == [1, 2, 15]
     assert [one.credit for one in waiters] == [0, 85, 0, 0]
@@ -1119,7 +1121,8 @@ async def test_who_waits_follows_an_org_whose_slot_moves(
             moved = "INSERT INTO windrow.owned_slot VALUES ({0}, '{1}', {2}) ON CONFLICT (slot) DO UPDATE "
             sql(dsns, shard, (moved + "SET state = '{1}', epoch = {2} RETURNING slot").format(slot, state, epoch))
         placed = f"writes = '{{s2}}', reads = '{{s2}}', epoch = {epoch}, changed = {epoch}"
-        # In one statement: a router that reads between two would never learn of the second change.
+        # Both changes are in one statement: a router that reads between two statements would never learn of the second
+        # change.
         sql(
             dsns,
             "s1",

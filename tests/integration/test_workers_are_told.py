@@ -1,5 +1,5 @@
 """Consumers are told of leases that end without them and of streams that are about to end, and they report how far they
-have come. Each test uses two routers: what one of them does, the consumers of the other hear."""
+have come. Each test uses two routers: the consumers of one router hear what the other router does."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_the_worker_of_a_cancelled_job_is_told(both: tuple[Client, Client]
         await busy.until(lambda: busy.revoked, "a revoked lease")
         assert busy.revoked == {lost.lease: CANCELLED}
         assert await busy.settle(1, acks=acks([kept, lost])) == [OK, CANCELLED]
-        # Both have had an answer since, so they would have been told by now.
+        # Both streams have got a job since, so they would have been told by now.
         for other, other_org in ((idle, org), (stranger, f"{org}-stranger")):
             await near.enqueue(other_org)
             await other.send(credit=1)
@@ -138,7 +138,7 @@ async def test_progress_and_checkpoint_stay_with_the_job_until_its_next_attempt(
     assert await _extend(one, "reports", queue_pb2.Extend(lease=job.lease, progress=progress, checkpoint=b"at 3")) == [
         OK
     ]
-    # The change names neither field, so both stay.
+    # This extend names neither field, so both stay.
     assert await _extend(one, "reports", queue_pb2.Extend(lease=job.lease)) == [OK]
     stored = await other.job("reports", job_id)
     assert stored.progress == job_pb2.Progress(done=3, total=7, note="files\ufffd copied")
@@ -194,7 +194,7 @@ def _has_attempts(count: int, record: JobRecord) -> bool:
 async def test_jobs_that_come_before_their_workers_wait_for_them_and_no_attempt_is_counted(
     routers: list[Routers], dsn: str
 ) -> None:
-    """As in a rolling deploy that ships producers first: the workers of the old release know no such kind."""
+    """This happens in a rolling deploy that ships producers first: the workers of the old release know no such kind."""
     pauses = dict[str, list[float]]()
     async with WindrowClient(routers[0].address, org="deploy") as near:
         jobs = [NewJob(QUEUE, "new", max_attempts=1) for _ in range(20)]
@@ -221,7 +221,7 @@ async def test_jobs_that_come_before_their_workers_wait_for_them_and_no_attempt_
             assert {(one.state, one.attempt) for one in records} == {(JobState.SCHEDULED, 0)}
             for one in records:
                 pauses.setdefault(one.id, []).append((one.run_at - one.attempts[-1].ended_at).total_seconds())
-            # The pause is over; it began when the job was due.
+            # Make it look as if the pause were over. The pause begins when the job is due.
             async with await psycopg.AsyncConnection.connect(dsn) as connection:
                 await connection.execute(
                     """
@@ -275,7 +275,7 @@ async def test_a_claim_ends_with_the_job_whose_checkpoint_fills_the_answer(both:
         assert 0 < len(some) < count
         assert all(len(job.checkpoint) == 64 * _KIB for job in some)
         taken += some
-    # A look-up of all of them stays within one answer, too.
+    # A look-up of all these jobs stays within one answer, too.
     request = queue_pb2.GetJobsRequest(org="checkpoints", ids=[job.id for job in taken], include_payload=True)
     answer = await near.queue.GetJobs(request, timeout=PATIENCE_S)
     assert 0 < len(answer.jobs) < count
@@ -300,7 +300,7 @@ async def test_a_draining_router_tells_its_consumers_and_takes_what_they_still_h
                 assert await orderly.settle(1, acks=acks(jobs)) == []
                 await orderly.half_close()
                 assert orderly.error is None, "it ended in order"
-                # The other one does not close its side, and is ended a little later.
+                # The other consumer does not close its side, and the router ends its stream a little later.
                 refused = await deaf.refusal()
                 assert deaf.draining
                 assert refused.code() is grpc.StatusCode.UNAVAILABLE
@@ -342,7 +342,7 @@ async def test_a_cancel_stops_the_handler_at_once(routers: list[Routers]) -> Non
         WindrowClient(routers[0].address, org="stopped") as near,
         WindrowClient(routers[1].address, org="stopped") as far,
     ):
-        # It would extend, and so learn of the cancel, only after hours.
+        # With this window, the worker would extend, and so learn of the cancel, only after hours.
         worker = Worker(near, [QUEUE], visibility_window=43_200)
         begun, ended = asyncio.Event(), asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Workflows on one shard: a node is released by the end of the last one that it waits for, and every end counts once
+"""Workflows on one shard: a node is released by the end of the last node for which it waits, and every end counts once
 (I11)."""
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ async def test_a_node_runs_after_those_that_it_waits_for(flows: Flows) -> None:
 async def test_the_last_parent_releases_in_its_own_transaction(flows: Flows) -> None:
     await flows.start(fan_in(3))
     assert await flows.claim() == {"p0", "p1", "p2"}
-    # In this order each parent is the one that the node looks at.
+    # In this order, the node waits on each of these parents in turn.
     for parent in ("p2", "p1"):
         await flows.ack(parent)
         assert await flows.claim() == set()
@@ -281,7 +281,7 @@ async def test_a_cancelled_workflow_runs_only_what_runs_at_any_end(flows: Flows)
 
 
 async def test_a_callback_of_an_old_workflow_runs(flows: Flows) -> None:
-    """Its id is older than ids may be that are sent now."""
+    """The ids of its jobs are older than the ids that calls may send now."""
     week_ms = 7 * 24 * 3_600_000
     with pytest.raises(IdsOutsideHorizon):
         await flows.start(chain(1), workflow=WorkflowId(job_id(ahead_ms=-week_ms - 3_600_000)))
@@ -420,7 +420,7 @@ async def test_a_parent_waits_for_the_commit_of_the_other_one(
     await flows.start({"a": [], "b": [], "c": ["a", "b"]})
     await flows.claim()
     async with await psycopg.AsyncConnection.connect(module_dsn) as other:
-        # As an ack that has folded and not yet committed.
+        # This session acts like an ack that has folded the workflow and has not committed yet.
         await other.execute("SET CONSTRAINTS ALL IMMEDIATE")
         await other.execute(
             "WITH gone AS (DELETE FROM windrow.job WHERE id = %s::uuid RETURNING *) "
@@ -532,7 +532,7 @@ async def test_a_check_finds_what_is_wrong(
     flow = await flows.start({"a": [], "b": ["a"]})
     assert await flows.admin.check() == []
     async with await psycopg.AsyncConnection.connect(fresh_dsn) as session:
-        # No trigger repairs it.
+        # No trigger may repair the damage.
         for table in ("job", "workflow_arrival"):
             await session.execute(f"ALTER TABLE windrow.{table} DISABLE TRIGGER USER".encode())
         await session.execute(damage.encode())

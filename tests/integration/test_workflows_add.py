@@ -1,5 +1,6 @@
-"""Jobs add nodes to their workflow while they run: the lease is the fence, a repeated call adds once, and callbacks
-wait for the added nodes, however the last ends and the additions meet (I11)."""
+"""Jobs add nodes to their workflow while they run. Only a job that still has its lease can do so, and a repeated call
+adds the nodes once. Callbacks wait for added nodes, even if the last end and an addition come at the same time
+(I11)."""
 
 from __future__ import annotations
 
@@ -172,7 +173,7 @@ async def test_a_job_adds_nothing_to_another_workflow(flows: Flows) -> None:
 async def test_a_lease_that_ends_while_the_addition_waits_adds_nothing(
     flows: Flows, two: list[Flows], module_dsn: str
 ) -> None:
-    """The addition waits for the workflow's lock, which the ack takes first."""
+    """The addition waits for the workflow's lock, and its lease is released meanwhile."""
     flow = await flows.start({"a": [], "b": []})
     await flows.claim()
     lease = flows.leases["a"]
@@ -200,7 +201,7 @@ async def test_a_repeated_call_adds_once_also_by_a_later_attempt(flows: Flows) -
     assert (again.jobs, again.stored) == (first.jobs, 0)
     await flows.store.settle(Settlement.release(flows.org, [flows.leases["a"]]))
     await flows.claim()
-    # The later attempt has found one more.
+    # The later attempt adds one more node.
     await flows.ack("x")
     assert (await flows.add(flow, "a", {"x": [], "y": ["x"], "z": ["x", "y"]})).stored == 1
     await flows.ack("a")
@@ -273,7 +274,7 @@ async def test_a_workflow_has_room_for_so_many_edges_in_total(flows: Flows) -> N
     parents = [f"p{at}" for at in range(1000)]
     flow = await flows.start({"a": [], **{name: [] for name in parents}})
     await flows.claim()
-    # The workflow has these edges now.
+    # Give the workflow so many edges.
     await flows.database.run(
         b"INSERT INTO windrow.workflow_edge SELECT w.flow, 100000 + n, 0, 'cancel' FROM windrow.workflow w, "
         b"generate_series(1, %(edges)s::integer) n WHERE w.id = %(id)s::uuid",
@@ -289,7 +290,8 @@ async def test_a_workflow_has_room_for_so_many_edges_in_total(flows: Flows) -> N
 
 @pytest.mark.thorough
 async def test_an_addition_and_the_last_end_never_pass_each_other(two: list[Flows]) -> None:
-    """One router adds, the other ends the job that adds: either the addition is refused, or callbacks wait for it."""
+    """One router adds nodes while the other router ends the job that adds them. Either the addition is refused, or
+    callbacks wait for the nodes."""
     won = 0
     for _ in range(trials(150, thorough=3000)):
         flow = await two[0].start({"a": []}, callbacks=CALLBACKS)

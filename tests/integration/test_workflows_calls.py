@@ -93,7 +93,7 @@ async def test_a_started_workflow_is_known(client: windrow.Client, routers: Rout
     assert again.duplicate
     other = windrow.Workflow("twice", id=flow.id)
     other.job("q", "another")
-    # It is told at once: another try would not change it.
+    # The refusal comes at once, because another try would not change it.
     async with windrow.Client(routers.address, org=org, timeout=3600) as patient:
         with pytest.raises(windrow.AlreadyExists):
             await patient.start(other)
@@ -222,7 +222,7 @@ async def test_a_handler_adds_nodes_and_callbacks_wait_for_them(client: windrow.
         pages = [more.job("crawl", "fetch", {"page": number}) for number in range(3)]
         more.job("crawl", "index", name="index", after=pages)
         added.append(await job.workflow.add(more))
-        # Repeated with the same nodes, also by the next attempt.
+        # The call is repeated with the same nodes, here and by the next attempt.
         added.append(await job.workflow.add(more))
         if job.attempt == 1:
             raise windrow.Retry("once more", after=0)
@@ -273,7 +273,7 @@ async def test_a_def_handler_that_would_add_nodes_in_vain_is_told_so(client: win
         more = windrow.Nodes()
         more.job("crawl", "fetch")
         try:
-            # Nobody can await it here.
+            # A def handler cannot await this call.
             job.workflow.add(more)
         except RuntimeError as error:
             told.append(str(error))
@@ -289,7 +289,7 @@ async def test_a_def_handler_that_would_add_nodes_in_vain_is_told_so(client: win
 
 
 async def test_a_worker_leaves_no_job_of_a_workflow_to_the_garbage_collector(client: windrow.Client) -> None:
-    """Payloads may be large, and the collector comes when there are many objects, however large they are."""
+    """Payloads may be large, but the garbage collector runs by the number of objects, not by their size."""
     worker = windrow.Worker(client, "crawl")
 
     @worker.handler("fetch")

@@ -51,7 +51,7 @@ async def test_a_cancel_ends_the_pause(flows: Flows) -> None:
 async def test_paused_workflows_hide_nothing_from_the_sweep(
     flows: Flows, module_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many nodes wait for the end of a pause, the sweep finds the others."""
+    """However many nodes wait for the end of a pause, the sweep finds the other nodes."""
     monkeypatch.setattr(sweep_module, "_ROWS", 10)
     for _ in range(2):
         paused = await flows.start({"root": [], **{f"n{at}": ["root"] for at in range(20)}})

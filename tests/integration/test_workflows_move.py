@@ -1,4 +1,4 @@
-"""Workflows while their org moves to another shard: whole, with ends that come on the source."""
+"""Workflows move whole with their org to another shard, while nodes end on the source."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_an_end_on_the_source_releases_on_the_target(pair: Pair, org: OrgI
         assert await mover.step()
     await source.ack("a")
     await source.kill("b")
-    # Nobody has told the target.
+    # Nobody has told the target of these ends.
     assert await target.states(flow) == {
         "a": "released",
         "b": "released",
@@ -116,7 +116,7 @@ async def test_a_job_on_the_source_adds_nodes_on_the_target(pair: Pair, org: Org
     mover = pair.mover(move)
     while (await pair.placement(org))[0] != (B,):
         assert await mover.step()
-    # The shard that has the workflow does not have the job, and the other one the reverse.
+    # The target has the workflow but not the job. The source has the job but not the workflow.
     with pytest.raises(LeaseEnded):
         await target.add(flow, source.leases["a"], {"x": []}, epoch=move.epoch)
     with pytest.raises(NotOwned):
@@ -146,7 +146,7 @@ async def test_a_job_that_is_released_before_it_arrives_is_released_then(pair: P
     while (await pair.placement(org))[0] != (B,):
         assert await mover.step()
     await source.ack("a")
-    # The mover tells the target at once, and the jobs come then.
+    # The mover tells the target of the end at once, and the jobs arrive later.
     await mover.finish()
     await target.sweep.sweep()
     assert await target.claim() == {f"b{n}" for n in range(20)}
@@ -185,7 +185,7 @@ async def test_balancers_die_at_every_step_and_every_end_counts_once(pair: Pair,
         fate = Fate(at=at, how=how)
         async with mortal_mover(pair, move, fate) as mover:
             with contextlib.suppress(Died):
-                # Each balancer waits for leases that last; it is stopped then.
+                # Each balancer waits for leases that do not end, so it is stopped after some steps.
                 for _ in range(12):
                     if not await mover.step():
                         break
@@ -231,7 +231,7 @@ async def test_an_addition_to_a_workflow_that_moves_away_meanwhile_is_sent_on(
             assert await mover.step()
         return await find(org, workflow)
 
-    # The shard has the workflow when it is asked whether it owns the slot, and not when it is asked for the workflow.
+    # The workflow leaves the shard after the check that the shard owns the slot, and before the look at the workflow.
     monkeypatch.setattr(source.admin, "get", move_first)
     with pytest.raises(NotOwned):
         await source.add(flow, "a", {"x": []})

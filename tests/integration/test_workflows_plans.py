@@ -1,5 +1,5 @@
-"""The plans of the statements about workflows, with 200 workflows of 500 nodes on the shard: each reads what it is
-about by indexes, whatever statistics the planner has."""
+"""The plans of the statements about workflows, with 200 workflows of 500 nodes on the shard. Each statement reads its
+rows by indexes, whatever statistics the planner has."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 ORGS, WORKFLOWS, NODES, PARENTS = 10, 200, 500, 10
 TABLES = ("workflow", "workflow_node", "workflow_edge", "workflow_arrival")
 
-# Half of the workflows have ended. In the others, nodes have ended up to the middle, and the next one is due.
+# Half of the workflows have ended. In the other workflows, the nodes up to the middle have ended, and the next node is
+# due.
 FILL_WORKFLOWS = f"""
 INSERT INTO windrow.workflow (org_id, id, name, digest, nodes, open_node, state, ended_at, paused_at)
 SELECT
@@ -77,12 +78,12 @@ async def filled(module_dsn: str, request: pytest.FixtureRequest) -> AsyncGenera
     )
     nobody = One(0, 0, "nobody", "01890000-0000-7000-8000-000000000000")
     if not request.param:
-        # The plans that are kept were made for an empty table.
+        # Make the plans that are kept while the tables are empty.
         await database.run(b"TRUNCATE windrow.workflow, windrow.workflow_node, windrow.workflow_edge", {})
         async with database.transaction() as connection:
             for statement, parameters, *_ in statements_about(nobody).values():
                 await plan(connection, statement, parameters)
-    # The rows that were made for the other plans stay: to make them takes longer than all the tests.
+    # Rows that were made for the other plans stay, because it takes longer to make them than to run all tests.
     if await database.run(b"SELECT WHERE NOT EXISTS (SELECT FROM windrow.workflow)", {}):
         for fill in (FILL_WORKFLOWS, FILL_NODES, FILL_EDGES):
             await database.run(fill.encode(), {})
@@ -99,7 +100,8 @@ async def filled(module_dsn: str, request: pytest.FixtureRequest) -> AsyncGenera
 
 
 def statements_about(one: One) -> Mapping[str, tuple[Statement, Mapping[str, object], int]]:
-    """Each statement, its parameters, and how many pages it may touch: the nodes of a workflow are on a page each."""
+    """Returns each statement, its parameters, and how many pages it may touch. Each node of a workflow is on a
+    page."""
     named = {"org": one.org, "id": one.id}
     return {
         "get_workflow": (statements.GET_WORKFLOW, named, 20),
@@ -154,7 +156,7 @@ async def test_a_check_looks_each_node_of_a_large_workflow_up_without_statistics
     fresh_database: Database, org: OrgId
 ) -> None:
     flows, nodes = Flows(fresh_database, org), 3_000
-    # All but the first one are blocked, and so are their jobs.
+    # All nodes but the first are blocked, and so are their jobs.
     await flows.start({"n0": [], **{f"n{at}": ["n0"] for at in range(1, nodes)}})
     async with fresh_database.transaction() as connection:
         found = await plan(connection, statements.CHECK_WORKFLOWS, {"rows": 100})

@@ -1,5 +1,6 @@
-"""Wide workflows on one shard: a transaction releases or cancels at most a portion of what an end decides, and the rest
-follows. So nobody waits for the whole of it (I4), and a kill in between strands nothing (I7)."""
+"""Wide workflows on one shard. A transaction releases or cancels at most a portion of the jobs for which an end
+decides, and later transactions do the rest. So nobody waits for all of these jobs (I4), and a kill in between strands
+nothing (I7)."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ async def test_an_ack_releases_a_portion_and_the_sweep_the_rest(flows: Flows) ->
     await flows.ack("root")
     assert await counts(flows, flow) == {"succeeded": 1, "released": PORTION, "blocked": WIDTH - PORTION}
     await flows.check()
-    # As after a kill: nobody has gone on.
+    # As after a kill, nobody has gone on with the rest.
     await flows.sweep.sweep()
     assert await counts(flows, flow) == {"succeeded": 1, "released": WIDTH}
     assert sum(map(len, await flows.run_all())) == WIDTH
@@ -96,7 +97,7 @@ async def test_calls_that_share_the_statement_of_a_wide_release_wait_for_a_porti
     narrow = await other.start({"a": [], "b": ["a"]})
     await flows.claim()
     await other.claim()
-    # The first one begins a statement, and the others share the next.
+    # The first ack begins a statement, and the other acks share the next one.
     await asyncio.gather(flows.ack("first"), flows.ack("root"), other.ack("a"))
     assert (await counts(flows, wide))["released"] <= PORTION
     await other.sweep.sweep()
@@ -133,7 +134,7 @@ async def release_all(flows: Flows) -> None:
 
 
 async def test_a_failure_cancels_a_portion_and_the_sweep_the_rest(flows: Flows) -> None:
-    # Each of them has a node after it, which is cancelled too, and one that does not care.
+    # After each of these nodes comes a node that is cancelled too. One last node ignores their failures.
     graph = dict(FAN_OUT)
     graph |= {f"after{at}": [f"n{at}"] for at in range(WIDTH)}
     graph["last"] = [(f"n{at}", IGNORE) for at in range(WIDTH)]
@@ -167,7 +168,7 @@ async def test_ends_of_which_everybody_was_told_are_not_taken_in_again(flows: Fl
 
 
 async def test_a_node_is_never_released_before_a_failure_has_reached_it(flows: Flows) -> None:
-    # Each waits for a parent that succeeds, with a greater number, and for one that fails. Both end in one transaction.
+    # Each node waits for a parent that fails, and for a parent with a greater number that succeeds.
     graph: dict[str, list[str]] = {"bad": [], "good": []}
     graph |= {f"n{at}": ["bad", "good"] for at in range(WIDTH)}
     flow = await flows.start(graph)
@@ -218,7 +219,7 @@ async def test_a_cancel_between_portions_cancels_what_was_released_and_what_was_
 
 async def test_a_cancel_that_was_cut_off_between_portions_is_ended_by_the_sweep(flows: Flows) -> None:
     flow = await flows.start(FAN_OUT)
-    # The first transaction of a cancel, and no other one.
+    # Run only the first transaction of a cancel.
     await flows.admin.begin_cancel(flows.org, flow.id, reason="enough", epoch=1)
     assert await blocked_jobs(flows) == WIDTH - PORTION
     await flows.check()
@@ -252,7 +253,7 @@ async def test_two_routers_that_go_on_at_the_same_time_release_each_job_once(flo
 
 
 async def test_routers_go_on_at_once(module_dsn: str, org: OrgId, tmp_path: Path) -> None:
-    """No sweep comes, so only a notification can make them."""
+    """No sweep comes, so only a notification can make the routers go on."""
     config = write_cluster(tmp_path / "cluster.toml", {SHARD: module_dsn}, sweep_seconds=3600)
     with running_routers(config, processes=2) as routers:
         async with windrow.Client(routers.address, org=org) as client:

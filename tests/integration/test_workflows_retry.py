@@ -37,7 +37,8 @@ async def client(routers: Routers, org: OrgId) -> AsyncGenerator[windrow.Client,
 
 
 async def work(client: windrow.Client, dies: Sequence[str] = (), *, seen: list[str] | None = None) -> None:
-    """Works jobs off until none is ready: acks them with their payload as the result, and kills some."""
+    """Works until no job is ready. Acks each job with its payload as the result, or kills the job if `dies` names
+    it."""
     while jobs := await client.dequeue("q", max_jobs=100, wait=0):
         for job in jobs:
             if seen is not None:
@@ -66,7 +67,7 @@ async def states(client: windrow.Client, workflow: str) -> Mapping[str, str]:
 
 
 async def failed(client: windrow.Client, dies: Sequence[str] = ("b",)) -> windrow.Started:
-    """A diamond that has failed, with its callbacks done."""
+    """Starts a diamond, makes it fail, and runs its callbacks."""
     started = await client.start(diamond())
     await work(client, dies)
     record, _ = await client.get_workflow(started.id)
@@ -143,7 +144,7 @@ async def test_what_has_not_succeeded_runs_again_and_the_rest_is_taken_over(clie
     assert seen[:2] == ["b", "d"]
     assert sorted(seen[2:]) == ["end", "success"]
     assert (await client.get_workflow(retry.id))[0].state is windrow.WorkflowState.SUCCEEDED
-    # The old one stays as it ended, and leaves no dead job behind.
+    # The old workflow stays as it ended, and leaves no dead job behind.
     assert (await client.get_workflow(started.id))[0].state is windrow.WorkflowState.FAILED
     (old,) = (await client.get_jobs([started.job_ids["b"]])).values()
     assert (old.state, old.reason) == (windrow.JobState.CANCELLED, f"retried by workflow {retry.id}")
@@ -161,7 +162,7 @@ async def test_added_nodes_run_again_too(client: windrow.Client, module_dsn: str
     await client.ack(job)
     await work(client, ["x"])
     if was_moved:
-        # It did not know that nodes are added.
+        # That release did not know that nodes are added.
         async with await psycopg.AsyncConnection.connect(module_dsn, autocommit=True) as connection:
             await connection.execute("UPDATE windrow.workflow_node SET added_by = NULL")
             await connection.execute("UPDATE windrow.workflow SET added = 0")
@@ -178,7 +179,7 @@ async def test_added_nodes_run_again_too(client: windrow.Client, module_dsn: str
 
 
 async def test_a_job_that_failed_after_it_had_added_nodes_finds_them_in_the_retry(client: windrow.Client) -> None:
-    """Also the unnamed nodes of a node that was itself added: what names them must be the same in the retry."""
+    """This also holds for unnamed nodes that an added node has added: their names must be the same in the retry."""
     started = await client.start(diamond())
     named, unnamed = windrow.Nodes(), windrow.Nodes()
     named.job("q", "k", "x", name="x")
@@ -209,7 +210,8 @@ async def test_a_job_that_failed_after_it_had_added_nodes_finds_them_in_the_retr
 
 @pytest.mark.thorough
 async def test_with_retries_each_node_succeeds_once_whatever_was_added_and_has_failed(client: windrow.Client) -> None:
-    """Jobs add named and unnamed nodes, which add nodes too, and fail afterwards; a job adds the same each time."""
+    """Jobs add named and unnamed nodes, which add nodes too, and some jobs fail afterwards. A job adds the same nodes
+    each time."""
     for _ in range(trials(3, thorough=100)):
         succeeded: Counter[str] = Counter()
         children: dict[str, list[bool]] = {}
@@ -284,7 +286,7 @@ async def test_a_job_that_succeeded_after_a_redrive_is_taken_over(client: windro
 async def test_jobs_that_have_turned_cold_run_again(client: windrow.Client, database: Database) -> None:
     started = await failed(client, ["a"])
     finished = sorted(job for name, job in started.job_ids.items() if name != "a")
-    # Their ids change with their age.
+    # The ids of the jobs change with their age.
     for old, new in zip(finished, await age_finished(database, OrgId(client.org), days=9), strict=True):
         await database.run(
             b"UPDATE windrow.workflow_node SET job_id = %(new)s::uuid WHERE job_id = %(old)s::uuid",

@@ -59,7 +59,7 @@ class Storm:
         self.org = org
         self.ran: Counter[str] = Counter()
         self.had_round = asyncio.Event()
-        # What added nodes wait for, also if nobody knows whether they were added.
+        # For each added node the nodes for which it waits, also if nobody knows whether the node was added.
         self.added: dict[str, list[str]] = {}
 
     async def run(self, flow: NewWorkflow) -> None:
@@ -115,7 +115,7 @@ class Storm:
                 raise outcome
 
     async def _add(self, flow: NewWorkflow, lease: Lease, names: list[str]) -> None:
-        """Beside what ends this lease."""
+        """Adds nodes, while other calls may end this lease."""
         graph = {
             f"m{len(self.added) + at}": [
                 (name, luck.choice((CANCEL, IGNORE, IGNORE, RUN)))
@@ -134,7 +134,7 @@ class Storm:
         return [self._ack(flow, name, lease) for _ in range(luck.choice((1, 1, 2)))]
 
     async def _ack(self, flow: NewWorkflow, name: str, lease: Lease) -> None:
-        """Repeats an ack until it is answered: so also one of which nobody knows whether it was done."""
+        """Repeats an ack until it is answered, also if nobody knows whether an earlier call was done."""
         while True:
             with contextlib.suppress(ShardUnavailable):
                 settlement = Settlement.ack(self.org, [lease])
@@ -144,7 +144,7 @@ class Storm:
 
 
 async def cut_connections(dsn: str, storm: Storm, *, pause_s: float) -> None:
-    """Cuts at most one connection in a round, so that also a slow machine gets on."""
+    """Cuts at most one connection in each round, so that even a slow machine makes progress."""
     async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
         while True:
             await storm.had_round.wait()
@@ -215,7 +215,7 @@ async def test_jobs_that_are_altered_while_they_are_released_do_not_stay_blocked
             await altered.wait()
             await flows.ack("root")
             acked.set()
-        # It releases those that were locked.
+        # The sweep releases the jobs that were locked.
         await flows.sweep.sweep()
         assert await flows.claim() == set(names)
         await flows.ack(*names)
