@@ -453,8 +453,8 @@ class Dedup(_message.Message):
     are two different keys, even if their texts are equal. 1 to 256 bytes, no NUL.
     """
     while_live: _builtins.bool
-    """The key counts while its job is SCHEDULED, READY or LEASED, and is free again when the job has SUCCEEDED, is DEAD or
-    CANCELLED. RedriveJobs does not take the key again. Not together with `window`.
+    """The key counts while its job is SCHEDULED, READY or LEASED, and is free again when the job has SUCCEEDED, is DEAD
+    or CANCELLED. RedriveJobs does not take the key again. Must not be set together with `window`.
     """
     @_builtins.property
     def window(self) -> _duration_pb2.Duration:
@@ -507,7 +507,7 @@ class NewJob(_message.Message):
 
     @_builtins.property
     def delay(self) -> _duration_pb2.Duration:
-        """Counted from the shard's clock when the job is stored. 0 s to 3,650 days."""
+        """Counted from the time at which the job is stored, by the shard's clock. 0 s to 3,650 days."""
 
     @_builtins.property
     def expires_at(self) -> _timestamp_pb2.Timestamp:
@@ -845,7 +845,9 @@ class Attempt(_message.Message):
 
     @_builtins.property
     def failure(self) -> Global___Failure:
-        """What the Nack reported, or the reason of a Snooze as its message; absent if there was none, and for other outcomes."""
+        """What the Nack reported; for a Snooze, its reason as the message. Absent for other outcomes, and if nothing was
+        reported.
+        """
 
     def __init__(
         self,

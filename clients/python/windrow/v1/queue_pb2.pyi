@@ -118,12 +118,12 @@ class EnqueueResult(_message.Message):
     safe as a new one.
     """
     state: _job_pb2.JobState.ValueType
-    """For a duplicate: the state of the first job when its shard answered. UNSPECIFIED if the first job was deleted since,
-    or if its shard did not answer that.
+    """For a duplicate: the state of the first job when its shard answered. UNSPECIFIED if the first job was deleted
+    since, or if its shard did not tell.
     """
     differs: _builtins.bool
-    """True: the job that has the sent id already has another queue, kind or payload. So somebody uses one id for two
-    jobs. Nothing was stored and nothing was changed. A retry of the same call never gets this.
+    """True: the sent id belongs to a job that has another queue, kind or payload. So somebody uses one id for two jobs.
+    Nothing was stored and nothing was changed. A retry of the same call never gets this.
     """
     @_builtins.property
     def error(self) -> _status_pb2.Status:
