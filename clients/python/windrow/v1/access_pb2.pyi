@@ -60,4 +60,4 @@ Global___Scope: _TypeAlias = Scope  # noqa: Y015
 
 SCOPE_FIELD_NUMBER: _builtins.int
 scope: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, Global___Scope.ValueType]
-"""The scope that a caller of the method needs. A router does not start if a method has none."""
+"""The scope that a caller of the method needs. A router does not start if a method has no scope."""

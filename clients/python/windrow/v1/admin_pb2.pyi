@@ -85,18 +85,19 @@ class QueueConfig(_message.Message):
     (ERROR_REASON_TOO_MANY_RETENTIONS), of which it has 0, 1, 7, 30, 90, 365 and 2557 from the start.
     """
     group_concurrency: _builtins.int
-    """How many jobs of one group (JobTemplate.group) may be leased at a time. 1 to 1,000; absent: 1, which is strict order.
-    A smaller number takes no lease away: the jobs that have one, or wait for a retry, end first.
+    """How many jobs of one group (JobTemplate.group) may be leased at the same time. 1 to 1,000; absent: 1, which is
+    strict order. If the number becomes smaller, no lease is taken away: jobs that have a lease, or wait for a retry,
+    end first.
     """
     ageing_seconds: _builtins.int
     """Ends the starvation of less urgent jobs: a READY job of priority p is moved to priority 1 after (p - 1) times this
     many seconds, and keeps that priority. 1 to 604,800; absent, also in an answer: priorities do not age.
     """
     quarantine_after: _builtins.int
-    """After how many crashes in a row a kind of the queue's jobs is quarantined: its jobs are set aside, and one at a time
-    is let through after a pause, until one ends with an ack or a nack. A crash: a lease expires without an ack, nack or
-    release, for the second time in a row for that job or at its last attempt; those of a kind that one claim finds count
-    as one. 1 to 1,000; absent, also in an answer: never.
+    """After this many crashes in a row, a kind of the queue's jobs is quarantined: its jobs are set aside. After a pause
+    one job at a time is let through, until one ends with an ack or a nack. A crash is a lease that expires without an
+    ack, nack or release, if this is the second time in a row for that job, or its last attempt. All crashes of a kind
+    that one claim finds count as one. 1 to 1,000; absent, also in an answer: never.
     """
     @_builtins.property
     def retry(self) -> _job_pb2.RetryPolicy:
@@ -907,9 +908,8 @@ class RestoreJob(_message.Message):
     id: _builtins.str
     """The id of a job that is SUCCEEDED, CANCELLED or DEAD, in canonical lower-case text."""
     new_id: _builtins.str
-    """The id of the new job, as in NewJob: sending the same id again stores nothing. It must be another one than `id`,
-    and differ from the other new ids of the request. Empty: the router makes an id, and a retry of the call stores the
-    job once more.
+    """The id of the new job, as in NewJob: sending the same id again stores nothing. It must differ from `id`, and from
+    the other new ids of the request. Empty: the router makes an id, and a retry of the call stores the job once more.
     """
     def __init__(
         self,
@@ -1060,12 +1060,13 @@ class RedriveQueueRequest(_message.Message):
     limit: _builtins.int
     """The most jobs that this call brings back. 1 to 10,000; 0 or absent: 1,000."""
     per_second: _builtins.float
-    """How many of the jobs become due in a second, so that a cause that has not gone kills few of them before somebody
-    sees it. The others are SCHEDULED until their turn. 0.001 to 100,000; 0 or absent: all are READY at once.
+    """How many of the jobs become due in a second, so that a cause of death that is still there kills only few of them
+    before somebody notices. The others are SCHEDULED until their turn. 0.001 to 100,000; 0 or absent: all are READY at
+    once.
     """
     already_redriven: _builtins.int
-    """How many jobs earlier calls of the same redrive have brought back: those of this call become due behind them. Only
-    with per_second. 0 to 1,000,000,000.
+    """How many jobs earlier calls of the same redrive have brought back: the jobs of this call become due after those.
+    Only with per_second. 0 to 1,000,000,000.
     """
     @_builtins.property
     def died_after(self) -> _timestamp_pb2.Timestamp:
@@ -1277,18 +1278,18 @@ class Quarantine(_message.Message):
     crashes: _builtins.int
     """How many crashes led to it, and how many trials crashed since then. 0: an operator quarantined it."""
     reason: _builtins.str
-    """Why an operator quarantined it, for people. Empty: it gave none, or crashes did it."""
+    """Why an operator quarantined it, for people. Empty: the operator gave none, or crashes led to the quarantine."""
     by_operator: _builtins.bool
     """True: an operator quarantined it, and only ReleaseKind releases it."""
     trial_id: _builtins.str
     """The job that is let through now. Empty: none is."""
     set_aside: _builtins.int
-    """How many jobs are set aside, up to 1,000. Those that are READY and that no claim has reached yet do not count."""
+    """How many jobs are set aside, up to 1,000. Jobs of the kind that no claim has reached yet do not count."""
     at_least: _builtins.bool
     """True: there are more."""
     @_builtins.property
     def since(self) -> _timestamp_pb2.Timestamp:
-        """Since when it is quarantined."""
+        """The time since which the kind is quarantined."""
 
     @_builtins.property
     def next_trial_at(self) -> _timestamp_pb2.Timestamp:
@@ -1296,7 +1297,7 @@ class Quarantine(_message.Message):
 
     @_builtins.property
     def trial_since(self) -> _timestamp_pb2.Timestamp:
-        """Since when it is let through."""
+        """The time since which that job is let through."""
 
     def __init__(
         self,
@@ -1526,8 +1527,8 @@ class ExplainJobResponse(_message.Message):
 
     @_builtins.property
     def runs_at(self) -> _timestamp_pb2.Timestamp:
-        """When the job can run at the earliest, if that is known: nothing but its time holds it. Absent: it is not known, or
-        the job runs already, or never again.
+        """When the job can run at the earliest. Set only if nothing but its time holds the job. Absent: the time is not
+        known, or the job runs already, or it never runs again.
         """
 
     def __init__(
@@ -1628,7 +1629,7 @@ Global___ListLimitsRequest: _TypeAlias = ListLimitsRequest  # noqa: Y015
 
 @_typing.final
 class ListLimitsResponse(_message.Message):
-    """The limits that count for the org."""
+    """The limits that apply to the org."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -137,7 +137,8 @@ class AdminServicer:
     """
 
     def CreateQueue(self, request, context):
-        """Gives a queue a configuration before its first job. ALREADY_EXISTS if the queue exists, also by an Enqueue.
+        """Gives a queue a configuration before its first job. ALREADY_EXISTS if the queue exists, even if an Enqueue created
+        it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,7 +168,7 @@ class AdminServicer:
     def DeleteQueue(self, request, context):
         """Removes an empty queue and its configuration. FAILED_PRECONDITION while it holds jobs that are SCHEDULED, READY,
         LEASED or DEAD. Finished jobs can still be found. An Enqueue creates the queue again, with the default
-        configuration. A deleted queue still counts towards the 10,000 that an org may have on a shard.
+        configuration. A deleted queue still counts towards the 10,000 queues that an org may have on a shard.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -223,9 +224,9 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RedriveQueue(self, request, context):
-        """Makes the dead jobs of a queue ready again, with all their attempts: the earliest death first, at most `limit` per
-        call, at once or at a limited rate. The router does this at most once, as for PurgeQueue. A second call also brings
-        back jobs that have died again since the first one, unless `died_before` excludes them.
+        """Makes the dead jobs of a queue ready again, with all their attempts, in the order in which they died: at most
+        `limit` per call, at once or at a limited rate. The router does this at most once, as for PurgeQueue. A second call
+        also brings back jobs that have died again since the first one, unless `died_before` excludes them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -248,16 +249,17 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def QuarantineKind(self, request, context):
-        """Quarantines a kind of a queue's jobs until ReleaseKind, without trials. If it is quarantined already, it gets this
-        reason. NOT_FOUND if the org has no such queue. All routers set the jobs aside within seconds.
+        """Quarantines a kind of a queue's jobs until ReleaseKind, without trials. If the kind is quarantined already, its
+        quarantine gets this reason. NOT_FOUND if the org has no such queue. All routers set the jobs aside within seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseKind(self, request, context):
-        """Ends the quarantine of a kind: its jobs are READY again, within seconds, many of them one portion after another.
-        NOT_FOUND if the org has no such queue. Releasing a kind that is not quarantined changes nothing.
+        """Ends the quarantine of a kind: consumers get its jobs again within seconds. If there are many jobs, they come back
+        one portion after another. NOT_FOUND if the org has no such queue. Releasing a kind that is not quarantined changes
+        nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -280,8 +282,8 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListLimits(self, request, context):
-        """Lists the limits that count for the org: its own, and the cluster's defaults where it has none. Only operators of the
-        cluster change limits (Cluster.SetLimit).
+        """Lists the limits that apply to the org: its own limits, and the cluster's defaults where it has none. Only
+        operators of the cluster change limits (Cluster.SetLimit).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,7 +44,9 @@ class AdminStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
     CreateQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CreateQueueRequest, _admin_pb2.CreateQueueResponse]
-    """Gives a queue a configuration before its first job. ALREADY_EXISTS if the queue exists, also by an Enqueue."""
+    """Gives a queue a configuration before its first job. ALREADY_EXISTS if the queue exists, even if an Enqueue created
+    it.
+    """
     UpdateQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UpdateQueueRequest, _admin_pb2.UpdateQueueResponse]
     """Changes the configuration of a queue. The change also applies to jobs already in the queue."""
     GetQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetQueueRequest, _admin_pb2.GetQueueResponse]
@@ -54,7 +56,7 @@ class AdminStub:
     DeleteQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DeleteQueueRequest, _admin_pb2.DeleteQueueResponse]
     """Removes an empty queue and its configuration. FAILED_PRECONDITION while it holds jobs that are SCHEDULED, READY,
     LEASED or DEAD. Finished jobs can still be found. An Enqueue creates the queue again, with the default
-    configuration. A deleted queue still counts towards the 10,000 that an org may have on a shard.
+    configuration. A deleted queue still counts towards the 10,000 queues that an org may have on a shard.
     """
     PauseQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PauseQueueRequest, _admin_pb2.PauseQueueResponse]
     """Pauses a queue: it gives no jobs to Dequeue and Consume. Enqueues, acks and leases go on. Pausing a paused queue
@@ -82,9 +84,9 @@ class AdminStub:
     (to run a dead job itself again, use RedriveJobs). The call may be repeated if it names the new ids.
     """
     RedriveQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RedriveQueueRequest, _admin_pb2.RedriveQueueResponse]
-    """Makes the dead jobs of a queue ready again, with all their attempts: the earliest death first, at most `limit` per
-    call, at once or at a limited rate. The router does this at most once, as for PurgeQueue. A second call also brings
-    back jobs that have died again since the first one, unless `died_before` excludes them.
+    """Makes the dead jobs of a queue ready again, with all their attempts, in the order in which they died: at most
+    `limit` per call, at once or at a limited rate. The router does this at most once, as for PurgeQueue. A second call
+    also brings back jobs that have died again since the first one, unless `died_before` excludes them.
     """
     GetStats: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetStatsRequest, _admin_pb2.GetStatsResponse]
     """Counts jobs by state, for one queue or all queues of an org. It reads an index of all jobs that are SCHEDULED,
@@ -94,12 +96,13 @@ class AdminStub:
     ListQuarantines: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListQuarantinesRequest, _admin_pb2.ListQuarantinesResponse]
     """Lists the kinds of an org's jobs that are quarantined: their jobs are set aside, and no consumer gets them."""
     QuarantineKind: _grpc.UnaryUnaryMultiCallable[_admin_pb2.QuarantineKindRequest, _admin_pb2.QuarantineKindResponse]
-    """Quarantines a kind of a queue's jobs until ReleaseKind, without trials. If it is quarantined already, it gets this
-    reason. NOT_FOUND if the org has no such queue. All routers set the jobs aside within seconds.
+    """Quarantines a kind of a queue's jobs until ReleaseKind, without trials. If the kind is quarantined already, its
+    quarantine gets this reason. NOT_FOUND if the org has no such queue. All routers set the jobs aside within seconds.
     """
     ReleaseKind: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReleaseKindRequest, _admin_pb2.ReleaseKindResponse]
-    """Ends the quarantine of a kind: its jobs are READY again, within seconds, many of them one portion after another.
-    NOT_FOUND if the org has no such queue. Releasing a kind that is not quarantined changes nothing.
+    """Ends the quarantine of a kind: consumers get its jobs again within seconds. If there are many jobs, they come back
+    one portion after another. NOT_FOUND if the org has no such queue. Releasing a kind that is not quarantined changes
+    nothing.
     """
     ExplainJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainJobRequest, _admin_pb2.ExplainJobResponse]
     """Says why a job does not run now. A job that is SCHEDULED, READY or LEASED always has a cause. NOT_FOUND if no shard
@@ -110,8 +113,8 @@ class AdminStub:
     first jobs only, so it takes no longer for a queue with millions of jobs.
     """
     ListLimits: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListLimitsRequest, _admin_pb2.ListLimitsResponse]
-    """Lists the limits that count for the org: its own, and the cluster's defaults where it has none. Only operators of the
-    cluster change limits (Cluster.SetLimit).
+    """Lists the limits that apply to the org: its own limits, and the cluster's defaults where it has none. Only
+    operators of the cluster change limits (Cluster.SetLimit).
     """
 
 @_typing.type_check_only
@@ -120,7 +123,9 @@ class AdminAsyncStub(AdminStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.CreateQueueRequest, _admin_pb2.CreateQueueResponse]  # type: ignore[assignment]
-    """Gives a queue a configuration before its first job. ALREADY_EXISTS if the queue exists, also by an Enqueue."""
+    """Gives a queue a configuration before its first job. ALREADY_EXISTS if the queue exists, even if an Enqueue created
+    it.
+    """
     UpdateQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.UpdateQueueRequest, _admin_pb2.UpdateQueueResponse]  # type: ignore[assignment]
     """Changes the configuration of a queue. The change also applies to jobs already in the queue."""
     GetQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetQueueRequest, _admin_pb2.GetQueueResponse]  # type: ignore[assignment]
@@ -130,7 +135,7 @@ class AdminAsyncStub(AdminStub):
     DeleteQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.DeleteQueueRequest, _admin_pb2.DeleteQueueResponse]  # type: ignore[assignment]
     """Removes an empty queue and its configuration. FAILED_PRECONDITION while it holds jobs that are SCHEDULED, READY,
     LEASED or DEAD. Finished jobs can still be found. An Enqueue creates the queue again, with the default
-    configuration. A deleted queue still counts towards the 10,000 that an org may have on a shard.
+    configuration. A deleted queue still counts towards the 10,000 queues that an org may have on a shard.
     """
     PauseQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.PauseQueueRequest, _admin_pb2.PauseQueueResponse]  # type: ignore[assignment]
     """Pauses a queue: it gives no jobs to Dequeue and Consume. Enqueues, acks and leases go on. Pausing a paused queue
@@ -158,9 +163,9 @@ class AdminAsyncStub(AdminStub):
     (to run a dead job itself again, use RedriveJobs). The call may be repeated if it names the new ids.
     """
     RedriveQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.RedriveQueueRequest, _admin_pb2.RedriveQueueResponse]  # type: ignore[assignment]
-    """Makes the dead jobs of a queue ready again, with all their attempts: the earliest death first, at most `limit` per
-    call, at once or at a limited rate. The router does this at most once, as for PurgeQueue. A second call also brings
-    back jobs that have died again since the first one, unless `died_before` excludes them.
+    """Makes the dead jobs of a queue ready again, with all their attempts, in the order in which they died: at most
+    `limit` per call, at once or at a limited rate. The router does this at most once, as for PurgeQueue. A second call
+    also brings back jobs that have died again since the first one, unless `died_before` excludes them.
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStatsRequest, _admin_pb2.GetStatsResponse]  # type: ignore[assignment]
     """Counts jobs by state, for one queue or all queues of an org. It reads an index of all jobs that are SCHEDULED,
@@ -170,12 +175,13 @@ class AdminAsyncStub(AdminStub):
     ListQuarantines: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListQuarantinesRequest, _admin_pb2.ListQuarantinesResponse]  # type: ignore[assignment]
     """Lists the kinds of an org's jobs that are quarantined: their jobs are set aside, and no consumer gets them."""
     QuarantineKind: _aio.UnaryUnaryMultiCallable[_admin_pb2.QuarantineKindRequest, _admin_pb2.QuarantineKindResponse]  # type: ignore[assignment]
-    """Quarantines a kind of a queue's jobs until ReleaseKind, without trials. If it is quarantined already, it gets this
-    reason. NOT_FOUND if the org has no such queue. All routers set the jobs aside within seconds.
+    """Quarantines a kind of a queue's jobs until ReleaseKind, without trials. If the kind is quarantined already, its
+    quarantine gets this reason. NOT_FOUND if the org has no such queue. All routers set the jobs aside within seconds.
     """
     ReleaseKind: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReleaseKindRequest, _admin_pb2.ReleaseKindResponse]  # type: ignore[assignment]
-    """Ends the quarantine of a kind: its jobs are READY again, within seconds, many of them one portion after another.
-    NOT_FOUND if the org has no such queue. Releasing a kind that is not quarantined changes nothing.
+    """Ends the quarantine of a kind: consumers get its jobs again within seconds. If there are many jobs, they come back
+    one portion after another. NOT_FOUND if the org has no such queue. Releasing a kind that is not quarantined changes
+    nothing.
     """
     ExplainJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainJobRequest, _admin_pb2.ExplainJobResponse]  # type: ignore[assignment]
     """Says why a job does not run now. A job that is SCHEDULED, READY or LEASED always has a cause. NOT_FOUND if no shard
@@ -186,8 +192,8 @@ class AdminAsyncStub(AdminStub):
     first jobs only, so it takes no longer for a queue with millions of jobs.
     """
     ListLimits: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListLimitsRequest, _admin_pb2.ListLimitsResponse]  # type: ignore[assignment]
-    """Lists the limits that count for the org: its own, and the cluster's defaults where it has none. Only operators of the
-    cluster change limits (Cluster.SetLimit).
+    """Lists the limits that apply to the org: its own limits, and the cluster's defaults where it has none. Only
+    operators of the cluster change limits (Cluster.SetLimit).
     """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
@@ -199,7 +205,9 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.CreateQueueRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.CreateQueueResponse, _abc.Awaitable[_admin_pb2.CreateQueueResponse]]:
-        """Gives a queue a configuration before its first job. ALREADY_EXISTS if the queue exists, also by an Enqueue."""
+        """Gives a queue a configuration before its first job. ALREADY_EXISTS if the queue exists, even if an Enqueue created
+        it.
+        """
 
     @_abc_1.abstractmethod
     def UpdateQueue(
@@ -233,7 +241,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.DeleteQueueResponse, _abc.Awaitable[_admin_pb2.DeleteQueueResponse]]:
         """Removes an empty queue and its configuration. FAILED_PRECONDITION while it holds jobs that are SCHEDULED, READY,
         LEASED or DEAD. Finished jobs can still be found. An Enqueue creates the queue again, with the default
-        configuration. A deleted queue still counts towards the 10,000 that an org may have on a shard.
+        configuration. A deleted queue still counts towards the 10,000 queues that an org may have on a shard.
         """
 
     @_abc_1.abstractmethod
@@ -303,9 +311,9 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.RedriveQueueRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.RedriveQueueResponse, _abc.Awaitable[_admin_pb2.RedriveQueueResponse]]:
-        """Makes the dead jobs of a queue ready again, with all their attempts: the earliest death first, at most `limit` per
-        call, at once or at a limited rate. The router does this at most once, as for PurgeQueue. A second call also brings
-        back jobs that have died again since the first one, unless `died_before` excludes them.
+        """Makes the dead jobs of a queue ready again, with all their attempts, in the order in which they died: at most
+        `limit` per call, at once or at a limited rate. The router does this at most once, as for PurgeQueue. A second call
+        also brings back jobs that have died again since the first one, unless `died_before` excludes them.
         """
 
     @_abc_1.abstractmethod
@@ -333,8 +341,8 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.QuarantineKindRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.QuarantineKindResponse, _abc.Awaitable[_admin_pb2.QuarantineKindResponse]]:
-        """Quarantines a kind of a queue's jobs until ReleaseKind, without trials. If it is quarantined already, it gets this
-        reason. NOT_FOUND if the org has no such queue. All routers set the jobs aside within seconds.
+        """Quarantines a kind of a queue's jobs until ReleaseKind, without trials. If the kind is quarantined already, its
+        quarantine gets this reason. NOT_FOUND if the org has no such queue. All routers set the jobs aside within seconds.
         """
 
     @_abc_1.abstractmethod
@@ -343,8 +351,9 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ReleaseKindRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ReleaseKindResponse, _abc.Awaitable[_admin_pb2.ReleaseKindResponse]]:
-        """Ends the quarantine of a kind: its jobs are READY again, within seconds, many of them one portion after another.
-        NOT_FOUND if the org has no such queue. Releasing a kind that is not quarantined changes nothing.
+        """Ends the quarantine of a kind: consumers get its jobs again within seconds. If there are many jobs, they come back
+        one portion after another. NOT_FOUND if the org has no such queue. Releasing a kind that is not quarantined changes
+        nothing.
         """
 
     @_abc_1.abstractmethod
@@ -373,8 +382,8 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListLimitsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListLimitsResponse, _abc.Awaitable[_admin_pb2.ListLimitsResponse]]:
-        """Lists the limits that count for the org: its own, and the cluster's defaults where it has none. Only operators of the
-        cluster change limits (Cluster.SetLimit).
+        """Lists the limits that apply to the org: its own limits, and the cluster's defaults where it has none. Only
+        operators of the cluster change limits (Cluster.SetLimit).
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

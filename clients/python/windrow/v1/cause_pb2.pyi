@@ -3,7 +3,8 @@
 isort:skip_file
 Why a job, or a queue, does not run now: the causes that Admin.ExplainJob and Admin.ExplainQueue return.
 
-A cause has the figures that say how much holds the job, or until when. All times are of the shard's clock.
+A cause has figures, such as how many jobs come first, or until when the cause holds the job. All times are by the
+shard's clock.
 """
 
 from collections import abc as _abc
@@ -139,7 +140,7 @@ class Cause(_message.Message):
 
     @_builtins.property
     def quarantine(self) -> Global___QuarantineCause:
-        """The job's kind is quarantined; of a queue: a kind of its jobs is."""
+        """The job's kind is quarantined. For a queue: a kind of its jobs is quarantined."""
 
     @_builtins.property
     def fair_share(self) -> Global___FairShareCause:
@@ -254,8 +255,8 @@ class DeadCause(_message.Message):
 
     @_builtins.property
     def failure(self) -> _job_pb2.Failure:
-        """What the last attempt reported. Failure.permanent: it failed for good, whatever attempts were left. Without a
-        stack. Absent: it reported nothing.
+        """What the last attempt reported, without a stack. If Failure.permanent is set, the job failed for good, whatever
+        attempts were left. Absent: the attempt reported nothing.
         """
 
     def __init__(
@@ -372,7 +373,7 @@ Global___LeasedCause: _TypeAlias = LeasedCause  # noqa: Y015
 
 @_typing.final
 class ScheduledCause(_message.Message):
-    """The job is not due yet. Of a queue: the first of its jobs that waits for its time."""
+    """The job is not due yet. For a queue, this is about the first of its jobs that waits for its time."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -525,11 +526,11 @@ class NoConsumerCause(_message.Message):
     LAST_SEEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def seen_within(self) -> _duration_pb2.Duration:
-        """For how long none was seen."""
+        """The time for which no consumer was seen."""
 
     @_builtins.property
     def last_seen(self) -> _timestamp_pb2.Timestamp:
-        """When the last one was seen. Absent: none was in the last day, or that is not known any more."""
+        """When a consumer was last seen. Absent: none was seen in the last day, or the time is not known any more."""
 
     def __init__(
         self,
@@ -556,18 +557,18 @@ class KindNotTakenCause(_message.Message):
     SEEN_WITHIN_FIELD_NUMBER: _builtins.int
     LAST_SEEN_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """The kind of the job; of a queue: that of its first READY job."""
+    """The kind of the job; for a queue: the kind of its first READY job."""
     @_builtins.property
     def taken_kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Kinds that consumers of the queue take, by name, at most 20."""
 
     @_builtins.property
     def seen_within(self) -> _duration_pb2.Duration:
-        """For how long no consumer of this kind was seen."""
+        """The time for which no consumer of this kind was seen."""
 
     @_builtins.property
     def last_seen(self) -> _timestamp_pb2.Timestamp:
-        """When one was seen last. Absent: none was in the last day, or that is not known any more."""
+        """When such a consumer was last seen. Absent: none was seen in the last day, or the time is not known any more."""
 
     def __init__(
         self,
@@ -617,8 +618,8 @@ Global___RouterShareCause: _TypeAlias = RouterShareCause  # noqa: Y015
 
 @_typing.final
 class JobsAheadCause(_message.Message):
-    """How many jobs of the queue come first. A consumer of several queues gets their jobs mixed by priority, and those of
-    other queues are not counted.
+    """How many jobs of the queue come first. A consumer of several queues gets their jobs mixed by priority; jobs of other
+    queues are not counted here.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -637,7 +638,9 @@ class JobsAheadCause(_message.Message):
     """
     @_builtins.property
     def goes_first_at(self) -> _timestamp_pb2.Timestamp:
-        """When the job is moved before them, by QueueConfig.ageing_seconds: then or a few seconds later. Absent: it is not."""
+        """When QueueConfig.ageing_seconds moves the job in front of these jobs: at this time, or a few seconds later. Absent:
+        it does not.
+        """
 
     def __init__(
         self,
@@ -704,7 +707,7 @@ class InFlightCause(_message.Message):
     AT_LEAST_FIELD_NUMBER: _builtins.int
     FIRST_DEADLINE_FIELD_NUMBER: _builtins.int
     leased: _builtins.int
-    """How many, of the first jobs of each priority that were looked at."""
+    """How many jobs are leased among those that the call looked at, which are the first jobs of each priority."""
     at_least: _builtins.bool
     """True: there may be more."""
     @_builtins.property
@@ -747,7 +750,7 @@ class BacklogCause(_message.Message):
     """True: a consumer waits at the router process that answers, and has room."""
     @_builtins.property
     def first_ready_since(self) -> _timestamp_pb2.Timestamp:
-        """Since when it has been READY."""
+        """The time since which that job has been READY."""
 
     def __init__(
         self,
@@ -792,18 +795,18 @@ class GroupCause(_message.Message):
     leased: _builtins.int
     """How many of these are leased."""
     holder_id: _builtins.str
-    """The one of these whose lease ends first. If none is leased: one of the others. Empty: there are none; the job gets a
-    place when the move of its org has ended, or within seconds.
+    """Of the jobs that hold a place, the one whose lease ends first. If none is leased: another job that holds a place.
+    Empty: no job holds one; this job gets a place when the move of its org has ended, or within seconds.
     """
     worker: _builtins.str
-    """The worker that has its lease; may be empty."""
+    """The worker that has the lease of that job; may be empty."""
     ahead: _builtins.int
     """How many jobs of the group come before this one, up to 1,000."""
     at_least: _builtins.bool
     """True: there are more."""
     @_builtins.property
     def until(self) -> _timestamp_pb2.Timestamp:
-        """When its lease ends, unless it is extended. Absent: it is not leased."""
+        """When the lease of that job ends, unless it is extended. Absent: the job is not leased."""
 
     def __init__(
         self,
@@ -854,8 +857,8 @@ Global___GroupBacklogCause: _TypeAlias = GroupBacklogCause  # noqa: Y015
 
 @_typing.final
 class QuarantineCause(_message.Message):
-    """A kind whose jobs are set aside, because they crashed their workers or an operator said so. The fields are those of
-    Quarantine, without the queue.
+    """A kind whose jobs are set aside, because they crashed their workers or because an operator ordered it. The fields are
+    those of Quarantine, without the queue.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -885,7 +888,7 @@ class QuarantineCause(_message.Message):
     """True: there are more."""
     @_builtins.property
     def since(self) -> _timestamp_pb2.Timestamp:
-        """Since when it is quarantined."""
+        """The time since which the kind is quarantined."""
 
     @_builtins.property
     def next_trial_at(self) -> _timestamp_pb2.Timestamp:
@@ -924,8 +927,8 @@ class FairShareCause(_message.Message):
     """The org's weight (Cluster.SetWeight)."""
     @_builtins.property
     def ahead(self) -> _duration_pb2.Duration:
-        """How much of the consumers' time the org has had more than the org that was served last, divided by its weight: its
-        tag against the floor of virtual time. It is served again when the others have caught up.
+        """How much more of the consumers' time the org has had than the org that was served last, divided by the org's
+        weight: its tag minus the floor of virtual time. The org is served again when the other orgs have caught up.
         """
 
     def __init__(
@@ -954,7 +957,7 @@ class StartLimitCause(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     NEXT_START_FIELD_NUMBER: _builtins.int
     queue: _builtins.str
-    """The queue that the limit counts for. Empty: the org as a whole."""
+    """The queue that the limit applies to. Empty: the org as a whole."""
     amount: _builtins.int
     """How many jobs may start in each interval."""
     usage: _builtins.int
@@ -965,7 +968,7 @@ class StartLimitCause(_message.Message):
 
     @_builtins.property
     def next_start(self) -> _duration_pb2.Duration:
-        """When the limit has room for the next job, from now on."""
+        """The time from now until the limit has room for the next job."""
 
     def __init__(
         self,
@@ -994,9 +997,9 @@ class InFlightLimitCause(_message.Message):
     AMOUNT_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     queue: _builtins.str
-    """The queue that the limit counts for. Empty: the org as a whole."""
+    """The queue that the limit applies to. Empty: the org as a whole."""
     amount: _builtins.int
-    """How many jobs may be leased at a time."""
+    """How many jobs may be leased at the same time."""
     usage: _builtins.int
     """How many are leased."""
     def __init__(
@@ -1038,8 +1041,8 @@ class BlockedCause(_message.Message):
     """True: nothing holds the node, but the workflow is paused."""
     @_builtins.property
     def waits_for(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Some of the nodes that it waits for and that have not ended, by name, at most 10. None: it is a callback, and waits
-        for the end of the workflow.
+        """The names of nodes that it waits for and that have not ended, at most 10. Empty: it is a callback, and waits for
+        the end of the workflow.
         """
 
     def __init__(

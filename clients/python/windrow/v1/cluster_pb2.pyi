@@ -8,7 +8,7 @@ all of them read, except SetLimit, ClearLimit and SetWeight, whose repeats chang
 A shard is a Postgres database with some of the orgs. A slot is one of 16,384 ranges of a hash over org names; all
 orgs of a slot live on the same shard. A pinned org has a slot of its own besides these. The catalog is a set of
 tables that records which slots are on which shard. The cluster file is what operators write to name the shards, and
-what each of them should do.
+to say what each shard should do.
 """
 
 from collections import abc as _abc
@@ -83,7 +83,7 @@ class _OrgSort:
 class _OrgSortEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OrgSort.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ORG_SORT_UNSPECIFIED: _OrgSort.ValueType  # 0
-    """BACKLOG."""
+    """Means BACKLOG."""
     ORG_SORT_BACKLOG: _OrgSort.ValueType  # 1
     """Most scheduled and ready jobs first."""
     ORG_SORT_OLDEST: _OrgSort.ValueType  # 2
@@ -101,7 +101,7 @@ class OrgSort(_OrgSort, metaclass=_OrgSortEnumTypeWrapper):
     """The order of a list of orgs. Orgs with the same figure are in the order of their names."""
 
 ORG_SORT_UNSPECIFIED: OrgSort.ValueType  # 0
-"""BACKLOG."""
+"""Means BACKLOG."""
 ORG_SORT_BACKLOG: OrgSort.ValueType  # 1
 """Most scheduled and ready jobs first."""
 ORG_SORT_OLDEST: OrgSort.ValueType  # 2
@@ -192,12 +192,12 @@ class ShardInfo(_message.Message):
     """What the shard should do, by the cluster file."""
     weight: _builtins.float
     """The shard's share of the slots relative to the other shards, by the cluster file. 0 to 1,000,000; 0 if the file
-    does not name it. A DRAINING shard gets no slots whatever its weight.
+    does not name the shard. A DRAINING shard gets no slots whatever its weight.
     """
     leaving_slots: _builtins.int
     """How many slots are leaving: older jobs are still read here, but new ones go to another shard."""
     pinned_orgs: _builtins.int
-    """How many orgs with a slot of their own are on this shard, those that are leaving it included."""
+    """How many orgs with a slot of their own are on this shard, including orgs that are leaving it."""
     disk_full: _builtins.bool
     """The shard answers but cannot write, because its server's disk is full."""
     @_builtins.property
@@ -206,7 +206,7 @@ class ShardInfo(_message.Message):
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """What operators wrote beside the shard in the cluster file, such as its region. At most 16. Orgs can be pinned to a
+        """What operators wrote for the shard in the cluster file, such as its region. At most 16. Orgs can be pinned to a
         label.
         """
 
@@ -249,7 +249,7 @@ class ClusterFile(_message.Message):
     """The first 12 digits of the file's SHA-256, as `sha256sum` prints it."""
     @_builtins.property
     def used_since(self) -> _timestamp_pb2.Timestamp:
-        """Since when this process has used it, by the clock of the process."""
+        """The time since which this process has used the file, by the clock of the process."""
 
     @_builtins.property
     def needs_restart(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -383,8 +383,8 @@ class OrgBooks(_message.Message):
     U+007F.
     """
     accepted: _builtins.int
-    """Jobs that the shard ever stored for the org: enqueued or restored there, or moved there from another shard, less
-    those that moved away or were erased.
+    """Jobs that the shard ever stored for the org: enqueued or restored there, or moved there from another shard. Jobs
+    that moved away or were erased are subtracted.
     """
     scheduled: _builtins.int
     """Jobs that wait for their run_at, or for other nodes of their workflows: SCHEDULED or BLOCKED."""
@@ -485,7 +485,7 @@ class WorkflowFault(_message.Message):
     workflow_id: _builtins.str
     """The workflow's id."""
     node: _builtins.int
-    """The number of the node. −1: it concerns the workflow as a whole."""
+    """The number of the node. −1: the fault concerns the workflow as a whole."""
     what: _builtins.str
     """A text for people: what is wrong."""
     def __init__(
@@ -579,8 +579,8 @@ class OrgFigures(_message.Message):
     dead: _builtins.int
     """Jobs that are out of attempts or failed permanently: DEAD."""
     enqueued_per_s: _builtins.float
-    """Jobs that were stored per second, between the last two counts; also those that moved to this shard. The jobs were
-    counted again because somebody asked: who wants the rates of the last seconds asks twice, seconds apart.
+    """Jobs that were stored per second between the last two counts. Jobs that moved to this shard count too. Jobs are
+    counted only when somebody asks: a caller who wants the rates of the last seconds asks twice, seconds apart.
     """
     ended_per_s: _builtins.float
     """Jobs that ended per second between the last two counts: SUCCEEDED or CANCELLED."""

@@ -108,9 +108,9 @@ class ClusterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetLimit(self, request, context):
-        """Sets a limit, new or changed. It is in force on every router within 2 s. What is in the bucket of an org is scaled:
-        a bucket that was half full before is half full after. RESOURCE_EXHAUSTED without RetryInfo if the cluster has
-        10,000 limits.
+        """Sets a new limit, or changes one. The limit is in force on every router within 2 s. The bucket of each org is
+        scaled: a bucket that was half full before is half full afterwards. RESOURCE_EXHAUSTED without RetryInfo if the
+        cluster has 10,000 limits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

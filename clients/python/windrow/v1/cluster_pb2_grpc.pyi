@@ -8,7 +8,7 @@ all of them read, except SetLimit, ClearLimit and SetWeight, whose repeats chang
 A shard is a Postgres database with some of the orgs. A slot is one of 16,384 ranges of a hash over org names; all
 orgs of a slot live on the same shard. A pinned org has a slot of its own besides these. The catalog is a set of
 tables that records which slots are on which shard. The cluster file is what operators write to name the shards, and
-what each of them should do.
+to say what each shard should do.
 """
 
 from collections import abc as _abc
@@ -56,9 +56,9 @@ class ClusterStub:
     million jobs. NOT_FOUND for an unknown shard.
     """
     SetLimit: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.SetLimitRequest, _cluster_pb2.SetLimitResponse]
-    """Sets a limit, new or changed. It is in force on every router within 2 s. What is in the bucket of an org is scaled:
-    a bucket that was half full before is half full after. RESOURCE_EXHAUSTED without RetryInfo if the cluster has
-    10,000 limits.
+    """Sets a new limit, or changes one. The limit is in force on every router within 2 s. The bucket of each org is
+    scaled: a bucket that was half full before is half full afterwards. RESOURCE_EXHAUSTED without RetryInfo if the
+    cluster has 10,000 limits.
     """
     ClearLimit: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ClearLimitRequest, _cluster_pb2.ClearLimitResponse]
     """Removes a limit. Removing it again changes nothing."""
@@ -92,9 +92,9 @@ class ClusterAsyncStub(ClusterStub):
     million jobs. NOT_FOUND for an unknown shard.
     """
     SetLimit: _aio.UnaryUnaryMultiCallable[_cluster_pb2.SetLimitRequest, _cluster_pb2.SetLimitResponse]  # type: ignore[assignment]
-    """Sets a limit, new or changed. It is in force on every router within 2 s. What is in the bucket of an org is scaled:
-    a bucket that was half full before is half full after. RESOURCE_EXHAUSTED without RetryInfo if the cluster has
-    10,000 limits.
+    """Sets a new limit, or changes one. The limit is in force on every router within 2 s. The bucket of each org is
+    scaled: a bucket that was half full before is half full afterwards. RESOURCE_EXHAUSTED without RetryInfo if the
+    cluster has 10,000 limits.
     """
     ClearLimit: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ClearLimitRequest, _cluster_pb2.ClearLimitResponse]  # type: ignore[assignment]
     """Removes a limit. Removing it again changes nothing."""
@@ -149,9 +149,9 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.SetLimitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.SetLimitResponse, _abc.Awaitable[_cluster_pb2.SetLimitResponse]]:
-        """Sets a limit, new or changed. It is in force on every router within 2 s. What is in the bucket of an org is scaled:
-        a bucket that was half full before is half full after. RESOURCE_EXHAUSTED without RetryInfo if the cluster has
-        10,000 limits.
+        """Sets a new limit, or changes one. The limit is in force on every router within 2 s. The bucket of each org is
+        scaled: a bucket that was half full before is half full afterwards. RESOURCE_EXHAUSTED without RetryInfo if the
+        cluster has 10,000 limits.
         """
 
     @_abc_1.abstractmethod

@@ -45,18 +45,18 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     field. Nothing was done.
     """
     ERROR_REASON_CREDENTIALS_MISSING: _ErrorReason.ValueType  # 24
-    """UNAUTHENTICATED. The caller has not proved who it is: the call has no bearer token, and its connection no client
-    certificate that the cluster knows. Nothing was done.
+    """UNAUTHENTICATED. The caller has not proved who it is: the call has no bearer token, and its connection has no
+    client certificate that the cluster knows. Nothing was done.
     """
     ERROR_REASON_CREDENTIALS_INVALID: _ErrorReason.ValueType  # 25
-    """UNAUTHENTICATED. The bearer token is malformed, or not one of this cluster. Nothing was done."""
+    """UNAUTHENTICATED. The bearer token is malformed, or is not a token of this cluster. Nothing was done."""
     ERROR_REASON_CREDENTIALS_EXPIRED: _ErrorReason.ValueType  # 26
-    """UNAUTHENTICATED. The bearer token was good, and has expired. A client that can get another one goes on with it. A
-    stream or a waiting call ends with this, too; then, a part of it may have been done.
+    """UNAUTHENTICATED. The bearer token was good, and has expired. A client that can get another token goes on with that
+    one. A stream or a waiting call ends with this reason, too; then a part of it may have been done.
     """
     ERROR_REASON_CREDENTIALS_REVOKED: _ErrorReason.ValueType  # 27
-    """UNAUTHENTICATED. The API key was good, and was revoked; or the issuer of the JSON Web Token no longer has the key that
-    signed it. A stream or a waiting call ends with this, too; then, a part of it may have been done.
+    """UNAUTHENTICATED. The API key was good, and was revoked; or the issuer of the JSON Web Token no longer has the key
+    that signed it. A stream or a waiting call ends with this reason, too; then a part of it may have been done.
     """
     ERROR_REASON_SCOPE_MISSING: _ErrorReason.ValueType  # 28
     """PERMISSION_DENIED. The caller does not have the scope that the method needs (access.proto). Nothing was done."""
@@ -78,7 +78,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_TOO_MANY_RETENTIONS: _ErrorReason.ValueType  # 23
     """RESOURCE_EXHAUSTED without RetryInfo. The shard has 32 different retentions, and the request names another one. The
-    message names those that it has. Nothing was done.
+    message names the retentions that the shard has. Nothing was done.
     """
     ERROR_REASON_LIMIT_REACHED: _ErrorReason.ValueType  # 33
     """RESOURCE_EXHAUSTED. A limit of the org or of a queue has no room for the jobs (limits.proto). The details have a
@@ -128,12 +128,12 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     are not stored, leased, settled or cancelled, and its queues stay as they are.
     """
     ERROR_REASON_PLACEMENT_CHANGING: _ErrorReason.ValueType  # 14
-    """UNAVAILABLE. The org's jobs are moving to another shard, and at this moment none takes the call."""
+    """UNAVAILABLE. The org's jobs are moving to another shard, and at this moment no shard takes the call."""
     ERROR_REASON_SHARD_BUSY: _ErrorReason.ValueType  # 15
     """RESOURCE_EXHAUSTED. Too many calls wait for the shard's database."""
     ERROR_REASON_MISCONFIGURED: _ErrorReason.ValueType  # 16
-    """FAILED_PRECONDITION. A database is not what the cluster file and the catalog expect: the wrong one, with another
-    schema, or without part of its history. An operator must act.
+    """FAILED_PRECONDITION. A database is not what the cluster file and the catalog expect: it is the wrong one, has
+    another schema, or lacks part of its history. An operator must act.
     """
     ERROR_REASON_ROUTER_FULL: _ErrorReason.ValueType  # 17
     """RESOURCE_EXHAUSTED. The router process has no room for more calls, streams or bytes; or the org or the connection
@@ -141,11 +141,11 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_TOO_MANY_CHANGES: _ErrorReason.ValueType  # 31
     """RESOURCE_EXHAUSTED. The callers of the org make more calls that change queues or jobs by hand than the audit log
-    takes of one org. Nothing was done.
+    takes from one org. Nothing was done.
     """
     ERROR_REASON_TOKEN_KEYS_UNAVAILABLE: _ErrorReason.ValueType  # 30
-    """UNAVAILABLE. The router has no keys to verify bearer tokens with, because their file or URL gives none. This says
-    nothing about the token. Nothing was done.
+    """UNAVAILABLE. The router has no keys to verify bearer tokens with, because their file or URL gives no keys. This
+    says nothing about the token. Nothing was done.
     """
     ERROR_REASON_ROUTER_SHUTTING_DOWN: _ErrorReason.ValueType  # 18
     """UNAVAILABLE. The router process ends. Another one takes the call."""
@@ -180,18 +180,18 @@ ERROR_REASON_ORG_MISMATCH: ErrorReason.ValueType  # 4
 field. Nothing was done.
 """
 ERROR_REASON_CREDENTIALS_MISSING: ErrorReason.ValueType  # 24
-"""UNAUTHENTICATED. The caller has not proved who it is: the call has no bearer token, and its connection no client
-certificate that the cluster knows. Nothing was done.
+"""UNAUTHENTICATED. The caller has not proved who it is: the call has no bearer token, and its connection has no
+client certificate that the cluster knows. Nothing was done.
 """
 ERROR_REASON_CREDENTIALS_INVALID: ErrorReason.ValueType  # 25
-"""UNAUTHENTICATED. The bearer token is malformed, or not one of this cluster. Nothing was done."""
+"""UNAUTHENTICATED. The bearer token is malformed, or is not a token of this cluster. Nothing was done."""
 ERROR_REASON_CREDENTIALS_EXPIRED: ErrorReason.ValueType  # 26
-"""UNAUTHENTICATED. The bearer token was good, and has expired. A client that can get another one goes on with it. A
-stream or a waiting call ends with this, too; then, a part of it may have been done.
+"""UNAUTHENTICATED. The bearer token was good, and has expired. A client that can get another token goes on with that
+one. A stream or a waiting call ends with this reason, too; then a part of it may have been done.
 """
 ERROR_REASON_CREDENTIALS_REVOKED: ErrorReason.ValueType  # 27
-"""UNAUTHENTICATED. The API key was good, and was revoked; or the issuer of the JSON Web Token no longer has the key that
-signed it. A stream or a waiting call ends with this, too; then, a part of it may have been done.
+"""UNAUTHENTICATED. The API key was good, and was revoked; or the issuer of the JSON Web Token no longer has the key
+that signed it. A stream or a waiting call ends with this reason, too; then a part of it may have been done.
 """
 ERROR_REASON_SCOPE_MISSING: ErrorReason.ValueType  # 28
 """PERMISSION_DENIED. The caller does not have the scope that the method needs (access.proto). Nothing was done."""
@@ -213,7 +213,7 @@ count too.
 """
 ERROR_REASON_TOO_MANY_RETENTIONS: ErrorReason.ValueType  # 23
 """RESOURCE_EXHAUSTED without RetryInfo. The shard has 32 different retentions, and the request names another one. The
-message names those that it has. Nothing was done.
+message names the retentions that the shard has. Nothing was done.
 """
 ERROR_REASON_LIMIT_REACHED: ErrorReason.ValueType  # 33
 """RESOURCE_EXHAUSTED. A limit of the org or of a queue has no room for the jobs (limits.proto). The details have a
@@ -263,12 +263,12 @@ ERROR_REASON_CLOCK_SET_BACK: ErrorReason.ValueType  # 13
 are not stored, leased, settled or cancelled, and its queues stay as they are.
 """
 ERROR_REASON_PLACEMENT_CHANGING: ErrorReason.ValueType  # 14
-"""UNAVAILABLE. The org's jobs are moving to another shard, and at this moment none takes the call."""
+"""UNAVAILABLE. The org's jobs are moving to another shard, and at this moment no shard takes the call."""
 ERROR_REASON_SHARD_BUSY: ErrorReason.ValueType  # 15
 """RESOURCE_EXHAUSTED. Too many calls wait for the shard's database."""
 ERROR_REASON_MISCONFIGURED: ErrorReason.ValueType  # 16
-"""FAILED_PRECONDITION. A database is not what the cluster file and the catalog expect: the wrong one, with another
-schema, or without part of its history. An operator must act.
+"""FAILED_PRECONDITION. A database is not what the cluster file and the catalog expect: it is the wrong one, has
+another schema, or lacks part of its history. An operator must act.
 """
 ERROR_REASON_ROUTER_FULL: ErrorReason.ValueType  # 17
 """RESOURCE_EXHAUSTED. The router process has no room for more calls, streams or bytes; or the org or the connection
@@ -276,11 +276,11 @@ has used its share.
 """
 ERROR_REASON_TOO_MANY_CHANGES: ErrorReason.ValueType  # 31
 """RESOURCE_EXHAUSTED. The callers of the org make more calls that change queues or jobs by hand than the audit log
-takes of one org. Nothing was done.
+takes from one org. Nothing was done.
 """
 ERROR_REASON_TOKEN_KEYS_UNAVAILABLE: ErrorReason.ValueType  # 30
-"""UNAVAILABLE. The router has no keys to verify bearer tokens with, because their file or URL gives none. This says
-nothing about the token. Nothing was done.
+"""UNAVAILABLE. The router has no keys to verify bearer tokens with, because their file or URL gives no keys. This
+says nothing about the token. Nothing was done.
 """
 ERROR_REASON_ROUTER_SHUTTING_DOWN: ErrorReason.ValueType  # 18
 """UNAVAILABLE. The router process ends. Another one takes the call."""

@@ -5,8 +5,8 @@ The messages and enums that describe a job.
 
 Names mean the same here, in SQL, in Python and in the docs (docs/concepts.md).
 
-A job belongs to an org (a tenant) and a queue, and lives on a shard (a Postgres database). Every time is that
-shard's: its clock alone decides when jobs are due and when leases end.
+A job belongs to an org (a tenant) and a queue, and lives on a shard (a Postgres database). All times are by the
+clock of that shard, which alone decides when jobs are due and when leases end.
 """
 
 from collections import abc as _abc
@@ -59,9 +59,9 @@ class _JobStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobState.Val
     deleted at the end of its retention.
     """
     JOB_STATE_BLOCKED: _JobState.ValueType  # 7
-    """Waits for other nodes of its workflow. It becomes READY, or SCHEDULED if it has a time or a delay, when they have
-    ended; or CANCELLED, if one of them failed and the workflow does not say otherwise. CancelJobs or PurgeQueue move it
-    to CANCELLED, and so does the archiver if its expires_at has passed.
+    """Waits for other nodes of its workflow. When these have ended, it becomes READY, or SCHEDULED if it has a time or a
+    delay. It becomes CANCELLED if one of them failed and the workflow does not say otherwise. CancelJobs or PurgeQueue
+    move it to CANCELLED, and so does the archiver if its expires_at has passed.
     """
 
 class JobState(_JobState, metaclass=_JobStateEnumTypeWrapper):
@@ -95,9 +95,9 @@ JOB_STATE_CANCELLED: JobState.ValueType  # 6
 deleted at the end of its retention.
 """
 JOB_STATE_BLOCKED: JobState.ValueType  # 7
-"""Waits for other nodes of its workflow. It becomes READY, or SCHEDULED if it has a time or a delay, when they have
-ended; or CANCELLED, if one of them failed and the workflow does not say otherwise. CancelJobs or PurgeQueue move it
-to CANCELLED, and so does the archiver if its expires_at has passed.
+"""Waits for other nodes of its workflow. When these have ended, it becomes READY, or SCHEDULED if it has a time or a
+delay. It becomes CANCELLED if one of them failed and the workflow does not say otherwise. CancelJobs or PurgeQueue
+move it to CANCELLED, and so does the archiver if its expires_at has passed.
 """
 Global___JobState: _TypeAlias = JobState  # noqa: Y015
 
@@ -152,10 +152,10 @@ class _JobAnswerEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobAnswer.V
     JOB_ANSWER_OK: _JobAnswer.ValueType  # 1
     """Done, now or by an earlier try of the same call. For CancelJobs also: the job was CANCELLED before."""
     JOB_ANSWER_STALE: _JobAnswer.ValueType  # 2
-    """The lease has ended in another way than by this call; for CancelJobs, the job has SUCCEEDED; for
-    AlterJobs, it does not wait: it is LEASED or DEAD, or has SUCCEEDED. Nothing was changed. A
-    consumer drops its result: another consumer has run the job, or will. A Nack or a Release that is repeated more
-    than 50 attempts later gets this answer too.
+    """The lease has ended in another way than by this call; for CancelJobs, the job has SUCCEEDED; for AlterJobs, the job
+    does not wait: it is LEASED or DEAD, or has SUCCEEDED. Nothing was changed. A consumer drops its result: another
+    consumer has run the job, or will. A Nack or a Release that is repeated more than 50 attempts later gets this
+    answer too.
     """
     JOB_ANSWER_NOT_FOUND: _JobAnswer.ValueType  # 3
     """No shard knows such a job of this org, or knows it any longer: finished jobs are deleted at the end of their
@@ -173,10 +173,10 @@ JOB_ANSWER_UNSPECIFIED: JobAnswer.ValueType  # 0
 JOB_ANSWER_OK: JobAnswer.ValueType  # 1
 """Done, now or by an earlier try of the same call. For CancelJobs also: the job was CANCELLED before."""
 JOB_ANSWER_STALE: JobAnswer.ValueType  # 2
-"""The lease has ended in another way than by this call; for CancelJobs, the job has SUCCEEDED; for
-AlterJobs, it does not wait: it is LEASED or DEAD, or has SUCCEEDED. Nothing was changed. A
-consumer drops its result: another consumer has run the job, or will. A Nack or a Release that is repeated more
-than 50 attempts later gets this answer too.
+"""The lease has ended in another way than by this call; for CancelJobs, the job has SUCCEEDED; for AlterJobs, the job
+does not wait: it is LEASED or DEAD, or has SUCCEEDED. Nothing was changed. A consumer drops its result: another
+consumer has run the job, or will. A Nack or a Release that is repeated more than 50 attempts later gets this
+answer too.
 """
 JOB_ANSWER_NOT_FOUND: JobAnswer.ValueType  # 3
 """No shard knows such a job of this org, or knows it any longer: finished jobs are deleted at the end of their
@@ -198,11 +198,11 @@ class _RunCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunCause.Val
     RUN_CAUSE_SCHEDULE: _RunCause.ValueType  # 1
     """It was due."""
     RUN_CAUSE_CATCH_UP: _RunCause.ValueType  # 2
-    """It was due, and stored late: more than a minute, or together with later runs."""
+    """It was due, and was stored more than a minute late, or together with later runs."""
     RUN_CAUSE_TRIGGER: _RunCause.ValueType  # 3
-    """TriggerSchedule."""
+    """TriggerSchedule asked for it."""
     RUN_CAUSE_BACKFILL: _RunCause.ValueType  # 4
-    """BackfillSchedule."""
+    """BackfillSchedule asked for it."""
 
 class RunCause(_RunCause, metaclass=_RunCauseEnumTypeWrapper):
     """Why a schedule has a run."""
@@ -212,11 +212,11 @@ RUN_CAUSE_UNSPECIFIED: RunCause.ValueType  # 0
 RUN_CAUSE_SCHEDULE: RunCause.ValueType  # 1
 """It was due."""
 RUN_CAUSE_CATCH_UP: RunCause.ValueType  # 2
-"""It was due, and stored late: more than a minute, or together with later runs."""
+"""It was due, and was stored more than a minute late, or together with later runs."""
 RUN_CAUSE_TRIGGER: RunCause.ValueType  # 3
-"""TriggerSchedule."""
+"""TriggerSchedule asked for it."""
 RUN_CAUSE_BACKFILL: RunCause.ValueType  # 4
-"""BackfillSchedule."""
+"""BackfillSchedule asked for it."""
 Global___RunCause: _TypeAlias = RunCause  # noqa: Y015
 
 @_typing.final
@@ -385,8 +385,8 @@ class JobTemplate(_message.Message):
     MAX_RUNTIME_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     queue: _builtins.str
-    """The name of the queue that gets the job. It is created on first use; an org may have 10,000 on a shard. 1 to 128 of
-    A–Z a–z 0–9 . _ : / -, the first a letter or digit.
+    """The name of the queue that gets the job. It is created on first use; an org may have 10,000 queues on a shard. 1 to
+    128 of A–Z a–z 0–9 . _ : / -, the first a letter or digit.
     """
     kind: _builtins.str
     """The type of the work; workers choose their handler by it. The same characters as in queue."""
@@ -397,8 +397,8 @@ class JobTemplate(_message.Message):
     max_attempts: _builtins.int
     """After this many counted leases the job is dead. 1 to 1,000; 0 or absent: the queue's value (20 unless configured)."""
     group: _builtins.str
-    """The key of a group of jobs in the queue: at most QueueConfig.group_concurrency jobs of a group are leased at a time,
-    in the order in which they became due. At most 256 bytes, no NUL. Empty: the job has no group.
+    """The key of a group of jobs in the queue: at most QueueConfig.group_concurrency jobs of a group are leased at the
+    same time, in the order in which they became due. At most 256 bytes, no NUL. Empty: the job has no group.
     """
     @_builtins.property
     def attributes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -410,8 +410,9 @@ class JobTemplate(_message.Message):
 
     @_builtins.property
     def max_runtime(self) -> _duration_pb2.Duration:
-        """How long one attempt may take. Its lease ends that long after it began, however often it is extended; then the job
-        is leased again, or is dead if that was its last attempt. 1 s to 30 days; absent: as long as its consumer extends.
+        """How long one attempt may take. The lease of an attempt ends when it has lasted for this time, however often it is
+        extended. Then the job can be leased again, or is dead if that was its last attempt. 1 s to 30 days; absent: as
+        long as its consumer extends.
         """
 
     def __init__(
@@ -437,7 +438,9 @@ Global___JobTemplate: _TypeAlias = JobTemplate  # noqa: Y015
 
 @_typing.final
 class Dedup(_message.Message):
-    """Stores a job only if no job of the same queue has the same key: has taken it shortly before, or is still live."""
+    """Stores a job only if no other job of the same queue has the same key. A job has its key for a window of time, or
+    while it is live.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -447,16 +450,16 @@ class Dedup(_message.Message):
     key: _builtins.str
     """Within the window, or while the first job is live, a second job of this queue with the same key is not stored, and
     the answer has the id of the first one. A key that counts for a window and a key that counts while its job is live
-    are two keys, also if their texts are equal. 1 to 256 bytes, no NUL.
+    are two different keys, even if their texts are equal. 1 to 256 bytes, no NUL.
     """
     while_live: _builtins.bool
-    """The key counts while its job is SCHEDULED, READY or LEASED, and is free again when the job has SUCCEEDED, is DEAD or
-    CANCELLED. RedriveJobs does not take the key again. Not together with `window`.
+    """The key counts while its job is SCHEDULED, READY or LEASED, and is free again when the job has SUCCEEDED, is DEAD
+    or CANCELLED. RedriveJobs does not take the key again. Must not be set together with `window`.
     """
     @_builtins.property
     def window(self) -> _duration_pb2.Duration:
         """How long the key counts, from the moment when the job was stored, even if the job has finished. A second job does
-        not renew it: the window of the first one decides. 1 s to 30 days; absent: 1 day.
+        not renew the window: the window of the first job decides. 1 s to 30 days; absent: 1 day.
         """
 
     def __init__(
@@ -504,7 +507,7 @@ class NewJob(_message.Message):
 
     @_builtins.property
     def delay(self) -> _duration_pb2.Duration:
-        """Counted from the shard's clock when the job is stored. 0 s to 3,650 days."""
+        """Counted from the time at which the job is stored, by the shard's clock. 0 s to 3,650 days."""
 
     @_builtins.property
     def expires_at(self) -> _timestamp_pb2.Timestamp:
@@ -563,8 +566,8 @@ class ScheduledRun(_message.Message):
 
     @_builtins.property
     def previous_at(self) -> _timestamp_pb2.Timestamp:
-        """The nominal time of the schedule's run that was stored before; in a backfill, of the run before it in that backfill.
-        Absent: there is none.
+        """The nominal time of the schedule's run that was stored before this one; in a backfill, the nominal time of the run
+        before it in that backfill. Absent: there is no such run.
         """
 
     def __init__(
@@ -594,7 +597,7 @@ class WorkflowNode(_message.Message):
     workflow_id: _builtins.str
     """The workflow's id."""
     node: _builtins.int
-    """The node's number in it."""
+    """The node's number in the workflow."""
     def __init__(
         self,
         *,
@@ -701,8 +704,8 @@ class LeasedJob(_message.Message):
 
     @_builtins.property
     def max_runtime(self) -> _duration_pb2.Duration:
-        """JobTemplate.max_runtime. The lease ends that long after it began, whatever its window is and however often it is
-        extended: a consumer stops its handler before. Absent: no limit.
+        """JobTemplate.max_runtime. The lease ends when it has lasted for this time, whatever its window is and however often
+        it is extended. So a consumer stops its handler before that. Absent: no limit.
         """
 
     @_builtins.property
@@ -842,7 +845,9 @@ class Attempt(_message.Message):
 
     @_builtins.property
     def failure(self) -> Global___Failure:
-        """What the Nack reported, or the reason of a Snooze as its message; absent if there was none, and for other outcomes."""
+        """What the Nack reported; for a Snooze, its reason as the message. Absent for other outcomes, and if nothing was
+        reported.
+        """
 
     def __init__(
         self,
@@ -931,13 +936,13 @@ class Job(_message.Message):
     priority: _builtins.int
     """1 (first) to 9 (last). Never 0: the default is filled in."""
     attempt: _builtins.int
-    """Leases counted so far, the present one included. Released ones are not counted. RedriveJobs sets it to 0."""
+    """Leases counted so far, the present one included. Released leases are not counted. RedriveJobs sets it to 0."""
     max_attempts: _builtins.int
     """The number of counted leases after which the job is dead: its own value, or its queue's at the moment."""
     dedup_key: _builtins.str
     """Dedup.key of the job; empty if it has none. The key may be free again."""
     worker: _builtins.str
-    """The name of the consumer that holds the lease; or of the last one, if its lease ended by an Ack, by the job's
+    """The name of the consumer that holds the lease; or of the last consumer, if its lease ended by an Ack, by the job's
     death, by CancelJobs or by its deadline. Otherwise empty, and also if the consumer gave no name.
     """
     result: _builtins.bytes
@@ -947,7 +952,7 @@ class Job(_message.Message):
     shard: _builtins.str
     """The name of the shard that holds the job, for operators."""
     checkpoint: _builtins.bytes
-    """What the newest Extend with a checkpoint stored; empty unless the request asked for payloads."""
+    """The checkpoint that was stored last, in whatever attempt; empty unless the request asked for payloads."""
     dedup_while_live: _builtins.bool
     """Dedup.while_live of the job. False for a job that was redriven: it has no key."""
     log: _builtins.str
@@ -988,7 +993,7 @@ class Job(_message.Message):
 
     @_builtins.property
     def progress(self) -> Global___Progress:
-        """What the newest Extend with a progress reported, in whatever attempt. Absent: none has."""
+        """The progress that was reported last, in whatever attempt. Absent: no Extend has reported any."""
 
     @_builtins.property
     def max_runtime(self) -> _duration_pb2.Duration:

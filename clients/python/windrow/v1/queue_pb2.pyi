@@ -118,12 +118,12 @@ class EnqueueResult(_message.Message):
     safe as a new one.
     """
     state: _job_pb2.JobState.ValueType
-    """For a duplicate: the state of the first job when its shard answered. UNSPECIFIED if the first job was deleted since,
-    or if its shard did not answer that.
+    """For a duplicate: the state of the first job when its shard answered. UNSPECIFIED if the first job was deleted
+    since, or if its shard did not tell.
     """
     differs: _builtins.bool
-    """For a duplicate with the id that was sent: the job that has this id has another queue, kind or payload. Nothing was
-    stored and nothing was changed: somebody uses one id for two jobs. A retry of the same call never gets this.
+    """True: the sent id belongs to a job that has another queue, kind or payload. So somebody uses one id for two jobs.
+    Nothing was stored and nothing was changed. A retry of the same call never gets this.
     """
     @_builtins.property
     def error(self) -> _status_pb2.Status:
@@ -308,14 +308,14 @@ class ConsumeRequest(_message.Message):
     SNOOZES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """A number other than 0 that the consumer chooses. The answer to this message repeats it. Required if the message
-    settles or extends leases. It must differ from those of the stream's messages that are not answered yet: the router
-    does not check that, but two answers could not be told apart. It must come first in the encoded message, which
-    libraries do because they write fields by number: of a message that is too large, the router reads only the
-    beginning.
+    settles or extends leases. It must differ from the request_id of each message of the stream that is not answered
+    yet. The router does not check this, but otherwise the answers could not be told apart. It must come first in the
+    encoded message, because the router reads only the beginning of a message that is too large. Libraries do so, since
+    they write fields by number.
     """
     credit: _builtins.int
-    """How many more jobs the consumer has room for; it is added to the remaining credit. Each job that is sent takes one.
-    0 to 10,000, and the sum may not exceed 10,000. A new stream begins with none.
+    """How many more jobs the consumer has room for; it is added to the remaining credit. Each job that is sent takes one
+    credit. 0 to 10,000, and the sum may not exceed 10,000. A new stream begins without credit.
     `snoozes` and the next four fields name leases, which may come from this stream or from any other call of the org. A
     message may settle each lease only once: by an ack, a nack, a release or a snooze. An extend of a lease that the same
     message settles is left out, with what it reports. One Settled answers all five fields.
@@ -388,17 +388,17 @@ class ConsumeStart(_message.Message):
     org: _builtins.str
     """The jobs of this tenant. 1 to 128 bytes, no control characters."""
     all_orgs: _builtins.bool
-    """The jobs of all orgs of the cluster, including those that get their first job later. Must be true. Needs the scope
-    cluster besides the scope consume. Orgs with ready jobs share the time of the consumers by their weights
+    """The jobs of all orgs of the cluster, including those that get their first job later. Must be true. Needs the
+    scope cluster besides the scope consume. Orgs with ready jobs share the time of the consumers by their weights
     (Cluster.SetWeight): an org is charged for as long as its leases last, so a consumer should take jobs when it can
     begin them, and settle them when they end. LeasedJob.org names the org of each job, and its lease names the org
-    too: the stream takes leases of any org that came by such a stream, and answers NOT_FOUND for others. A call such
-    as Ack takes these leases with the job's org.
+    too: the stream takes each lease that came by such a stream, whatever its org is, and answers NOT_FOUND for other
+    leases. A unary call such as Ack takes such a lease if its request names the job's org.
     """
     worker: _builtins.str
-    """The consumer's name, kept in the attempt history. The router tells the stream of revoked leases by this name: each
-    consumer should have one of its own. At most 128 bytes, no control characters; may be empty, and then the stream is
-    told of none.
+    """The consumer's name, kept in the attempt history. The router finds by this name the streams that it tells of a
+    revoked lease, so each consumer should have a name of its own. At most 128 bytes, no control characters; may be
+    empty, and then the stream is told of no revoked leases.
     """
     @_builtins.property
     def queues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -466,11 +466,11 @@ class ConsumeResponse(_message.Message):
 
     @_builtins.property
     def revoked(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseAnswer]:
-        """Leases that have ended without the consumer: CANCELLED (CancelJobs named the job) or STALE (the lease expired, and
-        another consumer has the job). The consumer should stop working on these jobs; it need not answer. The router sends
-        them to every stream of the org, or of all orgs, whose `worker` is the name with which the job was leased, if it is
-        not empty. So a stream also hears of leases that came by another stream, and must ignore those that it does not
-        know. This is a hint, which may get lost: the answer to an extend says the same.
+        """Leases that have ended although the consumer did not end them: CANCELLED (CancelJobs named the job) or STALE (the
+        lease expired, and another consumer has the job). The consumer should stop working on these jobs; it need not
+        answer. The router sends them to every stream of the org, or of all orgs, whose `worker` is the name with which the
+        job was leased, if that name is not empty. So a stream also hears of leases that came by another stream, and must
+        ignore those that it does not know. This is a hint, which may get lost: the answer to an extend says the same.
         """
 
     def __init__(
@@ -509,9 +509,9 @@ class Settled(_message.Message):
     @_builtins.property
     def error(self) -> _status_pb2.Status:
         """Set if there is no answer for the leases; not_ok is then empty. With the code INVALID_ARGUMENT the message was
-        larger than 16 MiB, and nothing of it was done, its credit included: the consumer must split it. With any other
-        code, such as UNAVAILABLE, a part may have been done: the consumer should send the same leases again after a pause
-        (google.rpc.RetryInfo), without the credit, which was counted already.
+        larger than 16 MiB. Nothing of it was done, and its credit was not counted: the consumer must split it. With any
+        other code, such as UNAVAILABLE, a part of the message may have been done: the consumer should send the same leases
+        again after a pause (google.rpc.RetryInfo), without the credit, which was counted already.
         """
 
     def __init__(
@@ -1104,8 +1104,8 @@ class FindJobResponse(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def job(self) -> _job_pb2.Job:
-        """Absent: no job of the queue has the key now. If one job has it while it is live, and another one for a window, the
-        live one is meant.
+        """Absent: no job of the queue has the key now. If one job has the key while it is live, and another job has it for a
+        window, this is the live job.
         """
 
     def __init__(
@@ -1291,7 +1291,7 @@ Global___Attributes: _TypeAlias = Attributes  # noqa: Y015
 
 @_typing.final
 class AlterJobsRequest(_message.Message):
-    """Names jobs, and what changes of each of them. At least one change is required."""
+    """Names jobs, and the changes to make to each of them. At least one change is required."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1317,7 +1317,9 @@ class AlterJobsRequest(_message.Message):
 
     @_builtins.property
     def delay(self) -> _duration_pb2.Duration:
-        """Counted from the shard's clock when the job is changed, by a repeated call again. 0 s to 3,650 days."""
+        """Counted from the time at which the job is changed, by the shard's clock; a repeated call counts anew. 0 s to
+        3,650 days.
+        """
 
     @_builtins.property
     def attributes(self) -> Global___Attributes:

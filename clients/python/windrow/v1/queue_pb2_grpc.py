@@ -118,8 +118,8 @@ class QueueServicer:
     """
 
     def Enqueue(self, request, context):
-        """Stores jobs, all or none (see `independent`). OK means committed: the jobs survive a crash of any process. A call above
-        a limit of the org (limits.proto) stores nothing; an independent one stores what fits.
+        """Stores jobs, all or none (see `independent`). OK means committed: the jobs survive a crash of any process. A call
+        above a limit of the org (limits.proto) stores nothing; an independent call stores the jobs that fit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -144,8 +144,8 @@ class QueueServicer:
         credit. Each batch of jobs is in the order of Dequeue.
 
         The router sends its headers at once, even if no job is due. It answers each message that settles or extends leases
-        by a Settled, within about 8 s. If an answer has not come after 10 s, the connection is dead: the consumer cancels
-        the stream and opens another one. The router settles 64 messages of a stream at a time, and reads no more
+        with a Settled, within about 8 s. If an answer has not come after 10 s, the connection is dead: the consumer
+        cancels the stream and opens another one. The router settles 64 messages of a stream at a time, and reads no more
         meanwhile. A consumer should have at most two unanswered messages, of at most 4 MiB each, and collect all further
         entries for the next one.
 
@@ -211,7 +211,7 @@ class QueueServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FindJob(self, request, context):
-        """Returns the job that has a dedup key: the one that an enqueue with this key would be answered now.
+        """Returns the job that has a dedup key: an enqueue with this key would now be answered with this job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -248,8 +248,8 @@ class QueueServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WaitJob(self, request, context):
-        """Waits until a job has ended, which is when it is SUCCEEDED, DEAD or CANCELLED, and returns it. Answers at once if it
-        has ended already, or if this org has no such job.
+        """Waits until a job has ended, which is when it is SUCCEEDED, DEAD or CANCELLED, and returns it. Answers at once if
+        the job has ended already, or if this org has no such job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

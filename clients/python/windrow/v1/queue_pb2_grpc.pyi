@@ -77,8 +77,8 @@ class QueueStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> QueueAsyncStub: ...
     Enqueue: _grpc.UnaryUnaryMultiCallable[_queue_pb2.EnqueueRequest, _queue_pb2.EnqueueResponse]
-    """Stores jobs, all or none (see `independent`). OK means committed: the jobs survive a crash of any process. A call above
-    a limit of the org (limits.proto) stores nothing; an independent one stores what fits.
+    """Stores jobs, all or none (see `independent`). OK means committed: the jobs survive a crash of any process. A call
+    above a limit of the org (limits.proto) stores nothing; an independent call stores the jobs that fit.
     """
     Dequeue: _grpc.UnaryUnaryMultiCallable[_queue_pb2.DequeueRequest, _queue_pb2.DequeueResponse]
     """Leases up to max_jobs due jobs, by priority, then by when they became visible. Answers at once, even without jobs,
@@ -95,8 +95,8 @@ class QueueStub:
     credit. Each batch of jobs is in the order of Dequeue.
 
     The router sends its headers at once, even if no job is due. It answers each message that settles or extends leases
-    by a Settled, within about 8 s. If an answer has not come after 10 s, the connection is dead: the consumer cancels
-    the stream and opens another one. The router settles 64 messages of a stream at a time, and reads no more
+    with a Settled, within about 8 s. If an answer has not come after 10 s, the connection is dead: the consumer
+    cancels the stream and opens another one. The router settles 64 messages of a stream at a time, and reads no more
     meanwhile. A consumer should have at most two unanswered messages, of at most 4 MiB each, and collect all further
     entries for the next one.
 
@@ -128,7 +128,7 @@ class QueueStub:
     GetJobs: _grpc.UnaryUnaryMultiCallable[_queue_pb2.GetJobsRequest, _queue_pb2.GetJobsResponse]
     """Returns jobs by id, in any state and on whatever shard they are, as many as fit into one answer."""
     FindJob: _grpc.UnaryUnaryMultiCallable[_queue_pb2.FindJobRequest, _queue_pb2.FindJobResponse]
-    """Returns the job that has a dedup key: the one that an enqueue with this key would be answered now."""
+    """Returns the job that has a dedup key: an enqueue with this key would now be answered with this job."""
     CancelJobs: _grpc.UnaryUnaryMultiCallable[_queue_pb2.CancelJobsRequest, _queue_pb2.CancelJobsResponse]
     """Cancels jobs that have not finished. If a job is leased, its lease ends: the consumer is told by
     ConsumeResponse.revoked, and each later call about the lease is answered CANCELLED.
@@ -142,8 +142,8 @@ class QueueStub:
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]
     """Returns the router's version and its limits, for client libraries. Needs no org and no shard."""
     WaitJob: _grpc.UnaryUnaryMultiCallable[_queue_pb2.WaitJobRequest, _queue_pb2.WaitJobResponse]
-    """Waits until a job has ended, which is when it is SUCCEEDED, DEAD or CANCELLED, and returns it. Answers at once if it
-    has ended already, or if this org has no such job.
+    """Waits until a job has ended, which is when it is SUCCEEDED, DEAD or CANCELLED, and returns it. Answers at once if
+    the job has ended already, or if this org has no such job.
     """
 
 @_typing.type_check_only
@@ -152,8 +152,8 @@ class QueueAsyncStub(QueueStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Enqueue: _aio.UnaryUnaryMultiCallable[_queue_pb2.EnqueueRequest, _queue_pb2.EnqueueResponse]  # type: ignore[assignment]
-    """Stores jobs, all or none (see `independent`). OK means committed: the jobs survive a crash of any process. A call above
-    a limit of the org (limits.proto) stores nothing; an independent one stores what fits.
+    """Stores jobs, all or none (see `independent`). OK means committed: the jobs survive a crash of any process. A call
+    above a limit of the org (limits.proto) stores nothing; an independent call stores the jobs that fit.
     """
     Dequeue: _aio.UnaryUnaryMultiCallable[_queue_pb2.DequeueRequest, _queue_pb2.DequeueResponse]  # type: ignore[assignment]
     """Leases up to max_jobs due jobs, by priority, then by when they became visible. Answers at once, even without jobs,
@@ -170,8 +170,8 @@ class QueueAsyncStub(QueueStub):
     credit. Each batch of jobs is in the order of Dequeue.
 
     The router sends its headers at once, even if no job is due. It answers each message that settles or extends leases
-    by a Settled, within about 8 s. If an answer has not come after 10 s, the connection is dead: the consumer cancels
-    the stream and opens another one. The router settles 64 messages of a stream at a time, and reads no more
+    with a Settled, within about 8 s. If an answer has not come after 10 s, the connection is dead: the consumer
+    cancels the stream and opens another one. The router settles 64 messages of a stream at a time, and reads no more
     meanwhile. A consumer should have at most two unanswered messages, of at most 4 MiB each, and collect all further
     entries for the next one.
 
@@ -203,7 +203,7 @@ class QueueAsyncStub(QueueStub):
     GetJobs: _aio.UnaryUnaryMultiCallable[_queue_pb2.GetJobsRequest, _queue_pb2.GetJobsResponse]  # type: ignore[assignment]
     """Returns jobs by id, in any state and on whatever shard they are, as many as fit into one answer."""
     FindJob: _aio.UnaryUnaryMultiCallable[_queue_pb2.FindJobRequest, _queue_pb2.FindJobResponse]  # type: ignore[assignment]
-    """Returns the job that has a dedup key: the one that an enqueue with this key would be answered now."""
+    """Returns the job that has a dedup key: an enqueue with this key would now be answered with this job."""
     CancelJobs: _aio.UnaryUnaryMultiCallable[_queue_pb2.CancelJobsRequest, _queue_pb2.CancelJobsResponse]  # type: ignore[assignment]
     """Cancels jobs that have not finished. If a job is leased, its lease ends: the consumer is told by
     ConsumeResponse.revoked, and each later call about the lease is answered CANCELLED.
@@ -217,8 +217,8 @@ class QueueAsyncStub(QueueStub):
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """Returns the router's version and its limits, for client libraries. Needs no org and no shard."""
     WaitJob: _aio.UnaryUnaryMultiCallable[_queue_pb2.WaitJobRequest, _queue_pb2.WaitJobResponse]  # type: ignore[assignment]
-    """Waits until a job has ended, which is when it is SUCCEEDED, DEAD or CANCELLED, and returns it. Answers at once if it
-    has ended already, or if this org has no such job.
+    """Waits until a job has ended, which is when it is SUCCEEDED, DEAD or CANCELLED, and returns it. Answers at once if
+    the job has ended already, or if this org has no such job.
     """
 
 class QueueServicer(metaclass=_abc_1.ABCMeta):
@@ -230,8 +230,8 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         request: _queue_pb2.EnqueueRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_queue_pb2.EnqueueResponse, _abc.Awaitable[_queue_pb2.EnqueueResponse]]:
-        """Stores jobs, all or none (see `independent`). OK means committed: the jobs survive a crash of any process. A call above
-        a limit of the org (limits.proto) stores nothing; an independent one stores what fits.
+        """Stores jobs, all or none (see `independent`). OK means committed: the jobs survive a crash of any process. A call
+        above a limit of the org (limits.proto) stores nothing; an independent call stores the jobs that fit.
         """
 
     @_abc_1.abstractmethod
@@ -260,8 +260,8 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         credit. Each batch of jobs is in the order of Dequeue.
 
         The router sends its headers at once, even if no job is due. It answers each message that settles or extends leases
-        by a Settled, within about 8 s. If an answer has not come after 10 s, the connection is dead: the consumer cancels
-        the stream and opens another one. The router settles 64 messages of a stream at a time, and reads no more
+        with a Settled, within about 8 s. If an answer has not come after 10 s, the connection is dead: the consumer
+        cancels the stream and opens another one. The router settles 64 messages of a stream at a time, and reads no more
         meanwhile. A consumer should have at most two unanswered messages, of at most 4 MiB each, and collect all further
         entries for the next one.
 
@@ -335,7 +335,7 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         request: _queue_pb2.FindJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_queue_pb2.FindJobResponse, _abc.Awaitable[_queue_pb2.FindJobResponse]]:
-        """Returns the job that has a dedup key: the one that an enqueue with this key would be answered now."""
+        """Returns the job that has a dedup key: an enqueue with this key would now be answered with this job."""
 
     @_abc_1.abstractmethod
     def CancelJobs(
@@ -379,8 +379,8 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         request: _queue_pb2.WaitJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_queue_pb2.WaitJobResponse, _abc.Awaitable[_queue_pb2.WaitJobResponse]]:
-        """Waits until a job has ended, which is when it is SUCCEEDED, DEAD or CANCELLED, and returns it. Answers at once if it
-        has ended already, or if this org has no such job.
+        """Waits until a job has ended, which is when it is SUCCEEDED, DEAD or CANCELLED, and returns it. Answers at once if
+        the job has ended already, or if this org has no such job.
         """
 
 def add_QueueServicer_to_server(servicer: QueueServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

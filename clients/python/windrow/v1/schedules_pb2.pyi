@@ -3,12 +3,12 @@
 isort:skip_file
 Schedules store jobs at instants of a calendar, without any producer.
 
-Routers fire schedules; no router is special. A run is named by its schedule and its nominal time, which the calendar
-says: each run is stored as a job once, or is recorded as skipped, with a reason. All times are those of the org's
-shard: its clock alone decides when a schedule is due.
+Routers fire schedules; no router is special. A run is named by its schedule and its nominal time, which comes from
+the calendar. Each run is stored as a job once, or is recorded as skipped, with a reason. All times are by the clock
+of the org's shard, which alone decides when a schedule is due.
 
-The errors are those of admin.proto: also NOT_FOUND for an unknown schedule, ALREADY_EXISTS and RESOURCE_EXHAUSTED
-without RetryInfo for one too many. As in queue.proto, the metadata `windrow-org` may name the org too.
+The errors are those of admin.proto: also NOT_FOUND for an unknown schedule, ALREADY_EXISTS, and RESOURCE_EXHAUSTED
+without RetryInfo for one schedule too many. As in queue.proto, the metadata `windrow-org` may name the org too.
 
 After UNAVAILABLE or DEADLINE_EXCEEDED, the change may have been made: call again. CreateSchedule may then answer
 ALREADY_EXISTS, and DeleteSchedule NOT_FOUND; TriggerSchedule recognises the call by its `request_id`, and
@@ -48,9 +48,9 @@ class _OverlapPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Overlap
     OVERLAP_POLICY_SKIP: _OverlapPolicy.ValueType  # 2
     """The run is skipped."""
     OVERLAP_POLICY_BUFFER_ONE: _OverlapPolicy.ValueType  # 3
-    """The run waits until that job has ended, and is stored within 1 s. One run waits; others are skipped."""
+    """The run waits until that job has ended, and is stored within 1 s. One run waits; further runs are skipped."""
     OVERLAP_POLICY_BUFFER_ALL: _OverlapPolicy.ValueType  # 4
-    """The run waits. Up to 100 runs wait; others are skipped."""
+    """The run waits. Up to 100 runs wait; further runs are skipped."""
     OVERLAP_POLICY_CANCEL_RUNNING: _OverlapPolicy.ValueType  # 5
     """That job is cancelled, and the run is stored. The consumer of the job learns that its lease has ended."""
 
@@ -64,9 +64,9 @@ OVERLAP_POLICY_ALLOW: OverlapPolicy.ValueType  # 1
 OVERLAP_POLICY_SKIP: OverlapPolicy.ValueType  # 2
 """The run is skipped."""
 OVERLAP_POLICY_BUFFER_ONE: OverlapPolicy.ValueType  # 3
-"""The run waits until that job has ended, and is stored within 1 s. One run waits; others are skipped."""
+"""The run waits until that job has ended, and is stored within 1 s. One run waits; further runs are skipped."""
 OVERLAP_POLICY_BUFFER_ALL: OverlapPolicy.ValueType  # 4
-"""The run waits. Up to 100 runs wait; others are skipped."""
+"""The run waits. Up to 100 runs wait; further runs are skipped."""
 OVERLAP_POLICY_CANCEL_RUNNING: OverlapPolicy.ValueType  # 5
 """That job is cancelled, and the run is stored. The consumer of the job learns that its lease has ended."""
 Global___OverlapPolicy: _TypeAlias = OverlapPolicy  # noqa: Y015
@@ -80,25 +80,25 @@ class _CatchUpPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CatchUp
     CATCH_UP_POLICY_UNSPECIFIED: _CatchUpPolicy.ValueType  # 0
     """In a request: LATEST. Never sent."""
     CATCH_UP_POLICY_LATEST: _CatchUpPolicy.ValueType  # 1
-    """The latest one."""
+    """Only the latest run."""
     CATCH_UP_POLICY_WINDOW: _CatchUpPolicy.ValueType  # 2
     """The runs of the last `catch_up_window`, but at most the newest 1,000; the latest one in any case."""
     CATCH_UP_POLICY_ALL: _CatchUpPolicy.ValueType  # 3
-    """The newest 1,000."""
+    """All of them, but at most the newest 1,000."""
 
 class CatchUpPolicy(_CatchUpPolicy, metaclass=_CatchUpPolicyEnumTypeWrapper):
-    """If no router could store the runs of some instants in time, for example because the shard was down: which of these
-    runs are stored late. The others are skipped.
+    """Which runs are stored late, if no router could store the runs of some instants in time, for example because the shard
+    was down. The others are skipped.
     """
 
 CATCH_UP_POLICY_UNSPECIFIED: CatchUpPolicy.ValueType  # 0
 """In a request: LATEST. Never sent."""
 CATCH_UP_POLICY_LATEST: CatchUpPolicy.ValueType  # 1
-"""The latest one."""
+"""Only the latest run."""
 CATCH_UP_POLICY_WINDOW: CatchUpPolicy.ValueType  # 2
 """The runs of the last `catch_up_window`, but at most the newest 1,000; the latest one in any case."""
 CATCH_UP_POLICY_ALL: CatchUpPolicy.ValueType  # 3
-"""The newest 1,000."""
+"""All of them, but at most the newest 1,000."""
 Global___CatchUpPolicy: _TypeAlias = CatchUpPolicy  # noqa: Y015
 
 class _RunOutcome:
@@ -180,9 +180,10 @@ class ScheduleSpec(_message.Message):
     NOTE_FIELD_NUMBER: _builtins.int
     DECLARED_BY_FIELD_NUMBER: _builtins.int
     cron: _builtins.str
-    """A cron expression of five fields (minute, hour, day of month, month, day of week), or six with the second first, as
-    in `0 8 * * 1-5`. Lists, ranges, steps, names such as MON, L, LW and MON#2 are allowed. At most 256 characters. A
-    time that the clocks skip in spring comes right after; one that they show twice in autumn comes once.
+    """A cron expression of five fields (minute, hour, day of month, month, day of week), or six with the second first,
+    as in `0 8 * * 1-5`. Lists, ranges, steps, names such as MON, L, LW and MON#2 are allowed. At most 256
+    characters. If the clocks skip the time of an instant in spring, it comes right after the gap; if they show it
+    twice in autumn, it comes once.
     """
     time_zone: _builtins.str
     """The time zone of `cron`, a name of the IANA time zone database such as Europe/Paris. Absent: UTC."""
@@ -193,8 +194,8 @@ class ScheduleSpec(_message.Message):
     note: _builtins.str
     """For people. At most 1,024 bytes without control characters."""
     declared_by: _builtins.str
-    """The program that declares this schedule in its code. By this name it finds the schedules that it declares no longer.
-    At most 128 bytes without control characters; empty: no program.
+    """The program that declares this schedule in its code. By this name the program finds the schedules that it no longer
+    declares. At most 128 bytes without control characters; empty: no program.
     """
     @_builtins.property
     def interval(self) -> _duration_pb2.Duration:
@@ -210,7 +211,7 @@ class ScheduleSpec(_message.Message):
 
     @_builtins.property
     def end(self) -> _timestamp_pb2.Timestamp:
-        """The first impossible instant, after `start`. Absent: the schedule never ends."""
+        """All instants are before this time, which must be after `start`. Absent: the schedule never ends."""
 
     @_builtins.property
     def jitter(self) -> _duration_pb2.Duration:
@@ -220,7 +221,7 @@ class ScheduleSpec(_message.Message):
 
     @_builtins.property
     def catch_up_window(self) -> _duration_pb2.Duration:
-        """For the policy WINDOW, which needs it; without effect for others. 1 s to 3,650 days."""
+        """For the policy WINDOW, which needs it; without effect for other policies. 1 s to 3,650 days."""
 
     def __init__(
         self,
@@ -293,7 +294,7 @@ class ScheduleInfo(_message.Message):
     paused: _builtins.bool
     """True: it stores no jobs by itself until ResumeSchedule."""
     buffered: _builtins.int
-    """How many runs wait until the job of an earlier one has ended."""
+    """How many runs wait until the job of an earlier run has ended."""
     shard: _builtins.str
     """The name of the shard that has the schedule."""
     @_builtins.property
@@ -488,7 +489,7 @@ class UpdateScheduleRequest(_message.Message):
     """A name as in CreateScheduleRequest.name. NOT_FOUND if the org has no such schedule."""
     @_builtins.property
     def spec(self) -> Global___ScheduleSpec:
-        """The new values. Absent: none changes."""
+        """The new values. Absent: the spec does not change."""
 
     @_builtins.property
     def job(self) -> _job_pb2.JobTemplate:
@@ -497,8 +498,8 @@ class UpdateScheduleRequest(_message.Message):
     @_builtins.property
     def update_mask(self) -> _field_mask_pb2.FieldMask:
         """Which fields of spec to change: their names, or "*" for all. A named field that spec does not have is reset to its
-        default; cron, interval and at cannot be, because a schedule needs one of them. Empty: changes the fields that spec
-        has. Any other path is an INVALID_ARGUMENT, and nothing is changed. At most 100 paths.
+        default; cron, interval and at cannot be reset, because a schedule needs one of them. Empty: changes the fields
+        that spec has. Any other path is an INVALID_ARGUMENT, and nothing is changed. At most 100 paths.
         """
 
     def __init__(
@@ -817,8 +818,8 @@ class TriggerScheduleRequest(_message.Message):
     name: _builtins.str
     """A name as in CreateScheduleRequest.name. NOT_FOUND if the org has no such schedule."""
     request_id: _builtins.str
-    """A UUIDv7 in canonical lower-case text, made by the client. A repeated call with the same one stores nothing, as long
-    as the run is among the schedule's newest 20. Empty: a repeated call stores another run.
+    """A UUIDv7 in canonical lower-case text, made by the client. A repeated call with the same request_id stores nothing,
+    as long as the run is among the schedule's newest 20. Empty: a repeated call stores another run.
     """
     def __init__(
         self,
@@ -886,7 +887,9 @@ class BackfillScheduleRequest(_message.Message):
 
     @_builtins.property
     def end(self) -> _timestamp_pb2.Timestamp:
-        """The first impossible instant; not after the shard's present time. Required. The range may have 1,000 instants."""
+        """All instants are before this time, which must not be after the shard's present time. Required. The range may have
+        1,000 instants.
+        """
 
     def __init__(
         self,
@@ -920,11 +923,11 @@ class BackfillScheduleResponse(_message.Message):
     stored: _builtins.int
     """How many runs were stored."""
     buffered: _builtins.int
-    """How many wait for the job of an earlier one."""
+    """How many runs wait for the job of an earlier run."""
     skipped: _builtins.int
     """How many were skipped."""
     known: _builtins.int
-    """How many had a run already: among the schedule's newest 20, or by a backfill of the last 7 days."""
+    """How many instants had a run already: one of the schedule's newest 20, or one of a backfill of the last 7 days."""
     def __init__(
         self,
         *,

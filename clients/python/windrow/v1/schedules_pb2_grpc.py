@@ -92,7 +92,7 @@ class SchedulesServicer:
     """
 
     def CreateSchedule(self, request, context):
-        """Creates a schedule. ALREADY_EXISTS if the org has one of this name.
+        """Creates a schedule. ALREADY_EXISTS if the org has a schedule of this name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,15 +142,16 @@ class SchedulesServicer:
         raise NotImplementedError('Method not implemented!')
 
     def TriggerSchedule(self, request, context):
-        """Stores a run now, whatever the schedule's overlap policy and pause are. Its nominal time is the shard's present time.
+        """Stores a run now, whatever the schedule's overlap policy is, and even if it is paused. Its nominal time is the
+        shard's present time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def BackfillSchedule(self, request, context):
-        """Stores the runs of all instants in a past range, except those that have a run. Instants that were skipped have one only
-        if the reason is OVERLAP.
+        """Stores the runs of all instants in a past range, except those that have a run. An instant that was skipped counts
+        as having a run only if the reason is OVERLAP.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

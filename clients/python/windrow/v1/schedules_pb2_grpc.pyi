@@ -3,12 +3,12 @@
 isort:skip_file
 Schedules store jobs at instants of a calendar, without any producer.
 
-Routers fire schedules; no router is special. A run is named by its schedule and its nominal time, which the calendar
-says: each run is stored as a job once, or is recorded as skipped, with a reason. All times are those of the org's
-shard: its clock alone decides when a schedule is due.
+Routers fire schedules; no router is special. A run is named by its schedule and its nominal time, which comes from
+the calendar. Each run is stored as a job once, or is recorded as skipped, with a reason. All times are by the clock
+of the org's shard, which alone decides when a schedule is due.
 
-The errors are those of admin.proto: also NOT_FOUND for an unknown schedule, ALREADY_EXISTS and RESOURCE_EXHAUSTED
-without RetryInfo for one too many. As in queue.proto, the metadata `windrow-org` may name the org too.
+The errors are those of admin.proto: also NOT_FOUND for an unknown schedule, ALREADY_EXISTS, and RESOURCE_EXHAUSTED
+without RetryInfo for one schedule too many. As in queue.proto, the metadata `windrow-org` may name the org too.
 
 After UNAVAILABLE or DEADLINE_EXCEEDED, the change may have been made: call again. CreateSchedule may then answer
 ALREADY_EXISTS, and DeleteSchedule NOT_FOUND; TriggerSchedule recognises the call by its `request_id`, and
@@ -46,7 +46,7 @@ class SchedulesStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SchedulesAsyncStub: ...
     CreateSchedule: _grpc.UnaryUnaryMultiCallable[_schedules_pb2.CreateScheduleRequest, _schedules_pb2.CreateScheduleResponse]
-    """Creates a schedule. ALREADY_EXISTS if the org has one of this name."""
+    """Creates a schedule. ALREADY_EXISTS if the org has a schedule of this name."""
     UpdateSchedule: _grpc.UnaryUnaryMultiCallable[_schedules_pb2.UpdateScheduleRequest, _schedules_pb2.UpdateScheduleResponse]
     """Changes a schedule. A new timing counts from now on: instants that were due and not decided yet are skipped."""
     GetSchedule: _grpc.UnaryUnaryMultiCallable[_schedules_pb2.GetScheduleRequest, _schedules_pb2.GetScheduleResponse]
@@ -62,10 +62,12 @@ class SchedulesStub:
     schedule that is not paused changes nothing.
     """
     TriggerSchedule: _grpc.UnaryUnaryMultiCallable[_schedules_pb2.TriggerScheduleRequest, _schedules_pb2.TriggerScheduleResponse]
-    """Stores a run now, whatever the schedule's overlap policy and pause are. Its nominal time is the shard's present time."""
+    """Stores a run now, whatever the schedule's overlap policy is, and even if it is paused. Its nominal time is the
+    shard's present time.
+    """
     BackfillSchedule: _grpc.UnaryUnaryMultiCallable[_schedules_pb2.BackfillScheduleRequest, _schedules_pb2.BackfillScheduleResponse]
-    """Stores the runs of all instants in a past range, except those that have a run. Instants that were skipped have one only
-    if the reason is OVERLAP.
+    """Stores the runs of all instants in a past range, except those that have a run. An instant that was skipped counts
+    as having a run only if the reason is OVERLAP.
     """
     PreviewSchedule: _grpc.UnaryUnaryMultiCallable[_schedules_pb2.PreviewScheduleRequest, _schedules_pb2.PreviewScheduleResponse]
     """Returns the next instants of a schedule, or of a spec that no schedule has yet."""
@@ -76,7 +78,7 @@ class SchedulesAsyncStub(SchedulesStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateSchedule: _aio.UnaryUnaryMultiCallable[_schedules_pb2.CreateScheduleRequest, _schedules_pb2.CreateScheduleResponse]  # type: ignore[assignment]
-    """Creates a schedule. ALREADY_EXISTS if the org has one of this name."""
+    """Creates a schedule. ALREADY_EXISTS if the org has a schedule of this name."""
     UpdateSchedule: _aio.UnaryUnaryMultiCallable[_schedules_pb2.UpdateScheduleRequest, _schedules_pb2.UpdateScheduleResponse]  # type: ignore[assignment]
     """Changes a schedule. A new timing counts from now on: instants that were due and not decided yet are skipped."""
     GetSchedule: _aio.UnaryUnaryMultiCallable[_schedules_pb2.GetScheduleRequest, _schedules_pb2.GetScheduleResponse]  # type: ignore[assignment]
@@ -92,10 +94,12 @@ class SchedulesAsyncStub(SchedulesStub):
     schedule that is not paused changes nothing.
     """
     TriggerSchedule: _aio.UnaryUnaryMultiCallable[_schedules_pb2.TriggerScheduleRequest, _schedules_pb2.TriggerScheduleResponse]  # type: ignore[assignment]
-    """Stores a run now, whatever the schedule's overlap policy and pause are. Its nominal time is the shard's present time."""
+    """Stores a run now, whatever the schedule's overlap policy is, and even if it is paused. Its nominal time is the
+    shard's present time.
+    """
     BackfillSchedule: _aio.UnaryUnaryMultiCallable[_schedules_pb2.BackfillScheduleRequest, _schedules_pb2.BackfillScheduleResponse]  # type: ignore[assignment]
-    """Stores the runs of all instants in a past range, except those that have a run. Instants that were skipped have one only
-    if the reason is OVERLAP.
+    """Stores the runs of all instants in a past range, except those that have a run. An instant that was skipped counts
+    as having a run only if the reason is OVERLAP.
     """
     PreviewSchedule: _aio.UnaryUnaryMultiCallable[_schedules_pb2.PreviewScheduleRequest, _schedules_pb2.PreviewScheduleResponse]  # type: ignore[assignment]
     """Returns the next instants of a schedule, or of a spec that no schedule has yet."""
@@ -109,7 +113,7 @@ class SchedulesServicer(metaclass=_abc_1.ABCMeta):
         request: _schedules_pb2.CreateScheduleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_schedules_pb2.CreateScheduleResponse, _abc.Awaitable[_schedules_pb2.CreateScheduleResponse]]:
-        """Creates a schedule. ALREADY_EXISTS if the org has one of this name."""
+        """Creates a schedule. ALREADY_EXISTS if the org has a schedule of this name."""
 
     @_abc_1.abstractmethod
     def UpdateSchedule(
@@ -167,7 +171,9 @@ class SchedulesServicer(metaclass=_abc_1.ABCMeta):
         request: _schedules_pb2.TriggerScheduleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_schedules_pb2.TriggerScheduleResponse, _abc.Awaitable[_schedules_pb2.TriggerScheduleResponse]]:
-        """Stores a run now, whatever the schedule's overlap policy and pause are. Its nominal time is the shard's present time."""
+        """Stores a run now, whatever the schedule's overlap policy is, and even if it is paused. Its nominal time is the
+        shard's present time.
+        """
 
     @_abc_1.abstractmethod
     def BackfillSchedule(
@@ -175,8 +181,8 @@ class SchedulesServicer(metaclass=_abc_1.ABCMeta):
         request: _schedules_pb2.BackfillScheduleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_schedules_pb2.BackfillScheduleResponse, _abc.Awaitable[_schedules_pb2.BackfillScheduleResponse]]:
-        """Stores the runs of all instants in a past range, except those that have a run. Instants that were skipped have one only
-        if the reason is OVERLAP.
+        """Stores the runs of all instants in a past range, except those that have a run. An instant that was skipped counts
+        as having a run only if the reason is OVERLAP.
         """
 
     @_abc_1.abstractmethod

@@ -31,16 +31,16 @@ class _ServerFeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServerF
     SERVER_FEATURE_ORG_METADATA: _ServerFeature.ValueType  # 1
     """The router refuses a call whose metadata `windrow-org` names another org than its request (queue.proto)."""
     SERVER_FEATURE_SNOOZE: _ServerFeature.ValueType  # 2
-    """The router takes ConsumeRequest.snoozes. One without it ignores them, and answers the message as if they were done:
-    the leases end by their windows, and the attempts count.
+    """The router takes ConsumeRequest.snoozes. A router without this feature ignores snoozes, and answers the message as
+    if they were done: the leases end by their windows, and the attempts count.
     """
     SERVER_FEATURE_JOB_SEARCH: _ServerFeature.ValueType  # 3
-    """The router takes ListJobsRequest.attributes and ListJobsRequest.states. One without it ignores them, and lists
-    other jobs too: a client that changes the listed jobs must compare them first.
+    """The router takes ListJobsRequest.attributes and ListJobsRequest.states. A router without this feature ignores these
+    fields, and lists other jobs too: a client that changes the listed jobs must compare them first.
     """
 
 class ServerFeature(_ServerFeature, metaclass=_ServerFeatureEnumTypeWrapper):
-    """Something that a client may have to know before it relies on it, because a router without it would silently do
+    """A behaviour that a client may have to check for before it relies on it, because a router without it would silently do
     something else. A new method, for example, is not a feature, because a router that does not know it refuses it.
     """
 
@@ -49,12 +49,12 @@ SERVER_FEATURE_UNSPECIFIED: ServerFeature.ValueType  # 0
 SERVER_FEATURE_ORG_METADATA: ServerFeature.ValueType  # 1
 """The router refuses a call whose metadata `windrow-org` names another org than its request (queue.proto)."""
 SERVER_FEATURE_SNOOZE: ServerFeature.ValueType  # 2
-"""The router takes ConsumeRequest.snoozes. One without it ignores them, and answers the message as if they were done:
-the leases end by their windows, and the attempts count.
+"""The router takes ConsumeRequest.snoozes. A router without this feature ignores snoozes, and answers the message as
+if they were done: the leases end by their windows, and the attempts count.
 """
 SERVER_FEATURE_JOB_SEARCH: ServerFeature.ValueType  # 3
-"""The router takes ListJobsRequest.attributes and ListJobsRequest.states. One without it ignores them, and lists
-other jobs too: a client that changes the listed jobs must compare them first.
+"""The router takes ListJobsRequest.attributes and ListJobsRequest.states. A router without this feature ignores these
+fields, and lists other jobs too: a client that changes the listed jobs must compare them first.
 """
 Global___ServerFeature: _TypeAlias = ServerFeature  # noqa: Y015
 
@@ -114,8 +114,8 @@ Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
 @_typing.final
 class ServerLimits(_message.Message):
     """The limits that the router enforces; a call beyond one of them is refused. No limit of windrow.v1 ever becomes
-    stricter, so a library may use the values of its own release without asking. Later releases may allow more. All are
-    inclusive.
+    stricter, so a library may use the values of its own release without asking. Later releases may allow more. All
+    limits are inclusive.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -4,14 +4,14 @@ isort:skip_file
 Workflows: graphs of jobs of one org.
 
 A node of a workflow is an ordinary job. If it waits for other nodes, it is BLOCKED until they have ended; the
-transaction that ends the last of them releases it. A node ends once: when its job has SUCCEEDED, is DEAD or CANCELLED,
-or when it is skipped. A job that is redriven after that runs, and changes nothing in its workflow.
+transaction that ends the last of these nodes releases it. A node ends once: when its job has SUCCEEDED, is DEAD or
+CANCELLED, or when it is skipped. A job that is redriven after that runs, and changes nothing in its workflow.
 
 The errors are those of admin.proto: also NOT_FOUND for an unknown workflow or node, ALREADY_EXISTS and
 FAILED_PRECONDITION. As in queue.proto, the metadata `windrow-org` may name the org too.
 
-After UNAVAILABLE or DEADLINE_EXCEEDED, the change may have been made: call again. A repeated StartWorkflow is recognised
-by its id; the other changes may be repeated.
+After UNAVAILABLE or DEADLINE_EXCEEDED, the change may have been made: call again. A repeated StartWorkflow is
+recognised by the workflow's id; the other changes may be repeated.
 """
 
 from collections import abc as _abc
@@ -41,24 +41,24 @@ class _FailurePolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Failure
     FAILURE_POLICY_UNSPECIFIED: _FailurePolicy.ValueType  # 0
     """In a request: CANCEL. Never sent."""
     FAILURE_POLICY_CANCEL: _FailurePolicy.ValueType  # 1
-    """It is cancelled, and so is what waits for it with this policy."""
+    """It is cancelled, and so is every node that waits for it with this policy."""
     FAILURE_POLICY_IGNORE: _FailurePolicy.ValueType  # 2
-    """It runs as if the other had succeeded. A failure that is ignored by all nodes after it does not let the workflow
-    fail.
+    """It runs as if the failed node had succeeded. The workflow does not fail because of a node whose failure is ignored
+    by all nodes that wait for it.
     """
     FAILURE_POLICY_RUN: _FailurePolicy.ValueType  # 3
     """It runs, and the workflow fails."""
 
 class FailurePolicy(_FailurePolicy, metaclass=_FailurePolicyEnumTypeWrapper):
-    """What becomes of a node if one that it waits for fails: its job is DEAD or CANCELLED."""
+    """What becomes of a node if a node that it waits for fails. A node has failed when its job is DEAD or CANCELLED."""
 
 FAILURE_POLICY_UNSPECIFIED: FailurePolicy.ValueType  # 0
 """In a request: CANCEL. Never sent."""
 FAILURE_POLICY_CANCEL: FailurePolicy.ValueType  # 1
-"""It is cancelled, and so is what waits for it with this policy."""
+"""It is cancelled, and so is every node that waits for it with this policy."""
 FAILURE_POLICY_IGNORE: FailurePolicy.ValueType  # 2
-"""It runs as if the other had succeeded. A failure that is ignored by all nodes after it does not let the workflow
-fail.
+"""It runs as if the failed node had succeeded. The workflow does not fail because of a node whose failure is ignored
+by all nodes that wait for it.
 """
 FAILURE_POLICY_RUN: FailurePolicy.ValueType  # 3
 """It runs, and the workflow fails."""
@@ -204,12 +204,12 @@ class NewNode(_message.Message):
     """Names it in edges and in answers: unique in the workflow. 1 to 128 bytes without control characters."""
     callback: Global___Callback.ValueType
     """Not in AddNodes. If set, the node is a callback, and has no `after`: its job is stored now, and released when the
-    workflow ends in this way, or cancelled if it ends in another one.
+    workflow ends in this way, or cancelled if it ends in another way.
     """
     @_builtins.property
     def job(self) -> _job_pb2.NewJob:
-        """Its job. Required. It must have no `id`, which is made from the workflow's, and no `dedup`. A `delay` counts from the
-        job's release, and a `run_at` is the earliest time for it.
+        """Its job. Required. It must have no `id`, which is made from the workflow's, and no `dedup`. A `delay` counts from
+        the job's release, and a `run_at` is the earliest time at which the job may run.
         """
 
     @_builtins.property
@@ -250,8 +250,8 @@ class StartWorkflowRequest(_message.Message):
     """For people; need not be unique. At most 128 bytes without control characters."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewNode]:
-        """1 to 10,000, of which at most 10 are callbacks and at least one is not. Together they may wait for 100,000 others, in
-        chains of at most 1,000. No node may wait for itself, not even through others.
+        """1 to 10,000, of which at most 10 are callbacks and at least one is not. Together they may have 100,000 edges, in
+        chains of at most 1,000 nodes. No node may wait for itself, directly or through others.
         """
 
     def __init__(
@@ -316,9 +316,9 @@ class AddNodesRequest(_message.Message):
     """LeasedJob.lease of a job of the workflow. 1 to 255 bytes."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewNode]:
-        """1 to 1,000, none of them a callback, which together wait for at most 10,000 others. A job may add more with further
-        calls. They may also wait for nodes that the workflow has already. The bounds of StartWorkflow hold for all nodes of
-        the workflow together, except that of chains.
+        """1 to 1,000 nodes, which together have at most 10,000 edges. None of them may be a callback. They may also wait for
+        nodes that the workflow has already. A job may add more nodes with further calls. The bounds of StartWorkflow hold
+        for all nodes of the workflow together, except the bound of chains.
         """
 
     def __init__(
@@ -575,8 +575,8 @@ class NodeInfo(_message.Message):
     CALLBACK_FIELD_NUMBER: _builtins.int
     ENDED_AT_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """Its number: nodes are numbered from 0 on, each after those that it waits for; callbacks after those that were stored
-    with them, and nodes that were added after the callbacks.
+    """Its number. Numbers begin at 0. A node comes after the nodes that it waits for, and a callback after the nodes that
+    were stored with it. Nodes that jobs have added come after the callbacks.
     """
     name: _builtins.str
     """What the client calls it."""
@@ -1031,7 +1031,7 @@ class ParentInfo(_message.Message):
     state: Global___NodeState.ValueType
     """How it has ended."""
     result: _builtins.bytes
-    """What the consumer of its job acked it with; at most 64 KiB. Empty if there is none, also if the job was deleted at the
+    """The result with which a consumer acked its job; at most 64 KiB. Empty: there is none, or the job was deleted at the
     end of its retention.
     """
     reason: _builtins.str

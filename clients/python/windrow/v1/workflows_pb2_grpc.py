@@ -97,18 +97,19 @@ class WorkflowsServicer:
     """
 
     def StartWorkflow(self, request, context):
-        """Stores a workflow with all its jobs, or nothing. If the workflow is known by its id, returns it with `duplicate`;
-        ALREADY_EXISTS if it has other content.
+        """Stores a workflow with all its jobs, or nothing. If a workflow with this id is known, returns that one with
+        `duplicate`; ALREADY_EXISTS if it has other content.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AddNodes(self, request, context):
-        """Adds nodes to a workflow that runs, from a job of it that is leased: its callbacks then wait for these nodes too. Stores
-        all of them in one transaction, or nothing. Nodes that the same job has added before, by their names, stay as they are:
-        so the call may be repeated, also by a later attempt of the job. FAILED_PRECONDITION if the lease or the workflow has
-        ended; ALREADY_EXISTS if the workflow has a node of such a name that this job has not added.
+        """Adds nodes to a workflow that runs. The call is made for a leased job of this workflow. The workflow's callbacks
+        then wait for the new nodes too. Stores all nodes in one transaction, or nothing. Nodes of these names that the
+        same job has added before stay as they are, so the call may be repeated, also by a later attempt of the job.
+        FAILED_PRECONDITION if the lease or the workflow has ended; ALREADY_EXISTS if the workflow has a node of such a
+        name that this job has not added.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -136,7 +137,7 @@ class WorkflowsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CancelWorkflow(self, request, context):
-        """Cancels a workflow: all its jobs that have not ended, also leased ones, whose consumers learn it as from CancelJobs.
+        """Cancels a workflow with all its jobs that have not ended. Consumers of leased jobs learn it as from CancelJobs.
         Ends a pause. Does nothing if the workflow has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -166,19 +167,19 @@ class WorkflowsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RetryWorkflow(self, request, context):
-        """Starts once more a workflow that has failed or was cancelled, as a new workflow: it has the same nodes, edges and
-        callbacks, takes over the nodes that have succeeded or were skipped, and runs the others again. The dead jobs of the
-        old workflow are cancelled then. If the new workflow is known by its id, returns it with `duplicate`.
-        FAILED_PRECONDITION if the old one runs, has succeeded or was retried already, or if a job that is to run again is live,
-        or not known any more.
+        """Runs a failed or cancelled workflow once more, as a new workflow. The new workflow has the same nodes, edges and
+        callbacks, takes over the nodes that have succeeded or were skipped, and runs the others again. The dead jobs of
+        the old workflow are cancelled. If a workflow with the new id is known, returns that one with `duplicate`.
+        FAILED_PRECONDITION if the old one runs, has succeeded or was retried already, or if a job that is to run again is
+        live, or not known any more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListParents(self, request, context):
-        """Returns the nodes that a node waited for, with the results of their jobs, a page at a time. A consumer asks with what
-        LeasedJob.workflow says.
+        """Returns the nodes that a node waited for, with the results of their jobs, a page at a time. A consumer finds the
+        workflow and the node in LeasedJob.workflow.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

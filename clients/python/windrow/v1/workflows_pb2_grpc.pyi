@@ -4,14 +4,14 @@ isort:skip_file
 Workflows: graphs of jobs of one org.
 
 A node of a workflow is an ordinary job. If it waits for other nodes, it is BLOCKED until they have ended; the
-transaction that ends the last of them releases it. A node ends once: when its job has SUCCEEDED, is DEAD or CANCELLED,
-or when it is skipped. A job that is redriven after that runs, and changes nothing in its workflow.
+transaction that ends the last of these nodes releases it. A node ends once: when its job has SUCCEEDED, is DEAD or
+CANCELLED, or when it is skipped. A job that is redriven after that runs, and changes nothing in its workflow.
 
 The errors are those of admin.proto: also NOT_FOUND for an unknown workflow or node, ALREADY_EXISTS and
 FAILED_PRECONDITION. As in queue.proto, the metadata `windrow-org` may name the org too.
 
-After UNAVAILABLE or DEADLINE_EXCEEDED, the change may have been made: call again. A repeated StartWorkflow is recognised
-by its id; the other changes may be repeated.
+After UNAVAILABLE or DEADLINE_EXCEEDED, the change may have been made: call again. A repeated StartWorkflow is
+recognised by the workflow's id; the other changes may be repeated.
 """
 
 from collections import abc as _abc
@@ -45,14 +45,15 @@ class WorkflowsStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkflowsAsyncStub: ...
     StartWorkflow: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.StartWorkflowRequest, _workflows_pb2.StartWorkflowResponse]
-    """Stores a workflow with all its jobs, or nothing. If the workflow is known by its id, returns it with `duplicate`;
-    ALREADY_EXISTS if it has other content.
+    """Stores a workflow with all its jobs, or nothing. If a workflow with this id is known, returns that one with
+    `duplicate`; ALREADY_EXISTS if it has other content.
     """
     AddNodes: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.AddNodesRequest, _workflows_pb2.AddNodesResponse]
-    """Adds nodes to a workflow that runs, from a job of it that is leased: its callbacks then wait for these nodes too. Stores
-    all of them in one transaction, or nothing. Nodes that the same job has added before, by their names, stay as they are:
-    so the call may be repeated, also by a later attempt of the job. FAILED_PRECONDITION if the lease or the workflow has
-    ended; ALREADY_EXISTS if the workflow has a node of such a name that this job has not added.
+    """Adds nodes to a workflow that runs. The call is made for a leased job of this workflow. The workflow's callbacks
+    then wait for the new nodes too. Stores all nodes in one transaction, or nothing. Nodes of these names that the
+    same job has added before stay as they are, so the call may be repeated, also by a later attempt of the job.
+    FAILED_PRECONDITION if the lease or the workflow has ended; ALREADY_EXISTS if the workflow has a node of such a
+    name that this job has not added.
     """
     GetWorkflow: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.GetWorkflowRequest, _workflows_pb2.GetWorkflowResponse]
     """Returns a workflow and how many of its nodes are in which state."""
@@ -61,7 +62,7 @@ class WorkflowsStub:
     ListWorkflows: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.ListWorkflowsRequest, _workflows_pb2.ListWorkflowsResponse]
     """Lists an org's workflows, the newest id first, a page at a time."""
     CancelWorkflow: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.CancelWorkflowRequest, _workflows_pb2.CancelWorkflowResponse]
-    """Cancels a workflow: all its jobs that have not ended, also leased ones, whose consumers learn it as from CancelJobs.
+    """Cancels a workflow with all its jobs that have not ended. Consumers of leased jobs learn it as from CancelJobs.
     Ends a pause. Does nothing if the workflow has ended.
     """
     PauseWorkflow: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.PauseWorkflowRequest, _workflows_pb2.PauseWorkflowResponse]
@@ -73,15 +74,15 @@ class WorkflowsStub:
     if it has ended otherwise.
     """
     RetryWorkflow: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.RetryWorkflowRequest, _workflows_pb2.RetryWorkflowResponse]
-    """Starts once more a workflow that has failed or was cancelled, as a new workflow: it has the same nodes, edges and
-    callbacks, takes over the nodes that have succeeded or were skipped, and runs the others again. The dead jobs of the
-    old workflow are cancelled then. If the new workflow is known by its id, returns it with `duplicate`.
-    FAILED_PRECONDITION if the old one runs, has succeeded or was retried already, or if a job that is to run again is live,
-    or not known any more.
+    """Runs a failed or cancelled workflow once more, as a new workflow. The new workflow has the same nodes, edges and
+    callbacks, takes over the nodes that have succeeded or were skipped, and runs the others again. The dead jobs of
+    the old workflow are cancelled. If a workflow with the new id is known, returns that one with `duplicate`.
+    FAILED_PRECONDITION if the old one runs, has succeeded or was retried already, or if a job that is to run again is
+    live, or not known any more.
     """
     ListParents: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.ListParentsRequest, _workflows_pb2.ListParentsResponse]
-    """Returns the nodes that a node waited for, with the results of their jobs, a page at a time. A consumer asks with what
-    LeasedJob.workflow says.
+    """Returns the nodes that a node waited for, with the results of their jobs, a page at a time. A consumer finds the
+    workflow and the node in LeasedJob.workflow.
     """
 
 @_typing.type_check_only
@@ -90,14 +91,15 @@ class WorkflowsAsyncStub(WorkflowsStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     StartWorkflow: _aio.UnaryUnaryMultiCallable[_workflows_pb2.StartWorkflowRequest, _workflows_pb2.StartWorkflowResponse]  # type: ignore[assignment]
-    """Stores a workflow with all its jobs, or nothing. If the workflow is known by its id, returns it with `duplicate`;
-    ALREADY_EXISTS if it has other content.
+    """Stores a workflow with all its jobs, or nothing. If a workflow with this id is known, returns that one with
+    `duplicate`; ALREADY_EXISTS if it has other content.
     """
     AddNodes: _aio.UnaryUnaryMultiCallable[_workflows_pb2.AddNodesRequest, _workflows_pb2.AddNodesResponse]  # type: ignore[assignment]
-    """Adds nodes to a workflow that runs, from a job of it that is leased: its callbacks then wait for these nodes too. Stores
-    all of them in one transaction, or nothing. Nodes that the same job has added before, by their names, stay as they are:
-    so the call may be repeated, also by a later attempt of the job. FAILED_PRECONDITION if the lease or the workflow has
-    ended; ALREADY_EXISTS if the workflow has a node of such a name that this job has not added.
+    """Adds nodes to a workflow that runs. The call is made for a leased job of this workflow. The workflow's callbacks
+    then wait for the new nodes too. Stores all nodes in one transaction, or nothing. Nodes of these names that the
+    same job has added before stay as they are, so the call may be repeated, also by a later attempt of the job.
+    FAILED_PRECONDITION if the lease or the workflow has ended; ALREADY_EXISTS if the workflow has a node of such a
+    name that this job has not added.
     """
     GetWorkflow: _aio.UnaryUnaryMultiCallable[_workflows_pb2.GetWorkflowRequest, _workflows_pb2.GetWorkflowResponse]  # type: ignore[assignment]
     """Returns a workflow and how many of its nodes are in which state."""
@@ -106,7 +108,7 @@ class WorkflowsAsyncStub(WorkflowsStub):
     ListWorkflows: _aio.UnaryUnaryMultiCallable[_workflows_pb2.ListWorkflowsRequest, _workflows_pb2.ListWorkflowsResponse]  # type: ignore[assignment]
     """Lists an org's workflows, the newest id first, a page at a time."""
     CancelWorkflow: _aio.UnaryUnaryMultiCallable[_workflows_pb2.CancelWorkflowRequest, _workflows_pb2.CancelWorkflowResponse]  # type: ignore[assignment]
-    """Cancels a workflow: all its jobs that have not ended, also leased ones, whose consumers learn it as from CancelJobs.
+    """Cancels a workflow with all its jobs that have not ended. Consumers of leased jobs learn it as from CancelJobs.
     Ends a pause. Does nothing if the workflow has ended.
     """
     PauseWorkflow: _aio.UnaryUnaryMultiCallable[_workflows_pb2.PauseWorkflowRequest, _workflows_pb2.PauseWorkflowResponse]  # type: ignore[assignment]
@@ -118,15 +120,15 @@ class WorkflowsAsyncStub(WorkflowsStub):
     if it has ended otherwise.
     """
     RetryWorkflow: _aio.UnaryUnaryMultiCallable[_workflows_pb2.RetryWorkflowRequest, _workflows_pb2.RetryWorkflowResponse]  # type: ignore[assignment]
-    """Starts once more a workflow that has failed or was cancelled, as a new workflow: it has the same nodes, edges and
-    callbacks, takes over the nodes that have succeeded or were skipped, and runs the others again. The dead jobs of the
-    old workflow are cancelled then. If the new workflow is known by its id, returns it with `duplicate`.
-    FAILED_PRECONDITION if the old one runs, has succeeded or was retried already, or if a job that is to run again is live,
-    or not known any more.
+    """Runs a failed or cancelled workflow once more, as a new workflow. The new workflow has the same nodes, edges and
+    callbacks, takes over the nodes that have succeeded or were skipped, and runs the others again. The dead jobs of
+    the old workflow are cancelled. If a workflow with the new id is known, returns that one with `duplicate`.
+    FAILED_PRECONDITION if the old one runs, has succeeded or was retried already, or if a job that is to run again is
+    live, or not known any more.
     """
     ListParents: _aio.UnaryUnaryMultiCallable[_workflows_pb2.ListParentsRequest, _workflows_pb2.ListParentsResponse]  # type: ignore[assignment]
-    """Returns the nodes that a node waited for, with the results of their jobs, a page at a time. A consumer asks with what
-    LeasedJob.workflow says.
+    """Returns the nodes that a node waited for, with the results of their jobs, a page at a time. A consumer finds the
+    workflow and the node in LeasedJob.workflow.
     """
 
 class WorkflowsServicer(metaclass=_abc_1.ABCMeta):
@@ -138,8 +140,8 @@ class WorkflowsServicer(metaclass=_abc_1.ABCMeta):
         request: _workflows_pb2.StartWorkflowRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_workflows_pb2.StartWorkflowResponse, _abc.Awaitable[_workflows_pb2.StartWorkflowResponse]]:
-        """Stores a workflow with all its jobs, or nothing. If the workflow is known by its id, returns it with `duplicate`;
-        ALREADY_EXISTS if it has other content.
+        """Stores a workflow with all its jobs, or nothing. If a workflow with this id is known, returns that one with
+        `duplicate`; ALREADY_EXISTS if it has other content.
         """
 
     @_abc_1.abstractmethod
@@ -148,10 +150,11 @@ class WorkflowsServicer(metaclass=_abc_1.ABCMeta):
         request: _workflows_pb2.AddNodesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_workflows_pb2.AddNodesResponse, _abc.Awaitable[_workflows_pb2.AddNodesResponse]]:
-        """Adds nodes to a workflow that runs, from a job of it that is leased: its callbacks then wait for these nodes too. Stores
-        all of them in one transaction, or nothing. Nodes that the same job has added before, by their names, stay as they are:
-        so the call may be repeated, also by a later attempt of the job. FAILED_PRECONDITION if the lease or the workflow has
-        ended; ALREADY_EXISTS if the workflow has a node of such a name that this job has not added.
+        """Adds nodes to a workflow that runs. The call is made for a leased job of this workflow. The workflow's callbacks
+        then wait for the new nodes too. Stores all nodes in one transaction, or nothing. Nodes of these names that the
+        same job has added before stay as they are, so the call may be repeated, also by a later attempt of the job.
+        FAILED_PRECONDITION if the lease or the workflow has ended; ALREADY_EXISTS if the workflow has a node of such a
+        name that this job has not added.
         """
 
     @_abc_1.abstractmethod
@@ -184,7 +187,7 @@ class WorkflowsServicer(metaclass=_abc_1.ABCMeta):
         request: _workflows_pb2.CancelWorkflowRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_workflows_pb2.CancelWorkflowResponse, _abc.Awaitable[_workflows_pb2.CancelWorkflowResponse]]:
-        """Cancels a workflow: all its jobs that have not ended, also leased ones, whose consumers learn it as from CancelJobs.
+        """Cancels a workflow with all its jobs that have not ended. Consumers of leased jobs learn it as from CancelJobs.
         Ends a pause. Does nothing if the workflow has ended.
         """
 
@@ -220,11 +223,11 @@ class WorkflowsServicer(metaclass=_abc_1.ABCMeta):
         request: _workflows_pb2.RetryWorkflowRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_workflows_pb2.RetryWorkflowResponse, _abc.Awaitable[_workflows_pb2.RetryWorkflowResponse]]:
-        """Starts once more a workflow that has failed or was cancelled, as a new workflow: it has the same nodes, edges and
-        callbacks, takes over the nodes that have succeeded or were skipped, and runs the others again. The dead jobs of the
-        old workflow are cancelled then. If the new workflow is known by its id, returns it with `duplicate`.
-        FAILED_PRECONDITION if the old one runs, has succeeded or was retried already, or if a job that is to run again is live,
-        or not known any more.
+        """Runs a failed or cancelled workflow once more, as a new workflow. The new workflow has the same nodes, edges and
+        callbacks, takes over the nodes that have succeeded or were skipped, and runs the others again. The dead jobs of
+        the old workflow are cancelled. If a workflow with the new id is known, returns that one with `duplicate`.
+        FAILED_PRECONDITION if the old one runs, has succeeded or was retried already, or if a job that is to run again is
+        live, or not known any more.
         """
 
     @_abc_1.abstractmethod
@@ -233,8 +236,8 @@ class WorkflowsServicer(metaclass=_abc_1.ABCMeta):
         request: _workflows_pb2.ListParentsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_workflows_pb2.ListParentsResponse, _abc.Awaitable[_workflows_pb2.ListParentsResponse]]:
-        """Returns the nodes that a node waited for, with the results of their jobs, a page at a time. A consumer asks with what
-        LeasedJob.workflow says.
+        """Returns the nodes that a node waited for, with the results of their jobs, a page at a time. A consumer finds the
+        workflow and the node in LeasedJob.workflow.
         """
 
 def add_WorkflowsServicer_to_server(servicer: WorkflowsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
