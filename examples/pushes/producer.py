@@ -20,7 +20,7 @@ QUEUE = "pushes"
 KIND = "push"
 
 # How many pushes are sent at once. The pushes of one org are one call, and the next pushes wait until all of these are
-# acknowledged. So an org's jobs are stored in recorded order, and across orgs a job overtakes fewer others than this.
+# acknowledged. So an org's jobs are stored in recorded order. A job overtakes fewer jobs of other orgs than this.
 WINDOW = 500
 DELAYED_EVERY = 10
 DELAY_S_MAX = 5.0

@@ -658,8 +658,7 @@ def _size(message: queue_pb2.EnqueueRequest | job_pb2.NewJob) -> int:
 
 
 def _part_of(request: queue_pb2.EnqueueRequest, error: ResourceExhausted) -> int:
-    """Returns how many jobs to send per call, if this call was refused because it is larger than a limit; otherwise 0.
-    """
+    """Returns how many jobs to send per call, if the call was refused because it is larger than a limit, and else 0."""
     if error.limit is None or error.retry_after is not None:
         return 0
     return error.limit.part_of(len(request.jobs))

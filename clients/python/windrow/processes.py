@@ -200,8 +200,8 @@ def is_handler_process() -> bool:
 def _serve(connection: Connection) -> None:
     # Make a group of its own, so that processes that handlers start are killed with this process.
     os.setsid()
-    # A supervisor's SIGTERM may reach every process of the worker. The worker decides when this process ends. Do not use
-    # SIG_IGN: processes that handlers start would inherit it.
+    # A supervisor's SIGTERM may reach every process of the worker. The worker decides when this process ends. Do not
+    # use SIG_IGN: processes that handlers start would inherit it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _ignore)
     threading.Thread(target=_end_with_worker, daemon=True).start()

@@ -111,8 +111,7 @@ def credentials(pem: Pem) -> grpc.ChannelCredentials:
 
 
 def _system_ca() -> str | None:
-    """Returns the file of the CAs that the system trusts. gRPC for Python has CAs of its own, and does not look for it.
-    """
+    """Returns the file of the CAs that the system trusts, because gRPC for Python brings CAs of its own instead."""
     named = os.environ.get("SSL_CERT_FILE") or ssl.get_default_verify_paths().cafile
     return named or next((path for path in _SYSTEM_CAS if Path(path).exists()), None)
 

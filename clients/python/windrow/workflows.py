@@ -1,5 +1,4 @@
-"""Workflows, which are graphs of jobs: how a program writes one, the methods of Client for them, and what these return.
-"""
+"""Workflows, which are graphs of jobs: how a program makes one, the methods of Client for them, and what they return."""
 
 from __future__ import annotations
 
@@ -90,8 +89,7 @@ class Node:
     waits_for: dict[str, FailurePolicy] = field(default_factory=dict[str, FailurePolicy], repr=False)
 
     def after(self, *nodes: Node | str, on_failed: FailurePolicy = FailurePolicy.CANCEL) -> Node:
-        """Lets this node also wait for other nodes of the same workflow, given as nodes or by name. Returns this node.
-        """
+        """Lets this node wait for these nodes of its workflow too, given as nodes or by name. Returns this node."""
         self.waits_for.update((node if isinstance(node, str) else node.name, on_failed) for node in nodes)
         return self
 
