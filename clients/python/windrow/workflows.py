@@ -1,4 +1,4 @@
-"""Workflows, which are graphs of jobs: how a program makes one, the methods of Client for them, and what they return."""
+"""Workflows, which are graphs of jobs: how a program makes one, the methods of Client for them, and their answers."""
 
 from __future__ import annotations
 
