@@ -186,8 +186,8 @@ def check_all(files: Files, *, shard: ShardName | None = None) -> Iterator[Check
 
 
 async def erase_org(files: Files, shard: ShardName, org: OrgId) -> list[Erased]:
-    """Rewrites each exported file of a shard that has jobs of an org: leaves out these jobs. Returns what was removed.
-    Call it after the org's rows are deleted, while holding the archiver's leader lock on the shard
+    """Rewrites each exported file of a shard that has jobs of an org: leaves out these jobs. Returns an Erased for each
+    file. Call it after the org's rows are deleted, while holding the archiver's leader lock on the shard
     (shard/postgres/leader_lock.py), and again after a crash. Files that cannot be read stay, and are named in the
     error. Raises ExportFailed."""
     erased: list[Erased] = []

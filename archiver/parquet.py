@@ -27,7 +27,7 @@ pq: Any = importlib.import_module("pyarrow.parquet")
 # A pyarrow.RecordBatch of SCHEMA.
 Batch: TypeAlias = Any
 
-# The version of the format. Raise it when a reader of the present version would misread the new one.
+# The version of the format. Raise it when a reader of the present version would misread the new format.
 FORMAT = 1
 MANIFEST = "manifest.json"
 _MANIFEST_BYTES_MAX = 256 * 1024 * 1024

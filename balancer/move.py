@@ -1,8 +1,8 @@
 """Carries a move from any state to its end (docs/decisions/0017-moving-slots.md).
 
-The next step is decided from the catalog and the two shards alone, so starting and resuming are the same. Other
-processes may carry out the same move at the same time, or late, and any of them may stop at any point. This module
-plans no moves and takes no lock.
+The next step follows from the catalog and the two shards alone, so a move is resumed in the same way as it is started.
+Other processes may carry out the same move at the same time, or late, and any of them may stop at any point. This
+module plans no moves and takes no lock.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ async def slots_behind(shard: Database, known: Catalog) -> dict[Slot, move_steps
 async def compare_histories(
     shards: Mapping[ShardName, Database], catalog_database: Database, *, cluster: str
 ) -> dict[ShardName, list[Finding]]:
-    """Returns what `windrow doctor` reports about shards that lost history, and about a catalog that lost history.
+    """Returns the findings of `windrow doctor` about shards that lost history, and about a catalog that lost history.
     Raises ShardError if the catalog cannot be read."""
     if not await catalog.is_founded(catalog_database, cluster=cluster):
         return {}

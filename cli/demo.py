@@ -323,7 +323,7 @@ async def _kill_workers(run: Run, workers: Workers) -> None:
 
 
 async def _kill_routers(run: Run, cluster: LocalCluster) -> None:
-    """Kills the router that has run longest, because one that has just started may not serve yet."""
+    """Kills the router that has run longest, because a router that has just started may not serve yet."""
     by_age: list[int] = []
     async for _ in _fault_times(ROUTER_KILLED_EVERY_S, lambda: run.acknowledged_jobs + run.done):
         alive = cluster.routers.pids

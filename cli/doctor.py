@@ -295,7 +295,7 @@ def _print_holders(holders: Sequence[Holder], held_for: timedelta) -> None:
 
 
 def _waits(holder: Holder) -> str:
-    """Returns what an active holder waits for. Other states, such as idle in transaction, show it themselves."""
+    """Returns a line about what an active holder waits for. Other states, such as idle in transaction, need none."""
     return f"\nwaits for {holder.waits_for}" if holder.waits_for and holder.state == "active" else ""
 
 

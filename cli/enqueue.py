@@ -1,4 +1,4 @@
-"""`windrow enqueue`: stores one job, or one for each line of a file or of standard input."""
+"""`windrow enqueue`: stores one job, or a job for each line of a file or of standard input."""
 
 from __future__ import annotations
 

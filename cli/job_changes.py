@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from windrow import Answer, BulkChange, JobFilter, JobRecord, SyncClient
 
 _BATCH = 1000
-# The limit of one purge call: a larger one would hold its locks for too long.
+# The limit of one purge call: a larger call would hold its locks for too long.
 _PURGE_MAX = 1000
 
 
@@ -122,7 +122,7 @@ def alter(
     all that they have).
 
     Jobs are named by their ids, or by conditions, as for `windrow jobs cancel`. A command that was interrupted can be
-    repeated: it skips jobs that are already changed. Only --delay postpones those again; --run-at does not.
+    repeated: it skips jobs that are already changed. Only --delay postpones such jobs again; --run-at does not.
 
     Exit code 1: a job named by its id is leased or dead, or has finished; 4: the org has no such job or queue. The
     other jobs are changed.

@@ -135,7 +135,7 @@ class Command(TyperCommand):
 
 def _tell_its_place(error: Any, ctx: Any) -> None:
     """Makes an error about an unknown option say where the option belongs: before the command if it is for all
-    commands, or at the end if this command takes as an argument what others take as an option."""
+    commands, or at the end if this command has an argument where other commands have this option."""
     root = ctx.find_root()
     # typer does not export the error's class.
     if type(error).__name__ != "NoSuchOption":

@@ -141,7 +141,8 @@ def _reasons(router: Router, org: str, queues: Sequence[str]) -> list[str]:
 
 
 def _held_by(router: Router, org: str, queue: str) -> str:
-    """Returns what holds a queue's ready jobs, in a sentence; empty if nothing does, or if the router does not say."""
+    """Returns a sentence that says what holds a queue's ready jobs. Empty if nothing does, or if the router does not
+    say."""
     from windrow.causes import read_causes
     from windrow.v1 import admin_pb2
 

@@ -94,7 +94,7 @@ def retry_policy(message: job_pb2.RetryPolicy) -> values.Retry:
 
 
 def no_queues(org: str) -> str:
-    """Returns what a command says of an org without queues, whose name may be a mistake."""
+    """Returns the text of a command about an org without queues, whose name may be a mistake."""
     return f"org {org!r} has no queues (is the name right?); the first job of a queue creates it"
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shard.vocabulary import Micros, ShardName, Slot
 
 _LOOK_S = 1.0
-# A balancer that starts, or takes over from another one, may take this long until it leads.
+# A balancer that starts, or takes over from another balancer, may take this long until it leads.
 _LEADERLESS_S = 3.0
 # How many orgs that cannot leave a draining shard are named.
 _STUCK_SHOWN_MAX = 10
@@ -342,7 +342,8 @@ def drain(
 
 
 async def _drain(cluster: Cluster, name: ShardName, config: Path) -> Micros | None:
-    """Waits until the shard holds no slots. Returns when the last slot left it, or None if it never held one."""
+    """Waits until the shard holds no slots. Returns the time at which the last slot left it, or None if it never held a
+    slot."""
     from balancer.shards import open_shards
     from shard.postgres.leader_lock import leader_session
 

@@ -122,7 +122,7 @@ def keep(name: str, profile: Profile) -> None:
 
 
 def remove(name: str) -> bool:
-    """Removes a profile. Returns whether there was one."""
+    """Removes a profile. Returns whether it existed."""
     known = _read()
     if name not in known:
         return False

@@ -158,7 +158,7 @@ def recover(
 
     A job is stray if it is on a shard where no router reads it; `windrow check` lists stray jobs. A stray job that the
     org's shards know already is deleted instead, so that nothing runs twice. May be stopped and repeated at any time.
-    Exit code 1: some jobs are left, such as leased ones; repeat it later.
+    Exit code 1: some jobs are left, such as leased jobs; repeat the command later.
     """
     cluster = databases.read(config)
     done = databases.asked(

@@ -49,7 +49,7 @@ def make_worker(org: str, products: Products, *, window_s: float) -> windrow.Wor
     def index_rows(jobs: Sequence[windrow.Job]) -> list[windrow.Kill | None]:
         rows = [job.json() for job in jobs]
         products.put([(row["sku"], row["cents"]) for row in rows if row["cents"] >= 0])
-        # One outcome for each job: a broken row must not fail the others, nor be tried again.
+        # Return one outcome for each job: a broken row must not fail the other rows, nor be tried again.
         return [windrow.Kill(f"no price: {row['cents']}") if row["cents"] < 0 else None for row in rows]
 
     return worker

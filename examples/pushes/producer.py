@@ -33,7 +33,7 @@ _log = logging.getLogger("producer")
 
 
 def delays_s(pushes: Sequence[Push]) -> list[float]:
-    """Returns each job's delay: for every tenth push its recorded gap, compressed; for the others 0.
+    """Returns each job's delay: for every tenth push its recorded gap, compressed; for other pushes 0.
 
     The gap is the time since the previous push to the same repository (none: 0), and
 

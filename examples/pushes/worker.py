@@ -31,8 +31,8 @@ class _Batch:
 
 
 class Totals:
-    """Applies all waiting pushes in one transaction. A single push does not wait for others; while a transaction runs,
-    the next batch fills."""
+    """Applies all waiting pushes in one transaction. A single push does not wait for other pushes; while a transaction
+    runs, the next batch fills."""
 
     def __init__(self, pool: tables.Pool) -> None:
         self._pool = pool

@@ -18,7 +18,7 @@ def split_scheme(address: str) -> tuple[str, bool]:
 
 
 def address_fault(address: str) -> str | None:
-    """Returns what is wrong with an address and how to write it, or None if it is valid. Takes it without grpcs://."""
+    """Returns a text that says what is wrong with an address (without grpcs://), or None if the address is valid."""
     found = _HOST_AND_PORT.fullmatch(address)
     if _NAME.fullmatch(address) or (found is not None and 0 < int(found[1]) < 65536):
         return None

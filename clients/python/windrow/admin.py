@@ -24,7 +24,7 @@ from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, limits_pb2
 
 # The contract's limit on the items of a page, and on the jobs of one restore call.
 _PAGE_MAX = 1000
-# The limit of one purge or redrive call: a larger one would hold its locks for too long.
+# The limit of one purge or redrive call: a larger call would hold its locks for too long.
 _CHANGE_MAX = 1000
 
 _Request = TypeVar("_Request", bound=Message)
@@ -348,8 +348,8 @@ class AdminCalls:
         limit: int | None = None,
         per_second: float = 0.0,
     ) -> int:
-        """Makes those dead jobs of the queue ready again that meet all conditions, with all their attempts. The job
-        that died first goes first. Redrives at most as many jobs as are dead now, because some may die again meanwhile.
+        """Makes the queue's dead jobs ready again, with all their attempts, if they meet all conditions. The job that
+        died first goes first. Redrives at most as many jobs as are dead now, because some may die again meanwhile.
         Returns how many jobs it redrove; if an answer was lost, this is a lower bound. `per_second`: how many of the
         jobs become due per second, while the later ones are scheduled; 0: all at once. Raises NotFound, Unavailable."""
         conditions = admin_pb2.RedriveQueueRequest(per_second=per_second)

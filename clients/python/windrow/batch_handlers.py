@@ -80,7 +80,7 @@ class BatchHandlers:
         return tuple(self._by_gathering)
 
     async def run(self, gathering: Gathering, batch: Sequence[HeldLease]) -> Sequence[Action]:
-        """Runs the handler. Returns what becomes of each job."""
+        """Runs the handler. Returns the outcome of each job."""
         handler = self._by_gathering[gathering]
         if not self._handlers.makes_spans:
             return await self._outcomes(handler, batch, trace.INVALID_SPAN)
@@ -124,7 +124,7 @@ class BatchHandlers:
         )
 
     def _all_failed(self, batch: Sequence[HeldLease], error: BaseException, span: trace.Span) -> Action:
-        """Returns what becomes of every job of a batch whose handler has raised this, and logs it once."""
+        """Returns the outcome of all jobs of a batch whose handler has raised this, and logs it once."""
         if not isinstance(error, Outcome) or error.is_failure:
             fail(span, error)
         action, cause = action_of(error, runners=RUNNERS)

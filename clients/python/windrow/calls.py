@@ -265,7 +265,7 @@ class Calls:
         return self._error(verb, CallFailure.of(cause), tries=1, spent_s=spent_s)
 
     async def explained(self, error: WindrowError) -> WindrowError:
-        """Returns the error of a stream, or a better one if TLS is why there is no connection."""
+        """Returns the error of a stream, or a better error if TLS prevents the connection."""
         if not isinstance(error, Unavailable) or error.reason or (why := await self.channels.tls_fault()) is None:
             return error
         return (Unavailable if self.answered else TlsFailed)(f"Consume at {self.address}: {why}")

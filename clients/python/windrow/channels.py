@@ -142,8 +142,8 @@ class Channels:
         return self._stubs[self._turn]
 
     async def close(self) -> bool:
-        """Closes the connections. Returns False if this is not their event loop: another one cannot close them. A
-        second close does nothing."""
+        """Closes the connections. Returns False if this is not their event loop: no other loop can close them. A second
+        close does nothing."""
         self.closed = True
         channels, self._channels, self._stubs = self._channels, [], []
         if self._loop is not asyncio.get_running_loop() or self._pid != os.getpid():

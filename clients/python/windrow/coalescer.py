@@ -121,7 +121,7 @@ class Coalescer(Generic[_Item, _Answer]):
 
     async def _carry(self, batch: list[_Request[_Item, _Answer]]) -> None:
         try:
-            # The newest request has the most time left. The others have timers of their own.
+            # The newest request has the most time left. The other requests have timers of their own.
             timeout_s = max(0.0, batch[-1].deadline - asyncio.get_running_loop().time())
             answers = await self._send([request.item for request in batch], timeout_s)
             for request, answer in zip(batch, answers, strict=True):
@@ -148,8 +148,8 @@ class Coalescer(Generic[_Item, _Answer]):
             self._start()
 
     def _refuse(self, request: _Request[_Item, _Answer], error: WindrowError) -> None:
-        """If a limit refused the item, sends it again when the limit may have room; other items go first meanwhile. If
-        the error is another one, or the deadline comes before that time, the caller gets the error."""
+        """If a limit refused the item, sends it again when the limit may have room; other items go first meanwhile.
+        Gives the caller any other error, and also this one if the deadline comes before that time."""
         loop = asyncio.get_running_loop()
         if error.reason == LIMIT_REACHED and error.retry_after is not None:
             # Spread the callers: the router names the same time to many of them.

@@ -1,4 +1,4 @@
-"""The client's errors, as one tree. Independent of gRPC's classes: calls.py converts those.
+"""The client's errors, as one tree. Independent of gRPC's classes: calls.py converts gRPC's errors.
 
     WindrowError
     ├── InvalidRequest        correct the request: .violations names the fields; nothing was stored

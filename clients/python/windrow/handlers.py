@@ -63,8 +63,8 @@ class Suspended(NamedTuple):
     run: Coroutine[Any, Any, Any]
     # What it waits for, as its coroutine has yielded it.
     awaited: object
-    # None: the coroutine returns what becomes of the job. Otherwise the coroutine is this handler's own, and returns
-    # the handler's result.
+    # None: the coroutine returns the job's outcome. Otherwise the coroutine is this handler's own, and returns the
+    # handler's result.
     handler: Registered | None
 
 
@@ -154,14 +154,14 @@ class Handlers:
         self.makes_spans = self._tracing.has_sdk()
 
     async def run(self, held: HeldLease) -> Action:
-        """Runs the job's handler to its end, in a copy of the caller's context. Returns what becomes of the job."""
+        """Runs the job's handler to its end, in a copy of the caller's context. Returns the job's outcome."""
         context = contextvars.copy_context()
         begun = self.begin(held, context)
         return await self.go_on(held, begun, context) if isinstance(begun, Suspended) else begun
 
     def begin(self, held: HeldLease, context: contextvars.Context) -> Action | Suspended:
-        """Runs the job's handler in this context, until it suspends or ends. Returns what becomes of the job, or what
-        to pass to go_on()."""
+        """Runs the job's handler in this context, until it suspends or ends. Returns the job's outcome, or the
+        suspended handler for go_on()."""
         job = held.job
         handler = self._by_kind.get(job.kind)
         if handler is None:
@@ -185,7 +185,7 @@ class Handlers:
         return DONE if result is None else context.run(self.done, handler, held, result)
 
     async def go_on(self, held: HeldLease, suspended: Suspended, context: contextvars.Context) -> Action:
-        """Runs the rest of a handler that has suspended. Returns what becomes of the job."""
+        """Runs the rest of a handler that has suspended. Returns the job's outcome."""
         handler = suspended.handler
         if handler is None:
             return cast("Action", await _in_context(context, suspended))
@@ -219,7 +219,7 @@ class Handlers:
             return self._failed(handler, held, error, span)
 
     def done(self, handler: Registered, held: HeldLease, result: Payload) -> Action:
-        """Returns what becomes of a job with this result. If the result cannot be encoded, the attempt has failed."""
+        """Returns the outcome of a job with this result. If the result cannot be encoded, the attempt has failed."""
         try:
             return self._done(held.job, encode(result, what="result"))
         except BaseException as error:  # noqa: BLE001 - _failed() raises what is not the handler's
@@ -228,7 +228,7 @@ class Handlers:
     def _failed(
         self, handler: Registered, held: HeldLease, error: BaseException, span: trace.Span = trace.INVALID_SPAN
     ) -> Action:
-        """Returns what becomes of a job whose handler has raised this, and logs it. Raises the error if it is meant for
+        """Returns the outcome of a job whose handler has raised this, and logs it. Raises the error if it is meant for
         the worker."""
         if is_the_workers(error, handler):
             raise error
@@ -237,7 +237,7 @@ class Handlers:
         return self.outcome_of(held, error)
 
     def outcome_of(self, held: HeldLease, error: BaseException) -> Action:
-        """Returns what becomes of a job by this error, and logs it."""
+        """Returns the outcome of a job with this error, and logs it."""
         process = held.process
         if process is not None and process.error is error and process.action is not None:
             # The traceback is in the failure: errors lose theirs on their way from another process.
@@ -333,7 +333,7 @@ class Handlers:
 
 @types.coroutine
 def _in_context(context: contextvars.Context, suspended: Suspended) -> Generator[Any, Any, Any]:
-    """Awaits the rest of a coroutine in the current task, but in a context of its own. Returns what it returns."""
+    """Awaits the rest of a coroutine in the current task, but in this context. Returns the coroutine's result."""
     work, awaited = suspended.run, suspended.awaited
     while True:
         try:

@@ -38,7 +38,8 @@ class _Answer(Enum):
 
 
 def fault(address: str, tls: Tls | None, pem: Pem | None) -> str | None:
-    """Returns what is wrong and what to do, or None if nothing is wrong or the router does not answer."""
+    """Returns a text that says what is wrong and what to do. Returns None if nothing is wrong or the router does not
+    answer."""
     found = _HOST_AND_PORT.fullmatch(address)
     if found is None or (uses_proxy(address) and _has_proxy()):
         # This module cannot connect as gRPC does.
@@ -93,7 +94,7 @@ def _fault_of_tls(at: tuple[str, int], tls: Tls, pem: Pem | None) -> str | None:
 
 
 def _fault_of_server(at: tuple[str, int]) -> str | None:
-    """Returns what is wrong if the handshake failed because the server speaks plain HTTP/2. Otherwise returns None."""
+    """Returns the fault if the handshake failed because the server speaks plain HTTP/2. Otherwise returns None."""
     with _connected(at) as connection:
         if _ask(connection) is not _Answer.SETTINGS:
             return None

@@ -31,7 +31,7 @@ _LOCK_FREE = sys.version_info >= (3, 14) or getattr(sys, "_is_gil_enabled", lamb
 _lock = threading.Lock()
 _ms = 0
 # For the current millisecond: its end (ns since 1970), the prefix of its ids, and the counter. Replaced as one tuple,
-# so that a thread never sees parts of two.
+# so that a thread never sees parts of two tuples.
 _current: tuple[int, str, Callable[[], int]] = (0, "", count().__next__)
 
 

@@ -47,7 +47,7 @@ class JobState(enum.Enum):
     UNKNOWN = "unknown"
 
 
-# A job in one of these states does not run again, unless somebody redrives a dead one.
+# A job in one of these states does not run again, unless it is dead and somebody redrives it.
 ENDED = frozenset({JobState.SUCCEEDED, JobState.DEAD, JobState.CANCELLED})
 
 
@@ -218,7 +218,7 @@ class NewJob:
       1 day.
     - `dedup_while_live`: the key counts until the job has succeeded, died or was cancelled, and not for a window. A
       redriven job does not take its key again.
-    - `id`: a UUIDv7 (uuid7()). The router refuses one that is older than 7 days. Default: a new one.
+    - `id`: a UUIDv7 (uuid7()). The router refuses an id that is older than 7 days. Default: a new id.
     """
 
     queue: str
@@ -283,10 +283,10 @@ def newly_stored(ids: Iterable[str]) -> list[Enqueued]:
     return results
 
 
-# Not frozen: to make a frozen object takes several times as long, and a worker makes one for each job.
+# Not frozen: to make a frozen object takes several times as long, and a worker makes a Job for each job that it gets.
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class Job:
-    """A leased job. Every field has a default, so that the test of a handler can make one."""
+    """A leased job. Every field has a default, so that the test of a handler can easily make a Job."""
 
     # An opaque token that identifies this lease to ack, nack, extend and release.
     lease: bytes = b""
@@ -353,8 +353,8 @@ class Job:
 
     def report(self, progress: Progress | None = None, *, checkpoint: Payload = None) -> None:
         """Reports how far the handler has come (`progress`), and what the next attempt needs in order to go on from
-        there (`checkpoint`, which it finds in job.checkpoint; at most 64 KiB; b"" removes an earlier one). None: the
-        earlier report stays.
+        there (`checkpoint`, which it finds in job.checkpoint; at most 64 KiB; b"" removes an earlier checkpoint). None:
+        the earlier report stays.
 
         Only a Worker's handler reports like this; with a job from Client.dequeue, use Client.extend. Returns at once.
         The worker sends the newest report with its next message, which also extends the lease. It sends the job's
@@ -500,7 +500,7 @@ def batch_requests(
     org: str, jobs: Iterable[NewJob], batch: str, *, jobs_max: int, bytes_max: int
 ) -> Iterator[tuple[int, queue_pb2.EnqueueRequest]]:
     """Yields requests for all jobs of a batch, each with the number of its first job. A request has at most `jobs_max`
-    jobs, and at most `bytes_max` bytes unless it has only one. Raises InvalidJob."""
+    jobs, and at most `bytes_max` bytes unless it has only one job. Raises InvalidJob."""
     request, first, size = queue_pb2.EnqueueRequest(org=org), 0, 0
     for at, job in enumerate(jobs):
         message = job_pb2.NewJob()
@@ -591,7 +591,7 @@ def _invalid(job: NewJob, at: int, error: Exception) -> InvalidJob:
 
 
 def _type_fault(name: str, value: object) -> str:
-    """Returns what is wrong with the type of a field's value, or "". protobuf's own message does not show the value."""
+    """Returns a text about the wrong type of a field's value, or "". protobuf's own message does not show the value."""
     if name in _STR_FIELDS:
         return "" if isinstance(value, str) else f"must be a str, not {_shown(value)}"
     if name in _INT_FIELDS:

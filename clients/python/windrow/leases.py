@@ -81,7 +81,7 @@ class Connectivity:
 
     @property
     def away_since(self) -> float | None:
-        """Returns when the current outage began (monotonic seconds), or None if there is none."""
+        """The time at which the current outage began (monotonic seconds), or None if there is no outage."""
         return self._away_since
 
     def failed(self, error: WindrowError) -> None:
@@ -123,7 +123,7 @@ class Leases:
         self._on_lost = on_lost
         self._held: dict[HeldLease, None] = {}
         self._not_empty = asyncio.Event()
-        # A lease has come that must be extended sooner than others.
+        # A lease has come that must be extended sooner than other leases.
         self._shorter = asyncio.Event()
 
     def __len__(self) -> int:

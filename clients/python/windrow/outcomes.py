@@ -1,5 +1,5 @@
 """The outcomes that a worker reports about a lease. Each adds itself to a message of the stream. Handlers raise Retry,
-Snooze or Kill to choose one."""
+Snooze or Kill to choose an outcome."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Outcome(Exception):
     is_failure = False
 
     def action(self) -> Action:
-        """Returns what to report. May raise any error, because a subclass may have changed anything."""
+        """Returns the outcome to report. May raise any error, because a subclass may have changed anything."""
         raise NotImplementedError
 
     def _failure(self, *, message: str, permanent: bool = False) -> Failure:
@@ -207,7 +207,7 @@ class Kill(Outcome):
 
 
 def _checked(after: Span) -> Span:
-    """Returns a delay. Raises ValueError if it is negative or too long, and TypeError for anything else."""
+    """Returns the delay. Raises ValueError if it is negative or too long. Raises TypeError if it is not a delay."""
     given: object = after
     if not isinstance(given, (int, float, timedelta)):
         raise TypeError(f"after: {given!r} is neither a number of seconds nor a timedelta")
@@ -218,7 +218,7 @@ def _checked(after: Span) -> Span:
 
 
 def action_of(error: BaseException, *, runners: Collection[str]) -> tuple[Action, BaseException]:
-    """Returns what to report for a handler's error, and the error to log. `runners`: the files that call handlers.
+    """Returns the outcome to report for a handler's error, and the error to log. `runners`: files that call handlers.
 
     Raises nothing, even if the error's own methods raise.
     """

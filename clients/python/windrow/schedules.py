@@ -362,7 +362,7 @@ def _template(job: NewJob) -> job_pb2.JobTemplate:
 
 
 def _is_equal(found: ScheduleRecord, schedule: Schedule, job: NewJob) -> bool:
-    """Returns whether a stored schedule is equal to a wanted one, if the router reads both."""
+    """Returns whether a stored schedule equals a wanted schedule. Compares both as the router would store them."""
     wanted = _template(job)
     # The router fills in this default.
     wanted.priority = wanted.priority or 5

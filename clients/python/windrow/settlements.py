@@ -1,6 +1,6 @@
 """What a worker reports about its leases: acks, nacks, releases and extends, batched into messages without delay.
 
-Owns the entries that wait to be sent and those that are sent but not answered. Does not know how a message travels.
+Owns the entries that wait to be sent or are sent but not answered. Does not know how a message travels.
 A message carries every entry that waits when it is sent. At most UNANSWERED_MAX messages may be unanswered; entries
 that come meanwhile go with the next message. An idle worker sends an ack at once; a busy one sends hundreds together.
 """
@@ -89,8 +89,8 @@ class Settlements:
         self._connectivity = connectivity
         self._backoff = backoff
         self._waiting: deque[_Entry] = deque()
-        # For each job that has one, the entry with a report. A second report must wait until the first is answered: the
-        # router settles messages in parallel, and the older report could be stored last.
+        # The entry that carries a report, for each job with such an entry. A second report must wait until the first is
+        # answered: the router settles messages in parallel, and the older report could be stored last.
         self._reports: dict[HeldLease, _Entry] = {}
         self._unanswered: dict[int, _Message] = {}
         self._number = 0
@@ -186,7 +186,7 @@ class Settlements:
         return True
 
     def unanswered_since(self) -> float | None:
-        """Returns when the oldest unanswered message was sent (monotonic seconds), or None if all are answered."""
+        """Returns the time at which the oldest unanswered message was sent (monotonic seconds), or None if there is none."""
         return min((message.sent_at for message in self._unanswered.values()), default=None)
 
     def answered(self, settled: queue_pb2.Settled) -> None:

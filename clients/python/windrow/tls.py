@@ -89,7 +89,7 @@ def chosen(given: Tls | Path | str | bool | None, *, secure: bool) -> Tls | None
 
 
 def read(tls: Tls) -> Pem:
-    """Reads the files. Raises InvalidRequest if one cannot be used."""
+    """Reads the files. Raises InvalidRequest if a file cannot be used."""
     if tls.certificate is not None and tls.key is not None:
         try:
             # A key with a passphrase is refused. Without a password, OpenSSL would ask for it on the terminal.

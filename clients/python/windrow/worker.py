@@ -112,7 +112,7 @@ class Worker:
     (see Job.report). A job that is cancelled loses its lease: see `cancel_lost`.
 
     A handler returns the job's result (see Payload; None: no result); the worker then acks the job. A result of more
-    than 64 KiB is dropped: the job succeeds without one, and the worker logs a WARNING. A handler that raises nacks the
+    than 64 KiB is dropped: the job succeeds without it, and the worker logs a WARNING. A handler that raises nacks the
     job. Retry(after=...), Snooze(after=...) and Kill("why") set the outcome; after any other exception the retry policy
     decides. The exception's type, message (8 KiB) and traceback (the newest frames, 32 KiB) are stored with the
     attempt. sys.exit() in a handler also ends only the attempt, not the worker.
@@ -227,8 +227,8 @@ class Worker:
         jobs in all. It imports the handler's module by name, so the handler must be a function of a module. It also
         imports the program's own module; run() returns at once there. job.lost is never set in the process.
 
-        Raises InvalidRequest if no kind is given, if one already has a handler, if `timeout` is not more than 0 s, for
-        an unknown `isolate`, or for an `async def` in a process.
+        Raises InvalidRequest if no kind is given, if a kind already has a handler, if `timeout` is not more than 0 s,
+        for an unknown `isolate`, or for an `async def` in a process.
         """
         return self._handlers.add(kinds, timeout=timeout, isolate=isolate)
 
@@ -255,7 +255,7 @@ class Worker:
         fails as `windrow.TimedOut` after `timeout`, or sooner if the max_runtime of one of its jobs is over.
         Middleware is not called, because it takes single jobs.
 
-        Raises InvalidRequest if no kind is given, if one already has a handler, or for numbers that are out of range.
+        Raises InvalidRequest if no kind is given, if a kind already has a handler, or if a number is out of range.
         """
         return self._batch_handlers.add(kinds, max_jobs=max_jobs, max_wait=max_wait, timeout=timeout)
 

@@ -29,8 +29,8 @@ class FailurePolicy(enum.Enum):
 
     # The node is cancelled, and so are nodes that wait for it with this policy.
     CANCEL = "cancel"
-    # The node runs as if the failed one had succeeded. If all nodes that wait for a failed node ignore its failure, the
-    # workflow does not fail because of it.
+    # The node runs as if the failed node had succeeded. If all nodes that wait for a failed node ignore its failure,
+    # the workflow does not fail because of it.
     IGNORE = "ignore"
     # The node runs, and the workflow fails.
     RUN = "run"
@@ -179,7 +179,7 @@ class Workflow(Nodes):
     def on_failure(
         self, queue: str, kind: str, payload: Payload = b"", *, name: str = "", **options: Unpack[JobOptions]
     ) -> Node:
-        """Adds a job that runs once when all nodes have ended and one has failed."""
+        """Adds a job that runs once when all nodes have ended and at least one has failed."""
         return self._add(NewJob(queue, kind, payload, **options), name, Callback.ON_FAILURE)
 
     def on_end(
@@ -213,7 +213,7 @@ class Added:
 
     # The id of each node's job, by the node's name in Nodes.
     job_ids: Mapping[str, str]
-    # How many of them this call has stored. The others were added before.
+    # How many of the nodes this call has stored. The other nodes were added before.
     stored: int
 
 
@@ -250,7 +250,7 @@ class NodeRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parent:
-    """A node that another one waited for."""
+    """A node that another node waited for."""
 
     name: str
     job_id: str
