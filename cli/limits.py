@@ -105,7 +105,7 @@ def set_limit(
         with connect(address, timeout) as router:
             limit = router.call(router.cluster.SetLimit, request).limit
     except RequestRefused as error:
-        # One of six options gives the amount.
+        # The user gave the amount by one of six options.
         particulars = [line.replace("--amount", _option(measure), 1) for line in error.particulars]
         raise RequestRefused(error.violations, particulars=particulars) from error
     if as_json:

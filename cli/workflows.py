@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _PAGE = 1000
 _COUNTS = ("blocked", "released", "succeeded", "failed", "cancelled", "skipped")
-# How many nodes of one level are drawn alike as one line.
+# More nodes of one level than this are drawn as one line if they are alike. A node shows no more than this many of the
+# nodes that it waits for.
 _ALIKE_MAX = 3
 
 app = App(help="Starts and shows graphs of jobs, and acts on them.")

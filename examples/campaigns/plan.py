@@ -1,4 +1,4 @@
-"""The campaign: which messages a person gets, and when. Plans them, and changes the plans of some or of all.
+"""The campaign: which messages a person gets, and when. Plans them, and changes the plan of a person.
 
 python -m examples.campaigns.plan shop start --signup s-1001 ada@example.com bob@example.com
 python -m examples.campaigns.plan shop stop ada@example.com

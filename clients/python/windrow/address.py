@@ -27,7 +27,7 @@ def address_fault(address: str) -> str | None:
 
 
 def stays_here(address: str) -> bool:
-    """Returns whether what is sent to this address does not leave the machine."""
+    """Returns whether data that is sent to this address stays on this machine."""
     return not uses_proxy(address) or address.startswith(("unix:", "unix-abstract:"))
 
 

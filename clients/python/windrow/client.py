@@ -579,7 +579,7 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
 
     async def find_job(self, queue: str, dedup_key: str, *, include_payload: bool = False) -> JobRecord | None:
         """Looks a job up by its dedup key. Returns the job of which an enqueue with this key would be a duplicate now,
-        or None. If one job has the key while it is live and another job has it for a window, returns the live one."""
+        or None. If one job has the key while it is live and another job has it for a window, returns the former."""
         request = queue_pb2.FindJobRequest(
             org=self.org, queue=queue, dedup_key=dedup_key, include_payload=include_payload
         )

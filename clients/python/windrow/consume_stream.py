@@ -42,7 +42,7 @@ KINDS_MAX = 64
 _KIND = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 # The reason of an error (docs/errors.md).
 _EXPIRED = "STREAM_EXPIRED"
-# The code of Settled.error for a message that was too large, so that the router did nothing of it.
+# The code of Settled.error for a message that was too large: the router has ignored it.
 _TOO_LARGE: int = StatusCode.INVALID_ARGUMENT.value[0]
 # A refused stream ends within this time after its initial metadata.
 _REFUSED_S_MAX = 0.1

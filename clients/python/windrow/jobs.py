@@ -436,7 +436,7 @@ class JobRecord:
 _STR_FIELDS = frozenset({"queue", "kind", "group", "dedup_key", "id"})
 _INT_FIELDS = frozenset({"priority", "max_attempts"})
 _SHOWN_CHARS_MAX = 100
-# For a field whose path in a windrow.v1.NewJob is not just its name: that path, as violations name it.
+# Maps a field to its path in a windrow.v1.NewJob, as violations name it, if the path is not just the field's name.
 _PATHS = {
     **{field.name: f"template.{field.name}" for field in job_pb2.JobTemplate.DESCRIPTOR.fields},
     **{f"dedup_{field.name}": f"dedup.{field.name}" for field in job_pb2.Dedup.DESCRIPTOR.fields},

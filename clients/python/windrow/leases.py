@@ -30,7 +30,7 @@ def named(job: Job) -> str:
 class HeldLease:
     """A leased job that the worker holds."""
 
-    # These are the values of most jobs until they end. An object stores only other values.
+    # These are the values of most jobs until they end. An object stores a value only if it differs.
 
     # The lease ends at this time at the latest, however often it is extended.
     until = math.inf

@@ -32,7 +32,8 @@ class LimitMeasure(enum.Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
     """How much may be enqueued, or how many jobs may start, in each interval; after a pause, the whole amount may be
-    used at once. A limit without an interval says how many jobs may be leased, or may not have ended, at a time."""
+    used at once. A limit without an interval says how many jobs may be leased at a time, or how large the backlog may
+    be."""
 
     # Empty: the default for each org.
     org: str

@@ -178,7 +178,7 @@ class Retry(Outcome):
 
 
 class Snooze(Outcome):
-    """Raised by a handler: the job cannot be worked on yet. `after` (a timedelta, or seconds): when it runs again.
+    """Raised by a handler: the job cannot be worked on yet. It runs again after `after` (a timedelta, or seconds).
 
     Nothing has failed: the attempt does not count, so a job can be snoozed for ever. `reason` is stored in the attempt
     history (1 KiB). Raises ValueError if `after` is negative or more than 3,650 days.

@@ -34,8 +34,8 @@ _JOBS_MAX = 1000
 # How long a process that has closed its pipe may take to end.
 _END_S = 5.0
 _NAME = "windrow-handler"
-# How many processes may start at the same time, and how long others wait at most for a slow one. If hundreds started
-# together, the worker itself would have no CPU time to extend its leases.
+# How many processes may start at the same time, and how long other processes wait at most for a slow start. If hundreds
+# started together, the worker itself would have no CPU time to extend its leases.
 _STARTS = threading.BoundedSemaphore(2 * (os.cpu_count() or 1))
 _START_S_MAX = 10.0
 # A server with one thread forks the processes. This process never does: another of its threads may run an event loop or

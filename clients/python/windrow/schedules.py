@@ -50,7 +50,7 @@ class CatchUp(enum.Enum):
     LATEST = "latest"
     # The runs of the last `catch_up_window` of the schedule, at most 1,000.
     WINDOW = "window"
-    # The newest 1,000.
+    # The newest 1,000 runs.
     ALL = "all"
     UNKNOWN = "unknown"
 
@@ -169,8 +169,8 @@ class ScheduleCalls:
     async def update_schedule(
         self, name: str, schedule: Schedule | None = None, job: NewJob | None = None
     ) -> ScheduleRecord:
-        """Replaces when a schedule fires, or what its jobs are like, or both. A new timing counts from now on. Raises
-        NotFound."""
+        """Replaces the timing of a schedule (`schedule`), or the template of its jobs (`job`), or both. A new timing
+        counts from now on. Raises NotFound."""
         request = schedules_pb2.UpdateScheduleRequest(org=self.org, name=name)
         if schedule is not None:
             request.spec.CopyFrom(_spec(schedule))

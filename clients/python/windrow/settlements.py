@@ -33,7 +33,7 @@ UNANSWERED_MAX = 2
 
 
 class _Entry:
-    # These are the values of most entries. An object stores only other values.
+    # These are the values of most entries. An object stores a value only if it differs.
 
     # The entry may be why a whole message was refused: send it in a message of its own.
     alone = False
@@ -44,7 +44,7 @@ class _Entry:
     def __init__(self, held: HeldLease, action: Action, *, bare: bool = False) -> None:
         self.held = held
         self.action = action
-        # Whether it is an ack with nothing but its lease.
+        # Whether it is an ack that carries nothing except its lease.
         self.bare = bare
 
     @property
@@ -98,8 +98,8 @@ class Settlements:
         self._retry_timer: asyncio.TimerHandle | None = None
         self._room = asyncio.Event()
         self._room.set()
-        # Outcomes of jobs whose report is on its way. They wait for its answer: the router settles messages in
-        # parallel, and takes no report about a lease that has ended.
+        # Outcomes of jobs whose report is on its way. They wait until the report is answered: the router settles
+        # messages in parallel, and takes no report about a lease that has ended.
         self._after_report: dict[HeldLease, Action] = {}
         # Set whenever there may be something to send.
         self.wake = asyncio.Event()
@@ -163,7 +163,7 @@ class Settlements:
         self._waiting.append(entry)
 
     def fill(self, request: queue_pb2.ConsumeRequest) -> bool:
-        """Adds the entries that may be sent now. Returns whether there were any; they count as sent then."""
+        """Adds the entries that may be sent now. Returns whether there were any; then they count as sent."""
         if self._retry_timer is not None or len(self._unanswered) >= UNANSWERED_MAX:
             return False
         if self._is_isolating():
@@ -186,7 +186,8 @@ class Settlements:
         return True
 
     def unanswered_since(self) -> float | None:
-        """Returns the time at which the oldest unanswered message was sent (monotonic seconds), or None if there is none."""
+        """Returns the time at which the oldest unanswered message was sent (monotonic seconds), or None if all are
+        answered."""
         return min((message.sent_at for message in self._unanswered.values()), default=None)
 
     def answered(self, settled: queue_pb2.Settled) -> None:

@@ -62,7 +62,7 @@ _TOO_LATE = "it had ended before the job began"
 
 
 class AllOrgs(enum.Enum):
-    """Stands for all orgs of the cluster, as the orgs whose jobs a worker takes."""
+    """The value of `orgs` with which a worker takes the jobs of all orgs of the cluster."""
 
     ALL = "all"
 
@@ -123,7 +123,7 @@ class Worker:
 
     Failures are logged to `windrow.worker`, with job, kind, queue and attempt: as WARNING (a Retry or Snooze as INFO),
     or as ERROR if the attempt was the last one. A TimedOut is logged with one line that says what the handler was
-    doing. Exceptions other than these are logged with their traceback.
+    doing. Exceptions other than Retry, Snooze, Kill and TimedOut are logged with their traceback.
     """
 
     def __init__(
@@ -417,7 +417,7 @@ class Worker:
             self._start_waiting()
 
     def _waiting_with(self, held: HeldLease) -> deque[HeldLease]:
-        """Returns the waiting jobs among which this job waits to begin."""
+        """Returns the waiting jobs that this job belongs to: the jobs of its batch handler, or the other jobs."""
         gathering = self._batch_handlers.by_kind.get(held.job.kind)
         return self._waiting if gathering is None else gathering.waiting
 
