@@ -119,7 +119,8 @@ def add(connection: psycopg.AsyncConnection[Any], org: str, *jobs: NewJob) -> Aw
 def add(
     connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], org: str, *jobs: NewJob
 ) -> list[str] | Awaitable[list[str]]:
-    """Adds jobs to the outbox in the connection's transaction. Returns their ids. With an async connection, await it.
+    """Adds jobs to the outbox in the connection's transaction. Returns their ids. If the connection is async, await
+    the call.
 
     A `delay` counts from now. If a router would refuse a job, raises InvalidRequest or InvalidJob before anything is
     added. Some faults, such as too many queues of an org, can only be found by a router: the relay sets such a job
