@@ -47,7 +47,7 @@ class Exported:
     file: str
     bytes: int
     rows_by_org: Mapping[OrgId, int]
-    # False: an earlier pass wrote the file, and this one checked it.
+    # False: an earlier pass wrote the file, and this pass checked it.
     written: bool
     seconds: float
 
@@ -123,9 +123,9 @@ async def _exported(
             else:
                 return existing, False
         else:
-            # The file has other rows than the table. Either the clock went back, so a dropped day has jobs again or the
-            # day has other jobs. Or an org was erased from the table and not yet from the file. Exported jobs must stay
-            # exported, so merge the two.
+            # The file and the table have different rows. The clock may have gone back, so that a dropped day has jobs
+            # again, or the day has other jobs. Or an org was erased from the table and not yet from the file. Exported
+            # jobs must stay exported, so merge the rows of both.
             await asyncio.to_thread(parquet.check, files, existing)
 
             def source() -> AsyncIterator[Batch]:
@@ -186,8 +186,8 @@ def check_all(files: Files, *, shard: ShardName | None = None) -> Iterator[Check
 
 
 async def erase_org(files: Files, shard: ShardName, org: OrgId) -> list[Erased]:
-    """Rewrites each exported file of a shard that has jobs of an org, without them. Returns what was removed. Call it
-    after the org's rows are deleted, while holding the archiver's leader lock on the shard
+    """Rewrites each exported file of a shard that has jobs of an org: leaves out these jobs. Returns an Erased for each
+    file. Call it after the org's rows are deleted, while holding the archiver's leader lock on the shard
     (shard/postgres/leader_lock.py), and again after a crash. Files that cannot be read stay, and are named in the
     error. Raises ExportFailed."""
     erased: list[Erased] = []
@@ -216,7 +216,7 @@ async def _erase(files: Files, folder: str, found: list[FileInfo], org: OrgId) -
             await asyncio.to_thread(files.delete, manifest.path)
             return erased
     await asyncio.to_thread(files.tidy, folder)
-    # Files that an interrupted erasure or export left.
+    # Look at the files that an interrupted erasure or export has left.
     for other in found:
         if not other.path.endswith(".parquet") or (manifest is not None and other.path == manifest.path):
             continue
@@ -302,7 +302,7 @@ async def _stored(files: Files, path: str) -> AsyncGenerator[Batch]:
 
 
 async def _merged(ours: AsyncIterator[Batch], files: Files, existing: Manifest) -> AsyncGenerator[Batch]:
-    """Yields the table's jobs, and those that only the file has, in order."""
+    """Yields the table's jobs, and the jobs that only the file has, in order."""
     theirs = _jobs(_stored(files, existing.path))
     held = await anext(theirs, None)
     out: list[ColdJob] = []
@@ -352,7 +352,7 @@ def _folders(files: Files, shard: ShardName | None) -> dict[str, list[FileInfo]]
 
 
 def shards_in(files: Files) -> set[ShardName]:
-    """Returns the shards that have exports, also those that the cluster does not have any more. Raises ExportFailed."""
+    """Returns the shards that have exports, also shards that are no longer in the cluster. Raises ExportFailed."""
     return {parquet.shard_of(folder) for folder in _folders(files, None)}
 
 

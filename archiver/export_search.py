@@ -1,6 +1,6 @@
-"""Searches exported jobs. This is much slower than the tables: there is no index, and every file that may have a match
-is read from where it is stored. Files and row groups that the folder name, the manifest or the statistics rule out are
-skipped."""
+"""Searches exported jobs. This is much slower than a search of the tables: there is no index, and the search reads
+every file that may have a match from where it is stored. It skips a file or a row group if the folder name, the
+manifest or the statistics show that it has no match."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from archiver.parquet import LARGE, MANIFEST, SCHEMA, Manifest, Reader
 from shard.job_id import made_at_ms
 from shard.vocabulary import JobId, OrgId, ShardName
 
-# An id is made before its job finishes, by another clock. Enqueues allow for the same difference.
+# An id is made before its job finishes, but by another clock, which may be ahead by this much. Enqueues allow for the
+# same difference.
 _CLOCKS = timedelta(hours=2)
 
 
@@ -30,14 +31,14 @@ class ExportFilter:
     kind: str = ""
     states: Collection[str] = ()
     ids: Collection[JobId] = ()
-    # They finished at `since` or later, and before `until`.
+    # The jobs finished at `since` or later, and before `until`.
     since: datetime | None = None
     until: datetime | None = None
     payloads: bool = False
 
     @property
     def earliest(self) -> datetime | None:
-        """Matching jobs cannot have finished before this time. None: no limit is known."""
+        """No matching job can have finished before this time. None: no such time is known."""
         made = [datetime.fromtimestamp(made_at_ms(name) / 1000, UTC) - _CLOCKS for name in self.ids]
         limits = [moment for moment in (self.since, min(made, default=None)) if moment is not None]
         return max(limits, default=None)
@@ -71,7 +72,7 @@ def find(files: Files, wanted: ExportFilter) -> Iterator[dict[str, Any]]:
 
 
 def _open(files: Files, folder: str, wanted: ExportFilter) -> tuple[Manifest, Reader] | None:
-    """Returns None if the day has no matching jobs."""
+    """Opens the file of a day. Returns None if the day has no matching jobs."""
     for tries_left in (1, 0):
         try:
             manifest = parquet.read_manifest(files, folder)

@@ -16,7 +16,7 @@ _CLOSE_MS_MAX = 3000
 
 
 class Metrics:
-    """Sent every minute, or as OTEL_METRIC_EXPORT_INTERVAL says, and on `close`."""
+    """Counts passes. Sends the metrics every minute, or as OTEL_METRIC_EXPORT_INTERVAL says, and on `close`."""
 
     def __init__(self) -> None:
         service = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "windrow-archiver")}
@@ -61,5 +61,5 @@ class Metrics:
             self._jobs.add(jobs, {"shard": shard, "what": what})
 
     def close(self) -> None:
-        """Sends what was recorded since the last time."""
+        """Sends what was recorded since the metrics were sent last."""
         self._provider.shutdown(timeout_millis=_CLOSE_MS_MAX)

@@ -40,11 +40,11 @@ _BEGIN_PAUSE_S = 0.25
 
 
 async def keep(cluster: Cluster, org: OrgId, *, days: int | None) -> tuple[Policy, Mapping[ShardName, ShardError]]:
-    """Sets the retention of an org's finished jobs; None: the default. Returns the same as `change`. Raises
-    TooManyRetentions if a shard has no room for one more; nothing was changed then."""
+    """Sets the retention of an org's finished jobs; None: the default. Returns what `change` returns. Raises
+    TooManyRetentions if a shard has no room for another retention; nothing was changed then."""
 
     async def admit(entry: ShardEntry, retention: int) -> None:
-        # A shard that is away is not asked: it gets the policy later, and then has one retention more than it should.
+        # Ignore a shard that is away: it gets the policy later, and may then have one retention more than allowed.
         with contextlib.suppress(ShardUnavailable):
             async with opened(entry.name, entry.dsn) as shard:
                 await partitions.refuse_another(shard, retention)
@@ -80,7 +80,7 @@ async def change(
 
 
 async def read(cluster: Cluster) -> list[Policy]:
-    """Returns the policies of all orgs that have one, by org."""
+    """Returns the policies of all orgs that have one, in the order of the orgs."""
     async with opened(CATALOG, cluster.catalog_dsn) as catalog:
         await catalogs.find(catalog, cluster=cluster.name, shards=[entry.name for entry in cluster.shards])
         return await org_policies.read(catalog)
@@ -108,7 +108,7 @@ class Receipt:
     """What was erased of an org."""
 
     org: OrgId
-    # The erasures that ended in this run: the one asked for, and earlier ones that had not ended.
+    # The erasures that ended in this run: the requested one, and earlier erasures that had not ended.
     shards: Mapping[ShardName, list[Erasure]]
     # Export files that were deleted. Jobs of other orgs in them were copied to new files.
     files: list[Erased]
@@ -128,8 +128,8 @@ async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None]) -> 
         await org_policies.delete(catalog, org)
         await limits.forget_org(catalog, org)
         await weights.set_weight(catalog, org, weights.WEIGHT_DEFAULT)
-        # Copy now: a copy of the earlier policies that is still under way is then older than what the shards have, and
-        # is refused.
+        # Copy now. If a copy of the earlier policies is still under way, it is then older than what the shards have,
+        # and they refuse it.
         for database in shards.values():
             await org_policies.copy(catalog, database)
         if await _begin(catalog, shards, org, erasure_id):
@@ -182,9 +182,9 @@ async def _exports(cluster: Cluster) -> _Exports | None:
 
 
 async def _begin(catalog: Database, shards: Mapping[ShardName, Database], org: OrgId, erasure_id: str) -> bool:
-    """Begins the erasure on all shards, and repeats that until no shard has the org, or gives up after some tries:
-    producers may create the org again and again, and that is then another org. Returns whether any shard had the org.
-    """
+    """Begins the erasure on all shards, and repeats that until no shard has the org. Gives up after some tries, because
+    producers may create an org of this name again and again, which is then another org. Returns whether any shard had
+    the org."""
     found = False
     for tries_left in reversed(range(_BEGIN_TRIES)):
         reads = (await catalogs.read(catalog)).placement(org).reads
@@ -202,8 +202,8 @@ async def _begin(catalog: Database, shards: Mapping[ShardName, Database], org: O
 async def _begin_on_all(
     shards: Mapping[ShardName, Database], reads: Sequence[ShardName], org: OrgId, erasure_id: str
 ) -> bool:
-    """Returns whether any shard had the org. Goes through the shards in the order in which jobs move: once the org is
-    gone from a shard, no more jobs are exported from it."""
+    """Begins the erasure on one shard after another, in the order in which jobs move: after the org is gone from a
+    shard, no more jobs are exported from there. Returns whether any shard had the org."""
     if len(reads) > 1:
         raise OrgMoves(org, reads)
     order = (*reads, *(name for name in shards if name not in reads))

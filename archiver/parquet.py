@@ -1,5 +1,5 @@
 """The export format: a day of jobs as a Parquet file, and its manifest. Reads and writes both. docs/export.md describes
-the format; columns may be added, but existing ones stay as they are.
+the format; columns may be added, but existing columns stay as they are.
 
 This module knows nothing about Postgres. It holds one row group in memory at a time.
 """
@@ -27,7 +27,7 @@ pq: Any = importlib.import_module("pyarrow.parquet")
 # A pyarrow.RecordBatch of SCHEMA.
 Batch: TypeAlias = Any
 
-# The version of the format. Raise it when a reader of the present version would misread the new one.
+# The version of the format. Raise it when a reader of the present version would misread the new format.
 FORMAT = 1
 MANIFEST = "manifest.json"
 _MANIFEST_BYTES_MAX = 256 * 1024 * 1024
@@ -52,7 +52,7 @@ SCHEMA = pa.schema(
 # How many columns every file has. Columns that were added later come after them, and may be null.
 _FIRST_COLUMNS = 23
 LARGE = ("payload", "result", "checkpoint")
-# A row group ends with the batch that reaches one of these. Readers skip row groups without the wanted org.
+# A row group ends with the batch that reaches one of these sizes. Readers skip row groups without the wanted org.
 _GROUP_ROWS, _GROUP_BYTES = 50_000, 32 * 1024 * 1024
 _DICTIONARY_COLUMNS = [
     "org",
@@ -186,7 +186,7 @@ def batch_of_columns(columns: Columns) -> Batch:
 
 
 class Writer:
-    """Writes one file. It appears when `commit` has returned, and otherwise never."""
+    """Writes one file. The file appears when `commit` has returned, and never without a `commit`."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -243,7 +243,7 @@ class Writer:
 
 
 class Reader:
-    """Reads one file, a row group at a time. Raises Damaged if it is not a file of this format, and FilesFailed."""
+    """Reads one file, a row group at a time. Raises FilesFailed. Raises Damaged if it is not a file of this format."""
 
     def __init__(self, files: Files, path: str) -> None:
         self._name = files.name(path)

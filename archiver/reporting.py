@@ -34,7 +34,7 @@ def log(shard: ShardName, outcome: Pass | Exception) -> None:
 
 @contextlib.contextmanager
 def metrics() -> Generator[Listener, None, None]:
-    """Yields a listener for passes. When the block ends, the metrics that are left are sent."""
+    """Yields a listener for passes. When the block ends, sends the metrics that have not been sent."""
     if not telemetry.is_on("METRICS"):
         yield lambda _shard, _outcome: None
         return

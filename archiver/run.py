@@ -1,5 +1,5 @@
-"""One pass over one shard: does everything that is due, in steps that are each done completely or not at all. What one
-pass leaves, the next one finds."""
+"""One pass over one shard: does everything that is due, in steps that are each done completely or not at all. The next
+pass finds what this pass has left."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from shard.vocabulary import OrgId, ShardName
 if TYPE_CHECKING:
     from archiver.export import Exported
 
-# Time for each kind of small step; a backlog is left to later passes. Whole days are not limited: each takes its time,
-# but there are few.
+# The time for each kind of small step; a backlog is left to later passes. Steps for whole days have no such limit: a
+# day may take long, but there are few days.
 _PASS_S_MAX = 60.0
 
 
@@ -39,7 +39,7 @@ class Pass:
     """What one pass did."""
 
     shard: ShardName
-    # The days that turned cold, without empty ones, which are just dropped.
+    # The days that turned cold, without empty days, which are just dropped.
     turned_cold: list[Aged] = field(default_factory=list[Aged])
     # The days that this pass exported.
     exported: list[Exported] = field(default_factory=list["Exported"])
@@ -47,13 +47,13 @@ class Pass:
     dedup_keys: int = 0
     jobs_expired: int = 0
     dead_jobs_cancelled: int = 0
-    # Jobs that were set aside for a legal hold, which has ended.
+    # How many jobs were dropped that had been set aside for a legal hold, which has ended.
     released_jobs_dropped: int = 0
-    # Orgs whose erasure had begun before and ended in this pass.
+    # How many orgs' erasures had begun before, and ended in this pass.
     erased: int = 0
     # Days that other sessions kept locked, and which sessions. The next pass tries again.
     in_use: list[str] = field(default_factory=list[str])
-    # Days that could not be exported, and why. They stay.
+    # Days that could not be exported, and why. They are not dropped.
     not_exported: list[str] = field(default_factory=list[str])
     # Erasures that cannot end, and why.
     stuck: list[str] = field(default_factory=list[str])

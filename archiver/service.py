@@ -31,8 +31,8 @@ async def archive(
     file: WatchedFile, cluster: Cluster, *, stop: asyncio.Event, listener: Listener = reporting.log
 ) -> None:
     """Runs passes until `stop` is set. `cluster` is the file's present content. Changes of the file are applied when
-    they are noticed; a file that cannot be used is refused, and the one before stays in use. `listener` is called after
-    each pass of a shard."""
+    they are noticed; a file that cannot be used is refused, and the previous file stays in use. `listener` is called
+    after each pass of a shard."""
     # This machine's clock decides when to start a pass. The shard's clock decides what is due then (I8).
     last = datetime.now(UTC)
     following, stopped = (
@@ -84,7 +84,7 @@ async def archive_once(cluster: Cluster, *, stop: asyncio.Event) -> Mapping[Shar
 
 
 async def _forget_audit(catalog: Database, days: int, stop: asyncio.Event) -> None:
-    """Deletes old entries of the audit log, in batches. What is left, the next pass deletes."""
+    """Deletes old entries of the audit log, in batches. The next pass deletes what is left."""
     try:
         # The catalog may be a database of its own, which no pass has migrated.
         await schema.migrate(catalog, cluster=None)

@@ -3,8 +3,8 @@
 [archiver]
 schedule = "10m"        # or a cron expression: "15 3 * * *"
 time_zone = "UTC"       # in which the cron expression is read
-dead_days = 90          # dead jobs are cancelled after this many days export = "/var/lib/windrow/export"      # cold
-days are written there before they are dropped; or s3://bucket/prefix
+dead_days = 90          # dead jobs are cancelled after this many days
+export = "/var/lib/windrow/export"  # cold days are written there before they are dropped; or s3://bucket/prefix
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from shard.placement.cluster_file import Cluster, ClusterFileError, Faults, know
 class Settings:
     schedule: Schedule
     dead_days: int
-    # For how many days the audit log is kept. The table [audit] says that.
+    # For how many days the audit log is kept, as the table [audit] says.
     audit_days: int
     # None: cold days are dropped without an export.
     export: ExportLocation | None
 
 
 def settings_of(cluster: Cluster) -> Settings:
-    """Returns the archiver's settings: the table's, or the defaults. Raises ClusterFileError with all faults, one a
+    """Returns the archiver's settings: the table's, or the defaults. Raises ClusterFileError with all faults, one per
     line."""
     table = cluster.tables.get("archiver", {})
     where = f"{cluster.source}: [archiver]"

@@ -1,8 +1,8 @@
 """The balancer's control loop. While this process leads, it makes the cluster as its file wants it: it continues every
 move that has begun, then begins the moves that the plan asks for, and then keeps polling.
 
-Each pass reads the state from the catalog and the file. The only memory is of moves that just failed, so that they are
-not retried at once. A shard that is unreachable delays only its own moves.
+Each pass reads the state from the catalog and the file. The loop remembers only which moves have just failed, so that
+it does not retry them at once. A shard that is unreachable delays only its own moves.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _log = logging.getLogger(__name__)
 
 # Time between two polls of the catalog, unless something wakes the loop earlier.
 _POLL_S = 3.0
-# Upper bound for moves that have begun and not ended. Most of them only wait for leases to end; those that work are
+# Upper bound for moves that have begun and not ended. Most of them only wait for leases to end; the moves that work are
 # fewer than the shards.
 _OPEN_MAX = 16
 # Upper bounds for one move. Producers of its slots wait while its queues are copied: some 60 µs for each queue. To
-# count queues, the first read takes _SLOTS_FIRST slots, and each further one doubles the number.
+# count queues, the first read takes _SLOTS_FIRST slots, and each further read doubles the number of slots.
 _SLOTS_MAX = 1024
 _QUEUES_MAX = 5000
 _SLOTS_FIRST = 16
@@ -72,7 +72,7 @@ class _Pause:
 
 @dataclass(kw_only=True)
 class _Logged:
-    """What has been logged already, so that it is logged once."""
+    """What has been logged already, so that nothing is logged twice."""
 
     routes: set[tuple[ShardName, ShardName]] = field(default_factory=set[tuple[ShardName, ShardName]])
     held: set[int] = field(default_factory=set[int])
@@ -95,7 +95,8 @@ class Controller:
         self._planned: Sequence[Transfer] = ()
         self._running: dict[int, _RunningMove] = {}
         self._paused: dict[int, _Pause] = {}
-        # Shards that nothing may move to, because they have stray jobs of the same slots, as of the latest pass.
+        # As of the latest pass, the shards that nothing may move to, because they have stray jobs of the slots that are
+        # to move there.
         self._with_strays: set[ShardName] = set()
         self._woken = asyncio.Event()
         self._ending = False
@@ -170,7 +171,7 @@ class Controller:
             return known
         pinned = await self._shards.plan_pins(known)
         self._planned = transfers(known, self._cluster, pinned.owners)
-        # Set this last: if a step before fails, the next pass repeats all of them.
+        # Set this last: if an earlier step fails, the next pass repeats all steps.
         self._known = known
         self._log_pins(pinned.complaints)
         return known
@@ -200,7 +201,7 @@ class Controller:
                 self._with_strays.add(transfer.target)
                 return False
         except ShardUnavailable as error:
-            # It was checked a moment ago, and will be checked again in the next pass.
+            # The shard was usable a moment ago, and will be checked again in the next pass.
             _log.warning("nothing begins to move from shard %r: %s", transfer.source, error)
             return False
         move = await catalog.begin_move(self._shards.catalog, known, slots, target=transfer.target)
@@ -278,7 +279,7 @@ class Controller:
         self._paused = {epoch: pause for epoch, pause in self._paused.items() if epoch in epochs}
 
     def _busy(self) -> set[ShardName]:
-        """The shards that a working move uses now."""
+        """Returns the shards that a working move uses now."""
         return {name for running in self._running.values() if running.works for name in running.shards}
 
     async def _usable(self, *names: ShardName) -> bool:

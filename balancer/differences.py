@@ -1,9 +1,9 @@
 """Lists how a shard that lost history differs from what it was, as far as any database tells. Run it before the loss is
-accepted. Changes nothing but the shard's schema, if the backup is of an older release.
+accepted. Changes only the shard's schema, and only if the backup is of an older release.
 
-Other places know some of it for certain: where orgs live now, which jobs other shards have, and what the audit log has
-recorded. Only clients know which of the shard's own jobs have ended since the point of recovery, and which were new. So
-all jobs that may run again are listed.
+Some differences are certain, because the catalog knows where orgs live now, other shards have jobs, and the audit log
+has recorded changes. Only clients know which of the shard's own jobs have ended since the point of recovery, and which
+were new. So this module lists all jobs that may run again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from shard.vocabulary import JobId, Micros, OrgId, QueueName, ShardName, Slot
 
 _T = TypeVar("_T")
 
-# Clocks of the catalog and of the shard may differ, and a change is recorded before it is made.
+# How much earlier to begin with the audit log: the clocks of the catalog and of the shard may differ, and a change is
+# recorded before it is made.
 _MARGIN_US = 60_000_000
 _ENTRIES_MAX = 100_000
 _SLOTS_AT_ONCE = 1000
@@ -50,7 +51,7 @@ class Fate(StrEnum):
 
 
 class FoundJob(NamedTuple):
-    """An unfinished job that the restored shard has. `known_on`: the shard that has it too."""
+    """An unfinished job that the restored shard has. `known_on`: another shard that knows the job, if there is one."""
 
     id: JobId
     org: OrgId
@@ -61,7 +62,8 @@ class FoundJob(NamedTuple):
 
 
 class CameOrg(NamedTuple):
-    """An org that came to the shard since: the jobs that came with it, and those stored since, are gone."""
+    """An org that came to the shard after the point of recovery. Its jobs are gone: those that came with it, and those
+    that were stored since."""
 
     org: OrgId
     slot: Slot
@@ -99,8 +101,8 @@ class Differences:
             yield sorted([job for org, jobs in by_org.items() for job in await self._judge(org, jobs)])
 
     async def came(self) -> AsyncIterator[list[CameOrg]]:
-        """Yields the orgs whose slots have come to the shard since the point of recovery. The shards from which the
-        slots came name them."""
+        """Yields the orgs whose slots have come to the shard since the point of recovery. Reads them from the shards
+        from which the slots came."""
         placements = self._known.slots
         slots = sorted(slot for slot in self._behind if self._loss.shard in placements[slot].writes)
         by_source: dict[ShardName, list[Slot]] = {}
@@ -135,8 +137,8 @@ class Differences:
             yield [one for one in page if self._is_written(one.org)]
 
     async def changes(self) -> list[Entry]:
-        """Returns the changes of this shard that the audit log has since the minute before the point of recovery: the
-        shard may lack them. The newest 100,000 entries are looked at."""
+        """Returns the changes of this shard that the audit log has recorded since one minute before the point of
+        recovery. The shard may lack these changes. Looks at the newest 100,000 entries only."""
         since = Micros(0 if self._loss.newest_at is None else self._loss.newest_at - _MARGIN_US)
         entries = await audit.newest(
             self._databases.catalog, org=None, principal=None, method=None, since=since, limit=_ENTRIES_MAX
@@ -157,7 +159,7 @@ class Differences:
     async def _judge(self, org: OrgId, jobs: Sequence[RestoredJob]) -> list[FoundJob]:
         # If the org is leaving the shard, `accept` ends its move.
         lives_elsewhere = not self._is_written(org)
-        # A slot that stays where it was at the point of recovery has its jobs nowhere else.
+        # If a slot is where it was at the point of recovery, its jobs are nowhere else.
         copies: dict[JobId, ShardName] = {}
         if lives_elsewhere or self._known.slot(org) in self._behind:
             ids = [job.id for job in jobs]
@@ -188,7 +190,8 @@ async def find(
     *,
     cluster: str,
 ) -> Differences:
-    """`shard`: the restored database, opened for statements that scan. Raises ShardUnavailable, Misconfigured."""
+    """Prepares the comparison. `shard`: the restored database, opened for statements that scan. Raises
+    ShardUnavailable, Misconfigured."""
     await schema.migrate(shard, cluster=cluster)
     known = await catalog.read(catalog_database)
     behind = await slots_behind(shard, known)

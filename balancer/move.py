@@ -1,8 +1,8 @@
 """Carries a move from any state to its end (docs/decisions/0017-moving-slots.md).
 
-The next step is decided from the catalog and the two shards alone, so starting and resuming are the same. Other
-processes may carry out the same move at the same time, or late, and any of them may stop at any point. This module
-plans no moves and takes no lock.
+The next step follows from the catalog and the two shards alone, so a move is resumed in the same way as it is started.
+Other processes may carry out the same move at the same time, or late, and any of them may stop at any point. This
+module plans no moves and takes no lock.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _SLOTS_AT_ONCE = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How much load a move may put on two shards. By default a quarter of one connection's time, in steps so small that
-    nobody waits long."""
+    """How much load a move may put on two shards. By default, a move takes a quarter of one connection's time, in steps
+    so small that nobody waits long."""
 
     # Upper bounds for one chunk. Its jobs are invisible from the export until the import.
     rows_max: int = 1_000
     bytes_max: int = 4 * 1024 * 1024
     jobs_per_s_max: float = math.inf
-    # After each chunk comes a rest of this many times the chunk's duration: the busier the shards are, the longer it
-    # is.
+    # After each chunk comes a rest of this many times the chunk's duration: the busier the shards are, the longer the
+    # rest is.
     rest: float = 3.0
     rest_s_max: float = 5.0
     # Time between two checks for jobs that cannot be exported yet.
@@ -85,15 +85,16 @@ class Mover:
         self._stopping = asyncio.Event()
         # The source is closed, and until the switch nobody takes jobs of the slots.
         self._closed = False
-        # This process has deleted on the source what the target has stored.
+        # This process has deleted the schedules and workflows on the source, because the target has them.
         self._cleared = False
         # Used for reports only.
         self._moved = 0
         self._remaining: Sequence[Remaining] = ()
 
     async def finish(self) -> bool:
-        """Returns True when the move has ended, whoever ended it, and False if it was stopped before. Raises
-        ShardUnavailable, after which it may be called again, and Misconfigured if an operator must intervene."""
+        """Carries out the move. Returns True after the move has ended, whoever ended it, and False if this Mover was
+        stopped before. Raises ShardUnavailable; `finish` may then be called again. Raises Misconfigured if an operator
+        must intervene."""
         while self._closed or not self._stopping.is_set():
             if not await self.step():
                 return True
@@ -158,9 +159,9 @@ class Mover:
         return self._shards[name]
 
     async def _close(self, move: Move, source: Database, target: Database) -> bool:
-        """Closes the source. Producers wait from here to the switch, so before that the source learns which orgs have
-        slots of their own, and the target creates the queues, which also shows that it is reachable. Returns False if
-        the mover was stopped."""
+        """Closes the source. Producers wait from then until the switch. So before that, the source learns which orgs
+        have slots of their own, and the target creates the queues, which also shows that the target is reachable.
+        Returns False if the mover was stopped."""
         # No org can be pinned while its hash slot moves, so this reading is complete.
         org_pins = await pins.read_on(self._catalog, move.source)
         if not await self._retry_lock(
@@ -191,10 +192,10 @@ class Mover:
         )
 
     async def _move_jobs(self, move: Move, source: Database, target: Database, chunks: dict[Slot, int]) -> None:
-        """Hands over what was exported before. Otherwise exports and hands over all jobs that are free. If there are
-        none, puts empty slots to rest; if there are none of these either, waits."""
+        """Hands over the jobs that were exported before. If there are none, exports and hands over all free jobs. If
+        there are no free jobs either, puts empty slots to rest. If no slot is empty, waits."""
         if not self._cleared:
-            # Routers read them here until the switch.
+            # The switch has happened: until then, routers read these on the source.
             await move_steps.delete_schedules(source, move.slots, epoch=move.epoch)
             await move_steps.delete_workflows(source, move.slots, epoch=move.epoch)
             self._cleared = True
@@ -205,7 +206,7 @@ class Mover:
             await move_steps.carry_arrivals(source, target, told_of, epoch=move.epoch)
         departing = [row.slot for row in self._remaining if row.departing]
         free = [row.slot for row in self._remaining if row.free or row.dead]
-        # Slots of which ends were carried just now do not count as empty: more ends may have come since.
+        # Slots whose arrivals were carried just now do not count as empty: more arrivals may have come since.
         empty = set(move.slots).difference(row.slot for row in self._remaining)
         if departing:
             await self._hand_over(move, source, target, departing)
@@ -223,8 +224,8 @@ class Mover:
             await self._pause(self._pace.poll_s)
 
     async def _move_chunks(self, move: Move, source: Database, target: Database, chunks: dict[Slot, int]) -> None:
-        """Moves one chunk after another, through the slots in ascending order. Jobs that it misses are found by the
-        next count."""
+        """Moves one chunk after another, through the slots in ascending order. The next count finds the jobs that it
+        misses."""
         slots: list[Slot] = sorted(chunks)
         before = self._moved
         loop = asyncio.get_running_loop()
@@ -253,18 +254,18 @@ class Mover:
             rest_s = min(took_s * self._pace.rest, self._pace.rest_s_max)
             await self._pause(max(rest_s, jobs / self._pace.jobs_per_s_max - took_s))
         if self._moved == before:
-            # Other sessions hold locks on all of them.
+            # Other sessions hold locks on all free jobs.
             await self._pause(self._pace.poll_s)
 
     async def _pause(self, seconds: float) -> None:
-        """Waits, but not longer than until the mover is stopped."""
+        """Waits for this time, or until the mover is stopped."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._stopping.wait()
 
     async def _hand_over(self, move: Move, source: Database, target: Database, slots: Sequence[Slot]) -> int:
-        """Stores the exported jobs of these slots on the target, then deletes on the source those that the target has.
-        Returns how many jobs were deleted."""
+        """Stores the exported jobs of these slots on the target, then deletes the jobs on the source that the target
+        has. Returns how many jobs it deleted."""
         exported = await move_steps.read_exported(source, slots, epoch=move.epoch)
         chunks = {part.slot: part.chunk for part in exported}
         imported = await move_steps.import_chunk(target, exported, epoch=move.epoch)

@@ -30,7 +30,7 @@ class PlannedPins:
 
 
 def plan(catalog: Catalog, pins: Sequence[Pin], entries: Sequence[ShardEntry]) -> PlannedPins:
-    """Plans from a copy of the catalog and the pins, whichever of them was read first. Pins that the copy does not have
+    """Plans from a copy of the catalog and the pins. Either may have been read first: pins that the copy does not have
     yet are left for the next plan."""
     owners: dict[Slot, ShardName] = {}
     complaints: dict[OrgId, str] = {}
@@ -102,15 +102,16 @@ def fits(entry: ShardEntry, target: PinTarget) -> bool:
 
 
 def takes_pins(entry: ShardEntry) -> bool:
-    """A shard of weight 0 takes pinned orgs too: it may be reserved for them."""
+    """Returns whether orgs may be pinned to a shard. A shard of weight 0 takes pinned orgs too: it may be reserved for
+    them."""
     return entry.state.takes_enqueues and entry.state is not ShardState.DRAINING
 
 
 def _may_stay(entry: ShardEntry, target: PinTarget) -> bool:
-    """A pinned org stays on its shard even while the operator lets the shard take no jobs."""
+    """Returns whether a pinned org may stay on its shard. It may even if the shard is not to take jobs for now."""
     return fits(entry, target) and entry.state is not ShardState.DRAINING
 
 
 def _load(orgs: int, weight: float) -> float:
-    """The load of a shard that gets one more org."""
+    """Returns the load of a shard that gets one more org."""
     return (orgs + 1) / weight if weight else math.inf

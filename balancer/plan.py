@@ -1,9 +1,8 @@
-"""Plans which slots move: from the catalog as it is to the shards as the cluster file wants them. Pure: no I/O, no
-clock.
+"""Plans which slots have to move, so that they are where the cluster file wants them. Pure: no I/O, no clock.
 
 Shards that take enqueues share the slots by weight; a draining shard has a share of 0. A shard that takes no enqueues
-keeps what it holds and gets nothing more, and the others share the rest. So only `draining`, changed weights and new
-shards make slots move; a state that is meant to be temporary moves none.
+keeps the slots that it holds and gets no more, and the other shards share the other slots. So only `draining`, changed
+weights and new shards make slots move; a state that is meant to be temporary does not.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Transfer:
 
 def wanted(known: Catalog, cluster: Cluster, pinned: Mapping[Slot, ShardName]) -> list[ShardName]:
     """Returns the shard on which each slot should be, by slot number, with as few changes as possible. A slot that
-    moves counts as arrived. `pinned`: where the slots of pinned orgs should be (balancer/pins.py)."""
+    moves now counts as if it had arrived. `pinned`: where the slots of pinned orgs should be (balancer/pins.py)."""
     owners = [placement.reads[-1] for placement in known.slots]
     weights = {entry.name: entry.share for entry in cluster.shards if _takes_part(entry)}
     if any(weights.values()):
@@ -42,7 +41,7 @@ def wanted(known: Catalog, cluster: Cluster, pinned: Mapping[Slot, ShardName]) -
 
 
 def transfers(known: Catalog, cluster: Cluster, pinned: Mapping[Slot, ShardName]) -> list[Transfer]:
-    """Returns all transfers that should begin, those from draining shards first."""
+    """Returns all transfers that should begin, and first the transfers from draining shards."""
     routes: dict[tuple[ShardName, ShardName], list[Slot]] = {}
     for slot, target in _misplaced(known, wanted(known, cluster, pinned)):
         routes.setdefault((known.slots[slot].reads[0], target), []).append(slot)

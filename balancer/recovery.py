@@ -58,8 +58,8 @@ class Loss:
     # its new history.
     newest: int | None
     newest_at: Micros | None
-    # How many slots have moved to the shard since then (their jobs are lost), and how many have moved away, judged by
-    # the epochs that the shard knows.
+    # How many slots have moved to the shard since the point of recovery (their jobs are lost), and how many have moved
+    # away, as the epochs that the shard knows show.
     slots_come: int
     slots_left: int
 
@@ -71,7 +71,7 @@ class Brought:
     org: OrgId
     home: ShardName
     brought: int
-    # Jobs that another shard knew already. They are cancelled on the stray shard.
+    # Jobs that another shard knew already. They are deleted on the stray shard.
     known: int
 
 
@@ -88,8 +88,8 @@ class Recovery:
 
 
 async def find_loss(shard: Database, catalog_database: Database, *, cluster: str) -> Loss | None:
-    """Returns None if the shard has all history that the catalog has confirmed. Raises Misconfigured if the database is
-    not that shard's, and ShardUnavailable."""
+    """Returns the loss, or None if the shard has all history that the catalog has confirmed. Raises ShardUnavailable.
+    Raises Misconfigured if the database is not that shard's."""
     try:
         await identity.examine(shard, catalog_database, cluster=cluster)
         return None
@@ -101,7 +101,7 @@ async def find_loss(shard: Database, catalog_database: Database, *, cluster: str
     newest, newest_at = await marks.last_before(shard, confirmed.at) or (None, None)
     known = await catalog.read(catalog_database)
     behind = await slots_behind(shard, known)
-    # Slots that had left before the point may have moved on since, between other shards.
+    # Slots that had left before the point of recovery may have moved on since then, between other shards.
     owned = [slot for slot, state in behind.items() if state is not None and state.state == "owned"]
     return Loss(
         shard=shard.name,
@@ -114,8 +114,9 @@ async def find_loss(shard: Database, catalog_database: Database, *, cluster: str
 
 
 async def slots_behind(shard: Database, known: Catalog) -> dict[Slot, move_steps.SlotState | None]:
-    """Returns the slots that have moved from or to this shard, or to it and back, since the point to which it went
-    back, and what it knows about each; None: nothing. Slots that it has never had, and has not now, are left out."""
+    """Returns the slots that have moved from or to this shard since the point of recovery, also if they came back. With
+    each slot, returns what the shard knows about it; None: nothing. Leaves out slots that the shard never had and does
+    not have now."""
     states = await move_steps.read_slots(shard, [Slot(slot) for slot in range(len(known.slots))])
     return {
         Slot(slot): states.get(Slot(slot))
@@ -132,8 +133,8 @@ async def slots_behind(shard: Database, known: Catalog) -> dict[Slot, move_steps
 async def compare_histories(
     shards: Mapping[ShardName, Database], catalog_database: Database, *, cluster: str
 ) -> dict[ShardName, list[Finding]]:
-    """Returns what `windrow doctor` reports about shards that lost history, and about a catalog that did. Raises
-    ShardError if the catalog cannot be read."""
+    """Returns the findings of `windrow doctor` about shards that lost history, and about a catalog that lost history.
+    Raises ShardError if the catalog cannot be read."""
     if not await catalog.is_founded(catalog_database, cluster=cluster):
         return {}
     look = await catalog.look(catalog_database)
@@ -161,8 +162,8 @@ async def accept(
     runs_again: bool = False,
 ) -> list[str]:
     """Lets the shard serve again without what it lost: tells it which slots have left it and which have come to it,
-    skips the runs of schedules that it may have stored before, and begins a new history. With `runs_again`, these runs
-    are caught up instead, as after an outage. Returns what was done about moves and schedules, one sentence each.
+    skips the runs of schedules that it may have stored before, and begins a new history. With `runs_again`, it stores
+    these runs instead, as after an outage. Returns what was done about moves and schedules, in one sentence for each.
     Raises ShardUnavailable, Misconfigured; it may then be called again."""
     shard = shards[loss.shard]
     await schema.migrate(shard, cluster=cluster)
@@ -177,7 +178,7 @@ async def accept(
     known = await catalog.read(catalog_database)
     org_pins = await pins.read_on(catalog_database, loss.shard)
     await _retry_until_done(shard, lambda: pins.adopt(shard, org_pins))
-    # This comes before the shard is told that it owns these slots.
+    # Delete the copies before the shard is told that it owns these slots.
     deleted = await _delete_copies(loss.shard, shards, catalog_database, known, cluster=cluster)
     messages = [
         await _repair_move(move, loss.shard, shards, catalog_database)
@@ -198,7 +199,7 @@ async def accept(
                 f"{skipped.schedules} schedule(s) skip their runs until now, {skipped.buffered} of which waited: "
                 f"{loss.shard!r} may have stored them before"
             )
-    # This comes last: until then routers refuse the shard.
+    # Do this last: until then, routers refuse the shard.
     await marks.accept(shard, catalog_database, loss.confirmed.mark)
     return messages
 
@@ -212,7 +213,7 @@ async def _delete_copies(
     jobs that left with the slot, and the shard would lease them again. Jobs that another shard knows are deleted; jobs
     that no other shard knows stay. Returns how many were deleted. Raises ShardUnavailable, Misconfigured."""
     shard, databases = shards[lost], ExaminedDatabases(shards, catalog_database, cluster=cluster)
-    # Slots that leave the shard are not looked at: `_repair_move` makes their jobs stray.
+    # Leave out slots that are leaving the shard: `_repair_move` makes their jobs stray.
     read_there = [
         Slot(slot)
         for slot, placement in enumerate(known.slots)
@@ -236,8 +237,8 @@ async def _delete_copies(
 async def known_elsewhere(
     lost: ShardName, databases: ExaminedDatabases, known: Catalog, org: OrgId, ids: Sequence[JobId]
 ) -> dict[JobId, ShardName]:
-    """Returns the jobs that another shard knows, with that shard: one where the org's jobs are read now, or a former
-    owner on which the job has finished."""
+    """Returns the jobs that another shard knows, each with that shard: a shard where the org's jobs are read now, or a
+    former owner on which the job has finished."""
     placement = known.placement(org)
     found: dict[JobId, ShardName] = {}
     for name in dict.fromkeys((*placement.reads, *(former.shard for former in placement.former))):
@@ -253,8 +254,8 @@ async def _repair_move(
     move: Move, lost: ShardName, shards: Mapping[ShardName, Database], catalog_database: Database
 ) -> str:
     if lost == move.source:
-        # Jobs that had left the source may be there again, and chunk numbers do not tell which: from now on its jobs of
-        # these slots are stray.
+        # Jobs that had left the source may be there again, and chunk numbers do not tell which jobs these are. So from
+        # now on, all jobs of these slots on the source are stray.
         await move_steps.end_arrival(_at(shards, move.target), move.slots, epoch=move.epoch)
         await catalog.finish_move(catalog_database, move, move.slots)
         return f"{move} is ended: jobs that are still on {lost!r} are stray"
@@ -345,8 +346,8 @@ class ExaminedDatabases:
 async def _recover_org(
     shard: Database, databases: ExaminedDatabases, known: Catalog, slot: Slot, parts: Sequence[Strays]
 ) -> tuple[ShardName, int, int] | None:
-    """Moves or cancels these stray jobs of one org. Returns where the org lives, how many jobs were moved there, and
-    how many were cancelled because another shard knows them. Returns None if the org is moving now."""
+    """Moves or deletes these stray jobs of one org. Returns where the org lives, how many jobs were moved there, and
+    how many were deleted because another shard knows them. Returns None if the org is moving now."""
     org = parts[0].org
     placement = known.placement(org)
     if not placement.at_rest or shard.name in placement.reads:
@@ -375,7 +376,8 @@ async def _recover_org(
             raise ShardUnavailable(home.name, f"stray jobs of org {org!r} kept changing on that shard; try again")
     except NotTaken:
         return None
-    # The stray copies are deleted next. Mark the home first, so that a loss of what it just stored is noticed.
+    # The stray copies are deleted next. Mark the home first, so that it is noticed if the home loses what it just
+    # stored.
     await marks.mark(home, databases.catalog)
     if brought:
         imported = [ExportedJobs(slot=slot, chunk=0, org=part.org, queue=part.queue, jobs="") for part in parts]
@@ -384,7 +386,7 @@ async def _recover_org(
 
 
 async def _known_as_ended(former: Database, org: OrgId, ids: Sequence[JobId]) -> set[JobId]:
-    """Returns the jobs that a former owner knows, without those that are still live there: these are stray as well."""
+    """Returns the jobs that a former owner knows, except jobs that are still live there: these are stray as well."""
     found = await strays.known(former, org, ids)
     if not found:
         return found

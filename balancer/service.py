@@ -27,9 +27,9 @@ class AnotherLeads(Exception):
 
 
 async def balance(file: WatchedFile, cluster: Cluster, *, stop: asyncio.Event) -> None:
-    """Makes the cluster as its file wants it, whenever this process leads, until `stop` is set. Moves that must not be
-    left half done are then brought to a safe point. `cluster` is the file's present content; changes of the file are
-    applied when they are noticed."""
+    """Makes the cluster as its file wants it, whenever this process leads, until `stop` is set. Then brings moves that
+    must not be left half done to a safe point. `cluster` is the file's present content; changes of the file are applied
+    when they are noticed."""
     while not stop.is_set():
         ending = asyncio.Event()
         balancing = asyncio.create_task(_Balancer(cluster, ending).run())
@@ -48,9 +48,9 @@ async def balance(file: WatchedFile, cluster: Cluster, *, stop: asyncio.Event) -
 
 
 async def balance_once(cluster: Cluster, *, stop: asyncio.Event) -> Mapping[Move, str]:
-    """Makes the cluster as its file wants it. Returns when nothing is left to do, or soon after `stop` is set. Returns
-    the moves that the file itself blocks, and why. Raises AnotherLeads, ShardUnavailable if the catalog cannot be
-    reached, and Misconfigured."""
+    """Makes the cluster as its file wants it, until nothing is left to do, or until soon after `stop` is set. Returns
+    the moves that the file itself blocks, and why. Raises AnotherLeads, Misconfigured. Raises ShardUnavailable if the
+    catalog cannot be reached."""
     async with leader_session(cluster.catalog_dsn, cluster.digest) as session:
         if not await session.lead():
             raise AnotherLeads(await session.leader() or "it has just ended")
@@ -84,7 +84,7 @@ class _Balancer:
 
     async def lead(self, session: LeaderSession, *, once: bool) -> Mapping[Move, str]:
         """Leads until `ending` is set or, with `once`, until nothing is left to do. Returns what `balance_once`
-        returns. Raises ShardUnavailable as soon as another process may lead; everything that this one does is then
+        returns. Raises ShardUnavailable as soon as another process may lead; everything that this process does is then
         cancelled."""
         async with open_shards(self._cluster) as shards:
             _log.info("leads, with cluster file %s", self._cluster.digest)
@@ -107,7 +107,7 @@ class _Balancer:
             return controller.held
 
     async def _wait_for_leadership(self, session: LeaderSession) -> bool:
-        """Returns False if `ending` was set first."""
+        """Waits until this process leads. Returns False if `ending` was set first."""
         logged = False
         while not self._ending.is_set():
             if await session.lead():

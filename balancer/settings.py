@@ -11,8 +11,8 @@ from shard.placement.cluster_file import Cluster, ClusterFileError, known_keys
 
 
 def pace_of(cluster: Cluster) -> Pace:
-    """Returns how fast jobs may leave a shard: as the table says, without rests, or the default pace. Raises
-    ClusterFileError."""
+    """Returns how fast jobs may leave a shard: at the table's rate, without rests. If the table sets no rate, returns
+    the default pace. Raises ClusterFileError."""
     table = cluster.tables.get("balancer", {})
     where = f"{cluster.source}: [balancer]"
     known_keys(table, {"jobs_per_second"}, where=where)
@@ -21,5 +21,5 @@ def pace_of(cluster: Cluster) -> Pace:
         return Pace()
     if isinstance(rate, bool) or not isinstance(rate, int) or not 1 <= rate <= 1_000_000:
         raise ClusterFileError(f"{where} jobs_per_second: must be a whole number from 1 to 1000000, not {rate!r}")
-    # A chunk has at most one second's worth of jobs: a larger one would be a burst followed by a long rest.
+    # A chunk has at most the jobs of one second: a larger chunk would be a burst, followed by a long rest.
     return Pace(rows_max=min(Pace().rows_max, rate), rest=0.0, jobs_per_s_max=rate)

@@ -21,7 +21,7 @@ from shard.vocabulary import CATALOG, ShardName
 
 _log = logging.getLogger(__name__)
 
-# One for the move that works, and one for moves that wait for leases to end.
+# How many connections a database gets: one for the move that works, and one for moves that wait for leases to end.
 _CONNECTIONS = 2
 
 
@@ -37,8 +37,8 @@ class Shards:
         self._troubles: dict[ShardName, str] = {}
 
     async def read_catalog(self, known: Catalog | None = None) -> Catalog:
-        """Reads the catalog. Only what is newer than `known` is sent; if nothing is newer, `known` itself is returned.
-        Raises ShardUnavailable, Misconfigured."""
+        """Reads what the catalog has that is newer than `known`. If nothing is newer, returns `known` itself. Raises
+        ShardUnavailable, Misconfigured."""
         names = [entry.name for entry in self._cluster.shards]
         return await catalog.find(self.catalog, cluster=self._cluster.name, shards=names, known=known)
 
@@ -78,7 +78,7 @@ class Shards:
             return error
 
     async def check_usable(self, name: ShardName) -> bool:
-        """Returns whether a shard answers and its schema is up to date. Changes of that are logged."""
+        """Returns whether a shard answers and its schema is up to date. Logs when this changes."""
         try:
             await self._admit(name)
         except ShardError as error:

@@ -1,4 +1,4 @@
-"""`windrow audit` shows the audit log. `recorded` writes down the commands that change a cluster by its databases."""
+"""`windrow audit` shows the audit log. `recorded` records commands that change a cluster through its databases."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def audit(
 async def recorded(
     cluster: Cluster, command: str, work: Coroutine[Any, Any, _T], *, org: str = "", **request: object
 ) -> _T:
-    """Does the work of a command that changes the cluster. Writes down who does it before it begins, and afterwards how
-    it ended. Raises ShardUnavailable, before the work begins, if the catalog does not answer."""
+    """Does the work of a command that changes the cluster. Before the work begins, records who does it; afterwards,
+    records how it ended. Raises ShardUnavailable, before the work begins, if the catalog does not answer."""
     from archiver.service import opened
     from shard.admin import audit as audit_log
     from shard.admin.audit import End
@@ -104,7 +104,7 @@ async def recorded(
     )
     async with opened(CATALOG, cluster.catalog_dsn) as catalog:
         try:
-            # The command may be of a newer release than the routers.
+            # Migrate the catalog, because the command may be of a newer release than the routers.
             await schema.migrate(catalog, cluster=None)
             await audit_log.begin(catalog, [intent])
         except BaseException:
@@ -115,7 +115,7 @@ async def recorded(
             done = await work
             outcome = "OK"
         except Exception as error:
-            # Not its message, which may quote anything.
+            # Do not record the error's message, which may quote anything.
             outcome = f"FAILED {error.code.name if isinstance(error, CommandFailed) else type(error).__name__}"
             raise
         finally:
@@ -130,7 +130,7 @@ def _user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):
-        # A container may run as a number without a name.
+        # In a container, the user may have a number and no name.
         return str(os.getuid())
 
 

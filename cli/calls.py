@@ -35,10 +35,11 @@ if TYPE_CHECKING:
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
-# The most that a list gives at once.
+# The contract's limit on the items of a page.
 _PAGE_MAX = 1000
 _DETAILS = "grpc-status-details-bin"
-# Submessages of requests, and fields, or their paths, whose option or argument has another name.
+# _WITHIN: submessages of requests, which options do not name. _TYPED: fields, or paths of fields, whose option or
+# argument has another name.
 _WITHIN = ("jobs", "template", "dedup", "acks", "nacks", "extends", "snoozes", "failure", "config", "spec", "job")
 _TYPED = {
     "org": "ORG",
@@ -92,7 +93,7 @@ _AnyPage = TypeVar("_AnyPage", bound=_Page)
 
 class TooMuch(CommandFailed):
     """A router refused a call that asks for too much: trying it again does not help. `limit`: the limit that is smaller
-    than the call, if it is one."""
+    than the call, if a limit is the reason."""
 
     def __init__(self, message: str, *, limit: LimitReached | None) -> None:
         super().__init__(message, ExitCode.REFUSED)
@@ -100,8 +101,8 @@ class TooMuch(CommandFailed):
 
 
 class Router:
-    """A connection to the routers at one address. Every call raises CommandFailed. `why_not` says what prevents a
-    connection, as far as TLS is concerned."""
+    """A connection to the routers at one address. Every call raises CommandFailed. `why_not` returns how TLS prevents a
+    connection, or None if it does not."""
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class Router:
     def call(
         self, method: grpc.UnaryUnaryMultiCallable[_Request, _Response], request: _Request, *, wait_s: float = 0.0
     ) -> _Response:
-        """Makes a call. `wait_s` is added to its timeout: how long the router was asked to wait for jobs."""
+        """Makes a call. `wait_s`, for which the router was asked to wait for jobs, is added to the call's timeout."""
         try:
             return method(request, timeout=self._timeout_s + wait_s, metadata=self._metadata(request))
         except grpc.RpcError as error:
@@ -159,7 +160,7 @@ class Router:
             raise self._failed(error) from error
 
     def serves(self) -> bool:
-        """Whether the router reports that it serves."""
+        """Returns whether the router reports that it serves."""
         answer = self.call(self._check_health, health_pb2.HealthCheckRequest())
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
@@ -256,13 +257,13 @@ def _route(address: str) -> tuple[str, Tls | None]:
 
 @contextlib.contextmanager
 def connect_client(address: str, org: str, timeout: timedelta) -> Generator[SyncClient, None, None]:
-    """Yields the Python client, for commands that make many calls: it tries calls again. Its errors become
+    """Yields the Python client, for commands that make many calls: the client retries them. Its errors become
     CommandFailed."""
     # Imported here, because it would add a third to the start of every command.
     from windrow import SyncClient
 
     with connect(address, timeout) as router:
-        # The client would try for the whole timeout to reach a router that does not run.
+        # Call the router first: the client would try for the whole timeout to reach a router that does not run.
         router.call(router.queue.GetServerInfo, server_pb2.GetServerInfoRequest())
     try:
         host_and_port, chosen = _route(address)
@@ -287,7 +288,7 @@ def _failure(error: errors.WindrowError) -> CommandFailed:
             code = ExitCode.REFUSED
         case _:
             return CommandFailed(str(error), ExitCode.UNAVAILABLE)
-    # Which call it was, and how often it was tried, says nothing about a mistake of the user.
+    # Leave out which call failed and how often it was tried: that does not help a user who made a mistake.
     return CommandFailed(error.details or str(error), code)
 
 

@@ -16,7 +16,7 @@ from cli.output import Column
 if TYPE_CHECKING:
     from windrow.v1 import cluster_pb2
 
-# Every state that an accepted job can be in.
+# Every state that an accepted job can have in the books, where blocked jobs count as scheduled.
 _STATES = ("scheduled", "ready", "leased", "succeeded", "dead", "cancelled", "archived", "expired")
 
 

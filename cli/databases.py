@@ -36,7 +36,7 @@ def read(config: Path) -> Cluster:
 
 
 def asked(work: Coroutine[Any, Any, _T]) -> _T:
-    """Runs work on databases. Raises CommandFailed if a database, or another process that leads, prevents it."""
+    """Runs work on databases. Raises CommandFailed if a database fails, or if another process leads instead."""
     from archiver.errors import ExportFailed, FilesFailed
     from archiver.run import AnotherArchives
     from balancer.service import AnotherLeads
@@ -86,8 +86,8 @@ async def catalog_of(cluster: Cluster) -> AsyncGenerator[Database]:
 
 
 def unavailable(error: ShardUnavailable) -> CommandFailed:
-    """Returns the error for a database that cannot be reached. For the catalog it explains where that is, because the
-    cluster file need not name it."""
+    """Returns the error for a database that cannot be reached. For the catalog, the error explains where the catalog
+    is, because the cluster file need not name it."""
     from shard.vocabulary import CATALOG
 
     where = ["it is in the database of the file's first [[shard]], or of its [catalog]"]

@@ -117,7 +117,7 @@ def run_demo(*, events: int | None = None, faults: bool = False, seconds: float 
     spread over `seconds`, so that there is time for faults.
     """
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
-    # A file without a name: it disappears however this process ends.
+    # Use a file without a name, which disappears however this process ends.
     with tempfile.TemporaryFile() as log:
         try:
             with standard_error_to(log.fileno()):
@@ -306,8 +306,8 @@ def _entries(books: cluster_pb2.OrgBooks) -> str:
 
 
 async def _fault_times(every_s: float, progress: Callable[[], int]) -> AsyncGenerator[None]:
-    """Yields each time that a fault is due, but only if `progress` has changed since the last one: on a busy machine
-    processes start slowly, and a cluster that is killed before it works shows nothing."""
+    """Yields whenever a fault is due, if `progress` has changed since the last fault. On a busy machine processes start
+    slowly, and a cluster that is killed before it works shows nothing."""
     before = progress()
     while True:
         await asyncio.sleep(every_s)
@@ -323,7 +323,7 @@ async def _kill_workers(run: Run, workers: Workers) -> None:
 
 
 async def _kill_routers(run: Run, cluster: LocalCluster) -> None:
-    """Kills the router that has run longest, because one that has just started may not serve yet."""
+    """Kills the router that has run longest, because a router that has just started may not serve yet."""
     by_age: list[int] = []
     async for _ in _fault_times(ROUTER_KILLED_EVERY_S, lambda: run.acknowledged_jobs + run.done):
         alive = cluster.routers.pids

@@ -1,4 +1,4 @@
-"""`windrow shards differences`: what is known of a loss, before it is accepted."""
+"""`windrow shards differences`: shows what is known about a loss of history before it is accepted."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def differences(
 ) -> None:
     """Lists how a shard that lost history differs from what it was, before the loss is accepted.
 
-    Other places know some of it for certain: where orgs live now, which jobs other shards have, and what the audit log
-    has recorded. Only clients know which jobs ended or came since then. So all jobs that may run again are listed, with
-    --json each by its id. Reads every unfinished job of the shard. Changes nothing, except that it brings the schema of
-    an old backup up to date.
+    Some differences are certain, because the catalog knows where orgs live now, other shards have jobs, and the audit
+    log has recorded changes. Only clients know which jobs ended or came since the point of recovery. So the command
+    lists all jobs that may run again; with --json, it lists each by its id. Reads every unfinished job of the shard.
+    Changes nothing, except that it brings the schema of an old backup up to date.
     """
     cluster = databases.read(config)
     if not databases.asked(_list(cluster, shard, as_json=as_json)) and not as_json:

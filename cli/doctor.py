@@ -241,7 +241,7 @@ def _estimate(unused: int | None) -> str:
 
 
 def _ago(spans: Iterable[float | None]) -> str:
-    """Formats the most recent of the ages."""
+    """Formats how long ago the most recent of some events was. `spans`: their ages."""
     from shard.formatting import span_text
 
     ages = [span for span in spans if span is not None]
@@ -259,7 +259,7 @@ def _families(tables: Iterable[Table]) -> list[tuple[str, list[Table]]]:
 
 
 def _print_holders(holders: Sequence[Holder], held_for: timedelta) -> None:
-    """Prints the holders of snapshots, except those that come and go with every statement."""
+    """Prints the holders of snapshots, except holders that come and go with every statement."""
     from shard.formatting import size_text, span_text
     from shard.health.checks import TRANSACTIONS_NOTICED
 
@@ -295,7 +295,7 @@ def _print_holders(holders: Sequence[Holder], held_for: timedelta) -> None:
 
 
 def _waits(holder: Holder) -> str:
-    """Returns what an active holder waits for. Other states, such as idle in transaction, show it themselves."""
+    """Returns a line about what an active holder waits for. Other states, such as idle in transaction, need none."""
     return f"\nwaits for {holder.waits_for}" if holder.waits_for and holder.state == "active" else ""
 
 

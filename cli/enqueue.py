@@ -1,4 +1,4 @@
-"""`windrow enqueue`: stores one job, or one for each line of a file or of standard input."""
+"""`windrow enqueue`: stores one job, or a job for each line of a file or of standard input."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def _enqueue_lines(
         output.note(hint)
         raise
     finally:
-        # Print the ids after an error too, because these jobs are stored.
+        # Print how many jobs are stored after an error too.
         if stored:
             before = f", {duplicates:,} of them before" if duplicates else ""
             output.note(f"{output.counted(stored, 'job')} stored{before}")
@@ -225,7 +225,7 @@ def _enqueue_lines(
 def _stored(
     router: Router, org: str, pattern: job_pb2.NewJob, lines: Iterable[bytes], batch_id: str
 ) -> Iterator[Sequence[queue_pb2.EnqueueResult]]:
-    """Yields the results of each call. Where a limit is smaller than a call, the lines go in smaller ones."""
+    """Yields the results of each call. If a limit is smaller than a call, sends its lines in smaller calls."""
     from cli.calls import TooMuch
     from windrow.ids import nth_id
 
@@ -248,7 +248,7 @@ def _stored(
 
 
 def _batches(lines: Iterable[bytes]) -> Iterator[list[tuple[int, bytes]]]:
-    """Yields batches for one call each: the lines' numbers and payloads."""
+    """Yields batches, each for one call: the lines' numbers and payloads."""
     batch: list[tuple[int, bytes]] = []
     size = 0
     for number, line in enumerate(lines, 1):
@@ -290,14 +290,14 @@ def _store(
         faults = [description for field, description in error.violations if field.endswith("].id")]
         if ids_given or not faults:
             raise
-        # This command made the ids: nothing is wrong with its arguments.
+        # This command made the ids, so nothing is wrong with its arguments.
         raise CommandFailed(
             "this machine's clock and the shard's are too far apart", ExitCode.REFUSED, particulars=faults[:1]
         ) from error
 
 
 def _print_ids(results: Sequence[queue_pb2.EnqueueResult], *, as_json: bool) -> None:
-    """Raises CommandFailed if an id belongs to another job."""
+    """Prints the ids of stored jobs. Raises CommandFailed if an id belongs to another job."""
     from cli.messages import state_name
 
     if as_json:

@@ -1,4 +1,4 @@
-"""Opens files that users name. One that cannot be opened is a wrong value of its option or argument."""
+"""Opens files that users name. If a file cannot be opened, its option or argument has a wrong value."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _T = TypeVar("_T")
 
 
 def opened(file: Path, act: Callable[[], _T], *, hint: str = "--file") -> _T:
-    """Returns what `act` returns, which opens or reads the file. `hint`: the option or argument that names the file.
-    Raises BadParameter."""
+    """Calls `act`, which opens or reads the file, and returns its result. `hint`: the option or argument that names the
+    file. Raises BadParameter."""
     try:
         return act()
     except OSError as error:

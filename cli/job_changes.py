@@ -1,4 +1,4 @@
-"""`windrow jobs`: cancels and alters jobs, and brings finished and dead ones back.
+"""`windrow jobs`: cancels and alters jobs, redrives dead jobs, and restores finished and dead jobs.
 
 Jobs are named by their ids, or by conditions. With conditions a command counts the jobs, asks, and changes them in
 small steps with pauses (clients/python/windrow/job_changes.py).
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from windrow import Answer, BulkChange, JobFilter, JobRecord, SyncClient
 
 _BATCH = 1000
-# The limit of one purge call: a larger one would hold its locks for too long.
+# The limit of one purge call: a larger call would hold its locks for too long.
 _PURGE_MAX = 1000
 
 
@@ -81,8 +81,8 @@ def cancel(
     """Cancels jobs that have not finished, by their ids or by what they have in common, and ends their leases.
 
     Without ids, give at least one of --queue, --kind, --where, --made-after and --made-before: the command counts the
-    jobs, asks, and cancels those that were made before it began, in small steps with pauses. If it is interrupted,
-    repeat it: what is cancelled stays so. A job whose state changes meanwhile may be missed; then repeat it, too.
+    jobs, asks, and cancels the jobs that were made before it began, in small steps with pauses. If it is interrupted,
+    repeat it: cancelled jobs stay cancelled. It may miss a job whose state changes meanwhile; then repeat it, too.
 
     Exit code 1: a job named by its id has succeeded; 4: the org has no such job or queue. The other jobs are cancelled.
     """
@@ -122,7 +122,7 @@ def alter(
     all that they have).
 
     Jobs are named by their ids, or by conditions, as for `windrow jobs cancel`. A command that was interrupted can be
-    repeated: it skips jobs that are already changed. Only --delay postpones those again; --run-at does not.
+    repeated: it skips jobs that are already changed. Only --delay postpones such jobs again; --run-at does not.
 
     Exit code 1: a job named by its id is leased or dead, or has finished; 4: the org has no such job or queue. The
     other jobs are changed.
@@ -182,9 +182,9 @@ def redrive(
 ) -> None:
     """Makes dead jobs ready again, with all their attempts.
 
-    Jobs are named by their ids, or by conditions, as for `windrow jobs cancel`; the newest come first, and with
-    --per-second the first death. If the command is interrupted, repeat it; --died-before leaves out those that have
-    died again since.
+    Jobs are named by their ids, or by conditions, as for `windrow jobs cancel`. The newest jobs come first; with
+    --per-second, the jobs that died first. If the command is interrupted, repeat it; --died-before leaves out jobs that
+    have died again since.
 
     Exit code 1: a job named by its id is not dead; 4: the org has no such job or queue. The other jobs are redriven.
     """
@@ -226,7 +226,7 @@ def restore(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Stores copies of finished and dead jobs as new jobs that are due now; the old ones stay as they are.
+    """Stores copies of finished and dead jobs as new jobs that are due now; the old jobs stay as they are.
 
     A copy has the old job's queue, kind, payload, attributes, priority and retry policy. Its attribute
     windrow.restored_from is the old job's id. Exit code 1: a job is neither finished nor dead; 4: the org has no such
@@ -311,14 +311,14 @@ def purge(
 class _Change:
     """The change that a command makes to jobs."""
 
-    # Such as "cancel" and "cancelled".
+    # What the command does, and what is done to the jobs, such as "cancel" and "cancelled".
     verb: str
     done: str
     # The words that the command prints for each answer about a named job.
     answers: Mapping[str, str]
     by_ids: Callable[[SyncClient, Sequence[str]], list[Answer]]
     by_filter: Callable[[SyncClient], Callable[..., BulkChange]]
-    # Changes all that meet the conditions, and returns how many. None: they are changed page by page.
+    # Changes all jobs that meet the conditions, and returns how many it changed. None: jobs are changed page by page.
     at_once: Callable[[SyncClient], int] | None = None
 
 
@@ -399,8 +399,7 @@ def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions:
         if not how.dry_run and total != 0:
             total = _change_found(client, change, found, how, total)
         elif not how.dry_run:
-            # The preview found no job, so the user has not confirmed any change of jobs that meet the conditions by
-            # now.
+            # The preview found no job. If jobs meet the conditions by now, the user has not confirmed their change.
             _report({change.done: 0, "skipped": 0}, as_json=how.as_json)
         if total == 0 and not client.list_queues():
             output.note(no_queues(org))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _BATCH = 1000
 _PAGE_MAX = 1000
-# How long one call of `watch` waits for the job's end. After it the command looks for changes.
+# How long one call of `watch` waits for the job's end. Then the command looks for changes.
 _WATCH_S = 1
 
 
@@ -80,8 +80,8 @@ def get(
 ) -> None:
     """Shows all details of jobs, including the history of their attempts and what these have logged.
 
-    Finds jobs in every state, also cold ones; or, with --key, the job that an enqueue with this key would be answered
-    now. Exit code 4: the org has no such job.
+    Finds jobs in every state, also cold ones. With --key, finds the job of which an enqueue with this key would be a
+    duplicate now. Exit code 4: the org has no such job.
     """
     from cli.calls import connect
     from cli.messages import job_json
@@ -141,9 +141,9 @@ def watch(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Prints a job's state, and each change of it and of its progress, until the job has ended.
+    """Prints a job's state, and each change of its state or progress, until the job has ended.
 
-    Then prints the result. Shows the first line of the failure of a failed attempt; `windrow jobs get` has all of it.
+    Then prints the result. Shows the first line of the failure of a failed attempt; `windrow jobs get` shows all of it.
     Sees a change within a second, and the end at once. Exit code 1: the job is dead or cancelled; 4: the org has no
     such job.
     """
@@ -190,8 +190,8 @@ def why(
 ) -> None:
     """Says why a job does not run now, and when it will if that is known.
 
-    The first cause is the most decisive one: as long as it holds, it does not help to end the others. Exit code 4: the
-    org has no such job.
+    The first cause is the most decisive one: as long as it holds, it does not help to end the other causes. Exit code
+    4: the org has no such job.
     """
     from cli.calls import connect
     from cli.messages import causes_json, causes_shown, state_name, time_json, time_shown
@@ -245,8 +245,8 @@ def list_jobs(
 ) -> None:
     """Lists the jobs of one queue or of all queues, by state, without leasing them.
 
-    Shows the first line of a job's latest error; `windrow jobs get` and --json have all of it. Exit code 3: a shard did
-    not answer; the jobs of the others are listed.
+    Shows the first line of a job's latest error; `windrow jobs get` and --json show all of it. Exit code 3: a shard did
+    not answer; the jobs of the other shards are listed.
     """
     from cli.calls import connect
     from cli.messages import job_json
@@ -347,8 +347,8 @@ def _pages(
     limit: int,
     away: set[str],
 ) -> Iterator[tuple[Sequence[job_pb2.Job], bool]]:
-    """Yields the jobs in one state, page by page, each with whether the limit cut off more jobs. Adds the shards that
-    did not answer to `away`."""
+    """Yields the jobs in one state, page by page, and with each page whether the limit cut off more jobs. Adds the
+    shards that did not answer to `away`."""
     from windrow.v1 import admin_pb2, job_pb2
 
     token, left = "", limit
@@ -371,7 +371,7 @@ def _pages(
 def _print_jobs(jobs: Sequence[job_pb2.Job], *, queues: bool) -> None:
     from cli.messages import first_line, last_failure, state_name, time_shown
 
-    # A column for the workers that have the jobs now, if any has.
+    # Add a column for the workers that have the jobs now, if there are such workers.
     workers = any(_holder(job) for job in jobs)
     columns = [
         Column(title="id"),

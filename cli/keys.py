@@ -77,7 +77,7 @@ def create(
     if expires is not None and not timedelta(seconds=1) <= expires <= _EXPIRES_MAX:
         raise CommandFailed("--expires: must be 1 s to 3,650 days", ExitCode.USAGE)
     of_org = None if org is None else options.org_id(org)
-    # Drawn here, so that the audit log has it.
+    # Draw the id here, so that the audit log has it.
     key_id = api_keys.draw_id()
     cluster = databases.read(config)
 
@@ -110,7 +110,7 @@ def create(
 
 @app.command("list")
 def list_keys(config: options.Config, as_json: options.Json = False) -> None:
-    """Lists all keys, the newest first, without their secrets. Revoked and expired ones are included.
+    """Lists all keys, the newest first, without their secrets. Includes revoked and expired keys.
 
     Routers record within a minute that a key was used, once for each UTC day.
     """
@@ -156,7 +156,7 @@ def revoke(
 
     key_id = api_keys.parse_id(key)
     if key_id is None:
-        # Not shown: it may be a whole key.
+        # Do not show the text: it may be a whole key.
         raise CommandFailed("KEY: must be the id of a key, such as wr_abcdefgh2345, without its secret", ExitCode.USAGE)
     cluster = databases.read(config)
 

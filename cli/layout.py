@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 # Longer than any first sentence of a help text.
 _SENTENCE = 200
-# What other systems call a command, and the command.
+# Names that other systems have for a command, each with the command.
 ELSEWHERE = {
     **dict.fromkeys(("dead", "dlq"), "jobs list ORG --state dead"),
     **dict.fromkeys(("retry", "requeue", "replay"), "jobs redrive"),
@@ -29,8 +29,8 @@ ELSEWHERE = {
 
 
 class Group(TyperGroup):
-    """Lists its commands below the headings in their `rich_help_panel`. For a name that it lacks, it says which groups
-    have that command, or what the command is called here."""
+    """Lists its commands below the headings in their `rich_help_panel`. If it has no command of a name, says which
+    groups have that command, or what the command is called here."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -63,7 +63,7 @@ class Group(TyperGroup):
         for heading, commands in headings.items():
             with formatter.section(heading):
                 formatter.write_dl(
-                    # The whole first sentence, even if it needs two lines.
+                    # Show the whole first sentence, even if it needs two lines.
                     [(name.ljust(name_width), command.get_short_help_str(_SENTENCE)) for name, command in commands]
                 )
 
@@ -73,11 +73,11 @@ def _has(command: Any, name: str) -> bool:
 
 
 class Commands(Mapping[str, Any]):
-    """Commands by name. Each is imported and built when it is first asked for: together they take 0.3 s."""
+    """Commands by name. Each is imported and built when it is first used, because all of them together take 0.3 s."""
 
     def __init__(self, headings: Mapping[str, Mapping[str, str]]) -> None:
-        """`headings`: for each heading of `--help`, the commands below it: their names, and as MODULE:ATTRIBUTE the
-        function or the App of each."""
+        """`headings`: for each heading of `--help`, the names of the commands below it, each with its function or its
+        App as MODULE:ATTRIBUTE."""
         self._places = {name: place for commands in headings.values() for name, place in commands.items()}
         self._headings = {name: heading for heading, commands in headings.items() for name in commands}
         self._built: dict[str, Any] = {}
@@ -108,8 +108,8 @@ class Commands(Mapping[str, Any]):
 
 
 class Command(TyperCommand):
-    """Shows an argument as ORG instead of typer's {ORG}, and one that can be repeated with dots. Its messages about
-    wrong numbers are in words."""
+    """Shows an argument as ORG instead of typer's {ORG}, and adds dots to an argument that can be repeated. Its
+    messages about wrong numbers are in words."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -135,7 +135,7 @@ class Command(TyperCommand):
 
 def _tell_its_place(error: Any, ctx: Any) -> None:
     """Makes an error about an unknown option say where the option belongs: before the command if it is for all
-    commands, or at the end if this command takes as an argument what others take as an option."""
+    commands, or at the end if this command has an argument where other commands have this option."""
     root = ctx.find_root()
     # typer does not export the error's class.
     if type(error).__name__ != "NoSuchOption":

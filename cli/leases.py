@@ -141,7 +141,8 @@ def _reasons(router: Router, org: str, queues: Sequence[str]) -> list[str]:
 
 
 def _held_by(router: Router, org: str, queue: str) -> str:
-    """Returns what holds a queue's ready jobs, in a sentence; empty if nothing does, or if the router does not say."""
+    """Returns a sentence that says what holds a queue's ready jobs. Empty if nothing does, or if the router does not
+    say."""
     from windrow.causes import read_causes
     from windrow.v1 import admin_pb2
 
@@ -179,7 +180,7 @@ def _first(router: Router, request: queue_pb2.DequeueRequest, wait: timedelta) -
         left_s = deadline - time.monotonic()
         if response.jobs or left_s < _WORTH_WAITING_S:
             return response
-        # A router that shuts down answers early. Wait for the remaining time at another one.
+        # A router that shuts down answers early. Wait for the remaining time at another router.
         time.sleep(_WORTH_WAITING_S / 2)
 
 
@@ -237,7 +238,7 @@ def nack(
 ) -> None:
     """Gives jobs back as failed; they are retried, or dead after their last attempt.
 
-    Exit codes as of `windrow ack`.
+    The exit codes are those of `windrow ack`.
     """
     if permanent and retry_after is not None:
         raise typer.BadParameter("give one of --retry-after and --permanent, not both", param_hint="'--permanent'")
@@ -285,7 +286,9 @@ def extend(
 ) -> None:
     """Extends leases.
 
-    Each lease then lasts at least the window from now. A lease is never shortened. Exit codes as of `windrow ack`.
+    Each lease then lasts for at least the window from now. A lease is never shortened.
+
+    The exit codes are those of `windrow ack`.
     """
     if note and progress is None:
         raise typer.BadParameter("it belongs to --progress, and none is given", param_hint="'--note'")
@@ -316,7 +319,7 @@ def release(
 ) -> None:
     """Gives jobs back at once, without counting the attempt.
 
-    Exit codes as of `windrow ack`.
+    The exit codes are those of `windrow ack`.
     """
     from windrow.v1 import queue_pb2
 
@@ -348,7 +351,7 @@ def snooze(
 ) -> None:
     """Gives jobs back for a while, without counting the attempt.
 
-    Exit codes as of `windrow ack`.
+    The exit codes are those of `windrow ack`.
     """
     from cli.messages import duration
     from windrow.v1 import queue_pb2
@@ -368,7 +371,7 @@ def _settle(
     address: str,
     timeout: timedelta,
 ) -> None:
-    """Acts on leases in batches of one call each, and prints the answer for each lease."""
+    """Acts on leases in batches, with one call for each batch, and prints the answer for each lease."""
     from cli.calls import connect
     from cli.messages import ANSWERS
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 app = App(help="Limits how much orgs may enqueue, how many of their jobs may start, and how many run at a time.")
 
-# Measures of what there is at a time: their limits have no interval.
+# Measures that count what exists at one moment. Their limits have no interval.
 _AT_A_TIME = {
     "in_flight": "jobs in flight",
     "backlog": "jobs of backlog",
@@ -105,7 +105,7 @@ def set_limit(
         with connect(address, timeout) as router:
             limit = router.call(router.cluster.SetLimit, request).limit
     except RequestRefused as error:
-        # One of six options gives the amount.
+        # The user gave the amount by one of six options.
         particulars = [line.replace("--amount", _option(measure), 1) for line in error.particulars]
         raise RequestRefused(error.violations, particulars=particulars) from error
     if as_json:
@@ -159,9 +159,9 @@ def list_limits(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Lists the limits: the defaults first, then those of orgs by name.
+    """Lists the limits: the defaults first, then the limits of orgs, by the orgs' names.
 
-    With --org, lists those that count for this org, defaults included; the scope read is enough for that.
+    With --org, lists the limits that count for this org, defaults included; the scope read is enough for that.
     """
     from cli.calls import connect
     from windrow.v1 import admin_pb2, cluster_pb2

@@ -36,7 +36,7 @@ class LocalCluster:
     config: Path
     # All shards of the cluster file.
     shards: Sequence[str]
-    # Those whose Postgres runs on this machine.
+    # The Postgres servers that run on this machine, by shard.
     postgres: Mapping[str, Cluster]
     routers: Supervisor
 
@@ -51,10 +51,10 @@ async def local_cluster(
     secure: bool = False,
 ) -> AsyncGenerator[LocalCluster, None]:
     """Starts a cluster with Postgres servers for `shards` and with `processes` router processes. Stops it at the end.
-    `secure`: its cluster file asks callers who they are, also in later starts.
+    `secure`: the cluster file demands that callers prove who they are, also in later starts.
 
-    The data is kept below `root` for the next start, whose shards local_file.servers lists. None: an ephemeral cluster,
-    which leaves no data. Raises EmbeddedError, ClusterFileError, ListensOpenly, and what
+    Keeps the data below `root` for the next start; local_file.servers lists the shards to start then. `root` None: an
+    ephemeral cluster, which leaves no data. Raises EmbeddedError, ClusterFileError, ListensOpenly, and what
     router.process.supervisor.Supervisor.run raises.
     """
     async with contextlib.AsyncExitStack() as stack:
@@ -118,7 +118,7 @@ async def in_thread(scope: contextlib.AbstractContextManager[_T]) -> AsyncGenera
     """Enters and leaves a blocking context manager in a thread, so that it does not block the event loop."""
     entering = asyncio.create_task(asyncio.to_thread(scope.__enter__))
     try:
-        # A thread cannot be cancelled. If this task is, wait until the scope is entered, then leave it.
+        # A thread cannot be cancelled. If this task is cancelled, wait until the scope is entered, then leave it.
         yield await asyncio.shield(entering)
     finally:
         await asyncio.wait({entering})

@@ -1,7 +1,7 @@
 """The cluster file of a cluster on this machine.
 
 The first start creates it; then operators may edit it. A later start adds new Postgres servers and updates the DSNs of
-those that it runs. It does not change anything else: remote shards, weights, states and labels.
+the servers that it runs. It changes nothing else: remote shards, weights, states and labels stay as they are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FIRST = "s1"
 FILE = "cluster.toml"
 _SHARDS_DEFAULT = 2
 _NAME = re.compile(r"s[1-9]\d*")
-# Where the routers listen, or listened when the cluster ran last.
+# The file with the address at which the routers listen, or listened when the cluster ran last.
 _ADDRESS = "address"
 # The DSNs that embedded/ makes.
 _OUR_DSN = re.compile(r"postgresql://windrow:[^@/]*@127\.0\.0\.1:\d+/windrow")
@@ -31,8 +31,9 @@ _BEGINNING = '[cluster]\nname = "local"\n\n[router]\ndrain_seconds = 10\n'
 
 
 def servers(root: Path | None, wanted: int | None) -> list[str]:
-    """Returns the shards whose Postgres to start here: those in the cluster file with data below `root`, plus new ones
-    up to `wanted`. `root` None: an ephemeral cluster. Raises CommandFailed if `wanted` is too small for the data."""
+    """Returns the shards whose Postgres to start here: the shards in the cluster file with data below `root`, plus new
+    shards up to `wanted`. `root` None: an ephemeral cluster. Raises CommandFailed if `wanted` is too small for the
+    data."""
     there: list[str] = []
     named = set[str]()
     if root is not None:
@@ -69,8 +70,8 @@ def address(root: Path) -> str:
 
 
 def keep(path: Path, dsns: Mapping[str, str], *, secure: bool = False) -> None:
-    """Creates the cluster file, or adds missing servers and updates their DSNs. `secure`: adds [auth]
-    if that is missing. Changes nothing else in it."""
+    """Creates the cluster file, or adds missing servers to it and updates their DSNs. `secure`: adds [auth] if that is
+    missing. Changes nothing else in the file."""
     before = read_text(path) if path.exists() else ""
     text = before or _BEGINNING
     if secure and "auth" not in tomllib.loads(text):

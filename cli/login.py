@@ -1,4 +1,4 @@
-"""`windrow login` and `windrow logout`: keep how to reach a cluster in a profile, and forget it."""
+"""`windrow login` keeps in a profile how to reach a cluster. `windrow logout` removes a profile."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def login(
 def logout(name: Name = None) -> None:
     """Removes a profile with its token.
 
-    The token itself stays good: revoke it, or let it expire.
+    The token itself stays valid: revoke it, or let it expire.
     """
     name = name or profiles.name() or profiles.DEFAULT
     if not profiles.remove(name):

@@ -98,8 +98,8 @@ def windrow(
 ) -> None:
     """Windrow, a sharded multi-tenant job queue.
 
-    Most commands talk to the router at WINDROW_ADDRESS or --address, or at that of a profile. `windrow COMMAND --help`
-    explains a command. With --json, a command prints JSON.
+    Most commands talk to the router at WINDROW_ADDRESS or --address, or at the address of a profile. With --json, a
+    command prints JSON. `windrow COMMAND --help` explains a command.
     """
     token.use_file(token_file)
     profiles.select(profile)

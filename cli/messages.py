@@ -59,8 +59,8 @@ def timestamp(value: datetime) -> Timestamp:
 
 
 def update_mask(changed: Message, reset: Iterable[str]) -> FieldMask:
-    """Returns the fields that `changed` has, and those to reset: a field of the mask that the message does not have is
-    reset. Raises BadParameter."""
+    """Returns a mask with the fields that `changed` has, and the fields to reset. A field that is in the mask and not
+    in the message is reset. Raises BadParameter."""
     given = [field.name for field, _ in changed.ListFields()]
     for name in reset:
         if name in given:
@@ -94,7 +94,7 @@ def retry_policy(message: job_pb2.RetryPolicy) -> values.Retry:
 
 
 def no_queues(org: str) -> str:
-    """Returns what a command says of an org without queues, whose name may be a mistake."""
+    """Returns the text of a command about an org without queues, whose name may be a mistake."""
     return f"org {org!r} has no queues (is the name right?); the first job of a queue creates it"
 
 
@@ -153,7 +153,7 @@ def bytes_json(name: str, data: bytes) -> dict[str, str | None]:
 
 
 def bytes_shown(data: bytes) -> str:
-    """Formats bytes for people: as text if they are UTF-8, and not more than a screenful."""
+    """Formats bytes for people: as text if they are UTF-8, and no more of it than fits on a screen."""
     try:
         text = data.decode()
     except UnicodeDecodeError:
@@ -187,7 +187,7 @@ def _moment_json(value: Timestamp | datetime | None) -> str | None:
 
 
 def _attributes_json(value: Mapping[str, str] | str | None) -> dict[str, str]:
-    # An exported job has them as JSON.
+    # An exported job has its attributes as JSON.
     return dict(json.loads(value) if isinstance(value, str) else value or {})
 
 
@@ -258,7 +258,7 @@ def _stamp(us: int | None) -> Timestamp | None:
     return None if us is None else Timestamp(seconds=us // 1_000_000, nanos=us % 1_000_000 * 1000)
 
 
-# The keys of a job's JSON, in their order, and how each field is written. None: as it is.
+# The keys of a job's JSON, in their order, and how each field is written. None: the field is written as it is.
 _JOB_JSON: Mapping[str, Callable[[Any], object] | None] = {
     "id": None,
     "org": None,
@@ -293,7 +293,7 @@ _JOB_JSON: Mapping[str, Callable[[Any], object] | None] = {
 
 
 def job_json(job: job_pb2.LeasedJob | job_pb2.Job | Mapping[str, Any], *, payloads: bool) -> dict[str, object]:
-    """Returns the JSON of a leased, stored or exported job: the keys of those fields that such a job has."""
+    """Returns the JSON of a leased, stored or exported job. It has the keys of the fields that such a job has."""
     fields = job if isinstance(job, Mapping) else _fields(job)
     document = {
         name: fields[name] if write is None else write(fields[name])

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shard.vocabulary import Micros, ShardName, Slot
 
 _LOOK_S = 1.0
-# A balancer that starts, or takes over from another one, may take this long until it leads.
+# A balancer that starts, or takes over from another balancer, may take this long until it leads.
 _LEADERLESS_S = 3.0
 # How many orgs that cannot leave a draining shard are named.
 _STUCK_SHOWN_MAX = 10
@@ -121,7 +121,7 @@ def plan(config: options.Config, as_json: options.Json = False) -> None:
 
 
 def _refuse_misfits(troubles: Collection[ShardError]) -> None:
-    """Raises CommandFailed for databases that cannot be used. Only reports those that do not answer: they may be up
+    """Raises CommandFailed for databases that cannot be used. Only reports databases that do not answer: they may be up
     again when slots move."""
     from shard.errors import ShardUnavailable
 
@@ -274,8 +274,8 @@ async def _move(cluster: Cluster, shards: Shards, stop: asyncio.Event) -> Mappin
 
 
 class _Obstacles:
-    """Reports what keeps another process's balancer from moving slots, as far as this process can see it; each obstacle
-    once."""
+    """Reports what keeps another process's balancer from moving slots, as far as this process can see it. Reports each
+    obstacle once."""
 
     def __init__(self, cluster: Cluster, shards: Shards) -> None:
         self._cluster = cluster
@@ -321,8 +321,8 @@ def drain(
     """Waits until a draining shard holds no slots.
 
     The shard must be set to draining in the cluster file. A balancer moves its slots away; this command shows the
-    progress. At the end it prints how long the shard must stay in the cluster file. Exit code 1: only orgs are left
-    that are pinned to this shard, or that cannot move for another reason.
+    progress. At the end it prints how long the shard must stay in the cluster file. Exit code 1: the only orgs that are
+    left are pinned to this shard, or cannot move for another reason.
     """
     from shard.placement.cluster_file import ShardState
 
@@ -342,7 +342,8 @@ def drain(
 
 
 async def _drain(cluster: Cluster, name: ShardName, config: Path) -> Micros | None:
-    """Waits until the shard holds no slots. Returns when the last slot left it, or None if it never held one."""
+    """Waits until the shard holds no slots. Returns the time at which the last slot left it, or None if it never held a
+    slot."""
     from balancer.shards import open_shards
     from shard.postgres.leader_lock import leader_session
 
@@ -370,7 +371,7 @@ async def _drain(cluster: Cluster, name: ShardName, config: Path) -> Micros | No
 
 
 async def _refuse_stuck(shards: Shards, known: Catalog, name: ShardName, config: Path) -> None:
-    """Raises CommandFailed if all that the shard still holds are slots of single orgs which no balancer can move."""
+    """Raises CommandFailed if the shard holds only slots of single orgs which no balancer can move."""
     from shard.placement.slots import SLOTS
 
     held = {slot for slot, placement in enumerate(known.slots) if name in placement.reads}

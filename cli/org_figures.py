@@ -87,7 +87,7 @@ def list_orgs(
             request.page_token = answer.next_page_token
             if not request.page_token or len(orgs) >= limit:
                 break
-    # Orgs with the same figure may come together, although there is no room for all of them.
+    # Do not rely on the router to send no more orgs than it was asked for.
     more = bool(request.page_token) or len(orgs) > limit
     del orgs[limit:]
     if as_json:
@@ -142,7 +142,8 @@ def rows(orgs: Iterable[cluster_pb2.OrgFigures]) -> list[tuple[str, ...]]:
 
 
 def rates_over(orgs: Iterable[cluster_pb2.OrgFigures]) -> timedelta | None:
-    """Returns the time over which the rates are; the longest, if shards were counted at different times."""
+    """Returns the time over which the rates were measured, or the longest one if shards were counted at different
+    times."""
     return max((one.rates_over.ToTimedelta() for one in orgs if one.HasField("rates_over")), default=None)
 
 

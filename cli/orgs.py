@@ -1,7 +1,7 @@
 """`windrow orgs`: the policies about an org's history: retention, legal hold and erasure.
 
 These commands read the cluster file and connect to the catalog and to all shards, because an org's history may be on
-several. cli/org_figures.py adds the list of all orgs.
+several shards. cli/org_figures.py adds the list of all orgs.
 """
 
 from __future__ import annotations

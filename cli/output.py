@@ -1,6 +1,6 @@
 """The command's output: answers on standard output, everything else on standard error.
 
-Colours only on a terminal. Text from jobs may contain anything: it is never interpreted as markup, and its control
+Uses colours on a terminal only. Text from jobs may contain anything: it is never interpreted as markup, and its control
 characters are printed in escaped form.
 """
 
@@ -65,7 +65,7 @@ _STYLES = {
     "critical": "bold red",
 }
 _GAP = "  "
-# The pause between two lines about the progress, where there is no bar.
+# The pause between two lines about the progress, if no bar is shown.
 _NOTE_S = 10.0
 
 
@@ -75,7 +75,7 @@ class Column:
     right: bool = False
     # The cells are states or outcomes, and get colours.
     coloured: bool = False
-    # The cells are printed below their rows if the table is too wide for the terminal, or if one has several lines.
+    # The cells are printed below their rows if the table is too wide for the terminal, or if a cell has several lines.
     detail: bool = False
 
 
@@ -96,8 +96,8 @@ def say_json(documents: Iterable[Mapping[str, object]]) -> None:
 
 
 def _invisible_escaped(line: str) -> str:
-    """Escapes the characters of a line of JSON that a terminal might interpret. JSON does so only up to U+001F, and the
-    rest of them can only be in its strings."""
+    """Escapes the characters of a line of JSON that a terminal might interpret. JSON itself escapes such characters
+    only up to U+001F. The others can only be inside its strings."""
     if line.isprintable():
         return line
     return "".join(sign if sign.isprintable() else json.dumps(sign)[1:-1] for sign in line)

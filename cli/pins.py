@@ -1,5 +1,5 @@
-"""`windrow shards pin`, `unpin` and `pins`: orgs that live on a shard of an operator's choice, and not on that of their
-hash.
+"""`windrow shards pin`, `unpin` and `pins`: orgs that live on a shard of an operator's choice, and not on the shard of
+their hash.
 
 The commands change the wanted shard in the catalog. A balancer then moves the orgs.
 """
@@ -127,9 +127,9 @@ class _Shown:
     """An org with a slot of its own: where it should live, and where it lives."""
 
     pin: Pin
-    # One shard; during a move two, the source first.
+    # The shard where the org lives; during a move, the source and then the target.
     shards: tuple[str, ...]
-    # The shard that the current plan has for it.
+    # The shard that the current plan has for the org.
     planned: str
     # Why the org cannot be moved to where it should live; empty if it can, or if it is there.
     trouble: str
@@ -179,7 +179,7 @@ async def _all(database: Database, cluster: Cluster) -> list[_Shown]:
     from balancer.pins import plan
     from shard.placement import catalog, pins
 
-    # Read the pins first, so that the catalog, which is read later, has the slots of all of them.
+    # Read the pins first, so that the catalog, which is read later, has the slots of all pins.
     found = await pins.read(database)
     known = await catalog.read(database)
     planned = plan(known, found, cluster.shards)

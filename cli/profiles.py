@@ -1,8 +1,8 @@
 """Profiles: addresses that `windrow login` has kept, each with its token and its TLS files.
 
-One TOML file for all of them, which only its owner can read. Options and environment variables override a profile. The
-profile `default` applies if no profile is named and no address is given: its token never goes to another address by
-mistake.
+All profiles are in one TOML file, which only its owner can read. Options and environment variables override a profile.
+The profile `default` applies if no profile is named and no address is given, so its token never goes to another address
+by mistake.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Profile:
 
 @dataclass(slots=True)
 class _Choice:
-    """What the command that runs uses."""
+    """The profile that the running command uses."""
 
-    # The name that somebody gave; None: nobody did.
+    # The name that the user gave. None: the user gave none.
     name: str | None = None
     profile: Profile | None = None
     is_read: bool = False
-    # True: the environment does not override it.
+    # The environment does not override the profile.
     alone: bool = False
 
 
@@ -61,7 +61,7 @@ def path() -> Path:
 
 
 def select(name: str | None) -> None:
-    """Makes this profile the command's; None: `default`, if there is one. It is read when it is needed."""
+    """Chooses the command's profile by its name. None: `default`, if there is one. Reads the file only when needed."""
     _choice.name, _choice.profile, _choice.is_read, _choice.alone = name, None, False, False
 
 
@@ -71,14 +71,14 @@ def name() -> str | None:
 
 
 def use(profile: Profile) -> None:
-    """Makes this profile the command's, as it is: nothing overrides it."""
+    """Makes the command use this profile, which nothing overrides."""
     _choice.profile, _choice.is_read, _choice.alone = profile, True, True
 
 
 def address(given: str, *, is_given: bool) -> str:
     """Returns the address that a command calls. `is_given`: by an option or the environment. Raises CommandFailed."""
     if is_given and _choice.name is None:
-        # What belongs to the default profile must not go to another address.
+        # The token and the files of the default profile must not be used for another address.
         _choice.profile, _choice.is_read = None, True
         return given
     profile = _current()
@@ -93,7 +93,7 @@ def token_of_calls() -> str | None:
 
 
 def tls(*, secure: bool) -> Tls | None:
-    """Returns how to connect; None for plain text. `secure`: the address says grpcs://. Raises CommandFailed,
+    """Returns how to connect by TLS, or None for plain text. `secure`: the address says grpcs://. Raises CommandFailed,
     InvalidRequest."""
     from windrow import tls as client_tls
 
@@ -122,7 +122,7 @@ def keep(name: str, profile: Profile) -> None:
 
 
 def remove(name: str) -> bool:
-    """Removes a profile. Returns whether there was one."""
+    """Removes a profile. Returns whether it existed."""
     known = _read()
     if name not in known:
         return False

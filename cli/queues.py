@@ -95,8 +95,8 @@ def why(
 ) -> None:
     """Says why a queue gives no jobs now, or what it would give.
 
-    The first cause is the most decisive one. Looks at the first jobs only, so it is as quick for a queue with millions
-    of jobs. Exit code 4: the org has no such queue.
+    The first cause is the most decisive one. Looks at the first jobs only, so it is quick even for a queue with
+    millions of jobs. Exit code 4: the org has no such queue.
     """
     from cli.calls import connect
     from cli.messages import causes_json, causes_shown, time_json, time_shown
@@ -233,7 +233,7 @@ def quarantine(
 ) -> None:
     """Sets a queue's jobs of one kind aside, until `windrow queues release`.
 
-    Within seconds no consumer gets them; leased ones may finish. `windrow queues update --quarantine-after` does this
+    Within seconds no consumer gets them; leased jobs may finish. `windrow queues update --quarantine-after` does this
     by itself for kinds that crash their workers, and then lets one job through at a time.
     """
     from cli.calls import connect

@@ -47,10 +47,10 @@ def accept(
 ) -> None:
     """Accepts that a shard lost history, so that it serves again.
 
-    Use it when the shard's database was restored from a backup, or is a standby that lagged when it was promoted:
-    routers refuse the shard until then. Shows what is known about the loss and asks for confirmation. Lost jobs stay
-    lost. The runs of schedules until now are skipped for the reason `recovered`; `--schedules run-again` stores them
-    as after an outage. Exit code 5: not accepted.
+    Use it when the shard's database was restored from a backup, or is a standby that lagged when it was promoted.
+    Routers refuse the shard until the loss is accepted. Shows what is known about the loss and asks for confirmation.
+    Lost jobs stay lost. The runs of schedules until now are skipped for the reason `recovered`; `--schedules run-again`
+    stores them as after an outage. Exit code 5: not accepted.
     """
     cluster = databases.read(config)
     loss = databases.asked(_find_loss(cluster, shard))
@@ -158,7 +158,7 @@ def recover(
 
     A job is stray if it is on a shard where no router reads it; `windrow check` lists stray jobs. A stray job that the
     org's shards know already is deleted instead, so that nothing runs twice. May be stopped and repeated at any time.
-    Exit code 1: some jobs are left, such as leased ones; repeat it later.
+    Exit code 1: some jobs are left, such as leased jobs; repeat the command later.
     """
     cluster = databases.read(config)
     done = databases.asked(

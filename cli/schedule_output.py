@@ -53,8 +53,8 @@ def print_schedule(schedule: schedules_pb2.ScheduleInfo, *, as_json: bool = Fals
 
 
 def note_end(schedule: schedules_pb2.ScheduleInfo) -> None:
-    """Tells who has created or changed a schedule if it has no time to come: a year may be wrong."""
-    # A paused schedule comes without its next times.
+    """Warns the user who has created or changed a schedule if it has no next time: its year may be wrong."""
+    # The router sends a paused schedule without its next times.
     if schedule.next or schedule.paused:
         return
     end = f", until {output.time_text(schedule.spec.end.ToDatetime())}" if schedule.spec.HasField("end") else ""

@@ -213,7 +213,7 @@ def update(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Changes what is given. A new timing counts from now on; the job template stays as it is."""
+    """Changes the given settings. A new timing counts from now on; the job template stays as it is."""
     if sum(one is not None for one in (cron, every, at)) > 1:
         raise typer.BadParameter("give only one of them", param_hint="'--cron' / '--every' / '--at'")
     spec = schedule_options.spec_of(cron, every, at, tz, start, end, jitter, overlap, catch_up, catch_up_window, note)
@@ -276,7 +276,7 @@ def delete(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Deletes a schedule and what is known of its runs. Its jobs stay."""
+    """Deletes a schedule and the history of its runs. Its jobs stay."""
     from cli.calls import connect
     from windrow.v1 import schedules_pb2
 
@@ -330,7 +330,7 @@ def backfill(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Stores the runs of a range of time that has passed, except those that are known: at most 1,000.
+    """Stores the runs of a range of time that has passed, at most 1,000. Leaves out runs that exist already.
 
     With --overlap buffer-all they run one after another, at most 100.
     """

@@ -51,8 +51,8 @@ def router(
 ) -> None:
     """Runs this machine's routers.
 
-    They reload the cluster file when it changes, or at once after SIGHUP. If the new file has errors, the old one stays
-    in use. Runs until SIGTERM or Ctrl-C, then lets the calls in flight finish.
+    They reload the cluster file when it changes, or at once after SIGHUP. If the new file has errors, the old file
+    stays in use. Runs until SIGTERM or Ctrl-C, then lets the calls in flight finish.
     """
     from router.__main__ import run
     from router.errors import CannotListen, RouterFailed
@@ -230,7 +230,7 @@ def migrate(config: options.Config, as_json: options.Json = False) -> None:
     """Migrates the schema of every shard and of the catalog to this release.
 
     Skips shards that are off. Safe to repeat, and safe while routers run. Exit code 1: a database could not be
-    migrated; the others were.
+    migrated; the other databases were.
     """
     cluster = databases.read(config)
     with output.working(f"migrating {len(cluster.shards)} shards"):

@@ -1,5 +1,5 @@
-"""`windrow shards`: the shards as a router sees them. Other modules add commands to this group, which connect to the
-databases of a cluster file instead."""
+"""`windrow shards`: the shards as a router sees them. Other modules add commands to this group. These commands connect
+to the databases of a cluster file instead."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def list_shards(
     if as_json:
         output.say_json({**_shard_json(shard), "cluster_file": _file_json(file)} for shard in found.shards)
     else:
-        # These have columns of their own, which are shown only if they say something. Text after the counts in another
-        # column would push those out of line.
+        # These figures have columns of their own, which are shown only if a shard has such a figure. As text behind the
+        # counts of another column, they would push the counts out of line.
         fields = {"leaving": "leaving_slots", "pinned orgs": "pinned_orgs"}
         extra = {title: name for title, name in fields.items() if any(getattr(shard, name) for shard in found.shards)}
         columns = [
@@ -74,7 +74,7 @@ def list_shards(
 
 
 def _refuse_lost_options(context: typer.Context) -> None:
-    """Refuses options before the name of a subcommand: they belong to the list, which is not shown then."""
+    """Refuses options before the name of a subcommand: they belong to the list, which is not shown in that case."""
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if source is not None and source.name == "COMMANDLINE":

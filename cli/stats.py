@@ -46,7 +46,7 @@ def stats(
 ) -> None:
     """Counts an org's jobs by queue and state.
 
-    Exit code 3: a shard did not answer; the counts are those of the others.
+    Exit code 3: a shard did not answer; the counts are those of the other shards.
     """
     from cli.calls import connect
     from cli.messages import no_queues
@@ -103,7 +103,7 @@ def _watch(
 
 
 def shown(queues: Sequence[admin_pb2.QueueStats], *, finished: bool) -> Sequence[str]:
-    """Returns the states to be shown. Few orgs have workflows."""
+    """Returns the states to be shown: `blocked` only if a queue has blocked jobs, because few orgs have workflows."""
     counts = (*_LIVE, *_FINISHED) if finished else _LIVE
     return ("blocked", *counts) if any(queue.blocked for queue in queues) else counts
 

@@ -18,13 +18,13 @@ _file: Path | None = None
 
 
 def use_file(path: Path | None) -> None:
-    """Reads the token from this file. None: from the variable."""
+    """Makes `token` read this file. None: it reads the variable."""
     global _file
     _file = path
 
 
 def token() -> str | None:
-    """Returns the token, or None if there is none. Raises CommandFailed, which does not show it."""
+    """Returns the token, or None if there is none. Raises CommandFailed, whose message does not show the token."""
     if _file is not None:
         return read(_file)
     found = os.environ.get(_VARIABLE, "").strip()
@@ -48,7 +48,7 @@ def read(file: Path) -> str:
 
 
 def checked(token: str, *, where: str) -> str:
-    """Returns the token. Raises CommandFailed if it can be none."""
+    """Returns the token. Raises CommandFailed if the text cannot be a token."""
     if len(token) > _BYTES_MAX or not token.isascii() or not token.isprintable() or " " in token:
         raise CommandFailed(
             f"{where}: is not a token: it must be one line of ASCII without spaces, of at most {_BYTES_MAX:,} bytes",

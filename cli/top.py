@@ -1,7 +1,8 @@
 """`windrow top`: the orgs of all shards, or the queues of one org, by their figures, live in a terminal.
 
-It has what routers can tell exactly: docs/operations.md says what is missing, and why. A look at the figures counts
-jobs, which takes longer the more there are. So the pause between two looks grows with the time that a look takes.
+It shows only what routers know exactly; docs/operations.md says what is missing, and why. A look at the figures counts
+jobs: the more jobs there are, the longer it takes. So the pause between two looks grows with the time that a look
+takes.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
     from cli.calls import Router
     from windrow.v1 import admin_pb2
 
-# Looks may take one of this many parts of the time: the shards count for no longer, however many jobs they have.
+# Looks take at most one part in this many of the time. So shards count for no longer, however many jobs they have.
 _REST = 20
-# Lines of the screen that are not rows: two heads, the line for trouble, and an empty one, so that nothing scrolls.
+# How many lines of the screen are not rows: two heads, the line for trouble, and an empty line that prevents scrolling.
 _HEADS = 4
 
 
@@ -43,7 +44,7 @@ class _Figures:
     away: Sequence[str]
 
 
-# Takes the highest number of rows and the highest age of the figures.
+# Looks for the figures. Takes the largest number of rows, and the largest age that the figures may have.
 _Look = Callable[[int, timedelta], _Figures]
 
 
@@ -73,9 +74,9 @@ def top(
 ) -> None:
     """Shows which orgs, or which queues of an org, have most to do, until q or Ctrl-C.
 
-    Rates are those between two looks, so one printout takes as long as the interval. A look counts jobs; if that takes
-    long, the looks are rarer, so that a shard counts for no more than a twentieth of the time. Exit code 3: a shard did
-    not answer; its jobs are missing.
+    Rates are measured between two looks, so one printout takes as long as the interval. A look counts jobs; if that
+    takes long, the looks are rarer, so that a shard counts for no more than a twentieth of the time. Exit code 3: a
+    shard did not answer; its jobs are missing.
     """
     from cli.calls import connect
 
@@ -113,7 +114,7 @@ def _orgs(router: Router, sort: Sort, rows: int, max_age: timedelta) -> _Figures
     request = cluster_pb2.ListOrgsRequest(sort=org_figures.sort_value(sort), page_size=rows)
     request.max_age.FromTimedelta(max_age)
     answer = router.call(router.cluster.ListOrgs, request)
-    # Orgs with the same figure may come together, although there is no room for all of them.
+    # Do not rely on the router to send no more orgs than it was asked for.
     orgs, age = answer.orgs[:rows], answer.age.ToTimedelta()
     over = org_figures.rates_over(orgs)
     rates = "" if over is None else f", rates over {values.rough(over)}"

@@ -21,7 +21,7 @@ from cli.exits import CommandFailed, ExitCode
 if TYPE_CHECKING:
     from cli.local import LocalCluster
 
-# Beside the cluster file: the API key that --secure prints.
+# The file, in the folder of the cluster file, with the API key that --secure prints.
 _KEY_FILE = "acme.key"
 
 
@@ -137,7 +137,8 @@ def _use(root: Path | None) -> str:
 
 
 def _is_answered(host: str, port: int) -> bool:
-    """Whether a server accepts connections there. The routers check this, too, but only after Postgres has started."""
+    """Returns whether a server accepts connections there. The routers check this too, but only after Postgres has
+    started."""
     try:
         with socket.create_connection((host.strip("[]"), port), timeout=0.5):
             return True
@@ -208,7 +209,7 @@ class _Up:
             for pid in self._cluster.routers.pids:
                 _send(pid, signal.SIGKILL)
             for server in self._cluster.postgres.values():
-                # An immediate shutdown in Postgres's terms: it recovers at the next start.
+                # This is an immediate shutdown in Postgres's terms: the server recovers at its next start.
                 _send(server.pid, signal.SIGQUIT)
 
     def _routers(self) -> str:
@@ -264,7 +265,7 @@ Ctrl-C stops it."""
 
 
 def _how_to_call() -> tuple[str, str]:
-    """Returns how to call this command from another terminal, and the folder to do so."""
+    """Returns how to call this command from another terminal, and in which folder."""
     root = Path(__file__).resolve().parent.parent
     if os.access(root / "run", os.X_OK):
         return "./run windrow", f", in {root}"
@@ -278,8 +279,8 @@ def _scopes() -> list[str]:
 
 
 async def _key(config: Path) -> str:
-    """Returns an API key for the org acme: that of the earlier starts, or a new one. It is kept beside the cluster
-    file, which has the passwords of the databases."""
+    """Returns an API key for the org acme: the key of earlier starts, or a new key. Keeps it in the folder of the
+    cluster file, which has secrets already: the passwords of the databases."""
     from embedded.folders import write_file
     from shard.admin import api_keys
     from shard.vocabulary import OrgId

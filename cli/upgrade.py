@@ -45,10 +45,10 @@ class _Planned:
 
 @app.command("plan")
 def plan(config: options.Config, as_json: options.Json = False) -> None:
-    """Lists the migrations that this release will run, what each locks, and what it reads while it does.
+    """Lists the migrations that this release will run, what each locks, and what each reads meanwhile.
 
-    Changes nothing. Skips shards that are off. Exit codes: 0: no migration is left to run; 1: some are; 3: a database
-    cannot be reached; 5: this release cannot work with a schema, because a newer one has changed it.
+    Changes nothing. Skips shards that are off. Exit codes: 0: no migration is left to run; 1: some migrations are left;
+    3: a database cannot be reached; 5: this release cannot work with a schema, because a newer release has changed it.
     """
     cluster = databases.read(config)
     planned = databases.asked(_plan_all(cluster))
@@ -110,7 +110,7 @@ def _step_json(step: Step) -> dict[str, object]:
 
 
 async def _plan_all(cluster: Cluster) -> list[_Planned]:
-    """The catalog has an entry of its own if it has a database of its own."""
+    """Plans the migrations of all databases. The catalog has an entry of its own if it has a database of its own."""
     from shard.placement.cluster_file import ShardState
     from shard.vocabulary import CATALOG
 

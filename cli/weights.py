@@ -24,7 +24,7 @@ def set_weight(
 ) -> None:
     """Sets the weight of an org. It is in force on every router within 2 s, also for jobs that wait already.
 
-    While several orgs have ready jobs, one of weight 2 gets twice as much of the consumers' time as one of weight 1.
+    While several orgs have ready jobs, an org of weight 2 gets twice as much of the consumers' time as one of weight 1.
     """
     from cli.calls import connect
     from windrow.v1 import cluster_pb2

@@ -33,7 +33,7 @@ _OPTIONS = {
     "attributes": "attributes",
 }
 _FIELDS = {option: name for name, option in _OPTIONS.items()}
-# Checks a value. Returns what it must be; None: it is that.
+# Checks a value. Returns what the value must be. None: the value is right.
 _Rule: TypeAlias = Callable[[Any], str | None]
 
 
@@ -112,13 +112,13 @@ def _add(flow: Workflow, document: Any) -> Node:
     added = add[node.get("callback")](
         node["queue"], node["kind"], content.encode(), name=node.get("name", ""), **options
     )
-    # The router knows of names that no node has, because nodes may name later ones.
+    # The router finds names that no node has: here they cannot be found, because a node may name later nodes.
     return added.after(*node.get("after", []), on_failed=FailurePolicy(node.get("on_failed", "cancel")))
 
 
 def _given(document: Any, rules: Mapping[str, _Rule], *required: str, closed: bool = False) -> dict[str, Any]:
-    """Returns the fields that an object has, checked; one that is null counts as absent. `closed`: it must have no
-    others. Raises _Fault."""
+    """Returns the fields that an object has, after checking them. A field that is null counts as absent. `closed`: the
+    object must have no other fields. Raises _Fault."""
     if not isinstance(document, dict):
         raise _Fault(f"must be an object with {' and '.join(map(_shown, required))}, not {_shown(document)}")
     fields = cast("dict[str, Any]", document)
@@ -153,7 +153,7 @@ def _text(value: Any) -> str | None:
     try:
         value.encode()
     except UnicodeEncodeError:
-        # JSON can write half of a surrogate pair, which no text has.
+        # JSON can contain half of a surrogate pair, which is no valid text.
         return "a text without halves of characters"
     return None
 
@@ -164,7 +164,7 @@ def _one_of(*words: str) -> _Rule:
 
 def _whole(last: int) -> _Rule:
     def rule(value: Any) -> str | None:
-        # True is an int of Python, and no number of JSON.
+        # True is an int in Python, but no number in JSON.
         is_whole = isinstance(value, int) and not isinstance(value, bool)
         return None if is_whole and 1 <= value <= last else f"a whole number from 1 to {last:,}"
 

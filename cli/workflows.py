@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _PAGE = 1000
 _COUNTS = ("blocked", "released", "succeeded", "failed", "cancelled", "skipped")
-# How many nodes of one level are drawn alike as one line.
+# More nodes of one level than this are drawn as one line if they are alike. A node shows no more than this many of the
+# nodes that it waits for.
 _ALIKE_MAX = 3
 
 app = App(help="Starts and shows graphs of jobs, and acts on them.")
@@ -69,8 +70,8 @@ def start(
 ) -> None:
     """Stores a workflow with all its jobs, and prints its id.
 
-    FILE has {"name": ..., "nodes": [...]}. A node has "queue" and "kind"; and if it needs them "name", "payload" (a
-    text, or any other JSON), "after" (names of nodes), "on_failed" (cancel, ignore or run), "callback" (on_success,
+    FILE has {"name": ..., "nodes": [...]}. A node has "queue" and "kind". It may also have "name", "payload" (a text,
+    or any other JSON), "after" (names of nodes), "on_failed" (cancel, ignore or run), "callback" (on_success,
     on_failure or on_end), "priority", "max_attempts", "delay_s", "group" and "attributes".
 
     Exit code 5: another workflow has this id.
@@ -103,7 +104,7 @@ def show(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Shows how far a workflow is, and draws it: each node below those that it waits for."""
+    """Shows how far a workflow is, and draws it: each node below the nodes that it waits for."""
     from cli.calls import connect
     from windrow.v1 import workflows_pb2
 
@@ -163,7 +164,7 @@ def cancel(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Cancels all jobs of a workflow that have not ended, also those that run."""
+    """Cancels all jobs of a workflow that have not ended, also the jobs that run."""
     from cli.calls import connect
     from windrow.v1 import workflows_pb2
 
@@ -180,7 +181,7 @@ def pause(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Releases no more jobs of a workflow. Jobs that need not wait for others run."""
+    """Releases no more jobs of a workflow. Jobs that wait for no other node still run."""
     from cli.calls import connect
     from windrow.v1 import workflows_pb2
 
@@ -245,13 +246,13 @@ def retry(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Starts a workflow that has failed or was cancelled once more, as a new workflow, which it prints.
+    """Starts a failed or cancelled workflow once more, as a new workflow, and prints the new one.
 
-    The new workflow takes over the nodes that have succeeded or were skipped, and runs the others again. The dead jobs
-    of the old one are cancelled.
+    The new workflow takes over the nodes that have succeeded or were skipped, and runs the other nodes again. The dead
+    jobs of the old workflow are cancelled.
 
-    Exit code 5: the workflow runs, has succeeded or was retried already; or a job that is to run again is live, or not
-    known any more.
+    Exit code 5: the workflow runs, has succeeded or was retried already; or a job that is to run again is live, or no
+    longer exists.
     """
     from cli.calls import connect
     from windrow import uuid7
@@ -402,7 +403,8 @@ def _print(workflow: workflows_pb2.WorkflowInfo, counts: workflows_pb2.NodeCount
 
 
 def _levels(nodes: Sequence[workflows_pb2.NodeInfo]) -> dict[str, int]:
-    """Returns how many nodes in a row each node waits for. Nodes come after those that they wait for."""
+    """Returns for each node the length of the longest chain of nodes that it waits for. Expects each node after the
+    nodes that it waits for."""
     levels: dict[str, int] = {}
     for node in nodes:
         levels[node.name] = max((levels[edge.node] + 1 for edge in node.after), default=0)
@@ -410,8 +412,8 @@ def _levels(nodes: Sequence[workflows_pb2.NodeInfo]) -> dict[str, int]:
 
 
 def _drawn(nodes: Sequence[workflows_pb2.NodeInfo]) -> Iterator[list[str]]:
-    """Draws a tree: each node one step to the right of those that it waits for. More than a few nodes in a row that
-    wait for the same nodes and are in the same state become one line."""
+    """Draws a tree, with each node one step to the right of the nodes that it waits for. If more than a few nodes in a
+    row wait for the same nodes and are in the same state, they become one line."""
     levels = _levels(nodes)
     at = 0
     plain = sorted((node for node in nodes if not node.callback), key=lambda node: levels[node.name])

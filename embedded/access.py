@@ -44,7 +44,7 @@ class Passwords:
 
     def draw(self) -> dict[str, str]:
         """Generates new passwords, saves and returns them."""
-        # With characters that need no escaping in a URL.
+        # Use characters that need no escaping in a URL.
         passwords = {role: secrets.token_urlsafe(24) for role in (SUPERUSER, ROLE)}
         self.keep(passwords)
         return passwords
@@ -69,7 +69,7 @@ def complete(superuser_dsn: str, *, password: str) -> None:
             connection.execute(
                 sql.SQL("CREATE ROLE {} LOGIN PASSWORD {}").format(sql.Identifier(ROLE), sql.Literal(verifier.decode()))
             )
-        # For `windrow doctor`: without it, the role does not see for how long other roles hold a snapshot.
+        # `windrow doctor` needs this: without it, the role does not see for how long other roles hold a snapshot.
         connection.execute(sql.SQL("GRANT pg_read_all_stats TO {}").format(sql.Identifier(ROLE)))
         database = connection.execute("SELECT FROM pg_database WHERE datname = %s", [DATABASE]).fetchone()
         if database is None:

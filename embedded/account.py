@@ -91,5 +91,5 @@ def run(command: Sequence[str | Path], *, account: Account | None, timeout_s: fl
 
 
 def can_enter(folder: Path, account: Account | None) -> bool:
-    """Whether the account can traverse `folder`. Tries it, because modes alone are not conclusive."""
+    """Returns whether the account can traverse `folder`. Tries it, because modes alone are not conclusive."""
     return run(["/bin/sh", "-c", 'cd -- "$1"', "sh", folder], account=account)[0]

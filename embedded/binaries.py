@@ -28,8 +28,8 @@ _DEBIAN = Path("/usr/lib/postgresql")
 
 # Clusters start in parallel, and all use the same copy of 40 MB.
 _copying = threading.Lock()
-# What programs answered to --version, by account. Each start of a cluster looks for them, and a large process takes
-# 15 ms to start one as another account. Failures are not kept: their cause may be removed.
+# What programs answered to --version, by account. Each start of a cluster looks for the programs, and a large process
+# takes 15 ms to start a program as another account. Failures are not kept: their cause may be removed.
 _answers: dict[tuple[Path, Account | None], str] = {}
 
 
@@ -46,7 +46,7 @@ class Binaries:
         return self.folder / name
 
     def has_library(self, name: str) -> bool:
-        """Whether a loadable module, such as pg_stat_statements, is installed."""
+        """Returns whether a loadable module, such as pg_stat_statements, is installed."""
         found, printed = run([self.program("pg_config"), "--pkglibdir"], account=None)
         places = [Path(printed)] if found else [self.folder.parent / "lib"]
         return any((place / f"{name}{end}").exists() for place in places for end in (".so", ".dylib"))
@@ -156,7 +156,7 @@ def _refusal(folder: Path, account: Account | None) -> str | None:
 
 
 def _version(program: Path, account: Account | None) -> tuple[bool, str]:
-    """Returns whether the account can run the program, and its version or the reason."""
+    """Returns whether the account can run the program, and the program's version or the reason of the failure."""
     known = _answers.get((program, account))
     if known is not None:
         return True, known

@@ -162,7 +162,7 @@ class Cluster:
         return self._passwords.dsn(SUPERUSER, "postgres", port=self.port)
 
     def start(self, timeout_s: float = 60) -> None:
-        """Starts the server, or adopts one that a killed owner left running, and waits until it answers.
+        """Starts the server, or adopts a server that a killed owner left running, and waits until it answers.
 
         Does nothing if it already runs for this object. After a crash it first waits until the old server's orphaned
         children have ended. Raises BinariesNotFound, ClusterInUse, PortTaken or StartFailed; everything that this call
@@ -193,7 +193,7 @@ class Cluster:
         """Stops the server and waits until it has ended; then removes an ephemeral cluster.
 
         fast: closes connections and writes a checkpoint. immediate: ends at once and recovers at the next start.
-        Does nothing if the server does not run. Raises ClusterInUse if another process owns it, and StopTimedOut.
+        Does nothing if the server does not run. Raises StopTimedOut. Raises ClusterInUse if another process owns it.
         """
         deadline = time.monotonic() + timeout_s
         with self._mutex:
@@ -244,7 +244,7 @@ class Cluster:
                 self._watcher.guard(None)
 
     def promote(self, timeout_s: float = 60) -> None:
-        """Promotes a standby to primary, and waits until it is one. Raises StartFailed.
+        """Promotes a standby to primary, and waits until it is the primary. Raises StartFailed.
 
         Stop the old primary first: nothing here prevents two primaries.
         """
@@ -280,7 +280,7 @@ class Cluster:
     # Starting
 
     def _running_before(self, deadline: float) -> Postmaster | None:
-        """Returns the live server to adopt, or None if there is none. Waits for one that is stopping."""
+        """Returns the live server to adopt, or None if there is none. If the server is stopping, waits for its end."""
         found = read_postmaster(self._data)
         if found is None or found.status != "stopping":
             return found
@@ -303,7 +303,7 @@ class Cluster:
             binaries = find_binaries(self._wanted_binaries, major=existing, copies=self._copies)
             if existing is None:
                 self._initialize(binaries, deadline, lock)
-            # No process of this cluster lives: if the id in this file exists, another process has it now.
+            # No process of this cluster lives. If a process with the id in this file exists, it is another one.
             (self._data / "postmaster.pid").unlink(missing_ok=True)
             self._log.rotate()
             self._launch_on_a_free_port(binaries, deadline, lock)

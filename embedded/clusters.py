@@ -58,7 +58,7 @@ class Clusters(Mapping[str, Cluster]):
         return {name: cluster.dsn for name, cluster in self._clusters.items()}
 
     def start(self, timeout_s: float = 60) -> None:
-        """Starts all. If one fails, stops all and raises its error."""
+        """Starts all clusters. If a cluster fails to start, stops all clusters and raises its error."""
         try:
             self._each(lambda cluster: cluster.start(timeout_s))
         except BaseException:
@@ -67,11 +67,11 @@ class Clusters(Mapping[str, Cluster]):
             raise
 
     def stop(self, mode: StopMode = "fast", timeout_s: float = 30) -> None:
-        """Stops all. Raises the first error after trying every cluster."""
+        """Stops all clusters. Raises the first error after trying every cluster."""
         self._each(lambda cluster: cluster.stop(mode, timeout_s))
 
     def close(self) -> None:
-        """Stops all, with immediate stops if necessary: see Cluster.close()."""
+        """Stops all clusters, with immediate stops if necessary: see Cluster.close()."""
         self._each(lambda cluster: cluster.close())
 
     def _each(self, act: Callable[[Cluster], None]) -> None:

@@ -59,7 +59,7 @@ def _lock(file: IO[str]) -> bool:
 
 
 def _is_still_at(file: IO[str], path: Path) -> bool:
-    """Whether the locked file is still the one at `path`: a reset may have deleted it meanwhile."""
+    """Returns whether the locked file is still the one at `path`: a reset may have deleted it meanwhile."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     return False

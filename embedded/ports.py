@@ -15,7 +15,7 @@ from embedded.folders import read_json, write_file
 
 HOST = "127.0.0.1"
 
-# Below the range of outgoing connections, which could take the port while the cluster is stopped.
+# These ports are below the range of outgoing connections, which could take a port while its cluster is stopped.
 _PORTS = range(20_000, 32_000)
 _PORT_TRIES = 100
 

@@ -37,7 +37,7 @@ def read_postmaster(data: Path) -> Postmaster | None:
 
 
 def names_folder(pid: int, data: Path) -> bool:
-    """Whether process `pid` lives and was started with `-D data`. A zombie is not alive."""
+    """Returns whether process `pid` lives and was started with `-D data`. A zombie is not alive."""
     if os.path.isdir("/proc/self"):
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as file:

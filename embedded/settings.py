@@ -41,7 +41,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 
 
 def check_overrides(overrides: Mapping[str, str]) -> dict[str, str]:
-    """Returns the overrides by lower-case name. Raises ValueError for one that is not allowed."""
+    """Returns the overrides by lower-case name. Raises ValueError for an override that is not allowed."""
     checked: dict[str, str] = {}
     for name, value in overrides.items():
         if not _NAME.fullmatch(name):

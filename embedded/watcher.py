@@ -45,7 +45,7 @@ class Watcher:
         self._shell = spawn(["/bin/sh", "-c", _SCRIPT, "windrow-watcher", folder], account=None, stdin=subprocess.PIPE)
 
     def guard(self, pid: int | None) -> None:
-        """Sets the process to stop, in place of the previous one. None: no process."""
+        """Sets which process the watcher will stop. It replaces the previous one. None: no process."""
         self._say(f"{pid or 0}\n")
 
     def dismiss(self) -> None:

@@ -1,4 +1,4 @@
-"""Tells how long messages took to send, and how late they were, by step. Counts all that were sent and are still kept.
+"""Tells how long messages took to send, and how late they were, by step. Counts all sent messages that are still kept.
 
 python -m examples.campaigns.durations shop
 """

@@ -1,4 +1,4 @@
-"""The campaign: which messages a person gets, and when. Plans them, and changes the plans of some or of all.
+"""The campaign: which messages a person gets, and when. Plans them, and changes the plan of a person.
 
 python -m examples.campaigns.plan shop start --signup s-1001 ada@example.com bob@example.com
 python -m examples.campaigns.plan shop stop ada@example.com
@@ -21,15 +21,15 @@ STEPS = {"hello": 0, "tips": 3, "offer": 14, "survey": 30, "anniversary": 365}
 
 
 def start(client: windrow.SyncClient, signup: str, people: Sequence[str]) -> int:
-    """Plans all messages of these people. Returns how many are new. `signup`: the id of what they did; if it comes
-    again, nothing is planned twice (for 30 days, the longest window of a key)."""
+    """Plans all messages of these people. Returns how many are new. `signup`: the id of the event that started this. If
+    the same signup comes again, nothing is planned twice (for 30 days, the longest window of a key)."""
     now = datetime.now(UTC)
     jobs = [
         windrow.NewJob(
             QUEUE,
             KIND,
             {"to": person, "subject": f"{CAMPAIGN}: {step}"},
-            # By these the messages are found again, those of a person or of a step.
+            # By these attributes, the messages of a person or of a step can be found.
             attributes={"campaign": CAMPAIGN, "person": person, "step": step},
             run_at=now + timedelta(days=days),
             dedup_key=f"{signup} {person} {step}",
@@ -38,29 +38,29 @@ def start(client: windrow.SyncClient, signup: str, people: Sequence[str]) -> int
         for person in people
         for step, days in STEPS.items()
     ]
-    # At most 1,000 jobs, all or none. For more: independent=True, or enqueue_batch.
+    # This stores at most 1,000 jobs, all or none. For more jobs, use independent=True, or enqueue_batch.
     return sum(not one.duplicate for one in client.enqueue_many(jobs))
 
 
 def stop(client: windrow.SyncClient, person: str) -> int:
-    """Cancels what a person has not got yet. Returns how many messages."""
+    """Cancels the messages that a person has not got yet. Returns how many."""
     of_person = windrow.JobFilter(queue=QUEUE, attributes={"campaign": CAMPAIGN, "person": person})
     return client.cancel_where(of_person, reason="unsubscribed").changed
 
 
 def move(client: windrow.SyncClient, person: str, days: float) -> int:
-    """Sends what a person has not got yet this many days later. Returns how many messages."""
+    """Makes all messages that a person has not got yet this many days later. Returns how many were changed."""
     moved, token = 0, ""
     while True:
         page = client.list_jobs(
             QUEUE,
-            # Several states, so that the order is that of the ids: a message that is moved keeps its place in the list.
+            # With several states, the list is in the order of the ids: a message that is moved keeps its place.
             states=[windrow.JobState.SCHEDULED, windrow.JobState.READY],
             attributes={"campaign": CAMPAIGN, "person": person},
             page_token=token,
         )
         for job in page.jobs:
-            # Each has a time of its own. A message that is sent at this moment is STALE, and stays as it is.
+            # Each message has a time of its own. A message that is sent at this moment is STALE, and stays as it is.
             (answer,) = client.alter_jobs([job.id], run_at=job.run_at + timedelta(days=days))
             moved += answer is windrow.Answer.OK
         token = page.next_page_token

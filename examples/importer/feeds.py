@@ -1,4 +1,4 @@
-"""The feeds, the queues, and what asks for an import. Several hosts may ask for the same feed at the same time.
+"""The feeds, the queues, and the hosts that ask for imports. Several hosts may ask for a feed at the same time.
 
 python -m examples.importer.feeds shop coats hats shoes ties --hosts 4
 """

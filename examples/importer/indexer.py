@@ -42,14 +42,14 @@ class Products:
 
 
 def make_worker(org: str, products: Products, *, window_s: float) -> windrow.Worker:
-    # Room for a batch that runs and for others that gather meanwhile.
+    # This is room for a batch that runs and for other batches that gather meanwhile.
     worker = windrow.Worker(windrow.Client(org=org), ROWS, concurrency=4 * BATCH, visibility_window=window_s)
 
     @worker.batch_handler("index_row", max_jobs=BATCH, max_wait=0.05)
     def index_rows(jobs: Sequence[windrow.Job]) -> list[windrow.Kill | None]:
         rows = [job.json() for job in jobs]
         products.put([(row["sku"], row["cents"]) for row in rows if row["cents"] >= 0])
-        # One outcome for each job: a broken row must not fail the others, nor be tried again.
+        # Return one outcome for each job: a broken row must not fail the other rows, nor be tried again.
         return [windrow.Kill(f"no price: {row['cents']}") if row["cents"] < 0 else None for row in rows]
 
     return worker

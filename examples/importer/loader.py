@@ -1,5 +1,5 @@
-"""Imports feeds: makes a job of each row. A loop instead of a windrow.Worker: it takes a job, extends its lease for as
-long as the work takes, and acks it.
+"""Imports feeds: makes a job of each row. Uses a loop instead of a windrow.Worker: the loop takes a job, extends its
+lease for as long as the work takes, and acks it.
 
 python -m examples.importer.loader shop
 """
@@ -18,12 +18,12 @@ WAIT_S = 20.0
 
 
 class LeaseLost(Exception):
-    """Somebody else has the job, or will: what this program does for it is in vain."""
+    """Somebody else has the job, or will have it: more work on it here would be in vain."""
 
 
 def load(client: windrow.SyncClient, job: windrow.Job, *, window_s: float, slow_s: float) -> windrow.Batch:
-    """Stores the rows of a feed as jobs. May be repeated after a crash: the batch is named by the import's job, and so
-    is each of its jobs; what is stored is not stored again (for 7 days after the import was asked for)."""
+    """Stores the rows of a feed as jobs. May be repeated after a crash: the batch's id is the id of the import's job,
+    so jobs that are stored are not stored again (for 7 days after the import was asked for)."""
     feed = str(job.json()["feed"])
 
     def keep_lease(done: windrow.Batch) -> None:

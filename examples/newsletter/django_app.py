@@ -27,7 +27,7 @@ from examples.newsletter.newsletter import Settings, Subscribers, mail_to, make_
 def make_application(settings: Settings, worker: threading.Thread) -> Any:
     """Returns the WSGI application. `worker`: the thread of the worker."""
     subscribers = Subscribers(settings.file)
-    # For views that are no coroutines. Any number of threads may use it.
+    # The views are no coroutines, so they need a SyncClient. Any number of threads may use it.
     client = windrow.SyncClient(org=settings.org)
 
     def subscribe(request: HttpRequest) -> JsonResponse:
@@ -41,7 +41,7 @@ def make_application(settings: Settings, worker: threading.Thread) -> Any:
         return JsonResponse({"welcome": stored.id}, status=202)
 
     def health(_: HttpRequest) -> JsonResponse:
-        # A worker ends by itself only for what no retry can fix, such as a revoked key.
+        # A worker ends by itself only after an error that no retry can fix, such as a revoked key.
         runs = worker.is_alive()
         return JsonResponse({"worker": "runs" if runs else "has ended"}, status=200 if runs else 503)
 
@@ -54,7 +54,7 @@ def make_application(settings: Settings, worker: threading.Thread) -> Any:
 def main() -> None:
     settings = settings_of("The newsletter as a Django application.", port=8002)
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.INFO)
-    # So that SIGTERM ends the block below in order.
+    # Let SIGTERM end the block below in an orderly way.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     with (
         working(make_worker(settings)) as worker,

@@ -23,7 +23,7 @@ class Subscription(BaseModel):
 
 def make_app(settings: Settings) -> FastAPI:
     subscribers = Subscribers(settings.file)
-    # A worker's client belongs to the event loop of its thread. This one is for FastAPI's loop.
+    # A worker's client belongs to the event loop of its thread. This client is for FastAPI's loop.
     client = windrow.Client(org=settings.org)
     worker = make_worker(settings)
 
@@ -39,7 +39,7 @@ def make_app(settings: Settings) -> FastAPI:
     async def subscribe(subscription: Subscription) -> dict[str, str]:
         subscribers.add(subscription.address)
         try:
-            # The same NewJob, sent again, is stored once.
+            # If the same NewJob is sent again, it is stored once.
             (stored,) = await client.enqueue_many([mail_to(subscription.address, "Welcome")])
         except windrow.WindrowError as error:
             raise HTTPException(503, str(error)) from error
@@ -47,7 +47,7 @@ def make_app(settings: Settings) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        # A worker ends by itself only for what no retry can fix, such as a revoked key.
+        # A worker ends by itself only after an error that no retry can fix, such as a revoked key.
         if not app.state.worker.is_alive():
             raise HTTPException(503, "the worker has ended")
         return {"worker": "runs"}

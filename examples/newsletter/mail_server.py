@@ -1,4 +1,4 @@
-"""A mail server for trials: it takes up to --rate messages in a second, and refuses others with 429.
+"""A mail server for trials: it takes up to --rate messages in a second, and refuses further messages with 429.
 
 python -m examples.newsletter.mail_server --port 9200 --rate 50
 

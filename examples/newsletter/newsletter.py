@@ -16,7 +16,8 @@ from zoneinfo import ZoneInfo
 
 import windrow
 
-# The runs of the schedule, and the mails. Only the mails have a limit of starts: a digest need not wait behind them.
+# The queues of the digests, which the schedule stores, and of the mails. Only mails have a limit of starts, so a digest
+# need not wait behind mails.
 DIGESTS, MAILS = "newsletter-digests", "newsletter-mails"
 EVERY, TZ = "0 8 * * 1-5", "Europe/Paris"
 ANSWER_S = 10.0
@@ -88,7 +89,7 @@ def make_worker(settings: Settings) -> windrow.Worker:
     async def send_digest(job: windrow.Job) -> dict[str, int]:
         """Enqueues the mails of an issue. May run again, here or in the other process: each mail is stored once."""
         assert job.scheduled_run is not None
-        # The day that the calendar says, and not that of today: the run may be late.
+        # Use the day that the calendar says, and not today, because the run may be late.
         subject = f"The news of {job.scheduled_run.at.astimezone(ZoneInfo(TZ)):%d %B %Y}"
         mails = [mail_to(address, subject) for address in subscribers.all()]
         stored = await client.enqueue_many(mails, independent=True)
@@ -103,9 +104,9 @@ def make_worker(settings: Settings) -> windrow.Worker:
 
 @contextlib.contextmanager
 def working(worker: windrow.Worker) -> Generator[threading.Thread, None, None]:
-    """Runs a worker in a thread of this process, beside whatever else the process does. Yields the thread. At the end
-    of the block the handlers may finish; jobs that have not begun go to the other processes."""
-    # windrow.run makes an event loop of its own in the thread. Signals are the web server's affair.
+    """Runs a worker in a thread of this process, while the process does other things. Yields the thread. At the end of
+    the block the handlers may finish; jobs that have not begun go to the other processes."""
+    # windrow.run makes an event loop of its own in the thread. The web server handles the signals.
     thread = threading.Thread(target=windrow.run, args=(worker,), name="newsletter")
     thread.start()
     try:

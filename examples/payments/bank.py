@@ -34,7 +34,7 @@ class Accounts:
 
     def charge(self, key: str, customer: str, cents: int) -> bool:
         """Takes the money, unless there is too little. The key and the effect are one transaction: after a crash there
-        are both, or neither. A key that was used before gets the answer of then, and has no effect."""
+        are both, or neither. A key that was used before gets the same answer as then, and has no effect."""
         with self._lock, self._transaction():
             known = self._database.execute("SELECT taken FROM charge WHERE key = ?", (key,)).fetchone()
             if known is not None:

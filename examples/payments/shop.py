@@ -23,8 +23,8 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Fence(NamedTuple):
-    """Higher for each lease of a job. An attempt that is retried, snoozed, released or redriven has a later due time,
-    by the shard's clock; one whose lease expired has the same due time, and a higher number."""
+    """A value that is higher for each new lease of a job. After a retry, snooze, release or redrive, the job has a
+    later due time, by the shard's clock. After a lease that expired, it has the same due time and a higher attempt."""
 
     due_us: int
     attempt: int
@@ -38,7 +38,8 @@ class Orders:
     """The shop's own database. Any number of processes may use it."""
 
     def __init__(self, file: Path) -> None:
-        # Autocommit: each statement below is a transaction. The handlers of a worker are threads that share it.
+        # With autocommit, each statement below is a transaction. The handlers of a worker are threads that share this
+        # connection.
         self._database = sqlite3.connect(file, isolation_level=None, timeout=30, check_same_thread=False)
         self._database.executescript("""
             PRAGMA journal_mode = WAL;
@@ -59,8 +60,8 @@ class Orders:
     def write(self, order_id: str, state: str, fence: Fence) -> bool:
         """Changes an order's state, unless a later lease has written. Returns whether it did.
 
-        A later lease exists only when the earlier one has ended. So a worker that was late, such as one whose machine
-        stood still for a minute, changes nothing any more: without asking Windrow, and without a clock."""
+        A later lease exists only after the earlier one has ended. So a late worker, such as one whose machine stood
+        still for a minute, changes nothing any more. This works without a call to Windrow, and without a clock."""
         changed = self._database.execute(
             "UPDATE purchase SET state = ?1, due_us = ?2, attempt = ?3 WHERE id = ?4 AND (due_us, attempt) <= (?2, ?3)",
             (state, *fence, order_id),

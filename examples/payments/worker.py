@@ -26,14 +26,14 @@ def take(bank: str, order: dict[str, str | int]) -> bool:
     request = Request(
         f"{bank}/charges",
         data=json.dumps({"customer": order["customer"], "cents": order["cents"]}).encode(),
-        # The key is the order's, and not the attempt's nor the job's: whoever asks again, it is the same payment.
+        # The key is the order's id, and not that of a job or an attempt: whoever asks again, it is the same payment.
         headers={"Content-Type": "application/json", "Idempotency-Key": str(order["order"])},
     )
     try:
         with urlopen(request, timeout=ANSWER_S) as answer:
             return bool(json.load(answer)["taken"])
     except OSError as error:
-        # Nobody knows whether the money was taken. That is no reason to stop: the next attempt has the same key.
+        # Nobody knows whether the money was taken. Trying again is safe, because the next attempt has the same key.
         raise windrow.Retry(f"no answer of the bank: {error}") from error
 
 
@@ -46,7 +46,7 @@ def make_worker(org: str, bank: str, file: Path, *, window_s: float) -> windrow.
         order, fence = job.json(), Fence.of(job)
         if not orders.write(order["order"], "charging", fence):
             return None
-        # A declined payment is an answer, and not a failure: nothing is to be tried again.
+        # A declined payment is an answer, and not a failure, so there is nothing to try again.
         state = "paid" if take(bank, order) else "declined"
         if not orders.write(order["order"], state, fence):
             # The lease has ended, so whatever is returned here changes nothing at Windrow either.

@@ -20,7 +20,7 @@ QUEUE = "pushes"
 KIND = "push"
 
 # How many pushes are sent at once. The pushes of one org are one call, and the next pushes wait until all of these are
-# acknowledged. So an org's jobs are stored in recorded order, and across orgs a job overtakes fewer others than this.
+# acknowledged. So an org's jobs are stored in recorded order. A job overtakes fewer jobs of other orgs than this.
 WINDOW = 500
 DELAYED_EVERY = 10
 DELAY_S_MAX = 5.0
@@ -33,7 +33,7 @@ _log = logging.getLogger("producer")
 
 
 def delays_s(pushes: Sequence[Push]) -> list[float]:
-    """Returns each job's delay: for every tenth push its recorded gap, compressed; for the others 0.
+    """Returns each job's delay: for every tenth push its recorded gap, compressed; for other pushes 0.
 
     The gap is the time since the previous push to the same repository (none: 0), and
 

@@ -19,20 +19,20 @@ from examples.pushes import tables
 from examples.pushes.producer import KIND, QUEUE
 from examples.pushes.totals import Push, read_pushes
 
-# Handlers at the same time, for each org. Most of them only wait for the transaction that they share.
+# How many handlers run at the same time, for each org. Most of them only wait for the transaction that they share.
 CONCURRENCY = 100
 
 
 @dataclass(slots=True)
 class _Batch:
-    # By job id: a job that is delivered again while it waits is the same push.
+    # The pushes by job id: a job that is delivered again while it waits is the same push.
     pushes: dict[str, Push] = field(default_factory=dict[str, Push])
     applied: bool = False
 
 
 class Totals:
-    """Applies all waiting pushes in one transaction. A single push does not wait for others; while a transaction runs,
-    the next batch fills."""
+    """Applies all waiting pushes in one transaction. A single push does not wait for other pushes; while a transaction
+    runs, the next batch fills."""
 
     def __init__(self, pool: tables.Pool) -> None:
         self._pool = pool

@@ -15,13 +15,14 @@ import windrow
 from examples.pushes.totals import Push, read_pushes
 
 QUEUE = "report"
-# The pushes of one node. Its payload may have 1 MiB, and the whole workflow 16 MiB.
+# How many pushes one node counts. Its payload may have 1 MiB, and the whole workflow 16 MiB.
 PART = 100
 WAIT_S = 600.0
 
 
 def make_flow(org: str, pushes: Sequence[Push], *, flow_id: str, broken: bool = False) -> windrow.Workflow:
-    """Draws the graph: of each project many parts, then their sum; and after all sums the report.
+    """Makes the graph: for each project many nodes that count a part, and a node that adds them up; after all sums, the
+    node that writes the report.
 
     `broken`: the first part cannot be read."""
     by_project: dict[str, list[Push]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Works the nodes of reports. Any number of workers may run, and none has to be there between two nodes.
+"""Works the nodes of reports. Any number of workers may run, and between two nodes no worker has to run.
 
 python -m examples.report.worker acme
 """
@@ -28,7 +28,7 @@ def make_worker(org: str, *, window_s: float, slow_s: float) -> windrow.Worker:
         try:
             pushes = [Push.from_json(line) for line in job.payload.splitlines()]
         except (ValueError, TypeError) as error:
-            # It will not be readable tomorrow either. The nodes after it are cancelled, and the alarm is raised.
+            # The part will not be readable tomorrow either. Later nodes are cancelled, and the alarm is raised.
             raise windrow.Kill(f"this part cannot be read: {error}") from error
         (figures,) = plain(pushes).values()
         return figures

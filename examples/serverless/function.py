@@ -32,7 +32,7 @@ def main() -> None:
         # job of a function that was ended comes back.
         jobs = client.dequeue(QUEUE, visibility_window=given.limit, worker=f"function-{os.getpid()}")
         if not jobs:
-            # Others were faster. That costs nothing but this start.
+            # Other functions were faster. That costs no more than the start of this one.
             return
         (job,) = jobs
         try:

@@ -21,18 +21,18 @@ _log = logging.getLogger("scaler")
 
 
 def to_start(*, ready: int, leased: int, running: int, most: int) -> int:
-    """Returns how many functions to start. `running`: those that this program has started and that have not ended.
+    """Returns how many functions to start. `running`: how many functions this program has started that have not ended.
 
-    A function that has been started and has no job yet will take one of those that are ready: it is not to be started
-    again. After a crash of this program, functions run that it does not know; most of them have leases. So a few too
-    many may start: they find no job, because the queue's limit of jobs in flight is exact."""
+    A running function without a job will take one of the ready jobs, so that job needs no other function. After a crash
+    of this program, functions run that it does not know; most of them have leases. So a few functions too many may
+    start. They find no job, because the queue's limit of jobs in flight is exact."""
     without_job = max(0, running - leased)
     return max(0, min(ready - without_job, most - max(running, leased)))
 
 
 def capacity(client: windrow.SyncClient) -> tuple[int, int]:
     """Returns how many jobs are ready, and how many are leased."""
-    # Without a queue's name there is no error for a queue that does not exist yet.
+    # Ask for all queues: to ask for a queue that does not exist yet would be an error.
     stats = client.stats().queues.get(QUEUE)
     return (0, 0) if stats is None or stats.paused else (stats.ready, stats.leased)
 
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("org")
     parser.add_argument("--most", type=int, default=4, metavar="N", help="functions at a time; default: 4")
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="between two looks; default: 1")
-    # The others are for the functions.
+    # The other arguments are for the functions.
     given, arguments = parser.parse_known_args()
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.INFO)
     functions: list[subprocess.Popen[bytes]] = []

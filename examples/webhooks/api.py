@@ -33,7 +33,7 @@ class Deliveries:
         self._clients: dict[str, windrow.SyncClient] = {}
 
     def add(self, org: str, event: dict[str, Any]) -> windrow.Enqueued:
-        """Returns when the delivery is stored. Raises windrow.WindrowError."""
+        """Stores the delivery of an event. Returns after the commit. Raises windrow.WindrowError."""
         endpoint = str(event["endpoint"])
         return self._client(org).enqueue(
             QUEUE,

@@ -14,7 +14,7 @@ from urllib.request import Request, urlopen
 import windrow
 from examples.webhooks.api import KIND, QUEUE
 
-# How long an endpoint may take to answer, and a whole attempt.
+# How long an endpoint may take to answer, and how long a whole attempt may take.
 ANSWER_S = 5.0
 ATTEMPT_S = 10.0
 CONCURRENCY = 20
@@ -24,13 +24,13 @@ _log = logging.getLogger("webhooks")
 
 
 def deliver(job: windrow.Job) -> dict[str, int]:
-    """Sends an event to its endpoint. Any answer but 2xx fails the attempt, by Retry: a traceback in the log for each
-    failure of somebody else's server would help nobody."""
+    """Sends an event to its endpoint. Any answer except 2xx fails the attempt. It raises Retry, because a traceback in
+    the log for each failure of somebody else's server would help nobody."""
     event = job.json()
     request = Request(
         event["endpoint"],
         data=json.dumps(event.get("data")).encode(),
-        # An endpoint may get an event again: it knows it by this key.
+        # An endpoint may get an event again, and recognises it by this key.
         headers={"Content-Type": "application/json", "Idempotency-Key": event["id"]},
     )
     try:

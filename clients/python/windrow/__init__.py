@@ -17,10 +17,10 @@ else:
 
     def __getattr__(name: str) -> object:
         """Imports a module of this package, or all of the client when one of its names is used for the first time.
-        Routers and the command need a few modules only, and would take a seventh longer to start if they imported all
-        of it."""
-        # `from windrow import x` in a module of this package comes here too. Do not import all of the client then: it
-        # may need that module, which is being imported.
+        Routers and the command need a few modules only, and would take a seventh longer to start if they imported the
+        whole client."""
+        # `from windrow import x` in a module of this package comes here too. Do not import the whole client then: it
+        # may need the very module that is being imported.
         if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")
         names = import_module("windrow.names")

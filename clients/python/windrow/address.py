@@ -13,12 +13,12 @@ _LOOPBACK = re.compile(r"(?:localhost|127\.[0-9.]+|\[::1\]):[0-9]+")
 
 
 def split_scheme(address: str) -> tuple[str, bool]:
-    """Returns the address without grpcs://, and whether it had that, which means TLS."""
+    """Returns the address without grpcs://, and whether it began with grpcs://, which means TLS."""
     return address.removeprefix(_SECURE), address.startswith(_SECURE)
 
 
 def address_fault(address: str) -> str | None:
-    """Returns what is wrong with an address and how to write one, or None if it is valid. Without grpcs://."""
+    """Returns a text that says what is wrong with an address (without grpcs://), or None if the address is valid."""
     found = _HOST_AND_PORT.fullmatch(address)
     if _NAME.fullmatch(address) or (found is not None and 0 < int(found[1]) < 65536):
         return None
@@ -27,10 +27,11 @@ def address_fault(address: str) -> str | None:
 
 
 def stays_here(address: str) -> bool:
-    """Returns whether what is sent to this address does not leave the machine."""
+    """Returns whether data that is sent to this address stays on this machine."""
     return not uses_proxy(address) or address.startswith(("unix:", "unix-abstract:"))
 
 
 def uses_proxy(address: str) -> bool:
-    """Returns whether a proxy from the environment may be used: none can reach this machine's loopback address."""
+    """Returns whether a proxy from the environment may be used. For a loopback address it may not: no proxy can reach
+    this machine's own."""
     return _LOOPBACK.fullmatch(address) is None

@@ -1,4 +1,4 @@
-"""The calls of the admin service, which Client has as methods of its own, and what they return."""
+"""The methods of Client for the admin service, and what they return."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from windrow.limits import Limit, LimitMeasure, measure_number, read_limit
 from windrow.payloads import duration, moment, timestamp
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, limits_pb2
 
-# The contract's limit on the items of a page, and on the jobs of a restore.
+# The contract's limit on the items of a page, and on the jobs of one restore call.
 _PAGE_MAX = 1000
-# The limit of one purge or redrive call: a larger one would hold its locks for too long.
+# The limit of one purge or redrive call: a larger call would hold its locks for too long.
 _CHANGE_MAX = 1000
 
 _Request = TypeVar("_Request", bound=Message)
@@ -46,7 +46,7 @@ class QueueRecord:
     ageing_seconds: int | None
     # A kind of its jobs is quarantined after this many crashes in a row. None: never.
     quarantine_after: int | None
-    # It gives no jobs until it is resumed.
+    # The queue gives no jobs until it is resumed.
     paused: bool
     created_at: datetime
     # The shard that takes the org's new jobs.
@@ -55,20 +55,20 @@ class QueueRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quarantine:
-    """A kind of a queue's jobs that is quarantined: they are set aside, and no consumer gets them."""
+    """A quarantined kind of a queue's jobs: the jobs of this kind are set aside, and no consumer gets them."""
 
     queue: str
     kind: str
     since: datetime
-    # Crashes that led to it, and trials that crashed since then.
+    # How many crashes led to the quarantine, plus how many trials have crashed since then.
     crashes: int
     # Why an operator quarantined it.
     reason: str
     # An operator quarantined it, and only release_kind releases it.
     by_operator: bool
-    # When the next job is let through. None: one is now, or none will be.
+    # When the next trial is let through. None: a trial is under way, or there will be none.
     next_trial_at: datetime | None
-    # The job that is let through now, and since when.
+    # The trial that is under way, and when it was let through.
     trial_id: str | None
     trial_since: datetime | None
     # How many jobs are set aside, up to 1,000. at_least: there are more.
@@ -97,12 +97,12 @@ class QueueStats:
     ready: int
     leased: int
     dead: int
-    # None unless the call asked for them.
+    # None: the call did not ask for these counts.
     succeeded: int | None
     cancelled: int | None
-    # How long the oldest ready job has been due. None: none is ready.
+    # How long the oldest ready job has been due. None: no job is ready.
     oldest_ready_age: timedelta | None
-    # When the next scheduled job is due. None: none is scheduled.
+    # When the next scheduled job is due. None: no job is scheduled.
     next_due: datetime | None
     paused: bool
 
@@ -148,7 +148,7 @@ class AdminCalls:
     calls: Calls
 
     async def list_queues(self) -> list[QueueRecord]:
-        """Returns all queues of the org by name; none for an org that does not exist yet."""
+        """Returns all queues of the org, in the order of their names. An org that does not exist yet has none."""
         queues: list[QueueRecord] = []
         token = ""
         while True:
@@ -175,7 +175,7 @@ class AdminCalls:
         ageing_seconds: int | None = None,
         quarantine_after: int | None = None,
     ) -> QueueRecord:
-        """Gives a queue its settings before its first job, which would create it with the defaults. None: the default.
+        """Creates a queue with these settings, before its first job creates it with the defaults. None: the default.
 
         Raises AlreadyExists, also if the first try of this call created the queue and its answer was lost."""
         return await self._create_queue(
@@ -198,8 +198,8 @@ class AdminCalls:
         quarantine_after: int | None = None,
         reset: Iterable[str] = (),
     ) -> QueueRecord:
-        """Changes the given settings, also for the jobs that the queue has. `reset` names settings to put back to their
-        defaults, such as "retry". Raises NotFound."""
+        """Changes the given settings, also for the jobs that the queue has already. `reset` names settings to put back
+        to their defaults, such as "retry". Raises NotFound."""
         config = _config(retry, max_attempts, retention_days, group_concurrency, ageing_seconds, quarantine_after)
         given = [field.name for field, _ in config.ListFields()]
         resets = list(reset)
@@ -224,8 +224,8 @@ class AdminCalls:
         quarantine_after: int | None = None,
     ) -> QueueRecord:
         """Creates a queue with these settings, or gives them to the queue that exists: for programs that set up their
-        queues when they start. None: the default in a new queue; an existing one keeps what it has. Several processes
-        may do this at the same time. Raises NotFound if somebody deletes the queue meanwhile."""
+        queues when they start. None: a new queue gets the default, and an existing queue keeps its setting. Several
+        processes may do this at the same time. Raises NotFound if somebody deletes the queue meanwhile."""
         settings = (retry, max_attempts, retention_days, group_concurrency, ageing_seconds, quarantine_after)
         try:
             return await self._create_queue(queue, _config(*settings))
@@ -253,8 +253,8 @@ class AdminCalls:
         return _read_queue((await self._ask(lambda stub: stub.ResumeQueue, request)).queue)
 
     async def delete_queue(self, queue: str) -> None:
-        """Deletes an empty queue and its settings; its finished jobs can still be found. Raises NotFound, and
-        FailedPrecondition while it holds jobs that are live or dead."""
+        """Deletes a queue and its settings. Its finished jobs can still be found. Raises NotFound. Raises
+        FailedPrecondition if the queue holds jobs that are live or dead."""
         await self._ask(lambda stub: stub.DeleteQueue, admin_pb2.DeleteQueueRequest(org=self.org, queue=queue))
 
     async def list_quarantines(self, queue: str = "") -> list[Quarantine]:
@@ -275,8 +275,8 @@ class AdminCalls:
         return (await self._ask(lambda stub: stub.ReleaseKind, request)).released
 
     async def purge_queue(self, queue: str, *, include_dead: bool = False, limit: int | None = None) -> int:
-        """Cancels the queue's jobs that are not leased, at most `limit`; leased jobs may finish. Returns how many: a
-        lower bound if an answer was lost. Raises NotFound."""
+        """Cancels the queue's jobs that are not leased, at most `limit`; leased jobs may finish. Returns how many jobs
+        it cancelled; if an answer was lost, this is a lower bound. Raises NotFound."""
 
         async def purge(count: int) -> tuple[int, bool]:
             request = admin_pb2.PurgeQueueRequest(org=self.org, queue=queue, include_dead=include_dead, limit=count)
@@ -299,14 +299,14 @@ class AdminCalls:
         page_size: int = 100,
         page_token: str = "",
     ) -> JobPage:
-        """Returns a page of the org's jobs, the newest first, without leasing them; those of one queue in one live
-        state come in the order in which they will be claimed. `states`, instead of `state`: in any of these, always the
-        newest first. All conditions must be true of a job.
+        """Returns a page of the org's jobs without leasing them, the newest first. If you pass `queue` and one live
+        `state`, the jobs come in the order in which they will be claimed. `states`, instead of `state`: jobs in any of
+        these states, always the newest first. All conditions must be true of a job.
 
         `attributes`: only jobs that have all of these, always the newest first.
 
-        **A page may be empty although more follow**: where the org has thousands of jobs, the router searches them for
-        some milliseconds per page. So read on until `next_page_token` is empty.
+        **A page may be empty although more pages follow**: if the org has thousands of jobs, the router searches for
+        only some milliseconds per page. So read on until `next_page_token` is empty.
 
         `created_after` (inclusive) and `created_before` compare the times in the job ids. `page_size` is 1 to 1,000.
         For the next page, pass the same conditions and the page's `next_page_token`. Raises NotFound if `queue` is
@@ -348,10 +348,10 @@ class AdminCalls:
         limit: int | None = None,
         per_second: float = 0.0,
     ) -> int:
-        """Makes the queue's dead jobs that meet all conditions ready again, with all their attempts, the first death
-        first. Redrives at most as many as are dead now, because some may die again meanwhile. Returns how many: a lower
-        bound if an answer was lost. `per_second`: how many of them become due in a second, the others are scheduled
-        until their turn; 0: all at once. Raises NotFound, Unavailable."""
+        """Makes the queue's dead jobs ready again, with all their attempts, if they meet all conditions. The job that
+        died first goes first. Redrives at most as many jobs as are dead now, because some may die again meanwhile.
+        Returns how many jobs it redrove; if an answer was lost, this is a lower bound. `per_second`: how many of the
+        jobs become due per second, while the later ones are scheduled; 0: all at once. Raises NotFound, Unavailable."""
         conditions = admin_pb2.RedriveQueueRequest(per_second=per_second)
         redriven = 0
         set_time(conditions.died_after, "died_after", died_after)
@@ -376,10 +376,11 @@ class AdminCalls:
         return await _in_steps(redrive, dead if left is None else min(left, dead))
 
     async def restore_jobs(self, ids: Iterable[str], *, new_ids: Iterable[str] | None = None) -> list[Restored]:
-        """Stores finished and dead jobs once more, as new jobs that are due now; the old ones stay as they are. Returns
-        a result for each.
+        """Stores finished and dead jobs once more, as new jobs that are due now; the old jobs stay as they are. Returns
+        a result for each job.
 
-        To call it again after an error without a second copy, pass the same `new_ids` (windrow.uuid7() for each)."""
+        If you call it again after an error, pass the same `new_ids` (windrow.uuid7() for each), so that it stores no
+        second copy."""
         old = list(ids)
         new = [uuid7() for _ in old] if new_ids is None else list(new_ids)
         if len(new) != len(old):
@@ -400,8 +401,8 @@ class AdminCalls:
     async def stats(self, queue: str = "", *, include_finished: bool = False) -> Stats:
         """Counts the jobs of one queue, or of each queue of the org (of the first 1,000 by name), by state.
 
-        `include_finished`: finished jobs too. That scans them, which is slow if there are many. Raises NotFound if
-        `queue` is given and does not exist."""
+        `include_finished`: counts finished jobs too. To do so it scans them all, which is slow if there are many.
+        Raises NotFound if `queue` is given and does not exist."""
         return await self._stats(queue, include_finished=include_finished)
 
     async def _stats(self, queue: str, *, include_finished: bool = False, verb: str = "") -> Stats:
@@ -418,7 +419,7 @@ class AdminCalls:
         return read_job(await self._ask(lambda stub: stub.ExplainJob, request))
 
     async def explain_queue(self, queue: str) -> QueueExplanation:
-        """Says why a queue gives no jobs now, or what it would give. Looks at its first jobs only, so it is as quick
+        """Says why a queue gives no jobs now, or what it would give. Looks at its first jobs only, so it is quick even
         for a queue with millions of jobs. Raises NotFound."""
         request = admin_pb2.ExplainQueueRequest(org=self.org, queue=queue)
         return read_queue(await self._ask(lambda stub: stub.ExplainQueue, request))
@@ -431,14 +432,14 @@ class AdminCalls:
     async def set_limit(
         self, measure: LimitMeasure, amount: int, *, per: Span | None = None, queue: str = "", every_org: bool = False
     ) -> Limit:
-        """Limits what the org, or one of its queues, may enqueue or start: `amount` (at least 1) in each interval `per`
-        (s, or timedelta; 1 s to 24 h); or how many jobs it may have leased at a time (IN_FLIGHT), or how
-        many jobs or bytes that have not ended (BACKLOG, BACKLOG_BYTES), without `per`.
-        `every_org`: the default for all orgs without such a limit of their own, each
-        by itself.
+        """Sets a limit of the org, or of one of its queues. JOBS, BYTES and STARTS limit what it may enqueue or start:
+        `amount` (at least 1) in each interval `per` (s, or timedelta; 1 s to 24 h). The other measures take no `per`:
+        IN_FLIGHT limits how many jobs it may have leased at a time, and BACKLOG and BACKLOG_BYTES limit how many jobs,
+        and how many bytes of jobs, it may have that have not ended. `every_org`: sets the default for each org that has
+        no such limit of its own.
 
-        It is in force on every router within 2 s. Needs the scope cluster. Raises ResourceExhausted if the cluster has
-        10,000 limits."""
+        The limit is in force on every router within 2 s. Needs the scope cluster. Raises ResourceExhausted if the
+        cluster has 10,000 limits."""
         request = cluster_pb2.SetLimitRequest(org="" if every_org else self.org, queue=queue, measure=_measure(measure))
         try:
             request.amount = amount
@@ -472,7 +473,7 @@ class AdminCalls:
         verb: str = "",
         arguments: Mapping[str, str] | None = None,
     ) -> _Response:
-        """`arguments`: the caller's arguments by fields of the request, where their names differ."""
+        """`arguments` maps fields of the request to the caller's arguments, if their names differ."""
         try:
             return await self.calls.call(method, request, final=ADMIN_FINAL, verb=verb)
         except InvalidRequest as error:
@@ -592,7 +593,7 @@ def _read_stats(message: admin_pb2.QueueStats, *, with_finished: bool) -> QueueS
     )
 
 
-# By the numbers of the contract's enum, which has the same names after a prefix.
+# The keys are numbers of the contract's enum. The names there are the same after a prefix.
 _REFUSALS: dict[int, RestoreRefusal] = {
     admin_pb2.RestoreRefusal.Value(f"RESTORE_REFUSAL_{refusal.name}"): refusal
     for refusal in RestoreRefusal

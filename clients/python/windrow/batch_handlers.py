@@ -1,6 +1,6 @@
-"""Handlers that take many jobs at once: how one is run, and what becomes of each of its jobs.
+"""Batch handlers, which take many jobs at once: how one is run, and what becomes of each of its jobs.
 
-Does not know how jobs are gathered (gathering.py) nor when they begin (worker.py).
+Does not know how jobs are gathered (gathering.py), nor when a batch begins (worker.py).
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ Results = Sequence[Payload | BaseException] | None
 BatchHandler = Callable[[Sequence[Job]], Awaitable[Results]] | Callable[[Sequence[Job]], Results]
 BatchHandlerT = TypeVar("BatchHandlerT", bound=BatchHandler)
 
-# The most places of a worker.
+# A worker has no more places than this.
 BATCH_JOBS_MAX = 1000
 _WAIT_S_MAX = 60.0
 
 
 class BatchHandlers:
-    """The handlers of a worker that take many jobs at once. Their kinds stand beside those of `handlers`."""
+    """The batch handlers of a worker. Their kinds are registered in `handlers` too, so that a kind has one handler."""
 
     def __init__(self, worker: str, handlers: Handlers, tracing: Tracing) -> None:
         self._worker = worker
         self._handlers = handlers
         self._tracing = tracing
         self._by_gathering: dict[Gathering, Registered] = {}
-        # Where a job of a kind waits.
+        # For each kind, where its jobs wait.
         self.by_kind: dict[str, Gathering] = {}
 
     def add(
@@ -80,7 +80,7 @@ class BatchHandlers:
         return tuple(self._by_gathering)
 
     async def run(self, gathering: Gathering, batch: Sequence[HeldLease]) -> Sequence[Action]:
-        """Runs the handler. Returns what becomes of each job."""
+        """Runs the handler. Returns the outcome of each job."""
         handler = self._by_gathering[gathering]
         if not self._handlers.makes_spans:
             return await self._outcomes(handler, batch, trace.INVALID_SPAN)
@@ -124,7 +124,7 @@ class BatchHandlers:
         )
 
     def _all_failed(self, batch: Sequence[HeldLease], error: BaseException, span: trace.Span) -> Action:
-        """Returns what becomes of every job of a batch whose handler has raised this, and logs it once."""
+        """Returns the outcome of all jobs of a batch whose handler has raised this, and logs it once."""
         if not isinstance(error, Outcome) or error.is_failure:
             fail(span, error)
         action, cause = action_of(error, runners=RUNNERS)
@@ -138,7 +138,7 @@ class BatchHandlers:
     def _log_failure(
         self, batch: Sequence[HeldLease], failure: Failure, error: BaseException, frames: TracebackType | None
     ) -> None:
-        # A handler raises an Outcome on purpose, and has a timeout on purpose.
+        # Neither of these is unexpected: a handler raises an Outcome on purpose, and its timeout was set on purpose.
         deliberate, late = isinstance(error, Outcome), isinstance(error, TimedOut)
         last = sum(held.job.attempt >= held.job.max_attempts for held in batch)
         final = ", permanently" if failure.permanent else f", {last} of them in their last attempt" if last else ""

@@ -1,4 +1,4 @@
-"""Batches of any number of jobs: splits them into calls, and keeps count of the stored ones. No I/O."""
+"""Batches of any number of jobs: splits them into calls, and counts the stored jobs. No I/O."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Together = Sequence[tuple[int, queue_pb2.EnqueueRequest]]
 class Batch:
     """How far an enqueue_batch has come."""
 
-    # The jobs that are stored: all up to this number.
+    # How many of the batch's first jobs are stored.
     jobs: int = 0
     # How many of them were stored before, by an earlier call with the same batch.
     duplicates: int = 0
@@ -33,7 +33,7 @@ class Batch:
 
 def calls_of(org: str, jobs: Iterable[NewJob], batch: str) -> Iterator[Together]:
     """Yields the calls that store a batch, a few at a time. Takes jobs from the iterable only as it needs them. Raises
-    InvalidJob, and InvalidRequest if `batch` is no UUIDv7."""
+    InvalidJob. Raises InvalidRequest if `batch` is no UUIDv7."""
     try:
         nth_id(batch, 0)
     except ValueError as error:
@@ -44,7 +44,7 @@ def calls_of(org: str, jobs: Iterable[NewJob], batch: str) -> Iterator[Together]
 
 
 def progress(done: Batch, calls: Together, outcomes: Sequence[list[Enqueued] | BaseException]) -> Iterator[Batch]:
-    """Yields how far the batch has come after each of the calls. Raises the first call's error, if any, and
+    """Yields how far the batch has come after each of the calls. Raises the error of the first call that failed. Raises
     InvalidRequest if the batch's id was used for other jobs."""
     for (first, _), outcome in zip(calls, outcomes, strict=True):
         if isinstance(outcome, InvalidRequest):

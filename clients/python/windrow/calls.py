@@ -48,8 +48,9 @@ _PAUSE_MAX_S = 2.0
 # A router may ask for a pause of any length. A caller that retries for ever waits no longer than this, plus jitter.
 ASKED_S_MAX = 30.0
 
-# After these a call is not made again, by the rule for retries; and not after RESOURCE_EXHAUSTED without RetryInfo. The
-# caller's own cancellation is not a status: CANCELLED comes from a router that shuts down.
+# By the rule for retries, a call is not made again after one of these statuses, nor after RESOURCE_EXHAUSTED without
+# RetryInfo. CANCELLED is not among them: it comes from a router that shuts down. A caller's own cancellation has no
+# status.
 FINAL = frozenset(
     {
         StatusCode.INVALID_ARGUMENT,
@@ -59,7 +60,7 @@ FINAL = frozenset(
     }
 )
 
-# Calls of Admin answer with these, too.
+# The services besides Queue also answer with these statuses, after which a call is not made again either.
 ADMIN_FINAL = FINAL | {StatusCode.NOT_FOUND, StatusCode.ALREADY_EXISTS, StatusCode.FAILED_PRECONDITION}
 
 # The ErrorInfo.domain of the routers' errors.
@@ -104,16 +105,16 @@ class CallFailure:
 
 
 def pause_s(failure: CallFailure, *, tries: int, luck: float, final: Collection[StatusCode] = FINAL) -> float | None:
-    """Returns how long to wait before the next try, or None if there must be none: after a status of `final`. `luck` is
-    uniform in [0, 1).
+    """Returns how long to wait before the next try, or None if there must be no further try, as after a status of
+    `final`. `luck` is a random number, uniform in [0, 1).
 
-    This is the time that the router asked for, plus exponential backoff with full jitter
+    The pause is the time that the router asked for, plus exponential backoff with full jitter
     (aws.amazon.com/builders-library/timeouts-retries-and-backoff-with-jitter). The jitter spans at least half of the
     time asked for, because the router asks many clients at once.
     """
     if failure.code in final:
         return None
-    # Without RetryInfo the message is too large; the router is not full.
+    # Without RetryInfo, this status means that the message is too large, and not that the router is full.
     if failure.code is StatusCode.RESOURCE_EXHAUSTED and failure.retry_after_s is None:
         return None
     asked_s = failure.retry_after_s or 0.0
@@ -148,7 +149,7 @@ class Calls:
         self.try_s = try_s
         self._tokens = tokens
         self._tasks: set[asyncio.Task[None]] = set()
-        # Set once a router has answered, or once the log says that none does.
+        # A router has answered, or the log says already that none does.
         self._heard = False
         # A router has answered: the client and the routers are set up for each other.
         self.answered = False
@@ -165,8 +166,8 @@ class Calls:
         final_reason: str = "",
         verb: str = "",
     ) -> _Response:
-        """Makes one call, with as many tries as its timeout allows, and none after a status of `final` or an error with
-        `final_reason`. `verb`: what errors name the call; default: its method. Raises WindrowError.
+        """Makes one call, with as many tries as its timeout allows, but no further try after a status of `final` or an
+        error with `final_reason`. `verb`: the call's name in errors; default: its method. Raises WindrowError.
 
         `wait_s` is added to the timeouts, for a call that asks the router to wait for jobs. `before_try` is called
         before each try with the part of `wait_s` that is left.
@@ -264,7 +265,7 @@ class Calls:
         return self._error(verb, CallFailure.of(cause), tries=1, spent_s=spent_s)
 
     async def explained(self, error: WindrowError) -> WindrowError:
-        """Returns the error of a stream, or a better one if TLS is why there is no connection."""
+        """Returns the error of a stream, or a better error if TLS prevents the connection."""
         if not isinstance(error, Unavailable) or error.reason or (why := await self.channels.tls_fault()) is None:
             return error
         return (Unavailable if self.answered else TlsFailed)(f"Consume at {self.address}: {why}")
@@ -288,7 +289,7 @@ class Calls:
         return error
 
     def _remedy(self, failure: CallFailure) -> str:
-        """Returns what to do, where the router cannot know it."""
+        """Returns what the user can do about an error, if the router cannot say it; otherwise an empty text."""
         if failure.code is StatusCode.UNIMPLEMENTED:
             return f"; {_TOO_OLD}"
         if failure.code is StatusCode.UNAUTHENTICATED and self._tokens is None:

@@ -26,13 +26,13 @@ _UNKNOWN = "unknown"
 class Cause:
     """One cause. `str(cause)` is a sentence for people.
 
-    `name` is that of the cause in proto/windrow/v1/cause.proto, such as "jobs_ahead" or "no_consumer", and `figures`
-    has the fields of its message: numbers, texts, times and durations; None where nothing is known. A router of a later
-    release may send causes that this release does not know, whose name is "unknown"."""
+    `name` is the cause's name in proto/windrow/v1/cause.proto, such as "jobs_ahead" or "no_consumer". `figures` has the
+    fields of its message: numbers, texts, times and durations; None: not known. A router of a later release may send a
+    cause that this release does not know: its name is then "unknown"."""
 
     name: str
     figures: Mapping[str, Figure]
-    # It explains a queue, and not a job.
+    # The cause explains a queue, and not a job.
     of_queue: bool = False
 
     def __str__(self) -> str:
@@ -51,9 +51,9 @@ class JobExplanation:
     queue: str
     kind: str
     shard: str
-    # The most decisive first. At least one.
+    # At least one cause. The most decisive cause comes first.
     causes: Sequence[Cause]
-    # When the job can run at the earliest. None: that is not known, or it runs already, or never again.
+    # When the job can run at the earliest. None: that is not known, or the job runs already or will never run again.
     runs_at: datetime | None
 
 
@@ -61,7 +61,7 @@ class JobExplanation:
 class QueueExplanation:
     """Why a queue gives no jobs, or what it would give."""
 
-    # The most decisive first. At least one.
+    # At least one cause. The most decisive cause comes first.
     causes: Sequence[Cause]
     # When the next job of the queue can run at the earliest. None: that is not known.
     runs_at: datetime | None
@@ -86,7 +86,7 @@ def read_queue(message: admin_pb2.ExplainQueueResponse) -> QueueExplanation:
 
 
 def read_causes(messages: Iterable[cause_pb2.Cause], *, of_queue: bool = False) -> list[Cause]:
-    """`of_queue`: they explain a queue, and not a job."""
+    """`of_queue`: the causes explain a queue, and not a job."""
     return [_read(message, of_queue) for message in messages]
 
 
@@ -107,7 +107,7 @@ def _read(message: cause_pb2.Cause, of_queue: bool) -> Cause:
 
 
 def _figure(value: Any, *, enum: str | None) -> Figure:
-    """`enum`: the name of its type, if it is a value of an enum."""
+    """`enum`: the name of the enum, if the value is one of an enum."""
     match value:
         case Timestamp():
             return moment(value)
@@ -321,7 +321,7 @@ _SENTENCES: Mapping[str, Callable[[_Figures], str]] = {
     "start_limit": _start_limit,
     "in_flight_limit": _in_flight_limit,
 }
-# Those of queues that have other sentences.
+# The causes whose sentence for a queue is another one.
 _OF_QUEUES: Mapping[str, Callable[[_Figures], str]] = {
     "scheduled": lambda of: f"the next job that waits for its time is due at {_time(of['until'])}",
 }

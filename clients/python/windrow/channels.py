@@ -1,4 +1,4 @@
-"""The connections to the routers behind one address: how they are opened, and why they cannot be."""
+"""The connections to the routers behind one address: opens them, and finds out why they cannot be opened."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from windrow.v1.schedules_pb2_grpc import SchedulesStub
 from windrow.v1.workflows_pb2_grpc import WorkflowsStub
 
 if TYPE_CHECKING:
-    # Only the stubs know them.
+    # Only the stub files (.pyi) have these names.
     from windrow.v1.admin_pb2_grpc import AdminAsyncStub
     from windrow.v1.cluster_pb2_grpc import ClusterAsyncStub
     from windrow.v1.queue_pb2_grpc import QueueAsyncStub
@@ -51,7 +51,7 @@ else:
             WorkflowsStub.__init__(self, channel)
 
 
-# The contract allows requests of 16 MiB; the margin is for the envelope around one.
+# The contract allows requests of 16 MiB; the margin is for the envelope around a request.
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024
 _CHANNEL_BYTES_MAX = MESSAGE_BYTES_MAX + 65536
 CHANNELS_MAX = 64
@@ -65,8 +65,8 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     # The caller's request limits the answer's size. If the client refused a large answer, its jobs would stay leased
     # with no consumer.
     ("grpc.max_receive_message_length", -1),
-    # Detect a router that hangs within 18 s, so that a call of 30 s has time for another try. Only pings detect it: the
-    # kernel still acknowledges packets for a stopped process.
+    # Detect within 18 s that a router hangs, so that a call of 30 s has time for another try. Only pings detect this:
+    # the kernel still acknowledges packets for a stopped process.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 8_000),
     # The default of 60 s would override keepalive_timeout_ms.
@@ -86,7 +86,8 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Channels:
-    """Connections with the stubs of the services, which take turns. The first use connects, in its event loop."""
+    """Connections with the stubs of the services. Calls use them in turn. The first use connects: from then on they
+    belong to its event loop."""
 
     def __init__(self, address: str, *, count: int, tls: Tls | Path | str | bool | None, has_token: bool) -> None:
         """`has_token`: calls carry a secret, which must not travel in plain text."""
@@ -103,7 +104,7 @@ class Channels:
                 f"the token would go to {address} in plain text: write the address as grpcs://{address}, or set tls= "
                 "to the CA of the router's certificate; tls=False allows it"
             )
-        # What its files held when the client connected.
+        # The contents of the TLS files when the client connected.
         self._pem: Pem | None = None
         self._channels: list[aio.Channel] = []
         self._stubs: list[Stub] = []
@@ -118,7 +119,8 @@ class Channels:
         self._leaving: dict[aio.Channel, asyncio.Task[None]] = {}
 
     def loop(self) -> asyncio.AbstractEventLoop:
-        """Returns the running event loop, and connects in the first one. Raises ClientClosed in any other."""
+        """Returns the running event loop. Connects at the first call. Raises ClientClosed in any other event loop than
+        that of the first call."""
         if self.closed:
             raise ClientClosed(f"this client of {self.address} is closed; make a new one")
         loop = asyncio.get_running_loop()
@@ -140,7 +142,7 @@ class Channels:
         return self._stubs[self._turn]
 
     async def close(self) -> bool:
-        """Closes the connections. Returns False if this is not their event loop, which alone can close them; a second
+        """Closes the connections. Returns False if this is not their event loop: no other loop can close them. A second
         close does nothing."""
         self.closed = True
         channels, self._channels, self._stubs = self._channels, [], []
@@ -153,17 +155,17 @@ class Channels:
         return True
 
     async def tls_fault(self) -> str | None:
-        """Returns why TLS prevents connections; None if it does not. Connects anew if the files have changed."""
+        """Returns why TLS prevents connections, or None if it does not. Connects anew if the files have changed."""
         now_s = time.monotonic()
         if self._looking is None or now_s - self._looked_at_s >= _LOOK_S:
             self._looked_at_s = now_s
             self._looking = asyncio.ensure_future(asyncio.to_thread(self._look))
-        # Several calls wait for one look, and each may be cancelled.
+        # Several calls may wait for the same look: the cancellation of one call must not end the look.
         fault, pem = await asyncio.shield(self._looking)
         if pem != self._pem and not self.closed:
             loop = asyncio.get_running_loop()
             for channel in self._channels:
-                # Its streams may go on.
+                # Let the streams of the old channel go on.
                 closing = self._leaving[channel] = loop.create_task(channel.close(_STREAM_S_MAX))
                 closing.add_done_callback(partial(self._left, channel))
             self._connect_all(pem)

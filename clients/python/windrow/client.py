@@ -1,6 +1,6 @@
-"""The asyncio client: one method for each call of the queue service. admin.py has those of the admin service,
-job_changes.py those that change jobs by hand, schedules.py those about schedules, workflows.py those about
-workflows; calls.py has retries and connections."""
+"""The asyncio client, with one method for each call of the queue service. Its other methods are in admin.py (the admin
+service), job_changes.py (changes of stored jobs), schedules.py and workflows.py. calls.py has retries and connections.
+"""
 
 from __future__ import annotations
 
@@ -83,13 +83,15 @@ _PART_BYTES_MAX = 8 * 1024 * 1024
 WAIT_S_MAX = 60.0
 # A dequeue with less wait time left than this ends without another call.
 _WORTH_WAITING_S = 0.1
-# A large request delays the others on its connection: independent ones are split well below the limit.
+# A large request delays the other requests on its connection. So the client splits an independent request well below
+# the limit.
 _SPLIT_BYTES = 8 * 1024 * 1024
 _SPLIT_CALLS_MAX = 4
 # How many shared calls may run at the same time, for each connection.
 _SHARED_CALLS = 2
 
-# What an EnqueueResult takes besides an id of less than 124 bytes, if it has nothing else: two tags and two lengths.
+# The bytes of an EnqueueResult that has nothing but an id (of less than 124 bytes), without the id itself: two tags and
+# two lengths.
 _RESULT_BYTES = 4
 
 _NO_FAILURE = Failure()
@@ -104,22 +106,22 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
 
     - `address`: HOST:PORT, or grpcs://HOST:PORT for TLS; default $WINDROW_ADDRESS, or 127.0.0.1:7419 if that is not
       set.
-    - `timeout` (s, or timedelta; default 30 s): for a whole call with all its tries.
-    - `try_timeout` (s, or timedelta; default 10 s): for one try.
+    - `timeout` (s, or timedelta; default 30 s): the time for a whole call with all its tries.
+    - `try_timeout` (s, or timedelta; default 10 s): the time for one try.
     - `channels` (1 to 64; default 1): the number of connections, used in turn. Several router processes share one port,
       and a connection reaches one of them.
     - `tls` (True, the path of a CA's PEM file, or a Tls; default: as the environment says): see tls.py.
-    - `token` (default $WINDROW_TOKEN): proves who calls, for a cluster that wants to know: an API key, or a function
-      that returns a token, also an async one. It is called again when a router refused what it returned; if it then
-      returns another token, the call is made again with that one. Without TLS, it is sent to this machine only, unless
-      `tls` is False.
+    - `token` (default $WINDROW_TOKEN): proves who calls, if the cluster asks for a proof. An API key, or a function
+      (also an async one) that returns a token. If a router refuses a token, the client calls the function again; if
+      this returns another token, the client makes the call again with it. Without TLS, the client sends a token to
+      this machine only, unless `tls` is False.
     - `create_spans`, `tracer_provider`: see tracing.py.
-    - `middleware`: `async def middleware(jobs, call_next)` for what belongs around every enqueue and enqueue_many, such
-      as attributes for every job; the first is the outermost. `await call_next(jobs)` stores the jobs and returns an
-      Enqueued for each. Not around enqueue_batch, whose jobs must be the same when it is repeated, nor around what the
-      relay of an outbox sends, which are the jobs as they were added.
+    - `middleware`: functions `async def middleware(jobs, call_next)` that run around every enqueue and enqueue_many,
+      for example to add attributes to every job. The first function is the outermost. `await call_next(jobs)` stores
+      the jobs and returns an Enqueued for each. enqueue_batch calls no middleware, because a repeated batch must have
+      the same jobs. The relay of an outbox calls none either: it sends the jobs as they were added.
 
-    Every method raises WindrowError (see errors.py), and may safely be called again after one.
+    Every method raises WindrowError (see errors.py). It is safe to call the method again after such an error.
     """
 
     # testing.py sets another class.
@@ -200,10 +202,11 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         await self.close()
 
     async def enqueue(self, queue: str, kind: str, payload: Payload = b"", **options: Unpack[JobOptions]) -> Enqueued:
-        """Stores one job durably. `options` are the other fields of NewJob. Returns when the job is committed.
+        """Stores one job durably. `options` are the other fields of NewJob. Returns after the job is committed.
 
         Jobs that are enqueued at the same time share calls of at most 1,000 jobs. This delays none of them, and each
-        has its own outcome. If the caller is cancelled before the job is sent, it is not stored; after that it may be.
+        has its own outcome. If the caller is cancelled before the job is sent, the job is not stored. If the caller is
+        cancelled later, the job may be stored.
 
         Raises InvalidJob. To retry after DeadlineExceeded or Unavailable without a second job, pass the same `id`
         (windrow.uuid7()) or `dedup_key`, or make a NewJob and pass it to enqueue_many.
@@ -250,10 +253,10 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         after each 1,000 jobs or less.
 
         `batch` is a windrow.uuid7() that the caller keeps. Job n is stored as windrow.nth_id(batch, n), whatever its
-        own id is. A call that a limit can never admit goes in smaller ones. After an error, or if the program died,
-        call again with the same batch and jobs within 7 days: what is stored already is not stored again. Raises
-        InvalidJob for the first job that breaks a rule; all jobs before its call are stored. Raises InvalidRequest if
-        the batch was used for other jobs. Middleware is not called."""
+        own id is. If a limit can never admit a whole call, the client sends its jobs in smaller calls. After an error,
+        or if the program died, call again with the same batch and jobs within 7 days: jobs that are stored already are
+        not stored again. Raises InvalidJob for the first job that breaks a rule; other jobs of the batch may be stored
+        by then. Raises InvalidRequest if the batch was used for other jobs. Middleware is not called."""
         done = Batch()
         for calls in calls_of(self.org, jobs, batch):
             outcomes = await self.send_together(calls)
@@ -264,8 +267,8 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         return done
 
     async def send_together(self, calls: Together) -> list[list[Enqueued] | BaseException]:
-        """Stores the jobs of a few calls of a batch. Returns the outcome of each. Where a limit is smaller than a call,
-        sends the call's jobs in parts, one after another."""
+        """Stores the jobs of a few calls of a batch. Returns the outcome of each call. If a limit is smaller than a
+        call, sends the call's jobs in parts, one after another."""
         requests = [request for _, request in calls]
         outcomes = await asyncio.gather(*map(self.send, requests), return_exceptions=True)
         for at, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
@@ -293,7 +296,7 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
     async def send(self, request: queue_pb2.EnqueueRequest, *, timeout: Span | None = None) -> list[Enqueued]:
         """Stores the jobs of a prepared request: the low-level form of enqueue_many. Splits an independent request.
 
-        `timeout` (s, or timedelta): for each call with all its tries, instead of the client's `timeout`.
+        `timeout` (s, or timedelta): the time for each call with all its tries, instead of the client's `timeout`.
         """
         timeout_s = None if timeout is None else _seconds("timeout", timeout)
         with self.tracing.sending(request.jobs):
@@ -340,15 +343,15 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         wait: Span = 0.0,
     ) -> list[Job]:
         """Leases up to `max_jobs` (1 to 1,000) due jobs and returns them. If no job is due, waits up to `wait` (s, or
-        timedelta; at most 60 s; default 0: no wait) for the first that falls due. Returns an empty list if none does.
+        timedelta; at most 60 s; default 0: no wait) until the first job falls due. Returns an empty list if none does.
 
-        The jobs stay invisible to other consumers for `visibility_window` (100 ms to 12 h; default 30 s). Measure it
-        with a monotonic clock from before this call or, with `wait`, from its return. `worker` is the name to store in
-        the attempt history.
+        The jobs stay invisible to other consumers for `visibility_window` (100 ms to 12 h; default 30 s). To know when
+        it ends, measure with a monotonic clock from before this call or, if you pass `wait`, from its return. `worker`
+        is the name to store in the attempt history.
         """
         if max_jobs < 1:
-            # The router takes 0 for the default, which is 1. But a caller that counts its free places and has none
-            # wants no job.
+            # The router would read 0 as the default, which is 1. But a caller that passes the number of its free places
+            # wants no job if it has none.
             raise invalid_argument("max_jobs", f"must be 1 to 1,000, not {max_jobs}")
         request = queue_pb2.DequeueRequest(
             org=self.org,
@@ -369,7 +372,7 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
             wait_s = deadline - time.monotonic()
             if response.jobs or wait_s < _WORTH_WAITING_S:
                 return [read_leased(job) for job in response.jobs]
-            # A router that shuts down answers early. Wait for the remaining time at another one.
+            # A router that shuts down answers early. Wait for the remaining time at another router.
             await asyncio.sleep(random.uniform(0.2, 0.5) * _WORTH_WAITING_S)
 
     @overload
@@ -379,11 +382,12 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
     @overload
     async def ack(self, jobs: Job | Iterable[Job], *, result: Payload = None) -> Answer | list[Answer]: ...
     async def ack(self, jobs: Job | Iterable[Job], *, result: Payload = None) -> Answer | list[Answer]:
-        """Finishes one job or several. `result` (at most 64 KiB) is stored with each; get_jobs returns it.
+        """Finishes one job or several. `result` (at most 64 KiB) is stored with each job; get_jobs returns it.
 
-        Acks of single jobs that are made at the same time share calls, as in enqueue.
+        Acks of single jobs share calls if they are made at the same time, as enqueues do.
 
-        Returns Answer.STALE for a job whose lease had ended: nothing was changed, and another consumer may have it.
+        Returns Answer.STALE for a job whose lease had ended: nothing was changed, and another consumer may have the
+        job.
         """
         try:
             encoded = encode_result(result)
@@ -439,8 +443,8 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         """Gives jobs back as failed. They run again after `retry_after` (s, or timedelta) or, without it, after the
         delay of their retry policy. A job without attempts left is dead; with `permanent` it is dead at once.
 
-        `error` is stored in the attempt history: an exception with its type, message and stack, a str as the message,
-        or a Failure.
+        `error` is stored in the attempt history. It may be an exception, which is stored with its type, message and
+        stack; a str, which is stored as the message; or a Failure.
         """
         failure = _failure(error, permanent=permanent)
         if failure.permanent and retry_after is not None:
@@ -459,7 +463,7 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
                 nack.lease, nack.log = job.lease, _log_of(job)
             return (await self.calls.call(lambda stub: stub.Nack, request)).answers
 
-        # All have the same failure, which may be 40 KiB long.
+        # The request repeats the failure, which may be 40 KiB long, for each job.
         return await _each(jobs, send, entry_bytes=template.ByteSize())
 
     @overload
@@ -492,8 +496,8 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         progress: Progress | None = None,
         checkpoint: Payload = None,
     ) -> Answer | list[Answer]:
-        """Extends leases: each lasts at least `visibility_window` from now. Never shortens a lease. Stores a progress
-        and a checkpoint of the jobs, as Job.report does."""
+        """Extends leases: each then lasts for at least `visibility_window` from now. Never shortens a lease. Also
+        stores `progress` and `checkpoint` for the jobs, as Job.report does."""
         window = _span("visibility_window", visibility_window)
         try:
             report = report_of(progress, checkpoint)
@@ -518,7 +522,7 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         """Gives jobs back at once, without counting the attempt."""
         listed = jobs if isinstance(jobs, Job) else list(jobs)
         if any(job.logged.count for job in ([listed] if isinstance(listed, Job) else listed)):
-            # A release cannot carry a log. A snooze for no time does the same, and can.
+            # A release cannot carry a log. A snooze of 0 s has the same effect, and can carry one.
             return await self.snooze(listed, after=0.0)
 
         async def send(part: Sequence[Job]) -> Sequence[int]:
@@ -534,9 +538,10 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
     @overload
     async def snooze(self, jobs: Job | Iterable[Job], *, after: Span, reason: str = "") -> Answer | list[Answer]: ...
     async def snooze(self, jobs: Job | Iterable[Job], *, after: Span, reason: str = "") -> Answer | list[Answer]:
-        """Gives jobs back for a while, without counting the attempt: they run again `after` s, or a timedelta.
+        """Gives jobs back for a while, without counting the attempt. `after` (s, or timedelta): the time until they may
+        run again.
 
-        `reason` is stored in the attempt history; of a text above 1 KiB the beginning."""
+        `reason` is stored in the attempt history, but no more than its first 1 KiB."""
         delay, why = _span("after", after), clipped(reason, REASON_BYTES_MAX)
 
         async def send(part: Sequence[Job]) -> Sequence[int]:
@@ -551,8 +556,8 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
     async def get_jobs(self, ids: Iterable[str], *, include_payload: bool = False) -> dict[str, JobRecord]:
         """Looks jobs up by id. Returns a record for each job that this org has, in whatever state.
 
-        Payload and result are None unless `include_payload` is true. Raises Unavailable also if a job was not found
-        while one of the org's shards did not answer.
+        Payload and result are None unless `include_payload` is true. Also raises Unavailable if a job was not found and
+        one of the org's shards did not answer.
         """
         listed = list(ids)
         found: dict[str, JobRecord] = {}
@@ -573,8 +578,8 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         return found
 
     async def find_job(self, queue: str, dedup_key: str, *, include_payload: bool = False) -> JobRecord | None:
-        """Looks a job up by its dedup key: the one that an enqueue with this key would be answered now; None if there
-        is none. A job that has the key while it is live goes before one that has it for a window."""
+        """Looks a job up by its dedup key. Returns the job of which an enqueue with this key would be a duplicate now,
+        or None. If one job has the key while it is live and another job has it for a window, returns the former."""
         request = queue_pb2.FindJobRequest(
             org=self.org, queue=queue, dedup_key=dedup_key, include_payload=include_payload
         )
@@ -582,10 +587,11 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         return read_record(response.job, with_payload=include_payload) if response.HasField("job") else None
 
     async def wait(self, id: str, *, timeout: Span) -> JobRecord:  # noqa: A002
-        """Waits until a job has ended: it is succeeded, dead or cancelled. Returns its record, with payload and result.
+        """Waits until a job has ended, which means that it has succeeded, died or was cancelled. Returns its record,
+        with payload and result.
 
-        `timeout` (s, or timedelta): how long to wait. Raises DeadlineExceeded when it is over, and NotFound if this org
-        has no such job."""
+        `timeout` (s, or timedelta): how long to wait. Raises DeadlineExceeded when this time is over. Raises NotFound
+        if this org has no such job."""
         request = queue_pb2.WaitJobRequest(org=self.org, id=id, include_payload=True)
         timeout_s = _seconds("timeout", timeout)
         deadline = time.monotonic() + timeout_s
@@ -605,7 +611,7 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
             left_s = deadline - time.monotonic()
             if left_s < _WORTH_WAITING_S:
                 raise DeadlineExceeded(f"job {id} is still {record.state.value}: {timeout_s:g} s are over")
-            # A router that shuts down answers early. Wait for the remaining time at another one.
+            # A router that shuts down answers early. Wait for the remaining time at another router.
             await asyncio.sleep(random.uniform(0.2, 0.5) * _WORTH_WAITING_S)
 
     async def server_info(self) -> ServerInfo:
@@ -617,9 +623,11 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
 async def _enqueue_shared(
     calls: Calls, org: str, jobs: Sequence[job_pb2.NewJob], timeout_s: float
 ) -> list[Enqueued | WindrowError]:
-    # A call with a single job is not independent: a refusal then is a call error, which names the address and tries.
+    # A call with a single job is not independent, so that its refusal is an error of the whole call: such an error
+    # names the address and the number of tries.
     request = queue_pb2.EnqueueRequest(org=org, jobs=jobs, independent=len(jobs) > 1)
-    # The coalescer sends jobs again that meet a limit, and lets others go first.
+    # Do not retry the call if a limit refuses it: the coalescer sends its jobs again later, and lets other jobs go
+    # first.
     response = await calls.call(lambda stub: stub.Enqueue, request, timeout_s=timeout_s, final_reason=LIMIT_REACHED)
     results: list[Enqueued | WindrowError] = []
     for at, stored in enumerate(_enqueued(request, response, first=0)):
@@ -650,7 +658,7 @@ def _size(message: queue_pb2.EnqueueRequest | job_pb2.NewJob) -> int:
 
 
 def _part_of(request: queue_pb2.EnqueueRequest, error: ResourceExhausted) -> int:
-    """Returns how many jobs of a refused call to send at a time, if it was refused because a limit is smaller; or 0."""
+    """Returns how many jobs to send per call, if the call was refused because it is larger than a limit, and else 0."""
     if error.limit is None or error.retry_after is not None:
         return 0
     return error.limit.part_of(len(request.jobs))
@@ -661,7 +669,7 @@ def _enqueued(request: queue_pb2.EnqueueRequest, response: queue_pb2.EnqueueResp
         raise RouterError(f"{len(request.jobs)} jobs were sent, but the router answered for {len(response.results)}")
     ids = [result.id for result in response.results]
     if "" not in ids and response.ByteSize() == sum(map(len, ids)) + len(ids) * _RESULT_BYTES:
-        # The answer has no room for more than these ids: all jobs are newly stored.
+        # The answer is as long as its ids, so it says nothing else: all jobs are newly stored.
         return newly_stored(ids)
     return [
         Enqueued(
@@ -689,7 +697,8 @@ _Answers = Sequence[int]
 async def _each(
     jobs: Job | Iterable[Job], send: Callable[[Sequence[Job]], Awaitable[_Answers]], *, entry_bytes: int = 0
 ) -> Answer | list[Answer]:
-    """Sends one job, or many in parts. `entry_bytes`: the size of what a request says of each, besides its lease."""
+    """Sends one job, or many jobs in parts. `entry_bytes`: how many bytes a request has for each job, besides its lease
+    and its log."""
     if isinstance(jobs, Job):
         (answer,) = answers(await send([jobs]))
         return answer

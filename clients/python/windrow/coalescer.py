@@ -22,14 +22,14 @@ from windrow.limits import LIMIT_REACHED
 _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
 
-# A large call delays the others on its connection, and a call must stay well below the largest message.
+# A large call delays the other calls on its connection, and a call must stay well below the largest message.
 _BYTES_MAX = 4 * 1024 * 1024
 # The call's own error says more than a timeout does: give it a moment to arrive first.
 _GRACE_S = 0.1
 
 
 class _Request(Generic[_Item, _Answer]):
-    """What one caller gave, until it is answered."""
+    """The item of one caller, until the caller is answered."""
 
     __slots__ = ("answer", "context", "deadline", "item", "size")
 
@@ -68,7 +68,7 @@ class Coalescer(Generic[_Item, _Answer]):
         self._calls_max = calls_max
         self._waiting: deque[_Request[_Item, _Answer]] = deque()
         self._calls_running = 0
-        # Items that wait until a limit may have room for them.
+        # How many items wait until a limit may have room for them.
         self._paused = 0
         self._start_scheduled = False
 
@@ -121,7 +121,7 @@ class Coalescer(Generic[_Item, _Answer]):
 
     async def _carry(self, batch: list[_Request[_Item, _Answer]]) -> None:
         try:
-            # The newest request has the most time left. The others have timers of their own.
+            # The newest request has the most time left. The other requests have timers of their own.
             timeout_s = max(0.0, batch[-1].deadline - asyncio.get_running_loop().time())
             answers = await self._send([request.item for request in batch], timeout_s)
             for request, answer in zip(batch, answers, strict=True):
@@ -148,11 +148,11 @@ class Coalescer(Generic[_Item, _Answer]):
             self._start()
 
     def _refuse(self, request: _Request[_Item, _Answer], error: WindrowError) -> None:
-        """Sends an item again that meets a limit, when the limit may have room. Other items go first meanwhile. If the
-        deadline comes before, or after other errors, the caller gets the error."""
+        """If a limit refused the item, sends it again when the limit may have room; other items go first meanwhile.
+        Gives the caller any other error, and also this one if the deadline comes before that time."""
         loop = asyncio.get_running_loop()
         if error.reason == LIMIT_REACHED and error.retry_after is not None:
-            # The router names the same time to many callers.
+            # Spread the callers: the router names the same time to many of them.
             pause_s = error.retry_after * random.uniform(1.0, 1.5)
             if loop.time() + pause_s < request.deadline:
                 self._paused += 1

@@ -42,7 +42,7 @@ KINDS_MAX = 64
 _KIND = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 # The reason of an error (docs/errors.md).
 _EXPIRED = "STREAM_EXPIRED"
-# The code of Settled.error for a message of which nothing was done.
+# The code of Settled.error for a message that was too large: the router has ignored it.
 _TOO_LARGE: int = StatusCode.INVALID_ARGUMENT.value[0]
 # A refused stream ends within this time after its initial metadata.
 _REFUSED_S_MAX = 0.1
@@ -77,7 +77,7 @@ class ConsumeStream:
         self._credit = 0
         # The token of this stream.
         self._token: Metadata = ()
-        # That token is new, and no router has taken it yet.
+        # That token is new, and no router has accepted it yet.
         self._renewed = False
         # The router has announced that it will end this stream.
         self._draining = False
@@ -89,10 +89,10 @@ class ConsumeStream:
         self._backoff = Backoff(AWAY_FIRST_S, AWAY_MAX_S)
 
     def tell_kinds(self, kinds: Collection[str]) -> None:
-        """Tells routers which kinds the worker has handlers for, from the next stream on. With more than they take,
-        tells none: the worker then counts as one for all kinds."""
+        """Tells routers which kinds the worker has handlers for, from the next stream on. Tells no kinds if there are
+        more than a stream may name: routers then suppose that the worker takes all kinds."""
         if len(kinds) <= KINDS_MAX:
-            # No job has a kind of another form, and the router would refuse the stream.
+            # Leave out kinds of another form: no job has such a kind, and the router would refuse the stream.
             self._start.kinds[:] = sorted(filter(_KIND.fullmatch, kinds))
 
     async def run(self) -> None:
@@ -102,7 +102,7 @@ class ConsumeStream:
             try:
                 await self._session()
                 if self._draining:
-                    # The router closes the connection now: let it, so that the next stream uses another router.
+                    # The router closes the connection now. Let it do so, and the next stream uses another router.
                     await self._pause(self._backoff.next_s())
             except Unauthenticated:
                 if self._renewed or not await self._client.calls.renew_token(self._token):
@@ -119,7 +119,7 @@ class ConsumeStream:
                 if lasted_s > AWAY_MAX_S:
                     self._backoff.reset()
                 if self._may_have_expired(error, lasted_s=lasted_s):
-                    # No outage: a router ends every stream from time to time.
+                    # This is no outage: a router ends every stream from time to time.
                     await self._pause(self._backoff.next_s())
                     continue
                 explained = await self._client.calls.explained(error)
@@ -129,13 +129,13 @@ class ConsumeStream:
                 await self._pause(patient_pause_s(error, own_s=self._backoff.next_s()))
 
     def _may_have_expired(self, error: WindrowError, *, lasted_s: float) -> bool:
-        """Whether the stream may have ended because of its age. If gRPC is writing while a stream ends, it reports an
-        internal error instead of the router's status. (The messages of the router are still read.)"""
+        """Returns whether the stream may have ended because of its age. If gRPC is writing when a stream ends, it
+        reports an internal error instead of the router's status. (The messages of the router are still read.)"""
         masked = self._write_failed and isinstance(error, RouterError) and lasted_s > _REFUSED_S_MAX
         return masked or error.reason == _EXPIRED
 
     def close(self) -> None:
-        """Ends the stream in order, once everything has been sent and answered."""
+        """Ends the stream in an orderly way, after everything has been sent and answered."""
         self._closing.set()
         self._settlements.wake.set()
 
@@ -165,7 +165,7 @@ class ConsumeStream:
 
     async def _read(self, call: _Call) -> None:
         try:
-            # Not call.read(): when the stream ends, it drops messages that arrived before the end, and their jobs.
+            # Do not use call.read(): when the stream ends, that drops messages that arrived before, with their jobs.
             async for response in call:
                 self._on_response(response)
         except asyncio.CancelledError:
@@ -215,8 +215,8 @@ class ConsumeStream:
             has_content = settlements.fill(request) or request.HasField("start")
             wanted = self._jobs_wanted()
             more = wanted - self._credit
-            # Grant credit when at least half of the wanted jobs are not covered by it: one message for each job would
-            # be too many. A message that is sent anyway carries any amount.
+            # Grant credit when it covers at most half of the wanted jobs: one message for each job would be too many.
+            # A message that is sent anyway carries any amount of credit.
             if more > 0 and (has_content or self._credit * 2 <= wanted):
                 request.credit = more
                 self._credit += more
@@ -264,7 +264,7 @@ class ConsumeStream:
         expected, unexpected = errors.split((WindrowError, aio.AioRpcError))
         if expected is None or unexpected is not None:
             raise only_cause(errors) from None
-        # Errors that come together have one cause: any of them will do.
+        # Errors that come together have one cause: raise any of them.
         cause = expected.exceptions[0]
         if isinstance(cause, aio.AioRpcError):
             raise self._client.calls.stream_error("Consume", cause, spent_s=time.monotonic() - began) from cause

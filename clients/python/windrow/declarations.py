@@ -19,7 +19,7 @@ _PAUSE_FIRST_S, _PAUSE_MAX_S = 1.0, 30.0
 
 @dataclass(slots=True, kw_only=True)
 class Declarations:
-    """What one worker declares as `declared_by`."""
+    """The schedules that one worker declares under the name `declared_by`."""
 
     client: Client
     declared_by: str
@@ -33,8 +33,8 @@ class Declarations:
         self._declared[name] = schedule, job
 
     async def keep(self) -> None:
-        """Makes the declarations known. While no router answers, tries again for ever. Raises other errors of the
-        client. Does nothing if there are none, unless undeclared schedules are to be removed."""
+        """Declares the schedules to the cluster. While no router answers, tries again for ever. Raises other errors of
+        the client. Does nothing if no schedule is declared, unless undeclared schedules are to be removed."""
         if not self._declared and not self.removes:
             return
         declared = [(name, schedule, job) for name, (schedule, job) in self._declared.items()]

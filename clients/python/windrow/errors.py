@@ -1,4 +1,4 @@
-"""The client's errors, as one tree. Independent of gRPC's classes: calls.py converts those.
+"""The client's errors, as one tree. Independent of gRPC's classes: calls.py converts gRPC's errors.
 
     WindrowError
     ├── InvalidRequest        correct the request: .violations names the fields; nothing was stored
@@ -6,8 +6,8 @@
     ├── AlreadyExists         the thing to create exists already
     ├── NotFound              this org has no such thing
     ├── FailedPrecondition    the current state does not allow this
-    ├── PermissionDenied      the caller may not do this: ask an administrator for a key that may
-    │   └── Unauthenticated   the router does not know the caller: give the client a token that is good
+    ├── PermissionDenied      the caller may not do this: ask an administrator for a key that allows it
+    │   └── Unauthenticated   the router does not know the caller: give the client a valid token
     ├── TlsFailed             no connection, because of TLS: correct the address, tls= or the certificates
     ├── RouterTooOld          the router does not know this call: upgrade the routers first, then their clients
     ├── Unavailable           no router or shard answered; try again later, after .retry_after seconds if set
@@ -45,8 +45,8 @@ class WindrowError(Exception):
 
     `retry_after`: the seconds that the router asked to wait, or None. `reason`: why the call failed, for programs, such
     as "SHARD_UNAVAILABLE" (docs/errors.md); empty if the error does not come from a router's code. `limit`: the limit
-    that had no room for the jobs, or None. `details`: what the router said, without the call and its tries, for showing
-    it to people; empty if the error is not about one call.
+    that had no room for the jobs, or None. `details`: the router's message without the call and its tries, to be shown
+    to people; empty if the error is not about one call.
     """
 
     retry_after: float | None = None
@@ -80,16 +80,16 @@ class FailedPrecondition(WindrowError):
 
 
 class PermissionDenied(WindrowError):
-    """The caller may not do this: its token has another org, or lacks a scope."""
+    """The caller may not do this: its token is for another org, or lacks a scope."""
 
 
 class Unauthenticated(PermissionDenied):
-    """The call has no token, or one that is not good: wrong, expired or revoked."""
+    """The call has no token, or its token is wrong, expired or revoked."""
 
 
 class TlsFailed(WindrowError):
-    """No connection can be made as client and router are set up. One speaks TLS and the other does not, or one does not
-    accept the other's certificate. The message says which, and what to do."""
+    """The settings of client and router allow no connection. One speaks TLS and the other does not, or one does not
+    accept the other's certificate. The message says which of these it is, and what to do."""
 
 
 class RouterTooOld(WindrowError):
@@ -101,8 +101,8 @@ class Unavailable(WindrowError):
 
 
 class ResourceExhausted(WindrowError):
-    """The router is full, the message is larger than it accepts, the org would have too many queues, or a limit of what
-    it may enqueue is reached (`limit`)."""
+    """The router is full, the message is larger than it accepts, the org would have too many queues, or the org has
+    reached a limit of what it may enqueue (`limit`)."""
 
 
 class DeadlineExceeded(WindrowError):
@@ -117,7 +117,7 @@ class ClientClosed(WindrowError):
     """The client cannot be used: it was closed, or made in another event loop or before a fork."""
 
 
-# Trying again does not help: these end a worker. After any other error it connects again.
+# Trying again does not help, so these errors end a worker. After any other error, a worker connects again.
 FATAL = (InvalidRequest, PermissionDenied, TlsFailed, RouterTooOld, ClientClosed)
 # A later retry may succeed without anybody's help.
 TRANSIENT = (Unavailable, ResourceExhausted, DeadlineExceeded, RouterError)
@@ -198,6 +198,6 @@ def alone(error: InvalidRequest, at: int) -> InvalidRequest:
 
 
 def blamed_parts(error: InvalidRequest) -> set[int]:
-    """Returns the indexes of the parts that caused the refusal; empty if anything else did."""
+    """Returns the indexes of the parts that caused the refusal, or an empty set if anything else caused it."""
     paths = [_IN_PART.match(violation.field) for violation in error.violations]
     return {int(path[1]) for path in paths if path} if all(paths) else set()

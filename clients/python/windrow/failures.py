@@ -1,4 +1,4 @@
-"""Why an attempt failed: what a nack reports, and how it is made from an exception. No I/O."""
+"""Why an attempt failed: the failure that a nack reports, and how it is made from an exception. No I/O."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from windrow.v1 import job_pb2
 
 # The first line of a stack whose oldest frames do not fit.
 _CUT = "... (older frames are left out)\n"
-# A traceback may be endless, as that of an error in a deep recursion.
+# A traceback may be extremely long, for example after an error in a deep recursion.
 _STACK_PARTS_MAX = 10_000
-# The message of an error is stored by itself: in the stack, a long one must not take the room of the frames.
+# The message of an error is also stored separately. So a long message must not take the room of the frames in the
+# stack.
 _PART_CHARS_MAX = 1_000
 _BARE_MODULES = frozenset({"builtins", "__main__"})
 
@@ -40,7 +41,7 @@ class Failure:
 
 
 class TimedOut(Exception):
-    """A handler did not finish within its `timeout`. Its traceback is that of the handler at that time."""
+    """A handler did not finish within its `timeout`. The traceback shows where the handler was at that time."""
 
     __module__ = "windrow"
 
@@ -50,7 +51,7 @@ def failure_of(error: BaseException, *, message: str = "", stack: str = "", perm
     try:
         text = str(error)
     except BaseException:  # noqa: BLE001 - an exception's __str__ may raise anything
-        # As a traceback shows it.
+        # The same text as in a traceback.
         text = "<exception str() failed>"
     text = clipped(text or message, FAILURE_MESSAGE_BYTES_MAX)
     return Failure(type=type_name(type(error)), message=text, stack=stack, permanent=permanent)
@@ -62,7 +63,8 @@ def type_name(kind: type[BaseException]) -> str:
 
 
 def stack_of(error: BaseException, frames: TracebackType | None) -> str:
-    """Returns the traceback of an exception from `frames` on, with its causes. If it is too long, its newest frames."""
+    """Returns the traceback of an exception from `frames` on, with its causes. If that is too long, returns its newest
+    frames only."""
     described = traceback.TracebackException(type(error), error, frames)
     text = "".join(map(_shortened, itertools.islice(described.format(), _STACK_PARTS_MAX))).rstrip()
     newest = clipped(text, FAILURE_STACK_BYTES_MAX - len(_CUT), keep_end=True)

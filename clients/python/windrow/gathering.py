@@ -1,4 +1,4 @@
-"""Jobs that wait for a handler of batches, and when they are enough for one. No I/O, no clock."""
+"""Jobs that wait for a batch handler, and when a batch of them should begin. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Gathering:
         self.timer: asyncio.TimerHandle | None = None
 
     def due_at(self, *, places: int) -> float | None:
-        """Returns from when on a batch should begin (monotonic seconds), or None if none can. A batch does not wait for
-        more jobs than it may have, or than there are places for."""
+        """Returns the time from which a batch should begin (monotonic seconds), or None if no batch can begin. A batch
+        that is as large as it may be, or as there are places for, does not wait for more jobs."""
         if not self.waiting or places <= 0:
             return None
         if len(self.waiting) >= min(self.jobs_max, places):

@@ -2,8 +2,8 @@
 imports this module.
 
 The server has imported the whole client, which a handler's module imports too (`from windrow import Job`). So a process
-starts in a twentieth of the CPU time, and shares that memory with the others. The server has one thread and has made no
-gRPC channel: it is safe to fork.
+starts in a twentieth of the CPU time, and shares that memory with the other processes. The server has one thread and
+has made no gRPC channel: it is safe to fork.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import signal
 
 from windrow import names, processes
 
-# A supervisor's SIGTERM may reach every process of the worker, and without its server a worker could not tell whether
-# the processes of its handlers still run.
+# A supervisor's SIGTERM may reach every process of the worker. This server must outlive it: without the server, a
+# worker could not tell whether the processes of its handlers still run.
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 __all__ = ["names", "processes"]

@@ -1,4 +1,4 @@
-"""Threads of handlers, and of those that are left alone because they did not end in time. Does not know timeouts."""
+"""The threads in which handlers run. A thread that does not end in time is left alone. Does not know timeouts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from windrow.leases import HeldLease, log
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 
-# Threads of handlers that timed out. Each may run for ever, and cannot be stopped.
+# How many threads of handlers that timed out are left alone. Each may run for ever, and cannot be stopped.
 _ABANDONED_MAX = 1000
 
 
@@ -41,7 +41,8 @@ class HandlerThreads:
         self._threads = ThreadPoolExecutor(concurrency + _ABANDONED_MAX, thread_name_prefix=f"{self._worker}-handler")
 
     def close(self) -> None:
-        """Threads cannot be stopped: says how many still run. Processes that are to be killed still are."""
+        """Logs how many threads still run, because they cannot be stopped. Still kills the processes that are to be
+        killed."""
         if self._running:
             log.warning(
                 "%s: has stopped; %d handler thread(s) still run, and keep the process alive; another signal ends it",
@@ -61,8 +62,8 @@ class HandlerThreads:
     async def run(
         self, function: Callable[[_Argument], _Result], argument: _Argument, helds: Sequence[HeldLease]
     ) -> _Result:
-        """Runs a function in a thread, in a copy of the caller's context, for the jobs of these leases. Raises what it
-        raises. A cancelled caller leaves the thread alone, or kills the process that runs the handler."""
+        """Runs a function in a thread, in a copy of the caller's context, for the jobs of these leases. Raises what the
+        function raises. A cancelled caller leaves the thread alone, or kills the process that runs the handler."""
         assert self._threads is not None
         context = contextvars.copy_context()
         process = helds[0].process
@@ -73,8 +74,8 @@ class HandlerThreads:
             try:
                 return context.run(function, argument), None
             except BaseException as error:  # noqa: BLE001 - the caller raises it
-                # Returned, not raised: a future replaces a TimeoutError or a CancelledError by a new one without its
-                # traceback, and it refuses StopIteration (PEP 479).
+                # Return the error instead of raising it: a future replaces a TimeoutError or a CancelledError by a new
+                # one without its traceback, and it refuses StopIteration (PEP 479).
                 return None, error
 
         thread = self._threads.submit(run)
@@ -101,7 +102,7 @@ class HandlerThreads:
                 case _:
                     raise error
         finally:
-            # The error's traceback refers to this frame: the garbage collector need not find the cycle.
+            # The error's traceback refers to this frame. Break the cycle, so that the garbage collector need not.
             del error
 
     def _abandon(self, thread: Future[Any]) -> None:

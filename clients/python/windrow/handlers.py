@@ -1,7 +1,7 @@
 """The handlers of a worker, and how each is run: in a task, a thread or a process, within its time. Decides the outcome
 of the job, whatever the handler raises.
 
-Takes no jobs and reports nothing: worker.py does. processes.py has the processes.
+worker.py takes the jobs and reports the outcomes. processes.py has the processes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _Result = TypeVar("_Result")
 RUNNERS = frozenset(
     os.path.join(os.path.dirname(__file__), name) for name in ("batch_handlers.py", "handler_threads.py", "handlers.py")
 )
-# How much of a failure a line of the log shows.
+# How many characters of a failure a line of the log shows.
 SUMMARY_CHARS_MAX = 200
 # A handler is stopped before its job's max_runtime ends: earlier by a tenth of max_runtime, but at most by this.
 _MARGIN_S_MAX = 1.0
@@ -63,18 +63,19 @@ class Suspended(NamedTuple):
     run: Coroutine[Any, Any, Any]
     # What it waits for, as its coroutine has yielded it.
     awaited: object
-    # None: the coroutine returns what becomes of the job. Otherwise it is this handler's own, and returns its result.
+    # None: the coroutine returns the job's outcome. Otherwise the coroutine is this handler's own, and returns the
+    # handler's result.
     handler: Registered | None
 
 
 def refuse_no_kinds(decorator: str, kinds: Sequence[object]) -> None:
-    """Raises InvalidRequest unless these are kinds. Without parentheses, a decorator gets the function instead."""
+    """Raises InvalidRequest unless these are kinds. A decorator without parentheses gets the function instead."""
     if not kinds or not all(isinstance(kind, str) for kind in kinds):
         raise InvalidRequest(f'{decorator} needs the kinds of its jobs: write @worker.{decorator}("a_kind")')
 
 
 class Handlers:
-    """`abandoned_ended`: see HandlerThreads."""
+    """The handlers of a worker. `abandoned_ended`: see HandlerThreads."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class Handlers:
         self.threads = HandlerThreads(worker, abandoned_ended=abandoned_ended)
         # The processes that run no job.
         self._processes: list[HandlerProcess] = []
-        # Whether a handler has a span although its job carries no trace.
+        # Whether a handler gets a span even if its job carries no trace.
         self.makes_spans = False
 
     @property
@@ -153,19 +154,19 @@ class Handlers:
         self.makes_spans = self._tracing.has_sdk()
 
     async def run(self, held: HeldLease) -> Action:
-        """Runs the job's handler to its end, in a copy of the caller's context. Returns what becomes of the job."""
+        """Runs the job's handler to its end, in a copy of the caller's context. Returns the job's outcome."""
         context = contextvars.copy_context()
         begun = self.begin(held, context)
         return await self.go_on(held, begun, context) if isinstance(begun, Suspended) else begun
 
     def begin(self, held: HeldLease, context: contextvars.Context) -> Action | Suspended:
-        """Runs the job's handler in this context, until it suspends or ends. Returns what becomes of the job, or what
-        to pass to go_on()."""
+        """Runs the job's handler in this context, until it suspends or ends. Returns the job's outcome, or the
+        suspended handler for go_on()."""
         job = held.job
         handler = self._by_kind.get(job.kind)
         if handler is None:
             return self._unhandled.give_back(job)
-        # Most handlers need nothing around them: their own coroutine is run.
+        # Most handlers need nothing around them, so their own coroutine is run.
         bare = handler.is_bare and job.max_runtime is None and not (job.traceparent or self.makes_spans)
         try:
             run: Coroutine[Any, Any, Any]
@@ -184,7 +185,7 @@ class Handlers:
         return DONE if result is None else context.run(self.done, handler, held, result)
 
     async def go_on(self, held: HeldLease, suspended: Suspended, context: contextvars.Context) -> Action:
-        """Runs the rest of a handler that has suspended. Returns what becomes of the job."""
+        """Runs the rest of a handler that has suspended. Returns the job's outcome."""
         handler = suspended.handler
         if handler is None:
             return cast("Action", await _in_context(context, suspended))
@@ -218,7 +219,7 @@ class Handlers:
             return self._failed(handler, held, error, span)
 
     def done(self, handler: Registered, held: HeldLease, result: Payload) -> Action:
-        """Returns what becomes of a job with this result: if it cannot be stored, the attempt has failed."""
+        """Returns the outcome of a job with this result. If the result cannot be encoded, the attempt has failed."""
         try:
             return self._done(held.job, encode(result, what="result"))
         except BaseException as error:  # noqa: BLE001 - _failed() raises what is not the handler's
@@ -227,7 +228,7 @@ class Handlers:
     def _failed(
         self, handler: Registered, held: HeldLease, error: BaseException, span: trace.Span = trace.INVALID_SPAN
     ) -> Action:
-        """Returns what becomes of a job whose handler has raised this, and logs it. Raises the error if it is meant for
+        """Returns the outcome of a job whose handler has raised this, and logs it. Raises the error if it is meant for
         the worker."""
         if is_the_workers(error, handler):
             raise error
@@ -236,7 +237,7 @@ class Handlers:
         return self.outcome_of(held, error)
 
     def outcome_of(self, held: HeldLease, error: BaseException) -> Action:
-        """Returns what becomes of a job by this error, and logs it."""
+        """Returns the outcome of a job with this error, and logs it."""
         process = held.process
         if process is not None and process.error is error and process.action is not None:
             # The traceback is in the failure: errors lose theirs on their way from another process.
@@ -253,7 +254,7 @@ class Handlers:
         return action
 
     async def _run_in_time(self, handler: Registered, held: HeldLease, job: Job) -> Payload:
-        """Runs a handler that has a timeout, or whose job has. Raises TimedOut if it does not finish in time."""
+        """Runs a handler with a timeout, or for a job with a max_runtime. Raises TimedOut if it takes longer."""
         timeout_s = math.inf if handler.timeout_s is None else handler.timeout_s
         message = f"the handler did not finish within {timeout_s:g} s"
         if job.max_runtime is not None and (runtime_s := left_s((held,))) < timeout_s:
@@ -304,7 +305,7 @@ class Handlers:
         """Logs a failed attempt. An error that nobody expects is logged with its traceback; if it has none, with the
         stack that the failure has."""
         failure = action.failure
-        # A handler raises an Outcome on purpose, and has a timeout on purpose.
+        # Neither of these is unexpected: a handler raises an Outcome on purpose, and its timeout was set on purpose.
         deliberate, late = isinstance(error, Outcome), isinstance(error, TimedOut)
         expected = deliberate or late
         last = job.attempt >= job.max_attempts
@@ -332,14 +333,14 @@ class Handlers:
 
 @types.coroutine
 def _in_context(context: contextvars.Context, suspended: Suspended) -> Generator[Any, Any, Any]:
-    """Awaits the rest of a coroutine in the current task, but in a context of its own. Returns what it returns."""
+    """Awaits the rest of a coroutine in the current task, but in this context. Returns the coroutine's result."""
     work, awaited = suspended.run, suspended.awaited
     while True:
         try:
             argument = yield awaited
             step: Callable[[Any], Any] = work.send
         except BaseException as error:  # noqa: BLE001 - the coroutine decides
-            # Without this frame, which is no part of what the handler was doing.
+            # Leave this frame out of the traceback: it is no part of what the handler was doing.
             argument, step = error.with_traceback(None), work.throw
         try:
             awaited = context.run(step, argument)
@@ -356,8 +357,8 @@ def timeout_of(timeout: Span | None) -> float | None:
 
 
 def left_s(helds: Sequence[HeldLease]) -> float:
-    """Returns for how long a handler may run by the max_runtime of its jobs: less than until the shard ends a lease, so
-    that it still takes the failure."""
+    """Returns for how long a handler may still run by the max_runtime of its jobs. This time ends before the shard ends
+    a lease, so that the shard still takes the failure."""
     ends = [
         held.until - min(held.job.max_runtime.total_seconds() / 10, _MARGIN_S_MAX)
         for held in helds
@@ -368,7 +369,7 @@ def left_s(helds: Sequence[HeldLease]) -> float:
 
 async def in_time(work: Awaitable[_Result], timeout_s: float, message: str, helds: Sequence[HeldLease]) -> _Result:
     """Awaits a handler's work on the jobs of these leases. Raises TimedOut if it does not finish in time."""
-    # It never ends by itself: on_timeout() ends it, once the handler can see why.
+    # This scope never ends by itself: on_timeout() ends it, after setting the reason where the handler can see it.
     scope = asyncio.timeout(None)
     loop = asyncio.get_running_loop()
 
@@ -405,15 +406,16 @@ def is_async(handler: Callable[..., Any]) -> bool:
 
 
 def _makes_coroutines(handler: Handler) -> bool:
-    """Whether it is an `async def` itself, so that calling it runs nothing."""
+    """Returns whether the handler itself is an `async def`, so that calling it runs none of its code."""
     code = getattr(handler, "__code__", None)
     return isinstance(code, CodeType) and bool(code.co_flags & inspect.CO_COROUTINE)
 
 
 def is_the_workers(error: BaseException, handler: Registered) -> bool:
-    """Whether an error that a handler has raised is meant for the worker. Any other becomes its job's error."""
+    """Returns whether an error that a handler has raised is meant for the worker. Any other error becomes the job's."""
     if isinstance(error, KeyboardInterrupt):
-        # Python raises it in the main thread at Ctrl-C. One from another thread or process is the handler's own.
+        # Python raises it in the main thread at Ctrl-C. If it comes from another thread or process, the handler itself
+        # has raised it.
         return handler.is_async
     # Whether the current task itself was cancelled, not something inside its handler.
     task = asyncio.current_task()

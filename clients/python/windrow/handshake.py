@@ -1,9 +1,9 @@
 """Finds out why no connection to an address can be made: one side speaks TLS and the other does not, or one does not
 accept the other's certificate.
 
-gRPC reports all of that as UNAVAILABLE, as it does for a router that is away, and some of it only as "Socket closed".
-So this module connects by itself, once or twice, and compares. It blocks for a few seconds at most. It never takes a
-router that does not answer, or that is about to stop, for one that is set up in another way.
+gRPC reports all of these faults as UNAVAILABLE, like a router that does not answer, and some only as "Socket closed".
+So this module connects by itself, once or twice, and compares. It blocks for a few seconds at most. It never reports a
+fault because a router does not answer or is about to stop.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class _Answer(Enum):
 
 
 def fault(address: str, tls: Tls | None, pem: Pem | None) -> str | None:
-    """Returns what is wrong and what to do, or None if nothing is, or if the router does not answer."""
+    """Returns a text that says what is wrong and what to do. Returns None if nothing is wrong or the router does not
+    answer."""
     found = _HOST_AND_PORT.fullmatch(address)
     if found is None or (uses_proxy(address) and _has_proxy()):
         # This module cannot connect as gRPC does.
@@ -93,7 +94,7 @@ def _fault_of_tls(at: tuple[str, int], tls: Tls, pem: Pem | None) -> str | None:
 
 
 def _fault_of_server(at: tuple[str, int]) -> str | None:
-    """The handshake failed: is it because the server speaks plain HTTP/2?"""
+    """Returns the fault if the handshake failed because the server speaks plain HTTP/2. Otherwise returns None."""
     with _connected(at) as connection:
         if _ask(connection) is not _Answer.SETTINGS:
             return None
@@ -151,7 +152,7 @@ def _ask(connection: socket.socket) -> _Answer:
 def _context(tls: Tls, pem: Pem | None) -> ssl.SSLContext:
     roots = pem.roots if pem is not None else None
     context = ssl.create_default_context(cadata=None if roots is None else roots.decode("ascii", "replace"))
-    # As gRPC verifies.
+    # Verify as gRPC does.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.set_alpn_protocols(["h2"])

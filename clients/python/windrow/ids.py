@@ -18,11 +18,11 @@ from itertools import count
 from time import time_ns
 
 _NS_PER_MS = 1_000_000
-# A bit above the counter's 48, so that its hexadecimal text always has the same length.
+# A bit above the 48 bits of the counter, so that the counter's hexadecimal text always has the same length.
 _MARK = 1 << 48
 _FULL = _MARK << 1
-# The counter starts with a clear top bit and a step has 32 bits: room for at least 2^15 ids. Python cannot make as many
-# in 1 ms.
+# The counter starts with its top bit clear, and a step has 32 bits, so there is room for at least 2^15 ids. Python
+# cannot make that many in 1 ms.
 _START_MAX = (1 << 47) - 1
 
 # The GIL makes next() of a count atomic. Without a GIL, that is guaranteed only from Python 3.14 on.
@@ -31,7 +31,7 @@ _LOCK_FREE = sys.version_info >= (3, 14) or getattr(sys, "_is_gil_enabled", lamb
 _lock = threading.Lock()
 _ms = 0
 # For the current millisecond: its end (ns since 1970), the prefix of its ids, and the counter. Replaced as one tuple,
-# so that a thread never sees parts of two.
+# so that a thread never sees parts of two tuples.
 _current: tuple[int, str, Callable[[], int]] = (0, "", count().__next__)
 
 
@@ -50,9 +50,10 @@ def uuid7() -> str:
 
 
 def nth_id(batch: str, n: int) -> str:
-    """Returns the id of job `n` (0 to 4,294,967,295) of a batch: always the same for the same batch, a UUIDv7 from
-    uuid7(). It has the batch's time, so the routers accept it for as long as the batch's own id; then come 42 bits of a
-    hash of the batch, then `n`, so the ids of a batch are in order. Raises ValueError."""
+    """Returns the id of job `n` (0 to 4,294,967,295) of a batch, always the same for the same `batch` and `n`. `batch`
+    is a UUIDv7 from uuid7(). The id begins with the batch's time, so the routers accept it for as long as the batch's
+    own id. Then come 42 bits of a hash of the batch, and then `n`, so the ids of a batch are in order. Raises
+    ValueError."""
     if not 0 <= n < 1 << 32:
         raise ValueError(f"n must be 0 to 4,294,967,295, not {n}")
     return f"{_batch_head(batch)}{n:08x}"
@@ -66,7 +67,7 @@ def _batch_head(batch: str) -> str:
 
 
 def made_at(id: str) -> float:  # noqa: A002
-    """Returns the time in an id, when it was made by its maker's clock: seconds since 1970-01-01 UTC. Raises ValueError
+    """Returns the time at which an id was made, by its maker's clock: seconds since 1970-01-01 UTC. Raises ValueError
     for an id that is not a UUIDv7."""
     digits = id.replace("-", "")
     if len(digits) != 32 or digits[12] != "7":
@@ -99,7 +100,8 @@ def _locked(numbers: Callable[[], int]) -> Callable[[], int]:
 
 
 def _start_anew() -> None:
-    # The fork may have happened inside _begin(), and the parent continues with the same counter.
+    # Make a new lock, because the fork may have happened inside _begin(). Forget the counter, because the parent
+    # continues with it.
     global _lock, _current
     _lock = threading.Lock()
     _current = (0, "", count().__next__)

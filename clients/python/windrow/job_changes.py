@@ -1,6 +1,6 @@
-"""Changes of jobs by hand, which Client has as methods of its own: of jobs by their ids, and of all jobs that meet
-conditions. The latter are found page by page and changed by their ids, in small steps: each step is short, and what is
-done stays done (docs/decisions/0033-attributes-have-no-index.md)."""
+"""The methods of Client that change stored jobs: jobs given by their ids, or all jobs that meet conditions. Jobs that
+meet conditions are found page by page and changed by their ids, in small steps. Each step is short, and its changes
+stay if a later step fails (docs/decisions/0033-attributes-have-no-index.md)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PAGE_MAX = 1000
 # come first.
 _STEP_MAX = 200
 _REST = 50
-# No longer, because a call may have waited for a shard that was away.
+# The client rests no longer than this, because a call may have been slow only because a shard was away.
 _REST_S_MAX = 2.0
 _PRIORITY_MAX = 9
 # How many jobs a BulkChange shows.
@@ -33,7 +33,7 @@ _WAITING = frozenset({JobState.SCHEDULED, JobState.READY})
 _DEAD = frozenset({JobState.DEAD})
 _UNFINISHED = _WAITING | _DEAD | {JobState.LEASED, JobState.BLOCKED}
 
-# The conditions of a JobFilter that are times, as CountJobsRequest names them too.
+# The conditions of a JobFilter that are times. CountJobsRequest has the same names.
 _TIMES = ("created_after", "created_before", "died_after", "died_before")
 
 _Item = TypeVar("_Item")
@@ -45,17 +45,17 @@ class JobFilter:
 
     queue: str = ""
     kind: str = ""
-    # Any of these. Empty: every state in which the change can be made.
+    # The job is in any of these states. Empty: every state in which the change can be made.
     states: Collection[JobState] = ()
-    # All of these, each with this value.
+    # The job has all of these attributes, each with this value.
     attributes: Mapping[str, str] = field(default_factory=dict[str, str])
-    # The times in the jobs' ids must be at or after the first, and before the second.
+    # The time in the job's id is at or after `created_after`, and before `created_before`.
     created_after: datetime | None = None
     created_before: datetime | None = None
-    # Only dead jobs, by when they died: at or after the first, before the second.
+    # The job is dead, and died at or after `died_after`, and before `died_before`.
     died_after: datetime | None = None
     died_before: datetime | None = None
-    # Only dead jobs whose last attempt did not fail permanently (Kill, or a nack that says so).
+    # The last attempt of a dead job did not fail permanently (by Kill, or by a nack that says so).
     not_killed: bool = False
 
     def __post_init__(self) -> None:
@@ -71,11 +71,11 @@ class JobFilter:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no condition besides those that only narrow others."""
+        """Whether it has no condition except `states` and `not_killed`, which only narrow other conditions."""
         return self == JobFilter(states=self.states, not_killed=self.not_killed)
 
     def allows(self, job: JobRecord) -> bool:
-        """Whether a job meets the conditions that ListJobs does not have."""
+        """Returns whether a job meets the conditions that ListJobs does not have."""
         if self.not_killed and job.attempts and job.attempts[-1].failure and job.attempts[-1].failure.permanent:
             return False
         if self.died_after is None and self.died_before is None:
@@ -101,7 +101,7 @@ class BulkChange:
     changed: int = 0
     # How many of them were not changed, because their state had changed meanwhile.
     skipped: int = 0
-    # The first few of those that were found.
+    # The first few of the jobs that were found.
     first: Sequence[JobRecord] = field(default=(), repr=False)
 
 
@@ -109,15 +109,15 @@ OnProgress = Callable[[BulkChange], object]
 
 
 class JobChanges(AdminCalls):
-    """The calls that change jobs of one org by hand, and the count of those that meet conditions."""
+    """The methods that change stored jobs of one org, and that count the jobs that meet conditions."""
 
     async def count_jobs(self, where: JobFilter = _ALL, *, on_progress: Callable[[int], object] | None = None) -> int:
-        """Counts the jobs that meet the conditions, in every state unless `where.states` has some. Many short calls do
-        it, some seconds for a million jobs; `on_progress` gets what is counted so far. The conditions on a death are
+        """Counts the jobs that meet the conditions, in every state if `where.states` is empty. Makes many short calls,
+        which take some seconds for a million jobs; `on_progress` gets the count so far. The conditions on a death are
         true of dead jobs only.
 
-        Each job counts once; one whose state changes meanwhile may be left out. Raises Unavailable if a shard of the
-        org does not answer, and NotFound if `where.queue` does not exist."""
+        Each job counts once; a job whose state changes meanwhile may be left out. Raises Unavailable if a shard of the
+        org does not answer. Raises NotFound if `where.queue` does not exist."""
         request = admin_pb2.CountJobsRequest(
             org=self.org,
             queue=where.queue,
@@ -158,8 +158,8 @@ class JobChanges(AdminCalls):
         attributes: Mapping[str, str] | None = None,
     ) -> list[Answer]:
         """Changes jobs that wait: their priority, when they run (at `run_at` or after `delay`), and all their
-        attributes. 0 and None leave what is there. Returns STALE for a job that is leased or dead or has succeeded, and
-        CANCELLED for a cancelled one. Raises TypeError or ValueError for a value that cannot be sent."""
+        attributes. 0 and None change nothing. Returns STALE for a job that is leased or dead or has succeeded, and
+        CANCELLED for a cancelled job. Raises TypeError or ValueError for a value that cannot be sent."""
         change = _alteration(self.org, priority, run_at, delay, attributes)
 
         async def send(part: Sequence[str]) -> Sequence[int]:
@@ -170,8 +170,8 @@ class JobChanges(AdminCalls):
         return await in_parts(list(ids), send)
 
     async def redrive_jobs(self, ids: Iterable[str]) -> list[Answer]:
-        """Makes dead jobs ready again, with all their attempts. Returns STALE for a job that is not dead, also if the
-        first try of this call redrove it and its answer was lost, and CANCELLED for a cancelled one."""
+        """Makes dead jobs ready again, with all their attempts. Returns CANCELLED for a cancelled job, and STALE for
+        any other job that is not dead, also if the first try of this call redrove it and its answer was lost."""
 
         async def send(part: Sequence[str]) -> Sequence[int]:
             request = queue_pb2.RedriveJobsRequest(org=self.org, ids=part)
@@ -191,9 +191,9 @@ class JobChanges(AdminCalls):
         """Cancels the jobs that meet the conditions, at most `limit`, in small steps with pauses. A job that starts to
         meet them meanwhile may be left out. At least one condition must be given besides `states` and `not_killed`.
 
-        `dry_run`: only finds them. `on_progress` is called after each step. After an error call again: what is done
-        stays done, and is not found again. Raises Unavailable if a shard of the org does not answer, and NotFound if
-        `where.queue` does not exist."""
+        `dry_run`: only finds the jobs. `on_progress` is called after each step. After an error, call again: cancelled
+        jobs stay cancelled, and are not found again. Raises Unavailable if a shard of the org does not answer. Raises
+        NotFound if `where.queue` does not exist."""
         cancel = partial(self.cancel_jobs, reason=reason)
         return await self._change(where, _UNFINISHED, cancel, limit, dry_run, on_progress)
 
@@ -209,10 +209,11 @@ class JobChanges(AdminCalls):
         dry_run: bool = False,
         on_progress: OnProgress | None = None,
     ) -> BulkChange:
-        """Changes the jobs that wait and meet the conditions, as alter_jobs does, in the way of cancel_where.
+        """Changes the jobs that wait and meet the conditions. Changes a job as alter_jobs does, and goes through the
+        jobs as cancel_where does.
 
         Skips a job that already has the wanted values, so that a repeated call continues where the first one stopped.
-        With `delay` it cannot know that: each call counts the delay again."""
+        With `delay` it cannot know that: each call counts the delay from its own time."""
         if not priority and run_at is None and delay is None and attributes is None:
             raise invalid_argument("priority", "must be set, unless run_at, delay or attributes is")
         # Check the values before a dry run too.
@@ -238,9 +239,9 @@ class JobChanges(AdminCalls):
         dry_run: bool = False,
         on_progress: OnProgress | None = None,
     ) -> BulkChange:
-        """Makes the dead jobs that meet the conditions ready again, as redrive_jobs does, in the way of cancel_where. A
-        job that dies again meanwhile is not met again; for a repeated call, `where.died_before` leaves such jobs out.
-        For a whole queue, redrive_queue is faster."""
+        """Makes the dead jobs that meet the conditions ready again. Redrives a job as redrive_jobs does, and goes
+        through the jobs as cancel_where does. A job that dies again meanwhile is not redriven again; a repeated call
+        redrives it, unless `where.died_before` leaves it out. For a whole queue, redrive_queue is faster."""
         return await self._change(where, _DEAD, self.redrive_jobs, limit, dry_run, on_progress)
 
     async def _change(
@@ -264,7 +265,7 @@ class JobChanges(AdminCalls):
             raise invalid_argument("limit", f"must be 1 or more, or None for all, not {limit}")
         so_far, token = BulkChange(), ""
         while True:
-            # Ordered by id: a changed job keeps its place in the list, before the next page.
+            # The list is ordered by id, so a changed job keeps its place, before the next page.
             began_s = time.monotonic()
             page = await self.list_jobs(
                 where.queue,
@@ -291,7 +292,7 @@ class JobChanges(AdminCalls):
             token = page.next_page_token
             if not token or so_far.found == limit:
                 return so_far
-            # A search that finds nothing to change does not rest.
+            # Do not rest if there was nothing to change.
             if done:
                 await asyncio.sleep(min(_REST_S_MAX, _REST * (time.monotonic() - began_s)))
 

@@ -23,12 +23,12 @@ class Lines(NamedTuple):
     """Lines as a log keeps them."""
 
     newest: Sequence[bytes]
-    # How many came before these.
+    # How many lines came before these.
     dropped: int = 0
 
 
 def lines_of(text: str) -> Lines:
-    """Returns the newest lines of a text, long ones cut. Raises TypeError."""
+    """Returns the newest lines of a text, and cuts long lines. Raises TypeError."""
     if not isinstance(text, str):
         raise TypeError(f"a log line must be a str, not {text!r:.100}")
     lines = text.splitlines()
@@ -36,7 +36,7 @@ def lines_of(text: str) -> Lines:
 
 
 def _cut(line: str) -> bytes:
-    # No character has less than a byte: do not encode the rest of a long line.
+    # A character has at least one byte, so the rest of a long line need not be encoded.
     kept = clipped(line[: LINE_BYTES_MAX + 1], 4 * LINE_BYTES_MAX)
     if len(kept.encode()) > LINE_BYTES_MAX:
         kept = clipped(kept, LINE_BYTES_MAX - len(_CUT.encode())) + _CUT
@@ -46,7 +46,7 @@ def _cut(line: str) -> bytes:
 class JobLog:
     """The newest 50 lines, or fewer if these have more than 4 KiB. Thread-safe."""
 
-    # These are the values of a log without lines. Most jobs log nothing, so only objects with other values store any.
+    # These are the values of a log without lines. Most jobs log nothing: an object stores a value only if it differs.
     _lines: deque[bytes] | None = None
     # The bytes of the lines, with their line ends.
     _bytes = 0

@@ -1,7 +1,7 @@
 """The rules of proto/windrow/v1 for new jobs. The outbox needs them, because it takes jobs before a router can check
 them. No I/O.
 
-A router decides. tests/unit/test_job_rules.py compares this module with it.
+What a router decides is final. tests/unit/test_job_rules.py compares this module with a router's rules.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from windrow.v1 import job_pb2
 # The contract's limit on the jobs, leases or ids of one call.
 JOBS_MAX = 1000
 PAYLOAD_BYTES_MAX = 1024 * 1024
-# The age from which a router refuses an id: it could not recognise duplicates of it.
+# A router refuses an id that is older than this, because it could not recognise duplicates of it.
 HORIZON_DAYS = 7
 _DAY_S = 86_400
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
@@ -38,7 +38,7 @@ def org_fault(org: str) -> str:
 
 
 def job_faults(job: job_pb2.NewJob) -> Iterator[Violation]:
-    """Yields what a router would refuse in a job, with paths from the job on."""
+    """Yields what a router would refuse in a job, with paths that begin at the job."""
     template = job.template
     if _UUID7.fullmatch(job.id) is None:
         yield Violation("id", f"must be a UUID of version 7 in lower case, not {job.id!r}")

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _NOBODY = Reporter()
-# For all jobs: it is held for microseconds, and rarely.
+# One lock for all jobs is enough, because it is held rarely, and for microseconds.
 _LOST_LOCK = threading.Lock()
 
 
 class JobState(enum.Enum):
     """The state of a job."""
 
-    # It waits for other nodes of its workflow.
+    # The job waits for other nodes of its workflow.
     BLOCKED = "blocked"
     SCHEDULED = "scheduled"
     READY = "ready"
@@ -47,7 +47,7 @@ class JobState(enum.Enum):
     UNKNOWN = "unknown"
 
 
-# A job in one of these states does not run again, unless somebody redrives a dead one.
+# A job in one of these states does not run again, unless it is dead and somebody redrives it.
 ENDED = frozenset({JobState.SUCCEEDED, JobState.DEAD, JobState.CANCELLED})
 
 
@@ -58,9 +58,9 @@ class AttemptOutcome(enum.Enum):
     NACKED = "nacked"
     EXPIRED = "expired"
     RELEASED = "released"
-    # Expired, because the attempt had lasted for the job's max_runtime.
+    # The lease expired, because the attempt had lasted for the job's max_runtime.
     TIMED_OUT = "timed_out"
-    # The job was cancelled meanwhile.
+    # The job was cancelled during the attempt.
     CANCELLED = "cancelled"
     UNKNOWN = "unknown"
 
@@ -69,7 +69,7 @@ class RunCause(enum.Enum):
     """Why a schedule has a run."""
 
     SCHEDULE = "schedule"
-    # It was due, and stored late.
+    # The run was due earlier, and was stored late.
     CATCH_UP = "catch_up"
     TRIGGER = "trigger"
     BACKFILL = "backfill"
@@ -83,7 +83,7 @@ class ScheduledRun:
     schedule: str
     # The nominal time: what the calendar says. The job was stored then or later.
     at: datetime
-    # The nominal time of the run that was stored before; None: there is none.
+    # The nominal time of the run that was stored before this one. None: no run was stored before.
     previous_at: datetime | None
     cause: RunCause
 
@@ -100,9 +100,9 @@ class WorkflowNode:
     added: list[Nodes] = field(default_factory=list["Nodes"], repr=False, compare=False)
 
     def add(self, nodes: Nodes) -> Awaitable[Added]:
-        """Adds nodes to this workflow, for an `async def` handler of a Worker, which must await it: see
-        Client.add_nodes. Raises RuntimeError elsewhere."""
-        # Not a coroutine function: a `def` handler would get a coroutine, which does nothing.
+        """Adds nodes to this workflow: see Client.add_nodes. Only an `async def` handler of a Worker can call this, and
+        it must await the result. Raises RuntimeError elsewhere."""
+        # This is no coroutine function, so that a `def` handler gets the error, and not a coroutine that nobody awaits.
         if self.adder is None or not _in_event_loop():
             raise RuntimeError("only an async handler of a Worker can add nodes here: use add_nodes of a client")
         return self.adder(self, nodes)
@@ -122,8 +122,8 @@ class LostReason(enum.Enum):
 
 
 class Lost(asyncio.Event):
-    """Set when a handler should stop working on its job. The handler's result is then dropped, except that of an `async
-    def` that finishes although the reason is TIMED_OUT."""
+    """Set when a handler should stop working on its job. The handler's result is then dropped. There is one exception:
+    if the reason is TIMED_OUT, and an `async def` still finishes, its result counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,12 +169,12 @@ class ExponentialRetry:
 RetryPolicy = FixedRetry | ExponentialRetry
 
 
-# How many attributes a NewJob has to which no options were given: queue, kind, payload and id.
+# How many attributes a NewJob has if it was made without options: queue, kind, payload and id.
 _PLAIN_FIELDS = 4
 
 
 class JobOptions(TypedDict, total=False):
-    """The optional fields of a new job: those of NewJob, which says what they mean, besides queue, kind and payload."""
+    """The optional fields of a new job: those of NewJob except queue, kind and payload. NewJob says what they mean."""
 
     attributes: Mapping[str, str] | None
     priority: int | None
@@ -191,13 +191,14 @@ class JobOptions(TypedDict, total=False):
     id: str
 
 
-# The generated __init__ of a frozen class sets field by field through object.__setattr__, which takes most of the time
-# that an enqueue takes. This one sets only what is given: the class has the defaults.
+# The generated __init__ of a frozen class sets each field through object.__setattr__. That would take most of the time
+# of an enqueue. This __init__ sets only the given fields: the class has the defaults.
 @dataclass(frozen=True, init=False)
 class NewJob:
     """A job to store. Its id is made with the object, so enqueueing the same NewJob again stores nothing new.
 
-    - `queue`, `kind`: 1 to 128 of A–Z a–z 0–9 . _ : / -, the first a letter or digit. A queue is made at first use.
+    - `queue`, `kind`: 1 to 128 characters of A–Z a–z 0–9 . _ : / -, of which the first is a letter or a digit. A queue
+      is created at its first use.
     - `payload`: bytes, text or a JSON value, at most 1 MiB.
     - `attributes`: at most 32 labels, readable without the payload. A key has 1 to 128 bytes, a value at most 1,024.
     - `priority`: 1 (first) to 9 (last). Default: 5.
@@ -205,18 +206,19 @@ class NewJob:
       run, at most 3,650 days ahead. Default: at once.
     - `expires_at` (a datetime with a time zone, at most 7,300 days ahead): a job that is not leased by then is
       cancelled. Default: never.
-    - `max_attempts`: 1 to 1,000; then the job is dead. Default: the queue's setting, or 20 without one.
+    - `max_attempts`: 1 to 1,000. The job is dead after this many attempts without success. Default: the queue's
+      setting, or 20 if the queue has none.
     - `max_runtime` (s, or timedelta; 1 s to 30 days): how long one attempt may take; then its lease ends. Default: as
-      long as its worker runs it.
+      long as its lease is extended.
     - `group` (at most 256 bytes): at most group_concurrency (a setting of the queue; 1 by default) jobs of one group
       run at a time, in order. Default: no group.
     - `retry`: when the job runs again after a failure. Default: the queue's setting, or exponential from 1 s to 1 h.
     - `dedup_key` (at most 256 bytes): enqueueing another job with this key in the queue stores nothing. Default: none.
     - `dedup_window` (s, or timedelta; 1 s to 30 days): how long the key counts, from when the job is stored. Default:
       1 day.
-    - `dedup_while_live`: the key counts, instead of for a window, until the job has succeeded, died or was cancelled. A
-      redriven job does not take it again.
-    - `id`: a UUIDv7 (uuid7()). The router refuses one that is older than 7 days. Default: a new one.
+    - `dedup_while_live`: the key counts until the job has succeeded, died or was cancelled, and not for a window. A
+      redriven job does not take its key again.
+    - `id`: a UUIDv7 (uuid7()). The router refuses an id that is older than 7 days. Default: a new id.
     """
 
     queue: str
@@ -256,10 +258,10 @@ class Enqueued:
     """The result of enqueueing a job.
 
     - `duplicate`: the id or the dedup key existed already. Nothing was stored, and `id` is the id of the existing job.
-    - `state`: the state of the existing job, if this is a duplicate. None if that job was deleted since, or if its
+    - `state`: the state of the existing job, if this is a duplicate. None if that job has been deleted since, or if its
       shard did not say.
-    - `differs`: the stored job with the same id has another queue, kind or payload: one id is used for two jobs. Always
-      False for a duplicate by its dedup key, whatever the two jobs have.
+    - `differs`: the stored job with the same id has another queue, kind or payload, so one id was used for two jobs.
+      For a duplicate by its dedup key it is always False, even if the two jobs differ.
     - `error`: why this job was not stored. Only set by an independent enqueue_many.
     """
 
@@ -271,8 +273,8 @@ class Enqueued:
 
 
 def newly_stored(ids: Iterable[str]) -> list[Enqueued]:
-    """Returns the results for jobs that are all newly stored. Sets only the ids, for a fifth of the cost: the class has
-    the defaults."""
+    """Returns the results for jobs that are all newly stored. Sets only the ids, because the class has the defaults:
+    this takes a fifth of the time."""
     results: list[Enqueued] = []
     for id_ in ids:
         stored = _new(Enqueued)
@@ -281,10 +283,10 @@ def newly_stored(ids: Iterable[str]) -> list[Enqueued]:
     return results
 
 
-# Not frozen: to make a frozen object takes several times as long, and a worker makes one for each job.
+# Not frozen: to make a frozen object takes several times as long, and a worker makes a Job for each job that it gets.
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class Job:
-    """A leased job. Every field has a default, so that the test of a handler can make one."""
+    """A leased job. Every field has a default, so that the test of a handler can easily make a Job."""
 
     # An opaque token that identifies this lease to ack, nack, extend and release.
     lease: bytes = b""
@@ -306,11 +308,12 @@ class Job:
     group: str = ""
     traceparent: str = ""
     tracestate: str = ""
-    # What an earlier attempt stored by report(), as bytes; empty if none did.
+    # The checkpoint that an earlier attempt stored by report(), as bytes. Empty: there is none.
     checkpoint: bytes = b""
     # The run of the schedule that stored the job; None: a producer enqueued it.
     scheduled_run: ScheduledRun | None = None
-    # Its node in a workflow: Client.parents returns the results of the nodes that it waited for. None: it has none.
+    # The job's node in a workflow. Client.parents returns the results of the nodes that it waited for. None: the job is
+    # in no workflow.
     workflow: WorkflowNode | None = None
     # The org that owns the job: the client's, unless the worker works for all orgs.
     org: str = ""
@@ -325,7 +328,7 @@ class Job:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name):
-            """Makes `lost` when somebody first asks for it: read_leased() does not, because few handlers do."""
+            """Makes `lost` when it is first used. read_leased() does not make it, because few handlers use it."""
             if name != "lost":
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
             with _LOST_LOCK:
@@ -340,8 +343,8 @@ class Job:
         """Adds one line or several to the log of this attempt. The job's history keeps it, and `windrow jobs get` shows
         it.
 
-        The log keeps the first 512 bytes of a line, and the newest 50 lines of an attempt (at most 4 KiB; a first line
-        says how many earlier ones were dropped). A job keeps the logs of its newest 5 attempts.
+        The log keeps the first 512 bytes of a line, and the newest 50 lines of an attempt (at most 4 KiB; its first
+        line then says how many earlier lines were dropped). A job keeps the logs of its newest 5 attempts.
 
         Returns at once: the worker sends the lines with its extends, and with the outcome of the attempt. If the worker
         crashes, or the job is cancelled, the lines since the last extend are lost. Lines that are logged after the
@@ -349,8 +352,9 @@ class Job:
         self.logged.write(text)
 
     def report(self, progress: Progress | None = None, *, checkpoint: Payload = None) -> None:
-        """Reports from the handler how far it has come, and what the next attempt needs in order to go on from here
-        (job.checkpoint; at most 64 KiB; b"" removes an earlier one). None: what was reported before stays.
+        """Reports how far the handler has come (`progress`), and what the next attempt needs in order to go on from
+        there (`checkpoint`, which it finds in job.checkpoint; at most 64 KiB; b"" removes an earlier checkpoint). None:
+        the earlier report stays.
 
         Only a Worker's handler reports like this; with a job from Client.dequeue, use Client.extend. Returns at once.
         The worker sends the newest report with its next message, which also extends the lease. It sends the job's
@@ -376,9 +380,9 @@ class Attempt:
     leased_at: datetime
     ended_at: datetime
     outcome: AttemptOutcome
-    # What the nack reported, or the reason of a snooze; None if there was none, and for other outcomes.
+    # The failure that the nack reported, or the reason of a snooze. None: none was given, or the outcome has none.
     failure: Failure | None
-    # The lines that its handler logged. A job keeps those of its newest 5 attempts.
+    # The lines that its handler logged. A job keeps the lines of its newest 5 attempts.
     log: str = ""
 
 
@@ -390,7 +394,7 @@ class JobRecord:
     queue: str
     kind: str
     state: JobState
-    # None unless the call asked for them. A job without a result has an empty one.
+    # None: the call did not ask for them. If the job has no result, `result` is empty.
     payload: bytes | None
     result: bytes | None
     attributes: Mapping[str, str]
@@ -412,7 +416,7 @@ class JobRecord:
     # Ended attempts, oldest first. Only the newest 50 are stored.
     attempts: Sequence[Attempt]
     shard: str
-    # What handlers reported last; None if none did. The checkpoint is None unless the call asked for payloads.
+    # The newest reports of handlers. None: there is none, or, for the checkpoint, the call did not ask for payloads.
     progress: Progress | None = None
     checkpoint: bytes | None = None
     # Whether the dedup key counts, or counted, while the job is live.
@@ -420,11 +424,11 @@ class JobRecord:
     max_runtime: timedelta | None = None
     # Empty: the job has no group.
     group: str = ""
-    # What the attempt under way has logged, as its newest extend reported it.
+    # The log of the attempt under way, as its newest extend reported it.
     log: str = ""
     # The run of the schedule that stored the job; None: a producer enqueued it.
     scheduled_run: ScheduledRun | None = None
-    # Its node in a workflow; None: it has none.
+    # The job's node in a workflow. None: the job is in no workflow.
     workflow: WorkflowNode | None = None
 
 
@@ -432,13 +436,13 @@ class JobRecord:
 _STR_FIELDS = frozenset({"queue", "kind", "group", "dedup_key", "id"})
 _INT_FIELDS = frozenset({"priority", "max_attempts"})
 _SHOWN_CHARS_MAX = 100
-# The paths in a windrow.v1.NewJob of the fields that have other names there. Violations name these paths.
+# Maps a field to its path in a windrow.v1.NewJob, as violations name it, if the path is not just the field's name.
 _PATHS = {
     **{field.name: f"template.{field.name}" for field in job_pb2.JobTemplate.DESCRIPTOR.fields},
     **{f"dedup_{field.name}": f"dedup.{field.name}" for field in job_pb2.Dedup.DESCRIPTOR.fields},
 }
 
-# By the numbers of the contract's enums, which have the same names after a prefix.
+# The keys are numbers of the contract's enums. The names there are the same after a prefix.
 _STATES: dict[int, JobState] = {
     job_pb2.JobState.Value(f"JOB_STATE_{state.name}"): state for state in JobState if state is not JobState.UNKNOWN
 }
@@ -496,7 +500,7 @@ def batch_requests(
     org: str, jobs: Iterable[NewJob], batch: str, *, jobs_max: int, bytes_max: int
 ) -> Iterator[tuple[int, queue_pb2.EnqueueRequest]]:
     """Yields requests for all jobs of a batch, each with the number of its first job. A request has at most `jobs_max`
-    jobs, and at most `bytes_max` bytes unless it has only one. Raises InvalidJob."""
+    jobs, and at most `bytes_max` bytes unless it has only one job. Raises InvalidJob."""
     request, first, size = queue_pb2.EnqueueRequest(org=org), 0, 0
     for at, job in enumerate(jobs):
         message = job_pb2.NewJob()
@@ -515,7 +519,7 @@ def batch_requests(
 
 
 def new_message(job: NewJob) -> job_pb2.NewJob:
-    """Builds one job's message. Raises InvalidJob with a path as in a request of this job only."""
+    """Builds one job's message. Raises InvalidJob, with the path of the field in a request with this job alone."""
     message = job_pb2.NewJob()
     try:
         write(job, message)
@@ -538,7 +542,7 @@ def write(job: NewJob, message: job_pb2.NewJob) -> None:
         return
     if job.attributes:
         template.attributes.update(job.attributes)
-    # In a message 0 means the default: a caller who writes 0 means something else.
+    # In a message, 0 means the default. Refuse it, because a caller who writes 0 means something else.
     if job.priority is not None:
         template.priority = job.priority
         if not template.priority:
@@ -570,7 +574,7 @@ def write(job: NewJob, message: job_pb2.NewJob) -> None:
 
 
 def _invalid(job: NewJob, at: int, error: Exception) -> InvalidJob:
-    # protobuf does not name the bad field: try each one alone, in a job that is otherwise valid.
+    # protobuf does not name the bad field: try each field alone, in a job that is otherwise valid.
     valid = NewJob("queue", "kind")
     for name in NewJob.__dataclass_fields__:
         if name == "_":
@@ -587,7 +591,7 @@ def _invalid(job: NewJob, at: int, error: Exception) -> InvalidJob:
 
 
 def _type_fault(name: str, value: object) -> str:
-    """Returns what is wrong with a field's type, because protobuf's own message does not show the value; or ""."""
+    """Returns a text about the wrong type of a field's value, or "". protobuf's own message does not show the value."""
     if name in _STR_FIELDS:
         return "" if isinstance(value, str) else f"must be a str, not {_shown(value)}"
     if name in _INT_FIELDS:
@@ -644,7 +648,8 @@ def read_retry(message: job_pb2.RetryPolicy) -> RetryPolicy | None:
 
 
 def read_leased(message: job_pb2.LeasedJob, *, reporter: Reporter = _NOBODY) -> Job:
-    # Field by field: to pass so many arguments takes as long as to read them. `lost` is made when it is asked for.
+    # Set the fields one by one: passing so many arguments would take as long as reading them. `lost` is made when it is
+    # first used.
     job = _new(Job)
     job.lease = message.lease
     job.id = message.id

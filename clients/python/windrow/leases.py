@@ -30,17 +30,17 @@ def named(job: Job) -> str:
 class HeldLease:
     """A leased job that the worker holds."""
 
-    # The values of most jobs until they end. Only objects with other values store any.
+    # These are the values of most jobs until they end. An object stores a value only if it differs.
 
-    # The time from which no extend prolongs it.
+    # The lease ends at this time at the latest, however often it is extended.
     until = math.inf
     # An extend waits to be sent or answered.
     extending = False
-    # How many of the lines that the handler has logged are sent.
+    # How many of the lines that the handler has logged have been sent.
     lines_told = 0
     # The job's outcome waits to be sent or answered.
     settling = False
-    # Its outcome is to be sent with what the handler has logged.
+    # The job's outcome is to be sent with the lines that the handler has logged.
     logs = False
     # The lease has ended, according to the router or to the clock.
     over = False
@@ -60,7 +60,7 @@ class HeldLease:
         self.lease = job.lease
         # When the job was received, or when its last successful extend was sent; monotonic seconds.
         self.renewed_at = renewed_at
-        # For how long an extend, or the receipt, prolongs it.
+        # How long the lease lasts after the receipt, or after an extend.
         self.window_s = window_s
         if job.max_runtime is not None:
             runtime_s = job.max_runtime.total_seconds()
@@ -81,7 +81,7 @@ class Connectivity:
 
     @property
     def away_since(self) -> float | None:
-        """Returns when the current outage began (monotonic seconds), or None if there is none."""
+        """The time at which the current outage began (monotonic seconds), or None if there is no outage."""
         return self._away_since
 
     def failed(self, error: WindrowError) -> None:
@@ -123,7 +123,7 @@ class Leases:
         self._on_lost = on_lost
         self._held: dict[HeldLease, None] = {}
         self._not_empty = asyncio.Event()
-        # A lease has come that falls due sooner than others.
+        # A lease has come that must be extended sooner than other leases.
         self._shorter = asyncio.Event()
 
     def __len__(self) -> int:
@@ -146,12 +146,12 @@ class Leases:
         self._held.pop(held, None)
 
     def ended(self, held: HeldLease) -> bool:
-        """Whether the lease has ended, even if the router has not reported it."""
+        """Returns whether the lease has ended, even if the router has not reported it."""
         return held.over or time.monotonic() >= held.ends_at
 
     async def keep(self) -> None:
-        """Extends each lease after a third of its window; all leases that are due go into one batch. Runs until
-        cancelled."""
+        """Extends each lease after a third of its window, and passes all leases that are due to `extend` together. Runs
+        until cancelled."""
         while True:
             if not self._held:
                 self._not_empty.clear()
@@ -165,7 +165,7 @@ class Leases:
                 ),
                 default=0.0,
             )
-            # A lease that is extended during the pause falls due no sooner than a third of the window from now.
+            # A lease that is extended during the pause is due again no sooner than a third of the window from now.
             pause_s = min(third_s, max(0.001, next_s - time.monotonic()))
             paused_at = time.monotonic()
             with suppress(TimeoutError):
@@ -188,7 +188,7 @@ class Leases:
         for held in self._held:
             if now >= held.ends_at:
                 ended.append(held)
-            # Include leases that are nearly due: one message a tick, not one for each job.
+            # Include leases that are nearly due, so that one message extends many leases.
             elif now - held.renewed_at >= held.window_s / 4 and not (held.extending or held.settling):
                 due.append(held)
         for held in ended:
@@ -201,12 +201,12 @@ class Leases:
             self._extend(begun)
 
     def revoked(self, answers: Mapping[bytes, Answer]) -> None:
-        """Loses those of these leases that the worker holds."""
+        """Gives up the leases of `answers` that the worker holds."""
         for held in [held for held in self._held if held.lease in answers]:
             self.answered(held, answers[held.lease])
 
     def answered(self, held: HeldLease, answer: Answer) -> None:
-        """Loses a lease of which the router has said that it has ended."""
+        """Gives up a lease that has ended, as the router says."""
         if answer is Answer.CANCELLED:
             self._end(held, LostReason.CANCELLED)
             log.info("%s: %s was cancelled", self._worker, named(held.job))
@@ -218,8 +218,8 @@ class Leases:
             log.warning("%s: lost the lease of %s: %s", self._worker, named(held.job), why)
 
     def _end(self, held: HeldLease, reason: LostReason) -> bool:
-        """Stops working under a lease. Returns False if the job's outcome is on its way: that may have ended the lease,
-        and its answer will tell."""
+        """Stops working under a lease. Returns False if the job's outcome is on its way: the outcome may have ended the
+        lease, and the answer to it will tell."""
         self.drop(held)
         held.over = True
         if held.settling:

@@ -19,7 +19,7 @@ class LimitMeasure(enum.Enum):
     JOBS = "jobs"
     # The bytes of payloads, and of attributes as JSON.
     BYTES = "bytes"
-    # Jobs that are leased. Such a limit refuses nothing: jobs wait until it has room.
+    # Leases that begin in an interval. Such a limit refuses nothing: jobs wait until it has room.
     STARTS = "starts"
     # Jobs that are leased at a time. Such a limit refuses nothing: jobs wait until a lease ends.
     IN_FLIGHT = "in_flight"
@@ -32,15 +32,16 @@ class LimitMeasure(enum.Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
     """How much may be enqueued, or how many jobs may start, in each interval; after a pause, the whole amount may be
-    used at once. A limit without an interval says how many jobs may be leased, or may not have ended, at a time."""
+    used at once. A limit without an interval says how many jobs may be leased at a time, or how large the backlog may
+    be."""
 
-    # Empty: the default for all orgs, each by itself.
+    # Empty: the default for each org.
     org: str
     # Empty: all queues of the org together.
     queue: str
     measure: LimitMeasure
     amount: int
-    # None: a limit of jobs in flight, or of the backlog.
+    # None: the limit is one of jobs in flight, or of the backlog.
     interval: timedelta | None
 
 
@@ -55,8 +56,8 @@ class LimitReached:
     asked: int
 
     def part_of(self, jobs: int) -> int:
-        """Returns how many of the call's jobs to send at a time, for which the limit may have room. 0: a single job is
-        too much."""
+        """Returns how many of the call's jobs to send in one call, so that the limit may have room for them. 0: even a
+        single job is too much."""
         return max(1, min(jobs - 1, jobs * self.limit.amount // max(self.asked, 1))) if jobs > 1 else 0
 
 
@@ -75,7 +76,7 @@ def read_reached(message: limits_pb2.LimitReached) -> LimitReached:
 
 
 def measure_number(measure: LimitMeasure) -> limits_pb2.LimitMeasure.ValueType:
-    """Raises KeyError if it cannot be sent."""
+    """Raises KeyError if the measure cannot be sent."""
     return _NUMBERS[measure]
 
 

@@ -6,14 +6,14 @@ from functools import lru_cache
 from urllib.parse import quote, unquote
 
 ORG_HEADER = "windrow-org"
-# An org of 128 bytes, each percent-encoded. A longer value can name no org.
+# The length of an org of 128 bytes that are all percent-encoded. A longer value can name no org.
 VALUE_CHARS_MAX = 384
 
 
 @lru_cache(maxsize=4096)
 def org_metadata(org: str) -> tuple[tuple[str, str], ...]:
-    """Returns the metadata of a call for this org; none if it is too long for an org: the router then says so, instead
-    of gRPC, which refuses metadata above 8 KiB."""
+    """Returns the metadata of a call for this org. Returns none if the name is too long for an org: so the router
+    refuses the call, and not gRPC, which refuses metadata above 8 KiB."""
     # ASCII letters, digits and - . _ ~ stay as they are. Every other byte of the UTF-8 text becomes %XX.
     value = quote(org, safe="")
     return ((ORG_HEADER, value),) if len(value) <= VALUE_CHARS_MAX else ()

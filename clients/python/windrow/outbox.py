@@ -7,8 +7,8 @@
 
     windrow.run(outbox.Relay("postgresql://...", client))             # one or more, anywhere
 
-A job's id is made with the NewJob, so a job that is relayed twice is stored once: a relay may die between the router's
-OK and its own DELETE. Jobs are relayed in the order of their ids. This module owns the table windrow_outbox and needs
+If a relay dies between the router's OK and its own DELETE, a job is relayed twice. It is stored once, because its id is
+made with the NewJob. Jobs are relayed in the order of their ids. This module owns the table windrow_outbox and needs
 `windrow[outbox]`. The relay polls: your database needs no triggers and no LISTEN.
 """
 
@@ -99,10 +99,11 @@ _IDLE_FIRST_S, _IDLE_MAX_S = 0.02, 1.0
 _REST_FIRST_S, _REST_MAX_S = 0.5, 30.0
 # How long to wait for an org's jobs to be stored, which delays the next batch. The limit starts at the first value and
 # doubles after each timeout of the org. It is never longer than the pause that a router asks for when a shard is down,
-# so the relay does not wait here for a dead shard. After a timeout the org is slow, and goes in batches of its own.
+# so the relay does not wait here for a dead shard. After a timeout the org is slow, and its jobs go in other batches.
 _SEND_FIRST_S, _SEND_MAX_S = 1.0, 10.0
-# Errors after which a retry may succeed. Three are not OperationalErrors: two when a transaction stayed open for longer
-# than the server allows, waiting for the router, and one when the server is a standby, or not yet the primary.
+# Errors after which a retry may succeed. Three of them are not OperationalErrors. Two are raised if a transaction that
+# waits for the router stays open for longer than the server allows. One is raised if the server is a standby, or not
+# yet the primary.
 _OUTAGES = (
     psycopg.OperationalError,
     psycopg.errors.IdleInTransactionSessionTimeout,
@@ -118,11 +119,12 @@ def add(connection: psycopg.AsyncConnection[Any], org: str, *jobs: NewJob) -> Aw
 def add(
     connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], org: str, *jobs: NewJob
 ) -> list[str] | Awaitable[list[str]]:
-    """Adds jobs to the outbox in the connection's transaction; returns their ids. Await it for an async connection.
+    """Adds jobs to the outbox in the connection's transaction. Returns their ids. If the connection is async, await
+    the call.
 
-    A `delay` counts from now. Raises InvalidRequest or InvalidJob, before anything is added, for what a router would
-    refuse. Other faults, which only a router can find, such as too many queues of an org, set a job aside when it is
-    relayed.
+    A `delay` counts from now. If a router would refuse a job, raises InvalidRequest or InvalidJob before anything is
+    added. Some faults, such as too many queues of an org, can only be found by a router: the relay sets such a job
+    aside.
     """
     request = enqueue_request(org, jobs)
     _refuse_faults(request)
@@ -170,7 +172,7 @@ class _Row:
     id: str
     org: str
     job: bytes
-    # The database's time, like added_at.
+    # How long the row has been in the outbox, by the database's clock.
     age_s: float
 
 
@@ -194,13 +196,13 @@ class Relay:
     at the same time.
 
     `connect`: a libpq connection string, or a function that opens a psycopg.AsyncConnection. The client's org does not
-    matter, because each row has its own. `rows_max` (1 to 1,000; default 500): the jobs of one batch, which also has at
-    most about 8 MiB.
+    matter, because each row has its own. `rows_max` (1 to 1,000; default 500): how many jobs one batch may have; it has
+    at most about 8 MiB, too.
 
     The relay waits one second for an org's jobs to be stored. If that fails, it skips the org for up to 30 s, while
-    other orgs' jobs continue. After a timeout it waits longer, up to 10 s, and `run` relays such slow orgs over a
-    second connection, which no other org waits for. If a failed call did store jobs, their ids make the next try
-    return them as duplicates.
+    other orgs' jobs continue. After a timeout of an org it waits longer for this org, up to 10 s. `run` relays the jobs
+    of such slow orgs over a second connection, so that no other org waits for them. If a failed call did store jobs,
+    the next try finds them as duplicates by their ids.
     """
 
     def __init__(
@@ -256,13 +258,13 @@ class Relay:
         return await self._connect()
 
     async def _run_on(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        """Relays until stop(): the slow orgs in a task of their own, the others here."""
+        """Relays until stop(). Jobs of slow orgs are relayed in a task of their own, and other jobs here."""
         idle_s = _IDLE_FIRST_S
         slow: asyncio.Task[None] | None = None
         try:
             while not self._stopping.is_set():
                 if slow is not None and slow.done():
-                    # Raises the error that has ended it.
+                    # This raises the error that has ended the task.
                     slow.result()
                     slow = None
                 if slow is None and self._slow_orgs():
@@ -293,7 +295,7 @@ class Relay:
                 if not due:
                     await self._pause(min(self._resting[org].until for org in slow) - now)
                 elif await self._relay_batch(connection, only=due) == Relayed():
-                    # Nothing of theirs waits any more, so there is nothing to retry.
+                    # No job of these orgs waits any more, so there is nothing to retry.
                     for org in due:
                         self._resting.pop(org, None)
 
@@ -313,7 +315,7 @@ class Relay:
         skipped: Sequence[str] = (),
         only: Sequence[str] | None = None,
     ) -> Relayed:
-        """Relays one batch: of all orgs but those that rest and the `skipped` ones, or `only` of these orgs."""
+        """Relays one batch with jobs of all orgs, or of `only` these orgs, except orgs that rest or are `skipped`."""
         now = time.monotonic()
         resting = [org for org, rest in self._resting.items() if rest.until > now]
         taken = {
@@ -343,7 +345,8 @@ class Relay:
             await connection.execute(_SET_ASIDE, [list(bad), list(bad.values())])
 
     async def _send(self, rows: Sequence[_Row]) -> tuple[list[str], dict[str, str]]:
-        """Sends the rows' jobs. Returns the ids of those stored, and of those that never can be, with the reason."""
+        """Sends the rows' jobs. Returns the ids of the stored jobs, and the ids of jobs that can never be stored, each
+        with the reason."""
         sent: list[str] = []
         bad: dict[str, str] = {}
         requests: dict[str, queue_pb2.EnqueueRequest] = {}
@@ -412,7 +415,7 @@ class Relay:
 
 
 def _read(row: _Row) -> job_pb2.NewJob | _Bad:
-    """Returns the job to send. Its delay is shortened by the time that it spent in the outbox."""
+    """Returns the job to send. Shortens its delay by the time that the job spent in the outbox."""
     try:
         job = job_pb2.NewJob.FromString(row.job)
         too_old = age_fault(job.id)

@@ -1,5 +1,5 @@
 """The outcomes that a worker reports about a lease. Each adds itself to a message of the stream. Handlers raise Retry,
-Snooze or Kill to choose one."""
+Snooze or Kill to choose an outcome."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Failed(Action):
 
     @property
     def size(self) -> int:
-        # The bytes of the shortened texts: a character may have four bytes, and long texts are shortened.
+        # Count the bytes of the texts as they are sent: a character may have four bytes, and long texts are shortened.
         return failure_message(self.failure).ByteSize()
 
     def write(self, request: queue_pb2.ConsumeRequest, lease: bytes, log: str) -> None:
@@ -75,7 +75,7 @@ class Failed(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extended(Action):
-    """The lease is extended. `report`: what the handler has reported with it."""
+    """The lease is extended. `report`: what the handler has reported, which is sent with the extend."""
 
     verb = "extend"
     is_extend = True
@@ -114,25 +114,25 @@ class Released(Action):
 
     def write(self, request: queue_pb2.ConsumeRequest, lease: bytes, log: str) -> None:
         if log:
-            # A release cannot carry a log. A snooze for no time does the same, and can.
+            # A release cannot carry a log. A snooze of 0 s has the same effect, and can carry one.
             request.snoozes.add(lease=lease, log=log)
         else:
             request.releases.append(lease)
 
 
-# By far the most frequent.
+# By far the most frequent outcome, so one object serves for all.
 DONE = Done()
 
 
 def acks_of(leases: Sequence[bytes]) -> bytes:
-    """Returns acks without result and log as bytes that can be merged into a ConsumeRequest: what the generated code
-    writes for its field `acks`, at a tenth of the cost."""
+    """Returns acks without result and log as bytes that can be merged into a ConsumeRequest. They are the bytes that
+    the generated code would write for the field `acks`, at a tenth of the cost."""
     return b"".join(chain.from_iterable(zip(map(_ack_head, map(len, leases)), leases, strict=True)))
 
 
 @lru_cache(maxsize=256)
 def _ack_head(lease_bytes: int) -> bytes:
-    """Returns what comes before a lease of this length."""
+    """Returns the bytes that come before a lease of this length."""
     request = queue_pb2.ConsumeRequest(acks=[queue_pb2.Ack(lease=bytes(lease_bytes))])
     return request.SerializeToString()[: -lease_bytes or None]
 
@@ -144,12 +144,12 @@ class Outcome(Exception):
     is_failure = False
 
     def action(self) -> Action:
-        """Returns what to report. May raise anything: a subclass may have changed anything."""
+        """Returns the outcome to report. May raise any error, because a subclass may have changed anything."""
         raise NotImplementedError
 
     def _failure(self, *, message: str, permanent: bool = False) -> Failure:
         """Returns the failure to store. `message` is used if no reason was given. The names Retry and Kill say nothing
-        about the cause, so the type is that of the error from which they were raised, if any."""
+        about the cause, so the failure's type is that of the error from which they were raised, if there is one."""
         failure = failure_of(self, message=message, permanent=permanent)
         if type(self) in (Retry, Kill):
             cause = self.__cause__
@@ -178,7 +178,7 @@ class Retry(Outcome):
 
 
 class Snooze(Outcome):
-    """Raised by a handler: the job cannot be worked on yet. It runs again `after` this (a timedelta, or seconds).
+    """Raised by a handler: the job cannot be worked on yet. It runs again after `after` (a timedelta, or seconds).
 
     Nothing has failed: the attempt does not count, so a job can be snoozed for ever. `reason` is stored in the attempt
     history (1 KiB). Raises ValueError if `after` is negative or more than 3,650 days.
@@ -195,7 +195,7 @@ class Snooze(Outcome):
 
 class Kill(Outcome):
     """Raised by a handler: the failure is permanent. The job is dead at once, even if it has attempts left. `reason` is
-    stored with it."""
+    stored in the attempt history."""
 
     is_failure = True
 
@@ -207,7 +207,7 @@ class Kill(Outcome):
 
 
 def _checked(after: Span) -> Span:
-    """Returns a delay. Raises ValueError if it is negative or too long, and TypeError for anything else."""
+    """Returns the delay. Raises ValueError if it is negative or too long. Raises TypeError if it is not a delay."""
     given: object = after
     if not isinstance(given, (int, float, timedelta)):
         raise TypeError(f"after: {given!r} is neither a number of seconds nor a timedelta")
@@ -218,7 +218,7 @@ def _checked(after: Span) -> Span:
 
 
 def action_of(error: BaseException, *, runners: Collection[str]) -> tuple[Action, BaseException]:
-    """Returns what to report for a handler's error, and the error to log. `runners`: the files that call handlers.
+    """Returns the outcome to report for a handler's error, and the error to log. `runners`: files that call handlers.
 
     Raises nothing, even if the error's own methods raise.
     """
@@ -227,7 +227,7 @@ def action_of(error: BaseException, *, runners: Collection[str]) -> tuple[Action
             return Failed(failure=failure_of(error, stack=stack_of(error, frames_of(error, runners=runners)))), error
         action = error.action()
         if isinstance(action, Failed) and error.__cause__ is not None:
-            # Raised on purpose, from an error that says more.
+            # The handler has raised it on purpose, from an error that says more.
             stack = stack_of(error, frames_of(error, runners=runners))
             action = replace(action, failure=replace(action.failure, stack=stack))
         return action, error

@@ -54,8 +54,8 @@ def encode_result(value: Payload) -> bytes:
 
 
 def clipped(text: str, bytes_max: int, *, keep_end: bool = False) -> str:
-    """Returns a text as a Failure or a Progress accepts it: at most `bytes_max` bytes of UTF-8 without NUL, of a longer
-    text the beginning or the end."""
+    """Returns a text as a Failure or a Progress accepts it: at most `bytes_max` bytes of UTF-8, without NUL. Shortens a
+    longer text to its beginning, or to its end if `keep_end`."""
     data = text.replace("\0", "�").encode(errors="replace")
     if len(data) <= bytes_max:
         return data.decode()
@@ -72,7 +72,7 @@ def seconds(span: Span) -> float:
 
 
 def duration(span: Span) -> Duration:
-    """Returns a span as a protobuf Duration. Raises TypeError, and ValueError for NaN and the like."""
+    """Returns a span as a protobuf Duration. Raises TypeError. Raises ValueError for NaN and infinity."""
     message = Duration()
     if isinstance(span, timedelta):
         message.FromTimedelta(span)
@@ -89,8 +89,8 @@ def _no_span(span: object) -> str:
 
 
 def timestamp(time: datetime) -> Timestamp:
-    """Returns a time as a protobuf Timestamp. Raises TypeError, and ValueError for a time without a zone, because that
-    is ambiguous."""
+    """Returns a time as a protobuf Timestamp. Raises TypeError. Raises ValueError for a time without a zone, because
+    such a time is ambiguous."""
     try:
         zone = time.tzinfo
     except AttributeError as error:
@@ -110,5 +110,5 @@ def moment(message: Timestamp) -> datetime:
 # Jobs that were enqueued together have the same time.
 @lru_cache(maxsize=64)
 def _moment(seconds: int, nanos: int) -> datetime:
-    # Three times as fast as ToDatetime(). A double is exact enough for the microseconds of today's times.
+    # This is three times as fast as ToDatetime(). A double is exact enough for the microseconds of today's times.
     return datetime.fromtimestamp(seconds + nanos / 1e9, UTC)

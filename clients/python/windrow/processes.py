@@ -1,4 +1,4 @@
-"""Processes that run handlers, each for one job at a time. A process can be killed, and what ends it ends only its job.
+"""Processes that run handlers, each for one job at a time. A process can be killed. Its end ends only its own job.
 
 Owns a process and the pipe to it. Knows no leases, and does not decide when a job must stop.
 """
@@ -34,13 +34,13 @@ _JOBS_MAX = 1000
 # How long a process that has closed its pipe may take to end.
 _END_S = 5.0
 _NAME = "windrow-handler"
-# How many processes start at the same time, and how long others wait at most for one that takes long to start. Hundreds
-# that start together would leave the worker itself no CPU time to extend its leases.
+# How many processes may start at the same time, and how long other processes wait at most for a slow start. If hundreds
+# started together, the worker itself would have no CPU time to extend its leases.
 _STARTS = threading.BoundedSemaphore(2 * (os.cpu_count() or 1))
 _START_S_MAX = 10.0
-# Processes are forked by a server with one thread, and never by this process: another thread of it may run an event
-# loop or hold locks, and the fork could hang. There is one server for all that starts processes in this way. If the
-# program tells it to import other modules first, our processes only start more slowly. Windows has no such server.
+# A server with one thread forks the processes. This process never does: another of its threads may run an event loop or
+# hold locks, and the fork could hang. A program has only one such server. If the program tells the server to import
+# other modules first, our processes only start more slowly. Windows has no such server.
 _START: ForkServerContext | SpawnContext = (
     multiprocessing.get_context("spawn") if sys.platform == "win32" else multiprocessing.get_context("forkserver")
 )
@@ -58,7 +58,7 @@ class _Ended:
     """How a handler ended, as its process reports it."""
 
     result: bytes | None = None
-    # What it raised, pickled, and what that means for the job.
+    # The error that it raised, pickled, and what becomes of the job.
     error: bytes = b""
     action: Action | None = None
 
@@ -84,7 +84,7 @@ class HandlerProcess:
         self._connection: Connection | None = None
         self._jobs = 0
         self._over = False
-        # What the last handler raised, and what that means for its job.
+        # The error that the last handler raised, and what becomes of its job.
         self.error: BaseException | None = None
         self.action: Action | None = None
 
@@ -94,8 +94,8 @@ class HandlerProcess:
         return not self._over and self._jobs < _JOBS_MAX and self._process is not None and self._process.is_alive()
 
     def run(self, function: Callable[[Job], Payload], job: Job) -> Payload:
-        """Runs a handler, and blocks meanwhile. Raises what it raises, or Crashed."""
-        # Pickle it first, so that the process stays usable if the handler cannot be sent.
+        """Runs a handler, and blocks meanwhile. Raises what the handler raises. Raises Crashed if the process ends."""
+        # Pickle the call first, so that the process stays usable if the handler cannot be sent.
         of = None if job.workflow is None else replace(job.workflow, adder=None)
         call = pickle.dumps((function, replace(job, lost=Lost(), reporter=Reporter(), logged=JobLog(), workflow=of)))
         self._jobs += 1
@@ -103,11 +103,11 @@ class HandlerProcess:
         is_new = self._connection is None
         with _STARTS if is_new else nullcontext():
             connection = self._started()
-            # If the process has ended, the pipe has too: see below.
+            # If the process has ended, this fails, and so does recv() below.
             with suppress(OSError):
                 connection.send_bytes(call)
                 if is_new:
-                    # Others start when this process has imported the handler.
+                    # Let other processes start only after this one has imported the handler.
                     connection.poll(_START_S_MAX)
         try:
             while not isinstance(told := connection.recv(), _Ended):
@@ -138,12 +138,12 @@ class HandlerProcess:
         with self._lock:
             self._over = True
             if self._process is not None and self._connection is not None:
-                # Kill its group too, once it has made one. Never use the id of a process that has ended.
+                # Kill its group too, if it has made one yet. Never use the id of a process that has ended.
                 if self._process.exitcode is None and self._process.pid is not None:
                     with suppress(ProcessLookupError):
                         os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.kill()
-                # So run() does not wait for other processes that have inherited the other end.
+                # Shut the pipe down, so that run() does not wait for other processes that have inherited the other end.
                 with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
                     pipe.shutdown(socket.SHUT_RDWR)
 
@@ -184,7 +184,7 @@ class HandlerProcess:
 
 
 def can_be_sent(function: Callable[..., object]) -> bool:
-    """Whether a process can get this function: it is sent by the names of its module and itself."""
+    """Returns whether a process can get this function, which is sent as the names of its module and itself."""
     try:
         pickle.dumps(function)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -193,15 +193,15 @@ def can_be_sent(function: Callable[..., object]) -> bool:
 
 
 def is_handler_process() -> bool:
-    """Whether this process runs handlers for a worker in another one."""
+    """Returns whether this process runs handlers for a worker in another process."""
     return multiprocessing.current_process().name == _NAME
 
 
 def _serve(connection: Connection) -> None:
-    # A group of its own: what handlers start is killed with this process.
+    # Make a group of its own, so that processes that handlers start are killed with this process.
     os.setsid()
-    # A supervisor's SIGTERM may reach every process of the worker. The worker decides when this one ends. Do not use
-    # SIG_IGN: processes that handlers start would inherit that.
+    # A supervisor's SIGTERM may reach every process of the worker. The worker decides when this process ends. Do not
+    # use SIG_IGN: processes that handlers start would inherit it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _ignore)
     threading.Thread(target=_end_with_worker, daemon=True).start()
@@ -219,7 +219,7 @@ def _serve(connection: Connection) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
-    # Do not wait for threads that handlers have left alone.
+    # Do not wait for threads that handlers have left running.
     os._exit(0)
 
 
@@ -231,7 +231,7 @@ def _end_with_worker() -> None:
     worker = multiprocessing.parent_process()
     assert worker is not None
     worker.join()
-    # The worker's lease ends: another one will run the job.
+    # The worker's lease will end, and another worker will run the job.
     os._exit(1)
 
 

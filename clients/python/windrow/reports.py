@@ -17,7 +17,7 @@ class Progress:
     """How far an attempt has come, for people: `windrow jobs get` shows it.
 
     `done` and `total` count units of work, of any kind; total 0: not known. `note` describes what is being done. It may
-    have 1 KiB; a longer one is shortened."""
+    have 1 KiB; a longer note is shortened."""
 
     done: int = 0
     total: int = 0
@@ -26,7 +26,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """None: what was reported before stays. An empty checkpoint removes the earlier one."""
+    """A report of a handler. None: the earlier report stays. An empty checkpoint removes the earlier one."""
 
     progress: Progress | None = None
     checkpoint: bytes | None = None
@@ -40,7 +40,7 @@ class Report:
 
     @property
     def size(self) -> int:
-        """The bytes that it takes at most."""
+        """How many bytes it takes at most."""
         return len(self.checkpoint or b"") + (0 if self.progress is None else NOTE_BYTES_MAX + 32)
 
     def write(self, extend: queue_pb2.Extend) -> None:
@@ -54,8 +54,8 @@ class Report:
 
 
 class Reporter:
-    """Takes reports of handlers: passes a lease token and a report to `take`, or to nobody. A copy in another process
-    passes them to nobody."""
+    """Takes reports of handlers, and passes each with the lease token to `take`, or to nobody. A copy in another
+    process passes them to nobody."""
 
     __slots__ = ("_take",)
 
@@ -74,7 +74,7 @@ class Reporter:
 
 
 def report_of(progress: Progress | None, checkpoint: Payload) -> Report:
-    """Returns a report; a checkpoint of None means none. Raises TypeError or ValueError."""
+    """Returns a report. `checkpoint` None: the report has no checkpoint. Raises TypeError or ValueError."""
     if progress is not None:
         _check(progress)
     data = None if checkpoint is None else encode(checkpoint, what="checkpoint")

@@ -1,4 +1,4 @@
-"""Schedules: the calls about them, which Client has as methods of its own, and what they return."""
+"""The methods of Client for schedules, and what they return."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Overlap(enum.Enum):
 
     ALLOW = "allow"
     SKIP = "skip"
-    # It waits until that job has ended. One run waits, or up to 100; others are skipped.
+    # The run waits until that job has ended. One run may wait (BUFFER_ONE), or up to 100 (BUFFER_ALL); further runs are
+    # skipped.
     BUFFER_ONE = "buffer_one"
     BUFFER_ALL = "buffer_all"
     # That job is cancelled.
@@ -43,13 +44,13 @@ class Overlap(enum.Enum):
 
 
 class CatchUp(enum.Enum):
-    """If no router could store the runs of some instants in time: which of these are stored late. The others are
+    """Which runs are stored late, if no router could store the runs of some instants in time. The other runs are
     skipped."""
 
     LATEST = "latest"
-    # The instants of the schedule's `catch_up_window`, at most 1,000.
+    # The runs of the last `catch_up_window` of the schedule, at most 1,000.
     WINDOW = "window"
-    # The newest 1,000.
+    # The newest 1,000 runs.
     ALL = "all"
     UNKNOWN = "unknown"
 
@@ -78,7 +79,7 @@ class SkipReason(enum.Enum):
 class Schedule:
     """When a schedule fires: give exactly one of `cron`, `every` and `at`.
 
-    `cron` has five fields, or six with the second first, and is read in the time zone `tz`. `every` counts from
+    `cron` has five fields, or six if the first is for seconds, and is read in the time zone `tz`. `every` counts from
     `start`, or from 1970. `at` is a single time. Each run comes up to `jitter` later than its nominal time."""
 
     cron: str = ""
@@ -86,13 +87,13 @@ class Schedule:
     at: datetime | None = None
     # A name of the IANA time zone database, such as "Europe/Paris".
     tz: str = "UTC"
-    # The first possible instant, and the first impossible one.
+    # Instants are at or after `start`, and before `end`.
     start: datetime | None = None
     end: datetime | None = None
     jitter: Span = 0.0
     overlap: Overlap = Overlap.SKIP
     catch_up: CatchUp = CatchUp.LATEST
-    # With CatchUp.WINDOW.
+    # Needed with CatchUp.WINDOW.
     catch_up_window: Span | None = None
     note: str = ""
     # The program that declares the schedule in its code. Worker.every sets it.
@@ -114,7 +115,7 @@ class ScheduleRecord:
     next: Sequence[datetime]
     # The nominal time of the latest run that was stored because it was due.
     last: datetime | None
-    # How many runs wait until the job of an earlier one has ended.
+    # How many runs wait until the job of an earlier run has ended.
     buffered: int
     shard: str
 
@@ -128,7 +129,7 @@ class ScheduleRun:
     cause: RunCause
     outcome: RunOutcome
     skip_reason: SkipReason | None
-    # Empty: it was not stored.
+    # Empty: the run was not stored.
     job_id: str
     # None: there is no job, or it is not known.
     job_state: JobState | None
@@ -142,7 +143,7 @@ class Backfilled:
     stored: int
     buffered: int
     skipped: int
-    # Those that had a run already.
+    # How many instants had a run already.
     known: int
 
 
@@ -156,10 +157,10 @@ class ScheduleCalls:
         self, name: str, schedule: Schedule, job: NewJob, *, paused: bool = False
     ) -> ScheduleRecord:
         """Creates a schedule, which stores a job like `job` at each of its instants: with its queue, kind, payload (64
-        KiB), attributes, priority, max_attempts, max_runtime, retry and group. Its other fields must not be set.
+        KiB), attributes, priority, max_attempts, max_runtime, retry and group. Other fields of `job` must not be set.
 
-        Raises AlreadyExists, also if the first try of this call created it and its answer was lost, and InvalidRequest,
-        for example for a cron expression that cannot be read."""
+        Raises AlreadyExists, also if the first try of this call created it and its answer was lost. Raises
+        InvalidRequest, for example for a cron expression that cannot be read."""
         request = schedules_pb2.CreateScheduleRequest(
             org=self.org, name=name, spec=_spec(schedule), job=_template(job), paused=paused
         )
@@ -168,8 +169,8 @@ class ScheduleCalls:
     async def update_schedule(
         self, name: str, schedule: Schedule | None = None, job: NewJob | None = None
     ) -> ScheduleRecord:
-        """Replaces when a schedule fires, or what its jobs are like, or both. A new timing counts from now on. Raises
-        NotFound."""
+        """Replaces the timing of a schedule (`schedule`), or the template of its jobs (`job`), or both. A new timing
+        counts from now on. Raises NotFound."""
         request = schedules_pb2.UpdateScheduleRequest(org=self.org, name=name)
         if schedule is not None:
             request.spec.CopyFrom(_spec(schedule))
@@ -181,8 +182,8 @@ class ScheduleCalls:
         return _read((await self._ask_schedules(lambda stub: stub.UpdateSchedule, request)).schedule)
 
     async def put_schedule(self, name: str, schedule: Schedule, job: NewJob) -> ScheduleRecord:
-        """Creates a schedule, or makes an existing one equal to this. Does nothing if it is. A pause stays. Several
-        processes may do this at the same time."""
+        """Creates a schedule, or makes an existing schedule equal to this one. Does nothing if it is equal already. A
+        paused schedule stays paused. Several processes may do this at the same time."""
         for tries_left in range(_TRIES_MAX, -1, -1):
             try:
                 found, _ = await self.get_schedule(name)
@@ -206,8 +207,8 @@ class ScheduleCalls:
         return _read(response.schedule), list(map(_read_run, response.runs))
 
     async def list_schedules(self, *, declared_by: str = "") -> list[ScheduleRecord]:
-        """Returns all schedules of the org by name, without the payloads of their jobs; or only those that somebody
-        keeps in code."""
+        """Returns all schedules of the org in the order of their names, without the payloads of their jobs.
+        `declared_by`: only the schedules that are declared under this name."""
         return [record async for record in self._schedules(declared_by)]
 
     async def _schedules(self, declared_by: str) -> AsyncIterator[ScheduleRecord]:
@@ -248,8 +249,8 @@ class ScheduleCalls:
     async def backfill_schedule(
         self, name: str, begin: datetime, end: datetime, *, overlap: Overlap = Overlap.ALLOW
     ) -> Backfilled:
-        """Stores the runs of all instants from `begin` up to, but not including, `end`, except those that have a run;
-        at most 1,000. `end` must have passed. Raises NotFound, InvalidRequest."""
+        """Stores the runs of all instants from `begin` up to, but not including, `end`, at most 1,000. Leaves out
+        instants that have a run. `end` must have passed. Raises NotFound, InvalidRequest."""
         request = schedules_pb2.BackfillScheduleRequest(org=self.org, name=name, overlap=_number("overlap", overlap))
         for field, time in (("begin", begin), ("end", end)):
             _set_time(request, field, time)
@@ -273,9 +274,10 @@ class ScheduleCalls:
     async def declare_schedules(
         self, declared: Iterable[tuple[str, Schedule, NewJob]], *, declared_by: str, remove: bool = False
     ) -> list[str]:
-        """Makes these the schedules that `declared_by` (1 to 128 bytes) keeps in code. Returns the names of those that
-        it has declared before and no longer does; they are deleted only if `remove`. Several processes may do this at
-        the same time. Raises InvalidRequest if one of the names is that of a schedule that somebody else keeps."""
+        """Declares these schedules, and no others, under the name `declared_by` (1 to 128 bytes). Returns the names of
+        the schedules that were declared under this name before and no longer are; `remove` deletes them. Several
+        processes may do this at the same time. Raises InvalidRequest if a schedule of one of the names exists that was
+        not declared under `declared_by`."""
         names: set[str] = set()
         for name, schedule, job in declared:
             names.add(name)
@@ -360,9 +362,9 @@ def _template(job: NewJob) -> job_pb2.JobTemplate:
 
 
 def _is_equal(found: ScheduleRecord, schedule: Schedule, job: NewJob) -> bool:
-    """Returns whether a stored schedule is what somebody wants: both as the router would read them."""
+    """Returns whether a stored schedule equals a wanted schedule. Compares both as the router would store them."""
     wanted = _template(job)
-    # The router fills it in.
+    # The router fills in this default.
     wanted.priority = wanted.priority or 5
     return _spec(found.schedule) == _spec(schedule) and _template(found.job) == wanted
 
@@ -410,7 +412,7 @@ def _read_run(message: schedules_pb2.ScheduleRun) -> ScheduleRun:
     )
 
 
-# By the numbers of the contract's enums, which have the same names after a prefix.
+# The numbers are those of the contract's enums. The names there are the same after a prefix.
 _OVERLAP_NUMBERS: dict[Overlap, schedules_pb2.OverlapPolicy.ValueType] = {
     policy: schedules_pb2.OverlapPolicy.Value(f"OVERLAP_POLICY_{policy.name}")
     for policy in Overlap

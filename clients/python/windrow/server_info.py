@@ -20,10 +20,12 @@ class ServerInfo:
 
     # The release of the router, such as "0.1.0". Decide by limits and features, not by the version.
     version: str
-    # By the names of the contract (ServerLimits in windrow/v1/server.proto), such as limits["max_message_bytes"]. A
-    # limit that the router does not send, because it is older than this client, is absent.
+    # The limits by their names in the contract (ServerLimits in windrow/v1/server.proto), such as
+    # limits["max_message_bytes"]. A limit that the router does not send, because it is older than this client, is
+    # absent.
     limits: Mapping[str, int | timedelta]
-    # Without the prefix SERVER_FEATURE_, such as "ORG_METADATA". One that this client does not know is a number.
+    # The names without the prefix SERVER_FEATURE_, such as "ORG_METADATA". A feature that this client does not know is
+    # a number.
     features: frozenset[str]
 
 

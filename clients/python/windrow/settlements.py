@@ -1,8 +1,8 @@
 """What a worker reports about its leases: acks, nacks, releases and extends, batched into messages without delay.
 
-Owns the entries that wait to be sent and those that are sent but not answered. Does not know how a message travels.
+Owns the entries that wait to be sent or are sent but not answered. Does not know how a message travels.
 A message carries every entry that waits when it is sent. At most UNANSWERED_MAX messages may be unanswered; entries
-that come meanwhile go with the next one. An idle worker's ack is sent at once, a busy worker's acks by the hundred.
+that come meanwhile go with the next message. An idle worker sends an ack at once; a busy one sends hundreds together.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from windrow.v1 import queue_pb2
 
 # The contract's limit for each kind of entry in one message.
 ENTRIES_MAX = 1000
-# A result may have 64 KiB. This keeps a message well below the largest allowed one.
+# A result may have 64 KiB. This bound keeps a message well below the largest message that is allowed.
 _BYTES_MAX = 4 * 1024 * 1024
 # The most bytes that an entry has besides its lease and its texts: tags, lengths, a retry_after.
 _ENTRY_BYTES = 32
@@ -33,18 +33,18 @@ UNANSWERED_MAX = 2
 
 
 class _Entry:
-    # The values of most entries. Only objects with other values store any.
+    # These are the values of most entries. An object stores a value only if it differs.
 
     # The entry may be why a whole message was refused: send it in a message of its own.
     alone = False
     sent = False
-    # The handler's report after this entry was sent. Only an entry with a report has one.
+    # What the handler has reported after this entry was sent. Only an entry with a report has a later one.
     later: Report | None = None
 
     def __init__(self, held: HeldLease, action: Action, *, bare: bool = False) -> None:
         self.held = held
         self.action = action
-        # Whether it is an ack with nothing but its lease.
+        # Whether it is an ack that carries nothing except its lease.
         self.bare = bare
 
     @property
@@ -58,7 +58,7 @@ class _Entry:
 
     @property
     def tells_log(self) -> bool:
-        """Whether it is to be sent with what the handler has logged: an extend only if that is new."""
+        """Whether to send it with the lines that the handler has logged. An extend takes them only if some are new."""
         if self.is_extend:
             return self.held.job.logged.count > self.held.lines_told
         return self.held.logs
@@ -89,8 +89,8 @@ class Settlements:
         self._connectivity = connectivity
         self._backoff = backoff
         self._waiting: deque[_Entry] = deque()
-        # The entry with a report of each job, if there is one. A second one must wait until the first is answered: the
-        # router settles messages in parallel, and the older report could be stored last.
+        # The entry that carries a report, for each job with such an entry. A second report must wait until the first is
+        # answered: the router settles messages in parallel, and the older report could be stored last.
         self._reports: dict[HeldLease, _Entry] = {}
         self._unanswered: dict[int, _Message] = {}
         self._number = 0
@@ -98,8 +98,8 @@ class Settlements:
         self._retry_timer: asyncio.TimerHandle | None = None
         self._room = asyncio.Event()
         self._room.set()
-        # Outcomes of jobs whose report is on its way. They wait for its answer: the router settles messages in
-        # parallel, and takes no report about a lease that has ended.
+        # Outcomes of jobs whose report is on its way. They wait until the report is answered: the router settles
+        # messages in parallel, and takes no report about a lease that has ended.
         self._after_report: dict[HeldLease, Action] = {}
         # Set whenever there may be something to send.
         self.wake = asyncio.Event()
@@ -129,7 +129,7 @@ class Settlements:
         return len(self._waiting) > ENTRIES_MAX
 
     async def room(self) -> None:
-        """Waits while it is full."""
+        """Waits while `is_full`."""
         while self.is_full:
             self._room.clear()
             await self._room.wait()
@@ -163,7 +163,7 @@ class Settlements:
         self._waiting.append(entry)
 
     def fill(self, request: queue_pb2.ConsumeRequest) -> bool:
-        """Adds the entries that may be sent now. Returns whether there were any; they count as sent then."""
+        """Adds the entries that may be sent now. Returns whether there were any; then they count as sent."""
         if self._retry_timer is not None or len(self._unanswered) >= UNANSWERED_MAX:
             return False
         if self._is_isolating():
@@ -186,7 +186,8 @@ class Settlements:
         return True
 
     def unanswered_since(self) -> float | None:
-        """Returns when the oldest unanswered message was sent (monotonic seconds), or None if all are answered."""
+        """Returns the time at which the oldest unanswered message was sent (monotonic seconds), or None if all are
+        answered."""
         return min((message.sent_at for message in self._unanswered.values()), default=None)
 
     def answered(self, settled: queue_pb2.Settled) -> None:
@@ -219,7 +220,7 @@ class Settlements:
 
     def on_stream_refused(self, error: InvalidRequest) -> bool:
         """Handles an InvalidRequest that ended the stream. If unanswered entries may be its cause, queues each of them
-        for a message of its own, to find the bad one. Returns whether there were any."""
+        for a message of its own, to find the bad entry. Returns whether there were any."""
         entries = [entry for message in self._unanswered.values() for entry in message.entries]
         self._unanswered.clear()
         if entries:
@@ -273,14 +274,14 @@ class Settlements:
             )
 
     def _is_needless(self, extend: _Entry) -> bool:
-        """Whether there is nothing to extend: the lease has ended, or the job's outcome is queued by now and does not
-        wait for this report."""
+        """Returns whether there is nothing to extend: the lease has ended, or the job's outcome is queued by now and
+        does not wait for this report."""
         held = extend.held
         return held not in self._leases or (held.settling and self._reports.get(held) is not extend)
 
     def _end_report(self, entry: _Entry) -> None:
-        """Called when an extend is no longer on its way. Queues what its handler has reported meanwhile, or else the
-        outcome that waited for it."""
+        """Handles an extend that is no longer on its way. Queues the report that its handler has made meanwhile, or
+        else the outcome that waited for this extend."""
         held = entry.held
         if self._reports.get(held) is not entry:
             return
@@ -291,7 +292,7 @@ class Settlements:
             self._waiting.append(_Entry(held, self._after_report.pop(held)))
 
     def _is_isolating(self) -> bool:
-        """Whether a suspected entry is being tried, or comes next and must wait for the messages under way."""
+        """Returns whether a suspected entry is being tried, or comes next and must wait for the messages under way."""
         if not self._unanswered:
             return False
         if self._waiting and self._waiting[0].alone:
@@ -307,7 +308,7 @@ class Settlements:
                 pause_s = patient_pause_s(error, own_s=self._backoff.next_s())
                 self._retry_timer = asyncio.get_running_loop().call_later(pause_s, self._resume)
         elif len(entries) > 1:
-            # One bad entry must not block the others: send each in a message of its own.
+            # One bad entry must not block the other entries: send each in a message of its own.
             for entry in entries:
                 entry.alone = True
             self._requeue(entries)
@@ -363,7 +364,7 @@ def _add_report(entry: _Entry, later: Report) -> None:
 
 
 class Backoff:
-    """Exponential backoff: 1, 2, 4, 8 ... times the first pause, up to a maximum, each times a random 0.5 to 1.0."""
+    """Exponential backoff: 1, 2, 4, 8 ... times the first pause, up to a maximum, multiplied by a random 0.5 to 1.0."""
 
     def __init__(self, first_s: float, max_s: float) -> None:
         self._first_s = first_s

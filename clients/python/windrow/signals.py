@@ -30,9 +30,9 @@ def run(*services: Service) -> None:
     """Runs workers and relays from a script until SIGTERM or Ctrl-C, then closes their clients.
 
     The first signal stops them gracefully, the second at once. A `def` handler that still runs in its thread keeps the
-    process alive until it ends or another signal comes. Several services share one fate: if one raises, for example
-    because its key was revoked, the others are cancelled, and the error is raised in an ExceptionGroup. Run orgs that
-    must not end each other in processes of their own.
+    process alive until it ends or another signal comes. Several services share one fate: if a service raises, for
+    example because its key was revoked, the others are cancelled, and the error is raised in an ExceptionGroup. If
+    services of different orgs must not end each other, run each in a process of its own.
     """
     asyncio.run(_run_all(services))
 

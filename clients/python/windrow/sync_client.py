@@ -29,7 +29,7 @@ _CLOSE_S = 10.0
 def _blocking(
     method: Callable[Concatenate[Client, _Parameters], Coroutine[Any, Any, _Result]],
 ) -> Callable[Concatenate[SyncClient, _Parameters], _Result]:
-    """Makes a method of SyncClient from one of Client, with the same signature and docstring."""
+    """Makes a method of SyncClient from a method of Client, with the same signature and docstring."""
 
     @functools.wraps(method)
     def act(self: SyncClient, /, *arguments: _Parameters.args, **options: _Parameters.kwargs) -> _Result:
@@ -42,8 +42,9 @@ def _blocking(
 class SyncClient:
     """Client without `await`: arguments, return values and errors are the same.
 
-    Any number of threads may share one. It also works in notebooks, where an event loop runs in the calling thread. Do
-    not call it from a coroutine: it would block the event loop. After a fork, make a new one in the child process.
+    Any number of threads may share a SyncClient. It also works in notebooks, where an event loop runs in the calling
+    thread. Do not call it from a coroutine: it would block the event loop. After a fork, make a new SyncClient in the
+    child process.
     """
 
     # testing.py sets another class.
@@ -85,8 +86,8 @@ class SyncClient:
         self._closed = False
 
     def for_org(self, org: str) -> Self:
-        """Returns a client of another org over the same connections and thread. They stay until this client is closed;
-        closing the returned one does nothing."""
+        """Returns a client of another org over the same connections and thread. They stay open until this client is
+        closed; closing the returned one does nothing."""
         other = object.__new__(type(self))
         client = self._client.for_org(org)
         other._client = client
@@ -185,7 +186,7 @@ class SyncClient:
     def enqueue_batch(
         self, jobs: Iterable[NewJob], *, batch: str, on_progress: Callable[[Batch], object] | None = None
     ) -> Batch:
-        """Stores a batch like Client.enqueue_batch. It takes `jobs` and calls `on_progress` in the caller's thread:
+        """Stores a batch like Client.enqueue_batch. Reads `jobs` and calls `on_progress` in the caller's thread, so
         both may use that thread's database connections, and this client."""
         done = Batch()
         for calls in calls_of(self.org, jobs, batch):

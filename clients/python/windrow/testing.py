@@ -65,11 +65,11 @@ class AttemptResult:
     outcome: AttemptOutcome
     # The job's state after the attempt: SUCCEEDED, DEAD, or SCHEDULED, to run again.
     state: JobState
-    # The bytes that the handler's result is stored as.
+    # The handler's result, as the bytes that are stored.
     result: bytes = b""
     # The failure that a nack reports: the type, message and stack of the handler's error.
     failure: Failure | None = None
-    # When the job runs again. None: when its retry policy says so, or not at all.
+    # After how long the job runs again. None: as its retry policy says, or never.
     after: timedelta | None = None
     # The reason of a Snooze.
     reason: str = ""
@@ -81,14 +81,15 @@ class AttemptResult:
 
 async def run_job(worker: Worker, job: NewJob, *, attempt: int = 1, checkpoint: Payload = None) -> AttemptResult:
     """Runs the worker's handler for this job, as a running worker does: through its middleware, in a thread or process
-    if it needs one, and within its timeout. A handler of batches gets a batch of this job. Needs no router; of the
+    if it needs one, and within its timeout. A batch handler gets a batch with this job alone. Needs no router; of the
     worker's client only the org and the tracing count.
 
-    `attempt`: which attempt it is; the last of the job's `max_attempts` (20 by default) ends with DEAD. `checkpoint`:
-    what an earlier attempt has reported. A test without an event loop writes asyncio.run(run_job(...)).
+    `attempt`: the number of the attempt. If the last of the job's `max_attempts` (20 by default) fails, the job is
+    DEAD. `checkpoint`: what an earlier attempt has reported. A test without an event loop writes
+    asyncio.run(run_job(...)).
 
-    An error of the handler is in the result. Raises InvalidJob for a job that a router would refuse, and InvalidRequest
-    if the worker does not take jobs of its queue or has no handler for its kind."""
+    An error of the handler is in the result. Raises InvalidJob for a job that a router would refuse. Raises
+    InvalidRequest if the worker does not take jobs of its queue or has no handler for its kind."""
     message = new_message(job)
     if faults := list(job_faults(message)):
         raise error_of(_refusal(0, faults))
@@ -164,7 +165,7 @@ class _Recorder(Calls):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        # By org.
+        # The stored jobs of each org.
         self.stored: dict[str, list[job_pb2.NewJob]] = defaultdict(list)
 
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -223,7 +224,7 @@ class _Recorder(Calls):
 class RecordingClient(Client):
     """A Client that connects to nothing. It keeps the jobs that it is asked to store, and refuses what a router would
     refuse. A second job with the same id, or with the same dedup key in its queue, is a duplicate and is not kept; keys
-    are remembered for ever. Every call but enqueues raises NotImplementedError.
+    are remembered for ever. Every call except enqueues raises NotImplementedError.
 
     Takes the arguments of Client. Clients of other orgs, made with for_org, keep their own jobs.
     """
@@ -238,9 +239,9 @@ class RecordingClient(Client):
     def enqueued(
         self, queue: str = "", kind: str = "", payload: Payload = _ANY_PAYLOAD, **options: Unpack[JobOptions]
     ) -> list[NewJob]:
-        """Returns the jobs that have this queue, kind and payload, and these options; what is left out matches all.
-        JSON payloads are compared as values: the order of their keys does not count."""
-        # Encoded and read again, as the recorded jobs were: so 60 s equal a timedelta of a minute.
+        """Returns the jobs that have this queue, kind and payload, and these options. An argument that is left out
+        matches all jobs. JSON payloads are compared as values: the order of their keys does not count."""
+        # Encode the wanted job and read it again, as the recorded jobs were, so that 60 s equal timedelta(minutes=1).
         wanted = read_new(new_message(NewJob(queue, kind, b"" if payload is _ANY_PAYLOAD else payload, **options)))
         names = [*options, *(["queue"] if queue else ()), *(["kind"] if kind else ())]
         return [
@@ -288,8 +289,8 @@ def assert_enqueued(
     payload: Payload = _ANY_PAYLOAD,
     **options: Unpack[JobOptions],
 ) -> NewJob:
-    """Returns the only job that matches, as `enqueued` finds it. Raises AssertionError, with what was enqueued, if none
-    does or several do."""
+    """Returns the only job that matches, as `enqueued` finds it. Raises AssertionError, with what was enqueued, if no
+    job or several jobs match."""
     found = client.enqueued(queue, kind, payload, **options)
     if len(found) == 1:
         return found[0]

@@ -40,13 +40,14 @@ _SYSTEM_CAS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """TLS with these PEM files. They are read when the client connects, and again when a connection fails after they
-    have changed: a certificate can be replaced while the program runs."""
+    """TLS with these PEM files. The client reads them when it connects, and again when a connection fails after the
+    files have changed. So a certificate can be replaced while the program runs."""
 
-    # The CAs that may have signed the router's certificate. None: those that the operating system trusts, or those in
-    # the file that SSL_CERT_FILE names.
+    # The CAs that may have signed the router's certificate. None: the CAs that the operating system trusts, or the CAs
+    # in the file that SSL_CERT_FILE names.
     ca: Path | str | None = None
-    # For a router that demands them: the client's certificate, with those that link it to a CA, and its private key.
+    # The client's certificate, with the certificates that link it to a CA, and its private key. Some routers demand
+    # them.
     certificate: Path | str | None = None
     key: Path | str | None = None
     # The name in the router's certificate, if it is not the host of the address.
@@ -58,7 +59,7 @@ class Tls:
 
 
 class Pem(NamedTuple):
-    """What the files of a Tls hold. `roots` None: the system has no file of CAs, and gRPC's own are used."""
+    """The contents of the files of a Tls. `roots` None: the system has no file of CAs, so gRPC uses its own CAs."""
 
     roots: bytes | None
     certificate: bytes | None
@@ -88,13 +89,13 @@ def chosen(given: Tls | Path | str | bool | None, *, secure: bool) -> Tls | None
 
 
 def read(tls: Tls) -> Pem:
-    """Reads the files. Raises InvalidRequest if one cannot be used."""
+    """Reads the files. Raises InvalidRequest if a file cannot be used."""
     if tls.certificate is not None and tls.key is not None:
         try:
             # A key with a passphrase is refused. Without a password, OpenSSL would ask for it on the terminal.
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(tls.certificate, tls.key, password="")
         except OSError as error:
-            # An SSLError is one, too. It has no strerror that helps.
+            # An SSLError is an OSError, too. Its strerror does not help.
             why = getattr(error, "reason", None) or error.strerror
             raise InvalidRequest(f"tls: certificate {tls.certificate} and key {tls.key}: {why}") from error
     ca = tls.ca or _system_ca()
@@ -110,7 +111,7 @@ def credentials(pem: Pem) -> grpc.ChannelCredentials:
 
 
 def _system_ca() -> str | None:
-    """gRPC for Python brings CAs of its own, and does not look at those of the system."""
+    """Returns the file of the CAs that the system trusts, because gRPC for Python brings CAs of its own instead."""
     named = os.environ.get("SSL_CERT_FILE") or ssl.get_default_verify_paths().cafile
     return named or next((path for path in _SYSTEM_CAS if Path(path).exists()), None)
 

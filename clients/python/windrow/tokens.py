@@ -1,4 +1,4 @@
-"""The bearer token of a client's calls: an API key, or whatever else its cluster takes.
+"""The bearer token of a client's calls: an API key, or whatever else its cluster accepts.
 
 A token is never shown: not in a message, a log line or a repr.
 """
@@ -21,8 +21,8 @@ _CHARS_MAX = 8_192
 
 
 class Tokens:
-    """Gives a token to each call. What a function has returned is used until a router refuses it; `renew` then asks the
-    function again."""
+    """Gives a token to each call. A token that the function has returned is used until a router refuses it; `renew`
+    then asks the function again."""
 
     def __init__(self, token: Token) -> None:
         self._ask = None if isinstance(token, str) else token
@@ -42,7 +42,7 @@ class Tokens:
         if self._asking is None:
             self._asking = asyncio.Lock()
         async with self._asking:
-            # Calls that were refused at the same time ask once.
+            # Calls that were refused at the same time ask the function only once.
             if self._metadata == refused:
                 token = self._ask()
                 self._metadata = _metadata(await token if inspect.isawaitable(token) else token)

@@ -6,9 +6,9 @@ Follows the semantic conventions for messaging spans (opentelemetry.io/docs/spec
 - Enqueueing a batch inside a recorded span makes a span `create <queue>` (PRODUCER) for each job, and one
   `send <queue>` (CLIENT) with links to them all. Each job carries the context of its own span. Outside a recorded span,
   or with `create_spans=False`, all jobs of the batch carry the context of `send <queue>`.
-- A worker runs a handler in a span `process <queue>` (CONSUMER). It is about one job, so the job's context is its
-  parent, and also a link, as the conventions ask. A span around the worker itself becomes a second link.
-- A handler of batches has one span `process <queue>` for its batch, with links to all jobs' contexts and no parent.
+- A worker runs a handler in a span `process <queue>` (CONSUMER). This span is about one job, so the job's context is
+  its parent, and also a link, as the conventions ask. A span around the worker itself becomes a second link.
+- A batch handler has one span `process <queue>` for its batch, with links to all jobs' contexts and no parent.
 
 Dequeues and acks have no spans: they are batches on the worker's schedule, not the user's. Without an OpenTelemetry SDK
 no spans are made, but a context that comes from elsewhere is still passed on.
@@ -102,7 +102,8 @@ class Tracing:
             attributes["messaging.message.id"] = job.id
         span = self._tracer.start_span(
             f"process {job.queue}",
-            # An empty context, not None: a job without a trace begins a new one, outside the current span.
+            # Pass an empty context and not None, so that a job without a trace begins a new trace, outside the current
+            # span.
             context=parent if parent is not None else trace.set_span_in_context(trace.INVALID_SPAN),
             kind=SpanKind.CONSUMER,
             attributes=attributes,
@@ -136,7 +137,7 @@ class Tracing:
             yield span
 
     def has_sdk(self) -> bool:
-        """Whether spans are recorded. It reads the environment while no SDK is set, so ask rarely."""
+        """Returns whether spans are recorded. Reads the environment while no SDK is set, so call it rarely."""
         provider = self._provider or trace.get_tracer_provider()
         return not isinstance(provider, ProxyTracerProvider | NoOpTracerProvider)
 

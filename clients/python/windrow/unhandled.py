@@ -53,10 +53,10 @@ class Unhandled:
 
 
 def pause_s(job: Job, *, luck: float) -> float:
-    """Returns when the job runs again: after 5 s to 5 min, times 0.5 to 1.0 by `luck` (0.0 to 1.0).
+    """Returns the pause before the job runs again: 5 s to 5 min, times 0.5 to 1.0 as `luck` (0.0 to 1.0) decides.
 
-    The pause grows with the time from the enqueue to `run_at`, which each pause has moved later. So it nearly doubles
-    each time, and all workers choose the same one, although nothing is stored for it. Both times are of the shard's
-    clock."""
+    The pause grows with the time from the enqueue to `run_at`, which each pause has moved later. So the pause nearly
+    doubles each time, and all workers choose the same pause, although nothing is stored for it. Both times come from
+    the shard's clock."""
     known_s = (job.run_at - job.enqueued_at).total_seconds()
     return min(PAUSE_S_MAX, max(PAUSE_S_MIN, known_s)) * (0.5 + luck / 2)

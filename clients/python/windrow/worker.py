@@ -1,7 +1,7 @@
 """The worker: takes jobs from a stream, runs their handlers, and reports the outcomes.
 
 consume_stream.py has the stream, leases.py the leases, handlers.py the handlers, and settlements.py the reports. This
-module decides how many jobs to ask for and when each begins, and shuts down.
+module decides how many jobs to ask for and when each begins, and shuts the worker down.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ QUEUES_MAX = 64
 PREFETCH_MAX = 5000
 # Enough jobs to cover the round trip to the router when handlers take almost no time.
 _PREFETCH_MIN = 100
-# A prefetched job waits here for about this long at most, or a tenth of its window: another worker may be idle.
+# A prefetched job waits in the worker for at most about this long, or for a tenth of its window if that is shorter:
+# another worker may be idle.
 _PREFETCH_WAIT_S = 0.1
-# What a job costs the worker beside its handler, roughly.
+# Roughly the time that the worker itself needs for a job, without its handler.
 _JOB_S_MIN = 0.000_02
 # Handlers that do not suspend run one after another for this long; then the rest of the program has its turn.
 _BUSY_S_MAX = 0.005
@@ -61,7 +62,7 @@ _TOO_LATE = "it had ended before the job began"
 
 
 class AllOrgs(enum.Enum):
-    """The orgs that a worker takes jobs of: all of the cluster."""
+    """The value of `orgs` with which a worker takes the jobs of all orgs of the cluster."""
 
     ALL = "all"
 
@@ -79,49 +80,50 @@ class Worker:
 
         windrow.run(worker)
 
-    Jobs arrive as they fall due, over one stream to one router. The worker asks only for as many as it has room for.
+    Jobs arrive as they fall due, over one stream to one router. The worker asks only for as many jobs as it has room
+    for.
 
     - `orgs` (default: the client's org): `windrow.ALL` takes jobs of every org of the cluster; job.org names the org.
       The client needs a key for all orgs with the scopes consume and cluster. Orgs share the time of such workers by
-      their weights (`windrow weights`): an org is charged for as long as its jobs are leased. So `prefetch` is 0 by
-      default, and a job is taken when it can begin.
+      their weights (`windrow weights`): an org is charged for as long as its jobs are leased. So the default of
+      `prefetch` is then 0: the worker takes a job only when it can begin.
     - `concurrency` (1 to 1,000; default 10): how many handlers run at the same time.
-    - `prefetch` (0 to 5,000; default: 5 × concurrency, at least 100): how many jobs may wait in the worker beyond those
-      that run, so that handlers need not wait for jobs. The worker prefetches fewer jobs the longer handlers take, so
-      that a job waits for about 0.1 s. A job that has waited for a third of its window is released;
-      that does not count as an attempt.
-    - `visibility_window` (100 ms to 12 h; default 30 s): the length of each lease. A lease is extended after a third of
-      it.
+    - `prefetch` (0 to 5,000; default: 5 × concurrency, at least 100): how many jobs may wait in the worker besides the
+      jobs that run, so that handlers need not wait for jobs. The longer handlers take, the fewer jobs the worker
+      prefetches, so that a job waits for about 0.1 s. The worker releases a job that has waited for a third of its
+      window; that does not count as an attempt.
+    - `visibility_window` (100 ms to 12 h; default 30 s): the length of each lease. The worker extends a lease after a
+      third of this time.
     - `name` (default host-pid-xxxx): the worker's name in the attempt history.
     - `grace` (s, or timedelta; default 20 s): how long running handlers may take to finish when the worker stops.
     - `cancel_lost` (default True): cancels a coroutine handler when its lease ends. A `def` handler cannot be
-      cancelled: it should check job.lost.is_set(). One that never returns occupies its place, unless it has a timeout
-      (see handler()), and keeps the process alive, because Python waits for threads at exit (see run()).
-    - `middleware`: `async def middleware(job, call_next)` for what belongs around every handler, such as metrics or an
-      error reporter; the first is the outermost. `await call_next(job)` runs the handler, returns what it returns and
-      raises what it raises, TimedOut and Crashed included.
+      cancelled: it should check job.lost.is_set(). If it never returns, it occupies its place, unless it has a timeout
+      (see handler()). It also keeps the process alive, because Python waits for threads at exit (see run()).
+    - `middleware`: functions `async def middleware(job, call_next)` that run around every handler, for example for
+      metrics or an error reporter. The first function is the outermost. `await call_next(job)` runs the handler; it
+      returns what the handler returns and raises what the handler raises, TimedOut and Crashed included.
 
     - `declares_as` (default "worker:" and the first queue): the name under which every() declares schedules. Programs
-      that declare different ones need different names.
-    - `removes_undeclared` (default False): deletes the schedules that were declared under this name before, and no
-      longer are. Otherwise a WARNING names them.
+      that declare different schedules need different names.
+    - `removes_undeclared` (default False): deletes the schedules that were declared under this name before and are no
+      longer declared. If it is False, a WARNING names them.
 
     A handler that runs long can report how far it has come, for people, and a checkpoint for the job's next attempt
     (see Job.report). A job that is cancelled loses its lease: see `cancel_lost`.
 
     A handler returns the job's result (see Payload; None: no result); the worker then acks the job. A result of more
-    than 64 KiB is dropped: the job succeeds without one, and the worker logs a WARNING. A handler that raises nacks the
+    than 64 KiB is dropped: the job succeeds without it, and the worker logs a WARNING. A handler that raises nacks the
     job. Retry(after=...), Snooze(after=...) and Kill("why") set the outcome; after any other exception the retry policy
     decides. The exception's type, message (8 KiB) and traceback (the newest frames, 32 KiB) are stored with the
     attempt. sys.exit() in a handler also ends only the attempt, not the worker.
 
-    A job of a kind without a handler is snoozed for 5 s to 5 min, longer each time, because this may be a worker of an
-    older release: its attempt does not count. A WARNING says so once a minute, and the counter
-    `windrow.worker.unhandled_jobs` counts them (OpenTelemetry, with `meter_provider` or the global one).
+    If the worker has no handler for the kind of a job, its program may be of an older release. So it snoozes the job
+    for 5 s to 5 min, longer each time; the attempt does not count. A WARNING says so once a minute, and the counter
+    `windrow.worker.unhandled_jobs` counts these jobs (OpenTelemetry, with `meter_provider` or the global provider).
 
     Failures are logged to `windrow.worker`, with job, kind, queue and attempt: as WARNING (a Retry or Snooze as INFO),
-    or as ERROR if the attempt was the last one. Other exceptions are logged with their traceback; a
-    TimedOut with one line that says what the handler was doing.
+    or as ERROR if the attempt was the last one. A TimedOut is logged with one line that says what the handler was
+    doing. Exceptions other than Retry, Snooze, Kill and TimedOut are logged with their traceback.
     """
 
     def __init__(
@@ -187,7 +189,7 @@ class Worker:
             revoked=self._leases.revoked,
         )
         self._reporter = Reporter(self._report)
-        # Jobs that have not begun, except those for handlers of batches.
+        # Jobs that have not begun, except the jobs of batch handlers.
         self._waiting: deque[HeldLease] = deque()
         self._running: dict[HeldLease, None] = {}
         # A task is about to run waiting jobs.
@@ -198,7 +200,7 @@ class Worker:
         # No handler may start any more.
         self._ending = False
         # Exponentially weighted mean of the worker's time for one job (s); None before the first handler ends. Handlers
-        # that suspend run side by side: the time of each counts only as one of `concurrency`.
+        # that suspend run side by side, so the time of each is divided by `concurrency`.
         self._mean_job_s: float | None = None
 
     def _start(self) -> queue_pb2.ConsumeStart:
@@ -216,17 +218,17 @@ class Worker:
 
         A handler that takes longer than `timeout` (s, or timedelta; None: for ever) is stopped, and its attempt fails
         as `windrow.TimedOut`, with the handler's stack. An `async def` is cancelled. A thread cannot be stopped:
-        job.lost is set, another job gets its place, and the thread goes on alone, beside the job's next attempt. At
-        most 1,000 such threads are left alone; each further one keeps its place until it ends.
+        job.lost is set, another job gets its place, and the thread goes on alone, even while the job's next attempt
+        runs. At most 1,000 such threads are left alone; each further thread keeps its place until it ends.
 
         `isolate="process"` runs a `def` in a process of its own, for code that may hang, crash or leak: the process is
         killed when the handler times out, when its job is lost, and when the worker stops. If the process ends by
-        itself, only this job's attempt fails, as `windrow.Crashed`. A process runs one job at a time, and 1,000 in all.
-        It imports the handler's module by name, so the handler must be a function of a module; the program's own
-        module is imported too, where run() returns at once. job.lost is never set in it.
+        itself, only this job's attempt fails, as `windrow.Crashed`. A process runs one job at a time, and at most 1,000
+        jobs in all. It imports the handler's module by name, so the handler must be a function of a module. It also
+        imports the program's own module; run() returns at once there. job.lost is never set in the process.
 
-        Raises InvalidRequest if no kind is given, if one already has a handler, if `timeout` is not more than 0 s, for
-        an unknown `isolate`, or for an `async def` in a process.
+        Raises InvalidRequest if no kind is given, if a kind already has a handler, if `timeout` is not more than 0 s,
+        for an unknown `isolate`, or for an `async def` in a process.
         """
         return self._handlers.add(kinds, timeout=timeout, isolate=isolate)
 
@@ -239,20 +241,21 @@ class Worker:
             @worker.batch_handler("index_page", max_jobs=100)
             async def index_pages(jobs): ...
 
-        It returns None if all jobs are done, or a sequence with one result for each job, in their order: what a handler
-        of single jobs would return, or an exception that it would raise, such as Retry("why"), which is only about this
-        job. If it raises, all its jobs fail alike, or are snoozed alike.
+        It returns None if all jobs are done. Otherwise it returns a sequence with one result for each job, in their
+        order: the value that a handler of single jobs would return, or an exception for this job alone, such as
+        Retry("why"). If the batch handler raises, all its jobs fail, or are snoozed, in the same way.
 
         A batch has 1 to `max_jobs` (1 to 1,000) jobs. Each takes one of the worker's places, so `concurrency` should be
-        a few times `max_jobs`. A batch begins at once if it is full, or if there is no place for more. Otherwise it
-        waits for more jobs, until its first job has been here for `max_wait` (s, or timedelta; at most 60 s).
+        a few times `max_jobs`. A batch begins at once if it is full, or if there is no place for more jobs. Otherwise
+        it waits for more jobs, until its first job has been in the worker for `max_wait` (s, or timedelta; at most
+        60 s).
 
-        If the lease of a job is lost, its job.lost is set, and its result is dropped; the handler goes on for the
-        others. It is cancelled when all are lost (see `cancel_lost`). After `timeout` the whole batch fails as
-        `windrow.TimedOut`, also if one of its jobs has a max_runtime that is over sooner. Middleware is not called: it
-        is around single jobs.
+        If the lease of a job is lost, its job.lost is set, and its result is dropped; the handler goes on for the other
+        jobs. The handler is cancelled when the leases of all its jobs are lost (see `cancel_lost`). The whole batch
+        fails as `windrow.TimedOut` after `timeout`, or sooner if the max_runtime of one of its jobs is over.
+        Middleware is not called, because it takes single jobs.
 
-        Raises InvalidRequest if no kind is given, if one already has a handler, or for numbers that are out of range.
+        Raises InvalidRequest if no kind is given, if a kind already has a handler, or if a number is out of range.
         """
         return self._batch_handlers.add(kinds, max_jobs=max_jobs, max_wait=max_wait, timeout=timeout)
 
@@ -274,12 +277,12 @@ class Worker:
 
         `when` is a cron expression, read in the time zone `tz`, or the time between two runs (s, or timedelta), or a
         Schedule. The kind of the jobs is the function's name, and so is the schedule's name unless `name` is given.
-        They go into the worker's first queue unless `queue` names another one of its queues. job.scheduled_run tells
+        The jobs go into the worker's first queue unless `queue` names another one of its queues. job.scheduled_run has
         the nominal time. `timeout` and `isolate` are as in handler().
 
-        run() makes the schedule known, and changes it if it differs. Any number of processes may declare the same ones.
-        A pause stays. See `declares_as` about schedules that are declared no longer. The client needs the scopes read
-        and admin. run() raises InvalidRequest for what cannot be read.
+        run() creates the schedule, or changes it if it differs; a paused schedule stays paused. Any number of processes
+        may declare the same schedules. See `removes_undeclared` about schedules that are no longer declared. The client
+        needs the scopes read and admin. run() raises InvalidRequest if it cannot read `when` or `tz`.
 
         Raises InvalidRequest if the name is declared already, if the kind has a handler, or if the worker does not take
         jobs of the queue."""
@@ -303,7 +306,7 @@ class Worker:
     async def run(self) -> None:
         """Works until stop(), or, in the main thread, until SIGTERM or SIGINT. A worker can run only once.
 
-        To shut down, it takes no more jobs and releases those that have not started. It gives handlers `grace` to
+        To shut down, it takes no more jobs and releases the jobs that have not begun. It gives handlers `grace` to
         finish, then cancels them and releases their jobs, and sends the last acks. It cannot stop a `def` handler: it
         sets job.lost, lets the lease expire, and returns. The process then ends only when that thread ends, or by a
         later signal, because the old signal handlers are restored by then.
@@ -414,7 +417,7 @@ class Worker:
             self._start_waiting()
 
     def _waiting_with(self, held: HeldLease) -> deque[HeldLease]:
-        """Returns the jobs with which this one waits to begin."""
+        """Returns the waiting jobs that this job belongs to: the jobs of its batch handler, or the other jobs."""
         gathering = self._batch_handlers.by_kind.get(held.job.kind)
         return self._waiting if gathering is None else gathering.waiting
 
@@ -422,8 +425,8 @@ class Worker:
         self._settlements.extend(leases)
 
     def _on_waited(self, held: HeldLease) -> None:
-        # Release the job for a worker that is idle. Handlers that take this long have not ended, and so are not yet
-        # part of the mean: raise it here, so that fewer jobs are prefetched.
+        # Release the job, so that an idle worker can take it. The handlers that run have taken this long without
+        # ending, so the mean does not contain them yet: raise the mean here, so that fewer jobs are prefetched.
         self._mean_job_s = max(self._mean_job_s or 0.0, self._window_s / 3 / self.concurrency)
         self._waiting_with(held).remove(held)
         self._settlements.give_back(held)
@@ -442,7 +445,7 @@ class Worker:
             self._group.create_task(self._run_waiting(), name=f"windrow handlers of {self.name}")
 
     def _start_batch(self, gathering: Gathering) -> None:
-        """Lets a task run a batch, if there are enough jobs for one, or sees to it that this is asked again in time."""
+        """Lets a task run a batch if there are enough jobs for one. Otherwise sets a timer to try again in time."""
         due_at = gathering.due_at(places=self._places - len(self._running))
         if due_at is None or gathering.is_starting:
             return
@@ -473,7 +476,7 @@ class Worker:
             batch.append(held)
             self._running[held] = None
             held.task, held.batch = task, batch
-        # There may be jobs and places for another batch. Not at once: see _start_waiting_soon().
+        # There may be jobs and places for another batch. Do not start it at once: see _start_waiting_soon().
         asyncio.get_running_loop().call_soon(self._start_waiting)
         if not batch:
             return
@@ -570,7 +573,7 @@ class Worker:
 
     def _settle(self, held: HeldLease, fate: Action) -> None:
         if held.lost:
-            # A handler that obeys the cancellation of its job is no trouble.
+            # A handler that ends because its job was cancelled does what it should: no warning.
             log.log(
                 logging.INFO if held.job.lost.reason is LostReason.CANCELLED else logging.WARNING,
                 "%s: attempt %d of %s ended after its lease; its outcome is dropped",
@@ -641,7 +644,7 @@ class Worker:
                 while self._running and self._stops < 2:
                     self._changed.clear()
                     await self._changed.wait()
-        # A thread cannot be cancelled: _on_cancelled() has a line for each.
+        # Count no threads, because they cannot be cancelled: _on_cancelled() logs each of them.
         if cancelled := sum(held.thread is None for held in self._running):
             log.warning("%s: cancelling handlers that did not finish in time: %d", self.name, cancelled)
         for held in self._running:
@@ -682,5 +685,6 @@ class Worker:
 
 
 async def _add_nodes(client: Client, lease: bytes, of: WorkflowNode, nodes: Nodes) -> Added:
-    """For WorkflowNode.add. Does not get the job, because a cycle would leave its payload to the garbage collector."""
+    """Serves WorkflowNode.add. Takes the lease and not the job: a job that referred to itself would keep its payload
+    until the garbage collector runs."""
     return await client.add_nodes(Job(lease=lease, workflow=of), nodes)

@@ -1,4 +1,4 @@
-"""Workflows: graphs of jobs, the calls about them, which Client has as methods of its own, and what they return."""
+"""Workflows, which are graphs of jobs: how a program makes one, the methods of Client for them, and their answers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ _Response = TypeVar("_Response")
 
 
 class FailurePolicy(enum.Enum):
-    """What becomes of a node if one that it waits for fails: its job is dead or was cancelled."""
+    """What becomes of a node if a node that it waits for fails. A node fails if its job dies or is cancelled."""
 
-    # It is cancelled, and so is what waits for it with this policy.
+    # The node is cancelled, and so are nodes that wait for it with this policy.
     CANCEL = "cancel"
-    # It runs as if the other had succeeded. A failure that all nodes after it ignore does not let the workflow fail.
+    # The node runs as if the failed node had succeeded. If all nodes that wait for a failed node ignore its failure,
+    # the workflow does not fail because of it.
     IGNORE = "ignore"
-    # It runs, and the workflow fails.
+    # The node runs, and the workflow fails.
     RUN = "run"
     UNKNOWN = "unknown"
 
@@ -63,12 +64,12 @@ class WorkflowState(enum.Enum):
 class NodeState(enum.Enum):
     """How far a node is."""
 
-    # It waits for others, or, as a callback, for the end of the workflow.
+    # It waits for other nodes. A callback waits for the end of the workflow.
     BLOCKED = "blocked"
     # Its job is scheduled, ready or leased.
     RELEASED = "released"
     SUCCEEDED = "succeeded"
-    # Its job was dead.
+    # Its job died.
     FAILED = "failed"
     CANCELLED = "cancelled"
     SKIPPED = "skipped"
@@ -84,17 +85,17 @@ class Node:
     callback: Callback | None = None
     # Whether nobody has given it a name.
     is_unnamed: bool = field(default=False, repr=False)
-    # What it waits for, by name.
+    # The nodes that it waits for, by name.
     waits_for: dict[str, FailurePolicy] = field(default_factory=dict[str, FailurePolicy], repr=False)
 
     def after(self, *nodes: Node | str, on_failed: FailurePolicy = FailurePolicy.CANCEL) -> Node:
-        """Lets this node wait for other ones of the same workflow too, also by their names. Returns this node."""
+        """Lets this node wait for these nodes of its workflow too, given as nodes or by name. Returns this node."""
         self.waits_for.update((node if isinstance(node, str) else node.name, on_failed) for node in nodes)
         return self
 
 
 class Nodes:
-    """Jobs, to be added by Client.add_nodes to the workflow of a job that runs."""
+    """Jobs that Client.add_nodes is to add to the workflow of a running job."""
 
     def __init__(self) -> None:
         self._nodes: list[Node] = []
@@ -116,13 +117,13 @@ class Nodes:
         on_failed: FailurePolicy = FailurePolicy.CANCEL,
         **options: Unpack[JobOptions],
     ) -> Node:
-        """Adds a job that runs after other ones. `on_failed` says what becomes of it if one of them fails. `options`:
-        the other fields of NewJob, without `id` and the dedup key: a `delay` counts from the end of the last node that
-        it waits for.
+        """Adds a job that runs after other nodes. `on_failed` says what becomes of it if one of them fails. `options`:
+        the other fields of NewJob, except `id` and the dedup key. A `delay` counts from the end of the last node that
+        the job waits for.
 
-        `name` names the node in answers, and must be unique in the workflow; default: its kind, with a number from the
-        second one on. If a job adds the node (Client.add_nodes), numbers of that job's node and of the call come before
-        such a default."""
+        `name` names the node in answers, and must be unique in the workflow. The default is the job's kind; from the
+        second node of that kind on, a number follows. If a job adds the node (Client.add_nodes), the default begins
+        with the numbers of that job's node and of the call."""
         node = self._add(NewJob(queue, kind, payload, **options), name, None)
         return node.after(*([after] if isinstance(after, Node | str) else after), on_failed=on_failed)
 
@@ -136,13 +137,12 @@ class Nodes:
         return node
 
     def messages(self, prefix: str = "") -> list[workflows_pb2.NewNode]:
-        """Returns the nodes for a request. `prefix`: what comes before default names. Raises InvalidJob,
-        InvalidRequest."""
+        """Returns the nodes for a request. `prefix` is put before default names. Raises InvalidJob, InvalidRequest."""
         names = {node.name: f"{prefix}{node.name}" for node in self._nodes if node.is_unnamed}
         messages: list[workflows_pb2.NewNode] = []
         for node in self._nodes:
             job = new_message(node.job)
-            # The router makes it, from the workflow's id.
+            # The router makes the job's id from the workflow's id.
             job.ClearField("id")
             message = workflows_pb2.NewNode(name=names.get(node.name, node.name), job=job)
             if node.callback is not None:
@@ -160,8 +160,8 @@ class Workflow(Nodes):
     """A graph of jobs, to be stored by Client.start.
 
     - `name`: for people; need not be unique.
-    - `org`: if given, must be that of the client.
-    - `id`: a UUIDv7; default: a new one. A workflow that is started again, by whomever, is stored once.
+    - `org`: if given, must be the client's org.
+    - `id`: a UUIDv7; default: a new one. A workflow is stored once, however often and by whomever it is started.
     """
 
     def __init__(self, name: str = "", *, org: str = "", id: str = "") -> None:  # noqa: A002 - as in NewJob
@@ -179,7 +179,7 @@ class Workflow(Nodes):
     def on_failure(
         self, queue: str, kind: str, payload: Payload = b"", *, name: str = "", **options: Unpack[JobOptions]
     ) -> Node:
-        """Adds a job that runs once when all nodes have ended and one has failed."""
+        """Adds a job that runs once when all nodes have ended and at least one has failed."""
         return self._add(NewJob(queue, kind, payload, **options), name, Callback.ON_FAILURE)
 
     def on_end(
@@ -213,7 +213,7 @@ class Added:
 
     # The id of each node's job, by the node's name in Nodes.
     job_ids: Mapping[str, str]
-    # How many of them this call has stored. The others were added before.
+    # How many of the nodes this call has stored. The other nodes were added before.
     stored: int
 
 
@@ -227,7 +227,7 @@ class WorkflowRecord:
     paused: bool
     created_at: datetime
     ended_at: datetime | None
-    # Without callbacks.
+    # How many nodes it has, without callbacks.
     nodes: int
     shard: str
     # The workflow that it retries; empty: it retries none.
@@ -242,7 +242,7 @@ class NodeRecord:
     name: str
     job_id: str
     state: NodeState
-    # What it waits for, by name.
+    # The nodes that it waits for, by name.
     after: Mapping[str, FailurePolicy]
     callback: Callback | None
     ended_at: datetime | None
@@ -250,7 +250,7 @@ class NodeRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parent:
-    """A node that another one waited for."""
+    """A node that another node waited for."""
 
     name: str
     job_id: str
@@ -268,22 +268,23 @@ class WorkflowCalls:
     calls: Calls
 
     async def start(self, workflow: Workflow) -> Started:
-        """Stores a workflow with all its jobs, at most 10,000 (16 MiB). It may be repeated: it is stored once. Raises
-        InvalidJob, InvalidRequest, for example for a cycle, and AlreadyExists if another workflow has its id."""
+        """Stores a workflow with all its jobs, at most 10,000 (16 MiB). The call may be repeated: the workflow is
+        stored once. Raises InvalidJob. Raises InvalidRequest, for example for a cycle. Raises AlreadyExists if another
+        workflow has its id."""
         request = workflow.request(self.org)
         response = await self._ask_workflows(lambda stub: stub.StartWorkflow, request)
         ids = dict(zip((node.name for node in workflow.nodes), response.job_ids, strict=True))
         return Started(id=workflow.id, duplicate=response.duplicate, job_ids=ids)
 
     async def add_nodes(self, job: Job, nodes: Nodes) -> Added:
-        """Adds nodes to the workflow of a leased job: its callbacks then wait for them too. Stores all of them, or
-        nothing. Nodes whose names this job has added before stay as they are, also if an earlier attempt has added
-        them; so a handler should choose names that are the same in each attempt, or add in the same order. One call
-        takes at most 1,000 nodes, which wait for at most 10,000 others; a handler may call it again and again.
+        """Adds nodes to the workflow of a leased job: the workflow's callbacks then wait for these nodes too. Stores
+        all of them, or none. If this job has added a name before, also in an earlier attempt, the node of that name
+        stays as it is. So a handler should choose names that are the same in each attempt, or add nodes in the same
+        order. One call takes at most 1,000 nodes, with at most 10,000 edges; a handler may call it again and again.
 
         Raises InvalidJob, InvalidRequest; FailedPrecondition if the lease or the workflow has ended; AlreadyExists if
-        another node has one of the names; NotFound if a node is to wait for one that is not there; ResourceExhausted if
-        the workflow would have more than 10,000 nodes or 100,000 edges."""
+        another node has one of the names; NotFound if a node is to wait for a node that does not exist;
+        ResourceExhausted if the workflow would have more than 10,000 nodes or 100,000 edges."""
         of = job.workflow
         if of is None:
             raise invalid_argument("job", "must be a node of a workflow")
@@ -297,7 +298,7 @@ class WorkflowCalls:
         return Added(job_ids=ids, stored=response.added)
 
     async def get_workflow(self, workflow_id: str) -> tuple[WorkflowRecord, dict[NodeState, int]]:
-        """Returns a workflow, and how many of its nodes are in which state. Raises NotFound."""
+        """Returns a workflow, and how many of its nodes are in each state. Raises NotFound."""
         request = workflows_pb2.GetWorkflowRequest(org=self.org, id=workflow_id)
         response = await self._ask_workflows(lambda stub: stub.GetWorkflow, request)
         known = [state for state in NodeState if state is not NodeState.UNKNOWN]
@@ -305,7 +306,7 @@ class WorkflowCalls:
         return _read(response.workflow), counts
 
     async def list_nodes(self, workflow_id: str) -> list[NodeRecord]:
-        """Returns all nodes of a workflow, each after those that it waits for. Raises NotFound."""
+        """Returns all nodes of a workflow, each after the nodes that it waits for. Raises NotFound."""
         nodes: list[NodeRecord] = []
         token = ""
         while True:
@@ -319,7 +320,7 @@ class WorkflowCalls:
                 return nodes
 
     async def list_workflows(self, *, state: WorkflowState | None = None, limit: int = 1000) -> list[WorkflowRecord]:
-        """Returns the newest workflows of the org, at most `limit`; or only those in one state."""
+        """Returns the newest workflows of the org, at most `limit`. `state`: only workflows in this state."""
         number = workflows_pb2.WORKFLOW_STATE_UNSPECIFIED
         if state is not None:
             try:
@@ -340,7 +341,7 @@ class WorkflowCalls:
         return found
 
     async def cancel_workflow(self, workflow_id: str, *, reason: str = "") -> WorkflowRecord:
-        """Cancels all jobs of a workflow that have not ended. Handlers that run learn it as by cancel(). Raises
+        """Cancels all jobs of a workflow that have not ended. Running handlers are told, as by cancel_jobs. Raises
         NotFound."""
         request = workflows_pb2.CancelWorkflowRequest(org=self.org, id=workflow_id, reason=reason)
         return _read((await self._ask_workflows(lambda stub: stub.CancelWorkflow, request)).workflow)
@@ -356,24 +357,24 @@ class WorkflowCalls:
         return _read((await self._ask_workflows(lambda stub: stub.ResumeWorkflow, request)).workflow)
 
     async def skip_node(self, workflow_id: str, node: str) -> WorkflowRecord:
-        """Ends a node as if it had succeeded, and cancels its job. Raises NotFound, and FailedPrecondition if it has
-        ended, also if the first try of this call skipped it and its answer was lost."""
+        """Ends a node as if it had succeeded, and cancels its job. Raises NotFound. Raises FailedPrecondition if the
+        node has ended, also if the first try of this call skipped it and its answer was lost."""
         request = workflows_pb2.SkipNodeRequest(org=self.org, id=workflow_id, node=node)
         return _read((await self._ask_workflows(lambda stub: stub.SkipNode, request)).workflow)
 
     async def retry_workflow(self, workflow_id: str, *, new_id: str = "") -> WorkflowRecord:
-        """Starts a workflow that has failed or was cancelled once more, as a new workflow: it takes over the nodes that
-        have succeeded or were skipped, and runs the others again. Returns the new workflow.
+        """Starts a failed or cancelled workflow once more, as a new workflow. The new workflow takes over the nodes
+        that have succeeded or were skipped, and runs the other nodes again. Returns the new workflow.
 
-        `new_id`: its id, a UUIDv7, so that the call may be repeated; default: a new one. Raises NotFound, and
-        FailedPrecondition if the workflow runs, has succeeded or was retried already, or if a job that is to run again
-        is live, or not known any more."""
+        `new_id`: the id of the new workflow, a UUIDv7, so that the call may be repeated; default: a new one. Raises
+        NotFound. Raises FailedPrecondition if the workflow runs, has succeeded or was retried already, or if a job that
+        is to run again is live, or no longer exists."""
         request = workflows_pb2.RetryWorkflowRequest(org=self.org, id=workflow_id, new_id=new_id or uuid7())
         return _read((await self._ask_workflows(lambda stub: stub.RetryWorkflow, request)).workflow)
 
     async def parents(self, job: Job | WorkflowNode) -> list[Parent]:
-        """Returns the nodes that the node of this job waited for, with the results of their jobs. Empty if it is in no
-        workflow."""
+        """Returns the nodes that the node of this job waited for, with the results of their jobs. Returns an empty list
+        if the job is in no workflow."""
         of = job.workflow if isinstance(job, Job) else job
         return [] if of is None else [parent async for parent in self._parents(of)]
 
@@ -426,7 +427,7 @@ def _read_node(message: workflows_pb2.NodeInfo) -> NodeRecord:
     )
 
 
-# By the numbers of the contract's enums, which have the same names after a prefix.
+# The numbers are those of the contract's enums. The names there are the same after a prefix.
 _POLICY_NUMBERS: dict[FailurePolicy, workflows_pb2.FailurePolicy.ValueType] = {
     policy: workflows_pb2.FailurePolicy.Value(f"FAILURE_POLICY_{policy.name}")
     for policy in FailurePolicy
