@@ -311,6 +311,29 @@ async def test_no_run_waits_in_vain_though_a_backfill_has_stored_an_instant_that
     assert outcomes(await shard.runs(org)) == ["stored"] * 4
 
 
+@pytest.mark.parametrize("overlap", [Overlap.ALLOW, Overlap.CANCEL_RUNNING])
+async def test_an_instant_that_is_due_while_a_backfill_of_it_waits_is_stored_once_and_holds_up_no_other_schedule(
+    shard: Shard, org: OrgId, other_org: OrgId, overlap: Overlap
+) -> None:
+    spec = ScheduleSpec(timing=await shard.hourly(), overlap=overlap, catch_up=CatchUp.ALL)
+    await shard.create(org, spec)
+    await shard.create(other_org, spec)
+    await shard.admin.trigger(org, DAILY, request=None, epoch=1)
+    first = await shard.set_back(org, 2 * HOUR_US)
+    await shard.set_back(other_org, HOUR_US)
+    begin = Micros(first + HOUR_US)
+    end = Micros(begin + 1)
+    done = await shard.admin.backfill(org, DAILY, begin=begin, end=end, overlap=Overlap.BUFFER_ALL, epoch=1)
+    assert done.buffered == 1
+    await shard.end_job(org)
+    await shard.wake(org)
+    await shard.fire()
+    assert [run.outcome for run in await shard.runs(org) if run.at == begin] == [RunOutcome.STORED]
+    assert [job.at for job in await shard.jobs(org)].count(begin) == 1
+    assert len(await shard.jobs(other_org)) == 1
+    assert (await shard.admin.get(org, DAILY)).schedule.buffered == 0
+
+
 async def test_a_run_that_is_due_when_no_other_waits_any_more_is_stored_whatever_was_counted(
     shard: Shard, org: OrgId
 ) -> None:
