@@ -227,4 +227,5 @@ class _Writer:
 
 
 def _new(schedule: Due, run: Run, previous: Micros | None) -> NewRun:
-    return NewRun(schedule.id, schedule.name, schedule.queue_id or QueueId(0), run, previous, schedule.now)
+    queue_id = schedule.queue_id or QueueId(0)
+    return NewRun(schedule.id, schedule.name, schedule.spec.timing, queue_id, run, previous, schedule.now)

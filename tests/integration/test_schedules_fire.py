@@ -334,6 +334,37 @@ async def test_an_instant_that_is_due_while_a_backfill_of_it_waits_is_stored_onc
     assert (await shard.admin.get(org, DAILY)).schedule.buffered == 0
 
 
+@pytest.mark.parametrize("how", ["catch up", "resume", "change", "recover"])
+async def test_each_of_the_instants_that_are_skipped_together_is_told_though_the_first_ones_have_runs(
+    shard: Shard, org: OrgId, how: str
+) -> None:
+    spec = ScheduleSpec(timing=await shard.hourly(), overlap=Overlap.ALLOW, catch_up=CatchUp.LATEST)
+    await shard.create(org, spec)
+    if how == "resume":
+        await shard.admin.set_paused(org, DAILY, paused=True, epoch=1)
+    first = await shard.set_back_paused(org, 5 * HOUR_US)
+    end = Micros(first + 2 * HOUR_US)
+    done = await shard.admin.backfill(org, DAILY, begin=first, end=end, overlap=Overlap.ALLOW, epoch=1)
+    assert done.stored == 2
+    # With jitter, the first instant that is not decided may come before those of a backfill, and then reach them.
+    assert await shard.set_back_paused(org, 5 * HOUR_US) == first
+    match how:
+        case "catch up":
+            await shard.wake(org)
+            await shard.fire()
+        case "resume":
+            await shard.admin.set_paused(org, DAILY, paused=False, epoch=1)
+        case "change":
+            jittered = replace(spec, timing=replace(spec.timing, jitter_us=1_000_000))
+            await shard.admin.update(org, DAILY, lambda _, template: (jittered, template), epoch=1)
+        case _:
+            await lost_runs.skip(shard.database)
+    runs = await shard.runs(org)
+    assert outcomes(runs)[:2] == ["stored"] * 2
+    told = [range(run.at, (run.through or run.at) + 1, HOUR_US) for run in runs]
+    assert [at for instants in told for at in instants] == [first + hour * HOUR_US for hour in range(5)]
+
+
 async def test_a_run_that_is_due_when_no_other_waits_any_more_is_stored_whatever_was_counted(
     shard: Shard, org: OrgId
 ) -> None:
