@@ -213,7 +213,8 @@ class _Writer:
         if not self._promoted:
             return
         rows = await connection.run(statements.FIND_BUFFERED, {"schedules": arrays.plain(self._promoted)})
-        # A backfill may have buffered an instant that was not decided yet, and is now. A statement cannot store it twice.
+        # A backfill may have buffered an instant that was not decided yet, and is now. One statement cannot store it
+        # twice.
         promoted = {(name, at) for name, at, _ in rows}
         self.runs = [new for new in self.runs if (new.schedule, new.run.at) not in promoted]
         for name, at, cause in rows:

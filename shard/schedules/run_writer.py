@@ -104,7 +104,8 @@ async def _tell_all(connection: Connection, runs: Sequence[NewRun]) -> Sequence[
         "ats_us": arrays.numbers(runs[at].run.at for at in skips),
     }
     told: list[NewRun | None] = list(runs)
-    for (position,) in await connection.run(statements.FIND_TAKEN, parameters):
+    positions: list[int] = [position for (position,) in await connection.run(statements.FIND_TAKEN, parameters)]
+    for position in positions:
         at = skips[position - 1]
         told[at] = await _later(connection, runs[at])
     return [new for new in told if new is not None]
