@@ -219,6 +219,10 @@ class _Writer:
         if not self._promoted:
             return
         rows = await connection.run(statements.FIND_BUFFERED, {"schedules": arrays.plain(self._promoted)})
+        # A backfill may have buffered an instant that this firing has just decided too. One statement cannot store an
+        # instant twice.
+        promoted = {(name, at) for name, at, _ in rows}
+        self.runs = [new for new in self.runs if (new.schedule, new.run.at) not in promoted]
         for name, at, cause in rows:
             schedule = self._promoted.pop(name)
             self.runs.append(_new(schedule, Run(at, RunCause(cause), RunOutcome.STORED), schedule.last_at))
@@ -231,4 +235,5 @@ class _Writer:
 
 
 def _new(schedule: Due, run: Run, previous: Micros | None) -> NewRun:
-    return NewRun(schedule.id, schedule.name, schedule.queue_id or QueueId(0), run, previous, schedule.now)
+    queue_id = schedule.queue_id or QueueId(0)
+    return NewRun(schedule.id, schedule.name, schedule.spec.timing, queue_id, run, previous, schedule.now)

@@ -143,7 +143,7 @@ def _decide(one: Overdue) -> _Decision | None:
 
 def _new(schedule: Overdue, run: Run) -> NewRun:
     # No job is stored, so the queue does not matter.
-    return NewRun(schedule.id, schedule.name, QueueId(0), run, None, schedule.now)
+    return NewRun(schedule.id, schedule.name, schedule.spec.timing, QueueId(0), run, None, schedule.now)
 
 
 def _overdue(row: Sequence[Any]) -> Overdue:

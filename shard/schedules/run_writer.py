@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from itertools import islice, takewhile
 from typing import NamedTuple
 from uuid import UUID
 
 from shard.postgres import arrays
 from shard.postgres.connection import Connection
 from shard.queue.store import ID_AGE_DAYS_MAX
-from shard.schedule import RUNS_KEPT, Run, RunOutcome, ScheduledRun, ScheduleId, ScheduleName
-from shard.schedules import statements
+from shard.schedule import RUNS_KEPT, Run, RunOutcome, ScheduledRun, ScheduleId, ScheduleName, Timing
+from shard.schedules import calendar, statements
 from shard.vocabulary import JobId, Micros, QueueId
 
 _DAY_US = 86_400_000_000
@@ -22,6 +23,7 @@ class NewRun(NamedTuple):
 
     schedule: ScheduleId
     name: ScheduleName
+    timing: Timing
     queue_id: QueueId
     run: Run
     previous: Micros | None
@@ -64,6 +66,7 @@ def job_id_of(schedule: ScheduleId, at: Micros, now: Micros) -> JobId:
 async def store_runs(connection: Connection, runs: Sequence[NewRun]) -> Stored:
     """Stores runs and their jobs. The transaction has locked the schedules. An instant that has a run keeps that run,
     except as store_runs.sql says."""
+    runs = await _tell_all(connection, runs)
     if not runs:
         return Stored(0, set())
     ids = [
@@ -89,6 +92,38 @@ async def store_runs(connection: Connection, runs: Sequence[NewRun]) -> Stored:
         },
     )
     return Stored(count, set(queues or ()))
+
+
+async def _tell_all(connection: Connection, runs: Sequence[NewRun]) -> Sequence[NewRun]:
+    """Moves skips of several instants, which are recorded at their first instant. That instant may have a run already,
+    for example of a backfill, and would keep it. Nothing would tell of the other instants then. So such a skip is recorded
+    at its first instant without a run."""
+    skips = [at for at, new in enumerate(runs) if new.run.through is not None]
+    if not skips:
+        return runs
+    parameters = {
+        "schedules": arrays.plain(runs[at].schedule for at in skips),
+        "ats_us": arrays.numbers(runs[at].run.at for at in skips),
+    }
+    told: list[NewRun | None] = list(runs)
+    positions: list[int] = [position for (position,) in await connection.run(statements.FIND_TAKEN, parameters)]
+    for position in positions:
+        at = skips[position - 1]
+        told[at] = await _later(connection, runs[at])
+    return [new for new in told if new is not None]
+
+
+async def _later(connection: Connection, new: NewRun) -> NewRun | None:
+    """Returns the skip without the instants at its beginning that have runs. None: all its instants have runs."""
+    through = new.run.through or new.run.at
+    instants = takewhile(lambda at: at <= through, calendar.after(new.timing, new.run.at))
+    while page := list(islice(instants, RUNS_KEPT)):
+        parameters = {"schedules": arrays.plain([new.schedule] * len(page)), "ats_us": arrays.numbers(page)}
+        taken = {position - 1 for (position,) in await connection.run(statements.FIND_TAKEN, parameters)}
+        for position, at in enumerate(page):
+            if position not in taken:
+                return new._replace(run=new.run._replace(at=at, through=through if through > at else None))
+    return None
 
 
 async def advance(connection: Connection, advances: Sequence[Advance]) -> None:

@@ -385,7 +385,7 @@ class ScheduleAdmin:
         latest: Micros | None = None
         new: list[NewRun] = []
         for run in runs:
-            new.append(NewRun(schedule.id, schedule.name, queue_id, run, previous, now, request))
+            new.append(NewRun(schedule.id, schedule.name, schedule.spec.timing, queue_id, run, previous, now, request))
             if run.outcome is RunOutcome.STORED:
                 previous = latest = run.at
         stored = await store_runs(connection, new)

@@ -113,7 +113,7 @@ class WorkflowAdmin:
         self._database = database
         self._store = store
         self._sweep = sweep
-        # Serves the orgs in turn (I4), and never takes all connections.
+        # Serves the orgs in turn (I4). At most three acts run at the same time, and each uses one connection at a time.
         self._calls = Coalescer[SingleCall, Any](
             one_by_one,
             weight=lambda call: call.weight,
@@ -485,11 +485,14 @@ class WorkflowAdmin:
         async with self._database.transaction() as connection:
             await connection.run(statements.BEGIN_CHANGE, parameters)
             rows = await connection.run(statements.FIND_FLOW, parameters)
-            if not rows:
-                await self._refuse_unowned(org, epoch)
-                raise UnknownWorkflow(org, workflow)
-            ((flow, org_id, state),) = rows
-            yield _Locked(connection, flow, org_id, WorkflowState(state))
+            if rows:
+                ((flow, org_id, state),) = rows
+                yield _Locked(connection, flow, org_id, WorkflowState(state))
+                return
+        # Look only after the transaction has ended. Acts that hold a connection and need a second one would wait for each
+        # other.
+        await self._refuse_unowned(org, epoch)
+        raise UnknownWorkflow(org, workflow)
 
     async def _refuse_unowned(self, org: OrgId, epoch: int) -> None:
         for error in (await find_refused(self._database, [(org, epoch)])).values():

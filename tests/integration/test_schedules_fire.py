@@ -312,6 +312,60 @@ async def test_no_run_waits_in_vain_though_a_backfill_has_stored_an_instant_that
     assert outcomes(await shard.runs(org)) == ["stored"] * 4
 
 
+@pytest.mark.parametrize("overlap", [Overlap.ALLOW, Overlap.CANCEL_RUNNING])
+async def test_an_instant_that_is_due_while_a_backfill_of_it_waits_is_stored_once_and_holds_up_no_other_schedule(
+    shard: Shard, org: OrgId, other_org: OrgId, overlap: Overlap
+) -> None:
+    spec = ScheduleSpec(timing=await shard.hourly(), overlap=overlap, catch_up=CatchUp.ALL)
+    await shard.create(org, spec)
+    await shard.create(other_org, spec)
+    await shard.admin.trigger(org, DAILY, request=None, epoch=1)
+    first = await shard.set_back(org, 2 * HOUR_US)
+    await shard.set_back(other_org, HOUR_US)
+    begin = Micros(first + HOUR_US)
+    end = Micros(begin + 1)
+    done = await shard.admin.backfill(org, DAILY, begin=begin, end=end, overlap=Overlap.BUFFER_ALL, epoch=1)
+    assert done.buffered == 1
+    await shard.end_job(org)
+    await shard.wake(org)
+    await shard.fire()
+    assert [run.outcome for run in await shard.runs(org) if run.at == begin] == [RunOutcome.STORED]
+    assert [job.at for job in await shard.jobs(org)].count(begin) == 1
+    assert len(await shard.jobs(other_org)) == 1
+    assert (await shard.admin.get(org, DAILY)).schedule.buffered == 0
+
+
+@pytest.mark.parametrize("how", ["catch up", "resume", "change", "recover"])
+async def test_each_of_the_instants_that_are_skipped_together_is_told_though_the_first_ones_have_runs(
+    shard: Shard, org: OrgId, how: str
+) -> None:
+    spec = ScheduleSpec(timing=await shard.hourly(), overlap=Overlap.ALLOW, catch_up=CatchUp.LATEST)
+    await shard.create(org, spec)
+    if how == "resume":
+        await shard.admin.set_paused(org, DAILY, paused=True, epoch=1)
+    first = await shard.set_back_paused(org, 5 * HOUR_US)
+    end = Micros(first + 2 * HOUR_US)
+    done = await shard.admin.backfill(org, DAILY, begin=first, end=end, overlap=Overlap.ALLOW, epoch=1)
+    assert done.stored == 2
+    # With jitter, the first instant that is not decided may come before those of a backfill, and then reach them.
+    assert await shard.set_back_paused(org, 5 * HOUR_US) == first
+    match how:
+        case "catch up":
+            await shard.wake(org)
+            await shard.fire()
+        case "resume":
+            await shard.admin.set_paused(org, DAILY, paused=False, epoch=1)
+        case "change":
+            jittered = replace(spec, timing=replace(spec.timing, jitter_us=1_000_000))
+            await shard.admin.update(org, DAILY, lambda _, template: (jittered, template), epoch=1)
+        case _:
+            await lost_runs.skip(shard.database)
+    runs = await shard.runs(org)
+    assert outcomes(runs)[:2] == ["stored"] * 2
+    told = [range(run.at, (run.through or run.at) + 1, HOUR_US) for run in runs]
+    assert [at for instants in told for at in instants] == [first + hour * HOUR_US for hour in range(5)]
+
+
 async def test_a_run_that_is_due_when_no_other_waits_any_more_is_stored_whatever_was_counted(
     shard: Shard, org: OrgId
 ) -> None:

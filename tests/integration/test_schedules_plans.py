@@ -116,6 +116,9 @@ async def test_the_runs_of_a_schedule_are_read_and_forgotten_by_its_index(filled
             {"schedules": arrays.plain(ids), "kept": 10, "backfill_us": 1},
         )
         buffered = await plan(connection, statements.FIND_BUFFERED, {"schedules": arrays.plain(ids)})
-    for found, most in ((reads, 20), (forgets, 200), (buffered, 40)):
+        taken = await plan(
+            connection, statements.FIND_TAKEN, {"schedules": arrays.plain(ids), "ats_us": arrays.numbers([0, 0])}
+        )
+    for found, most in ((reads, 20), (forgets, 200), (buffered, 40), (taken, 2)):
         assert "schedule_run_pkey" in found.indexes()
         assert found.rows_read("schedule_run") <= most

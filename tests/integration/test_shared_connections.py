@@ -11,9 +11,13 @@ import psycopg
 import pytest
 
 from shard.admin.queue_admin import QueueAdmin
+from shard.errors import UnknownWorkflow
 from shard.postgres.pool import Database
 from shard.queue.store import Store
 from shard.vocabulary import OrgId
+from shard.workflow import WorkflowId
+from shard.workflows.sweep import WorkflowSweep
+from shard.workflows.workflow_admin import WorkflowAdmin
 from tests.conftest import SHARD
 from tests.jobs import QUEUE, ids_of, job_id, lease_jobs, some_jobs
 from tests.timemachine import until_blocked
@@ -76,6 +80,29 @@ async def test_enqueues_that_wait_for_their_groups_hold_up_no_other_orgs_enqueue
     buckets: LiteralString = "SELECT pg_advisory_xact_lock(14, bucket) FROM generate_series(0, 1023) AS bucket"
     async with under_way(fresh_dsn, watcher, 5, enqueue, at_once=2, lock=buckets):
         assert await store.enqueue(some_jobs(other_org, 1)) == {}
+
+
+async def test_changes_of_unknown_workflows_need_no_more_connections_than_they_have(
+    fresh_database: Database, watcher: Database, fresh_dsn: str
+) -> None:
+    orgs = [OrgId(f"org-{number}") for number in range(3)]
+    for org in orgs:
+        await Store(fresh_database).enqueue(some_jobs(org, 1))
+    database = Database(SHARD, fresh_dsn, connections=3)
+    await database.open()
+    store, workflow = Store(database), WorkflowId(job_id())
+    workflows = WorkflowAdmin(database, store, WorkflowSweep(database, store))
+    try:
+        async with await psycopg.AsyncConnection.connect(fresh_dsn) as holder:
+            await holder.execute(
+                "SELECT windrow.lock_workflows(ARRAY[o.org_id], ARRAY[%s::uuid]) FROM windrow.org o", [workflow]
+            )
+            calls = [asyncio.create_task(workflows.set_paused(org, workflow, paused=True, epoch=1)) for org in orgs]
+            await until_blocked(watcher, len(orgs))
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(answer) for answer in answers] == [UnknownWorkflow] * len(orgs)
+    finally:
+        await database.close()
 
 
 async def test_counts_that_take_long_hold_up_no_other_orgs_queues(
