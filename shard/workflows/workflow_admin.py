@@ -489,8 +489,8 @@ class WorkflowAdmin:
                 ((flow, org_id, state),) = rows
                 yield _Locked(connection, flow, org_id, WorkflowState(state))
                 return
-        # Look only after the transaction has ended. Acts that hold a connection and need a second one would wait for each
-        # other.
+        # Look only after the transaction has ended. Acts that hold a connection and need a second one would wait for
+        # each other.
         await self._refuse_unowned(org, epoch)
         raise UnknownWorkflow(org, workflow)
 
