@@ -80,7 +80,13 @@ class Column:
 
 
 def say(text: str) -> None:
-    """Prints one or more lines on standard output."""
+    """Prints one or more lines on standard output. Escapes control characters, because callers and routers choose parts
+    of the text."""
+    _write(visible(text, keep_lines=True))
+
+
+def _write(text: str) -> None:
+    """Prints text whose control characters are escaped already."""
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
@@ -92,7 +98,7 @@ def say_json(documents: Iterable[Mapping[str, object]]) -> None:
     """Prints one JSON object per line."""
     lines = [_invisible_escaped(json.dumps(document, ensure_ascii=False)) for document in documents]
     if lines:
-        say("\n".join(lines))
+        _write("\n".join(lines))
 
 
 def _invisible_escaped(line: str) -> str:
@@ -291,7 +297,7 @@ def _print(lines: Iterable[Text]) -> None:
             console.print(line, soft_wrap=True)
     text = captured.get().rstrip("\n")
     if text:
-        say(text)
+        _write(text)
 
 
 def _stdout() -> Console:

@@ -180,11 +180,12 @@ def _show(look: _Look, interval: timedelta, limit: int) -> None:
                     raise
                 trouble = str(error)
             pause = max(interval, _REST * timedelta(seconds=time.monotonic() - began_s))
-            head = f"{seen.head}, next in {values.rough(pause)}; q quits"
+            head = f"{output.visible(seen.head)}, next in {values.rough(pause)}; q quits"
             lines = output.table_lines(seen.columns, seen.rows)
             for line in lines:
                 line.truncate(console.width)
-            live.update(Group(Text(head, "dim"), *lines, Text(trouble, "red")), refresh=True)
+            # A router that nobody checks may have chosen the words of the trouble.
+            live.update(Group(Text(head, "dim"), *lines, Text(output.visible(trouble), "red")), refresh=True)
             if quits_within(pause.total_seconds()):
                 return
 

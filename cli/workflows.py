@@ -24,6 +24,8 @@ _COUNTS = ("blocked", "released", "succeeded", "failed", "cancelled", "skipped")
 # More nodes of one level than this are drawn as one line if they are alike. A node shows no more than this many of the
 # nodes that it waits for.
 _ALIKE_MAX = 3
+# The characters that have a meaning in a label of Mermaid, which may contain HTML.
+_MERMAID_SIGNS = frozenset('"#&<>')
 
 app = App(help="Starts and shows graphs of jobs, and acts on them.")
 
@@ -450,7 +452,7 @@ def _mermaid(nodes: Sequence[workflows_pb2.NodeInfo]) -> Iterator[str]:
     numbers = {node.name: node.number for node in nodes}
     yield "flowchart TD"
     for node in nodes:
-        label = f"{node.name}<br/>{_node_state(node)}".replace('"', "#quot;")
+        label = f"{_mermaid_text(node.name)}<br/>{_node_state(node)}"
         shape = (f'(["{label}"])') if node.callback else f'["{label}"]'
         yield f"    n{node.number}{shape}"
     for node in nodes:
@@ -458,6 +460,11 @@ def _mermaid(nodes: Sequence[workflows_pb2.NodeInfo]) -> Iterator[str]:
             policy = _policy(edge)
             arrow = "-->" if policy == "cancel" else f"-. {policy} .->"
             yield f"    n{numbers[edge.node]} {arrow} n{node.number}"
+
+
+def _mermaid_text(name: str) -> str:
+    """Escapes what Mermaid would take for its own syntax or for HTML. Callers choose the names of nodes."""
+    return "".join(f"#{ord(sign)};" if sign in _MERMAID_SIGNS else sign for sign in name)
 
 
 def _dot(nodes: Sequence[workflows_pb2.NodeInfo]) -> Iterator[str]:

@@ -18,13 +18,14 @@ import time
 from collections.abc import Generator, Iterable
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.mmap_dict import MmapedDict
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.samples import Exemplar
 
 from router.errors import CannotServeMetrics
+from router.process import scrape_server
 from router.settings import host_and_port
 
 _log = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ def served(address: str) -> Generator[Metrics, None, None]:
         registry = CollectorRegistry()
         registry.register(metrics)
         try:
-            server, thread = start_http_server(port, host.strip("[]"), registry)
+            server, thread = scrape_server.start(host.strip("[]"), port, registry)
         except OSError as error:
             raise CannotServeMetrics(
                 f"cannot serve metrics on {address}: {error.strerror}; choose another address for them"

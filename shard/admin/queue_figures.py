@@ -3,6 +3,7 @@ and one set of sums stands for all other queues (docs/decisions/0071-metrics-nam
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,6 +13,9 @@ from shard.vocabulary import OrgId, QueueName
 
 # How many queues, the largest, have figures of their own.
 NAMED_MAX = 200
+# While other orgs have queues, an org has at most one part in this many of the named queues. An org with many full
+# queues must not hide the queues of other orgs.
+_SHARES = 4
 
 
 class QueueFigures(NamedTuple):
@@ -45,17 +49,31 @@ class QueueFigures(NamedTuple):
 async def measure(database: Database, *, max_age_us: int) -> list[QueueFigures]:
     """Returns the figures, the largest queues first. Counts the jobs first only if the last count is older than
     `max_age_us`, because a count reads every unfinished job. Raises ShardUnavailable."""
-    await database.run(statements.MEASURE_QUEUES, {"max_age_us": max_age_us, "named_max": NAMED_MAX})
+    await database.run(
+        statements.MEASURE_QUEUES, {"max_age_us": max_age_us, "named_max": NAMED_MAX, "share": share_of(NAMED_MAX)}
+    )
     return [QueueFigures._make(row) for row in await database.run(statements.READ_QUEUE_FIGURES, {})]
 
 
+def share_of(named_max: int) -> int:
+    """Returns how many of so many named queues may be of one org while others have queues."""
+    return max(1, named_max // _SHARES)
+
+
 def folded(figures: Sequence[QueueFigures], *, named_max: int) -> list[QueueFigures]:
-    """Returns the figures of the first queues with their names, and the sums of all other queues."""
-    named: list[QueueFigures] = []
+    """Returns the figures of `named_max` queues with their names, and the sums of all other queues. `figures`: the
+    largest queues first. The queues of an org beyond its share are named last."""
+    share = share_of(named_max)
+    ranks = Counter[OrgId | None]()
+    within: list[int] = []
+    beyond: list[int] = []
+    for at, one in enumerate(figures):
+        if one.org is not None:
+            ranks[one.org] += 1
+            (within if ranks[one.org] <= share else beyond).append(at)
+    named = set([*within, *beyond][:named_max])
     others = QueueFigures(None, None, 0, 0, 0, 0, None)
-    for one in figures:
-        if one.org is not None and len(named) < named_max:
-            named.append(one)
-        else:
+    for at, one in enumerate(figures):
+        if at not in named:
             others = others.plus(one)
-    return [*named, others]
+    return [*(figures[at] for at in sorted(named)), others]

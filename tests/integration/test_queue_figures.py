@@ -120,7 +120,7 @@ async def test_a_session_that_waits_for_the_count_of_another_reads_no_job(
     await admin.queue_figures(max_age_us=NOW)
     minute_ago = b"UPDATE windrow.queue_figures SET at = now() - interval '1 minute'"
     await fresh_database.run(minute_ago, {})
-    measured = {"max_age_us": MINUTE_US // 2, "named_max": 1}
+    measured = {"max_age_us": MINUTE_US // 2, "named_max": 1, "share": 1}
     read = b"SELECT seq_tup_read + idx_tup_fetch FROM pg_stat_xact_user_tables WHERE relid = 'windrow.job'::regclass"
 
     async def second() -> int:
@@ -152,6 +152,21 @@ async def test_of_many_queues_the_largest_have_names_and_the_others_are_added_up
         some = folded(found, named_max=named_max)
         assert [one.queue for one in some] == [*(one.queue for one in found[1 : named_max + 1]), None]
         assert sum(one.ready for one in some) == many + 10
+
+
+async def test_an_org_with_many_large_queues_leaves_names_to_the_others(
+    admin: QueueAdmin, fresh_database: Database, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(fresh_database)
+    for at in range(queue_figures.NAMED_MAX):
+        await store.enqueue(some_jobs(other_org, 2, queue=f"q{at:03}"))
+    await store.enqueue(some_jobs(org, 1, queue="mail"))
+    found = await admin.queue_figures(max_age_us=NOW)
+    for named_max in (2, 10, queue_figures.NAMED_MAX):
+        some = folded(found, named_max=named_max)
+        # The places that nobody else wants are the large org's.
+        assert [one.org for one in some] == [*[other_org] * (named_max - 1), org, None]
+        assert sum(one.ready for one in some) == 2 * queue_figures.NAMED_MAX + 1
 
 
 async def test_the_name_of_an_org_that_is_erased_is_gone_at_once(

@@ -20,3 +20,21 @@ def test_json_has_no_character_that_a_terminal_interprets_and_is_read_as_it_was(
     assert printed.removesuffix("\n").isprintable()
     assert json.loads(printed) == document
     assert "Zoë 😀" in printed
+
+
+def test_a_line_has_no_character_that_a_terminal_interprets_whoever_chose_its_words(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # Such as the result of a job, or an id of a router that is none.
+    output.say("a result:\n\t\x1b]0;title\x07 \x9b31m \r \u202e Zoë")
+    printed = capsys.readouterr().out
+    assert printed == "a result:\n\t\\x1b]0;title\\x07 \\x9b31m \\r \\u202e Zoë\n"
+
+
+def test_the_colours_of_a_table_are_printed_as_they_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    output.table([output.Column(title="state", coloured=True)], [["dead"]])
+    assert "\x1b[31mdead\x1b[0m" in capsys.readouterr().out

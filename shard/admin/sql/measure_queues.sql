@@ -1,7 +1,7 @@
--- Counts every queue's jobs, unless they were counted within the last max_age_us, and keeps the figures of the
--- named_max largest queues and the sums of all other queues. A second session that runs this at the same time waits for
--- the first one, and then counts nothing: `due` has no row for it, and Postgres computes `figures` only for a row that
--- is changed.
+-- Counts every queue's jobs, unless they were counted within the last max_age_us. Keeps the figures of the named_max
+-- largest queues, and the sums of all other queues. While other orgs have queues, at most `share` of the named queues
+-- are of one org. A second session that runs this at the same time waits for the first one, and then counts nothing:
+-- `due` has no row for it, and Postgres computes `figures` only for a row that is changed.
 WITH due AS MATERIALIZED (
     -- Lock first. An UPDATE alone would compute `figures` before it waits for the row. If the time of the last count
     -- lies in the future, the clock was set back after it.
@@ -31,16 +31,22 @@ SET
                 coalesce(live.leased, 0) AS leased, coalesce(aside.dead, 0) AS dead, live.oldest
             FROM live
             FULL JOIN aside USING (queue_id)
-        ), ranked AS (
+        ), sized AS (
             SELECT
-                k.*,
+                k.*, k.scheduled + k.ready + k.leased + k.dead AS jobs,
                 -- Jobs of a paused queue are not late.
                 CASE WHEN {{gives_jobs(q)}} THEN extract(epoch FROM now() - k.oldest) END AS oldest_s,
-                row_number() OVER (
-                    ORDER BY k.scheduled + k.ready + k.leased + k.dead DESC, k.queue_id
-                ) <= %(named_max)s AS named
+                q.org_id
             FROM counted k
             JOIN windrow.queue q ON q.queue_id = k.queue_id
+        ), shares AS (
+            SELECT
+                z.*, row_number() OVER (PARTITION BY z.org_id ORDER BY z.jobs DESC, z.queue_id) <= %(share)s AS within
+            FROM sized z
+        ), ranked AS (
+            -- An org's queues beyond its share come last. Otherwise one org with many queues could hide all others.
+            SELECT h.*, row_number() OVER (ORDER BY h.within DESC, h.jobs DESC, h.queue_id) <= %(named_max)s AS named
+            FROM shares h
         )
         SELECT coalesce(jsonb_agg(f.figures ORDER BY f.queue_id), '[]')
         FROM (
