@@ -109,7 +109,7 @@ QuarantineAfter: TypeAlias = Annotated[
         max=1000,
         metavar="N",
         show_default=False,
-        help="Quarantine a kind after so many crashes in a row.",
+        help="Quarantine a kind after so many crashes.",
     ),
 ]
 Retention: TypeAlias = Annotated[

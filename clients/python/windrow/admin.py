@@ -44,7 +44,7 @@ class QueueRecord:
     group_concurrency: int
     # A ready job of priority p is moved to priority 1 after (p - 1) times this. None: priorities do not age.
     ageing_seconds: int | None
-    # A kind of its jobs is quarantined after this many crashes in a row. None: never.
+    # A kind of its jobs is quarantined after this many crashes. None: never.
     quarantine_after: int | None
     # The queue gives no jobs until it is resumed.
     paused: bool

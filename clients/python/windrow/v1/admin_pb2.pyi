@@ -94,7 +94,7 @@ class QueueConfig(_message.Message):
     many seconds, and keeps that priority. 1 to 604,800; absent, also in an answer: priorities do not age.
     """
     quarantine_after: _builtins.int
-    """After this many crashes in a row, a kind of the queue's jobs is quarantined: its jobs are set aside. After a pause
+    """After this many crashes, a kind of the queue's jobs is quarantined: its jobs are set aside. After a pause
     one job at a time is let through, until one ends with an ack or a nack. A crash is a lease that expires without an
     ack, nack or release, if this is the second time in a row for that job, or its last attempt. All crashes of a kind
     that one claim finds count as one. 1 to 1,000; absent, also in an answer: never.
