@@ -1,4 +1,5 @@
-"""Reads for ExplainJob and ExplainQueue what decides when a job, or the first job of a queue, is leased."""
+"""Reads for ExplainJob and ExplainQueue what decides when a job, or the first job of a queue, is leased.
+router/codec/causes.py draws the conclusions."""
 
 from __future__ import annotations
 
