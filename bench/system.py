@@ -47,7 +47,7 @@ class Site:
 class System(Protocol):
     """One queue system, as one client process uses it.
 
-    Every method checks the answer that it gets, and raises Wrong if that is not what was asked for.
+    Every method checks the answer that it gets, and raises Wrong if the system did not do what it was asked.
     """
 
     # The system's name in the tables of the report.

@@ -119,10 +119,10 @@ async def consume(
     taken: Taken,
     finished: Finished,
 ) -> None:
-    """Consumes from one stream with `credit` jobs until it is cancelled.
+    """Consumes from one stream with a credit of `credit` jobs until it is cancelled.
 
-    Acks wait until earlier ones are answered, and then go in one message: at once under light load, many together under
-    heavy load. Windrow's own Worker does the same."""
+    Acks wait until earlier acks are answered, and then go in one message. So an ack goes at once under light load, and
+    many acks go together under heavy load. Windrow's own Worker does the same."""
     requests: asyncio.Queue[queue_pb2.ConsumeRequest] = asyncio.Queue()
     requests.put_nowait(queue_pb2.ConsumeRequest(start=start, credit=credit))
     unanswered: dict[int, int] = {}
