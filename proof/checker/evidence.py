@@ -141,7 +141,7 @@ class Schedule:
     # The terms with which it was created.
     terms: Terms
     ends_us: int
-    # One after another.
+    # Changes, made one after another.
     changes: Sequence[Change] = ()
     # The jobs in the answers to calls of TriggerSchedule, by request id. No jobs: the request was not answered.
     triggers: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
