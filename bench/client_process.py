@@ -71,7 +71,7 @@ class Client:
         """Stores `rate` jobs a second, without waiting for earlier calls. Each job is stamped with the time at which it
         was due to be stored. Returns how many jobs were stored.
 
-        The process makes late calls up. While it is `late_s_max` behind, it skips the calls that become due.
+        The process makes up for late calls. While it is `late_s_max` behind, it skips the calls that become due.
         """
         pause_s = batch / rate
         began_s = time.monotonic() + pause_s * phase
@@ -158,7 +158,7 @@ class Client:
 
     async def settle(self, *, total: int) -> float | None:
         """Waits until the database has no unfinished jobs left. Returns the time at which that was, or None if the
-        first look found none."""
+        first look found no such jobs."""
         first = True
         until_s = time.monotonic() + _SETTLE_S_MAX
         while left := await self._system.left():

@@ -80,7 +80,7 @@ class Proxy:
         self._flowing.set()
 
     def cut_at(self, pattern: bytes, moment: Moment, *, nth: int = 1) -> Cut:
-        """Plans a cut: of the connection on which a client sends the pattern for the nth time from now."""
+        """Plans to cut the connection on which a client sends the pattern for the nth time from now."""
         self._cut = Cut(pattern=pattern, moment=moment, nth=nth)
         return self._cut
 

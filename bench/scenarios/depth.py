@@ -102,7 +102,6 @@ def _fill(probe: Probe, what: str, count: int) -> None:
         ).fetchone()
         assert row is not None
         parameters = {"queue_id": row[0], "count": count, "payload": stamped(1)[0], "salt": what}
-        # The org's number is the lower half of the queue's number.
         connection.execute(_FILLS[what].encode(), parameters)
         connection.execute(
             "INSERT INTO windrow.tally (org_id, accepted) SELECT (%s & 4294967295)::integer, %s", [row[0], count]

@@ -29,8 +29,8 @@ class Adder:
         self._group = group
 
     async def add(self, org: str, job: job_pb2.LeasedJob, luck: random.Random) -> bool:
-        """Adds nodes if the job is in a workflow and chance wants it. Returns whether the caller must not use the lease
-        any more."""
+        """Adds nodes if the job is in a workflow and nodes are drawn for it. Returns whether the caller must not use
+        the lease any more."""
         if self._orders.calm.is_set() or not job.HasField("workflow"):
             return False
         node = str(leased(lease=job.lease, attempt=job.attempt, payload=job.payload)["job"])

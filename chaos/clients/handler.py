@@ -41,7 +41,7 @@ def _worker(
                 await _add(job, job.workflow, org, recorder, luck)
             match fate:
                 case Fate.EXTEND | Fate.OVERSLEEP:
-                    # Longer than the window: the worker extends the lease meanwhile.
+                    # Mostly longer than the window. The worker extends the lease meanwhile.
                     await asyncio.sleep(site.window_s * luck.uniform(0.9, 1.5))
                 case Fate.ACK | Fate.RELEASE | Fate.FORGET:
                     await asyncio.sleep(luck.expovariate(1 / _WORK_S))
@@ -69,7 +69,7 @@ def _worker(
 async def _add(
     job: windrow.Job, workflow: windrow.WorkflowNode, org: str, recorder: Recorder, luck: random.Random
 ) -> None:
-    """Adds nodes to the job's workflow if chance wants it."""
+    """Adds nodes to the job's workflow, if any are drawn for this job."""
     node = str(leased(lease=job.lease, attempt=job.attempt, payload=job.payload)["job"])
     added = draw_added(node, luck)
     if not added:

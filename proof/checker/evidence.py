@@ -145,9 +145,9 @@ class Schedule:
     changes: Sequence[Change] = ()
     # The jobs in the answers to calls of TriggerSchedule, by request id. No jobs: the request was not answered.
     triggers: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
-    # Backfills. No two of them, and no backfill and a change, are made at the same time.
+    # Backfills. None of them is made at the same time as another backfill or a change.
     backfills: Sequence[Backfill] = ()
-    # How many calls were answered NOT_FOUND.
+    # How many calls were answered NOT_FOUND after a router had said that the schedule exists.
     denied: int = 0
     # Whether a router said that the schedule exists.
     acknowledged: bool = True

@@ -164,7 +164,7 @@ def _after_the_end(
 ) -> Iterator[Violation]:
     """Yields deliveries of jobs that were already finished, dead or cancelled."""
     # For each end of the job: the verb that ended it, the time at which that was answered, the attempt, whether a
-    # restored backup lacks the end, and whether the end came before the restore.
+    # restored backup lacks the end, and whether the end belongs to the time before the restore.
     ends: list[tuple[Verb, float | None, int, bool, bool]] = [
         (
             settle.call.verb,

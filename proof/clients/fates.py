@@ -30,7 +30,7 @@ _WEIGHTS = {
 }
 NACK_DELAY_S_MAX = 2.0
 # The share of a workflow's jobs that add nodes, how many nodes such a job adds at most, and how many generations of
-# added nodes add nodes themselves.
+# added nodes there are at most.
 _ADDERS = 0.6
 _ADDED_MAX = 3
 _GENERATIONS_MAX = 2

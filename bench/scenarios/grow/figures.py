@@ -77,7 +77,7 @@ class PhaseFigures:
     pickup: Waits | None
     dequeue: Waits | None
     enqueue: Times | None
-    # How many calls failed, and how many failures the workers logged.
+    # The number of failed calls, plus the failures that the workers logged.
     failed: int
     # Failed tries that the client repeated, by their gRPC code.
     retries: Mapping[str, int]
