@@ -107,8 +107,9 @@ def _read(table: str, columns: str) -> str:
 
 
 def _noting(table: str, columns: str) -> str:
-    """Returns the statement that begins a journal of this table, in one transaction. Nobody else may write to the table
-    meanwhile. The journal has one row for all slots that a statement changes in the same way."""
+    """Returns the statement that begins a journal of this table, in one transaction. The lock of CREATE TRIGGER keeps
+    others from writing to the table meanwhile. The journal has one row for all slots that a statement changes in the
+    same way."""
     note = f"""
     INSERT INTO chaos.{table} (slots, {columns})
     SELECT array_agg(slot ORDER BY slot), {columns} FROM %s GROUP BY {columns}

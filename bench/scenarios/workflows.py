@@ -162,7 +162,8 @@ async def _fan_in(channel: grpc.aio.Channel, run: int) -> Acks:
     leases: list[bytes] = []
     while jobs := (await stub.Dequeue(dequeue, timeout=CALL_S_MAX)).jobs:
         leases += [job.lease for job in jobs]
-    # The last parent is acked first. The cost of an ack must not depend on how many parents have ended.
+    # Ack the last parent first, which is the worst order: a node waits for its last parent that has not ended, so each
+    # ack changes the parent that it waits for.
     for lease in reversed(leases[: len(leases) // 10 * 10]):
         began_s = time.perf_counter()
         await stub.Ack(queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=lease)]), timeout=CALL_S_MAX)

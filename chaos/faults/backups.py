@@ -57,7 +57,7 @@ class RestoreBackup(Fault):
     _asking: asyncio.Task[None] | None = None
     _backup: Version | None = None
     _copied_s = _swapped_s = 0.0
-    # The time at which the replaced database could be used again. 0: the database was not replaced.
+    # The time from which the backup could be reached in its place. 0: the database was not replaced.
     _back_s = 0.0
 
     @classmethod

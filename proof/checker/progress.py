@@ -32,7 +32,8 @@ def check(evidence: Evidence) -> Iterator[Violation]:
 
 def _orphans(evidence: Evidence) -> set[str]:
     """Returns the jobs of workflows that had arrived since the backup, and that the restored backup therefore lacks.
-    Such a job may have come from the other shard later, and may wait for nodes that do not exist any more."""
+    Such a job may have come from the other shard only after the restore, and may wait for nodes that do not exist any
+    more."""
     lost = Backup(evidence).lost_flows - {flow.workflow for flow in evidence.flows}
     history = evidence.history
     return {
