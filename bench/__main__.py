@@ -33,9 +33,9 @@ _RESULTS = Path(__file__).resolve().parent / "results"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What was asked for: scenarios, each with its plan."""
+    """The scenarios that the command line asks for, each with its plan."""
 
-    # By the names of the scenarios.
+    # The name of each scenario, and its plan.
     parts: list[tuple[str, Any]]
     out: Path
     cache: Path
@@ -81,7 +81,7 @@ async def _measure(order: Order, bench: Bench, found: list[Found]) -> None:
         try:
             found.append(await SCENARIOS[name].measure(plan, bench))
         except (Wrong, ProcessFailed, EmbeddedError, CannotListen, RouterFailed, psycopg.Error, OSError) as error:
-            # The others may still be worth their time.
+            # Go on: the other scenarios can still be measured.
             bench.failed[f"scenario {name}"] = f"{error}"
 
 
@@ -98,7 +98,7 @@ def read_order(arguments: list[str]) -> Order:
     _add_places(parser, default=None)
     commands = parser.add_subparsers(dest="scenario", metavar="SCENARIO")
     for name, scenario in SCENARIOS.items():
-        # argparse takes % for a place to fill in, in help and not in descriptions.
+        # argparse fills in a % in a help text, but not in a description.
         command = commands.add_parser(
             name, help=scenario.help.replace("%", "%%"), description=f"Measures {scenario.help}."
         )

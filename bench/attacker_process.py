@@ -1,5 +1,5 @@
 """`python -m bench.attacker_process`: one attack of the scenario *hostile*. A real attacker has a machine of its own.
-Therefore this one, on Linux, takes only the CPU time that routers, Postgres and the quiet org leave.
+Therefore, on Linux, this process takes only the CPU time that routers, Postgres and the quiet org leave.
 
 Reads its order from standard input, one line of JSON, and prints `ready`. Begins at the next line, and prints what it
 saw as JSON. Ends when its input ends, which also happens when the process that started it dies.
@@ -21,7 +21,7 @@ _LOWEST_PRIORITY = 19
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """`streams`: how many the attack UNREAD_STREAMS opens."""
+    """`streams`: the number of streams that the attack UNREAD_STREAMS opens."""
 
     attack: Attack
     address: str
@@ -56,8 +56,8 @@ async def _main() -> None:
 def _step_back() -> None:
     """Lets every other process run first."""
     if sys.platform == "linux":
-        # With the lowest priority alone, the kernel lets this process finish its slice of some ms before one that wakes
-        # up may run. Each of the many wake-ups of a call would wait that long.
+        # The lowest priority is not enough: the kernel would let this process finish its slice of some ms before a
+        # process that wakes up may run. A call has many wake-ups, and each would wait that long.
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     else:
         os.nice(_LOWEST_PRIORITY)

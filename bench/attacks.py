@@ -1,4 +1,4 @@
-"""The attackers of the scenario *hostile*. Each attack goes on for as long as it is told to. If a router has ended all
+"""The attackers of the scenario *hostile*. Each attack goes on for the given time. If a router has ended all
 connections of an attack, the attack opens new ones."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _AGAIN_S = 0.1
 _MIB = 1024 * 1024
 _UNREAD_CALLS = 400
 _UNFINISHED_CALLS, _UNFINISHED_BYTES, _UNFINISHED_CONNECTIONS = 120, 15 * _MIB, 4
-# How many streams an attacker opens on one connection; a router allows 1,000 calls on it.
+# How many streams an attacker opens on one connection. A router allows 1,000 calls on a connection.
 _STREAMS_OF_CONNECTION = 500
 _STREAM_CONNECTIONS_MIN = 4
 _JOBS_FOR_STREAMS, _JOBS_OF_CALL = 600, 15
@@ -80,12 +80,12 @@ class AttackOutcome:
 
     # Calls by grpc-status.
     statuses: Counter[int] = field(default_factory=Counter[int])
-    # Calls by the error of the RST_STREAM they ended with.
+    # Calls by the error of the RST_STREAM that ended them.
     resets: Counter[str] = field(default_factory=Counter[str])
     closed: int = 0
     calls: int = 0
     request_bytes: int = 0
-    # The connections of the attack with malformed bytes, by what they sent, and the seed of its draws.
+    # Of the attack with malformed bytes: its connections by what they sent, and the seed of its random choices.
     sent: Counter[str] = field(default_factory=Counter[str])
     seed: int | None = None
 
@@ -121,7 +121,8 @@ class AttackOutcome:
 
 
 class Attacker:
-    """One attack on one cluster, by an org of its own. `streams`: how many the attack UNREAD_STREAMS opens."""
+    """One attack on one cluster, by an org of its own. `streams`: the number of streams that the attack UNREAD_STREAMS
+    opens."""
 
     def __init__(self, attack: Attack, address: str, *, streams: int) -> None:
         self.outcome = AttackOutcome()
@@ -132,7 +133,7 @@ class Attacker:
         self._ids: list[str] = []
 
     async def prepare(self) -> None:
-        """Stores the jobs that the attack asks for. Raises grpc.RpcError."""
+        """Stores the jobs that the attack needs. Raises grpc.RpcError."""
         match self._attack:
             case Attack.UNREAD_ANSWERS:
                 count = 2
@@ -205,7 +206,7 @@ class Attacker:
                 await self._garble(seconds)
 
     async def _insist(self, seconds: float, attack: Callable[[float], Awaitable[Sequence[Seen]]]) -> None:
-        """Attacks until the time is over: opens new connections when the router has ended all of them."""
+        """Repeats the attack until the time is over. Opens new connections when the router has ended all of them."""
         until_s = time.monotonic() + seconds
         while (left_s := until_s - time.monotonic()) > _AGAIN_S:
             with contextlib.suppress(OSError):
@@ -250,7 +251,7 @@ class Attacker:
                 try:
                     self.outcome.closed += await say(self._address, made.sent)
                 except OSError:
-                    # There is no router at the moment: the table says whether one ended.
+                    # No router process listens at the moment. The report's table says whether one ended.
                     await asyncio.sleep(_AGAIN_S)
 
         await asyncio.gather(*(talk() for _ in range(_MALFORMED_CONNECTIONS)))

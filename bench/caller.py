@@ -23,12 +23,12 @@ from windrow.ids import uuid7
 from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 _CALL_S_MAX = 10.0
-# The kernel distributes connections over the router processes. With several connections, it is unlikely that one
+# The kernel distributes connections over the router processes. With several connections, it is unlikely that one router
 # process gets all calls.
 _CHANNELS = 4
-# The most turns under way. Further turns wait, and this waiting time is measured too.
+# The most turns that are under way at the same time. Further turns wait, and the figures include this wait.
 _TURNS_MAX = 1000
-# The most jobs of one dequeue. More than one, so that the jobs of an outage are soon taken.
+# The most jobs of one dequeue. With more than one job per dequeue, the backlog of an outage is soon taken.
 _JOBS_MAX = 10
 
 _T = TypeVar("_T")

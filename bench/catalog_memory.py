@@ -1,6 +1,6 @@
-"""What one router process remembers of a large cluster. Its copy of the catalog: memory, and time to find where an org
-lives, by the number of pinned orgs; orgs that are not pinned are not in it, however many there are. And the ids of the
-queues that it has met. Starts nothing.
+"""Measures what one router process remembers of a large cluster. First, its copy of the catalog: the memory, and the
+time to find where an org lives, by the number of pinned orgs. The copy contains no orgs that are not pinned. Second,
+the ids of the queues that the process has met. Starts nothing.
 
     .venv/bin/python -m bench.catalog_memory
 """
@@ -28,7 +28,7 @@ _SEED = 20_240_229
 
 
 def catalog(shards: int, pins: int) -> Catalog:
-    """Returns a catalog as a router reads it: one object for each slot, and the names as texts of their own."""
+    """Returns a catalog as a router reads it: each slot has an object of its own, with its own copies of the names."""
     names = [ShardName(f"shard-{at:04}") for at in range(shards)]
     owners = plan([None] * SLOTS, dict.fromkeys(names, 1.0))
     owners += [names[at % shards] for at in range(pins)]
@@ -41,7 +41,7 @@ def catalog(shards: int, pins: int) -> Catalog:
 
 
 def measure(shards: int, pins: int, orgs: int) -> tuple[float, float]:
-    """Returns the MiB of a copy, and the µs of one look-up among so many orgs."""
+    """Returns the MiB of a copy, and the µs of one look-up among `orgs` orgs."""
     gc.collect()
     tracemalloc.start()
     made = catalog(shards, pins)

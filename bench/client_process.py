@@ -1,7 +1,7 @@
 """`python -m bench.client_process`: one client process.
 
-Reads orders from standard input, one JSON line each. Answers each with a JSON line: when it began and ended, by the
-machine's monotonic clock, and its result or its error. Ends when its input ends.
+Reads orders from standard input, one JSON line each. Answers each order with a JSON line: its result or error, and when
+the order began and ended, by the machine's monotonic clock. Ends when its input ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WORKERS_UP_S = 1.0
 
 
 class Client:
-    """One process's part in a run."""
+    """The part that one process plays in a run."""
 
     def __init__(self, system: System, tally: Tally) -> None:
         self._system = system
@@ -41,7 +41,8 @@ class Client:
         self._working: asyncio.Task[None] | None = None
         self._wrong: str | None = None
         self._finished_at_s = 0.0
-        # Pairs: when a job was taken, and how long after its stamp. None: not recorded.
+        # Pairs of numbers: the time at which a job was taken, and how long that was after its stamp. None: pickups are
+        # not recorded.
         self._pickups: array[int] | None = None
 
     async def prepare(self, run: str, *, record: bool = False) -> None:
@@ -52,7 +53,7 @@ class Client:
         await self._system.prepare(run)
 
     async def enqueue(self, *, jobs: int, batch: int, callers: int) -> None:
-        """Stores that many jobs, `callers` calls at a time."""
+        """Stores `jobs` jobs, with `callers` calls at the same time."""
         left = jobs
 
         async def produce() -> None:
@@ -68,10 +69,9 @@ class Client:
 
     async def offer(self, *, rate: float, seconds: float, batch: int, late_s_max: float, phase: float = 0.0) -> int:
         """Stores `rate` jobs a second, without waiting for earlier calls. Each job is stamped with the time at which it
-        was due to be stored. Answers how many jobs were stored.
+        was due to be stored. Returns how many jobs were stored.
 
-        Late calls are caught up with. When the process is `late_s_max` behind, it skips the calls that are due
-        meanwhile.
+        The process makes up for late calls. While it is `late_s_max` behind, it skips the calls that become due.
         """
         pause_s = batch / rate
         began_s = time.monotonic() + pause_s * phase
@@ -106,8 +106,8 @@ class Client:
         return stored
 
     async def ping(self, *, jobs: int, seconds_max: float, pause_s: float) -> int:
-        """Stores jobs one by one, each when the one before has been taken, and after a pause of `pause_s` on average.
-        Answers how many. Ends early after about `seconds_max`."""
+        """Stores jobs one by one: each after the job before has been taken, and a pause of `pause_s` on average.
+        Returns how many jobs were stored. Ends early after about `seconds_max`."""
         until_s = time.monotonic() + seconds_max
         for at in range(jobs):
             if time.monotonic() > until_s:
@@ -120,8 +120,8 @@ class Client:
         return jobs
 
     async def work(self, *, batch: int, concurrency: int) -> None:
-        """Consumes from now on, until rest(). With a `concurrency` of 0 this process consumes nothing: other processes
-        do."""
+        """Consumes from now on, until rest(). With a `concurrency` of 0 this process consumes nothing, and leaves the
+        jobs to other processes."""
         await self.rest()
         self._finished_at_s = time.monotonic()
         if not concurrency:
@@ -138,17 +138,17 @@ class Client:
                 raise error
 
     async def drain(self, *, total: int, batch: int, concurrency: int) -> float:
-        """Consumes until all clients together have finished `total` jobs, and goes on consuming. Answers when this
-        client finished its last job."""
+        """Consumes until all clients together have finished `total` jobs, and goes on consuming. Returns the time at
+        which this client finished its last job."""
         await self.work(batch=batch, concurrency=concurrency)
-        # Look rarely at first: each look is a wake-up, and wake-ups are counted.
+        # Look rarely at first: each look wakes this process up, and the benchmark counts wake-ups.
         await self._until(lambda: self._tally.finished >= 0.9 * total, f"{total}", look_s=_LOOK_AFAR_S)
         await self._until(lambda: self._tally.finished >= total, f"{total}")
         return self._finished_at_s
 
     async def live(self, *, jobs: int, total: int, batch: int, callers: int, concurrency: int) -> tuple[float, float]:
-        """Enqueues while workers, which were there before, drain. Answers when the first job went in, and when the last
-        one was finished."""
+        """Enqueues while workers, which started before, drain. Returns the times at which the first job was enqueued,
+        and at which the last job finished."""
         async with asyncio.TaskGroup() as group:
             draining = group.create_task(self.drain(total=total, batch=batch, concurrency=concurrency))
             await asyncio.sleep(WORKERS_UP_S)
@@ -157,8 +157,8 @@ class Client:
         return began_s, draining.result()
 
     async def settle(self, *, total: int) -> float | None:
-        """Waits until the database has no jobs left. Answers when that was, or None if it had none at the first
-        look."""
+        """Waits until the database has no unfinished jobs left. Returns the time at which that was, or None if the
+        first look found no such jobs."""
         first = True
         until_s = time.monotonic() + _SETTLE_S_MAX
         while left := await self._system.left():
@@ -172,7 +172,7 @@ class Client:
         return None if first else time.monotonic()
 
     async def calm(self, *, seconds_max: float) -> int:
-        """Waits for the remaining jobs to finish, up to a limit. Answers how many are left."""
+        """Waits for the remaining jobs to finish, for at most `seconds_max`. Returns how many are left."""
         until_s = time.monotonic() + seconds_max
         while (left := await self._system.left()) and time.monotonic() < until_s:
             self._sound()
@@ -180,19 +180,19 @@ class Client:
         return left
 
     async def counts(self) -> tuple[int, int]:
-        """How many jobs all clients together have taken, and finished."""
+        """Returns how many jobs all clients together have taken, and how many they have finished."""
         self._sound()
         return self._tally.taken, self._tally.finished
 
     async def pickups(self, *, file: str) -> None:
-        """Writes the recorded times of taken jobs to a file, and forgets them."""
+        """Writes the recorded pickups to a file, and forgets them."""
         self._sound()
         assert self._pickups is not None
         await asyncio.to_thread(Path(file).write_bytes, self._pickups.tobytes())
         self._pickups = array("q")
 
     async def messages(self) -> dict[str, int]:
-        """Answers the messages of this process's Consume streams, since it began."""
+        """Returns the counts of messages of this process's Consume streams since the process began."""
         return asdict(MESSAGES)
 
     async def check(self, jobs: int) -> None:
@@ -212,7 +212,7 @@ class Client:
         self._finished_at_s = time.monotonic()
 
     async def _until(self, holds: Callable[[], bool], what: str, *, look_s: float = _LOOK_S) -> None:
-        """Waits, as long as jobs come out. Raises Wrong."""
+        """Waits until `holds()` is true. Raises Wrong if no job has been taken or finished for STUCK_S."""
         moved_s, seen = time.monotonic(), (-1, -1)
         while not holds():
             self._sound()
@@ -267,8 +267,8 @@ async def main() -> None:
         while line := await following:
             following = asyncio.create_task(orders.readline())
             work = asyncio.create_task(_obey(json.loads(line), client))
-            # The parent sends an order only after the answer to the last one. If input arrives earlier, it is the end
-            # of the input.
+            # The parent sends an order only after the answer to the last order. Anything read earlier is therefore the
+            # end of the input.
             await asyncio.wait({work, following}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 work.cancel()

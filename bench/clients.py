@@ -43,13 +43,14 @@ class Clients:
         return await _order(self._processes[at], {"verb": verb, **order})
 
     async def all(self, verb: str, order: Callable[[int], dict[str, object]] = lambda _: {}) -> list[Answered]:
-        """Orders every process at once, each by its position. Raises Wrong."""
+        """Orders all processes at the same time. `order` returns the arguments for the process at a position. Raises
+        Wrong."""
         return await asyncio.gather(
             *(_order(process, {"verb": verb, **order(at)}) for at, process in enumerate(self._processes))
         )
 
     async def prepare(self, run: str, *, record: bool = False) -> None:
-        """Prepares a run of this name: one process creates the queues, and the others then find them."""
+        """Prepares a run of this name: one process creates the queues, and the other processes then find them."""
         await self.one(0, "prepare", run=run, record=record)
         await self.all("prepare", lambda _: {"run": run, "record": record})
 
@@ -58,7 +59,7 @@ class Clients:
 async def open_clients(
     system: str, sites: Sequence[Site], *, tally: Path, environ: Mapping[str, str]
 ) -> AsyncGenerator[Clients, None]:
-    """Client processes for this scope, one at each site."""
+    """Runs client processes for this scope, one at each site."""
     await asyncio.to_thread(tally.touch)
     async with contextlib.AsyncExitStack() as stack:
         processes: list[Process] = []

@@ -1,4 +1,4 @@
-"""The sizes of the pieces in which a run's jobs travel, and how often its processes wake up."""
+"""How many jobs of a run travel together in one act or one message, and how often its processes wake up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.stage import Servers, Stage
 from bench.statements import Runs
 from bench.systems import PEERS
 
-# The kinds of process that are told apart.
+# The kinds of process whose wake-ups are counted separately.
 KINDS = ("producer", "worker", "router", "Postgres")
 # The counts that pieces() returns, in this order.
 PIECES = (
@@ -29,7 +29,7 @@ class Counts:
     """The counts of one figure of one run."""
 
     seconds: float
-    # Acts by the name of their statement; empty for a peer, or if the server does not count them.
+    # Acts by the name of their statement. Empty for a peer, or if the server does not count statements.
     acts: Mapping[str, Runs] = field(default_factory=dict[str, Runs])
     # The messages of the streams of all workers.
     messages: Messages = field(default_factory=Messages)
@@ -39,7 +39,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counter:
-    """Counts what the processes of one system do between two looks: `before` and `since`."""
+    """Counts what the processes of one system do between two looks."""
 
     stage: Stage
     system: str
@@ -77,7 +77,7 @@ class Look:
             seconds=self.at_s - before.at_s,
             acts=statements.since(before.acts, self.acts),
             messages=_added([self.messages], minus=before.messages),
-            # A thread that has ended since is not counted.
+            # The waits of a thread that ended between the looks are not counted.
             waits={
                 kind: sum(count - before.waits[kind].get(thread, 0) for thread, count in threads.items())
                 for kind, threads in self.waits.items()
@@ -86,7 +86,7 @@ class Look:
 
 
 def pieces(counts: Counts, jobs: int) -> dict[str, float]:
-    """By the names of PIECES, without those that were not counted."""
+    """Returns the counts by their names in PIECES. Leaves out what was not counted."""
     enqueue, plain, claim, ack = (
         counts.acts.get(name, Runs()) for name in ("enqueue", "enqueue_plain", "claim", "ack")
     )

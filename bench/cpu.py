@@ -12,13 +12,13 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def of_processes(pids: Iterable[int]) -> float:
-    """Seconds that these processes have spent, all their threads included."""
+    """Returns the CPU seconds of these processes, all their threads included."""
     return sum(_own(_stat(pid)) for pid in pids)
 
 
 def of_trees(*groups: Iterable[int]) -> list[float]:
-    """Seconds of the processes of each group, of their living children, and of their children that have ended, such as
-    those of a Postgres server. Reads every process of the machine, once for all groups."""
+    """Returns for each group the CPU seconds of its processes, of their living children, and of their children that
+    have ended, such as those of a Postgres server. Reads every process of the machine, once for all groups."""
     stats = {pid: stat for pid in _pids() if (stat := _stat(pid))}
     children: defaultdict[int, float] = defaultdict(float)
     for stat in stats.values():
@@ -29,8 +29,8 @@ def of_trees(*groups: Iterable[int]) -> list[float]:
 
 
 def waits_of_trees(*groups: Collection[int]) -> list[dict[int, int]]:
-    """How often each thread of the processes of each group and of their children gave up its core by itself: to wait.
-    Each is one wake-up later."""
+    """Returns for each group how often each thread of its processes, and of their children, gave up its core by itself,
+    because it had to wait. Each wait ends with one wake-up."""
     found: list[dict[int, int]] = [{} for _ in groups]
     wanted = {root: at for at, roots in enumerate(groups) for root in roots}
     for pid in _pids():
@@ -49,7 +49,7 @@ def waits_of_trees(*groups: Collection[int]) -> list[dict[int, int]]:
 
 
 def of_machine() -> float:
-    """Seconds that all cores together were busy, or taken away by the hypervisor."""
+    """Returns the seconds for which the cores, taken together, were busy or taken away by the hypervisor."""
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(
         int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     )
@@ -65,13 +65,14 @@ def _own(stat: list[str]) -> float:
 
 
 def _ended(stat: list[str]) -> float:
-    """Seconds of the children that have ended."""
+    """Returns the CPU seconds of the children that have ended."""
     return (int(stat[13]) + int(stat[14])) / _TICKS
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the third on (proc(5)): the second may hold blanks. Empty once it has ended."""
-    # Not by Path: hundreds of these files are read each time, and a Path takes longer than the read.
+    """Returns the fields of /proc/PID/stat from the third field on (see proc(5)), because the second may contain
+    blanks. Empty if the process has ended."""
+    # Not with Path: this function runs hundreds of times per measurement, and making a Path takes longer than the read.
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()

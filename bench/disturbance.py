@@ -1,5 +1,5 @@
-"""What goes on while a queue works: a transaction left open, readers, an archiver with much to do, or restarts of its
-routers. All end with their scope."""
+"""Disturbances of a queue at work: a transaction left open, readers, an archiver with much to do, or restarts of its
+routers. Each disturbance ends with its scope."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _READERS = 4
 # How long a reader keeps its snapshot. The readers begin one after another, so that there is always an old snapshot.
 _READ_S = 20.0
 _SCAN_EVERY_S = 1.0
-# From one restart of a router process to the next.
+# The time from one restart of a router process to the next.
 _START_S = 6.0
 
 # The tables whose rows are changed and deleted: a queue's hot tables. Tables that are only appended to are not scanned.
@@ -39,7 +39,7 @@ LIMIT 2
 
 @contextlib.asynccontextmanager
 async def held_snapshot(dsns: Sequence[str]) -> AsyncGenerator[None, None]:
-    """One transaction in each database that holds a snapshot, and has an xid."""
+    """Holds a transaction open in each database, with a snapshot and an xid."""
     async with contextlib.AsyncExitStack() as stack:
         for dsn in dsns:
             connection = await psycopg.AsyncConnection.connect(dsn)
@@ -51,7 +51,8 @@ async def held_snapshot(dsns: Sequence[str]) -> AsyncGenerator[None, None]:
 
 @contextlib.asynccontextmanager
 async def readers(dsns: Sequence[str]) -> AsyncGenerator[None, None]:
-    """Four in each database, which read its hot tables from end to end once a second, for 20 s on one snapshot."""
+    """Runs four readers in each database. They read its hot tables from end to end once a second, for 20 s on one
+    snapshot."""
     async with background(*(_read(dsn, begin_s=at * _READ_S / _READERS) for dsn in dsns for at in range(_READERS))):
         yield
 
@@ -78,7 +79,7 @@ async def restarts(pids: Callable[[], Sequence[int]]) -> AsyncGenerator[None, No
 
     async def restart() -> None:
         while True:
-            # The longest running one comes first.
+            # The process that has run longest comes first.
             victim = pids()[0]
             os.kill(victim, signal.SIGTERM)
             await asyncio.sleep(_START_S)
@@ -91,10 +92,11 @@ async def restarts(pids: Callable[[], Sequence[int]]) -> AsyncGenerator[None, No
 
 @dataclass(slots=True)
 class Archived:
-    """The work that an archiver did meanwhile."""
+    """The work that an archiver did during the scope."""
 
     passes: list[Pass] = field(default_factory=list[Pass])
-    # How long it took until there was nothing more to do, or until the pass was over that ran when the scope ended.
+    # How long the passes took: until there was nothing more to do, or until the end of the pass that ran when the scope
+    # ended.
     seconds: float = 0.0
 
     @property
@@ -112,7 +114,8 @@ class Archived:
 
 @contextlib.asynccontextmanager
 async def archiver(cluster: Cluster, found: Archived) -> AsyncGenerator[None, None]:
-    """Runs passes one after another, until one finds nothing to do. The end of the scope lets the last one finish."""
+    """Runs passes one after another, until a pass finds nothing to do. The end of the scope waits for the pass that is
+    running."""
     stop = asyncio.Event()
 
     async def passes() -> None:

@@ -1,6 +1,5 @@
-"""`python -m bench.echo_server --listen HOST:PORT`: one process that answers Enqueue, Dequeue and Ack with messages of
-the shape and the size that a router would answer with, and does nothing else. Prints `ready`; ends when its input
-ends."""
+"""`python -m bench.echo_server --listen HOST:PORT`: a process that answers Enqueue, Dequeue and Ack, and does nothing
+else. Its answers have the shape and the size of a router's answers. Prints `ready`, and ends when its input ends."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Gives a shard a history: inserts finished jobs of past days by SQL, as claims and acks would have left them, into the
-partitions of their days."""
+"""Gives a shard a history: inserts finished jobs of past days by SQL into the partitions of their days. The rows are as
+claims and acks would have left them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ FROM (SELECT (now() AT TIME ZONE 'UTC')::date - %s AS day) d
 
 
 def fill_day(dsn: str, *, org: str, queue: str, days_ago: int, retention: int, count: int) -> Day:
-    """Inserts `count` jobs of an existing queue that finished so many days ago, and adds them to the books. Returns the
-    day as it is after it has turned cold."""
+    """Inserts `count` jobs of an existing queue that finished `days_ago` days ago, and adds them to the books. Returns
+    the day as it will be when it has turned cold."""
     with psycopg.connect(dsn) as connection:
         ((queue_id,),) = connection.execute(
             "SELECT queue_id FROM windrow.queue WHERE org = %s AND queue = %s", [org, queue]

@@ -1,6 +1,6 @@
-"""The messages of this process's Consume streams: counted where gRPC encodes and decodes them, for every sender.
+"""Counts the messages of this process's Consume streams, where gRPC encodes and decodes them.
 
-The stubs and windrow.Worker are counted in the same way, without changes to them."""
+This works for the stubs and for windrow.Worker, without changes to either."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CONSUME = "/windrow.v1.Queue/Consume"
 
 @dataclass(slots=True, kw_only=True)
 class Messages:
-    """What this process has received and sent."""
+    """The messages that this process has received and sent."""
 
     received: int = 0
     # The messages that brought jobs, and the number of these jobs.

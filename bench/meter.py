@@ -10,8 +10,8 @@ import psycopg
 
 from bench import cpu
 
-# A Postgres process reports its counters at most once a second, and the rest of them when it has been idle for this
-# long.
+# After this time of idleness, a Postgres process has reported all of its counters. Before, it reports at most once a
+# second, and may leave counts out.
 COUNTED_S = 11.0
 
 _COUNTS = """
@@ -32,12 +32,12 @@ WHERE d.datname = current_database()
 class Spent:
     """CPU seconds of all processes of a sort together."""
 
-    # CPU of processes that only enqueue; those that enqueue and work count as workers.
+    # Of the processes that only enqueue. A process that enqueues and works counts as a worker.
     producer_s: float
     worker_s: float
     router_s: float
     postgres_s: float
-    # CPU of this process.
+    # Of this process.
     own_s: float
     machine_s: float
 
@@ -68,13 +68,14 @@ def spent(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """How much databases wrote. WAL is that of the whole server; the other counts are of these databases alone."""
+    """How much databases wrote. The WAL is that of their whole servers; the other counts are of these databases
+    alone."""
 
     wal_bytes: int = 0
     commits: int = 0
-    # Dead row versions that need vacuum: of updates that were not HOT, and of deletes.
+    # Dead row versions that need a vacuum: those that deletes, and updates that were not HOT, left.
     dead_rows: int = 0
-    # Dead row versions of HOT updates, which a later look at the page can remove.
+    # Dead row versions that HOT updates left. A later access to the page can remove them without a vacuum.
     dead_rows_hot: int = 0
 
     def __sub__(self, before: Written) -> Written:
@@ -82,7 +83,7 @@ class Written:
 
 
 def written(dsns: Mapping[str, Sequence[str]]) -> Written:
-    """Counted so far, in these databases of each server."""
+    """Returns what has been counted so far in these databases of each server."""
     wal_bytes = commits = dead = hot = 0
     for databases in dsns.values():
         for at, dsn in enumerate(databases):

@@ -1,5 +1,5 @@
 """`python -m bench.otlp_sink --listen HOST:PORT`: takes traces by OTLP over gRPC, counts their spans, and forgets them.
-Prints `ready`; answers each line of its input with the count so far; ends when its input ends."""
+Prints `ready PORT`, answers each line of its input with the count so far, and ends when its input ends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Writes tables of README.md and docs/performance.md from the results of a run: `python -m bench.pages FOLDER TABLE …`.
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`. FOLDER has the bench.json of `./run bench throughput`
-with the options that stand beside the table.
+A table stands between `<!-- table NAME -->` and `<!-- end -->`. FOLDER contains the bench.json of a `./run bench
+throughput` with the options that the page names next to the table.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Results:
 
 
 def _users(results: Results) -> Rows:
-    """What a user gets of each system, by the largest batch."""
+    """The figures of each system that matter to its users, by the largest batch."""
     batch = results.batches[0]
     return [
         ("jobs/s", *_FIGURES, "CPU µs of a whole life"),
@@ -92,7 +92,7 @@ def _users(results: Results) -> Rows:
 
 
 def _layers(results: Results) -> Rows:
-    """All systems and inner layers, by every batch."""
+    """The rates of all systems and of Windrow's inner layers, by every batch."""
     columns = [(batch, figure) for batch in results.batches for figure in _FIGURES]
     return [
         ("jobs/s", *(f"{figure} by {batch}" for batch, figure in columns)),
@@ -104,7 +104,7 @@ def _layers(results: Results) -> Rows:
 
 
 def _cpu(results: Results) -> Rows:
-    """What each kind of process pays for a job, by every batch."""
+    """The CPU time that each kind of process spends on a job, by every batch."""
     rows: Rows = [("CPU µs a job", "producers", "workers", "routers", "Postgres", "all", "jobs/s for each core")]
     for batch in results.batches:
         for system in results.systems((WINDROW, BATCHES, RAW, LIMIT)):
@@ -125,7 +125,7 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {
 
 
 def written(page: str, results: Results, tables: Collection[str]) -> str:
-    """Returns the page with these of its tables made from the results."""
+    """Returns the page, with the named tables made anew from the results."""
 
     def table(mark: re.Match[str]) -> str:
         if mark["name"] not in tables:

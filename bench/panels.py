@@ -1,4 +1,4 @@
-"""Draws a dashboard: its panels where its `gridPos` puts them, over one time axis, with what happened meanwhile."""
+"""Draws a dashboard: each panel at its `gridPos`, all panels over the same time axis, with the events of the run."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 _COLUMNS = 24
 _DPI, _COLORS = 110, 128
 _WIDTH_INCH, _UNIT_INCH, _HEAD_LINE_INCH = 15.0, 0.37, 0.24
-# Around the axes of a panel; what is below them also has the legend.
+# The margins around the axes of a panel. The legend adds its height to the margin below them.
 _LEFT_INCH, _RIGHT_INCH, _TOP_INCH, _BOTTOM_INCH = 0.72, 0.28, 0.5, 0.34
 _LEGEND_LINE_INCH, _LETTER_INCH, _SWATCH_INCH = 0.2, 0.076, 0.45
 _LEGEND_LINES_MAX, _TICKS_MAX = 3, 7
 _TEXT, _FAINT, _EVENT, _OTHERS = "#24292e", "#8a9199", "#d1495b", "#c5cad0"
-# Divisors of values in seconds, each with the name of its unit and the least value that has it.
+# Divisors for values in seconds, each with the name of its unit, and the least value that is shown in this unit.
 _TIMES = ((86_400, "d", 172_800), (3600, "h", 7200), (60, "min", 300), (1, "s", 1), (1e-3, "ms", 1e-3), (1e-6, "µs", 0))
 _SIZES = ((1e9, "G", 1e9), (1e6, "M", 1e6), (1e3, "k", 1e4), (1, "", 0))
-# What stands behind a number, by Grafana's name of the unit.
+# The text after a number, by Grafana's name of the unit.
 _SUFFIXES = {"ops": "/s", "reqps": "/s", "short": "", "percentunit": " %", "bool_yes_no": ""}
 
 
 def scale(unit: str, most: float) -> tuple[float, str]:
-    """Returns what to divide values up to `most` by, and what to write behind the quotient. Raises KeyError for a unit
-    that no panel has had so far."""
+    """Returns the divisor for values up to `most`, and the text after the quotient. Raises KeyError for a unit that no
+    panel has had so far."""
     if unit == "percentunit":
         return 0.01, " %"
     if unit == "s":
@@ -43,8 +43,8 @@ def scale(unit: str, most: float) -> tuple[float, str]:
 
 
 def shown(lines: Mapping[str, Points], width_inch: float) -> tuple[Mapping[str, Points], int, int]:
-    """Returns the lines that the legend has room for, those with the largest values first; how many it leaves out; and
-    how many columns it has."""
+    """Returns the lines that the legend has room for, how many lines it leaves out, and how many columns it has. The
+    lines with the largest values come first."""
     ordered = sorted(lines, key=lambda name: -_most(lines[name]))
     for count in range(len(ordered), 0, -1):
         more = len(ordered) - count
@@ -78,7 +78,8 @@ def figure(sheet: Sheet) -> Figure:
 
 
 def save(made: Figure, file: Path) -> None:
-    """Writes it as PNG with few colors: a third of the bytes, for pictures that are kept in the repository."""
+    """Writes the figure as a PNG with few colors, which takes a third of the bytes: the repository keeps such
+    pictures."""
     from PIL import Image
 
     full = io.BytesIO()
@@ -147,7 +148,7 @@ def _lines(axes: Axes, panel: Panel, lines: Mapping[str, Points], named: Mapping
     if panel.unit == "bool_yes_no":
         axes.set(ylim=(-0.15, 1.15), yticks=[0, 1], yticklabels=["no", "yes"])
         return
-    # A line at zero is drawn whole, and one that is always zero is at the bottom.
+    # Leave some room below zero, so that a line at zero is drawn in its full width.
     above = most / divisor or 1.0
     axes.set_ylim(-0.04 * above, 1.08 * above)
     from matplotlib.ticker import MaxNLocator
@@ -160,7 +161,7 @@ def _lines(axes: Axes, panel: Panel, lines: Mapping[str, Points], named: Mapping
 def _line(axes: Axes, points: Points, divisor: float, *, color: str, label: str) -> None:
     values = [value / divisor for _, value in points]
     axes.plot([at for at, _ in points], values, color=color, label=label, linewidth=1.6)
-    # A value between two gaps has no line: it gets a dot.
+    # A value between two gaps would have no line. Draw a dot.
     padded = [math.nan, *values, math.nan]
     alone = [at for at in range(len(values)) if math.isnan(padded[at]) and math.isnan(padded[at + 2])]
     axes.plot([points[at][0] for at in alone], [values[at] for at in alone], ".", color=color)

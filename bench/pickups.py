@@ -22,7 +22,7 @@ class Pickup:
 
 
 def since_due(history: History) -> list[Pickup]:
-    """How long the job of each delivery waited since its enqueue was due."""
+    """Returns for each delivery how long its job had waited since its enqueue was due."""
     enqueues = {one.job: one.call for one in history.enqueues}
     return [
         Pickup(due_s=call.due_s, waited_ms=(one.received_s - call.due_s) * 1000)
@@ -32,7 +32,7 @@ def since_due(history: History) -> list[Pickup]:
 
 
 def since_stored(history: History) -> list[Pickup]:
-    """How long the job of each delivery waited since its enqueue was answered OK."""
+    """Returns for each delivery how long its job had waited since its enqueue was answered OK."""
     stored_s = {one.job: one.call.ended_s for one in history.enqueues if one.answered is not None}
     return [
         # A worker may have the job before its producer gets the answer.
@@ -43,7 +43,7 @@ def since_stored(history: History) -> list[Pickup]:
 
 
 def read(file: Path) -> list[Pickup]:
-    """In the order in which they were taken."""
+    """Reads the pickups of a file, in the order in which the jobs were taken."""
     numbers = array("q")
     numbers.frombytes(file.read_bytes())
     pairs = zip(numbers[::2], numbers[1::2], strict=True)
@@ -52,7 +52,7 @@ def read(file: Path) -> list[Pickup]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waits:
-    """In ms. Jobs that were never taken waited for ever: infinity."""
+    """Percentiles in ms. The wait of a job that was never taken is infinity."""
 
     jobs: int
     p50: float
@@ -66,7 +66,8 @@ class Waits:
 
 
 def waits(pickups: Iterable[Pickup], *, never: int = 0) -> Waits | None:
-    """Returns the waits; None if there are none. `never`: how many more jobs were not taken at all."""
+    """Returns the waits of these pickups, and of `never` more jobs that were not taken at all. None if there are no
+    jobs."""
     ordered = sorted(pickup.waited_ms for pickup in pickups) + [math.inf] * never
     if not ordered:
         return None
@@ -74,7 +75,8 @@ def waits(pickups: Iterable[Pickup], *, never: int = 0) -> Waits | None:
 
 
 def by_time(pickups: Iterable[Pickup], *, start_s: float, step_s: float, share: float) -> list[tuple[float, float]]:
-    """A percentile of each step's jobs, by when they were due: seconds since the start, and ms."""
+    """Returns a percentile of the waits for each step of time: the step's seconds since the start, and ms. A job
+    belongs to the step in which it was due."""
     steps: dict[int, list[float]] = defaultdict(list)
     for pickup in pickups:
         steps[int((pickup.due_s - start_s) // step_s)].append(pickup.waited_ms)

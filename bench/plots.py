@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SIZE_INCH = (9.0, 5.0)
-# Up to this many points, each is marked.
+# A line with fewer points than this has a mark at each point.
 _POINTS_FEW = 20
 
 
@@ -61,5 +61,5 @@ def _draw(plot: Plot, axes: Axes) -> None:
     if plot.y_log:
         axes.set_yscale("log")
     axes.grid(visible=True, which="both", alpha=0.3)
-    # The legend is beside the plot: inside, it would cover lines and marks.
+    # The legend is to the right of the plot. Inside, it would cover lines and marks.
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))

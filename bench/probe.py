@@ -1,4 +1,5 @@
-"""One caller of one cluster, and the comparison of two clusters call by call: one that holds much, and an empty one."""
+"""One caller of one cluster, and the comparison of two clusters call by call: a cluster that holds many jobs, and an
+empty one."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class Cycle(NamedTuple):
     ack_ms: float
 
 
-# The clusters take turns after so many calls, so that other load of the machine affects both.
+# The clusters take turns after this many calls, so that other load on the machine affects both.
 _STRIDE = 50
 
 
@@ -59,7 +60,7 @@ class Probe:
         self._queue = queue_pb2_grpc.QueueStub(channel)
 
     async def cycles(self, batch: int, calls: int) -> list[Cycle]:
-        """Enqueues, leases and acks so many batches, one after another."""
+        """Enqueues, leases and acks `calls` batches, one after another."""
         request = queue_pb2.DequeueRequest(org=self.org, queues=[QUEUE], max_jobs=batch, worker="bench")
         cycles: list[Cycle] = []
         for _ in range(calls):

@@ -1,4 +1,4 @@
-"""Measures one system: jobs a second that it enqueues, finishes, and both at once."""
+"""Measures how many jobs a second one system enqueues, finishes, and enqueues and finishes at the same time."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from bench.counts import Counter, Counts
 from bench.meter import Spent
 from bench.stage import Servers, Stage, fresh_run
 
-# Warm-ups grow until one takes this share of the time that a run is to take.
+# Warm-ups get longer until one takes this share of the planned time of a run.
 _WARM_SHARE = 0.4
 _WARM_GROWTH_MAX = 10.0
 _JOBS_MAX = 400_000
 
 
 class Figure(StrEnum):
-    # Into empty queues.
+    # Enqueues into empty queues.
     ENQUEUE = "enqueue"
     # Finishes the jobs that were stored before the measurement.
     DRAIN = "drain"
@@ -33,7 +33,7 @@ class Figure(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How a system is driven. Callers enqueue and consumers work, counted over all client processes together."""
+    """The load of a system. `callers` enqueue and `consumers` work; both are totals of all client processes."""
 
     batch: int
     callers: int
@@ -47,7 +47,7 @@ class Timed:
     figure: Figure
     jobs: int
     seconds: float
-    # CPU use, over the measured time with its preparation and end, which is a little longer.
+    # CPU time spent during `wall_s`, which is a little longer than `seconds`: it includes preparation and end.
     spent: Spent
     counts: Counts
     wall_s: float
@@ -94,8 +94,8 @@ class Turn:
         return self.producers is self.workers
 
     async def warmed(self, load: Load, seconds: float) -> tuple[int, int]:
-        """Warms the system up. Returns how many jobs it fills and drains, and takes from end to end, in about so many
-        seconds."""
+        """Warms the system up. Returns two numbers of jobs: those that it can fill or drain in about `seconds`, and
+        those that it can enqueue and drain at the same time in about `seconds`."""
         found: list[int] = []
         for life in (False, True):
             jobs = _least(load.batch)
@@ -104,8 +104,8 @@ class Turn:
                     took_s = (await self.lived(load, jobs)).seconds
                 else:
                     filled, drained = await self.filled_and_drained(load, jobs)
-                    # Every system enqueues faster than it drains. A fill that takes several times `seconds` would show
-                    # nothing more.
+                    # The slower of the two decides how many jobs there are. If it took several times `seconds`, it
+                    # would show nothing more.
                     took_s = max(filled.seconds, drained.seconds)
                 if took_s >= _WARM_SHARE * seconds or jobs >= _JOBS_MAX:
                     break
@@ -131,7 +131,7 @@ class Turn:
         spent, took_s = self._spent() - before, time.monotonic() - began_s
         if figure is not Figure.ENQUEUE:
             settled = (await self.workers.one(0, "settle", total=jobs)).found
-            # If jobs finished in the database later than the consumers thought, the later time counts.
+            # If jobs finished in the database later than their consumers assumed, the later time counts.
             last_s = max(last_s, settled or 0.0)
         # The acks of the last jobs are sent by now.
         counts = (await self.counter.look()).since(looked)
@@ -162,7 +162,7 @@ class Turn:
         )
 
     async def _live(self, jobs: int, load: Load) -> tuple[float, float]:
-        """Returns when the first job went in, and when the last one was finished."""
+        """Returns the times at which the first job was enqueued, and at which the last job finished."""
         if self._together:
             callers, consumers = _shares(load.callers, self.producers), _shares(load.consumers, self.workers)
             share = _dealt(jobs, callers)

@@ -25,7 +25,7 @@ class Plot:
     marks: Mapping[str, float] = field(default_factory=dict[str, float])
     x_log: bool = False
     y_log: bool = False
-    # Drawn beneath it, in the same picture, over the same x axis.
+    # Plots that are drawn beneath this one, in the same picture and over the same x axis.
     below: Sequence[Plot] = ()
 
 
@@ -34,8 +34,8 @@ Points: TypeAlias = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One panel of a dashboard. `x` to `height`: its gridPos. `unit`: in Grafana's words. `lines`: by their legends,
-    over seconds; NaN: a gap."""
+    """One panel of a dashboard. `x` to `height`: its gridPos. `unit`: Grafana's name of the unit. `lines`: the points
+    of each line over seconds, by the line's legend. A NaN is a gap in the line."""
 
     title: str
     unit: str
@@ -48,7 +48,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """What happened at some moment, or until another one."""
+    """What happened at the moment `at_s`, or from then to `until_s`."""
 
     what: str
     at_s: float
@@ -78,7 +78,7 @@ class Found:
 
 
 def markdown(found: Sequence[Found], *, environment: Mapping[str, object], failed: Mapping[str, str]) -> str:
-    """All tables, under a description of what they were measured on."""
+    """Returns all tables, under a description of the machine and the software on which they were measured."""
     text = [f"{described(environment)}\n"]
     for one in found:
         text += [f"## {one.scenario}\n", *(table.markdown() for table in one.tables)]
@@ -107,7 +107,7 @@ def to_json(found: Sequence[Found], *, environment: Mapping[str, object], failed
 def write(
     folder: Path, found: Sequence[Found], *, environment: Mapping[str, object], failed: Mapping[str, str]
 ) -> None:
-    """bench.json and bench.md."""
+    """Writes bench.json and bench.md."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "bench.json").write_text(to_json(found, environment=environment, failed=failed))
     (folder / "bench.md").write_text("# Benchmark\n\n" + markdown(found, environment=environment, failed=failed))

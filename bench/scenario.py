@@ -22,16 +22,16 @@ from bench.systems import PEERS, load
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
     cache: Path
-    # Called with messages about what begins and what was found.
+    # Reports progress to people.
     say: Callable[[str], None]
     # Peers that failed, with the reason. The other systems are still measured.
     failed: dict[str, str] = field(default_factory=dict[str, str])
-    # Facts about Postgres, once a server has run.
+    # Facts about Postgres. Empty until a server has run.
     postgres: dict[str, object] = field(default_factory=dict[str, object])
     _stages: list[Stage] = field(default_factory=list[Stage])
 
     async def ready(self, systems: Sequence[str]) -> list[str]:
-        """Installs the peers among these systems; answers those that can be measured."""
+        """Installs the peers among these systems. Returns the systems that can be measured."""
         for peer in systems:
             if peer in PEERS and peer not in self.failed:
                 try:
@@ -56,12 +56,12 @@ class Bench:
             await act()
         except Wrong as error:
             self.fail(system, error)
-            # End it: its work in the background would slow the others down.
+            # End the failed peer: its work in the background would slow the other systems down.
             for stage in self._stages:
                 await stage.drop(system)
 
     async def rounds(self, systems: Iterable[str], runs: int, turn: Callable[[str, int], Awaitable[None]]) -> None:
-        """Every system takes its turn in each of `runs` rounds, counted from 1. Every second round has the reverse
+        """Lets every system take its turn in each of `runs` rounds, counted from 1. Every second round has the reverse
         order."""
         order = list(systems)
         for run in range(1, runs + 1):
@@ -69,12 +69,14 @@ class Bench:
                 await self.attempt(system, functools.partial(turn, system, run))
 
     def broken(self, scenario: str, why: str) -> None:
-        """A check of a scenario failed, so its figures do not matter. The report and the exit code say so."""
+        """Records that a check of a scenario failed, and so that its figures do not matter. The report and the exit
+        code say so."""
         self.failed[f"scenario {scenario}"] = why
 
     @asynccontextmanager
     async def stage(self, *, shards: int, routers: int, named: int | None = None) -> AsyncGenerator[Stage, None]:
-        """`named`: how many of the shards the cluster file names at first; by default all."""
+        """Starts a cluster for this scope. `named`: how many of the shards the cluster file names at first; by default
+        all."""
         self.say(f"starting {shards} shard(s) and {routers} router process(es)")
         async with open_stage(shards=shards, routers=routers, cache=self.cache, named=named) as stage:
             self.postgres.update(await stage.surroundings())
@@ -87,14 +89,13 @@ class Bench:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """One of the things that can be measured. Plans are the scenario's own."""
+    """One of the things that can be measured. Each scenario has a type of its own for its plans."""
 
     help: str
     options: Callable[[argparse.ArgumentParser], None]
     plan: Callable[[argparse.Namespace], Any]
     measure: Callable[[Any, Bench], Awaitable[Found]]
-    # The scenario's plans as a part of `./run bench`, with these systems beside Windrow, and of `./run bench --quick`.
-    # None: it is no part.
-    # One plan, or a tuple of several.
+    # Makes the scenario's plan, or a tuple of several plans, for `./run bench` with these peers, and for `./run bench
+    # --quick`. None: the scenario is no part of that run.
     full: Callable[[tuple[str, ...]], Any] | None
     quick: Callable[[], Any] | None

@@ -1,7 +1,7 @@
-"""A fixed share of the machine's CPU for a group of processes and all that they start, by Linux's control groups: the
-`cpu` controller of version 2 (cpu.max) or 1 (cpu.cfs_quota_us), wherever this process may make a group.
+"""Gives a group of processes, with all processes that they start, a fixed share of the machine's CPU. Uses Linux's
+control groups: the `cpu` controller of version 2 (cpu.max) or 1 (cpu.cfs_quota_us), if this process may make a group.
 
-Pinning processes to cores would not do: with two cores there would be two shares, and both would be whole cores.
+It is not enough to pin processes to cores: a machine with two cores could give only two shares, each a whole core.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import psutil
 
 from bench.system import Wrong
 
-# Short, so that processes that have used up their share do not stand still for long.
+# The period is short, so that processes that have used up their share do not stand still for long.
 _PERIOD_US = 10_000
 _QUOTA_US_MIN = 1000
 
 
 @contextlib.contextmanager
 def fixed_share(pids: Iterable[int], *, cores: float) -> Generator[None]:
-    """Gives these processes together, with all that they have started, so many cores at most, for this scope. Raises
-    Wrong where there are no control groups that this process may change."""
+    """Limits these processes together, with all that they have started, to this many cores for this scope. Raises Wrong
+    if there is no control group that this process may change."""
     quota_us = max(_QUOTA_US_MIN, round(cores * _PERIOD_US))
     parent, second = _controller()
     group = parent / f"windrow-bench-{secrets.token_hex(4)}"
@@ -46,7 +46,7 @@ def fixed_share(pids: Iterable[int], *, cores: float) -> Generator[None]:
 
 
 def _controller() -> tuple[Path, bool]:
-    """The group of this process that has the `cpu` controller, and whether it is one of version 2."""
+    """Returns the group of this process that has the `cpu` controller, and whether the group is of version 2."""
     memberships = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     for _, controllers, path in memberships:
@@ -76,6 +76,6 @@ def _family(pid: int) -> list[int]:
 
 def _move(pids: Iterable[int], group: Path) -> None:
     for pid in pids:
-        # It may have ended.
+        # The process may have ended.
         with contextlib.suppress(ProcessLookupError):
             (group / "cgroup.procs").write_text(f"{pid}")

@@ -23,7 +23,7 @@ class Spread:
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Raises ValueError if there are none."""
+    """Returns the spread of these values. Raises ValueError if there are no values."""
     found = list(values)
     if not found:
         raise ValueError("no values have no spread")
@@ -31,16 +31,16 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def ratio(above: Mapping[int, float], below: Mapping[int, float]) -> Spread | None:
-    """Returns the spread of the ratios of each round; None if no round has both values."""
+    """Returns the spread of the rounds' ratios; None if no round has both values."""
     both = [above[run] / below[run] for run in above if below.get(run)]
     return spread(both) if both else None
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Returns the least of these ascending values that at least `share` (0 to 1) of them do not exceed (nearest
-    rank)."""
+    """Returns a percentile by the nearest rank: the least value such that at least `share` (0 to 1) of all values are
+    not greater. Raises ValueError if there are no values."""
     if not ordered:
         raise ValueError("no values have no percentile")
-    # Rounded, because 0.07 * 100 is 7.000000000000001.
+    # Round first, because 0.07 * 100 is 7.000000000000001.
     rank = -int(-round(share * len(ordered), 6) // 1)
     return ordered[max(0, rank - 1)]

@@ -1,5 +1,5 @@
 """The processes that a scenario measures: Postgres and routers, a database for each peer, and the client processes of
-each system, which wait for their turns. All of it ends with the scope."""
+each system, which wait for their turns. All processes end with the scope."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from shard.admin import api_keys
 
 _PAUSE_S = 0.2
 _DRAIN_S = 5.0
-# All systems stay connected while they take turns.
+# There must be connections for all systems: they stay connected while they take turns.
 SETTINGS: Mapping[str, str] = {"max_connections": "1500"}
 # The visibility window of leases by default.
 WINDOW_S = 30.0
@@ -58,7 +58,7 @@ class Servers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    # One server for each shard, by its name.
+    # The Postgres server of each shard, by the shard's name.
     postgres: Mapping[str, Cluster]
     routers: Servers
     cache: Path
@@ -66,7 +66,7 @@ class Stage:
     cluster_file: ClusterFile
     # The environment that client processes inherit.
     environ: Mapping[str, str]
-    # Whether every server counts statements: it has pg_stat_statements.
+    # Whether every server has pg_stat_statements, which counts statements.
     counts_statements: bool
     _folder: Path
     _stack: contextlib.AsyncExitStack
@@ -81,7 +81,8 @@ class Stage:
         return await asyncio.to_thread(postgres, next(iter(self.dsns.values())))
 
     async def database(self, system: str) -> str:
-        """The DSN of the system's database: Windrow's is a shard's, each peer has one of its own on the same server."""
+        """Returns the DSN of the system's database. Windrow uses the first shard's database. Each peer gets a database
+        of its own on the same server."""
         if system not in self._databases:
             first = next(iter(self.postgres.values()))
             self._databases[system] = (
@@ -99,8 +100,8 @@ class Stage:
         callers: int,
         connections: int | None = None,
     ) -> Clients:
-        """Client processes for the rest of the scope, one for each of `servers`. `callers`, `connections`: of each
-        process."""
+        """Starts client processes for the rest of the stage's scope, one for each of `servers`. `callers` and
+        `connections` are numbers for each process."""
         scope = contextlib.AsyncExitStack()
         self._stack.push_async_callback(scope.aclose)
         self._scopes[system].append(scope)
@@ -142,22 +143,22 @@ class Stage:
             yield clients
 
     async def more_routers(self, processes: int) -> Servers:
-        """Other routers of the same cluster on an address of their own, for the rest of the scope."""
+        """Starts further routers of the same cluster on an address of their own, for the rest of the stage's scope."""
         return await self._stack.enter_async_context(_routers(self.cluster_file.path, processes, {}))
 
     async def routers_with(
         self, name: str, tables: str, *, processes: int, environ: Mapping[str, str] | None = None
     ) -> tuple[Path, Servers]:
-        """Other routers of the same cluster, whose file has these tables too, for the rest of the scope. Returns their
-        file, which has this name."""
+        """Starts further routers of the same cluster for the rest of the stage's scope. Their cluster file has this
+        name, and contains `tables` in addition. Returns the file and the routers."""
         config = self.file(name)
         config.touch(mode=0o600)
         config.write_text(self.cluster_file.text + tables)
         return config, await self._stack.enter_async_context(_routers(config, processes, environ or {}))
 
     async def tls_routers(self, processes: int, *, keys: bool) -> Servers:
-        """Other routers of the same cluster that speak TLS, for the rest of the scope. With `keys` they also ask for an
-        API key."""
+        """Starts further routers of the same cluster that speak TLS, for the rest of the stage's scope. With `keys`
+        they also require an API key."""
         authority = Authority()
         ca, certificate, key = (self.file(name) for name in ("ca.crt", "tls.crt", "tls.key"))
         authority.saved(ca)
@@ -169,7 +170,7 @@ class Stage:
         return replace(servers, ca=str(ca), token=await _new_key(config) if keys else None)
 
     async def echo(self, processes: int) -> Servers:
-        """Echo servers for the rest of the scope (bench/echo_server.py)."""
+        """Starts echo servers (bench/echo_server.py) for the rest of the stage's scope."""
         return await self._stack.enter_async_context(_echo(processes))
 
     @property
@@ -195,7 +196,7 @@ class Stage:
         )
 
     def file(self, name: str) -> Path:
-        """A place for a temporary file."""
+        """Returns the path of a temporary file of this name."""
         return self._folder / name
 
     def spent(self, servers: Servers, *, producers: Clients | None = None, workers: Clients) -> meter.Spent:
@@ -212,7 +213,8 @@ class Stage:
         return await asyncio.to_thread(meter.written, {str(at): dsns for at, dsns in enumerate(servers)})
 
     async def clear(self) -> None:
-        """Deletes the finished jobs of earlier runs, also from the books, so that they do not slow this case down."""
+        """Deletes the finished jobs of earlier runs, also from the books, so that they do not slow down the next run.
+        Does nothing on a shard that still has unfinished jobs."""
         for dsn in self.dsns.values():
             await asyncio.to_thread(_clear, dsn)
 
@@ -221,7 +223,8 @@ class Stage:
 async def open_stage(
     *, shards: int, routers: int, cache: Path, named: int | None = None
 ) -> AsyncGenerator[Stage, None]:
-    """`named`: how many of the shards the cluster file names at first; by default all."""
+    """Starts a cluster for this scope. `named`: how many of the shards the cluster file names at first; by default
+    all."""
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="windrow-bench-")))
         names = [f"s{number}" for number in range(1, shards + 1)]
@@ -245,7 +248,8 @@ async def open_stage(
 
 
 async def fresh_run(*groups: Clients, record: bool = False) -> str:
-    """Makes empty queues for a run of all these clients, and waits until the load of that is over."""
+    """Makes empty queues for a run of all these clients, and waits until the load that this causes is over. Returns the
+    name of the run."""
     name = f"bench-{secrets.token_hex(6)}"
     for clients in groups:
         await clients.prepare(name, record=record)
@@ -289,7 +293,7 @@ async def _routers(config: Path, processes: int, environ: Mapping[str, str]) -> 
 @contextlib.asynccontextmanager
 async def _echo(count: int) -> AsyncGenerator[Servers, None]:
     async with contextlib.AsyncExitStack() as stack:
-        # Keeps the port while the processes start and end.
+        # This socket keeps the port while the processes start and end.
         holder = stack.enter_context(socket.socket())
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind(("127.0.0.1", 0))
@@ -302,7 +306,7 @@ async def _echo(count: int) -> AsyncGenerator[Servers, None]:
 
 
 async def _new_key(config: Path) -> str:
-    """Creates an API key for all orgs and everything. Returns its text."""
+    """Creates an API key for all orgs with all scopes. Returns its text."""
     async with catalog_of(read(config)) as database:
         _, text = await api_keys.create(
             database, org=None, scopes=[scope.value for scope in Scope], name="bench", expires_in_s=None

@@ -1,5 +1,5 @@
-"""How often routers ran each statement, and how many rows came back: from pg_stat_statements, by the names of the files
-in shard/queue/sql."""
+"""Reads from pg_stat_statements how often routers ran each statement, and how many rows the statement returned. The
+statements have the names of their files in shard/queue/sql."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import psycopg
 from shard.postgres.sql_loader import Statement
 from shard.queue import statements
 
-# Constants, which pg_stat_statements replaces by parameters, and parameters. A list of constants is one parameter.
+# Matches parameters, and constants, which pg_stat_statements replaces by parameters. It replaces a list of constants by
+# one parameter.
 _VALUE = re.compile(
     r"%\(\w+\)[sb]|'(?:[^']|'')*'|\$\d+(?: /\*, \.\.\. \*/)?"
     r"|\b(?:NULL|true|false)\b|(?<![\w.])\d+(?:\.\d+)?(?:e\d+)?\b",
@@ -51,8 +52,8 @@ def count(superuser_dsns: Iterable[str]) -> bool:
 
 
 def counted(superuser_dsns: Iterable[str]) -> dict[str, Runs]:
-    """The runs so far on all these servers together, by name; statements of other packages than shard/queue have the
-    name ""."""
+    """Returns the runs so far on all these servers together, by name. Statements of packages other than shard/queue
+    have the name ""."""
     found: dict[str, Runs] = {}
     for dsn in superuser_dsns:
         with psycopg.connect(dsn, autocommit=True) as connection:
@@ -67,7 +68,8 @@ def since(before: Mapping[str, Runs], after: Mapping[str, Runs]) -> dict[str, Ru
 
 
 def shape(query: str) -> str:
-    """The statement without its constants and parameters, as it is written in the file and in pg_stat_statements."""
+    """Returns the statement without its constants and parameters. The result is the same for a statement's file and for
+    its text in pg_stat_statements."""
     return " ".join(_VALUE.sub("?", query.replace("%%", "%")).split())
 
 

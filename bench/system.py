@@ -1,4 +1,4 @@
-"""The interface of a queue system that can be measured. Knows no particular system, and measures nothing."""
+"""The interface of a queue system that can be measured. Contains no particular system, and measures nothing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-# Reports that a worker has a job: the time by time.monotonic_ns(), and the payload.
+# Reports that a worker has got a job: the time by time.monotonic_ns(), and the payload.
 Taken = Callable[[int, bytes], None]
-# Reports that so many more jobs are finished.
+# Reports a number of further jobs that have finished.
 Finished = Callable[[int], None]
 
 
@@ -23,7 +23,7 @@ CONNECTIONS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """The addresses of a system's servers. They go to the client processes as JSON."""
+    """What a client process must know about a system's servers. It is sent to the client process as JSON."""
 
     # HOST:PORT of the gRPC server: the routers, or the echo.
     address: str
@@ -31,55 +31,55 @@ class Site:
     dsns: Mapping[str, str]
     # The DSN of a database for this system alone, on the first shard's server. Its role owns it.
     dsn: str
-    # The folder that peers are installed in.
+    # The folder in which peers are installed.
     cache: str
-    # The most calls that this client process has under way at a time, of each sort (enqueue; work).
+    # The most calls of each sort (enqueue, work) that this client process has under way at the same time.
     callers: int
-    # The most connections of this client process, if it uses gRPC. None: CONNECTIONS by the stubs, and the default of
-    # windrow.Client.
+    # The most connections of this client process, if it uses gRPC. None: the stubs use CONNECTIONS, and windrow.Client
+    # uses its default.
     connections: int | None = None
     # The PEM file of the CA of the server's certificate. None: the server speaks plain text.
     ca: str | None = None
-    # The API key of the calls. None: the server does not ask for one.
+    # The API key of the calls. None: the server requires no key.
     token: str | None = None
 
 
 class System(Protocol):
     """One queue system, as one client process uses it.
 
-    Every method checks the answer that it gets, and raises Wrong if that is not what was asked for.
+    Every method checks the answer that it gets, and raises Wrong if the system did not do what it was asked.
     """
 
-    # Its name in the tables of the report.
+    # The system's name in the tables of the report.
     title: ClassVar[str]
 
     def __init__(self, site: Site) -> None: ...
 
     async def prepare(self, run: str) -> None:
-        """Connects, and makes empty queues for a run with a new name. Every client process calls it with the same name,
-        one of them before the others. Not timed."""
+        """Connects, and makes empty queues for a run with a new name. Every client process calls this with the same
+        name; one process calls it first, before all others. Not timed."""
         ...
 
     async def enqueue(self, payloads: Sequence[bytes]) -> None:
-        """Stores these jobs by one call of the system, which is its bulk call if there are several jobs. They have
-        committed when it returns. Called by several tasks at a time."""
+        """Stores these jobs by one call of the system; if there are several jobs, by its bulk call. Their transaction
+        has committed when this returns. Several tasks call this at the same time."""
         ...
 
     async def work(self, *, batch: int, concurrency: int, taken: Taken, finished: Finished) -> None:
         """Runs the system's own consumer, in its documented fast configuration, until it is cancelled.
 
-        `batch`: how many jobs it may fetch at once, if it has this choice. `concurrency`: how many jobs, or batches of
-        them, it has under way. `taken` is called for each job when its handler gets it; `finished` when the consumer
-        knows that jobs have finished."""
+        `batch`: how many jobs the consumer may fetch at once, if it has this option. `concurrency`: how many jobs, or
+        batches of jobs, it has under way. It calls `taken` for each job when the job's handler gets it, and `finished`
+        when it knows that jobs have finished."""
         ...
 
     async def left(self) -> int:
-        """How many jobs of this run are not finished in the database. Called rarely, at the end of a run."""
+        """Returns how many jobs of this run are not finished in the database. Called rarely, at the end of a run."""
         ...
 
     async def check(self, jobs: int) -> None:
-        """Checks after the run, as far as the system's records allow, that so many jobs were accepted, that each has
-        finished exactly once, and that there are no others. Not timed."""
+        """Checks after the run, as far as the system's records allow, that exactly `jobs` jobs were accepted, and that
+        each has finished exactly once. Not timed."""
         ...
 
     async def close(self) -> None: ...

@@ -1,5 +1,5 @@
-"""How many jobs all client processes have taken, and finished, together. Each process maps the same file and counts in
-a place of its own; a reader adds the places up. Nobody waits."""
+"""Counts how many jobs all client processes together have taken, and how many they have finished. Each process maps the
+same file, and counts in a place of its own. A reader adds the places up. No process waits for another."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from proof.history import Call
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """In ms, of calls that failed too."""
+    """Percentiles in ms. They include failed calls."""
 
     calls: int
     p50: float

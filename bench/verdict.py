@@ -1,4 +1,4 @@
-"""Checks that every job is where it must be: compares what clients saw with the tables (proof/checker)."""
+"""Checks that every job is where it must be, by comparing what clients saw with the tables (proof/checker)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from proof.history import History
 
 _SHOWN = 3
 _FAULTLESS = {"once": "Each job comes to a worker once, and then has succeeded"}
-# The invariants that are checked here; the checker knows more.
+# The invariants that benchmarks check. The checker knows more.
 _INVARIANTS = {name: EXAMINED[name] for name in ("I1", "I2", "I3", "I4", "I5")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """How many jobs were acknowledged, and the violations found. `faultless`: nothing was killed."""
+    """How many jobs were acknowledged, and the violations that were found. `faultless`: no process was killed."""
 
     jobs: int
     violations: Sequence[Violation]

@@ -1,4 +1,5 @@
-"""`python -m chaos`: a run under faults. Exit code 0: every invariant held; 1: one did not; 2: it could not run."""
+"""`python -m chaos`: a run under faults. Exit code 0: every invariant held. 1: an invariant did not hold. 2: the run
+was not possible."""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ def _faults(text: str) -> tuple[str, ...]:
 
 
 async def _stoppable(running: Coroutine[Any, Any, Told]) -> Told:
-    """SIGTERM, like Ctrl-C, lets every scope end what it has started."""
+    """Runs it so that SIGTERM acts like Ctrl-C: every scope ends what it has started."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -124,7 +125,7 @@ def _judge(order: Order, told: Told, say: Callable[[str], None]) -> int:
 
 @contextlib.contextmanager
 def _screen() -> Generator[IO[str], None, None]:
-    """Standard error as it was at the start."""
+    """Yields standard error as it is now, for use after it is redirected."""
     with os.fdopen(os.dup(2), "w") as screen:
         yield screen
 

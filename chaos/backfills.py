@@ -1,4 +1,5 @@
-"""The backfills that operators of schedules ask for: ranges of the recent past, also from before a schedule began."""
+"""The backfills that operators of schedules ask for: ranges of the recent past, which may begin before the schedule was
+created."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ from proof.checker.evidence import Backfill
 from windrow.v1 import schedules_pb2
 
 _SPAN_S = (1.0, 15.0)
-# How long ago the range ends.
+# The range ends at most this long ago.
 _AGO_S_MAX = 20.0
-# Policies, and whether they may skip an instant. Up to 100 instants wait, which is more than a range has.
+# Overlap policies, and whether they may skip an instant. Up to 100 instants may be buffered, which is more than a range
+# has.
 _OVERLAPS = (
     (None, False),
     (schedules_pb2.OVERLAP_POLICY_ALLOW, False),
@@ -21,7 +23,7 @@ _OVERLAPS = (
 
 
 def draw(luck: random.Random, *, org: str, name: str, now_us: int) -> schedules_pb2.BackfillScheduleRequest:
-    # Half of the ranges end now, and so have instants that are due and not decided yet.
+    # Half of the ranges end now, so they contain instants that are due but not decided yet.
     ago_s = 0.0 if luck.random() < 0.5 else luck.uniform(0.0, _AGO_S_MAX)
     end_us = now_us - round(ago_s * 1_000_000)
     overlap, _ = luck.choice(_OVERLAPS)
@@ -37,7 +39,7 @@ def seen(
     ended_us: int | None,
     answer: schedules_pb2.BackfillScheduleResponse | None,
 ) -> Backfill:
-    """Returns what the checker is told of one call."""
+    """Returns what the checker learns about one call."""
     instants = None if answer is None else answer.stored + answer.buffered + answer.skipped + answer.known
     return Backfill(
         begin_us=request.begin.ToMicroseconds(),

@@ -1,4 +1,4 @@
-"""The client processes of a run: started, killed, restarted, given commands, and ended."""
+"""Starts, kills, restarts, commands and ends the client processes of a run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _END_S_MAX = 20.0
 
 
 class ClientFailed(Exception):
-    """A client ended although no fault had hit it: the run proves nothing."""
+    """A client ended although no fault had hit it, so the run proves nothing."""
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One client; after a kill it continues in another process."""
+    """One client. After a kill it continues in a new process."""
 
     sort: str
     site: Site
@@ -45,11 +45,11 @@ class Crew:
     def __init__(self, members: Sequence[Member], log: IO[bytes]) -> None:
         self._members = {member.name: member for member in members}
         self._log = log
-        # The commands so far; clients that start later get them too.
+        # The commands so far. Clients that start later get them too.
         self._told: list[str] = []
 
     async def start(self, name: str) -> None:
-        """Starts a member, or starts it again."""
+        """Starts a member for the first time, or after a kill."""
         member = self._members[name]
         process = await processes.start(f"chaos.clients.{member.sort}", stderr=self._log)
         member.process = process
@@ -86,14 +86,14 @@ class Crew:
                 self._say(member.process, word)
 
     def check(self) -> None:
-        """Raises ClientFailed if one has ended by itself."""
+        """Raises ClientFailed if a client has ended by itself."""
         for member in self._members.values():
             if member.process is not None and member.process.returncode is not None:
                 code = member.process.returncode
                 raise ClientFailed(f"{member.name} ended by itself, with exit code {code}; the log has its last words")
 
     async def end(self, names: Iterable[str]) -> None:
-        """Lets them finish, and kills those that do not."""
+        """Lets these members finish, and kills those that do not finish in time."""
         async with asyncio.TaskGroup() as group:
             for name in names:
                 process = self._members[name].process

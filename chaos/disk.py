@@ -1,5 +1,5 @@
 """A small disk that can be filled: a tmpfs in a mount namespace of this process, which disappears with the process.
-Needs root, and Linux."""
+Needs Linux and root."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MOUNT_S_MAX = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallDisk:
-    """`node` is the server whose data is on it."""
+    """`node` is the server whose data is on the disk."""
 
     path: Path
     node: str
 
     def fill(self) -> int:
-        """Takes all the room that is left, and returns how many bytes that was. May be repeated."""
+        """Takes all the room that is left, and returns how many bytes that was. May be called again."""
         taken = 0
         with self._ballast.open("ab", buffering=0) as ballast, contextlib.suppress(OSError):
             while True:
@@ -49,7 +49,7 @@ def small_disk(node: str) -> Generator[SmallDisk | None, None, None]:
     if os.geteuid() != 0 or not hasattr(os, "pidfd_open"):
         yield None
         return
-    # Do not put it below a folder that only root can enter: the server runs as another account.
+    # Postgres runs as another account, so the disk must not be below a folder that only root can enter.
     path = Path(tempfile.mkdtemp(prefix="windrow-chaos-disk-", dir="/tmp"))
     try:
         mounted = ctypes.CDLL(None).unshare(_CLONE_NEWNS) == 0 and _mount(path)

@@ -1,4 +1,4 @@
-"""Wall clocks that jump, with libfaketime, if it is installed."""
+"""Makes wall clocks jump, with libfaketime if it is installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FakeTime:
 
     @classmethod
     def found(cls, scratch: Path) -> Self | None:
-        """None: it is not installed."""
+        """Finds the library. Returns None if it is not installed."""
         for place in map(Path, _PLACES):
             for library in (*place.glob(_LIBRARY), *place.glob(f"*/{_LIBRARY}")):
                 clock = cls(library=library, offset=scratch / "clock")
@@ -35,10 +35,10 @@ class FakeTime:
             "LD_PRELOAD": str(self.library),
             "FAKETIME_TIMESTAMP_FILE": str(self.offset),
             "FAKETIME_CACHE_DURATION": "1",
-            # No system sets the monotonic clock back, so do not change it.
+            # Leave the monotonic clock alone: no system sets it back.
             "DONT_FAKE_MONOTONIC": "1",
         }
 
     def jump(self, offset_s: float) -> None:
-        """Sets the clock this many seconds ahead of the true time; 0 is the true time."""
+        """Sets the clock this many seconds ahead of the true time. 0 is the true time."""
         self.offset.write_text(f"{offset_s:+.3f}\n")

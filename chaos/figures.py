@@ -1,4 +1,4 @@
-"""The figures of a run, from what clients saw. Pure."""
+"""Computes the figures of a run from what clients saw. Pure."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Second:
     acknowledged: int = 0
     delivered: int = 0
     acked: int = 0
-    # Calls that were refused, or not answered.
+    # How many calls were refused, or had no answer.
     failed: int = 0
-    # The pickup times of jobs that were due at once and arrived for the first time, in this second.
+    # The pickup times of jobs that arrived in this second for the first time, and that had been due at once.
     pickups_s: Sequence[float] = ()
 
 
 def jobs(evidence: Evidence) -> Mapping[str, int]:
-    """The numbers of jobs, by how they ended."""
+    """Returns counts of jobs, runs of schedules and operators' calls, by their outcomes."""
     seen = evidence.history
     answers = Counter(f"{one.call.verb} {one.answer}" for one in seen.settles if one.answer is not None)
     return {
@@ -74,7 +74,7 @@ def jobs(evidence: Evidence) -> Mapping[str, int]:
 
 
 def _answered(of: str, calls: Iterable[tuple[str, bool]]) -> Mapping[str, int]:
-    """The numbers of calls of operators, by their kinds and by whether they were answered."""
+    """Returns the numbers of operators' calls, by their kind and by whether they were answered."""
     return {
         f"{of}: {kind}, {'answered' if answered else 'not answered'}": count
         for (kind, answered), count in sorted(Counter(calls).items())
@@ -82,7 +82,8 @@ def _answered(of: str, calls: Iterable[tuple[str, bool]]) -> Mapping[str, int]:
 
 
 def restored(evidence: Evidence) -> Mapping[str, int]:
-    """Counts of what the restored backup lacked compared with the replaced database, by what happened to it."""
+    """Counts what the restored backup lacked, compared with the replaced database, by what happened to it. Empty if no
+    backup was restored."""
     if evidence.restored is None:
         return {}
     backup = Backup(evidence)
@@ -105,27 +106,27 @@ def restored(evidence: Evidence) -> Mapping[str, int]:
 
 
 def errors(seen: History) -> Counter[tuple[str, str]]:
-    """Calls that were refused or have no known outcome, by verb and code."""
+    """Counts the calls that were refused or that have no known outcome, by verb and code."""
     return Counter((call.verb.value, call.code or "no end") for call in seen.calls if _failed(call))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """One move of slots, as the catalog had it."""
+    """One move of slots, as the catalog recorded it."""
 
     epoch: int
     source: str
     target: str
     slots: int
     began_s: float
-    # None: never.
+    # The time at which the target began to take the new jobs. None: never.
     switched_s: float | None = None
-    # When its last slot came to rest.
+    # The time at which the move of its last slot was finished. None: never.
     ended_s: float | None = None
 
 
 def moves(evidence: Evidence) -> list[Moved]:
-    """In the order in which they began."""
+    """Returns the moves in the order in which they began."""
     found: dict[int, Moved] = {}
     left: dict[int, int] = {}
     for now in evidence.placed:
@@ -145,12 +146,13 @@ def moves(evidence: Evidence) -> list[Moved]:
 
 
 def chunks(evidence: Evidence) -> int:
-    """How many chunks of jobs have arrived on other shards."""
+    """Returns how many chunks of jobs have arrived on other shards."""
     return sum(len(now.slots) for now in evidence.owned if now.state == "owned" and now.chunk)
 
 
 def holdings(evidence: Evidence) -> list[tuple[float, Mapping[str, int], int]]:
-    """How many slots each shard wrote, and how many were moving, after each change."""
+    """Returns for each change of placements its time, the number of slots whose new jobs each shard took after it, and
+    how many slots were moving."""
     known: dict[int, Placed] = {}
     writes: Counter[str] = Counter()
     moving = 0
@@ -168,10 +170,10 @@ def holdings(evidence: Evidence) -> list[tuple[float, Mapping[str, int], int]]:
 
 
 def unavailable_s(told: Told) -> Mapping[str, float]:
-    """By shard: the longest time in which no enqueue was acknowledged although it had slots, from the first fault until
-    all was healed."""
+    """Returns for each shard the longest time in which it acknowledged no enqueue although it had slots. Only the time
+    from the first fault until the last one is healed counts."""
     events = sorted([*_had(told.evidence), *_acknowledged(told.evidence)], key=lambda event: event[0])
-    # For each shard that has slots: the time since which it acknowledged no enqueue.
+    # For each shard that has slots: the time since when it has acknowledged no enqueue.
     since_s: dict[str, float] = {}
     longest_s: dict[str, float] = {}
 
@@ -190,7 +192,7 @@ def unavailable_s(told: Told) -> Mapping[str, float]:
 
 
 def _had(evidence: Evidence) -> Iterator[tuple[float, str, bool]]:
-    """When each shard got slots after it had none, or lost its last one."""
+    """Yields the times at which a shard got slots after it had none, or lost its last slot."""
     had: set[str] = set()
     for at_s, slots, _ in holdings(evidence):
         has = {shard for shard, count in slots.items() if count}
@@ -199,7 +201,7 @@ def _had(evidence: Evidence) -> Iterator[tuple[float, str, bool]]:
 
 
 def _acknowledged(evidence: Evidence) -> Iterator[tuple[float, str, bool]]:
-    """When each shard acknowledged enqueues."""
+    """Yields the times at which each shard acknowledged enqueues."""
     by_slot: defaultdict[int, list[Placed]] = defaultdict(list)
     for now in evidence.placed:
         for slot in now.slots:
@@ -208,7 +210,8 @@ def _acknowledged(evidence: Evidence) -> Iterator[tuple[float, str, bool]]:
         if call.verb is Verb.ENQUEUE and call.outcome is Outcome.OK and call.ended_s is not None:
             by_hash = slot_of(OrgId(call.org))
             for slot in (evidence.pins.get(call.org, by_hash), by_hash):
-                # The org may have got a slot of its own later.
+                # The org may have been pinned, and so have got a slot of its own, after this call: then its hash slot
+                # counts.
                 at = bisect_right(by_slot[slot], call.ended_s, key=lambda now: now.at_s)
                 if at:
                     yield call.ended_s, by_slot[slot][at - 1].writes[0], True
@@ -216,7 +219,7 @@ def _acknowledged(evidence: Evidence) -> Iterator[tuple[float, str, bool]]:
 
 
 def seconds(told: Told) -> list[Second]:
-    """The seconds of the run, from the first fault on."""
+    """Returns the figures of each second of the run, from the first fault on."""
     seen = told.evidence.history
     count = int(told.ended_s - told.began_s) + 1
     acknowledged, delivered, acked, failed = ([0] * count for _ in range(4))
@@ -264,6 +267,7 @@ def seconds(told: Told) -> list[Second]:
 
 
 def _failed(call: Call) -> bool:
-    # A handler of windrow.Worker does not learn whether its acks succeeded. That is no failure.
+    # A handler of windrow.Worker does not learn whether its acks succeeded, so its calls without an end are no
+    # failures.
     is_handler = call.client.partition(".")[0].endswith("-handler")
     return call.outcome is not Outcome.OK and not (is_handler and call.ended_s is None)

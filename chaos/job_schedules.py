@@ -1,8 +1,8 @@
 """The schedules of a run, and the operators who pause, resume, trigger, alter and backfill them while they fire.
 
-Schedules are created with their end, which is that of the faults: a call that ended them could drop instants that are
-due and not decided yet. Each call is made once and recorded, and repeated until it is answered: the checker must know
-which calls were not answered, because routers may execute them later.
+Schedules are created with an end, at which the faults end too. A call that ended them could drop instants that are due
+but not decided yet. Each call is repeated until it is answered, and each try is recorded: the checker must know which
+tries were not answered, because routers may execute them later.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from proof.history import payload_of
 from windrow.v1 import job_pb2, schedules_pb2, schedules_pb2_grpc
 
 _SCHEDULES = 24
-# They are created within this part of the time: some of them under faults.
+# Schedules are created within this first part of the time, so that some are created under faults.
 _PART = 0.6
 _EVERY_S = (1, 2, 3, 5)
 _CHANNELS = 3
-# The time for the creation of the steady ones: for the call of each org, and for each copy.
+# How long it takes to create the steady schedules: for each org's call, and for each copy.
 _CALL_S = 0.05
 _COPY_S = 0.000_25
-# The time between two things that operators do to a schedule, on average, and how long a pause lasts.
+# The mean time between two changes of a schedule, and how long a pause lasts.
 _REST_S = 5.0
 _PAUSED_S = (1.0, 6.0)
-# How long the end of the last pauses may take, when all is healed.
+# How long it may take to end the last pauses, after all faults are healed.
 _RESUME_S_MAX = 60.0
 _WINDOW_S = 5.0
-# Policies, and the reasons for which runs may then be skipped.
+# Policies, and the reasons for which runs may be skipped under them.
 _POLICIES: Sequence[tuple[windrow.Overlap, windrow.CatchUp, frozenset[str]]] = (
     (windrow.Overlap.ALLOW, windrow.CatchUp.ALL, frozenset()),
     (windrow.Overlap.ALLOW, windrow.CatchUp.LATEST, frozenset({"catch_up"})),
@@ -66,19 +66,19 @@ class JobSchedules:
         self._end_s = end_s
 
     async def create_steady(self) -> None:
-        """Creates the steady ones, and returns when the faults are to begin."""
+        """Creates the steady schedules, and waits until it is time for the faults to begin."""
         await self._steady.create()
         await asyncio.sleep(self._begin_s - time.time())
 
     async def run(self) -> None:
-        """Creates them and changes them until they end."""
+        """Creates the other schedules, and changes them until they end."""
         async with asyncio.TaskGroup() as group:
             for operator in self._operators:
                 group.create_task(operator.run())
         await asyncio.sleep(self._end_s - time.time())
 
     async def resume(self) -> None:
-        """Ends all pauses that may be left, once all is healed."""
+        """Ends all pauses that may be left. Called after all faults are healed."""
         async with asyncio.TaskGroup() as group:
             for operator in self._operators:
                 group.create_task(operator.resume())
@@ -92,10 +92,11 @@ class JobSchedules:
 async def open_schedules(
     address: str, orgs: Sequence[str], dsns: Sequence[str], *, seed: int, seconds: float, steady: int
 ) -> AsyncGenerator[JobSchedules, None]:
-    """Yields schedules, so many `steady` ones among them. After the time for the creation of these, this many seconds
-    begin, and then all schedules end. `dsns`: of the shards' databases."""
+    """Yields the schedules of a run. `steady`: how many more schedules there are that nobody changes. `seconds`: how
+    long the schedules run, after the time that the creation of the steady ones takes. `dsns`: the DSNs of the shards'
+    databases."""
     luck = random.Random(f"{seed}/schedules")
-    # The clock of this machine is also that of its Postgres servers.
+    # The Postgres servers run on this machine, and have the same clock.
     begin_s = time.time() + (_CALL_S * len(orgs) + _COPY_S * steady if steady else 0.0)
     end_s = int(begin_s) + int(seconds)
     async with AsyncExitStack() as stack:
@@ -118,7 +119,7 @@ async def open_schedules(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Drawn:
-    """Terms, and how a request says them."""
+    """Terms of a schedule, and the same terms as fields of a request."""
 
     terms: Terms
     spec: schedules_pb2.ScheduleSpec
@@ -220,7 +221,7 @@ class _Operator:
 
     async def _alter(self) -> None:
         self._latest += 1
-        # Half of them keep their timing, so that no call makes their instants uncertain.
+        # Half of the schedules keep their timing, so that no call makes their instants uncertain.
         if self._number % 4 < 2:
             self._every_s = self._luck.choice(_EVERY_S)
             self._is_cron = self._luck.random() < 0.5
@@ -265,7 +266,7 @@ class _Operator:
             catch_up_window=calls.duration(_WINDOW_S),
         )
         spec.end.FromSeconds(self._end_s)
-        # Both have the same instants.
+        # The cron expression and the interval have the same instants.
         if self._is_cron:
             spec.cron = f"*/{self._every_s} * * * * *"
         else:

@@ -1,7 +1,7 @@
-"""The operators of a run who start workflows, and pause, resume, cancel and retry them while they run.
+"""The operators of a run, who start workflows, and pause, resume, cancel and retry them while they run.
 
-Each call is recorded, and repeated until it is answered: the checker must know which calls were not answered, because
-routers may execute them later. Workflows of producers are left alone.
+Each call is repeated until it is answered, and each try is recorded: the checker must know which tries were not
+answered, because routers may execute them later. Operators leave the producers' workflows alone.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from windrow.v1 import workflows_pb2, workflows_pb2_grpc
 
 _OPERATORS = 6
 _CHANNELS = 3
-# How long a workflow runs before somebody changes it, at most, and how long a pause lasts.
+# The longest time for which a workflow runs before an operator changes it, and how long a pause lasts.
 _RUNS_S_MAX = 2.0
 _PAUSED_S = (0.5, 5.0)
-# How long a retry is tried: a job of the cancelled workflow may still be live.
+# For how long a retry is repeated. Routers refuse it while a job of the cancelled workflow is live.
 _RETRY_S_MAX = 15.0
-# How long the end of the last pauses may take, when all is healed.
+# How long it may take to end the last pauses, after all faults are healed.
 _RESUME_S_MAX = 60.0
 
 _Send = Callable[["workflows_pb2_grpc.WorkflowsAsyncStub"], Any]
@@ -58,13 +58,13 @@ class JobWorkflows:
         self._all: list[_Operated] = []
 
     async def run(self) -> None:
-        """Returns when the time is over."""
+        """Starts and changes workflows until the time is over."""
         async with asyncio.TaskGroup() as group:
             for number in range(_OPERATORS):
                 group.create_task(self._operate(random.Random(f"{self._seed}/workflows/{number}")))
 
     async def resume(self) -> None:
-        """Ends all pauses that may be left, once all is healed."""
+        """Ends all pauses that may be left. Called after all faults are healed."""
         async with asyncio.TaskGroup() as group:
             for one in self._all:
                 group.create_task(one.resume_at_last())
@@ -97,7 +97,7 @@ class JobWorkflows:
 async def open_workflows(
     address: str, orgs: Sequence[str], histories: Path, *, seed: int, seconds: float
 ) -> AsyncGenerator[JobWorkflows, None]:
-    """Yields operators who end in this many seconds."""
+    """Yields operators who work for this many seconds."""
     async with AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(calls.connect(address)) for _ in range(_CHANNELS)]
         stubs = [workflows_pb2_grpc.WorkflowsStub(channel) for channel in channels]
@@ -140,7 +140,7 @@ class _Operated:
         )
 
     async def start(self, recorder: Recorder, asked: list[dict[str, object]]) -> bool:
-        """Returns whether it was answered."""
+        """Starts the workflow. Returns whether a router answered in time."""
         request = self._flow.request(self._org)
         while time.time() < self._end_s:
             number = recorder.begin(Verb.START, self._org, asked)
@@ -188,7 +188,7 @@ class _Operated:
 
     async def _change(self, kind: ChangeKind, send: _Send, *, until_s: float | None = None) -> Any:
         def record(began_us: int, ended_us: int | None, answer: Any) -> None:
-            # A workflow that has ended is not paused.
+            # Do not record a pause that came after the end of the workflow, and had no effect.
             if answer is None or kind is not ChangeKind.PAUSE or answer.workflow.paused:
                 self._changes.append(Change(kind=kind, began_us=began_us, ended_us=ended_us))
 

@@ -1,5 +1,5 @@
-"""The calls of operators: each is repeated until it is answered, and each try that may have been executed is
-recorded."""
+"""Makes the calls of operators: repeats each call until it is answered, and records each try that a router may have
+executed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OperatorCalls(Generic[_Stub]):
         self._stubs = stubs
         self._luck = luck
         self._end_s = end_s
-        # How many tries were told that the thing does not exist.
+        # How many tries were answered NOT_FOUND.
         self.denied = 0
 
     def stub(self) -> _Stub:
@@ -40,8 +40,9 @@ class OperatorCalls(Generic[_Stub]):
         *,
         until_s: float | None = None,
     ) -> Any:
-        """Returns the answer; None if there was none until then, or until the operator's end. `record` gets the
-        beginning and the end of each try that may have been executed, and its answer."""
+        """Returns the answer. Returns None if there was no answer until `until_s`, which is the end of the operator's
+        time by default. `record` gets the beginning, the end and the answer of each try that a router may have
+        executed."""
         while True:
             began_us = now_us()
             try:
@@ -60,15 +61,15 @@ class OperatorCalls(Generic[_Stub]):
 
 
 async def is_created(creating: Awaitable[object]) -> bool:
-    """Returns whether a router says that the thing exists. Rests after a failure. Raises AioRpcError if the request is
-    not valid: to repeat it would be of no use, and the run would have less load than it says."""
+    """Returns whether a router says that the thing exists. Pauses after a failure. Raises AioRpcError if the request is
+    not valid: to repeat it would be of no use, and the run would have less load than its report says."""
     try:
         await creating
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
             raise
         await asyncio.sleep(PAUSE_S)
-        # By an earlier try whose answer was lost.
+        # If the thing exists already, an earlier try whose answer was lost has created it.
         return error.code() is grpc.StatusCode.ALREADY_EXISTS
     return True
 

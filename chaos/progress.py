@@ -1,4 +1,5 @@
-"""The progress of a run: counts what clients have written since the last look."""
+"""Shows the progress of a run: counts what clients have written to their histories. Each look reads only what is
+new."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ class Progress:
         self._counts: Counter[str] = Counter()
 
     def line(self) -> str:
-        """One line about the run so far."""
+        """Returns one line about the run so far."""
         for path in self._folder.iterdir():
             with path.open("rb") as file:
                 file.seek(self._read[path])
-                # Whole lines only: the last one may be incomplete.
+                # Count whole lines only, because the last line may be incomplete.
                 whole, newline, _ = file.read().rpartition(b"\n")
             self._read[path] += len(whole) + len(newline)
             for what, mark in _MARKS.items():

@@ -1,4 +1,4 @@
-"""The results of a run, as Markdown and as JSON. Pure except for writing the files."""
+"""Writes the results of a run as Markdown and as JSON. Pure except for writing the files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN_MAX = 20
 
 
 def verdict(found: Sequence[Violation], *, excused: bool = False) -> Mapping[str, list[str]]:
-    """Violations by invariant. Excused ones would be violations if the restored backup lacked nothing."""
+    """Returns the violations by invariant: those that count, or the excused ones, which a restored backup explains."""
     return {name: [one.what for one in found if one.invariant == name and one.excused is excused] for name in EXAMINED}
 
 

@@ -1,5 +1,5 @@
-"""One run: load, faults and changes by the schedule, everything healed, at rest and drained, and the evidence
-collected."""
+"""One run: starts load, runs faults and changes by the schedule, waits until everything is healed, at rest and drained,
+and collects the evidence."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from shard.placement.cluster_file import read_cluster
 _WARM_UP_S = 4.0
 _SAY_EVERY_S = 5.0
 _LOOK_S = 0.2
-# The time that an idle machine may need beside the sweep: for reconnecting, and for restarting clients.
+# The time that an idle machine may need in addition to the sweep, to reconnect and to restart clients.
 _SLACK_S = 7.0
-# This process's longest stall is multiplied by this, because other processes stall too.
+# The longest stall of this process is multiplied by this, because other processes stall too.
 _STALLS = 3.0
 _DRAIN_S_MAX = 300.0
 _STUCK_S_MAX = 30.0
-# How long moves may take once all faults are over: several thousand slots have to go back, and a move that could not
+# How long moves may take after all faults are over. Several thousand slots have to go back, and a move that could not
 # continue pauses for half a minute.
 _REST_S_MAX = 180.0
 _REST_LOOK_S = 1.0
-# The pause before a fault that is run alone: delayed calls end, and clients reconnect.
+# The pause before a fault that is run alone. Meanwhile delayed calls end, and clients reconnect.
 _PEACE_S = 8.0
 # How long a call may take if nothing delays it.
 _ANSWER_S = 2.0
@@ -60,7 +60,7 @@ _ASK_S_MAX = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """The command's options. `faults`: their names."""
+    """The options of the command. `faults`: the names of the faults that may be run."""
 
     seed: int
     seconds: float
@@ -69,23 +69,23 @@ class Order:
     cast: Cast = field(default_factory=Cast)
     # How much memory a router process may have resident; None: no bound is checked.
     router_bytes_max: int | None = None
-    # How many schedules there are that nobody changes, beside the others.
+    # How many schedules there are in addition that nobody changes.
     steady_schedules: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strike:
-    """One fault that was run. Times are those of the monotonic clock."""
+    """One fault that was run. Times are of the monotonic clock."""
 
     fault: str
     target: str
     began_s: float
     healed_s: float
-    # Why it did not work as planned.
+    # Why the fault did not work as planned. Empty: it did.
     trouble: str = ""
     # The orgs that it affected, if it affects only some orgs.
     orgs: Sequence[str] = ()
-    # Nothing else was done to the cluster at this time.
+    # Whether nothing else was done to the cluster during the fault.
     alone: bool = False
 
 
@@ -95,9 +95,9 @@ class Told:
 
     evidence: Evidence
     strikes: Sequence[Strike]
-    # Faults that were drawn and not done, with the reason.
+    # Counts of the faults that were drawn but not run, by fault and reason.
     skipped: Counter[tuple[str, str]]
-    # What did not recover.
+    # Targets and slots that did not recover.
     unhealed: Sequence[Violation]
     began_s: float
     healed_s: float
@@ -105,7 +105,7 @@ class Told:
 
 
 async def run(order: Order, *, disk: SmallDisk | None, say: Callable[[str], None]) -> Told:
-    """Raises what Postgres, routers and clients raise when they cannot be started, and ClientFailed."""
+    """Makes one run. Raises ClientFailed, and the errors of Postgres, routers and clients that cannot be started."""
     with tempfile.TemporaryDirectory(prefix="windrow-chaos-") as scratch:
         stage_scope = open_stage(
             order.cast, seed=order.seed, folder=order.out, scratch=Path(scratch), disk=disk, say=say
@@ -158,7 +158,8 @@ async def run(order: Order, *, disk: SmallDisk | None, say: Callable[[str], None
             say("draining")
             stalls.clear()
             await _drained(stage)
-            # Earlier leases have ended: they are as long as the window, and nobody extends a lease now.
+            # Wait until the leases from before have ended: a lease is as long as the window, and now nobody extends a
+            # lease.
             calm_s = max(time.monotonic(), healed_s + 2 * order.cast.window_s)
             await asyncio.sleep(calm_s - time.monotonic())
             say("one job for every org")
@@ -236,7 +237,7 @@ def _read(
 
 
 def _by_org(rows: Iterable[Row], seen: History) -> dict[str, list[str]]:
-    """All jobs in the tables, and all jobs that a client was told about."""
+    """Returns by org the ids of all jobs that are in the tables or that a client was told about."""
     jobs = {row.job: row.org for row in rows}
     jobs |= {one.answered: one.call.org for one in seen.enqueues if one.answered is not None}
     by_org: dict[str, list[str]] = {}
@@ -246,8 +247,8 @@ def _by_org(rows: Iterable[Row], seen: History) -> dict[str, list[str]]:
 
 
 def planned(order: Order) -> list[Planned]:
-    """Draws the schedule. Changes are drawn beside the faults: they harm nothing, so any number of them may be under
-    way."""
+    """Draws the schedule. Changes are drawn independently of the faults: they harm nothing, so any number of them may
+    be under way."""
     faults = [kind for kind in kinds(order) if kind.name not in CHANGES]
     changes = [kind for kind in kinds(order) if kind.name in CHANGES]
     return [
@@ -257,7 +258,8 @@ def planned(order: Order) -> list[Planned]:
 
 
 def kinds(order: Order) -> list[Kind]:
-    """What may be drawn. It is the same on every machine, so that a seed gives the same schedule."""
+    """Returns the kinds that may be drawn. They are the same on every machine, so that a seed always gives the same
+    schedule."""
     chosen = [FAULTS[name] for name in order.faults if FAULTS[name].drawn]
     return [
         Kind(name=kind.name, targets=kind.targets(order.cast), weight=kind.weight, seconds=kind.seconds)
@@ -266,7 +268,7 @@ def kinds(order: Order) -> list[Kind]:
 
 
 class _Striker:
-    """Runs the schedule."""
+    """Runs the scheduled faults and changes."""
 
     def __init__(self, stage: Stage, order: Order, began_s: float) -> None:
         self._stage = stage
@@ -279,7 +281,7 @@ class _Striker:
         self.restored: Restored | None = None
 
     async def run(self) -> None:
-        """Returns when all is over and healed."""
+        """Runs the whole schedule, until all of its faults are healed."""
         seconds = self._order.seconds
         async with asyncio.TaskGroup() as group:
             for one in planned(self._order):
@@ -302,8 +304,8 @@ class _Striker:
             self._busy.discard(planned.target)
 
     async def run_alone(self) -> None:
-        """Runs some faults once more, each alone: those for which the checker knows what clients may then notice."""
-        # In the order of the list here, not in that of the command.
+        """Runs once more, each alone, the faults for which the checker knows what clients may notice of them."""
+        # Keep the order of FAULTS, not the order of the command line.
         alone = [kind for kind in FAULTS.values() if kind.alone and kind.name in self._order.faults]
         for number, kind in enumerate(alone, 1):
             luck = random.Random(f"{self._order.seed}/{kind.name}/alone")
@@ -326,10 +328,10 @@ class _Striker:
             self._stage.say(f"{planned.fault} {planned.target}, for {planned.duration_s:.1f} s")
             await asyncio.sleep(planned.duration_s)
         except (psycopg.Error, psutil.Error, EmbeddedError, ShardError, OSError) as error:
-            # TimeoutError is an OSError. Other faults are active at the same time, so this one may not be possible.
+            # Other faults are active at the same time, and may make this one impossible. TimeoutError is an OSError.
             trouble = f"{type(error).__name__}: {error}"
         finally:
-            # Heal it also when the run is stopped: nothing may be left frozen.
+            # Also heal the fault if the run is stopped: nothing may stay frozen.
             try:
                 await fault.heal()
             except TimeoutError as error:
@@ -349,7 +351,8 @@ class _Striker:
 
 
 async def _rested(stage: Stage) -> list[Violation]:
-    """Waits until every slot is where the cluster file and the pins want it. Reports it if that takes too long."""
+    """Waits until every slot is where the cluster file and the pins want it. Returns a violation if that takes too
+    long."""
     deadline_s = time.monotonic() + _REST_S_MAX
     left = "nobody could tell"
     async with open_shards(await asyncio.to_thread(read_cluster, stage.file.path)) as shards:
@@ -362,24 +365,25 @@ async def _rested(stage: Stage) -> list[Violation]:
                 left = f"{slots} slots were not where they belong"
             except ShardError as error:
                 left = str(error)
-            # Each look reads the whole catalog.
+            # Do not look too often, because each look reads the whole catalog.
             await asyncio.sleep(_REST_LOOK_S)
     what = f"slots had not come to rest {_REST_S_MAX:g} s after all was healed: {left}"
     return [Violation(invariant="I7", what=what)]
 
 
 async def _drained(stage: Stage) -> None:
-    """Waits until no job is live, and no run waits for the end of another one."""
+    """Waits until no job is live, and no run of a schedule waits for the end of another run."""
     await _until_still(stage, _unfinished)
 
 
 def _unfinished(shards: Iterable[Shard]) -> int:
-    # The jobs come second: a run that no longer waits is a job by then.
+    # Count the jobs second: if a run stops waiting between the two counts, it is counted as a job.
     return tables.open_runs(shards) + tables.live_jobs(shards)
 
 
 async def _until_still(stage: Stage, count: Callable[[Iterable[Shard]], int]) -> None:
-    """Waits until this number is 0, or does not change any more; then the checker reports what is left."""
+    """Waits until this number is 0, or has not changed for a while. In the latter case the checker reports what is
+    left."""
     left, moved_s = -1, time.monotonic()
     deadline_s = moved_s + _DRAIN_S_MAX
     while time.monotonic() < deadline_s and time.monotonic() - moved_s < _STUCK_S_MAX:
@@ -394,8 +398,7 @@ async def _until_still(stage: Stage, count: Callable[[Iterable[Shard]], int]) ->
 
 @contextlib.asynccontextmanager
 async def _telling(stage: Stage, order: Order, say: Callable[[str], None]) -> AsyncGenerator[list[float], None]:
-    """Reports the progress during this scope. Yields the list of times for which the machine has stalled this
-    process."""
+    """Reports the progress during this scope. Yields a list, to which it adds for how long this process has stalled."""
     stalls: list[float] = []
 
     async def watch() -> None:
@@ -416,7 +419,8 @@ async def _telling(stage: Stage, order: Order, say: Callable[[str], None]) -> As
 
 @contextlib.asynccontextmanager
 async def _weighing(stage: Stage) -> AsyncGenerator[dict[int, int], None]:
-    """Yields the largest resident memory of each router process so far, by process id, and keeps it up to date."""
+    """Yields the largest resident memory so far of each router process, by process id, and updates it during this
+    scope."""
     most: dict[int, int] = {}
 
     async def weigh() -> None:
@@ -431,13 +435,14 @@ async def _weighing(stage: Stage) -> AsyncGenerator[dict[int, int], None]:
 
 @contextlib.asynccontextmanager
 async def _asking(stage: Stage) -> AsyncGenerator[list[InForce], None]:
-    """Asks one router after another which cluster file it uses, during this scope. Yields the answers."""
+    """During this scope, asks one router after another which cluster file it uses. Yields a list, to which it adds the
+    answers."""
     said: list[InForce] = []
 
     async def ask() -> None:
         while True:
             await asyncio.sleep(_ASK_EVERY_S)
-            # A router may be frozen, or away.
+            # A router may be frozen, or being restarted.
             with contextlib.suppress(grpc.RpcError):
                 began_s = time.monotonic()
                 digest = await asyncio.to_thread(tables.read_digest, stage.address, seconds_max=_ASK_S_MAX)

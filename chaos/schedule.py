@@ -1,7 +1,7 @@
 """Draws the faults with their targets and times, from a seed alone. Pure.
 
-Some part of the cluster always works: of each sort of target, at least one has no fault. A target has one fault at a
-time, and a pause after it.
+A part of the cluster always works: if there are several targets of a sort, at least one of them has no fault. A target
+has only one fault at the same time, and a pause after each fault.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Between the beginnings of two faults, on average.
+# The mean time between the beginnings of two faults.
 _EVERY_S = 2.5
 _AT_ONCE_MAX = 3
 _PAUSE_S = 2.0
@@ -20,7 +20,7 @@ _DRAWS_MAX = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A fault that may be drawn. `seconds`: how long it lasts, at least and at most."""
+    """A fault that may be drawn. `seconds`: the shortest and the longest time for which it lasts."""
 
     name: str
     targets: Sequence[str]
@@ -30,7 +30,8 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """One planned fault. Times are in seconds from when faults may begin. `number` seeds its own random generator."""
+    """One planned fault. Times are in seconds since the time from which faults may begin. `number` is part of the seed
+    of the fault's own random generator."""
 
     number: int
     fault: str
@@ -44,10 +45,10 @@ class Planned:
 
 
 def plan(kinds: Sequence[Kind], *, seed: str, seconds: float) -> list[Planned]:
-    """In the order of their starts. All are over by the end."""
+    """Draws faults, in the order of their starts. All faults end within `seconds`."""
     luck = random.Random(seed)
     usable = [kind for kind in kinds if kind.targets]
-    # How many there are of each sort of target, over all faults.
+    # How many targets of each sort there are, over all faults.
     sorts = Counter(_sort(target) for target in {target for kind in usable for target in kind.targets})
     planned: list[Planned] = []
     at_s = 0.0
@@ -56,7 +57,7 @@ def plan(kinds: Sequence[Kind], *, seed: str, seconds: float) -> list[Planned]:
         if at_s >= seconds:
             break
         for _ in range(_DRAWS_MAX):
-            # Draw the same number of values each time, also if some are not used.
+            # Draw the same number of values each time, even if some are not used.
             (kind,) = luck.choices(usable, [kind.weight for kind in usable])
             target, duration_s = luck.choice(kind.targets), luck.uniform(*kind.seconds)
             one = Planned(number=len(planned) + 1, fault=kind.name, target=target, start_s=at_s, duration_s=duration_s)
@@ -67,7 +68,7 @@ def plan(kinds: Sequence[Kind], *, seed: str, seconds: float) -> list[Planned]:
 
 
 def _bearable(one: Planned, planned: Sequence[Planned], sorts: Counter[str]) -> bool:
-    # Healing takes some time, even if the fault itself takes none.
+    # The pause counts too: healing takes time, even if the fault itself takes none.
     active = [other for other in planned if other.end_s + _PAUSE_S > one.start_s]
     if len(active) >= _AT_ONCE_MAX or any(other.target == one.target for other in active):
         return False

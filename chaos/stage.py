@@ -1,4 +1,4 @@
-"""The processes of a run: shards behind proxies, supervised routers, balancers, clients. All of them end with the
+"""The processes of a run: shards behind proxies, supervised routers, balancers, clients. All processes end with the
 scope."""
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Cast:
     # Whether the first shard has a synchronous standby.
     replicated: bool = True
     routers: int = 3
-    # One leads.
+    # Only one of them leads.
     balancers: int = 2
     producers: int = 2
-    # By the names of modules in chaos/clients.
+    # The module in chaos/clients of each worker.
     workers: Sequence[str] = ("consumer", "consumer", "poller", "poller", "handler", "canceller")
     orgs: int = 300
     window_s: float = 3.0
@@ -54,7 +54,7 @@ class Cast:
 
     @property
     def org_names(self) -> list[str]:
-        """The busiest ones first."""
+        """The names of all orgs, the busiest org first."""
         return [f"org-{number:03}" for number in range(self.orgs)]
 
     @property
@@ -64,21 +64,21 @@ class Cast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What faults hit and clients use."""
+    """The parts that faults hit and clients use."""
 
     cast: Cast
     address: str
     shards: Mapping[str, Shard]
-    # A DSN of the first shard's database, which also has the catalog.
+    # Proxies in front of the first shard's database, which also has the catalog.
     catalog: Entrance
     routers: Supervisor
     balancers: Balancers
     crew: Crew
     # The cluster file that routers and balancers read.
     file: ClusterFile
-    # The disk of one node, small enough to be filled; None if this machine cannot have one.
+    # The disk of one node, which is small enough to be filled. None: this machine cannot have such a disk.
     disk: SmallDisk | None
-    # The clock of routers and balancers; None if it cannot be set.
+    # The clock of routers and balancers. None: the clock cannot be set.
     clock: FakeTime | None
     say: Callable[[str], None]
 
@@ -87,7 +87,8 @@ class Stage:
 async def open_stage(
     cast: Cast, *, seed: int, folder: Path, scratch: Path, disk: SmallDisk | None, say: Callable[[str], None]
 ) -> AsyncGenerator[Stage, None]:
-    """`folder` is for histories and logs; `scratch` for private files that are deleted afterwards."""
+    """Starts a cluster and clients for this scope. `folder`: for histories and logs. `scratch`: for private files that
+    are deleted afterwards."""
     histories = folder / "histories"
     histories.mkdir()
     async with contextlib.AsyncExitStack() as stack:
@@ -105,11 +106,12 @@ async def open_stage(
             rest=f"[router]\nconnections_per_shard = {_CONNECTIONS}\ndrain_seconds = {_DRAIN_S}\n",
         )
         file.save()
-        # The journal needs the tables, and a router may say that it is ready before it has made them.
+        # Make the tables now, because the journal needs them. A router may say that it is ready before it has made
+        # them.
         await finish(await start("cli.main", "migrate", "--config", str(file.path), stdout=DEVNULL))
         say("starting routers and balancers")
         clock = FakeTime.found(scratch)
-        # Clients have the right time, because their timestamps are evidence.
+        # Clients keep the true time, because their timestamps are evidence.
         clock_environ = {} if clock is None else clock.environ
         routers = Supervisor(
             file.path,
@@ -145,7 +147,7 @@ async def open_stage(
 def _hurry(routers: Supervisor, balancers: Balancers) -> None:
     routers.reload()
     for pid in balancers.pids:
-        # A process that is just starting will read the file anyway.
+        # A process that is still starting will read the file anyway.
         if _catches_hangup(pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGHUP)

@@ -1,4 +1,4 @@
-"""Many schedules that nobody changes. Each fires every 15 minutes, at instants of its own, and skips none."""
+"""Many schedules that nobody changes. Each fires every 15 minutes, at instants of its own, and skips no instant."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from proof.postgres import ask
 from windrow.v1 import job_pb2, schedules_pb2, schedules_pb2_grpc
 
 _EVERY_S = 900
-# From when on intervals are counted. The contract takes no time before 1971.
+# The start of the first schedule, from which its intervals are counted. The contract takes no time before 1971.
 _FIRST_S = 1_000_000_000
 
 
 class SteadySchedules:
-    """All of them. `dsns`: of the shards' databases."""
+    """All steady schedules. `dsns`: the DSNs of the shards' databases."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class SteadySchedules:
         return [self._seen(number) for number in range(self._count)]
 
     async def create(self) -> None:
-        """Creates them: the first one of each org by a call, and its other ones as copies of that row, because so many
-        calls would take longer than the run. No slot may move meanwhile."""
+        """Creates the first schedule of each org by a call, and the org's other schedules as copies of its row: a call
+        for each schedule would take longer than the run. No slot may move meanwhile."""
         for number in range(min(self._count, len(self._orgs))):
             while not await self._create(number):
                 pass
@@ -56,7 +56,7 @@ class SteadySchedules:
             overlap=schedules_pb2.OVERLAP_POLICY_ALLOW,
             catch_up=schedules_pb2.CATCH_UP_POLICY_ALL,
         )
-        # Intervals are counted from the start.
+        # The intervals of a schedule are counted from its start.
         spec.start.FromSeconds(self._offset_s(number))
         spec.end.FromSeconds(self._end_s)
         org, name = self._org(number), _name(number)
@@ -89,8 +89,8 @@ def _name(number: int) -> str:
 
 
 def _copies(count: int, orgs: int) -> str:
-    """The statement that copies the schedule of each org to those of the org with higher numbers. It returns how many
-    the shard has then."""
+    """Returns the statement that copies the first schedule of each org to the org's schedules with higher numbers. The
+    statement returns how many schedules the shard has then."""
     return f"""
     WITH copied AS (
         INSERT INTO windrow.schedule

@@ -1,5 +1,5 @@
-"""Draws a run as one picture: throughput, errors, pickup latency, where the slots were, and below them a bar for every
-fault and every change."""
+"""Draws a run as one picture: throughput, errors, pickup latency, the slots of each shard, and below these a bar for
+every fault and every change."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def draw(folder: Path, told: Told, say: Callable[[str], None]) -> None:
     colours = mpl.colormaps["tab20"]
     shown: set[str] = set()
     for strike in sorted(told.strikes, key=lambda one: one.began_s):
-        # Draw faults of no duration wide enough to be seen.
+        # Draw faults without a duration wide enough to be seen.
         width = max(strike.healed_s - strike.began_s, 0.3)
         label = "" if strike.fault in shown else strike.fault
         shown.add(strike.fault)
@@ -77,5 +77,5 @@ def draw(folder: Path, told: Told, say: Callable[[str], None]) -> None:
 def _quantile(values: Sequence[float], share: float) -> float | None:
     if not values:
         return None
-    # A logarithm has no zero.
+    # The axis is logarithmic, and cannot show 0.
     return max(sorted(values)[min(len(values) - 1, int(len(values) * share))], 1e-3)

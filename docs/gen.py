@@ -1,7 +1,7 @@
 """Generates docs/cli.md from the commands and docs/cli.md.in. With --check, only reports whether it is up to date.
 
 A line `{{windrow …}}` of the template becomes the reference of that command: heading, usage, help, options and their
-defaults. The template adds what the commands themselves cannot tell: examples with their output, and JSON keys.
+defaults. The template adds what the commands do not contain: examples with their output, and JSON keys.
 """
 
 import re
@@ -24,7 +24,8 @@ from cli.main import commands  # noqa: E402
 TEMPLATE = DOCS / "cli.md.in"
 PAGE = DOCS / "cli.md"
 INCLUDE = re.compile(r"^\{\{(.+)\}\}$", re.MULTILINE)
-# The head of the page explains these. If a command gives one of them another meaning, its own table explains it.
+# The head of the page explains these parameters. If a parameter has another meaning in a command, the command's own
+# table explains it.
 SHARED = ("ORG", "--config", "--address", "--timeout", "--json")
 
 
@@ -45,7 +46,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What a command says of itself."""
+    """The usage, help and parameters that a command declares."""
 
     name: str
     usage: str
@@ -68,7 +69,8 @@ def table(parameters: list[Parameter]) -> list[str]:
 
 
 def references(command: Any, name: str, parent: Any = None) -> Iterator[Reference]:
-    """The command and those below it. A group that only lists its commands has no reference of its own."""
+    """Yields the references of a command and of its subcommands. A group that only lists its commands has no reference
+    of its own."""
     context = typer.Context(command, info_name=name, parent=parent)
     below = getattr(command, "commands", {})
     if not below or command.invoke_without_command:
@@ -94,7 +96,7 @@ def parameters(command: Any, context: Any) -> Iterator[Parameter]:
         for note in filter(None, notes.removesuffix("]").split("; ")):
             what, colon, value = note.partition(": ")
             if what == "default":
-                # A default that is no value of the option is in parentheses.
+                # Typer shows a default in parentheses if it is a description and no value.
                 default = re.sub(r"^\((.*)\)$", r"\1", value)
             elif what == "env var":
                 meaning += f" Or set `{value}`."
@@ -116,7 +118,7 @@ def bounds(note: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Keeps Markdown from reading option names, `|` and `~` as markup."""
+    """Quotes option names, `|` and `~`, which Markdown would otherwise read as markup."""
     quoted = re.sub(r"(?<![`\w-])(--[a-z][a-z-]*)", r"`\1`", text)
     return quoted.replace("|", "\\|").replace("~", "\\~")
 

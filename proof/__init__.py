@@ -1,4 +1,4 @@
-"""Code that benchmarks, chaos runs and tests share. Nothing that is installed imports it.
+"""Code that benchmarks, chaos runs and tests share. No installed package imports it.
 
 processes, routers, balancers, postgres    start and end the parts of a cluster; cluster_file: what they read
 proxy, hostile_peer                        stand between two parts, or behave as no client should

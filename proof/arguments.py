@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 
 def number(most: int, least: int = 1) -> Callable[[str], int]:
-    """A reader of whole numbers in this range."""
+    """Returns a reader of whole numbers in this range."""
 
     def read(text: str) -> int:
         if not text.strip().isdecimal() or not least <= int(text) <= most:
@@ -18,7 +18,7 @@ def number(most: int, least: int = 1) -> Callable[[str], int]:
 
 
 def numbers(most: int) -> Callable[[str], tuple[int, ...]]:
-    """A reader of whole numbers up to `most`, with commas between them."""
+    """Returns a reader of whole numbers up to `most`, with commas between them."""
     one = number(most)
     return lambda text: tuple(map(one, text.split(",")))
 
@@ -34,7 +34,7 @@ def positive(text: str) -> float:
 
 
 def names(text: str, known: Collection[str], what: str) -> tuple[str, ...]:
-    """The names of a list with commas between them. Raises ArgumentTypeError if one is not known."""
+    """Returns the names in a text that has commas between them. Raises ArgumentTypeError if a name is not known."""
     found = tuple(text.split(","))
     for name in found:
         if name not in known:

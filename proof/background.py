@@ -1,4 +1,4 @@
-"""Work that goes on beside a scope."""
+"""Work that goes on while the code of a scope runs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 @contextlib.asynccontextmanager
 async def background(*works: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None]:
-    """Runs these coroutines until the end of the scope. Raises what one of them has raised, unless the scope itself has
-    failed."""
+    """Runs these coroutines until the end of the scope. Raises the error of a coroutine that has failed, unless the
+    scope itself has failed."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         yield

@@ -18,7 +18,8 @@ _END_S_MAX = 30.0
 
 
 class Balancers:
-    """Each has a name that stays the same when its process is replaced. `environ` is added to their environment."""
+    """Balancers, each with a name that stays the same when its process is replaced. `environ` is added to their
+    environment."""
 
     def __init__(self, names: Sequence[str], *, config: Path, folder: Path, environ: Mapping[str, str]) -> None:
         self.names = names
@@ -28,7 +29,7 @@ class Balancers:
         self._running: dict[str, Process] = {}
 
     def pid(self, name: str) -> int | None:
-        """None while it is being restarted."""
+        """Returns the balancer's process id; None while it is being restarted."""
         process = self._running.get(name)
         return None if process is None or process.returncode is not None else process.pid
 
@@ -37,7 +38,7 @@ class Balancers:
         return [pid for name in self.names if (pid := self.pid(name)) is not None]
 
     async def keep(self, name: str) -> None:
-        """Keeps it running until cancelled; then ends the process, and kills it if it does not end."""
+        """Keeps a balancer running until this is cancelled. Then ends the process, and kills it if it does not end."""
         with (self._folder / f"{name}.log").open("ab") as log:
             while True:
                 process = self._running[name] = await _start(self._config, log, self._environ)

@@ -1,5 +1,5 @@
-"""Certificates for tests and benchmarks: authorities, and what they sign. Every key is new, and stored in the files of
-one run only."""
+"""Certificates for tests and benchmarks, and the authorities that sign them. Every key is new, and only the files of
+one run store it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Pair:
     key: bytes
 
     def save(self, certificate: Path, key: Path) -> None:
-        """Replaces both files, each in one step. Between the two steps they do not match."""
+        """Replaces both files, each in one step. Between the two steps, the certificate and the key do not match."""
         for path, content in ((certificate, self.certificate), (key, self.key)):
             other = path.with_suffix(".new")
             other.touch(mode=0o600)
@@ -68,7 +68,8 @@ class Authority:
         uris: Sequence[str] = (),
         lasts: timedelta = 60 * _DAY,
     ) -> Pair:
-        """Returns a certificate of CN=`name` for these hosts and URIs. If `lasts` is less than 0, it has expired."""
+        """Returns a certificate with CN=`name` for these hosts and URIs. The certificate has expired if `lasts` is less
+        than 0."""
         key = ec.generate_private_key(ec.SECP256R1())
         now = datetime.now(UTC)
         subject = [x509.NameAttribute(NameOID.COMMON_NAME, name)]

@@ -1,4 +1,5 @@
-"""The cluster file of a run, as operators edit it: its entry for each shard, and texts that must be refused."""
+"""The cluster file of a run, which the run edits as operators do. It can also be replaced by texts that readers must
+refuse."""
 
 from __future__ import annotations
 
@@ -26,17 +27,18 @@ class Entry:
 
 @dataclass(kw_only=True)
 class ClusterFile:
-    """Call `save` after each edit. While the file is spoiled, edits are kept until it is mended."""
+    """A cluster file. Call `save` after each edit. While the file is spoiled, edits do not show: they take effect when
+    it is mended."""
 
     path: Path
     # The name of the cluster.
     name: str
     entries: list[Entry]
-    # Empty: that of the first shard.
+    # The DSN of the catalog. Empty: the first shard's database has the catalog.
     catalog_dsn: str = ""
     # The [router] table, and other tables.
     rest: str = ""
-    # Tells the file's readers that it has changed. They also look for changes themselves from time to time.
+    # Tells the readers of the file that it has changed. They also look for changes from time to time.
     hurry: Callable[[], None] = lambda: None
     # The texts that a reader must refuse.
     unusable: set[str] = field(default_factory=set[str])
@@ -47,11 +49,11 @@ class ClusterFile:
 
     @property
     def text(self) -> str:
-        """The text as it should be."""
+        """The text that the file has while it is not spoiled."""
         return self.described(self.entries)
 
     def described(self, entries: Sequence[Entry], *, cluster: str = "", catalog_dsn: str = "") -> str:
-        """Returns the text with other shards, another name or another catalog."""
+        """Returns the text with these shards, and optionally with another name or another catalog."""
         catalog = catalog_dsn or self.catalog_dsn
         head = f"[cluster]\nname = '{cluster or self.name}'\n"
         head += f"\n[catalog]\ndsn = '''{catalog}'''\n" if catalog else ""
@@ -62,7 +64,7 @@ class ClusterFile:
         return digest_of(self.text)
 
     def spoil(self, text: str) -> None:
-        """Puts this text in its place until it is mended."""
+        """Replaces the file by this text, which readers must refuse, until it is mended."""
         self._spoiled = text
         self.unusable.add(digest_of(text))
         self.save()
@@ -72,7 +74,7 @@ class ClusterFile:
         self.save()
 
     def save(self, *, hurry: bool = True) -> None:
-        """Replaces the file in one step, as editors do. Does not call `hurry`."""
+        """Replaces the file in one step, as editors do. Then tells its readers, unless `hurry` is False."""
         other = self.path.with_suffix(".new")
         other.touch(mode=0o600)
         other.write_text(self.text if self._spoiled is None else self._spoiled)

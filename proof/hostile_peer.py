@@ -1,10 +1,11 @@
 """A gRPC client that does not follow the rules that protect a server.
 
-It speaks HTTP/2 frames over a plain socket. It can leave answers unread, requests unfinished, reset calls as fast as
-it opens them, send headers without end, flood the server with pings, or say nothing at all. It never waits for the
-server's MAX_CONCURRENT_STREAMS: what a server refuses is counted in `Seen`. It connects to loopback addresses only.
+It speaks HTTP/2 frames over a plain socket. It can leave answers unread, leave requests unfinished, reset calls as fast
+as it opens them, send headers without end, flood the server with pings, or say nothing at all. It ignores the server's
+MAX_CONCURRENT_STREAMS; `Seen` counts what the server refuses. It connects to loopback addresses only.
 
-A `HostilePeer` is one connection. The functions below it are whole attacks, each bounded in calls and in seconds.
+A `HostilePeer` is one connection. The functions that follow the class are whole attacks, each bounded in calls and in
+seconds.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ _HEADER_BYTES = 9
 _READ_BYTES = 1 << 16
 # The smallest MAX_FRAME_SIZE that a server may announce (RFC 9113, section 4.2).
 _DATA_BYTES_MAX = 16_384
-# Before each gRPC message: whether it is compressed, and its length.
+# Each gRPC message has a prefix: whether it is compressed, and its length.
 _PREFIX_BYTES = 5
-# The window of a new connection, and of a stream until SETTINGS say otherwise (RFC 9113, section 6.9.2).
+# The window of a new connection, and of a stream until SETTINGS change it (RFC 9113, section 6.9.2).
 DEFAULT_WINDOW_BYTES = 65_535
-# How often a peer that does not read looks whether its connection still stands.
+# How often a peer that does not read checks whether its connection is still open.
 _LOOK_S = 0.1
 
 
 class Silence(enum.Enum):
-    """How much a silent connection says before it says nothing more."""
+    """How much a silent connection sends before it falls silent."""
 
     CONNECTED = "connected"
     MAGIC = "magic"
@@ -69,18 +70,18 @@ class GoAway:
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """What a server showed one connection. A peer that does not read sees only that its connection was closed."""
+    """What one connection saw of its server. A peer that does not read sees only that its connection was closed."""
 
-    # What the server announced, such as MAX_CONCURRENT_STREAMS.
+    # The settings that the server announced, such as MAX_CONCURRENT_STREAMS.
     settings: dict[SettingCodes | int, int] = field(default_factory=dict[SettingCodes | int, int])
-    # Calls by the grpc-status they ended with.
+    # Calls by the grpc-status with which they ended.
     statuses: Counter[int] = field(default_factory=Counter[int])
-    # Calls that the server reset and did not end with a status, by error.
+    # Calls that the server reset without a status, by error.
     resets: Counter[ErrorCodes | int] = field(default_factory=Counter[ErrorCodes | int])
-    # Calls that have got response headers and no end yet.
+    # Streams of the calls that have got response headers, but have not ended yet.
     answering: set[int] = field(default_factory=set[int])
     goaway: GoAway | None = None
-    # Seconds from the connection to its end by the server; None: the server did not end it.
+    # After how many seconds the server ended the connection. None: the server did not end it.
     closed_after_s: float | None = None
     calls_sent: int = 0
     request_bytes_sent: int = 0
@@ -92,7 +93,7 @@ class Seen:
 
 class HostilePeer:
     """One connection, made by `open_peer`. It answers SETTINGS and PING as long as it reads, so that the server has no
-    other reason to end it, and it never sends WINDOW_UPDATE."""
+    other reason to end the connection. It never sends WINDOW_UPDATE."""
 
     def __init__(self, connection: socket.socket, authority: str, *, reads: bool) -> None:
         self.seen = Seen()
@@ -104,16 +105,17 @@ class HostilePeer:
         self._decoder = Decoder()
         self._writing = asyncio.Lock()
         self._changed = asyncio.Condition()
-        # What this peer may send, as the server grants it: by stream, and 0 for the connection.
+        # How many bytes this peer may still send on each stream, as the server grants it. Stream 0 stands for the
+        # connection.
         self._granted: defaultdict[int, int] = defaultdict(int, {0: DEFAULT_WINDOW_BYTES})
         self._initial_window_bytes = DEFAULT_WINDOW_BYTES
         self._next_stream = 1
         self._pongs = 0
         # Streams that the server has ended or reset.
         self._ended: set[int] = set()
-        # Frames that the reader owes the server. They wait here for the writer, which may be stuck.
+        # Tasks that send the reader's answers. They may wait for the writer, which may be stuck.
         self._answers: set[asyncio.Task[None]] = set()
-        # A header block that has not ended yet, with its frame.
+        # A header block whose end has not arrived yet, with its first frame.
         self._open_block: tuple[HeadersFrame, bytearray] | None = None
         self._watcher = asyncio.create_task(self._read() if reads else self._watch())
 
@@ -135,8 +137,8 @@ class HostilePeer:
         fields: Sequence[tuple[bytes, bytes]] = (),
         compressed: bool = False,
     ) -> int:
-        """Sends one call and answers with its stream. `ends` False leaves the request open, as a stream does. `fields`:
-        more header fields; `compressed`: the message is said to be compressed."""
+        """Sends one call, and returns its stream. If `ends` is False, the request stays open, as that of a stream.
+        `fields`: further header fields. `compressed`: whether to mark the message as compressed."""
         stream = await self._open(path, fields)
         head = _prefix(len(message), compressed=compressed) + message
         await self._send(stream, head, len(message) + _PREFIX_BYTES, ends=ends)
@@ -147,14 +149,15 @@ class HostilePeer:
         await self.write(PingFrame(opaque_data=b"flooding").serialize() * count)
 
     async def begin(self, path: str, size_bytes: int, *, withheld_bytes: int = 1) -> int:
-        """Announces a request of this many bytes and sends all but the last ones, as the server's windows allow."""
+        """Announces a request of this size, and sends all but its last bytes, as the server's windows allow. Returns
+        the stream."""
         stream = await self._open(path)
         await self._send(stream, _prefix(size_bytes), size_bytes - withheld_bytes + _PREFIX_BYTES, ends=False)
         return stream
 
     async def reset(self, path: str, *, count: int, batch: int = 1_000) -> None:
-        """Opens calls and resets each at once: HEADERS and RST_STREAM, `batch` of them in one write."""
-        # The first block fills the server's HPACK table; all later blocks only point into it, and are equal.
+        """Opens calls, and resets each at once: sends HEADERS and RST_STREAM, for `batch` calls in one write."""
+        # The first block fills the server's HPACK table. All later blocks only refer to the table, and are equal.
         first = self._encoder.encode(self._headers(path))
         block = self._encoder.encode(self._headers(path))
         end = struct.pack(">HBBB", 0, 4, RstStreamFrame.type or 0, 0)
@@ -170,25 +173,25 @@ class HostilePeer:
             await self.write(bytes(frames))
 
     async def heard(self) -> None:
-        """Waits until the server has taken in everything that was sent: it answers a PING that comes after it. Ends
-        early when the server closes the connection."""
+        """Waits until the server has read everything that was sent, which it shows by the answer to a further PING.
+        Ends early if the server closes the connection."""
         awaited = self._pongs + 1
         await self.write(PingFrame(opaque_data=b"heard?  ").serialize())
         async with self._changed:
             await self._changed.wait_for(lambda: self.closed or self._pongs >= awaited)
 
     async def write(self, data: bytes) -> None:
-        """Sends bytes as they are. Raises ConnectionError when the server has closed the connection."""
+        """Sends bytes as they are. Raises ConnectionError if the server has closed the connection."""
         async with self._writing:
             await self._put(data)
 
     async def until(self, holds: Callable[[Seen], object], *, within_s: float) -> None:
-        """Waits until what has been seen fulfils a condition. Raises TimeoutError."""
+        """Waits until `holds` is true of what has been seen. Raises TimeoutError."""
         async with asyncio.timeout(within_s), self._changed:
             await self._changed.wait_for(lambda: holds(self.seen))
 
     async def end(self) -> None:
-        """Ends the connection without a word."""
+        """Ends the connection without sending anything."""
         tasks = {self._watcher, *self._answers}
         for task in tasks:
             task.cancel()
@@ -197,7 +200,8 @@ class HostilePeer:
         self.seen.lasted_s = time.monotonic() - self._began_s
 
     async def _open(self, path: str, fields: Sequence[tuple[bytes, bytes]] = ()) -> int:
-        # A block is encoded and sent under one lock: the HPACK table changes in the order of the blocks.
+        # Encode and send a block under one lock, because blocks must arrive in the order in which they changed the
+        # HPACK table.
         async with self._writing:
             stream = self._take_stream()
             self._granted[stream] += self._initial_window_bytes
@@ -214,8 +218,8 @@ class HostilePeer:
             raise
 
     async def _send(self, stream: int, head: bytes, size_bytes: int, *, ends: bool) -> None:
-        """Sends a body that begins with `head` and is filled up with zeros, as the windows allow; or as much of it as
-        the server takes before it ends the call."""
+        """Sends a body of this size that begins with `head` and is filled up with zeros, as the windows allow. Stops if
+        the server ends the call."""
         sent = 0
         while sent < size_bytes:
             async with self._changed:
@@ -250,7 +254,7 @@ class HostilePeer:
         ]
 
     async def _read(self) -> None:
-        """Takes in frames until the connection ends."""
+        """Reads frames until the connection ends."""
         data = bytearray()
         try:
             while chunk := await self._loop.sock_recv(self._socket, _READ_BYTES):
@@ -269,7 +273,7 @@ class HostilePeer:
         await self._close()
 
     async def _watch(self) -> None:
-        """Reads nothing, and notices a connection that the server has reset."""
+        """Reads nothing, but notices when the server closes or resets the connection."""
         poll = select.poll()
         poll.register(self._socket, select.POLLRDHUP)
         while not poll.poll(0):  # noqa: ASYNC110 - asyncio can only wait for data, and data stays unread here
@@ -309,7 +313,7 @@ class HostilePeer:
                 if "END_STREAM" in frame.flags:
                     self._end_stream(frame.stream_id)
             case RstStreamFrame():
-                # A server also resets streams that it has ended, when more comes on them.
+                # A server also resets a stream that it has ended, if further frames come on it. Do not count that.
                 if frame.stream_id not in self._ended:
                     seen.resets[_known(ErrorCodes, frame.error_code)] += 1
                 self._end_stream(frame.stream_id)
@@ -350,7 +354,7 @@ class HostilePeer:
 async def connect(
     address: str, *, reads: bool = True, receive_buffer_bytes: int | None = None
 ) -> AsyncGenerator[HostilePeer, None]:
-    """A connection on which nothing has been said yet. Raises ValueError when the address is not a loopback one."""
+    """Opens a connection, and sends nothing. Raises ValueError if the address is not a loopback address."""
     host, _, port = address.rpartition(":")
     if not ipaddress.ip_address(host.strip("[]")).is_loopback:
         raise ValueError(f"{address} is not a loopback address: attacks are for servers on this machine only")
@@ -372,8 +376,8 @@ async def connect(
 async def open_peer(
     address: str, *, window_bytes: int = 0, reads: bool = True, receive_buffer_bytes: int | None = None
 ) -> AsyncGenerator[HostilePeer, None]:
-    """A connection that has sent its preface. With `reads` False everything that the server sends stays in the socket;
-    `receive_buffer_bytes` keeps the socket's buffer small."""
+    """Opens a connection, and sends its preface. If `reads` is False, everything that the server sends stays in the
+    socket, whose buffer has `receive_buffer_bytes`."""
     async with connect(address, reads=reads, receive_buffer_bytes=receive_buffer_bytes) as peer:
         await peer.greet(window_bytes=window_bytes)
         yield peer
@@ -392,10 +396,10 @@ async def leave_answers_unread(
     ends: bool = True,
     enough: Callable[[Seen], object] | None = None,
 ) -> list[Seen]:
-    """Makes so many calls, dealt out over the connections, and stays for `seconds` without reading an answer; or until
-    a connection has seen `enough`.
+    """Makes `calls` calls, spread over the connections, and stays for `seconds` without taking an answer, or until a
+    connection has seen `enough`.
 
-    With `ends` False the requests stay open: this is the form for Consume, where `message` is its first ConsumeRequest.
+    If `ends` is False, the requests stay open. This is for Consume, whose first ConsumeRequest is `message`.
     """
 
     async def attack(peer: HostilePeer, share: int) -> None:
@@ -421,7 +425,8 @@ async def leave_requests_unfinished(
     seconds: float,
     withheld_bytes: int = 1,
 ) -> list[Seen]:
-    """Begins so many requests of `size_bytes` each, and stays for `seconds` without sending the last bytes of any."""
+    """Begins `calls` requests of `size_bytes` each, and stays for `seconds` without sending the last bytes of any
+    request."""
 
     async def begin(peer: HostilePeer) -> None:
         with contextlib.suppress(OSError):
@@ -439,8 +444,8 @@ async def leave_requests_unfinished(
 
 
 async def reset_rapidly(address: str, path: str, *, count: int, connections: int = 1, seconds: float) -> list[Seen]:
-    """Opens `count` calls on each connection and resets each at once, as fast as the sockets take it. `lasted_s` tells
-    how long it took until the server had read them all, at most `seconds`."""
+    """Opens `count` calls on each connection, and resets each call at once, as fast as the sockets allow. `lasted_s` of
+    each connection says how long it took until the server had read all of this, at most `seconds`."""
 
     async def attack(peer: HostilePeer, share: int) -> None:
         await peer.reset(path, count=share)
@@ -464,8 +469,8 @@ async def send_large_headers(
     seconds: float,
     reads: bool = True,
 ) -> list[Seen]:
-    """Makes so many calls, dealt out over the connections, each with header fields of these sizes. `lasted_s` tells how
-    long it took until the server had read them all, at most `seconds`."""
+    """Makes `calls` calls, spread over the connections, each with header fields of these sizes. `lasted_s` of each
+    connection says how long it took until the server had read all of this, at most `seconds`."""
     fields = [(b"x-large", b"x" * size) for size in field_bytes]
 
     async def attack(peer: HostilePeer, share: int) -> None:
@@ -496,7 +501,7 @@ async def flood_with_pings(address: str, *, count: int, connections: int = 1, se
 
 
 async def say_nothing(address: str, silence: Silence, *, connections: int, seconds: float) -> list[Seen]:
-    """Opens connections that fall silent, and stays for `seconds`."""
+    """Opens connections that fall silent at the point `silence`, and stays for `seconds`."""
 
     async def attack(peer: HostilePeer, _share: int) -> None:
         match silence:
@@ -513,7 +518,7 @@ async def say_nothing(address: str, silence: Silence, *, connections: int, secon
 
 
 async def drip(address: str, path: str, *, connections: int, seconds: float, every_s: float = 1.0) -> list[Seen]:
-    """Opens connections that send the preface and the beginning of a call, one byte every `every_s`."""
+    """Opens connections that send the preface and the beginning of a call very slowly, one byte every `every_s`."""
     settings = SettingsFrame(settings={SettingCodes.ENABLE_PUSH: 0})
     headers = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", address)]
     call = HeadersFrame(1, Encoder().encode([*headers, ("content-type", "application/grpc")]), flags=["END_HEADERS"])
@@ -538,7 +543,8 @@ async def _attack(
     stays: bool = True,
     enough: Callable[[Seen], object] | None = None,
 ) -> Seen:
-    """Runs an attack on one connection for `seconds`, or until the server closes it, or it has seen `enough`."""
+    """Runs an attack on one connection, for `seconds`, or until the server closes the connection, or until it has seen
+    `enough`. If `stays` is False, ends with the attack."""
     async with opening as peer:
         with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(seconds):
@@ -559,7 +565,7 @@ async def _until_enough(
         await peer.until(lambda seen: peer.closed or enough(seen), within_s=seconds)
     finally:
         attacking.cancel()
-        # It may have failed because the connection was closed.
+        # The attack may have failed because the connection was closed. Take its error, so that asyncio does not log it.
         await asyncio.wait({attacking})
         if not attacking.cancelled():
             attacking.exception()
@@ -571,7 +577,7 @@ def _prefix(size_bytes: int, *, compressed: bool = False) -> bytes:
 
 
 def _literal(name: bytes, value: bytes) -> bytes:
-    """Returns a header field in HPACK, never indexed: it changes no table."""
+    """Returns a header field in HPACK that is never indexed, and so changes no table."""
     return b"\x10" + _hpack_string(name) + _hpack_string(value)
 
 
@@ -589,7 +595,7 @@ def _header_frames(stream: int, block: bytes) -> bytes:
 
 
 def _shares(count: int, ways: int) -> list[int]:
-    """Deals a count out as evenly as it goes."""
+    """Divides a count into parts that differ by at most 1."""
     return [count // ways + (at < count % ways) for at in range(ways)]
 
 

@@ -1,9 +1,9 @@
-"""A journal that the databases write: triggers record every change of the catalog's placement, of each shard's owned
-slots, of the runs of its schedules, and each release of a node of a workflow, in the same transaction. So no change is
-missed, and none is recorded that did not happen.
+"""A journal that the databases write. Triggers record every change of the catalog's placement, of each shard's owned
+slots and of the runs of its schedules, and each release of a node of a workflow. The record is part of the same
+transaction, so the journal has exactly the changes that happened.
 
-Times in the databases are those of the wall clock, which all servers of a machine share. They are converted to the
-monotonic clock here, except those of runs and releases.
+Times in the databases are of the wall clock, which all servers of a machine share. This module converts them to the
+monotonic clock, except the times of runs and releases.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ _PLACED, _OWNED = "writes, reads, epoch", "state, epoch, chunk, arriving"
 
 
 def install(catalog: Shard, shards: Iterable[Shard]) -> None:
-    """Call this once their tables exist. The journal begins with their content at that time."""
+    """Installs the journals. The tables of the catalog and of the shards must exist. A journal of slots begins with the
+    present content of its table."""
     for shard in shards:
         ask(shard.direct_dsn, "CREATE SCHEMA chaos")
         ask(shard.direct_dsn, _noting("owned_slot", _OWNED))
@@ -73,12 +74,12 @@ def read_placed(catalog: Shard) -> list[Placed]:
 
 
 def read_owned(shards: Iterable[Shard]) -> list[Owned]:
-    """Returns the slots that each shard owns, in the order of the shards."""
+    """Returns the journals of the shards' owned slots, one shard after another, each in order."""
     return [now for shard in shards for now in owned_in(shard.direct_dsn, shard.name)]
 
 
 def owned_in(dsn: str, shard: str) -> list[Owned]:
-    """Returns the journal of one database of a shard, in order."""
+    """Returns the journal of owned slots in one database of a shard, in order."""
     ahead_s = time.time() - time.monotonic()
     return [
         Owned(shard=shard, at_s=at_s - ahead_s, slots=slots, state=state, epoch=epoch, chunk=chunk, arriving=arriving)
@@ -97,7 +98,7 @@ def read_releases(shards: Iterable[Shard]) -> list[Release]:
 
 
 def read_pins(catalog: Shard) -> dict[str, int]:
-    """The slots of orgs that have one of their own."""
+    """Returns the slots of the orgs that have a slot of their own."""
     return dict(ask(catalog.direct_dsn, "SELECT org, slot FROM windrow.pin"))
 
 
@@ -106,8 +107,9 @@ def _read(table: str, columns: str) -> str:
 
 
 def _noting(table: str, columns: str) -> str:
-    """Returns the statement that begins a journal of this table, in one transaction, in which nobody else writes. The
-    journal has one row for all slots that a statement changes in the same way."""
+    """Returns the statement that begins a journal of this table, in one transaction. The lock of CREATE TRIGGER keeps
+    others from writing to the table meanwhile. The journal has one row for all slots that a statement changes in the
+    same way."""
     note = f"""
     INSERT INTO chaos.{table} (slots, {columns})
     SELECT array_agg(slot ORDER BY slot), {columns} FROM %s GROUP BY {columns}

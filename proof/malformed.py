@@ -1,4 +1,4 @@
-"""Malformed bytes for a gRPC port: what is no HTTP/2, no gRPC, or no protobuf message of the method.
+"""Malformed bytes for a gRPC port: bytes that are not HTTP/2, not gRPC, or not a protobuf message of the method.
 
 `conversation` draws what one client sends on one connection. `say` sends it, to loopback addresses only.
 """
@@ -20,11 +20,11 @@ from hyperframe.frame import DataFrame, HeadersFrame, SettingsFrame
 _MAGIC = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _PREFACE = _MAGIC + SettingsFrame().serialize()
 _BYTES_MAX = 4_096
-# The frame types of RFC 9113 are 0 to 9; those above must be ignored.
+# The frame types of RFC 9113 are 0 to 9. A server must ignore frames of other types.
 _FRAME_TYPES = 12
 _FRAMES_MAX = 40
 _READ_BYTES = 1 << 16
-# How long a connection stays after its last byte, for what the server does about it.
+# How long a connection stays open after its last byte, so that the server can react.
 _STAY_S = 0.05
 _QUEUE_METHODS = "Enqueue", "Dequeue", "Consume", "Ack", "GetJobs", "AlterJobs"
 METHODS = (
@@ -40,14 +40,15 @@ class Conversation(NamedTuple):
 
 
 def conversation(luck: random.Random, *, valid: bytes) -> Conversation:
-    """Draws what one connection sends. `valid`: a message that some method takes; parts of it are sent too."""
+    """Draws what one connection sends. `valid`: a valid message of some method, of which the drawn bytes may contain
+    parts."""
     kind = luck.choice(sorted(_KINDS))
     return Conversation(kind, _KINDS[kind](luck, valid))
 
 
 async def say(address: str, sent: bytes, *, tls: ssl.SSLContext | None = None) -> bool:
-    """Sends bytes on a connection of their own, in two parts. Returns whether the server ended the connection. Raises
-    OSError if there is no connection, and ValueError for an address that is not a loopback one."""
+    """Sends bytes on a new connection, in two parts. Returns whether the server ended the connection. Raises OSError if
+    no connection is possible. Raises ValueError if the address is not a loopback address."""
     host, _, port = address.rpartition(":")
     if not ipaddress.ip_address(host.strip("[]")).is_loopback:
         raise ValueError(f"{address} is not a loopback address: attacks are for servers on this machine only")
@@ -63,10 +64,10 @@ async def say(address: str, sent: bytes, *, tls: ssl.SSLContext | None = None) -
     except TimeoutError:
         return False
     except OSError:
-        # The server ended it in the middle.
+        # The server ended the connection before everything was sent or read.
         pass
     finally:
-        # A close would wait up to 30 s for the server to end TLS too.
+        # Abort, because a close would wait up to 30 s until the server ends TLS too.
         writer.transport.abort()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
@@ -101,14 +102,14 @@ def _broken_header_blocks(luck: random.Random, _valid: bytes) -> bytes:
 
 
 def _broken_calls(luck: random.Random, valid: bytes) -> bytes:
-    """A whole call with a few bytes changed, anywhere after the magic."""
+    """Returns a whole call with a few bytes changed, anywhere after the magic."""
     sent = bytearray(_call(luck.choice(METHODS), _message(valid))[len(_MAGIC) :])
     _damage(luck, sent)
     return _MAGIC + bytes(sent)
 
 
 def _broken_messages(luck: random.Random, valid: bytes) -> bytes:
-    """Calls that are valid except for their gRPC messages, whose lengths are not those of what follows, or whose flags
+    """Returns a call that is valid except for its gRPC messages: their lengths do not fit what follows, or their flags
     are unknown."""
     flags, lengths = (0, 0, 1, 2, 255), (0, 1, len(valid) - 1, len(valid) + 1, 2**32 - 1)
     return _call(
@@ -120,22 +121,22 @@ def _broken_messages(luck: random.Random, valid: bytes) -> bytes:
 
 
 def _broken_protobuf(luck: random.Random, valid: bytes) -> bytes:
-    """Calls whose only fault is that their message is not of the method's type."""
+    """Returns a call whose only fault is that its message is not of the method's type."""
     damaged = bytearray(valid)
     _damage(luck, damaged)
-    # Groups and lengths within each other, a field of 2 GiB, a varint of eleven bytes, an empty field without end.
+    # Deeply nested groups, a field of 2 GiB, a varint of eleven bytes, and an empty field that is repeated 2,000 times.
     odd = b"\x0b" * 4_000, b"\x0a\xff\xff\xff\xff\x07", b"\xff" * 11, b"\x12\x00" * 2_000
     message = luck.choice((bytes(damaged), *odd))
     return _call(luck.choice(METHODS), _message(message))
 
 
 def call_of(method: bytes, message: bytes = b"") -> bytes:
-    """Returns what a connection sends to call a method whose name may be any bytes."""
+    """Returns the bytes of a whole connection that calls a method. The name of the method may be any bytes."""
     return _call(method, _message(message))
 
 
 def _unknown_methods(luck: random.Random, valid: bytes) -> bytes:
-    """Calls of methods that do not exist. Few of the names are UTF-8."""
+    """Returns a call of a method that does not exist. Few of the names are valid UTF-8."""
     name = bytearray(luck.choice(METHODS).encode())
     _damage(luck, name)
     return call_of(bytes(name), valid)

@@ -1,4 +1,4 @@
-"""How much memory processes have resident."""
+"""Measures how much memory processes have resident."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The shards of a run: Postgres servers, of which one may have a standby, and the proxies before them. Owns both.
+"""The shards of a run. Owns their Postgres servers, one of which may have a standby, and the proxies in front of the
+servers.
 
-Nothing here restarts a server by itself: the caller that stopped it does.
+Nothing here restarts a server by itself: the caller that stopped a server starts it again.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _WAIT_S_MAX = 60.0
 _START_S_MAX = 120.0
 _LOOK_S = 0.1
 _ANSWER_S_MAX = 10
-# A connection that was being made may be established after all others were ended.
+# Try again, because a connection that was being made may be established after all others were terminated.
 _TRIES_MAX = 3
-# Few connections, so that all of them can be taken; little WAL, so that a small disk will do.
+# Few connections, so that a fault can take all of them. Little WAL, so that a small disk is enough.
 SMALL = {
     "max_connections": "80",
     "shared_buffers": "64MB",
@@ -40,8 +41,8 @@ SMALL = {
 
 
 class Node:
-    """One Postgres server. `root`: the folder for its data; None: any. `cluster`: the embedded server, once it has been
-    made."""
+    """One Postgres server. `root`: the folder for its data; None: any folder. `cluster`: an embedded server that exists
+    already; None: makes one."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class Node:
         await asyncio.to_thread(self.cluster.start, _START_S_MAX)
 
     async def start_anew(self, *, standby_of: Node) -> None:
-        """Starts it with a fresh copy of the data, as the standby of another node."""
+        """Starts this node as the standby of another node, with a fresh copy of that node's data."""
         await asyncio.to_thread(self.cluster.close)
         self.cluster = self._new(standby_of)
         await self.start()
@@ -73,11 +74,12 @@ class Node:
         await asyncio.to_thread(self.cluster.close)
 
     def processes(self) -> list[psutil.Process]:
-        """The postmaster first, then its children."""
+        """Returns the postmaster, and after it its children."""
         return family(self.cluster.pid)
 
     def kill(self) -> float:
-        """Kills the whole server: no backend finishes what it was about to do. Returns when, by the monotonic clock."""
+        """Kills the whole server, so that no backend finishes its work. Returns the time of the kill, by the monotonic
+        clock."""
         return self._signal(signal.SIGKILL)
 
     def freeze(self) -> None:
@@ -95,7 +97,7 @@ class Node:
         return at_s
 
     def ask(self, statement: str) -> list[tuple[Any, ...]]:
-        """Connects as superuser, without the proxy. Raises psycopg.Error."""
+        """Runs one statement as superuser, without the proxy. Raises psycopg.Error."""
         return ask(self.cluster.superuser_dsn, statement)
 
 
@@ -109,7 +111,7 @@ class Entrance:
 
     @cached_property
     def dsn(self) -> str:
-        """A DSN of the node that takes writes. Call it first when one of the nodes runs."""
+        """A DSN that leads to the node that takes writes. The first use must come after a node has been started."""
         return _writable(self._nodes[0].cluster.dsn, [proxy.port for proxy in self.proxies])
 
     @contextlib.contextmanager
@@ -126,7 +128,7 @@ class Entrance:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncGenerator[None, None]:
-        """Opens the proxies on free ports. The server's port is looked up for each connection."""
+        """Opens the proxies on free ports. Each connection looks up its server's port, which may change."""
         async with contextlib.AsyncExitStack() as stack:
             for node, proxy in zip(self._nodes, self.proxies, strict=True):
                 await stack.enter_async_context(_serving(node, proxy))
@@ -153,16 +155,16 @@ class Shard:
 
     @property
     def nodes_dsn(self) -> str:
-        """A DSN without the proxies, of the node that takes writes."""
+        """A DSN without the proxies that leads to the node that takes writes."""
         return _writable(self.direct_dsn, [node.cluster.port for node in self.nodes])
 
     @property
     def direct_dsn(self) -> str:
-        """A DSN without the proxies, of the primary."""
+        """A DSN without the proxies that leads to the primary."""
         return self.primary.cluster.dsn
 
     def dsn_of(self, database: str) -> str:
-        """A DSN without the proxies, of another database of the primary."""
+        """Returns a DSN without the proxies that leads to another database of the primary."""
         return make_conninfo(self.direct_dsn, dbname=database)
 
     async def start(self) -> None:
@@ -172,13 +174,13 @@ class Shard:
             await self.synchronize()
 
     async def synchronize(self) -> None:
-        """Makes the standby synchronous: from now on it has every commit."""
+        """Makes the standby synchronous: from then on it has every commit."""
         await asyncio.to_thread(_set, self.primary, "synchronous_standby_names", "*")
         await until(lambda: self.is_synchronous, f"{self.name} has a synchronous standby", within_s=_WAIT_S_MAX)
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether the standby is connected, and has everything."""
+        """Whether the standby is connected and synchronous, and has all WAL that the primary has flushed."""
         caught_up = (
             "SELECT 1 FROM pg_stat_replication WHERE sync_state = 'sync' AND flush_lsn >= pg_current_wal_flush_lsn()"
         )
@@ -193,17 +195,18 @@ class Shard:
         assert standby is not None, f"{self.name} has no standby"
         await asyncio.to_thread(standby.cluster.promote)
         self.primary = standby
-        # Run without a synchronous standby until the other node is back: commits must not wait.
+        # Run without a synchronous standby until the other node is back, because otherwise commits would wait.
         await asyncio.to_thread(_set, standby, "synchronous_standby_names", "")
 
     async def copy(self, name: str) -> None:
-        """Copies the shard's database to one of this name. Nobody may connect to the shard's database meanwhile."""
+        """Copies the shard's database to a new database of this name. Nobody may connect to the shard's database
+        meanwhile."""
         source, login = self._database
         await self._alone(source, f"CREATE DATABASE {name} TEMPLATE {source} OWNER {login}")
 
     async def replace_by(self, name: str, *, old: str) -> None:
-        """Makes the database of this name the shard's, and renames the present one to `old`. Nobody may connect to
-        either meanwhile."""
+        """Makes the database `name` the shard's database, and renames the present one to `old`. Nobody may connect to
+        either database meanwhile."""
         own, _ = self._database
         await self._alone(own, f"ALTER DATABASE {own} RENAME TO {old}")
         try:
@@ -214,12 +217,12 @@ class Shard:
 
     @property
     def _database(self) -> tuple[str, str]:
-        """The database's name, and its owner."""
+        """The name of the shard's database, and its owner."""
         login = conninfo_to_dict(self.direct_dsn)
         return str(login["dbname"]), str(login["user"])
 
     async def _alone(self, database: str, statement: str) -> None:
-        """Runs a statement about a database that allows no connections meanwhile."""
+        """Runs a statement that needs a database without connections. Terminates the connections before."""
         terminate = f"SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = '{database}'"
         for tries_left in range(_TRIES_MAX, -1, -1):
             await asyncio.to_thread(self.primary.ask, terminate)
@@ -238,7 +241,7 @@ class Shard:
 
 
 def _writable(login_dsn: str, ports: Sequence[int]) -> str:
-    """A DSN of that server on these local ports that takes writes."""
+    """Returns a DSN that leads to the one of the servers on these local ports that takes writes."""
     login = conninfo_to_dict(login_dsn)
     places: dict[str, str] = {
         "host": ",".join("127.0.0.1" for _ in ports),
@@ -262,7 +265,7 @@ _connect = retry(
 
 def ask(dsn: str, statement: str) -> list[tuple[Any, ...]]:
     """Runs one statement on a connection of its own. Waits while the server has no connection left: a fault may take
-    all of them, for a moment even those reserved for superusers."""
+    all connections, for a moment even those that are reserved for superusers."""
     with _connect(dsn, autocommit=True, connect_timeout=_ANSWER_S_MAX) as connection:
         cursor = connection.execute(statement.encode())
         return cursor.fetchall() if cursor.description else []
@@ -274,7 +277,7 @@ def _set(node: Node, setting: str, value: str) -> None:
 
 
 async def until(holds: Callable[[], object], what: str, *, within_s: float) -> None:
-    """Waits until a condition holds that gives no signal: asks in a thread, again and again. Raises TimeoutError."""
+    """Waits for a condition that gives no signal: checks it in a thread, again and again. Raises TimeoutError."""
     deadline_s = time.monotonic() + within_s
     while not await asyncio.to_thread(holds):
         if time.monotonic() > deadline_s:
@@ -286,7 +289,8 @@ async def until(holds: Callable[[], object], what: str, *, within_s: float) -> N
 async def open_shards(
     count: int, *, replicated: bool, roots: Mapping[str, Path]
 ) -> AsyncGenerator[Mapping[str, Shard], None]:
-    """Shards s1, s2, …, started. `replicated`: s1 has a standby. `roots`: where a node's data is, if it matters."""
+    """Starts the shards s1, s2, … for this scope. `replicated`: whether s1 has a standby. `roots`: the folders for the
+    data of those nodes for which the place matters."""
     shards: dict[str, Shard] = {}
     async with contextlib.AsyncExitStack() as stack:
         for name in (f"s{number}" for number in range(1, count + 1)):
@@ -305,7 +309,7 @@ async def _serving(node: Node, proxy: Proxy) -> AsyncGenerator[None, None]:
         try:
             port = node.cluster.port
         except EmbeddedError:
-            # The node is being created again.
+            # The node's server is being created anew.
             writer.transport.abort()
         else:
             await proxy.serve("127.0.0.1", port, client, writer)

@@ -1,4 +1,5 @@
-"""Starts and ends processes. Our own print `ready …` when they serve, and end when their input ends."""
+"""Starts and ends processes. Processes of this repository print `ready …` when they serve, and end when their input
+ends."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ async def start(
     stderr: int | IO[bytes] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Process:
-    """Starts a process that runs this module of the checkout. Without `environ` it inherits this process's."""
+    """Starts a process that runs this module of the checkout. Without `environ`, it inherits the environment of this
+    process."""
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", module, *arguments),
         stdin=stdin,
@@ -39,15 +41,15 @@ async def start(
         stderr=stderr,
         cwd=_ROOT,
         env=environ,
-        # Only this process gets Ctrl-C. It ends what it has started in order.
+        # Only the process that calls this gets Ctrl-C. It ends the processes that it has started in order.
         start_new_session=True,
     )
 
 
 @contextlib.asynccontextmanager
 async def serving(module: str, *arguments: str, order: str = "") -> AsyncGenerator[tuple[Process, str], None]:
-    """Runs this module in a process during the scope. Yields the process, and what it printed after `ready`. `order`: a
-    line that it gets at its start. Raises ProcessFailed."""
+    """Runs this module in a process during the scope. Yields the process, and what it printed after `ready`. Raises
+    ProcessFailed. `order`: a line that the process gets on its input at its start."""
     process = await start(module, *arguments)
     try:
         assert process.stdin is not None
@@ -94,7 +96,7 @@ async def _ended(process: Process, seconds_max: float) -> None:
 
 
 def family(pid: int | None) -> list[psutil.Process]:
-    """A process, then all that it has started; empty if it has ended."""
+    """Returns a process, and after it all processes that it has started. Empty if the process has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         if pid is not None:
             first = psutil.Process(pid)

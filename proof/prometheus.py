@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes routers, with what deploy/prometheus ships."""
+"""Runs a real Prometheus that scrapes routers, with the configuration and rules in deploy/prometheus."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class NotInstalled(ProcessFailed):
 
 
 class Refused(Exception):
-    """Prometheus cannot answer this request, however often it is asked."""
+    """Prometheus refused a request. To repeat the request would not help."""
 
 
 @contextmanager
 def running_prometheus(folder: Path, *arguments: str) -> Generator[str, None, None]:
-    """Starts it with these arguments, and data in the folder. Yields its address; it may not answer yet. Raises
+    """Runs Prometheus in this folder with these arguments. Yields its address, at which it may not answer yet. Raises
     NotInstalled."""
     program = shutil.which("prometheus")
     if program is None:
@@ -49,8 +49,8 @@ def running_prometheus(folder: Path, *arguments: str) -> Generator[str, None, No
 
 @contextmanager
 def scraping(folder: Path, targets: Sequence[str], *, every_ms: int | None = None) -> Generator[str, None, None]:
-    """Scrapes these addresses with the shipped configuration and rules, at the shipped interval or another one. Yields
-    Prometheus's address, as running_prometheus does."""
+    """Runs a Prometheus that scrapes these addresses with the shipped configuration and rules. Yields its address, as
+    running_prometheus does. `every_ms`: the interval; None: the shipped interval."""
     text = (SHIPPED / "prometheus.yml").read_text()
     assert _TARGETS in text
     text = text.replace(_TARGETS, json.dumps(list(targets)))
@@ -64,7 +64,7 @@ def scraping(folder: Path, targets: Sequence[str], *, every_ms: int | None = Non
 
 
 def asked(address: str, path: str, **parameters: str) -> Any:
-    """Returns the data of an answer of its API; None if it does not answer yet. Raises Refused."""
+    """Returns the data in an answer of Prometheus's API; None if Prometheus does not answer yet. Raises Refused."""
     url = f"http://{address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
     try:
         with urllib.request.urlopen(url, timeout=_ANSWER_S_MAX) as answer:

@@ -1,7 +1,7 @@
 """A TCP proxy that cuts connections at critical moments: around one statement's commit, or at a random byte. It can
 also delay data, hold it back, or refuse connections.
 
-It runs in the test's event loop, between a router and Postgres, or between a client and a router.
+It runs in the event loop of the process that opens it, between a router and Postgres, or between a client and a router.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _CHUNK_BYTES = 1 << 16
 
 
 class Moment(enum.Enum):
-    """When a call's connection is cut."""
+    """The moments at which a call's connection can be cut."""
 
     # Before the server receives the call.
     UNSENT = "unsent"
-    # The server has received the call; nobody knows whether it has executed it.
+    # The server has received the call. The client does not know whether the server has executed it.
     SENT = "sent"
-    # The server has executed the call, and its answer is lost.
+    # The server has executed the call, but its answer is lost.
     ANSWERED = "answered"
 
 
@@ -46,10 +46,10 @@ class _Link:
 
     client: tuple[asyncio.StreamReader, asyncio.StreamWriter]
     server: tuple[asyncio.StreamReader, asyncio.StreamWriter]
-    # Set while an answer is held back that will be lost.
+    # The cut that will lose the present answer, which is held back until it is complete. None: no answer will be lost.
     losing: Cut | None = None
     held_back: bytearray = field(default_factory=bytearray)
-    # The end of what the client sent, because a pattern may arrive in two pieces.
+    # The last bytes that the client sent. They are kept because a pattern may arrive in two pieces.
     tail: bytes = b""
     # The connection is cut after this many bytes; None: it is not cut.
     fuse: int | None = None
@@ -60,7 +60,8 @@ class _Link:
 
 
 class Proxy:
-    """A proxy, made by `open_proxy`. `answered` decides by a server's bytes whether its answer is complete."""
+    """A proxy, made by `open_proxy`. `answered` says of the bytes that a server has sent whether its answer is
+    complete."""
 
     def __init__(self, answered: Callable[[bytes], bool]) -> None:
         self.port = 0
@@ -79,13 +80,13 @@ class Proxy:
         self._flowing.set()
 
     def cut_at(self, pattern: bytes, moment: Moment, *, nth: int = 1) -> Cut:
-        """Cuts one connection: the one on which the pattern is sent for the nth time from now."""
+        """Plans to cut the connection on which a client sends the pattern for the nth time from now."""
         self._cut = Cut(pattern=pattern, moment=moment, nth=nth)
         return self._cut
 
     def cut_at_random(self, luck: random.Random, *, bytes_max: int) -> None:
-        """Cuts every connection, future ones too, at a random place within its next `bytes_max` bytes, in either
-        direction."""
+        """Cuts every connection, also future ones, at a random place within its next `bytes_max` bytes, counted over
+        both directions."""
         self._fuses = lambda: luck.randint(0, bytes_max)
         for link in self._links:
             link.fuse = self._fuses()
@@ -146,7 +147,7 @@ class Proxy:
     async def _carry(self, link: _Link) -> None:
         ways = [asyncio.create_task(self._upstream(link)), asyncio.create_task(self._downstream(link))]
         try:
-            # If one side ends, the other must be told.
+            # If one side ends, end the other side too.
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for way in ways:
@@ -165,7 +166,7 @@ class Proxy:
                     case Moment.SENT:
                         link.server[1].write(data)
                         await link.server[1].drain()
-                        # An orderly end: data that was sent still arrives.
+                        # Close in an orderly way, so that data that was sent still arrives.
                         link.server[1].close()
                         link.client[1].transport.abort()
                         return
@@ -184,7 +185,7 @@ class Proxy:
                 return
 
     async def _pass_on(self, link: _Link, writer: asyncio.StreamWriter, data: bytes) -> bool:
-        """Forwards the bytes, or as many as the fuse allows. Returns whether the connection is still open."""
+        """Forwards the bytes, or as many of them as the fuse allows. Returns whether the connection is to stay open."""
         await self._flowing.wait()
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
@@ -222,7 +223,7 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
 
 @contextlib.asynccontextmanager
 async def open_proxy(host: str, port: int, answered: Callable[[bytes], bool]) -> AsyncGenerator[Proxy, None]:
-    """A proxy in front of host:port, on a free port of 127.0.0.1."""
+    """Runs a proxy in front of host:port for this scope, on a free port of 127.0.0.1."""
     proxy = Proxy(answered)
 
     async def serve(client: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -238,7 +239,7 @@ async def open_proxy(host: str, port: int, answered: Callable[[bytes], bool]) ->
 
 
 def open_proxy_before(dsn: str) -> contextlib.AbstractAsyncContextManager[Proxy]:
-    """Opens a proxy in front of a database; `through` returns a DSN that leads through it."""
+    """Opens a proxy in front of a database. Use `through` to get a DSN that leads through the proxy."""
     server = conninfo_to_dict(dsn)
     return open_proxy(str(server["host"]), int(server["port"] or 5432), postgres_answered)
 
@@ -249,8 +250,8 @@ def through(dsn: str, proxy: Proxy) -> str:
 
 
 def postgres_answered(data: bytes) -> bool:
-    """Returns whether a statement has ended, that is, whether ReadyForQuery has arrived. A message is a letter, and a
-    length that includes itself."""
+    """Returns whether a statement has ended, that is, whether ReadyForQuery has arrived. A message begins with a
+    letter, and a length that includes the length field."""
     at = 0
     while at + 5 <= len(data):
         end = at + 1 + int.from_bytes(data[at + 1 : at + 5], "big")
@@ -261,7 +262,8 @@ def postgres_answered(data: bytes) -> bool:
 
 
 def grpc_answered(data: bytes) -> bool:
-    """Returns whether a call has ended: HEADERS with END_STREAM, the trailers, have arrived (RFC 9113, section 4.1)."""
+    """Returns whether a call has ended, that is, whether its trailers, which are HEADERS with END_STREAM, have arrived
+    (RFC 9113, section 4.1)."""
     at = 0
     while at + 9 <= len(data):
         end = at + 9 + int.from_bytes(data[at : at + 3], "big")

@@ -1,5 +1,5 @@
-"""Reads, after a run, the shards' tables directly, the books as `windrow check` does, and what a router answers about
-jobs."""
+"""Reads what there is after a run: the shards' tables directly, the books as `windrow check` does, and a router's
+answers about jobs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _KEYS = "SELECT q.org, q.queue, d.key, d.job_id::text FROM windrow.dedup d JOIN 
 
 
 class Place(Protocol):
-    """A shard, whoever runs its servers."""
+    """A shard of any kind whose database can be reached directly."""
 
     @property
     def name(self) -> str: ...
@@ -72,7 +72,7 @@ _Answer = TypeVar("_Answer", queue_pb2.GetJobsResponse, admin_pb2.GetStatsRespon
 
 
 def live_jobs(shards: Iterable[Place]) -> int:
-    """Reads the live jobs, including those on their way between two shards."""
+    """Returns the number of live jobs, including those on their way between two shards."""
     count = "SELECT (SELECT count(*) FROM windrow.job) + (SELECT count(*) FROM windrow.departing WHERE reason IS NULL)"
     return sum(int(ask(shard.direct_dsn, count)[0][0]) for shard in shards)
 
@@ -86,7 +86,7 @@ def read_flows(shards: Iterable[Place]) -> list[Flow]:
 
 
 def flows_in(dsn: str, shard: str) -> list[Flow]:
-    """The workflows that a shard's database has."""
+    """Returns the workflows in a shard's database."""
     return [
         Flow(
             workflow=workflow,
@@ -105,8 +105,7 @@ def flows_in(dsn: str, shard: str) -> list[Flow]:
 
 
 def open_runs(shards: Iterable[Place]) -> int:
-    """Reads how many runs of schedules wait for others, and adds how many schedules have instants that are not
-    decided."""
+    """Returns how many runs of schedules wait for other runs, plus how many schedules still have instants to decide."""
     count = "SELECT count(*) FILTER (WHERE next_at IS NOT NULL) + coalesce(sum(buffered), 0) FROM windrow.schedule"
     return sum(int(ask(shard.direct_dsn, count)[0][0]) for shard in shards)
 
@@ -116,7 +115,7 @@ def read_schedules(shards: Iterable[Place]) -> list[StoredSchedule]:
 
 
 def schedules_in(dsn: str, shard: str) -> list[StoredSchedule]:
-    """The schedules that a shard's database has."""
+    """Returns the schedules in a shard's database."""
     return [
         StoredSchedule(id=schedule, org=org, name=name, shard=shard, created_us=created_us)
         for schedule, org, name, created_us in ask(dsn, _SCHEDULES)
@@ -124,12 +123,12 @@ def schedules_in(dsn: str, shard: str) -> list[StoredSchedule]:
 
 
 def keys_in(dsn: str) -> frozenset[Key]:
-    """The dedup keys that a shard's database has."""
+    """Returns the dedup keys in a shard's database."""
     return frozenset(Key._make(row) for row in ask(dsn, _KEYS))
 
 
 def rows_in(dsn: str, shard: str) -> Iterator[Row]:
-    """What a shard's database has of each job."""
+    """Yields a row for each job in a shard's database."""
     for job, org, queue, key, lease, leased_at_us, history, run, terms, state, departing in ask(dsn, _ROWS):
         entries = json.loads(history) if isinstance(history, str) else history
         yield Row(
@@ -161,7 +160,7 @@ def _run_name(stored: str, terms: str | None) -> RunName:
 
 
 def read_books(address: str, shards: Iterable[str]) -> list[OrgBooks]:
-    """Raises grpc.RpcError."""
+    """Returns the books of all orgs on these shards. Raises grpc.RpcError."""
     with grpc.insecure_channel(address) as channel:
         cluster = cluster_pb2_grpc.ClusterStub(channel)
         return [
@@ -175,7 +174,7 @@ def read_books(address: str, shards: Iterable[str]) -> list[OrgBooks]:
 
 
 def read_found(address: str, jobs: Mapping[str, Sequence[str]]) -> list[Found]:
-    """Returns, by org, a router's answers about these jobs, and its counts. Raises grpc.RpcError."""
+    """Returns for each org a router's answers about these jobs, and its counts. Raises grpc.RpcError."""
     with grpc.insecure_channel(address) as channel:
         queues, admin = queue_pb2_grpc.QueueStub(channel), admin_pb2_grpc.AdminStub(channel)
         return [
@@ -207,7 +206,7 @@ def _count(admin: admin_pb2_grpc.AdminStub, org: str) -> Mapping[State, int]:
 
 
 def read_health(address: str, shard: str, *, seconds_max: float) -> Health:
-    """Returns the health of a shard as one router sees it; the kernel picks the router. Raises grpc.RpcError."""
+    """Returns the health of a shard as one router sees it. The kernel picks the router. Raises grpc.RpcError."""
     at_s = time.monotonic()
     with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         cluster = cluster_pb2_grpc.ClusterStub(channel)
@@ -217,8 +216,8 @@ def read_health(address: str, shard: str, *, seconds_max: float) -> Health:
 
 
 def _from_all_shards(ask: Callable[[], _Answer]) -> _Answer:
-    """Asks again while a router names shards that did not answer it, because that happens on a busy machine without a
-    fault."""
+    """Asks again while the router's answer names shards that it could not reach: on a busy machine that happens without
+    a fault. Raises TimeoutError."""
     give_up_s = time.monotonic() + _CHECK_S_MAX
     while True:
         answer = ask()

@@ -1,9 +1,10 @@
 """Generates clients/python/windrow/v1 and router/keda from the .proto files, and the names in service_config.json. With
 --check, only reports whether they are up to date.
 
-The generated code must not import buf.validate, because that would install a top-level package `buf` for every user. So
-the files are compiled twice, and in between the dependency on validate.proto is removed. The rules stay in the
-descriptors as option bytes: no generated code reads them, and protovalidate has its own copy of validate.proto.
+The generated code must not import buf.validate, because then every user would have to install a top-level package
+`buf`. So the files are compiled twice, and in between the dependency on validate.proto is removed. The rules stay in
+the descriptors as option bytes. No generated code reads these bytes, and protovalidate has its own copy of
+validate.proto.
 """
 
 import filecmp
@@ -19,13 +20,13 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSe
 
 PROTO = Path(__file__).resolve().parent
 PACKAGE = "windrow/v1"
-# Where the generated code of each folder of .proto files goes.
+# For each folder of .proto files, the folder for the generated code.
 TARGETS = {PACKAGE: PROTO.parent / "clients" / "python" / PACKAGE, "router/keda": PROTO.parent / "router" / "keda"}
 RULES = "buf/validate/validate.proto"
 CONFIG = PROTO / PACKAGE / "service_config.json"
-# The unary calls that are safe to repeat, whatever the request has. Enqueue is not: it would store jobs that have no id
-# once more. The router runs changes by Admin at most once. A repeated RedriveJobs may also redrive a job that has died
-# again.
+# The unary calls that are safe to repeat, whatever the request contains. Enqueue is not safe: it would store jobs
+# without an id once more. Changes by Admin are not repeated, because routers run them at most once. A repeated
+# RedriveJobs may redrive a job that has died again meanwhile.
 REPEATABLE = re.compile(
     r"windrow\.v1\.(Queue/(?!Enqueue$)|(Admin|Cluster|Schedules|Workflows)/(Explain|Get|List|Preview))"
 )
@@ -36,7 +37,8 @@ def protoc(*arguments: str) -> None:
 
 
 def without_rules(file: FileDescriptorProto) -> FileDescriptorProto:
-    """Removes the dependency on validate.proto. Public and weak dependencies are indexes, so those are shifted."""
+    """Removes the dependency on validate.proto. Public and weak dependencies are indexes into the list of dependencies,
+    so they are adjusted."""
     if RULES not in file.dependency:
         return file
     removed = list(file.dependency).index(RULES)
@@ -47,7 +49,8 @@ def without_rules(file: FileDescriptorProto) -> FileDescriptorProto:
 
 
 def service_config(files: Iterable[FileDescriptorProto]) -> str:
-    """Returns service_config.json with the names of all REPEATABLE calls; the rest stays as it is."""
+    """Returns service_config.json with the names of all REPEATABLE calls. Everything else in the file stays as it
+    is."""
     config = json.loads(CONFIG.read_text())
     config["methodConfig"][0]["name"] = [
         {"service": f"{file.package}.{service.name}", "method": method.name}
@@ -57,7 +60,7 @@ def service_config(files: Iterable[FileDescriptorProto]) -> str:
         if REPEATABLE.match(f"{file.package}.{service.name}/{method.name}")
         and not (method.client_streaming or method.server_streaming)
     ]
-    # One name a line.
+    # Put each name on one line.
     return re.sub(r'\{\s+("service": .*?,)\s+("method": .*?)\s+\}', r"{ \1 \2 }", json.dumps(config, indent=2)) + "\n"
 
 

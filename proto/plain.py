@@ -1,9 +1,9 @@
-"""Writes copies of the .proto files that import nothing of protovalidate, for generators of any language.
+"""Writes copies of the .proto files that do not import protovalidate, for generators of any language.
 
-The rules of protovalidate are options of buf/validate/validate.proto: generated code that keeps them needs that file's
-code when it is linked. Routers check every request, so a client does not need the rules. The copies have everything
-else, comments and google/rpc included. This module needs only Python's standard library, because whoever generates a
-client has not installed Windrow.
+The rules of protovalidate are options that buf/validate/validate.proto defines. Generated code with these options needs
+the generated code of that file when it is linked. Routers check every request, so a client does not need the rules. The
+copies have everything else, comments and google/rpc included. This module needs only Python's standard library, because
+people who generate a client may not have installed Windrow.
 """
 
 import re
@@ -17,7 +17,7 @@ RULES = "buf/validate/validate.proto"
 OURS = "windrow/v1/*.proto"
 AS_THEY_ARE = ("google/rpc/*.proto", "windrow/v1/*.json")
 
-# What cannot be split: a comment, a string, white space, a word, or one character of anything else.
+# A token: a comment, a string, white space, a word, or any other single character.
 _TOKEN = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|\s+|\w+|.", re.DOTALL)
 _OPENS = {"(": ")", "[": "]", "{": "}"}
 _RULE = ("(", "buf", ".", "validate", ".")
@@ -38,7 +38,7 @@ def without_rules(text: str) -> str:
                 kept.pop()
             at = end + 1
         elif _begins_statement(kept) and tokens[at] in ("import", "option") and _is_removed(tokens, at):
-            # With the end of its line and the next one's indentation.
+            # Also remove the white space after it: the end of its line, and the indentation of the next line.
             at = _statement_end(tokens, at) + 1
             at += tokens[at].isspace()
         else:
@@ -60,8 +60,8 @@ def _is_rule(option: list[str]) -> bool:
 
 
 def _opens_options(tokens: list[str], at: int) -> bool:
-    """Whether the options of a field begin here: `[` after its number. (An option's value may have lists too, but no
-    list comes after a number.)"""
+    """Returns whether the options of a field begin here: a `[` after the field's number. (An option's value may contain
+    lists too, but no list comes after a number.)"""
     if tokens[at] != "[":
         return False
     before = next(token for token in reversed(tokens[:at]) if _is_code(token))
@@ -78,7 +78,7 @@ def _is_removed(tokens: list[str], at: int) -> bool:
 
 
 def _closing(tokens: list[str], at: int) -> int:
-    """Returns where the bracket at `at` is closed."""
+    """Returns the position at which the bracket at `at` is closed."""
     wanted: list[str] = []
     for place in range(at, len(tokens)):
         token = tokens[place]
@@ -92,14 +92,14 @@ def _closing(tokens: list[str], at: int) -> int:
 
 
 def _statement_end(tokens: list[str], at: int) -> int:
-    """Returns where the semicolon of the statement at `at` is."""
+    """Returns the position of the semicolon that ends the statement at `at`."""
     while tokens[at] != ";":
         at = (_closing(tokens, at) if tokens[at] in _OPENS else at) + 1
     return at
 
 
 def _parts(tokens: list[str]) -> Iterator[list[str]]:
-    """Splits a list at its own commas."""
+    """Splits a list at its commas, except for those within brackets."""
     begin = at = 0
     while at < len(tokens):
         if tokens[at] == ",":
@@ -110,7 +110,7 @@ def _parts(tokens: list[str]) -> Iterator[list[str]]:
 
 
 def write(target: Path) -> list[Path]:
-    """Writes the copies below `target`, with the same relative paths, and returns these."""
+    """Writes the copies into `target`, with the same relative paths. Returns these paths."""
     written: list[Path] = []
     for pattern in (OURS, *AS_THEY_ARE):
         for source in sorted(PROTO.glob(pattern)):

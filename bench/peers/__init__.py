@@ -1,1 +1,1 @@
-"""Other queue systems, to be measured beside Windrow. Never dependencies of the product: see README.md."""
+"""Other queue systems, with which Windrow is compared. They are never dependencies of the product: see README.md."""

@@ -1,8 +1,8 @@
-"""A peer that runs in a process of its own, as a system to be measured. Owns that process and the communication with
-it.
+"""Lets a peer that runs in a process of its own be measured like any other system. Owns that process and the
+communication with it.
 
-Knows no peer: the files in bench/systems say which program to start. Every peer's program speaks bench.peers.wire, ends
-when its standard input ends, and uses no other module of ours.
+Nothing here depends on a particular peer: the files in bench/systems say which program to start. Every peer's program
+speaks bench.peers.wire, ends when its standard input ends, and uses no other module of ours.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ChildSystem:
 
     @property
     def child_pids(self) -> list[int]:
-        """Their CPU time is the client's."""
+        """The ids of the peer's processes, whose CPU time counts as the client's."""
         return [] if self._process is None else [self._process.pid]
 
     async def prepare(self, run: str) -> None:
@@ -57,7 +57,7 @@ class ChildSystem:
                 stdin=PIPE,
                 stdout=PIPE,
                 limit=2**22,
-                # The peers' interpreter must find bench.peers, and nothing else of ours.
+                # The peers' interpreter must find bench.peers.
                 env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
             )
             self._reader = asyncio.create_task(self._read(self._process))
@@ -92,7 +92,8 @@ class ChildSystem:
         return left
 
     async def check(self, jobs: int) -> None:
-        """A count that the system keeps no record of is None, and cannot be checked."""
+        """Raises Wrong if the peer's counts do not fit. A count is None, and is not checked, if the system keeps no
+        record of it."""
         counts = await self._call("counts")
         if counts["left"] != 0 or any(counts[name] not in (None, jobs) for name in ("accepted", "finished")):
             raise Wrong(f"{self.title}: of {jobs} jobs, the database knows {counts}")
@@ -132,7 +133,7 @@ class ChildSystem:
         if self._process is None or self._reader is None or self._reader.done():
             raise Wrong(f"{self.title}: its process has ended")
         assert self._process.stdin is not None
-        # No drain(): callers wait for answers, so their number bounds the unsent bytes.
+        # No drain() is needed: each caller waits for its answer, so the number of callers bounds the unsent bytes.
         self._process.stdin.write(frame)
 
     async def _read(self, process: Process) -> None:

@@ -1,8 +1,9 @@
-"""Installs the peers into a folder, when a benchmark asks for them. `python -m bench.peers.install` does it by hand.
+"""Installs the peers into a folder, when a benchmark asks for them. `python -m bench.peers.install` installs them
+without a benchmark.
 
-Owns the layout of that folder. Python peers share one virtual environment, made from requirements.lock; it brings node
-as well, so that node peers run on the version that they were locked for. The machine's own go builds the peers written
-in Go. The registries are those that the machine's own uv, npm and go are configured for; the lock files name none.
+Owns the layout of that folder. Python peers share one virtual environment, made from requirements.lock. It contains
+node as well, so that node peers run on the version that they were locked for. The machine's own go builds the peers
+written in Go. The lock files name no registries: uv, npm and go use those for which they are configured on the machine.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def pgmq_sql(cache: Path) -> Path:
 
 
 def installed(cache: Path, peer: str) -> bool:
-    """Whether the peer is installed as the lock files say."""
+    """Returns whether the peer is installed as the lock files say."""
     if peer in GO_PEERS:
         return _current(cache / "go", _go_sources())
     if not _current(cache / "python", [_LOCK]):
@@ -69,15 +70,15 @@ def installed(cache: Path, peer: str) -> bool:
 
 
 def install(cache: Path, which: Collection[str], say: Callable[[str], None]) -> None:
-    """Installs these peers in `cache`, except for those that are installed already. Raises CannotInstall,
-    ValueError."""
+    """Installs these peers in `cache`, except for those that are installed already. Raises CannotInstall. Raises
+    ValueError for the name of an unknown peer."""
     if unknown := sorted(set(which) - set(PEERS)):
         raise ValueError(f"no such peer: {', '.join(unknown)}; there are {', '.join(PEERS)}")
     if not which:
         return
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "lock").open("w") as lock:
-        # The kernel frees the lock, however this process ends.
+        # The kernel frees the lock in whatever way this process ends.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if set(which) - set(GO_PEERS) and not _current(cache / "python", [_LOCK]):
             say(f"installing peers written in Python, and node, into {cache / 'python'}")
@@ -127,7 +128,7 @@ def _install_go(cache: Path) -> None:
     _begin(folder)
     program = go_program(cache)
     program.parent.mkdir(parents=True, exist_ok=True)
-    # By default go makes modules read-only, which rm could not remove.
+    # By default go makes modules read-only, and rm could not remove them.
     environ = {"GOMODCACHE": str(folder / "mod"), "GOCACHE": str(folder / "cache"), "GOFLAGS": "-modcacherw"}
     _run(["go", "build", "-mod=readonly", "-trimpath", "-o", str(program), "."], os.environ | environ, cwd=GO_SOURCES)
     _end(folder, _go_sources())
@@ -173,7 +174,7 @@ def _current(folder: Path, locks: list[Path]) -> bool:
 
 
 def _identity(folder: Path, locks: list[Path]) -> str:
-    # A virtual environment works only in the folder in which it was made, with the interpreter that it was made for.
+    # A virtual environment works only in the folder in which it was made, with the interpreter for which it was made.
     digest = hashlib.sha256(f"{folder.resolve()} {sys.version}".encode())
     for lock in locks:
         digest.update(lock.read_bytes())

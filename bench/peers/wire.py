@@ -41,7 +41,7 @@ def pack(payloads: Sequence[bytes]) -> bytes:
 
 
 def unpack(body: bytes, at: int = 0) -> tuple[list[bytes], int]:
-    """The payloads packed from the position `at` on, and the position behind them."""
+    """Returns the payloads packed from the position `at` on, and the position after them."""
     (count,) = U32.unpack_from(body, at)
     lengths = struct.unpack_from(f"<{count}I", body, at + 4)
     ends = list(itertools.accumulate(lengths, initial=at + 4 + 4 * count))

@@ -1,5 +1,5 @@
-"""Whether a shard that has finished ten million jobs answers like an empty one; and what it costs to turn a day cold,
-and to drop it."""
+"""Measures whether a shard with ten million finished jobs answers as fast as an empty shard, and what it costs to turn
+a day cold, and to drop it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from shard.postgres.pool import Database
 from shard.vocabulary import ShardName
 
 _API_BATCH = 100
-# The retention: longer than the jobs are old, so that no day is dropped too early.
+# The age of the jobs, and a longer retention, so that no day is dropped too early.
 _DAYS_AGO, _RETENTION = 40, 90
 # The tables that claims and acks touch: live jobs, books, names, and the days that are not over.
 _HOT = """
@@ -48,9 +48,9 @@ _DISK = "SELECT pg_database_size(current_database())"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    # Finished jobs that the shard has, one depth after the other.
+    # How many finished jobs the shard has, one depth after another.
     depths: tuple[int, ...] = (0, 1_000_000, 10_000_000)
-    # How many of the jobs at the greatest depth are enqueued and acked through the API; the others are inserted.
+    # How many of the jobs at the greatest depth are enqueued and acked through the API. SQL inserts the other jobs.
     api: int = 100_000
     batch: int = 10
     calls: int = 1000
@@ -67,7 +67,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """How long it took to turn a day of so many jobs cold, and to drop it."""
+    """How long it took to turn a day of `jobs` jobs cold, and to drop it."""
 
     jobs: int
     bytes: int
@@ -95,7 +95,8 @@ async def measure(plan: Plan, bench: Bench) -> Found:
             api = plan.api if depth == max(plan.depths) else 0
             if depth:
                 cold = await _history(deep, probes[1], depth - api, bench)
-            # Run the same number of jobs through both clusters, so that the days that are not over make no difference.
+            # Run the same number of jobs through both clusters, so that both have the same number in the days that are
+            # not over.
             for probe in probes:
                 await _work(probe, api)
                 await asyncio.to_thread(_settle, probe)
@@ -129,8 +130,8 @@ async def measure(plan: Plan, bench: Bench) -> Found:
 
 
 async def _history(stage: Stage, probe: Probe, count: int, bench: Bench) -> tuple[Day, Pass, int]:
-    """A day of so many finished jobs, which one pass of the archiver turns cold. Answers the day, the pass, and the
-    WAL bytes that it wrote."""
+    """Inserts a day of `count` finished jobs, and turns it cold with one pass of the archiver. Returns the day, the
+    pass, and the WAL bytes that the pass wrote."""
     bench.say(f"{count:,} finished jobs of one day")
     day = await asyncio.to_thread(
         fill_day, probe.dsn, org=probe.org, queue=QUEUE, days_ago=_DAYS_AGO, retention=_RETENTION, count=count
@@ -178,7 +179,7 @@ def _settle(probe: Probe) -> None:
 
 
 async def _work(probe: Probe, jobs: int) -> None:
-    """Enqueues, leases and acks so many jobs."""
+    """Enqueues, leases and acks `jobs` jobs."""
     await probe.cycles(_API_BATCH, jobs // _API_BATCH)
 
 

@@ -1,5 +1,5 @@
-"""How long the first page of a search takes in an org with many jobs, and how much a change of many jobs by conditions
-slows the claims of another org on the same shard."""
+"""Measures how long the first page of a search takes in an org with many jobs, and how much an operator's change of
+many jobs slows down the claims of another org on the same shard."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from proof.arguments import number
 from proof.table import Table
 from windrow.v1 import admin_pb2, admin_pb2_grpc, queue_pb2, queue_pb2_grpc
 
-# The bar of each p99: a claim beside the cancel may take this many times as long as an undisturbed one.
+# The bar for p99: during the cancel, a claim may take this many times as long as an undisturbed claim.
 _BAR = 1.2
-# The bar of the p99 of a first page.
+# The bar for the p99 of a first page.
 _PAGE_BAR_MS = 50.0
 # The page size of `windrow jobs list`.
 _PAGE = 50
 _WARM_CALLS = 10
 _COMMON = "one job in ten"
-# What the searches look for.
+# The attributes that the searches look for.
 _SEARCHES: Mapping[str, Mapping[str, str]] = {
     _COMMON: {"campaign": "3"},
     "a single job": {"customer": "1"},
@@ -102,9 +102,10 @@ async def measure(plan: Plan, bench: Bench) -> Found:
             searches = await _searches(plan, bench, admin, large)
             queue = queue_pb2_grpc.QueueStub(channel)
             for turn in range(plan.rounds):
-                # Every second round begins with the cancel, so that a drift of the machine hits both alike.
+                # Every second round begins with the cancel, so that a drift of the machine's speed affects both
+                # measurements equally.
                 for beside in (False, True) if turn % 2 else (True, False):
-                    # Enough for the fastest consumers; those of the last measurement are claimed.
+                    # Enough jobs for the fastest consumers, whatever the last measurement left.
                     await asyncio.to_thread(_fill, dsn, other, plan.seconds * plan.consumers * 500)
                     before = await asyncio.to_thread(_cancelled, dsn, large)
                     if beside:
@@ -136,7 +137,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
 
 async def _searches(plan: Plan, bench: Bench, admin: admin_pb2_grpc.AdminAsyncStub, org: str) -> list[Search]:
     took: dict[str, list[float]] = {name: [] for name in _SEARCHES}
-    # The searches take turns, so that other load of the machine affects all of them.
+    # The searches take turns, so that other load on the machine affects all of them.
     for turn in range(-_WARM_CALLS, plan.searches):
         for name, wanted in _SEARCHES.items():
             request = admin_pb2.ListJobsRequest(org=org, attributes=wanted, page_size=_PAGE)
@@ -147,7 +148,7 @@ async def _searches(plan: Plan, bench: Bench, admin: admin_pb2_grpc.AdminAsyncSt
                 raise Wrong(f"a search for {name} found another job")
             if name == _COMMON and not page.jobs:
                 raise Wrong(f"a search for {name} found none")
-            # Not measured: calls that make connections and cached plans.
+            # The first calls make connections and cached plans, and do not count.
             if turn >= 0:
                 took[name].append(one)
     for name, found in took.items():
@@ -159,7 +160,7 @@ async def _searches(plan: Plan, bench: Bench, admin: admin_pb2_grpc.AdminAsyncSt
 
 @asynccontextmanager
 async def _cancelling(address: str, org: str) -> AsyncGenerator[None, None]:
-    """Runs `windrow jobs cancel` beside the block, as an operator does."""
+    """Runs `windrow jobs cancel` while the block runs, as an operator would."""
     command = [str(Path(sys.executable).parent / "windrow"), "jobs", "cancel", org, "--where", "campaign=3", "--yes"]
     process: Process = await asyncio.create_subprocess_exec(
         *command, env=os.environ | {"WINDROW_ADDRESS": address}, stdout=DEVNULL, stderr=DEVNULL
@@ -199,7 +200,7 @@ async def _claims(plan: Plan, queue: queue_pb2_grpc.QueueAsyncStub, org: str) ->
 
 
 def _fill(dsn: str, org: str, jobs: int) -> None:
-    """Puts jobs into the org's queue, past the router, and books them."""
+    """Inserts jobs into the org's queue by SQL, without a router, and adds them to the books."""
     with psycopg.connect(dsn) as connection:
         queue_id = _queue_id(connection, org)
         connection.execute(

@@ -2,7 +2,7 @@
 during a load with faults, and then answers every query of every panel.
 
 Nothing is measured here: the load is light, and the faults are chosen so that there is something to see. The report
-also tells which alerts fired: without faults there must be none.
+also lists the alerts that fired. Without faults no alert may fire.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from shard.placement import pins
 from shard.vocabulary import OrgId, ShardName
 from windrow import DeadlineExceeded, NewJob, Schedule, Unavailable
 
-# What the dashboards of a shard and of an org are drawn for. The shard is stopped, and the org moves away from it.
+# The shard and the org whose dashboards are drawn. The shard is stopped for a while, and the org moves away from it.
 _SHARD, _ORG, _OTHER_SHARD = "s2", "acme", "s1"
-# Jobs a second of each org, for each of its queues.
+# Jobs a second, for each queue of each org.
 _ORGS: Mapping[str, Mapping[str, float]] = {
     _ORG: {"orders": 30, "emails": 40, "images": 15},
     "bank": {"payments": 40, "statements": 15},
@@ -58,7 +58,7 @@ _SCHEDULES_S = (5, 15, 60)
 _ROUTERS, _PROCESSES, _NAMED_QUEUES = 2, 2, 20
 _SCRAPE_S, _POINTS, _STEP_S_MIN = 5, 200, 0.5
 _TURN_S = 0.25
-# Shares of the jobs that are delayed, and of those that fail; of failures that are final; of calls that are repeated,
+# The shares of jobs that are delayed, of jobs that fail, of failures that are permanent, of calls that are repeated,
 # and of consumers' turns that take longer than their leases.
 _DELAYED, _FAILED, _DEADLY, _REPEATED, _LATE = 0.1, 0.02, 0.3, 0.03, 0.01
 _WINDOW_S, _SHORT_WINDOW_S, _CALL_S, _PAUSE_S = 30.0, 2.0, 5.0, 0.5
@@ -138,7 +138,7 @@ async def _move(stage: Stage) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Story:
-    """The events, at fixed shares of the run."""
+    """Causes the events of the run. Each comes when a fixed share of the run is over."""
 
     plan: Plan
     stage: Stage
@@ -146,7 +146,7 @@ class Story:
     began_s: float
     say: Callable[[str], None]
     events: list[Event] = field(default_factory=list[Event])
-    # Cleared: the consumers of _BACKLOG pause.
+    # Set while the consumers of _BACKLOG work; cleared while they pause.
     working: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -155,7 +155,7 @@ class Story:
         return (time.monotonic() - self.began_s) / self.plan.seconds
 
     async def run(self) -> None:
-        """One event after another: also in a short run a fault has ended when the next one begins."""
+        """Causes one event after another. Even in a short run, each fault ends before the next one begins."""
         self.working.set()
         if not self.plan.faults:
             await self._at(1.0)
@@ -188,7 +188,8 @@ class Story:
         self.events.sort(key=lambda event: event.at_s)
 
     async def _at(self, share: float) -> float:
-        """Waits until this share of the run is over. Returns when that was, in seconds since the beginning."""
+        """Waits until this share of the run is over. Returns the time at which that was, in seconds since the
+        beginning."""
         await asyncio.sleep((share - self.share) * self.plan.seconds)
         return time.monotonic() - self.began_s
 
@@ -212,7 +213,7 @@ def _load(clients: Sequence[windrow.Client], story: Story) -> Iterator[Coroutine
 
 
 async def _again(turn: Callable[[], Awaitable[None]]) -> None:
-    """Repeats it until it is cancelled. The metrics tell of what fails."""
+    """Repeats the turn until this task is cancelled. The metrics show calls that fail."""
     while True:
         try:
             await turn()
@@ -227,7 +228,7 @@ async def _produce(client: windrow.Client, queue: str, per_s: float, luck: rando
         luck.uniform(5, 60) if luck.random() < _DELAYED else None for _ in range(int(now * _TURN_S + luck.random()))
     ]
     jobs = [NewJob(queue, "work", *stamped(1), delay=delay) for delay in delays]
-    # A few are sent twice, as after a call whose answer was lost.
+    # A few calls are sent twice, as a producer does after a call whose answer was lost.
     for _ in range(2 if luck.random() < _REPEATED else 1):
         if jobs:
             await client.enqueue_many(jobs)
@@ -264,7 +265,7 @@ async def _work_long(client: windrow.Client, story: Story) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """An alert that fired, with what it was about, and between which seconds."""
+    """An alert that fired: what it was about, and from when to when."""
 
     name: str
     about: str
@@ -295,7 +296,7 @@ def _alerts(prometheus: str, plan: Plan, began_unix: float) -> list[Alert]:
 
 def _sheets(prometheus: str, plan: Plan, began_unix: float, events: Sequence[Event]) -> list[Sheet]:
     step_s = max(plan.seconds / _POINTS, _STEP_S_MIN)
-    # As Grafana chooses it.
+    # Grafana chooses $__rate_interval by this formula.
     rate_s = max(4 * _SCRAPE_S, step_s + _SCRAPE_S)
     variables = {"__rate_interval": f"{math.ceil(rate_s)}s", "shard": _SHARD, "org": _ORG}
     over = {"start": f"{began_unix}", "end": f"{began_unix + plan.seconds}", "step": f"{step_s}"}
@@ -335,7 +336,7 @@ def _sheets(prometheus: str, plan: Plan, began_unix: float, events: Sequence[Eve
 
 
 def lines_of(series: Sequence[tuple[str, Any]], began_unix: float, step_s: float) -> dict[str, Points]:
-    """By their legends. A second line with the same legend gets a number."""
+    """Returns the lines by their legends. A second line with the same legend gets a number."""
     lines: dict[str, Points] = {}
     for form, one in series:
         name = legend(form, one["metric"]).replace("windrow.v1.", "")
@@ -345,7 +346,8 @@ def lines_of(series: Sequence[tuple[str, Any]], began_unix: float, step_s: float
 
 
 def points_of(values: Sequence[tuple[float, str]], began_unix: float, step_s: float) -> Points:
-    """Over the seconds since the beginning. Where values are missing, or are no numbers, there is a gap."""
+    """Returns points over the seconds since the beginning. There is a gap where values are missing, or are not finite
+    numbers."""
     points: list[tuple[float, float]] = []
     for at, text in values:
         at_s, value = at - began_unix, float(text)

@@ -1,5 +1,5 @@
-"""Whether a dequeue takes longer beside many other jobs: a million finished jobs, then a million scheduled ones, then a
-million ready ones in the same tables, compared with an empty cluster."""
+"""Measures whether a dequeue takes longer when the same tables hold many other jobs, compared with an empty cluster.
+First a million finished jobs are there, then also a million scheduled jobs, then also a million ready jobs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from proof.arguments import number
 _CONNECTIONS = 1
 _WARM = 100
 
-# Each job as an enqueue, a claim and an ack would have left it. `count` jobs in one queue of one org.
+# Inserts `count` jobs in one queue of one org, as an enqueue, or an enqueue, a claim and an ack, would have left them.
 _LIVE = """
 INSERT INTO windrow.job (id, queue_id, kind, payload, priority, run_at, visible_at, enqueued_at)
 SELECT
@@ -95,14 +95,13 @@ async def measure(plan: Plan, bench: Bench) -> Found:
 
 
 def _fill(probe: Probe, what: str, count: int) -> None:
-    """Puts jobs into the probed queue, past the router, and books them."""
+    """Inserts jobs into the probed queue by SQL, without a router, and adds them to the books."""
     with psycopg.connect(probe.dsn) as connection:
         row = connection.execute(
             "SELECT queue_id FROM windrow.queue WHERE org = %s AND queue = %s", [probe.org, QUEUE]
         ).fetchone()
         assert row is not None
         parameters = {"queue_id": row[0], "count": count, "payload": stamped(1)[0], "salt": what}
-        # The number must be below 2^31, because the id's bits come from it.
         connection.execute(_FILLS[what].encode(), parameters)
         connection.execute(
             "INSERT INTO windrow.tally (org_id, accepted) SELECT (%s & 4294967295)::integer, %s", [row[0], count]

@@ -1,5 +1,5 @@
-"""Consumers of all orgs: how soon the jobs of small orgs are picked up beside an org with a large backlog, and what a
-job costs when 100,000 orgs have jobs. Each part runs over one router process and one shard."""
+"""Consumers of all orgs: measures how soon the jobs of small orgs are picked up while another org has a large backlog,
+and what a job costs when 100,000 orgs have jobs. Each part runs over one router process and one shard."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 _PATIENCE_S = 60.0
 _SMALL_ORGS = 50
-# Beside a backlog all places are taken, and one becomes free each millisecond.
+# If there is a backlog, all places are taken, and each millisecond one place becomes free.
 _HANDLER_S = 0.1
 _PLACES = 100
 _PRODUCERS = 20
 _TIME = struct.Struct(">d")
 _MS = 1000.0
-# All orgs' queues of one name, with one job each that is due `in_s` seconds from now.
+# Makes orgs that each have a queue of the same name, with one job that is due `in_s` seconds from now.
 _FILL = (
     "INSERT INTO windrow.org (org, slot) SELECT %(name)s || n, 0 FROM generate_series(1, %(orgs)s) AS n",
     "INSERT INTO windrow.queue_name (queue) VALUES (%(name)s) ON CONFLICT DO NOTHING",
@@ -49,7 +49,7 @@ _FILL = (
 )
 
 
-# More jobs of the queue of one org, which has one.
+# Inserts more jobs into the only queue of one org.
 _FILL_LARGE = (
     "INSERT INTO windrow.job (id, queue_id, run_at, visible_at, priority, kind, payload) "
     "SELECT (lpad(to_hex((extract(epoch FROM now()) * 1000)::bigint), 12, '0') || '7000' || '8' || "
@@ -133,7 +133,7 @@ async def _pickup(plan: Plan, bench: Bench, stage: Stage, run: int, *, beside: b
             elif arrived_s > measured_s:
                 waited_ms.append((arrived_s - _TIME.unpack(job.payload)[0]) * _MS)
             await asyncio.sleep(_HANDLER_S)
-            # One write at a time, as gRPC wants it. The stream ends with the run.
+            # gRPC allows only one write at the same time. The run may have ended the stream meanwhile.
             async with writing:
                 if call.done():
                     return
@@ -156,7 +156,7 @@ async def _pickup(plan: Plan, bench: Bench, stage: Stage, run: int, *, beside: b
 
         async def produce_large() -> None:
             while True:
-                # More than the consumers could ever do: a backlog that grows.
+                # More jobs than the consumers can finish, so the backlog grows.
                 await _enqueue(stub, large, queue, 10)
                 await asyncio.sleep(1.0)
 
@@ -188,8 +188,8 @@ async def _pickup(plan: Plan, bench: Bench, stage: Stage, run: int, *, beside: b
 
 
 async def _costs(plan: Plan, bench: Bench, stage: Stage, run: int) -> list[Cost]:
-    """One org with all the jobs; 100,000 orgs with a job each; and ten orgs with all the jobs beside 100,000 others
-    whose jobs are due in an hour."""
+    """Measures three cases: one org has all the jobs; 100,000 orgs have one job each; ten orgs have all the jobs, and
+    100,000 other orgs have jobs that are due in an hour."""
     costs: list[Cost] = []
     (dsn,) = stage.dsns.values()
     for what, orgs, in_s, ready in (
@@ -213,8 +213,8 @@ async def _costs(plan: Plan, bench: Bench, stage: Stage, run: int) -> list[Cost]
 
 
 async def _drain(stub: queue_pb2_grpc.QueueAsyncStub, stage: Stage, queue: str, jobs: int, what: str, run: int) -> Cost:
-    """Takes and acks so many jobs, as fast as one stream can. The time counts from the first job on, so that the walk
-    that finds the orgs is not in it."""
+    """Takes and acks `jobs` jobs, as fast as one stream can. The time counts from the first job on, so that it excludes
+    the walk that finds the orgs."""
     cpu_before = began_s = 0.0
     got = 0
     call = stub.Consume()

@@ -1,5 +1,5 @@
-"""What groups cost: the whole life of jobs of 1,000 groups beside jobs without groups, and a claim's time beside a
-million jobs that wait for a slot of their group."""
+"""Measures what groups cost: the whole life of jobs of 1,000 groups, compared with jobs without groups, and the time of
+a claim while a million jobs of the queue wait for a slot of their group."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from proof.table import Table
 from windrow import uuid7
 from windrow.v1 import admin_pb2, admin_pb2_grpc, queue_pb2, queue_pb2_grpc
 
-# The ratio of jobs a second with groups to those without.
+# The bar for the ratio of jobs a second with groups to jobs a second without groups.
 _BAR = 0.85
 _PRODUCERS = 4
 _CONSUMERS = 4
 _WARM = 50
 # How many jobs of a group may be leased. None: the jobs have no groups.
 _CASES: Mapping[str, int | None] = {"no groups": None, "k = 1": 1, "k = 3": 3}
-# Jobs of one group that wait, past the router. The triggers would give the first one a slot, which a leased job has.
+# Inserts jobs of one group that wait. The triggers are disabled meanwhile: a leased job has the group's only slot, but
+# the triggers would give it to the first of these jobs.
 _FILL = """
 INSERT INTO windrow.job (id, queue_id, kind, payload, priority, run_at, visible_at, group_key)
 SELECT
@@ -78,7 +79,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
     async with bench.stage(shards=1, routers=plan.routers) as stage, AsyncExitStack() as stack:
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(stage.routers.address))
         for run in range(plan.runs + 1):
-            # The order alternates, so that none always comes first. The first run warms up.
+            # The order alternates, so that no case always comes first. The first run is a warm-up.
             for case in list(_CASES)[:: 1 if run % 2 else -1]:
                 life = Life(case=case, run=run, rate=await _live(plan, channel, _CASES[case]))
                 if run:
@@ -147,17 +148,19 @@ async def _live(plan: Plan, channel: grpc.aio.Channel, concurrency: int | None) 
         for _ in range(_PRODUCERS):
             group.create_task(produce())
         for _ in range(_CONSUMERS):
-            # The first consumer that finds all jobs acked ends the time: the others may still wait for jobs.
+            # The measured time ends when the first consumer finds all jobs acked. Other consumers may still wait for
+            # jobs.
             group.create_task(consume_all())
     return plan.jobs / (ended_s - began_s)
 
 
 async def _claims(plan: Plan, bench: Bench, stage: Stage, channel: grpc.aio.Channel) -> list[Claims]:
-    """Dequeues of one job, beside jobs that wait in the same queue and beside none, in turns."""
+    """Measures dequeues of one job, in turns: from a queue in which many jobs wait, and from a queue in which no job
+    waits."""
     orgs = {0: await _create(channel, 1), plan.waiting: await _create(channel, 1)}
     stub = queue_pb2_grpc.QueueStub(channel)
     ((_, dsn),) = stage.dsns.items()
-    # The group's slot is taken.
+    # Take the group's slot, so that the further jobs of the group wait.
     await _enqueue(stub, orgs[plan.waiting], "deep")
     request = queue_pb2.DequeueRequest(org=orgs[plan.waiting], queues=[QUEUE], max_jobs=1, worker="bench")
     request.visibility_window.FromSeconds(36_000)
@@ -194,7 +197,7 @@ async def _enqueue(stub: queue_pb2_grpc.QueueAsyncStub, org: str, group: str) ->
 
 
 def _fill(dsn: str, org: str, jobs: int) -> None:
-    """Puts jobs that wait into the queue, past the router, and books them."""
+    """Inserts jobs that wait into the queue by SQL, without a router, and adds them to the books."""
     with psycopg.connect(dsn) as connection:
         row = connection.execute(
             "SELECT queue_id FROM windrow.queue WHERE org = %s AND queue = %s", [org, QUEUE]

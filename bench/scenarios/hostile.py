@@ -1,5 +1,5 @@
-"""The effect of hostile clients: the memory of a router process during and after their attack, and how a quiet org is
-affected."""
+"""Measures the effect of hostile clients: the memory of a router process during and after their attack, and the calls
+of a quiet org meanwhile."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Plan:
     # The load of the quiet org. A turn is an enqueue, a dequeue and an ack.
     turns_per_s: int = 50
     routers: int = 1
-    # How many streams never read in the attack of that name.
+    # How many streams the attack UNREAD_STREAMS opens.
     streams: int = 300
-    # How much resident memory a router process may have. None: the plot shows no bound.
+    # How much resident memory a router process may have. None: the report has no bound.
     memory_mib: float | None = None
-    # All calls go through the Envoy of deploy/envoy.yaml.
+    # If set, all calls go through Envoy with deploy/envoy.yaml.
     edge: bool = False
 
 
@@ -60,14 +60,14 @@ class Attacked:
     attack: Attack
     outcome: AttackOutcome
     ended_s: float
-    # The resident MiB of the largest router process, with times.
+    # Pairs of a time and the resident MiB of the largest router process.
     resident: Sequence[tuple[float, float]]
-    # The quiet org's enqueues and dequeues, p99 of each second in ms.
+    # For each second, the p99 of the quiet org's enqueues and dequeues in ms.
     p99: Sequence[tuple[float, float]]
     before: Times | None
     during: Times | None
     after: Times | None
-    # Its calls that failed, by the name of their status.
+    # The quiet org's calls that failed, by the name of their status.
     failed: Counter[str]
     # How many router processes ended.
     died: int
@@ -117,7 +117,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
 
 @contextlib.contextmanager
 def _entrance(plan: Plan, stage: Stage) -> Generator[str, None, None]:
-    """The address that the attacker and the quiet org use."""
+    """Yields the address that the attacker and the quiet org use."""
     if not plan.edge:
         yield stage.routers.address
         return
@@ -164,7 +164,7 @@ async def _attacked(attack: Attack, plan: Plan, stage: Stage, address: str) -> A
 
 
 async def _outcome(attacker: Process) -> AttackOutcome:
-    """Has a process begin its attack. Returns what it saw, once the attack has ended."""
+    """Tells the process to begin its attack, and waits until the attack has ended. Returns what the attacker saw."""
     assert attacker.stdin is not None
     assert attacker.stdout is not None
     attacker.stdin.write(b"attack\n")
@@ -176,7 +176,7 @@ async def _outcome(attacker: Process) -> AttackOutcome:
 
 @contextlib.asynccontextmanager
 async def _weighed(pids: Callable[[], Sequence[int]]) -> AsyncGenerator[list[tuple[float, float]], None]:
-    """Yields a list to which it adds, during this scope, times and the resident MiB of the largest of these
+    """Yields a list. During this scope it grows by pairs of a time and the resident MiB of the largest of these
     processes."""
     course: list[tuple[float, float]] = []
 

@@ -1,4 +1,4 @@
-"""The cost of an idle cluster: CPU time and statements while 1,000 consumers wait on 500 queues."""
+"""Measures the cost of an idle cluster: CPU time and statements while 1,000 consumers wait on 500 queues."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PARK_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    # Numbers of consumers, on 500 queues (bench/systems/parked.py). The first sample has none.
+    # The number of consumers, on 500 queues (bench/systems/parked.py). The first sample is taken without consumers.
     consumers: int = 1000
     shards: int = 2
     seconds: float = 20.0
@@ -37,7 +37,7 @@ class Sample:
     consumers: int
     seconds: float
     spent: Spent
-    # Statements a second on each shard; empty if the server does not count them.
+    # Statements a second on each shard. Empty if the server does not count statements.
     statements_per_s: dict[str, float]
 
 
@@ -61,7 +61,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
                 samples.append(sample := await _sample(stage, clients, plan.seconds, consumers))
                 busy = (sample.spent.router_s + sample.spent.postgres_s) / sample.seconds
                 bench.say(f"{consumers} consumers parked, run {run} of {plan.runs}: {busy:.1%} of a core")
-            # Raises a consumer's error.
+            # This raises the error of a consumer that has failed.
             await clients.all("counts")
             await clients.all("rest")
     return Found(

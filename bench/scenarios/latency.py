@@ -1,5 +1,5 @@
-"""How long an idle cluster takes to deliver one job to a waiting worker: from the start of the enqueue call to the
-moment its handler has it."""
+"""Measures how long an idle cluster takes to deliver one job to a waiting worker: from the start of the enqueue call
+until the worker's handler has the job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from proof.arguments import number, numbers
 from proof.table import Table
 
 _SAME, _ACROSS = "same router", "another router"
-# Time for every worker to begin waiting.
+# Within this time, every worker begins to wait.
 _PARK_S = 0.5
 _WARM_JOBS = 20
 _PAUSE_S = 0.01
@@ -34,7 +34,7 @@ _PRODUCER, _WORKER = 0, 1
 class Plan:
     systems: tuple[str, ...] = (WORKERS,)
     workers: tuple[int, ...] = (1, 8, 64)
-    # How many jobs a run has. Systems that poll finish fewer in `seconds_max`.
+    # How many jobs a run has. Systems that poll finish fewer jobs within `seconds_max`.
     jobs: int = 200
     seconds_max: float = 8.0
     runs: int = 5

@@ -1,5 +1,5 @@
-"""Limits of enqueues over two routers with two processes each: how much they admit, what they cost while they are not
-reached, and how soon a change is in force."""
+"""Measures limits of enqueues over two routers with two processes each: how much the limits admit, what they cost while
+they are not reached, and how soon a change is in force."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from windrow.calls import CallFailure
 from windrow.v1 import cluster_pb2, cluster_pb2_grpc, limits_pb2, queue_pb2, queue_pb2_grpc
 
 _PROCESSES = 2
-# The kernel spreads connections over the processes of a router at random: with so many, each process nearly always has
-# one.
+# The kernel spreads connections over the processes of a router at random. With this many, each process nearly always
+# has at least one.
 _CONNECTIONS = 8
 _CALLERS = 4
 _PATIENCE_S = 60.0
-# Jobs in an interval of so many seconds.
+# Pairs: a number of jobs, and the interval in seconds for which it is the limit.
 _RATES = ((1000, 10), (100, 1), (10, 60))
-# Never reached.
+# The amount of a limit that is never reached.
 _FAR = 10**12
 
 
@@ -48,7 +48,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """`wanted`: what the limit gives in the time that was measured, from an empty bucket on."""
+    """What a limit admitted. `wanted`: the jobs that the limit should admit in the measured time, if its bucket is
+    empty at the beginning."""
 
     amount: int
     interval_s: int
@@ -91,7 +92,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
 
 
 class _Producers:
-    """Callers of one org that enqueue single jobs, as fast as the limit lets them."""
+    """Callers of one org that enqueue single jobs as fast as the limit admits them."""
 
     def __init__(self, org: str, stubs: Sequence[queue_pb2_grpc.QueueAsyncStub]) -> None:
         self.org = org
@@ -118,7 +119,7 @@ class _Producers:
 
 
 async def _admitted(plan: Plan, bench: Bench, both: Sequence[Servers]) -> list[Admitted]:
-    """All limits at the same time, each with an org of its own."""
+    """Measures all limits at the same time, each with an org of its own."""
     async with AsyncExitStack() as stack:
         channels = [await _channel(stack, servers) for servers in both for _ in range(_CONNECTIONS)]
         stubs = [queue_pb2_grpc.QueueStub(channel) for channel in channels]
@@ -169,7 +170,7 @@ async def _changes(plan: Plan, bench: Bench, both: Sequence[Servers]) -> list[fl
 
 
 async def _change(channels: Sequence[grpc.aio.Channel], org: str) -> float:
-    # When the latest admitted call began.
+    # The time at which the latest admitted call began.
     admitted_s = 0.0
     left = set(range(len(channels)))
 
@@ -223,7 +224,7 @@ async def _costs(plan: Plan, bench: Bench, stage: Stage, both: Sequence[Servers]
 
         await rate(limited=False)
         for run in range(1, plan.runs + 1):
-            # The order alternates, so that neither always comes first.
+            # The order alternates, so that neither case always comes first.
             rates = {limited: await rate(limited=limited) for limited in ((False, True) if run % 2 else (True, False))}
             cost = Cost(batch=batch, run=run, without=rates[False], under_limits=rates[True])
             costs.append(cost)

@@ -1,5 +1,6 @@
-"""How long jobs wait for a worker while 2,000 a second come in for minutes: undisturbed, beside a transaction that
-holds a snapshot, beside readers, after too much load, beside an archiver, and while routers are restarted.
+"""Measures how long jobs wait for a worker while 2,000 jobs a second come in for minutes: undisturbed, during a
+transaction that holds a snapshot, with readers, during and after too much load, with an archiver, and while routers are
+restarted.
 
 The load is open: each job has a planned time and is stored then, even if earlier calls have not ended. Its waiting time
 counts from the planned time.
@@ -38,7 +39,7 @@ from windrow.v1 import admin_pb2, admin_pb2_grpc
 
 _PRODUCER, _WORKER = 0, 1
 _WARM_S = 3.0
-# Producers that are further behind than this skip the jobs that are due meanwhile: the system cannot take the load.
+# A producer that is further behind than this skips the jobs that become due, because the system cannot take the load.
 _LATE_S_MAX = 5.0
 _FINISH_S_MAX = 20.0
 _OVERLOAD = 1.5
@@ -56,7 +57,7 @@ class Beside(StrEnum):
     RESTARTS = "rolling restarts"
 
 
-# Peers have no such part.
+# Disturbances that only Windrow can have: peers have no such part.
 _OF_WINDROW = frozenset({Beside.ARCHIVER, Beside.RESTARTS})
 
 
@@ -64,10 +65,10 @@ _OF_WINDROW = frozenset({Beside.ARCHIVER, Beside.RESTARTS})
 class Plan:
     systems: tuple[str, ...] = (WINDROW,)
     beside: tuple[Beside, ...] = tuple(Beside)
-    # The disturbances of `beside` with which peers are measured too.
+    # The disturbances in `beside` with which peers are measured too.
     peers_beside: tuple[Beside, ...] = (Beside.SNAPSHOT,)
     jobs_per_s: int = 2000
-    # Jobs that are stored by one call, and those that a worker may fetch at once.
+    # The jobs that one call stores, and the jobs that a worker may fetch at once.
     batch: int = 10
     fetch: int = 100
     workers: int = 8
@@ -75,7 +76,7 @@ class Plan:
     during_s: float = 60.0
     after_s: float = 30.0
     routers: int = 2
-    # The archiver's work: the number of days, half of which it drops, and of jobs in each.
+    # The archiver's work: how many days there are, half of which it drops, and how many jobs each day has.
     days: int = 60
     day_jobs: int = 200_000
 
@@ -85,7 +86,7 @@ class Phase:
     name: str
     began_s: float
     ended_s: float
-    # Jobs that were stored.
+    # How many jobs were stored.
     stored: int
 
 
@@ -95,10 +96,10 @@ class Sample:
     beside: Beside
     phases: tuple[Phase, ...]
     waits: dict[str, Waits | None]
-    # The last quarter of the time with the disturbance.
+    # The waits in the last quarter of the disturbance.
     last: Waits | None
     left: int
-    # p99 by second.
+    # The p99 of each second.
     p99: list[tuple[float, float]]
     archived: Archived | None
 
@@ -115,7 +116,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
                 async def turn(system: str = system, beside: Beside = beside) -> None:
                     bench.say(f"{plan.jobs_per_s:,} jobs/s, {beside}: {load(system).title}")
                     servers = [stage.routers] * 2
-                    # End them at once: idle clients of other systems would poll.
+                    # End the clients after each sample: idle clients of other systems would poll.
                     async with stage.passing_clients(system, servers=servers, callers=64) as clients:
                         samples.append(sample := await _sample(stage, clients, plan, system, beside))
                     found = [f"{name} p99 {ms_text(waits.p99)} ms" for name, waits in sample.waits.items() if waits]
@@ -178,7 +179,7 @@ async def _sample(stage: Stage, clients: Clients, plan: Plan, system: str, besid
 
 
 async def _fill(stage: Stage, plan: Plan) -> None:
-    """Gives a new org the finished jobs that the archiver works on."""
+    """Inserts the finished jobs of a new org, on which the archiver works."""
     ((_, dsn),) = stage.dsns.items()
     channel = grpc.aio.insecure_channel(stage.routers.address)
     try:
@@ -304,7 +305,7 @@ def _plot(plan: Plan, beside: Beside, samples: Sequence[Sample]) -> Plot:
 
 
 def _gaps(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Leave a gap for seconds in which no job was due that was ever taken."""
+    """Returns the points with a gap for each second in which no job was due, or in which no due job was ever taken."""
     drawn: list[tuple[float, float]] = []
     for at, value in points:
         if drawn and at - drawn[-1][0] > _STEP_S:

@@ -1,5 +1,5 @@
-"""How long it takes to find finished jobs through a router: one by its id, and pages of lists, on a shard that has many
-of them, most of them cold."""
+"""Measures how long it takes to find finished jobs through a router: a job by its id, and pages of lists. The shard has
+many finished jobs, most of them cold."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class Plan:
     days: int = 30
     # The jobs of each day and retention.
     jobs: int = 100_000
-    # Retentions in days: each has partitions of its own.
+    # Retentions in days. Each retention has partitions of its own.
     retentions: tuple[int, ...] = (RETENTION_DEFAULT,)
-    # The other orgs, beside the one that has half of all jobs.
+    # How many orgs share the other half of the jobs. The large org has one half.
     small_orgs: int = 1000
     calls: int = 2000
     routers: int = 1
@@ -65,12 +65,12 @@ class Plan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     call: str
-    # In ms.
+    # The times of the calls in ms.
     took: list[float]
 
 
 class _Shard:
-    """What is on the shard."""
+    """The jobs that the shard has."""
 
     def __init__(self, plan: Plan, today_ms: int) -> None:
         self.plan = plan
@@ -84,7 +84,7 @@ class _Shard:
         return OrgId(f"bench-small-{number}")
 
     def job(self, *, cold: bool = True) -> tuple[OrgId, str]:
-        """A random one."""
+        """Returns the org and the id of a random job."""
         day = self.luck.randint(2, self.plan.days + 1) if cold else self.luck.randint(0, 1)
         n = self.luck.randrange(self.plan.jobs)
         ms = self.day_ms(day) + n * 86_000_000 // self.plan.jobs
@@ -100,13 +100,13 @@ async def measure(plan: Plan, bench: Bench) -> Found:
         async with grpc.aio.insecure_channel(stage.routers.address) as channel:
             calls = _calls(shard, channel)
             for count in dict.fromkeys(count for _, count in calls.values()):
-                # The kinds of calls take turns, so that other load of the machine affects all of them.
+                # The kinds of calls take turns, so that other load on the machine affects all of them.
                 together = {name: call for name, (call, wanted) in calls.items() if wanted == count}
                 took: dict[str, list[float]] = {name: [] for name in together}
                 for turn in range(-20, count):
                     for name, call in together.items():
                         one = await _timed(call)
-                        # Not measured: calls that make connections and cached plans.
+                        # The first calls make connections and cached plans, and do not count.
                         if turn >= 0:
                             took[name].append(one)
                 for name, found in took.items():
@@ -176,13 +176,15 @@ def _calls(shard: _Shard, channel: grpc.aio.Channel) -> dict[str, tuple[Callable
         "ListJobs, the large org's of any day": (lambda: any_page(_LARGE), lists),
         "ListJobs, a small org's of any day": (lambda: any_page(small()), lists),
         "ListJobs, a small org's that are in no such state": (lambda: cancelled(small()), lists),
-        # This is the last one: the org has no such jobs, so the search looks at everything that it has.
+        # The large org has no such jobs, so the search reads all of its jobs. That takes long, so this kind of call
+        # comes last.
         "ListJobs, the large org's that are in no such state": (lambda: cancelled(_LARGE), 5),
     }
 
 
 async def _fill(plan: Plan, bench: Bench, dsn: str) -> _Shard:
-    """Finished jobs of so many days, which turn cold; and of the two days after them, which have not."""
+    """Inserts finished jobs of `plan.days` days, which are turned cold, and of the two days after them, which are
+    not."""
     database = Database(ShardName("s1"), dsn, connections=1, may_scan=True)
     await database.open()
     try:
@@ -213,7 +215,7 @@ async def _turn_cold(database: Database, day: Day) -> None:
             await turn_cold(database, day)
             return
         except InUse:
-            # Autovacuum, which has found the newly filled tables, may hold the lock.
+            # Autovacuum may hold the lock, because it has found the newly filled tables.
             if not tries_left:
                 raise
 

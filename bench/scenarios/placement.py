@@ -1,5 +1,5 @@
-"""How evenly slots, orgs and their jobs are spread over 10 to 1,000 shards, and what moves when shards are added,
-removed or get another weight.
+"""Computes how evenly slots, orgs and their jobs are spread over 10 to 1,000 shards, and what moves when shards are
+added, removed or get another weight.
 
 Starts no cluster: a plan is pure (shard/placement/slots.py), and the time of a move at a given rate is arithmetic.
 """
@@ -23,12 +23,13 @@ from proof.table import Table
 from shard.placement.slots import SLOTS, plan, shares, slot_of
 from shard.vocabulary import OrgId, ShardName
 
-# How unequal orgs are, as Pareto distributions: by the exponents, the largest fifth has 45 % or 80 % of all jobs.
+# The exponents of Pareto distributions that say how unequal orgs are: the largest fifth of the orgs has 45 % or 80 % of
+# all jobs.
 _TAILS: Mapping[str, float] = {"45/20": 2.0, "80/20": 1.161}
 _SEED = 20_240_229
 _ORGS_A_TURN = 200_000
-# Orgs with more than this share of a shard's mean are left out, as if each were pinned to a shard of its own. At most
-# _PINNED_MAX are left out.
+# An org with more than this share of a shard's mean load is left out, as if it were pinned to a shard of its own. At
+# most _PINNED_MAX orgs are left out.
 _PINNED_ABOVE = 0.1
 _PINNED_MAX = 1000
 
@@ -39,7 +40,7 @@ Weights = Mapping[ShardName, float]
 class Plan:
     shards: tuple[int, ...] = (10, 30, 100, 300, 1000)
     orgs: int = 10_000_000
-    # Live jobs in the whole cluster, and how many a second one shard can give away or take in.
+    # The live jobs of the whole cluster, and how many jobs a second one shard can give away or take in.
     jobs: int = 100_000_000
     rate: float = 10_000.0
 
@@ -51,25 +52,25 @@ class Change:
     shards: int
     what: str
     moved: int
-    # The least that could move: what shards hold above their shares.
+    # The fewest slots that could move: those that shards hold above their shares.
     least: int
-    # The largest difference between the numbers of slots of two shards of the same weight, before and after.
+    # The largest difference in slots between two shards of the same weight, before and after the change.
     apart: tuple[int, int]
-    # The slots that the busiest shard gives or takes.
+    # How many slots the busiest shard gives or takes.
     busiest: int
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The least and the greatest shard of equal weights, as shares of the mean."""
+    """The loads of the least and the most loaded shard, of shards with equal weights, as shares of the mean."""
 
     shards: int
     slots: tuple[float, float]
     orgs: tuple[float, float]
     # By the names of _TAILS.
     jobs: Mapping[str, tuple[float, float]]
-    # How many orgs outweigh _PINNED_ABOVE, and the shards without them.
+    # How many orgs have a load above _PINNED_ABOVE, and the loads of the shards without these orgs.
     pinned: Mapping[str, int]
     jobs_of_others: Mapping[str, tuple[float, float]]
 
@@ -81,7 +82,7 @@ class Population:
     orgs: array[int]
     # By the names of _TAILS.
     jobs: Mapping[str, array[float]]
-    # The orgs that have most: their jobs, and their slots.
+    # For the orgs with the most jobs: their jobs, and their slots.
     largest: Mapping[str, list[tuple[float, int]]]
 
 
@@ -114,7 +115,7 @@ async def populate(orgs: int, bench: Bench) -> Population:
     jobs = {tail: array("d", bytes(SLOTS * array("d").itemsize)) for tail in _TAILS}
     largest: dict[str, list[tuple[float, int]]] = {tail: [(0.0, 0)] * _PINNED_MAX for tail in _TAILS}
     for first in range(0, orgs, _ORGS_A_TURN):
-        # Lets Ctrl-C end it.
+        # Let the loop run, so that Ctrl-C can end this.
         await asyncio.sleep(0)
         for n in range(first, min(orgs, first + _ORGS_A_TURN)):
             slot = slot_of(OrgId(f"org-{n}"))
@@ -129,8 +130,8 @@ async def populate(orgs: int, bench: Bench) -> Population:
 
 
 def changes_of(count: int, *, jobs: int, rate: float) -> list[Change]:
-    """One shard more, one drained, every second one twice as heavy. Raises Wrong where a plan is not as good as it
-    must be."""
+    """Returns the effects of three changes: one more shard, one drained shard, and twice the weight for every second
+    shard. Raises Wrong if a plan is not as good as it must be."""
     names = [ShardName(f"s{n}") for n in range(1, count + 1)]
     alike: Weights = dict.fromkeys(names, 1.0)
     owners = plan([None] * SLOTS, alike)
@@ -203,7 +204,7 @@ def load_of(count: int, population: Population) -> Load:
 
 
 def _ends(owners: Sequence[ShardName], on_slot: Sequence[float]) -> tuple[float, float]:
-    """The least and the greatest shard, as shares of the mean."""
+    """Returns the loads of the least and the most loaded shard, as shares of the mean."""
     held: dict[ShardName, float] = dict.fromkeys(owners, 0.0)
     for owner, there in zip(owners, on_slot, strict=True):
         held[owner] += there

@@ -1,5 +1,5 @@
-"""API keys, the keys of an issuer of tokens, and the routers' certificate are replaced again and again under a steady
-load of `windrow.Client` and `windrow.Worker`. No call may fail, and no job may be missing."""
+"""Replaces API keys, the keys of an issuer of tokens, and the routers' certificate again and again, under a steady load
+of `windrow.Client` and `windrow.Worker`. No call may fail, and no job may be missing."""
 
 from __future__ import annotations
 
@@ -41,16 +41,17 @@ _ORG, _QUEUE = OrgId("bench-rotations"), "rotations"
 _SCOPES = ["enqueue", "consume", "read"]
 _ISSUER, _AUDIENCE = "https://issuer.bench", "bench"
 _ALGORITHM = "Ed25519"
-# Clients are asked to connect again at this age, so that they see new certificates.
+# Routers ask clients to connect again when a connection has this age, so that clients see new certificates.
 _CONNECTION_AGE_S = 10
-# Routers follow a file within 2 s. The issuer signs with a key only when it has been published for _PUBLISHED_S, and
-# publishes it for _KEPT_S after it has last signed with it.
+# Routers follow a file within 2 s. The issuer begins to sign with a key when the key has been published for
+# _PUBLISHED_S, and publishes the key for _KEPT_S after the last signature with it.
 _PUBLISHED_S, _KEPT_S = 3.0, 2.0
-# Routers read a file once it has stayed the same for two looks, 0.5 s apart. Files are not replaced faster than that.
+# Routers read a file when it was the same at two looks, which are 0.5 s apart. Therefore files are not replaced faster
+# than this.
 _FILE_PAUSE_S = 1.3
 _LANES = 25
 _WARM_S = 3.0
-# How long a replaced proof may still be good, and the last jobs may take, before the run is a failure.
+# The run fails if a replaced proof is still good after this time, or if the last jobs take longer.
 _EFFECT_S_MAX, _DRAIN_S_MAX = 15.0, 60.0
 _LOOK_S = 0.05
 _CALL_S_MAX = 10.0
@@ -58,18 +59,18 @@ _CALL_S_MAX = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    # A third of them each of API keys, of the issuer's keys, and of certificates.
+    # One third each: API keys, the issuer's keys, certificates.
     rotations: int = 1000
     jobs_per_s: int = 1000
-    # Between two rotations of one sort; of JWKS at least _FILE_PAUSE_S.
+    # The pause between two rotations of one sort. For JWKS it is at least _FILE_PAUSE_S.
     pause_s: float = 0.5
     routers: int = 2
 
 
 @dataclass(slots=True, kw_only=True)
 class Rotated:
-    """One sort of proof. `effect_s`: how long after each rotation the old proof was still taken, or the new certificate
-    not yet shown."""
+    """The rotations of one sort of proof. `effect_s`: how long after each rotation routers still accepted the old
+    proof, or did not yet show the new certificate."""
 
     sort: str
     rotations: int = 0
@@ -82,7 +83,7 @@ class Load:
 
     stored: set[int] = field(default_factory=set[int])
     handled: Counter[int] = field(default_factory=Counter[int])
-    # In ms.
+    # The times of the enqueues in ms.
     enqueues: list[float] = field(default_factory=list[float])
     failed: Counter[str] = field(default_factory=Counter[str])
     seconds: float = 0.0
@@ -93,7 +94,8 @@ class Load:
 
 
 class _ApiKeys:
-    """`token` is the newest key. The one before it is revoked when the next one is made."""
+    """The API keys of the org. `token()` returns the newest key. There are at most two valid keys: when a further key
+    is made, the oldest key is revoked."""
 
     def __init__(self, catalog: Database) -> None:
         self._catalog = catalog
@@ -121,7 +123,7 @@ class _Issuer:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._numbers = itertools.count(1)
-        # With the time of their publication, the oldest first.
+        # The keys with the times of their publication, the oldest first.
         self._keys = deque[tuple[float, OKPKey]]()
         self.rotate()
 
@@ -153,7 +155,7 @@ class _Issuer:
         return known[-1] if known else self._keys[0][1]
 
     def _replaced_s(self) -> float:
-        """When the issuer stopped signing with its oldest key."""
+        """Returns the time at which the issuer stopped signing with its oldest key."""
         return self._keys[1][0] + _PUBLISHED_S
 
 
@@ -228,7 +230,7 @@ async def _run(
     issuer: _Issuer,
     certificates: _Certificate,
 ) -> tuple[list[Rotated], Load]:
-    """Rotates under load."""
+    """Makes all rotations under load."""
     load, stop = Load(), asyncio.Event()
     third = plan.rotations // 3
     with_keys, with_tokens, certified = (Rotated(sort=sort) for sort in ("API keys", "JWKS", "certificates"))
@@ -291,8 +293,8 @@ async def _client(
     numbers: Iterable[int],
     stop: asyncio.Event,
 ) -> AsyncGenerator[asyncio.Future[list[None]], None]:
-    """Enqueues at a steady pace until `stop`, and handles what it finds until the end of this scope. Yields what ends
-    when all is enqueued."""
+    """Enqueues at a steady pace until `stop`, and handles jobs until the end of this scope. Yields a future that is
+    done when all jobs are enqueued."""
     fresh = iter(numbers)
 
     async def produce(client: windrow.Client) -> None:
@@ -339,7 +341,7 @@ async def _refused(stub: queue_pb2_grpc.QueueAsyncStub, token: str, rotated: Rot
 
 
 async def _shown(address: str, ca: Path, serial: int, rotated: Rotated) -> None:
-    """Waits until a new connection is shown this certificate, and notes how long that takes."""
+    """Waits until routers show this certificate to a new connection, and notes how long that takes."""
     began_s = time.monotonic()
     context = ssl.create_default_context(cafile=ca)
     context.set_alpn_protocols(["h2"])
@@ -355,7 +357,7 @@ async def _shown(address: str, ca: Path, serial: int, rotated: Rotated) -> None:
 
 
 def _faults(plan: Plan, rotated: Iterable[Rotated], load: Load, slowest: dict[str, float]) -> Iterable[str]:
-    """Says what must not have happened. One of them is enough."""
+    """Yields the first failure of the run, if there is any."""
     if load.failed:
         yield f"{load.failed.total():,} of the calls failed: {load.failed.most_common(1)[0][0]}"
     elif load.missing:

@@ -1,5 +1,5 @@
-"""Schedules: how late runs are stored when thousands are due in the same second beside a load, spread by jitter or not;
-how late a few are; and what a hundred thousand cost while none is due."""
+"""Measures schedules: how late runs are stored when thousands are due in the same second under load, with and without
+jitter; how late the runs of a single schedule are; and what a hundred thousand schedules cost while none is due."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ORGS = 10
 _BATCH = 10
 _AHEAD_S = 5
 _PATIENCE_S = 60.0
-# An org's schedules are copies of one that was created by a call.
+# An org's schedules are copies of a schedule that a call created.
 _COPY = """
 INSERT INTO windrow.schedule (
     id, org_id, name, cron, interval_us, once_at, zone, jitter_us, overlap, catch_up, note, declared_by, queue, kind,
@@ -73,7 +73,7 @@ class Late:
     p50_s: float
     p99_s: float
     last_s: float
-    # What the load enqueued meanwhile, in jobs a second.
+    # How many jobs a second the load enqueued meanwhile.
     load_per_s: float
 
 
@@ -125,7 +125,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
 async def _create(
     channel: grpc.aio.Channel, stage: Stage, org: str, name: str, count: int, *, at_s: int, jitter_s: int = 0
 ) -> None:
-    """Creates schedules of one org that fire once, at this time."""
+    """Creates `count` schedules of one org that fire once, at `at_s`."""
     spec = schedules_pb2.ScheduleSpec(at=Timestamp(seconds=at_s), jitter=Duration(seconds=jitter_s))
     request = schedules_pb2.CreateScheduleRequest(
         org=org, name=name, spec=spec, job=job_pb2.JobTemplate(queue="due", kind="no-op", payload=bytes(200))
@@ -160,7 +160,7 @@ async def _due(
 
 
 async def _lateness(stage: Stage, like: str, jobs: int) -> list[float]:
-    """Returns how late these jobs were stored, once all of them are."""
+    """Waits until these jobs are stored. Returns how late each of them was."""
     (dsn,) = stage.dsns.values()
     deadline_s = time.monotonic() + _PATIENCE_S
     async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
@@ -174,7 +174,7 @@ async def _lateness(stage: Stage, like: str, jobs: int) -> list[float]:
 
 
 async def _few(stage: Stage, channel: grpc.aio.Channel, plan: Plan) -> Late:
-    """A schedule each second, undisturbed."""
+    """Measures a schedule that is due each second, without other load."""
     spec = schedules_pb2.ScheduleSpec(interval=Duration(seconds=1), overlap=schedules_pb2.OVERLAP_POLICY_ALLOW)
     job = job_pb2.JobTemplate(queue="due", kind="no-op")
     stub = schedules_pb2_grpc.SchedulesStub(channel)
@@ -199,7 +199,8 @@ def _late(case: str, run: int, found: Sequence[float], load_per_s: float) -> Lat
 
 @asynccontextmanager
 async def _load(channel: grpc.aio.Channel, per_s: float) -> AsyncGenerator[list[int], None]:
-    """Enqueues and works jobs at this pace. Yields a list that gets the number of each enqueue."""
+    """Enqueues `per_s` jobs a second, and works on them, during this scope. Yields a list to which each enqueue adds
+    its number of jobs."""
     stub = queue_pb2_grpc.QueueStub(channel)
     enqueued: list[int] = []
 

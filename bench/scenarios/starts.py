@@ -1,5 +1,5 @@
-"""Limits that hold jobs back, over two routers with two processes each: how many jobs start, how many run at a time,
-and what such limits cost while they are not reached."""
+"""Measures limits that hold jobs back, over two routers with two processes each: how many jobs start, how many run at
+the same time, and what such limits cost while they are not reached."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ from proof.table import Table
 from windrow import LimitMeasure
 
 _PROCESSES = 2
-# Workers of each router, with a client each: connections reach the processes of a router at random.
+# How many workers each router has. Each worker has its own client, because connections reach the processes of a router
+# at random.
 _WORKERS = 4
 _PLACES = 20
 _KIND = "no-op"
 _PAYLOAD = bytes(200)
-# Jobs in an interval of so many seconds.
+# Pairs: a number of jobs, and the interval in seconds for which it is the limit.
 _RATES = ((1000, 10), (100, 1), (10, 60))
 _IN_FLIGHT = 50
 _RUN_S = 0.05
-# A bucket that has just been emptied had filled a little while its first jobs started.
+# The time until a bucket is really empty: it fills a little while its first jobs start.
 _REST_S = 2.0
-# Between two counts of leases.
+# The pause between two counts of leases.
 _LOOK_S = 0.1
-# Never reached.
+# The amount of a limit that is never reached.
 _FAR = 10**9
 _BATCH = 100
 _CALLERS = 8
@@ -52,7 +53,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """`wanted`: what the limit gives in the time that was measured, from an empty bucket on."""
+    """What a limit let start. `wanted`: the jobs that the limit should let start in the measured time, if its bucket is
+    empty at the beginning."""
 
     amount: int
     interval_s: int
@@ -63,7 +65,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """How many handlers ran, and how many jobs were leased, at a time."""
+    """How many handlers ran at the same time, and how many jobs were leased at the same time."""
 
     limit: int
     most: int
@@ -113,12 +115,12 @@ async def measure(plan: Plan, bench: Bench) -> Found:
 
 @dataclass(slots=True)
 class _Handlers:
-    """What the handlers of one org saw."""
+    """Counts the handlers of one org."""
 
     started_at_s: list[float] = field(default_factory=list[float])
     running: int = 0
     most: int = 0
-    # Seconds that handlers have run, all together.
+    # The sum of the seconds for which the handlers have run.
     ran_s: float = 0.0
     began: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -136,14 +138,14 @@ class _Handlers:
         self.ran_s += time.monotonic() - began_s
 
     async def until(self, count: int) -> None:
-        """Returns when so many handlers have begun."""
+        """Waits until `count` handlers have begun."""
         async with self.began:
             await self.began.wait_for(lambda: len(self.started_at_s) >= count)
 
 
 @asynccontextmanager
 async def _at_work(both: Sequence[Servers], org: str, *, run_s: float) -> AsyncGenerator[_Handlers, None]:
-    """Workers of one org at both routers, whose handlers take `run_s` seconds."""
+    """Runs workers of one org at both routers during this scope. Their handlers take `run_s` seconds."""
     seen = _Handlers()
 
     async def handle(_: windrow.Job) -> None:
@@ -165,7 +167,7 @@ async def _at_work(both: Sequence[Servers], org: str, *, run_s: float) -> AsyncG
 
 
 async def _started(plan: Plan, bench: Bench, both: Sequence[Servers]) -> list[Started]:
-    """All limits at the same time, each with an org of its own."""
+    """Measures all limits at the same time, each with an org of its own."""
     async with AsyncExitStack() as stack:
         seen: list[_Handlers] = []
         for amount, interval_s in _RATES:
@@ -201,7 +203,7 @@ async def _running(plan: Plan, bench: Bench, stage: Stage, both: Sequence[Server
     org = "in-flight"
     async with windrow.Client(both[0].address, org=org) as client:
         await client.set_limit(LimitMeasure.IN_FLIGHT, _IN_FLIGHT)
-        # More than can run.
+        # More jobs than can run in the time.
         await _store(client, int(1.2 * plan.seconds * _IN_FLIGHT / _RUN_S))
     bench.say(f"running {_IN_FLIGHT} handlers of {_RUN_S * 1000:g} ms at a time for {plan.seconds:g} s")
     async with _at_work(both, org, run_s=_RUN_S) as seen:
@@ -217,7 +219,7 @@ async def _running(plan: Plan, bench: Bench, stage: Stage, both: Sequence[Server
 
 
 async def _counted_leases(dsn: str, seconds: float) -> list[int]:
-    """Counts the leases again and again for so many seconds."""
+    """Counts the leases again and again for `seconds`. Returns all counts."""
     counts: list[int] = []
     async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
         ends_s = time.monotonic() + seconds
@@ -266,7 +268,7 @@ async def _lives(plan: Plan, bench: Bench, stage: Stage, both: Sequence[Servers]
     await rate("none")
     lives: list[Life] = []
     for run in range(1, plan.runs + 1):
-        # The order alternates, so that none always comes first.
+        # The order alternates, so that no case always comes first.
         for limits in sorted(_LIMITS, reverse=run % 2 == 0):
             life = Life(limits=limits, run=run, jobs_per_s=await rate(limits))
             lives.append(life)

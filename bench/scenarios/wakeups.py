@@ -1,5 +1,5 @@
-"""How long an idle consumer waits for a job that an operator makes ready through another router: by a redrive, a
-restore, the end of a pause, or a new run time."""
+"""Measures how long an idle consumer waits for a job that an operator makes ready through another router: by a redrive,
+a restore, the end of a pause, or a new run time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Plan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     call: str
-    # In ms: from the start of the call to the answer of the consumer's Dequeue.
+    # The times in ms from the start of the call to the answer of the consumer's Dequeue.
     took: list[float]
 
 
@@ -61,7 +61,7 @@ class _Router:
         return list((await self.queue.Dequeue(request, timeout=CALL_S_MAX)).jobs)
 
 
-# What makes a job ready: prepares an org through one router, and returns the call, which goes to the other one.
+# Prepares an org through one router. Returns a call to the other router that makes a job of the org ready.
 _Prepare = Callable[[_Router, _Router, str], Awaitable[Callable[[], Awaitable[object]]]]
 
 
@@ -125,11 +125,11 @@ async def measure(plan: Plan, bench: Bench) -> Found:
             grpc.aio.insecure_channel(other.address) as there,
         ):
             near, far = _Router(here), _Router(there)
-            # The calls take turns, so that other load of the machine affects all of them.
+            # The calls take turns, so that other load on the machine affects all of them.
             for turn in range(-10, plan.tries):
                 for name, prepare in _CALLS.items():
                     one = await _waited(near, far, prepare)
-                    # Not measured: calls that make connections and cached plans.
+                    # The first calls make connections and cached plans, and do not count.
                     if turn >= 0:
                         took[name].append(one)
     for name, found in took.items():
@@ -145,8 +145,8 @@ async def measure(plan: Plan, bench: Bench) -> Found:
 
 
 async def _waited(near: _Router, far: _Router, prepare: _Prepare) -> float:
-    """Returns how long it took from the call to the consumer's job, in ms. Each time another org waits, whose queue the
-    other router has never met."""
+    """Returns how long it took from the call until the consumer had the job, in ms. Each measurement uses a new org, so
+    that the other router has never met its queue."""
     org = f"bench-{secrets.token_hex(6)}"
     act = await prepare(near, far, org)
 
@@ -157,7 +157,8 @@ async def _waited(near: _Router, far: _Router, prepare: _Prepare) -> float:
 
     consumer = asyncio.create_task(consume())
     try:
-        # A router runs the statements of an org in turn, so these calls come after the consumer's first claim.
+        # Make sure that the consumer waits: a router runs the statements of an org in turn, so these calls run after
+        # the consumer's first claim.
         await asyncio.sleep(0)
         for _ in range(2):
             await near.dequeue(org, queue="nothing")

@@ -1,5 +1,5 @@
-"""How long ExplainJob and ExplainQueue take for an org with a million jobs in one queue, beside a call that touches
-nothing."""
+"""Measures how long ExplainJob and ExplainQueue take for an org with a million jobs in one queue, compared with a call
+that uses no shard."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WARM = 50
 _LEASED = 200
 # How many jobs of each sort the calls choose from.
 _SAMPLE = 1000
-# Nine of ten jobs are ready, the others scheduled, in all priorities. The oldest come first.
+# Nine of ten jobs are ready, and the other jobs are scheduled. All priorities occur. The oldest jobs come first.
 _FILL = """
 INSERT INTO windrow.job (id, queue_id, kind, payload, priority, run_at, visible_at, enqueued_at)
 SELECT
@@ -58,7 +58,7 @@ _SORTS: Mapping[str, tuple[str, str]] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     jobs: int = 1_000_000
-    # How many calls of each sort.
+    # How many calls of each sort there are.
     calls: int = 2000
     routers: int = 1
 
@@ -66,7 +66,7 @@ class Plan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     call: str
-    # In ms.
+    # The times of the calls in ms.
     took: list[float]
 
 
@@ -84,7 +84,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
             await queue.Dequeue(request, timeout=CALL_S_MAX)
             calls = _calls(org, _ids(dsn, org), admin, queue)
             took: dict[str, list[float]] = {name: [] for name in calls}
-            # The calls take turns, so that other load of the machine affects all of them.
+            # The calls take turns, so that other load on the machine affects all of them.
             for turn in range(-_WARM, plan.calls):
                 for name, call in calls.items():
                     began_s = time.perf_counter()
@@ -151,7 +151,7 @@ def _queue_id(connection: psycopg.Connection, org: str) -> int:
 
 
 def _fill(dsn: str, org: str, jobs: int) -> None:
-    """Puts jobs into the queue, past the router, and books them."""
+    """Inserts jobs into the queue by SQL, without a router, and adds them to the books."""
     with psycopg.connect(dsn) as connection:
         queue_id = _queue_id(connection, org)
         connection.execute(_FILL.encode(), {"queue_id": queue_id, "jobs": jobs, "payload": stamped(1)[0]})

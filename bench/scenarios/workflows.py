@@ -1,4 +1,5 @@
-"""What workflows cost: the whole life of jobs in graphs beside plain jobs, and acks of 10,000 parents of one node."""
+"""Measures what workflows cost: the whole life of jobs in graphs, compared with plain jobs, and acks of the 9,999
+parents of one node."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ from proof.table import Table
 from windrow import uuid7
 from windrow.v1 import queue_pb2, queue_pb2_grpc, workflows_pb2, workflows_pb2_grpc
 
-# The ratio of jobs a second in graphs to plain ones.
+# The bar for the ratio of jobs a second in graphs to plain jobs a second.
 _BAR = 0.7
 _CONSUMERS = 4
 _WIDTH = 100
 _FAN_IN = 10_000
-# How many nodes wait for each other in a row. None: plain jobs, 0: nodes that wait for nothing.
+# How many nodes of the level before each node waits for. 0: nodes have no edges. None: plain jobs, without a workflow.
 _CASES: Mapping[str, int | None] = {
     "plain": None,
     "nodes without edges": 0,
@@ -57,7 +58,8 @@ class Life:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acks:
-    """The median times of single acks of a node's parents: the first tenth of these acks, and the last."""
+    """The median time of a single ack of a node's parent: among the first tenth of these acks, and among the last
+    tenth."""
 
     run: int
     first_ms: float
@@ -72,7 +74,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
         for run in range(plan.runs + 1):
             for case in list(_CASES)[:: 1 if run % 2 else -1]:
                 life = Life(case=case, run=run, rate=await _live(plan, channel, _CASES[case]))
-                # The first run warms up.
+                # The first run is a warm-up.
                 if run:
                     lives.append(life)
                     bench.say(f"{case}: {life.rate:,.0f} jobs/s")
@@ -93,7 +95,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
 
 
 def _graph(org: str, nodes: int, parents: int) -> workflows_pb2.StartWorkflowRequest:
-    """Levels of nodes, of which each waits for so many of the level before."""
+    """Returns a workflow of levels. Each node waits for `parents` nodes of the level before."""
     request = workflows_pb2.StartWorkflowRequest(org=org, id=uuid7())
     payload = stamped(1)[0]
     for at in range(nodes):
@@ -160,7 +162,8 @@ async def _fan_in(channel: grpc.aio.Channel, run: int) -> Acks:
     leases: list[bytes] = []
     while jobs := (await stub.Dequeue(dequeue, timeout=CALL_S_MAX)).jobs:
         leases += [job.lease for job in jobs]
-    # In the order of a row that every parent would update: the node looks at the last one first.
+    # Ack the last parent first, which is the worst order: a node waits for its last parent that has not ended, so each
+    # ack changes the parent that it waits for.
     for lease in reversed(leases[: len(leases) // 10 * 10]):
         began_s = time.perf_counter()
         await stub.Ack(queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=lease)]), timeout=CALL_S_MAX)

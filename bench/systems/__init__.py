@@ -7,24 +7,24 @@ from types import MappingProxyType
 
 from bench.system import System
 
-# Windrow by its Python client and worker, as users have it.
+# Windrow with its Python client and worker, as users have it.
 WINDROW = "windrow"
-# The same, with a handler that takes many jobs at once.
+# Windrow with its Python client, and a worker whose handler takes many jobs at once.
 BATCHES = "windrow-batches"
-# Windrow by its generated stubs: the speed of the protocol with a client that does nothing else.
+# Windrow with the generated stubs: the speed of the protocol if the client does nothing else.
 RAW = "windrow-raw"
-# The limit, with which Windrow is compared in every round: the same statements without routers and gRPC.
+# The upper limit of Windrow's speed: the same statements without routers and gRPC.
 LIMIT = "limit"
 ECHO = "echo"
-# With unary calls of one job each.
+# Windrow with unary calls of one job each.
 UNARY = "windrow-unary"
-# With routers that trace, that serve metrics, and that do both.
+# Windrow with routers that trace, with routers that serve metrics, and with routers that do both.
 TRACED, MEASURED, TELLING = "windrow-traced", "windrow-measured", "windrow-telling"
-# With routers that speak TLS; and with unary calls of one job each to such routers.
+# Windrow with routers that speak TLS: as users have it, and with unary calls of one job each.
 TLS, TLS_UNARY = "windrow-tls", "windrow-tls-unary"
-# The same with routers that speak TLS and ask for an API key.
+# Windrow with routers that speak TLS and require an API key: as users have it, and with unary calls of one job each.
 SECURE, SECURE_UNARY = "windrow-secure", "windrow-secure-unary"
-# With a worker and a stream for each consumer.
+# Windrow with a worker and a stream for each consumer.
 WORKERS = "windrow-workers"
 
 OURS = MappingProxyType(
@@ -61,7 +61,7 @@ PEERS = MappingProxyType(
 
 
 def load(name: str) -> type[System]:
-    """The class of a system by its name, or by MODULE:CLASS."""
+    """Returns the class of a system, which is given by its name or as MODULE:CLASS."""
     module, _, member = (OURS.get(name) or PEERS.get(name) or name).partition(":")
     found: type[System] = getattr(importlib.import_module(module), member)
     return found

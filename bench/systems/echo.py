@@ -1,4 +1,4 @@
-"""The upper limit for unary calls: the same messages, exchanged with the same number of server processes that only
+"""The upper limit for unary calls: exchanges the same messages with the same number of server processes, which only
 answer (bench/echo_server.py)."""
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Echo:
         self._channels = [grpc.aio.insecure_channel(site.address, options=options) for _ in range(count)]
         self._queues = itertools.cycle([queue_pb2_grpc.QueueStub(channel) for channel in self._channels])
         self._org = ""
-        # How many jobs this process has enqueued and not taken yet. A worker takes no more, as from a queue.
+        # Counts the jobs that this process has enqueued but not taken yet. Workers take no more jobs than that, as from
+        # a queue.
         self._stored = asyncio.Semaphore(0)
         self._unfinished = 0
 
@@ -83,7 +84,7 @@ class Echo:
         return self._unfinished
 
     async def check(self, jobs: int) -> None:
-        """Nothing to check, because it stores nothing."""
+        """Checks nothing, because an echo stores nothing."""
 
     async def close(self) -> None:
         for channel in self._channels:

@@ -1,4 +1,5 @@
-"""The upper limit: the client processes run the shard's statements themselves. No router, no gRPC, no messages."""
+"""The upper limit of Windrow's speed: the client processes run the shard's statements themselves, without routers, gRPC
+and messages."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from windrow.ids import uuid7
 _QUEUE = QueueName("work")
 _WINDOW_US = 30_000_000
 _POLL_S = 0.002
-# The most connections of one client process to one shard. More of them would only wait for each other.
+# The most connections of one client process to one shard. More connections would only wait for each other.
 _CONNECTIONS_MAX = 4
 
 

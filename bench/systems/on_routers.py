@@ -1,4 +1,4 @@
-"""The base of every way to use Windrow: an org for each shard, and the check of the books after a run."""
+"""The base of every way to use Windrow: makes an org for each shard, and checks the books after a run."""
 
 from __future__ import annotations
 

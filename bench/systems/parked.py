@@ -1,4 +1,4 @@
-"""Consumers that wait on empty queues: many streams over many queues. This measures only what waiting costs."""
+"""Consumers that wait on empty queues: many streams over many queues. They show what waiting costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PGMQ: its SQL functions called directly. Its configuration: bench/peers/README.md."""
+"""PGMQ, by direct calls of its SQL functions. Its configuration: bench/peers/README.md."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _METRICS = b"SELECT queue_length, total_messages FROM pgmq.metrics(%b)"
 _INSTALLED = b"SELECT to_regprocedure('pgmq.metrics(text)') IS NOT NULL"
 _EXISTS = b"SELECT count(*) > 0 FROM pgmq.meta WHERE queue_name = %b"
 _CREATE = b"SELECT pgmq.create(%b)"
-# A lock, so that two client processes do not both create what is missing.
+# A lock prevents that two client processes create the same thing at the same time.
 _LOCK = b"SELECT pg_advisory_lock(hashtext('pgmq'))"
 _UNLOCK = b"SELECT pg_advisory_unlock(hashtext('pgmq'))"
 
 _VISIBLE_AGAIN_S = 30
-# How often the server looks for jobs, and for how long, before it answers that there are none.
+# How often the server looks for jobs, and after which time it answers that there are none.
 _POLL_MS = 5
 _POLL_S_MAX = 1
 
 
 class Pgmq:
-    """No process of its own: PGMQ is SQL, and has no client that would be faster than a driver."""
+    """PGMQ needs no process of its own: it consists of SQL functions, and no client of it is faster than a driver."""
 
     title: ClassVar[str] = "PGMQ 1.13 (SQL functions)"
 
@@ -60,7 +60,8 @@ class Pgmq:
             await connection.execute(_LOCK)
             try:
                 if not (await _all(connection, _INSTALLED))[0][0]:
-                    # Only the simple protocol takes several statements at once, and it has no parameters.
+                    # The file has several statements. Only the simple protocol, which has no parameters, takes several
+                    # at once.
                     await connection.execute(self._sql.read_bytes(), prepare=False)
                 if not (await _all(connection, _EXISTS, self._queue))[0][0]:
                     await connection.execute(_CREATE, [self._queue])
@@ -96,7 +97,7 @@ class Pgmq:
         read = [self._queue, _VISIBLE_AGAIN_S, batch]
         async with await psycopg.AsyncConnection.connect(self._dsn, autocommit=True, prepare_threshold=0) as connection:
             while True:
-                # The polling function takes rows one by one, so use it only when there is nothing to take now.
+                # The polling function takes rows one by one. Use it only if there is nothing to take now.
                 messages = await _all(connection, _READ, *read)
                 if not messages:
                     messages = await _all(connection, _POLL, *read, _POLL_S_MAX, _POLL_MS)

@@ -1,4 +1,4 @@
-"""River in a Go process, by its own client. Its configuration: bench/peers/README.md."""
+"""River in a Go process, with its own client. Its configuration: bench/peers/README.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windrow by the generated stubs: the speed of its protocol with a client that does nothing else."""
+"""Windrow with the generated stubs: the speed of its protocol if the client does nothing else."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 _WAIT = Duration(seconds=20)
 _ACKS_MAX = 1000
 _CREDIT_MAX = 10_000
-# Messages with acks of one stream: one is answered while the other is on its way.
+# The most unanswered messages with acks on one stream: one is being answered while the other is on its way.
 _UNANSWERED_MAX = 2
 
 
 class Pulled(OnRouters):
-    """Workers call Dequeue, which waits, and Ack."""
+    """Workers call Dequeue, which waits for jobs, and Ack."""
 
     title: ClassVar[str] = "Windrow, pulled"
 
@@ -39,8 +39,8 @@ class Pulled(OnRouters):
     async def enqueue(self, payloads: Sequence[bytes]) -> None:
         request = queue_pb2.EnqueueRequest(org=next(self._turns))
         add = request.jobs.add
-        # Build the messages in place, as the client does: to make them first and then copy them costs three times as
-        # much.
+        # Build the messages in place, as the client does. To make them first and copy them then would cost three times
+        # as much.
         for payload in payloads:
             job = add()
             job.id = uuid7()
@@ -74,8 +74,8 @@ class Pulled(OnRouters):
 
 
 class RawStreams(Pulled):
-    """Consume streams, one in each worker process for each shard, with credit for ten times the jobs that are worked on
-    at a time, because jobs and acks are also on their way."""
+    """Each worker process has one Consume stream for each shard. The credit is ten times the jobs that are worked on at
+    the same time, because further jobs and acks are on their way."""
 
     title: ClassVar[str] = "Windrow, raw streams"
 
@@ -88,7 +88,7 @@ class RawStreams(Pulled):
 
 
 class Unary(Pulled):
-    """One job in each call: Enqueue, Dequeue and Ack."""
+    """Each call of Enqueue, Dequeue and Ack has one job."""
 
     title: ClassVar[str] = "Windrow, a job a unary call"
 
@@ -107,7 +107,7 @@ class UnaryTls(Unary):
 
 
 class UnarySecure(Unary):
-    """Through routers that speak TLS and ask for an API key."""
+    """Through routers that speak TLS and require an API key."""
 
     title: ClassVar[str] = "Windrow, a job a unary call, TLS and a key"
 
@@ -119,10 +119,10 @@ async def consume(
     taken: Taken,
     finished: Finished,
 ) -> None:
-    """Consumes from one stream with `credit` jobs until it is cancelled.
+    """Consumes from one stream with a credit of `credit` jobs until it is cancelled.
 
-    Acks wait until earlier ones are answered, and then go in one message: at once under light load, many together under
-    heavy load. Windrow's own Worker does the same."""
+    Acks wait until earlier acks are answered, and then go in one message. So an ack goes at once under light load, and
+    many acks go together under heavy load. Windrow's own Worker does the same."""
     requests: asyncio.Queue[queue_pb2.ConsumeRequest] = asyncio.Queue()
     requests.put_nowait(queue_pb2.ConsumeRequest(start=start, credit=credit))
     unanswered: dict[int, int] = {}

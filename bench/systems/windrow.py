@@ -13,15 +13,17 @@ from bench.system import Finished, Site, Taken, Wrong
 from bench.systems.on_routers import QUEUE, OnRouters
 
 KIND = "no-op"
-# Handlers that a worker process runs at a time. Others' own benchmarks have 512 to 2,000 (bench/peers/README.md).
+# How many handlers a worker process runs at the same time. The peers' own benchmarks have 512 to 2,000
+# (bench/peers/README.md).
 PLACES = 500
 _JOBS_AT_ONCE = 100
 
 
 class Windrow(OnRouters):
-    """`client.enqueue_many` of a batch, or `client.enqueue` of one job; a Worker with an `async def` handler.
+    """Calls `client.enqueue_many` for a batch, or `client.enqueue` for one job, and runs a Worker with an `async def`
+    handler.
 
-    Each run has a new client, as a program that has just started: which router process a connection reaches is luck."""
+    Each run has a new client, because it is a matter of luck which router process a connection reaches."""
 
     title: ClassVar[str] = "Windrow"
 
@@ -61,7 +63,8 @@ class Windrow(OnRouters):
                 group.create_task(worker.run())
 
     def _register(self, worker: windrow.Worker, taken: Taken, finished: Finished) -> None:
-        # A worker does not say when acks are answered: settle() in client_process.py asks the database at the end.
+        # A worker does not report when acks are answered. Therefore settle() in client_process.py asks the database at
+        # the end.
         @worker.handler(KIND)
         async def no_op(job: windrow.Job) -> None:
             taken(time.monotonic_ns(), job.payload)
@@ -108,13 +111,13 @@ class WindrowTls(Windrow):
 
 
 class WindrowSecure(Windrow):
-    """Through routers that speak TLS and ask for an API key."""
+    """Through routers that speak TLS and require an API key."""
 
     title: ClassVar[str] = "Windrow, TLS and a key"
 
 
 class WindrowWorkers(Windrow):
-    """As many workers as `concurrency`, each with a place and a stream of its own."""
+    """Runs as many workers as `concurrency`, each with one place and a stream of its own."""
 
     async def work(self, *, batch: int, concurrency: int, taken: Taken, finished: Finished) -> None:
         turns = itertools.cycle(self._clients)
@@ -123,7 +126,7 @@ class WindrowWorkers(Windrow):
 
 
 class WindrowBatches(Windrow):
-    """With a handler that takes up to 100 jobs at once."""
+    """Uses a handler that takes up to 100 jobs at once."""
 
     title: ClassVar[str] = "Windrow, batch handlers"
 

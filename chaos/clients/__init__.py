@@ -1,1 +1,1 @@
-"""Producers and workers. Each is a process of its own: a fault may hit one of them without the others."""
+"""Producers and workers. Each is a process of its own, so that a fault can hit one of them without the others."""

@@ -12,15 +12,15 @@ from proof.history import leased
 from windrow.v1 import job_pb2
 
 _CALLS_MAX = 3
-# Some calls are given up so soon that they may be executed, and their answers are lost.
+# Some calls are given up so soon that routers may execute them although their answers are lost.
 _HASTY_S = 0.05
-# Some come when the lease may have ended: after this many windows.
+# This share of the calls comes when the lease may have ended: after this many windows.
 _LATE = 0.2
 _LATE_WINDOWS = (0.5, 2.0)
 
 
 class Adder:
-    """For one worker process."""
+    """Adds nodes for one worker process."""
 
     def __init__(self, site: Site, orders: Orders, made: calls.Calls, group: asyncio.TaskGroup) -> None:
         self._site = site
@@ -29,7 +29,8 @@ class Adder:
         self._group = group
 
     async def add(self, org: str, job: job_pb2.LeasedJob, luck: random.Random) -> bool:
-        """Adds nodes if the job is one that does. Returns whether the caller must not use its lease any more."""
+        """Adds nodes if the job is in a workflow and nodes are drawn for it. Returns whether the caller must not use
+        the lease any more."""
         if self._orders.calm.is_set() or not job.HasField("workflow"):
             return False
         node = str(leased(lease=job.lease, attempt=job.attempt, payload=job.payload)["job"])
@@ -37,7 +38,7 @@ class Adder:
             after_s = self._site.window_s * luck.uniform(*_LATE_WINDOWS)
             self._group.create_task(self._add_late(org, job, draw_added(node, luck), after_s))
             return True
-        # Whether they are answered or not. Each may name other nodes than the one before.
+        # Several calls, each of which may name other nodes than the call before.
         for _ in range(luck.randint(1, _CALLS_MAX)):
             nodes = draw_added(node, luck)
             try_s = luck.choice((calls.TRY_S, calls.TRY_S, luck.uniform(0.0, _HASTY_S)))

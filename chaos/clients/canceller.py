@@ -1,5 +1,5 @@
-"""`python -m chaos.clients.canceller`: a worker that cancels its stream as soon as it has read jobs, and acks those
-jobs by separate calls: it holds their leases until their windows end."""
+"""`python -m chaos.clients.canceller`: a worker that cancels its stream as soon as it has read jobs, and acks these
+jobs by separate calls. Its leases hold until their windows end, although their stream has ended."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Canceller:
             await self._orders.pause(luck.uniform(0.0, _AGAIN_S_MAX))
 
     async def _read_once(self, stub: queue_pb2_grpc.QueueAsyncStub, org: str) -> Sequence[job_pb2.LeasedJob]:
-        """Returns the jobs of a stream's first message, and cancels the stream. Returns none if none come soon."""
+        """Opens a stream, and cancels it after its first message. Returns the jobs of this message, or no jobs if no
+        message comes soon."""
         number = self._recorder.begin(Verb.CONSUME, org, {"window_s": self._site.window_s})
         start = queue_pb2.ConsumeStart(
             org=org,

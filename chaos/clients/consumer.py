@@ -12,7 +12,8 @@ from proof.clients.site import Orders, Site, main
 from windrow.v1 import queue_pb2_grpc
 
 _CHANNELS = 3
-# Orgs with most of the jobs have a stream in every process; the others have one in a single process.
+# This many orgs, which have most of the jobs, have a stream in every process. Every other org has a stream in one
+# process.
 _EVERYWHERE = 20
 
 

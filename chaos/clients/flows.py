@@ -1,4 +1,4 @@
-"""The workflows that clients start: their nodes run however those before them ended."""
+"""The workflows that clients start. Their nodes run even if their parents failed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def draw(org: str, luck: random.Random) -> tuple[windrow.Workflow, list[dict[str
     asked: list[dict[str, object]] = []
 
     def next_job(after: Sequence[int]) -> tuple[bytes, str]:
-        """Returns its payload, and the name of its node, which is its id."""
+        """Returns the payload of the next job, and the job's id, which is also the name of its node."""
         job = job_id_of(WorkflowId(flow.id), len(asked))
         before = [str(asked[at]["job"]) for at in after]
         asked.append(asked_to_start(job=job, queue=QUEUE, workflow=flow.id, after=before))

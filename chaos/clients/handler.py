@@ -1,6 +1,6 @@
-"""`python -m chaos.clients.handler`: windrow.Worker, as users have it, for the orgs with most of the jobs.
+"""`python -m chaos.clients.handler`: runs windrow.Worker, as users do, for the orgs with most of the jobs.
 
-It does not tell its handlers whether their acks succeeded, so the acks stay open in the history.
+A Worker does not tell its handlers whether their acks succeeded, so the acks stay open in the history.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _worker(
                 await _add(job, job.workflow, org, recorder, luck)
             match fate:
                 case Fate.EXTEND | Fate.OVERSLEEP:
-                    # The worker keeps the lease.
+                    # Mostly longer than the window. The worker extends the lease meanwhile.
                     await asyncio.sleep(site.window_s * luck.uniform(0.9, 1.5))
                 case Fate.ACK | Fate.RELEASE | Fate.FORGET:
                     await asyncio.sleep(luck.expovariate(1 / _WORK_S))
@@ -69,7 +69,7 @@ def _worker(
 async def _add(
     job: windrow.Job, workflow: windrow.WorkflowNode, org: str, recorder: Recorder, luck: random.Random
 ) -> None:
-    """Adds nodes to the job's workflow, if it is one that does."""
+    """Adds nodes to the job's workflow, if any are drawn for this job."""
     node = str(leased(lease=job.lease, attempt=job.attempt, payload=job.payload)["job"])
     added = draw_added(node, luck)
     if not added:

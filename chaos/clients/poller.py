@@ -1,5 +1,5 @@
-"""`python -m chaos.clients.poller`: a worker that takes jobs by Dequeue, of any org, and settles them by calls. Jobs
-of workflows may add nodes to their workflow before."""
+"""`python -m chaos.clients.poller`: a worker that takes jobs of any org by Dequeue, and settles them by unary calls.
+Before it settles a job of a workflow, it may add nodes to the workflow."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Poller:
                     by_fate[draw(luck, calm=self._orders.calm.is_set())].append(job.lease)
             await asyncio.gather(*(self._settle(fate, org, leases, luck) for fate, leases in by_fate.items()))
             if not jobs:
-                # Pause also when no router answers, so as not to flood it with calls.
+                # Also pause if no router answers, so as not to flood the routers with calls.
                 await self._orders.pause(luck.uniform(0.0, 0.1))
 
     async def _settle(self, fate: Fate, org: str, leases: list[bytes], luck: random.Random) -> None:

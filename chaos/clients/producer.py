@@ -1,6 +1,6 @@
-"""`python -m chaos.clients.producer`: enqueues jobs one by one, several at once, in batches, with dedup keys, or for
-later, or as workflows. Repeats calls after an error that leaves the outcome open; sometimes repeats, looks up or
-cancels acknowledged jobs."""
+"""`python -m chaos.clients.producer`: enqueues jobs one by one, several at once, in batches, with dedup keys, for
+later, or as workflows. Repeats a call after an error that leaves its outcome open. Sometimes enqueues an acknowledged
+job again, looks it up or cancels it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from proof.clients.fates import pick_org
 from proof.clients.site import QUEUE, Orders, Site, main
 from proof.history import Answer, Outcome, Recorder, Verb, payload_of
 
-# The load is open: calls begin at this pace without waiting for earlier ones, up to this many at a time.
+# The load is open: calls begin at this pace, without waiting for earlier calls. This many may be under way at the same
+# time.
 _EVERY_S = 0.15
 _CALLS_MAX = 200
 _TRIES_MAX = 20
@@ -38,7 +39,8 @@ class Producer:
         self._client = windrow.Client(
             site.address, org=self._orgs[0], timeout=_TIMEOUT_S, try_timeout=_TRY_S, channels=3, create_spans=False
         )
-        # Acknowledged jobs. If a job has a dedup key, the stored job may be another one.
+        # Acknowledged jobs, without and with a dedup key. The answer for a job with a dedup key may be about another
+        # job, which has the same key.
         self._recent: deque[tuple[str, windrow.NewJob]] = deque(maxlen=_REMEMBERED)
         self._keyed: deque[tuple[str, windrow.NewJob]] = deque(maxlen=_REMEMBERED)
 
@@ -65,7 +67,7 @@ class Producer:
         if dice < 0.45:
             await self._until_stored(org, [_job(org, luck)], self._one)
         elif dice < 0.65:
-            # Enqueue them at the same time, so that they share calls.
+            # Enqueue several jobs at the same time, so that the client puts them into one call.
             jobs = [_job(org, luck) for _ in range(luck.randint(2, 6))]
             await asyncio.gather(*(self._until_stored(org, [job], self._one) for job in jobs))
         elif dice < 0.8:
@@ -75,7 +77,7 @@ class Producer:
         elif dice < 0.92:
             await self._until_started(org, luck)
         elif dice < 0.95 and self._recent:
-            # A job that was sent before, and acknowledged.
+            # Enqueue a job again that was acknowledged before.
             org, job = luck.choice([*self._recent, *self._keyed])
             await self._until_stored(org, [job], self._together)
         elif dice < 0.97 and self._recent:
@@ -86,7 +88,7 @@ class Producer:
             await self._cancel(org, job.id)
 
     async def _probe(self) -> None:
-        """Enqueues one job for every org when it is told to; by then no fault is active."""
+        """Waits for the command, and then enqueues one job for each org. At that time no fault is active."""
         over = asyncio.create_task(self._orders.over.wait())
         probe = asyncio.create_task(self._orders.probe.wait())
         await asyncio.wait({over, probe}, return_when=asyncio.FIRST_COMPLETED)
@@ -95,7 +97,7 @@ class Producer:
             for org in mine:
                 await self._until_stored(org, [_job(org, None)], self._one)
         probe.cancel()
-        # A client that ends before it is told to has failed.
+        # A client that ends before it is told to end counts as failed.
         await over
 
     async def _until_stored(self, org: str, jobs: Sequence[windrow.NewJob], send: _Send) -> None:
@@ -180,7 +182,7 @@ _Send = Callable[[str, Sequence[windrow.NewJob]], Awaitable[Sequence[windrow.Enq
 
 
 def _job(org: str, luck: random.Random | None) -> windrow.NewJob:
-    """Draws a job; without a generator returns a plain one that is due at once."""
+    """Draws a job. Without a generator, returns a plain job that is due at once."""
     name = windrow.uuid7()
     if luck is None:
         return windrow.NewJob(QUEUE, "work", payload_of(org, name, 0), id=name)

@@ -1,5 +1,5 @@
-"""The faults that a run may draw, and the changes that it draws beside them. A new one is a subclass of Fault, and a
-line here."""
+"""The faults that a run may draw, and the changes that it draws in addition. A new fault or change needs a subclass of
+Fault, and a line here."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ _KINDS: tuple[type[Fault], ...] = (
     operators.DrainShard,
     operators.ChangeWeight,
     operators.PinOrg,
-    # Run it last of the faults that are run alone, because clients may notice it for a long time.
+    # This comes last, because faults that are run alone keep this order, and clients may notice this one for a long
+    # time.
     backups.RestoreBackup,
 )
 FAULTS: Mapping[str, type[Fault]] = {kind.name: kind for kind in _KINDS}
-# Changes harm nothing, so any number of them may be under way beside the faults.
+# Changes harm nothing, so any number of them may be under way at the same time as faults.
 CHANGES = frozenset({operators.DrainShard.name, operators.ChangeWeight.name, operators.PinOrg.name})

@@ -1,4 +1,4 @@
-"""A shard's database goes back in time: an old copy of it is put in its place."""
+"""A shard's database goes back in time: an old copy of the database takes its place."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from shard.vocabulary import OrgId
 
 _BACKUP, _REPLACED = "windrow_backup", "windrow_replaced"
 _AGE_S = (2.0, 8.0)
-# The busiest ones, so that there is something to lose.
+# How many of the busiest orgs are used, so that there are jobs to lose.
 _ORGS = 4
-# How often workers stand still around the copy, and for how long before it.
+# How often workers are stopped around the copy, and for how long before it.
 _BACKLOG_SHARE, _BACKLOG_S = 0.5, 3.0
 # Routers learn every 3 s which marks the catalog has confirmed.
 _LEARN_S = (5.0, 10.0)
-# How often a move is under way when the database is replaced.
+# In this share of the runs, a move is under way when the database is replaced.
 _UNDER_WAY_SHARE = 0.6
 _MOVED_S_MAX = 60.0
 _MOVED_LOOK_S = 0.05
@@ -40,30 +40,30 @@ _ASK_S_MAX = 3.0
 _COMMAND_S_MAX = 60.0
 _DONE_S_MAX = 120.0
 _AGAIN_S = 1.0
-# When a command is killed, if it is one of those to kill. It takes about a second until a command does something.
+# After which time a command is killed, if it is killed at all. A command needs about a second until it does something.
 _KILLED_S = (0.5, 2.5)
 
 
 class RestoreBackup(Fault):
-    """After the copy was made, jobs were stored, leased and settled on the shard, one org left it and another one
-    arrived. A third one may be moving. Routers refuse the shard until an operator accepts the loss. Then its stray jobs
-    are moved to the shards of their orgs."""
+    """Replaces a shard's database by an old copy. Since the copy was made, jobs were stored, leased and settled on the
+    shard, one org left it, and another org arrived. A third org may be moving. Routers refuse the shard until an
+    operator accepts the loss. Then the stray jobs are moved to the shards of their orgs."""
 
     name = "restore-backup"
-    # How long the shard is refused before an operator begins to accept the loss.
+    # How long routers refuse the shard before an operator begins to accept the loss.
     seconds = (4.0, 8.0)
     drawn = False
     alone = True
     _asking: asyncio.Task[None] | None = None
     _backup: Version | None = None
     _copied_s = _swapped_s = 0.0
-    # 0: the database was not replaced.
+    # The time from which the backup could be reached in its place. 0: the database was not replaced.
     _back_s = 0.0
 
     @classmethod
     def targets(cls, cast: Cast) -> Sequence[str]:
-        # Do not use the first shard, which has the catalog: both would go back together, and agree. If there are more
-        # than two shards, do not use the last one, whose disk may be small.
+        # The first shard has the catalog: both would go back together, and would agree. The last shard of three or more
+        # may have a small disk.
         return shards(cast)[1:2]
 
     @property
@@ -77,7 +77,8 @@ class RestoreBackup(Fault):
         source, target = self.luck.sample([self.target, other], 2)
         await asyncio.gather(self._move(leaves, self.target), self._move(comes, other), self._move(moves, source))
         if self.luck.random() < _BACKLOG_SHARE:
-            # Jobs that wait when the copy is made leave the shard, and then exist on it again.
+            # Jobs that are waiting when the copy is made then leave the shard with their org, and exist on it again
+            # after the replacement.
             self._send(signal.SIGSTOP)
             await asyncio.sleep(_BACKLOG_S)
         await self._copy()
@@ -91,7 +92,7 @@ class RestoreBackup(Fault):
         self.stage.say(f"{self.target} is as it was {self._swapped_s - self._copied_s:.1f} s ago")
         heard = asyncio.Event()
         self._asking = asyncio.create_task(self._ask(heard))
-        # If no router reports it, the checker finds that.
+        # If no router refuses the shard, the checker finds that.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REFUSED_S_MAX):
                 await heard.wait()
@@ -119,7 +120,7 @@ class RestoreBackup(Fault):
                 told=self._told,
             )
         for org in self.orgs:
-            # It does no harm if the org stays where it is.
+            # If this fails, the org stays where it is, which does no harm.
             with contextlib.suppress(ShardUnavailable, SlotMoves):
                 match self.luck.randrange(3):
                     case 0:
@@ -132,13 +133,15 @@ class RestoreBackup(Fault):
     # ── Before ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _move(self, org: str, there: str, *, to_its_end: bool = True) -> None:
-        """Returns when the org lives there and nothing of it is on its way; or as soon as its jobs are stored there."""
+        """Moves the org to a shard. Waits until the move is complete; without `to_its_end`, only until new jobs are
+        stored on that shard."""
         await pin(self.stage, org, there)
         give_up_s = time.monotonic() + _MOVED_S_MAX
         async with open_catalog(self.stage) as database:
             known = await catalog.read(database)
             while True:
-                # Read only what changed: reading the whole catalog would delay the proxies, which run in this process.
+                # Read only what has changed: a read of the whole catalog would delay the proxies, which run in this
+                # process.
                 known = await catalog.read(database, known)
                 placement = known.placement(OrgId(org))
                 if list(placement.reads if to_its_end else placement.writes) == [there]:
@@ -164,9 +167,10 @@ class RestoreBackup(Fault):
             self._back_s = time.monotonic()
 
     async def _ask(self, refused: asyncio.Event) -> None:
-        """Asks one router after another for its view of the shard, and reports when one refuses it."""
+        """Asks one router after another about the shard's health, and sets `refused` when a router refuses the
+        shard."""
         while True:
-            # A router may be busy after it has lost connections.
+            # A router that has lost connections may be busy, and fail to answer.
             with contextlib.suppress(grpc.RpcError):
                 read = tables.read_health
                 told = await asyncio.to_thread(read, self.stage.address, self.target, seconds_max=_ASK_S_MAX)
@@ -178,7 +182,8 @@ class RestoreBackup(Fault):
     # ── What operators do ────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _until_done(self, *command: str) -> None:
-        """Runs `windrow shards …` until nothing is left to do. The first ones may be killed. Raises TimeoutError."""
+        """Runs `windrow shards …` again and again until it succeeds. The first run may be killed. Raises
+        TimeoutError."""
         give_up_s = time.monotonic() + _DONE_S_MAX
         if self.luck.random() < 0.5:
             await self._killed(*command)
@@ -219,7 +224,7 @@ async def _end(process: Process) -> None:
 
 
 def _read(shard: Shard, database: str) -> Version:
-    """A database of the shard that nobody uses."""
+    """Reads a database of the shard that nobody uses."""
     dsn = shard.dsn_of(database)
     return Version(
         rows=list(tables.rows_in(dsn, shard.name)),

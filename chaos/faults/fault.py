@@ -1,4 +1,4 @@
-"""The base of all faults: something that is done to a target for a while, and then undone."""
+"""The base of all faults: each does something to a target for a while, and then undoes it."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from proof.checker.evidence import Restored
 
 
 class Fault(abc.ABC):
-    """One occurrence of a fault; or of a change that operators make, which harms nothing and is drawn beside the
-    faults. Each kind is a subclass, listed in chaos/faults/__init__.py.
+    """One occurrence of a fault, or of a change that operators make. A change harms nothing, and is drawn in addition
+    to the faults. Each kind is a subclass, listed in chaos/faults/__init__.py.
 
-    `luck` is the occurrence's own random generator, so its draws do not change those of others.
+    Each occurrence has a random generator of its own, `luck`, so that its draws do not change the draws of others.
     """
 
     name: ClassVar[str]
-    # Whether it is drawn at random; otherwise it is run once, alone, at the end.
+    # Whether the fault is drawn at random. If not, it is run once, alone, at the end.
     drawn: ClassVar[bool] = True
-    # How often it is drawn, relative to the others.
+    # How often the fault is drawn, relative to the others.
     weight: ClassVar[float] = 1.0
-    # How long it lasts.
+    # The shortest and the longest time for which the fault lasts.
     seconds: ClassVar[tuple[float, float]] = (1.0, 6.0)
-    # Whether it is run once more at the end, alone, so that the checker can say what clients may notice of it.
+    # Whether the fault is run once more at the end, alone, so that the checker can say what clients may notice of it.
     alone: ClassVar[bool] = False
-    # The orgs that it affected, once it is injected; empty: it makes no difference between orgs.
+    # The orgs that the fault affects; known after inject(). Empty: it affects all orgs equally.
     orgs: Sequence[str] = ()
-    # The database that it restored, once that is accepted. None: it restored none.
+    # The database that the fault restored; known after an operator has accepted it. None: there is none.
     restored: Restored | None = None
 
     def __init__(self, stage: Stage, target: str, luck: random.Random) -> None:
@@ -40,11 +40,11 @@ class Fault(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def targets(cls, cast: Cast) -> Sequence[str]:
-        """Returns its possible targets, of which it hits one; empty if the cast has none."""
+        """Returns the possible targets, one of which the fault hits. Empty if the cast has no target for it."""
 
     @classmethod
     def missing(cls, stage: Stage) -> str | None:
-        """Returns what this machine or release lacks for it."""
+        """Returns what this machine or release lacks for the fault; None if it lacks nothing."""
         return None
 
     @abc.abstractmethod
@@ -53,14 +53,15 @@ class Fault(abc.ABC):
 
     @abc.abstractmethod
     async def heal(self) -> None:
-        """Undoes it. Also called if `inject` failed half-way. Afterwards the target works again."""
+        """Undoes the fault. Also called if `inject` failed half-way. Afterwards the target works again."""
 
 
 def shards(cast: Cast) -> list[str]:
     return [f"s{number}" for number in range(1, cast.shards + 1)]
 
 
-# The target of faults on connections to the catalog. These have proxies of their own, beside those of its shard.
+# The target of faults on connections to the catalog. These connections have proxies of their own, apart from those of
+# the shard that has the catalog.
 CATALOG = "catalog"
 
 

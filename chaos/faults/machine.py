@@ -12,7 +12,7 @@ _JUMP_S_MAX = 86_400.0
 
 
 class FillDisk(Fault):
-    """Fills the last shard's disk. Its server may go on, refuse writes, or crash and not come up."""
+    """Fills the disk of the last shard. The shard's server may go on, refuse writes, or crash and not come up again."""
 
     name = "fill-disk"
     seconds = (2.0, 8.0)
@@ -33,12 +33,12 @@ class FillDisk(Fault):
     async def heal(self) -> None:
         assert self.stage.disk is not None
         if self._filling is not None:
-            # Do not cancel it: the thread would continue, and might fill the disk again after it was emptied.
+            # Do not cancel the task: its thread would go on, and might fill the disk again after it is emptied.
             self._enough = True
             await self._filling
         await asyncio.to_thread(self.stage.disk.empty)
         node = self.stage.shards[self.target].primary
-        # Does nothing if the server has recovered by itself.
+        # This does nothing if the server has recovered by itself.
         await node.start()
 
     async def _fill_again_and_again(self) -> None:

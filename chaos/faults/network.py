@@ -21,13 +21,13 @@ class _NetworkFault(Fault):
 
     @property
     def proxies(self) -> Sequence[Proxy]:
-        """The proxies of all nodes, because routers try each of them."""
+        """The proxies in front of all nodes of the target, because routers try each node."""
         entrance = self.stage.catalog if self.target == CATALOG else self.stage.shards[self.target].entrance
         return entrance.proxies
 
 
 class CutConnections(_NetworkFault):
-    """Every connection, also each new one, is cut somewhere within its next bytes."""
+    """Cuts every connection somewhere within its next bytes, also new connections."""
 
     name = "cut-connections"
     weight = 2.0
@@ -55,7 +55,7 @@ class SlowNetwork(_NetworkFault):
 
 
 class SilentNetwork(_NetworkFault):
-    """No data passes, and no connection is closed."""
+    """Lets no data pass, but closes no connection."""
 
     name = "silent-network"
     seconds = (1.0, 12.0)
@@ -70,7 +70,7 @@ class SilentNetwork(_NetworkFault):
 
 
 class ClosedNetwork(_NetworkFault):
-    """All connections are cut, and new ones are refused."""
+    """Cuts all connections, and refuses new ones."""
 
     name = "closed-network"
 

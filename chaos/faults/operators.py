@@ -18,7 +18,7 @@ from shard.postgres.pool import Database
 from shard.vocabulary import OrgId, ShardName
 
 _WEIGHTS = (0.0, 0.2, 0.5, 2.0, 5.0)
-# The busiest orgs: they always have leased jobs and new ones.
+# How many of the busiest orgs may be pinned. These orgs always have leased jobs and new jobs.
 _PINNED_ORGS = 8
 _PIN_S_MAX = 4.0
 _PIN_AGAIN_S = 0.2
@@ -27,8 +27,8 @@ _LOOK_S = 0.1
 
 
 class _EntryChange(Fault):
-    """Changes what the cluster file says about one shard. Routers are not always told, and must then notice the change
-    themselves."""
+    """Changes what the cluster file says about one shard. Routers get a signal only sometimes, and must otherwise
+    notice the change themselves."""
 
     @classmethod
     def targets(cls, cast: Cast) -> Sequence[str]:
@@ -44,7 +44,7 @@ class _EntryChange(Fault):
 
 
 class DrainShard(_EntryChange):
-    """Its slots move to other shards, and later back."""
+    """The shard's slots move to other shards, and later back."""
 
     name = "drain-shard"
     seconds = (3.0, 25.0)
@@ -65,7 +65,7 @@ class ChangeWeight(_EntryChange):
 
 
 class PinOrg(Fault):
-    """Pins an org to a shard, then to others; at last unpins it, or leaves it pinned."""
+    """Pins an org to a shard, and then to other shards. At the end unpins the org, or leaves it pinned."""
 
     name = "pin-org"
     weight = 3.0
@@ -84,13 +84,14 @@ class PinOrg(Fault):
         if self._pinning is None:
             return
         while not self._pinning.done():
-            # More than once: Python 3.11 forgets a cancellation that meets the end of a wait_for, as in psycopg's pool.
+            # Cancel more than once: Python 3.11 loses a cancellation that comes at the end of a wait_for, as in
+            # psycopg's pool.
             self._pinning.cancel()
             await asyncio.wait({self._pinning}, timeout=1.0)
         if not self._pinning.cancelled():
             self._pinning.result()
         if self.luck.random() < 0.5:
-            # It does no harm if the org stays pinned.
+            # If this fails, the org stays pinned, which does no harm.
             with contextlib.suppress(ShardUnavailable):
                 await unpin(self.stage, self.target)
 
@@ -112,8 +113,8 @@ class FreezeRouterInMove(FreezeServer):
         return routers(cast)
 
     async def inject(self) -> None:
-        # Choose among the busiest orgs: the router probably has calls of theirs in flight. It does not matter if
-        # another change pins the same org.
+        # Choose one of the busiest orgs, because the router probably has calls of such an org under way. It does not
+        # matter if another change pins the same org.
         org = self.luck.choice(self.stage.cast.org_names[:_PINNED_ORGS])
         async with open_catalog(self.stage) as database:
             known = await catalog.read(database)
@@ -128,7 +129,7 @@ class FreezeRouterInMove(FreezeServer):
                 writer = await self._writer(org)
 
     async def _writer(self, org: str) -> str | None:
-        """None: the catalog does not answer now."""
+        """Returns the shard that takes the org's new jobs; None if the catalog does not answer now."""
         with contextlib.suppress(ShardUnavailable):
             async with open_catalog(self.stage) as database:
                 return (await catalog.read(database)).placement(OrgId(org)).writes[0]
@@ -136,8 +137,8 @@ class FreezeRouterInMove(FreezeServer):
 
 
 class BreakClusterFile(Fault):
-    """Replaces the cluster file by one that every process must refuse, and later restores it. All processes must go on
-    as before."""
+    """Replaces the cluster file by a wrong one, which every process must refuse, and later restores it. All processes
+    must go on as before."""
 
     name = "break-cluster-file"
 
@@ -157,8 +158,8 @@ class BreakClusterFile(Fault):
             case 0:
                 return file.text.replace("[[shard]]", "[[shrad]]", 1)
             case 1:
-                # The file ends within a text, as after a full disk. The first half alone would be valid, because it has
-                # no [router].
+                # The file ends within a quoted text, as if the disk was full. A file cut off at another place, before
+                # [router], could be valid.
                 return file.text[: file.text.rindex("dsn = ") + 12]
             case 2:
                 return file.text.replace("state = 'active'", "state = 'activ'").replace("'draining'", "'drained'")
@@ -187,7 +188,7 @@ class BreakClusterFile(Fault):
 
 
 async def pin(stage: Stage, org: str, shard: str) -> None:
-    """Pins an org as soon as its hash slot does not move, if that is soon. Raises SlotMoves, ShardUnavailable."""
+    """Pins an org. While its hash slot moves, tries again for a while. Raises SlotMoves and ShardUnavailable."""
     give_up_s = asyncio.get_running_loop().time() + _PIN_S_MAX
     while True:
         try:
@@ -201,9 +202,9 @@ async def pin(stage: Stage, org: str, shard: str) -> None:
 
 
 async def unpin(stage: Stage, org: str) -> None:
-    """Raises ShardUnavailable."""
+    """Unpins an org. Raises ShardUnavailable."""
     async with open_catalog(stage) as database:
-        # An earlier try without an answer may have done it.
+        # An earlier try whose answer was lost may have unpinned the org.
         with contextlib.suppress(NotPinned):
             await pins.unpin(database, OrgId(org))
 

@@ -1,4 +1,4 @@
-"""Faults by hostile clients, which do not read answers, do not finish requests, or reset their calls."""
+"""Faults that hostile clients cause: they do not read answers, do not finish requests, or reset their calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from windrow.v1 import admin_pb2, queue_pb2
 _ENQUEUE = "/windrow.v1.Queue/Enqueue"
 _CONSUME = "/windrow.v1.Queue/Consume"
 _LIST_JOBS = "/windrow.v1.Admin/ListJobs"
-# Longer than any fault lasts, because healing ends an attack.
+# Longer than any fault lasts: an attack ends when it is healed.
 _SECONDS_MAX = 60.0
 _BUSY_ORGS = 5
 _STREAMS_OF_ORG = 4
@@ -29,7 +29,8 @@ _RESETS_EVERY_S = 0.5
 
 
 class _HostilePeers(Fault):
-    """Attacks over connections of its own until it is healed. The kernel picks the routers."""
+    """Attacks over connections of its own until it is healed. The kernel decides which router each connection
+    reaches."""
 
     _attack: asyncio.Future[Any] | None = None
 
@@ -50,7 +51,7 @@ class _HostilePeers(Fault):
 
     @abc.abstractmethod
     def attacks(self) -> Sequence[Coroutine[Any, Any, Any]]:
-        """The attacks that run side by side."""
+        """Returns the attacks, which run at the same time."""
 
 
 class SlowReaders(_HostilePeers):

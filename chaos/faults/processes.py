@@ -38,7 +38,7 @@ class _EndServer(Fault):
             os.kill(self._pid, self.signal)
 
     async def heal(self) -> None:
-        # Its supervisor starts another one, unless another fault prevents that.
+        # The supervisor starts another process, unless another fault prevents that.
         await until(self._is_back, f"another process runs in place of {self.target}", within_s=_BACK_S_MAX)
 
     def _is_back(self) -> bool:
@@ -74,10 +74,11 @@ class KillRouter(_EndRouter):
 
 
 class RestartRouter(_EndRouter):
-    """SIGTERM: the router lets calls in flight end and ends its streams, and another process replaces it."""
+    """Sends SIGTERM: the router process lets its calls under way end, and ends its streams. Then another process
+    replaces it."""
 
     name = "restart-router"
-    # Its clients connect again meanwhile.
+    # Meanwhile the router's clients connect again.
     seconds = (2.0, 4.0)
     signal = signal.SIGTERM
     alone = True
@@ -93,7 +94,7 @@ class KillBalancer(_OfBalancers, _EndServer):
 
 
 class FreezeBalancer(_OfBalancers, FreezeServer):
-    """Some stay frozen for so long that another balancer leads when they continue."""
+    """Freezes a balancer, sometimes for so long that another balancer leads when it continues."""
 
     name = "freeze-balancer"
     weight = 1.5
@@ -109,7 +110,7 @@ class _KillClient(Fault):
 
 
 class _FreezeClient(Fault):
-    # Some stay frozen for longer than the visibility window, so that they continue with leases that have ended.
+    # Some clients stay frozen for longer than the visibility window, so that they continue with leases that have ended.
     seconds = (1.0, 8.0)
 
     async def inject(self) -> None:

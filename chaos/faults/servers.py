@@ -1,4 +1,5 @@
-"""Postgres servers killed, frozen, crashed by one backend, without connections, and failed over."""
+"""Faults of Postgres servers: they are killed or frozen, a backend crashes them, they have no connections left, they
+fail over, or rows stay locked."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from proof.postgres import Node, until
 
 _UP_S_MAX = 60.0
 _SYNCHRONOUS_S_MAX = 5.0
-# Balancers' and routers' alike.
+# Matches the connections of balancers and of routers.
 _OURS = "application_name LIKE 'windrow%'"
 _BUSY_QUEUE: LiteralString = """
 SELECT j.queue_id, q.org FROM windrow.job j JOIN windrow.queue q USING (queue_id)
@@ -56,7 +57,7 @@ class KillPostgres(_ShardFault):
         if self.luck.random() < 0.5:
             node.kill()
         else:
-            # Kills the postmaster alone. Its backends finish their statements and then end.
+            # Kill the postmaster alone. Its backends finish their statements, and then end.
             await asyncio.to_thread(node.cluster.kill)
 
     async def heal(self) -> None:
@@ -75,13 +76,14 @@ class FreezePostgres(_ShardFault):
 
 
 class KillBackend(_ShardFault):
-    """kill -9 of one backend: the postmaster then ends all others, and recovers."""
+    """Kills one backend with SIGKILL. The postmaster then ends all other backends, and recovers."""
 
     name = "kill-backend"
     seconds = (0.0, 0.0)
 
     async def inject(self) -> None:
-        # To kill a walsender is a crash too. Sorted by pid, because psutil's order is arbitrary.
+        # A killed walsender causes the same crash, so it may be chosen. Sort by pid, because psutil's order is
+        # arbitrary.
         backends = sorted(self.primary.processes()[1:], key=lambda process: process.pid)
         if backends:
             self.luck.choice(backends).kill()
@@ -91,7 +93,7 @@ class KillBackend(_ShardFault):
 
 
 class _AgainAndAgain(_ShardFault):
-    """Repeats this until it is healed."""
+    """Repeats `do` until the fault is healed."""
 
     over = False
     _doing: asyncio.Task[None] | None = None
@@ -102,23 +104,23 @@ class _AgainAndAgain(_ShardFault):
     async def heal(self) -> None:
         self.over = True
         if self._doing is not None:
-            # A thread cannot be cancelled: it would continue while the fault is being healed.
+            # Wait, because a thread cannot be cancelled: it would go on while the fault is healed.
             await self._doing
 
     async def _go_on(self) -> None:
         while not self.over:
-            # The server may be unavailable for other reasons.
+            # Another fault may have made the server unavailable.
             with contextlib.suppress(psycopg.Error, EmbeddedError):
                 await asyncio.to_thread(self.do)
             await asyncio.sleep(self.luck.uniform(0.05, 0.5))
 
     @abc.abstractmethod
     def do(self) -> None:
-        """Does it once. Runs in a thread, and ends soon after `over` is set."""
+        """Does the harm once. Runs in a thread, and ends soon after `over` is set."""
 
 
 class TerminateBackends(_AgainAndAgain):
-    """Ends some backends by pg_terminate_backend, at any point of a transaction."""
+    """Ends some backends with pg_terminate_backend, at any point of a transaction."""
 
     name = "terminate-backends"
     seconds = (0.0, 4.0)
@@ -138,7 +140,7 @@ class ExhaustConnections(_AgainAndAgain):
 
     def do(self) -> None:
         self.primary.ask(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {_OURS}")
-        # Refused: the server has no connection left.
+        # An error ends this loop when the server has no connection left.
         while not self.over:
             self._taken.append(psycopg.connect(self.primary.cluster.dsn, connect_timeout=5))
 
@@ -149,7 +151,8 @@ class ExhaustConnections(_AgainAndAgain):
 
 
 class FailOver(_ShardFault):
-    """kill -9 of a primary. Its standby is promoted, and the old primary's server becomes the new standby."""
+    """Kills a primary with SIGKILL, and promotes its standby. Later the old primary's server becomes the new
+    standby."""
 
     name = "fail-over"
     weight = 1.5
@@ -162,7 +165,7 @@ class FailOver(_ShardFault):
 
     async def inject(self) -> None:
         shard = self.stage.shards[self.target]
-        # Promote only a standby that has everything that was acknowledged, as failover tools do.
+        # Make sure that the standby has everything that was acknowledged. Failover tools promote no other standby.
         await until(
             lambda: shard.is_synchronous, f"{self.target} has a synchronous standby", within_s=_SYNCHRONOUS_S_MAX
         )
@@ -180,7 +183,8 @@ class FailOver(_ShardFault):
 
 
 class LockRows(_ShardFault):
-    """A session holds locks on a few leased jobs of one org, or on its dedup keys, and does not end."""
+    """Opens a session that holds locks on a few leased jobs of one org, or on dedup keys of an org, and that does not
+    end until the fault is healed."""
 
     name = "lock-rows"
     seconds = (4.0, 7.0)
@@ -201,7 +205,8 @@ class LockRows(_ShardFault):
         return psycopg.connect(self.primary.cluster.dsn, connect_timeout=5)
 
     def _lock(self, session: psycopg.Connection[tuple[object, ...]], find: LiteralString, lock: LiteralString) -> None:
-        """Locks rows of one queue. Most jobs are acked soon, so it locks only jobs that were leased just now."""
+        """Locks rows of one queue, until there are enough. Looks again and again, because most leased jobs are acked
+        soon."""
         queue: object = None
         locked: set[object] = set()
         for _ in range(_LOOKS_MAX):
@@ -218,7 +223,7 @@ class LockRows(_ShardFault):
 
 
 class FreezeStandby(_ShardFault):
-    """Commits on its primary wait."""
+    """Freezes a standby, so that commits on its primary wait."""
 
     name = "freeze-standby"
 

@@ -1,6 +1,6 @@
-"""Generates Grafana's dashboards beside this file. With --check, only reports whether they are up to date.
+"""Generates Grafana's dashboards in this folder. With --check, only reports whether they are up to date.
 
-A panel is a title, its unit in Grafana's words, its description, and its queries, each with the legend of its lines.
+A panel has a title, a unit by Grafana's name, a description, and queries, each with the legend of its lines.
 """
 
 import json
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).resolve().parent
 _OVER = "[$__rate_interval]"
-# A counter has a series for each of its labels' values from the beginning. Where these are many, `> 0` leaves out those
-# that do not count now: otherwise a legend would have up to a thousand entries.
+# From the beginning, a counter has a series for each combination of its labels' values. Where there are many, `> 0`
+# leaves out the series that do not rise now: otherwise a legend would have up to a thousand entries.
 _ENQUEUED = "windrow_jobs_enqueued_total"
 _SETTLED = "windrow_leases_settled_total"
 _NOT_WAITING = '{method!="windrow.v1.Queue/Dequeue"}'
@@ -21,7 +21,7 @@ class Panel(NamedTuple):
     title: str
     unit: str
     description: str
-    # The queries, each by the legend of its lines.
+    # The queries, by the legends of their lines.
     queries: dict[str, str]
 
 
@@ -29,7 +29,7 @@ def _quantile(of: float, histogram: str, by: str, where: str = "") -> str:
     return f"histogram_quantile({of}, sum by (le, {by}) (rate({histogram}_bucket{where}{_OVER})))"
 
 
-# All routers have the same figures.
+# All routers report the same figures, so take the `max`.
 _DEPTH = "max by (shard, org, queue, state) (windrow_queue_jobs)"
 _OLDEST = "windrow_queue_oldest_ready_seconds"
 
@@ -155,7 +155,7 @@ def _panel(number: int, panel: Panel) -> dict[str, Any]:
         "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
         "targets": [
             {"refId": chr(ord("A") + place), "expr": query, "legendFormat": legend}
-            # The only buckets that have exemplars (router/gate/exemplars.py).
+            # Only these buckets have exemplars (router/gate/exemplars.py).
             | ({"exemplar": True} if "windrow_call_duration_seconds_bucket" in query else {})
             for place, (legend, query) in enumerate(panel.queries.items())
         ],
@@ -177,7 +177,7 @@ def dashboard(name: str, panels: tuple[Panel, ...], variables: list[dict[str, An
 
 
 def _variable(label: str, metric: str) -> dict[str, Any]:
-    """A choice among the values of this label."""
+    """Returns a variable whose value is chosen among the values of this label."""
     return {
         "name": label,
         "label": label,

@@ -1,9 +1,9 @@
 """Checks the invariants, using what clients saw and what the tables contain. Pure: evidence in, violations out.
 
-It never raises a false alarm: what could have happened without a bug is not reported. Client-side times come from one
-monotonic clock; each rule says what it concludes from them, and why that is safe.
+The checker never raises a false alarm: it does not report what could have happened without a bug. Client-side times
+come from one monotonic clock; each rule says what it concludes from them, and why that is safe.
 
-Violations that a restored backup explains are reported separately (proof/checker/backup.py).
+The checker reports separately the violations that a restored backup explains (proof/checker/backup.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from proof.checker.evidence import Evidence, Violation
 
 __all__ = ["EXAMINED", "Evidence", "Violation", "check", "examine"]
 
-# The checks of a run: the invariants by their names in docs/concepts.md, and three more.
+# The checks of a run: the invariants by their names in docs/concepts.md, and three further checks.
 EXAMINED = {
     "I1": "Nothing acknowledged is lost",
     "I2": "One lease at a time",

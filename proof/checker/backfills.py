@@ -1,9 +1,9 @@
-"""Checks I10 for backfills: an answered one has given each instant of its range one job, or said that it is skipped for
-an overlap; no instant is stored twice, nor without a call that asked for it.
+"""Checks I10 for backfills. An answered backfill has stored one job for each instant of its range, or has skipped the
+instant for an overlap. No instant is stored twice, or without a call that asked for it.
 
-An instant that was skipped for a pause or for a catch-up is decided anew. An instant that has a run keeps it while the
-run is known. Runs of backfills are known for days, others while they are among the newest ones: so an older run may be
-stored once more.
+A backfill decides an instant anew if it was skipped for a pause or for a catch-up. An instant that has a run keeps the
+run while the shard knows it. A shard knows runs of backfills for days, and other runs while they are among the newest
+ones, so an older run may be stored once more.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _Wrong = Iterator[tuple[int, str]]
 
 def split(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
     """Returns the runs that schedules have decided by themselves or that were triggered, and those of backfills."""
-    # If a backfill stores the first of several instants that were skipped together, the others get another record. It
-    # tells nothing new.
+    # If a backfill stores the first of several instants that were skipped together, the other instants get a new
+    # record, which tells nothing new.
     first_us: dict[tuple[str | None, int], int] = {}
     for run in runs:
         if run.skipped_for in UNDECIDED and run.through_us is not None:
@@ -44,8 +44,8 @@ def check(
     decided: Mapping[int, set[str]],
     pauses: Sequence[tuple[int, int]],
 ) -> _Wrong:
-    """Returns the instants about which something is wrong, and what. `decided`: the job or the reason of each decision
-    of the schedule itself; "" while it waits."""
+    """Yields the instants about which something is wrong, each with what is wrong. `decided`: for each instant the jobs
+    and the reasons of the decisions that the schedule itself made; "" for a run that still waits."""
     own, backfilled = split(runs)
     asked = {one: _instants(schedule, one) for one in schedule.backfills}
     fates: defaultdict[int, list[Run]] = defaultdict(list)
@@ -72,25 +72,26 @@ def check(
 
 def _instants(schedule: Schedule, one: Backfill) -> tuple[set[int], set[int]]:
     """Returns the instants that the call has decided if it was executed, and those that it may have decided."""
-    # The range may go on after the schedule's end.
+    # The range may end after the schedule's end.
     end_us = min(one.end_us, schedule.ends_us)
     of_terms = [multiples(terms, one.begin_us - 1, end_us) for terms in between(schedule, one.began_us, one.ended_us)]
     return set.intersection(*of_terms), set.union(*of_terms)
 
 
 def _faults(run: Run, by: Sequence[Backfill], pauses: Sequence[tuple[int, int]]) -> Iterator[str]:
-    """Returns what is wrong with one decision. `by`: the calls that may have made it."""
+    """Yields what is wrong with one decision. `by`: the calls that may have made it."""
     if not by:
         yield "a backfill decided it, and nobody asked for that"
     elif run.skipped_for is not None and not (run.skipped_for == "overlap" and any(one.may_skip for one in by)):
         yield f"a backfill skipped it for {run.skipped_for}, for which it may not be skipped"
-    # A run that has waited is stored by the schedule itself, and not during a pause.
+    # The schedule itself stores a run that has waited, and does not do so during a pause.
     at_once = any(run.decided_us <= (FOREVER_US if one.ended_us is None else one.ended_us) + CLOCK_US for one in by)
     if run.job is not None and not at_once and any(begin < run.decided_us < end for begin, end in pauses):
         yield f"job {run.job} had waited, and was stored during a pause"
 
 
 def _was_forgotten(at_us: int, own: Sequence[Run], runs: Sequence[Run], decided_us: int) -> bool:
-    """Whether a run of the schedule itself had been forgotten at this time, because there were enough newer ones."""
+    """Returns whether the shard had forgotten a run of the schedule itself at this time, because there were enough
+    newer runs."""
     newer = {run.at_us for run in runs if run.at_us > at_us and run.decided_us <= decided_us}
     return len(newer) >= RUNS_KEPT and all(run.decided_us <= decided_us for run in own if run.at_us == at_us)

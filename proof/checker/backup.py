@@ -1,8 +1,9 @@
-"""Which violations a restored backup explains. Pure.
+"""Finds which violations a restored backup explains. Pure.
 
 The run keeps the replaced database and the backup. The difference between the two, job by job, is what the backup
-lacks; it is not derived from times. Nothing else is excused: a job that the backup has must be there; an ack that the
-replaced database did not know was lost before; what was done later must be there in the end.
+lacks; it is not derived from times. Nothing else is excused. A job that the backup has must be there. If the replaced
+database did not know an acknowledged ack, the ack was lost before the replacement. What was done after the replacement
+must be there at the end.
 
 Times only separate what happened before the database was replaced from what came after.
 """
@@ -20,7 +21,7 @@ _NOTHING = Version(rows=(), keys=frozenset(), owned=())
 
 
 class Backup:
-    """Without a restored backup nothing is explained."""
+    """The restored backup of a run, if there is one. If there is none, nothing is explained."""
 
     def __init__(self, evidence: Evidence) -> None:
         restored = evidence.restored
@@ -30,12 +31,13 @@ class Backup:
         backup = _NOTHING if restored is None else restored.backup
         replaced = _NOTHING if restored is None else restored.replaced
         self._kept, self._replaced = _by_job(backup), _by_job(replaced)
-        # Jobs that had not left the shard and were not about to leave it.
+        # Jobs that were on the shard, and were not departing, when the database was replaced.
         self._stayed = {row.job for row in replaced.rows if not row.departing}
         self._to_cancel = {one.job for one in evidence.history.cancels}
         self._keys = replaced.keys | backup.keys
         self._lost_keys = replaced.keys - backup.keys
-        # What had arrived since the backup; and what had left, so that there are two of it now.
+        # Schedules and workflows that had arrived since the backup, and are lost; and those that had left since the
+        # backup, so that each exists twice now.
         self.lost_schedules = set(replaced.schedules) - set(backup.schedules)
         self.second_schedules = set(backup.schedules) - set(replaced.schedules)
         self.lost_flows = replaced.flows - backup.flows
@@ -44,12 +46,12 @@ class Backup:
     # ── Jobs ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def lacks(self, job: str) -> bool:
-        """Returns whether the shard had this job when its database was replaced, and the backup has no trace of it."""
+        """Returns whether the shard had this job when its database was replaced, but the backup has no trace of it."""
         return job in self._replaced and job not in self._kept
 
     def rewinds(self, job: str) -> bool:
         """Returns whether the backup has an older state of this job, or lacks it. Also true if the job was leased in
-        both: the lease may have been extended."""
+        both databases, because the lease may have been extended."""
         row, kept = self._replaced.get(job), self._kept.get(job)
         return row is not None and (row != kept or (row.state is State.LIVE and row.lease is not None))
 
@@ -60,12 +62,12 @@ class Backup:
 
     @property
     def lost_rows(self) -> list[Row]:
-        """States of jobs that the replaced database had and the backup does not."""
+        """The rows of the replaced database that differ from those in the backup, or that the backup lacks."""
         return [row for job, row in self._replaced.items() if row != self._kept.get(job)]
 
     def is_second(self, row: Row) -> bool:
-        """Returns whether this is a copy of a job that lives elsewhere: a client asked to cancel the job, and so the
-        copy that the backup had brought back was ended."""
+        """Returns whether this row is a copy of a job that lives on another shard: the backup had brought the copy
+        back, and it was ended because a client asked to cancel the job."""
         ended = row.shard == self.shard and row.state is State.CANCELLED
         return ended and row.job in self._to_cancel and self.revives(row.job)
 
@@ -73,8 +75,8 @@ class Backup:
         return key in self._lost_keys
 
     def promises(self, enqueue: Enqueue) -> bool:
-        """Returns whether the job in this answer must exist. It need not if the backup may lack it, or if a dedup key
-        on another shard still names a job that has moved here since and is lost."""
+        """Returns whether the job in this answer must exist. It may be missing if the backup may lack it, or if a dedup
+        key on another shard still names a job that has moved to this shard since then and is lost."""
         elsewhere = (
             enqueue.duplicate
             and bool(enqueue.key)
@@ -85,7 +87,7 @@ class Backup:
     # ── What was done to jobs ────────────────────────────────────────────────────────────────────────────────────────
 
     def forgot(self, settle: Settle) -> bool:
-        """Returns whether the replaced database has this settle in its history, and the backup does not."""
+        """Returns whether the replaced database has this settle in its history, but the backup does not."""
         row, kept = self._replaced.get(settle.lease.job), self._kept.get(settle.lease.job)
         return (
             not self.came_after(settle.call)
@@ -104,8 +106,9 @@ class Backup:
         )
 
     def was_given_before(self, delivery: Delivery) -> bool:
-        """Returns whether the lease was given before the backup was restored; the backup counts a job's attempts from
-        its own state. True for all leases of a job that the restore did not change."""
+        """Returns whether the lease was given before the backup was restored. True for all leases of a job that the
+        restore did not change. This matters because attempts after the restore are counted from the state in the
+        backup."""
         row = self._replaced.get(delivery.lease.job)
         if row is None or not self.rewinds(delivery.lease.job) or delivery.received_s < self.swapped_s:
             return True
@@ -121,17 +124,18 @@ class Backup:
         return call.ended_s is not None and call.ended_s < self.swapped_s
 
     def may_be_unknown(self, job: str, call: Call) -> bool:
-        """Returns whether the call may have been answered NOT_FOUND. It may not while the shard had to be refused."""
+        """Returns whether NOT_FOUND is an allowed answer to the call. It is not allowed while routers had to refuse the
+        shard."""
         return self.lacks(job) and call.ended_s is not None and call.ended_s >= self._accepting_s
 
     def ends_by(self, job: str, began_s: float) -> float:
-        """Returns when a lease of this job, given by a call that began at `began_s`, was ended by the replacement of
-        the database. Infinity: the replacement did not end it."""
+        """Returns the time at which the replacement of the database ended a lease of this job that a call from
+        `began_s` had given. Infinity: the replacement did not end the lease."""
         return self.swapped_s if began_s < self.swapped_s and self.rewinds(job) else float("inf")
 
 
 def books_have(row: Row, settle: Settle) -> bool:
-    """Returns whether a job's row contains what was answered OK. True if the row cannot tell."""
+    """Returns whether a job's row contains a settle that was answered OK. True if the row cannot tell."""
     verb, number = settle.call.verb, settle.lease.number
     if verb is Verb.EXTEND:
         return True
@@ -151,6 +155,6 @@ def _by_job(version: Version) -> dict[str, Row]:
 
 
 def latest_by_job(rows: Iterable[Row], is_old: Callable[[Row], bool]) -> dict[str, Row]:
-    """Returns one row for each job. An old row is returned only if the job has no other: a job that has arrived on
-    another shard, for example, may have changed since it departed."""
+    """Returns one row for each job: an old row only if the job has no other row. A job that has arrived on another
+    shard, for example, may have changed since it departed."""
     return {row.job: row for row in sorted(rows, key=lambda row: not is_old(row))}

@@ -1,4 +1,4 @@
-"""How far one fault alone may affect clients, and how large a router may grow (I9).
+"""Checks how much a single fault may affect clients, and how large a router may grow (I9).
 
 An orderly restart (SIGTERM) shows clients only UNAVAILABLE. A locked row delays only calls of its own org (I4).
 """
@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping
 from proof.checker.evidence import Alone, Evidence, Violation
 from proof.history import Call, Outcome, Verb
 
-# SETTLED_…: the answer to one message of a stream. STREAM_ENDED: the stream ended before it was answered.
+# SETTLED_…: the error in the answer to one message of a stream. STREAM_ENDED: the stream ended before the message was
+# answered.
 _RESTART_CODES = frozenset({"UNAVAILABLE", "SETTLED_UNAVAILABLE", "STREAM_ENDED"})
-# These codes are not caused by a router that restarts.
+# Codes that have other causes than the restart of a router.
 _OWN_CODES: Mapping[Verb, frozenset[str]] = {
     # The consumer gave its stream a deadline, or wrote to it after it had ended.
     Verb.CONSUME: frozenset({"DEADLINE_EXCEEDED", "WRITE_FAILED"}),
-    # The client gave the call up at once, or the lease or the workflow had ended.
+    # The client gave up the call very early, or the lease or the workflow had ended.
     Verb.ADD: frozenset({"DEADLINE_EXCEEDED", "FAILED_PRECONDITION"}),
 }
 

@@ -11,7 +11,7 @@ from proof.history import History
 
 
 class State(enum.StrEnum):
-    """The table or state of a row. LIVE: scheduled, ready or leased."""
+    """The state of a job as its row says it. LIVE: blocked, scheduled, ready or leased."""
 
     LIVE = "live"
     SUCCEEDED = "succeeded"
@@ -21,7 +21,7 @@ class State(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """One ended attempt, from the job's history. Times are the shard's clock."""
+    """One ended attempt, from the job's history. Times are of the shard's clock."""
 
     lease: int
     outcome: str
@@ -30,8 +30,8 @@ class Past:
 
 
 class RunName(NamedTuple):
-    """What a job says of the run of a schedule that stored it: the schedule's name, the nominal instant, and the number
-    of the terms (Terms) by which it was stored."""
+    """How a job names the run of a schedule that stored it: by the schedule's name, the nominal instant, and the number
+    of the terms (Terms) under which it was stored."""
 
     schedule: str
     at_us: int
@@ -51,11 +51,11 @@ class Row:
     # The latest lease.
     lease: int | None = None
     leased_at_us: int | None = None
-    # Oldest first; the newest 50.
+    # The newest 50 attempts, the oldest first.
     past: Sequence[Past] = ()
-    # On its way to another shard: set aside here, and perhaps already there.
+    # Whether the job is on its way to another shard. It may have arrived there already.
     departing: bool = False
-    # None: no schedule stored it.
+    # The run of a schedule that stored the job. None: no schedule stored it.
     run: RunName | None = None
 
 
@@ -67,31 +67,32 @@ class Flow:
     org: str
     shard: str
     state: str
-    # The state of each node, by the id of its job; callbacks too.
+    # The state of each node, callbacks included, by the id of its job.
     nodes: Mapping[str, str]
-    # The names of the nodes that its jobs have added, by the ids of their jobs.
+    # The names of the nodes that jobs of the workflow have added, by the ids of the nodes' jobs.
     added: Mapping[str, str] = field(default_factory=dict[str, str])
-    # The jobs that are released when it ends.
+    # The ids of the jobs that the end of the workflow releases.
     callbacks: frozenset[str] = frozenset()
-    # The workflow that it retries. Empty: it retries none.
+    # The workflow that this one retries. Empty: it is no retry.
     retry_of: str = ""
-    # The names of all nodes, by the ids of their jobs.
+    # The names of all nodes, by the ids of the nodes' jobs.
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     is_paused: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """When a schedule fires, and what it does then."""
+    """The timing of a schedule, and its policies."""
 
-    # Its jobs have it as an attribute.
+    # The number of these terms, which the jobs stored under them have as an attribute.
     number: int = 0
-    # It fires at each multiple of this since 1970, and `offset_us` later, after its creation and before its end.
+    # The schedule fires `offset_us` after each multiple of this time since 1970, if that is after its creation and
+    # before its end.
     every_us: int
     offset_us: int = 0
     # The reasons for which its policies may skip an instant.
     skips_for: frozenset[str]
-    # Its overlap policy cancels the job of the run before.
+    # Whether the overlap policy cancels the job of the run before.
     cancels: bool = False
 
 
@@ -99,83 +100,84 @@ class ChangeKind(enum.StrEnum):
     PAUSE = "pause"
     RESUME = "resume"
     ALTER = "alter"
-    # Only of a workflow.
+    # For workflows only.
     CANCEL = "cancel"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One call that was to change a schedule or a workflow, made once. Times are the shards' clock."""
+    """One try of a call that changes a schedule or a workflow. Times are of the shards' clock."""
 
     kind: ChangeKind
     began_us: int
     # None: it was not answered, so it may have been executed at any later time, or not at all.
     ended_us: int | None
-    # What the schedule was altered to.
+    # The terms to which the call alters the schedule. None: it does not alter it.
     terms: Terms | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backfill:
-    """One call of BackfillSchedule, made once. Times are the shards' clock."""
+    """One try of a call of BackfillSchedule. Times are of the shards' clock."""
 
-    # Its range, without the end.
+    # The range of the backfill. The end is not part of it.
     begin_us: int
     end_us: int
-    # Its overlap policy may skip instants.
+    # Whether its overlap policy may skip instants.
     may_skip: bool
     began_us: int
     # None: it was not answered, so it may have been executed at any later time, or not at all.
     ended_us: int | None
-    # The number of instants that the answer tells of.
+    # How many instants the answer counts. None: there was no answer.
     instants: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """A schedule that the run created, or tried to create. Times are the shards' clock."""
+    """A schedule that the run created, or tried to create. Times are of the shards' clock."""
 
     org: str
     name: str
-    # With which it was created.
+    # The terms with which it was created.
     terms: Terms
     ends_us: int
-    # One after another.
+    # Changes, made one after another.
     changes: Sequence[Change] = ()
-    # The jobs with which calls of TriggerSchedule were answered, by their request ids. Empty: none was.
+    # The jobs in the answers to calls of TriggerSchedule, by request id. No jobs: the request was not answered.
     triggers: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
-    # Neither beside each other nor beside changes.
+    # Backfills. None of them is made at the same time as another backfill or a change.
     backfills: Sequence[Backfill] = ()
-    # How many calls were told that there is no such schedule, after a router had said that it exists.
+    # How many calls were answered NOT_FOUND after a router had said that the schedule exists.
     denied: int = 0
-    # Whether a router said that it exists.
+    # Whether a router said that the schedule exists.
     acknowledged: bool = True
 
     @property
     def alterations(self) -> list[tuple[int, int | None, Terms]]:
-        """The calls that were to alter it: their beginnings and ends, and to what."""
+        """The calls that alter the schedule: for each its beginning, its end and the new terms."""
         return [(one.began_us, one.ended_us, one.terms) for one in self.changes if one.terms is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatedFlow:
-    """A workflow that operators changed. Times are the shards' clock."""
+    """A workflow that operators changed. Times are of the shards' clock."""
 
     workflow: str
     org: str
-    # One after another. Calls that paused nothing, because it had ended, are not among them.
+    # Changes, made one after another. A pause that had no effect, because the workflow had ended, is not among them.
     changes: Sequence[Change] = ()
-    # When the first call began that was to cancel it, by the monotonic clock. None: there was none.
+    # The time at which the first call that cancels the workflow began, by the monotonic clock. None: there was no such
+    # call.
     cancelling_s: float | None = None
-    # Its state in the answer to the cancel. Empty: it was not answered.
+    # The state of the workflow in the answer to the cancel. Empty: the cancel was not answered.
     ended_as: str = ""
-    # The id of the workflow that was to retry it, and whether that was answered. Empty: nobody retried it.
+    # The id of the workflow that retries this one, and whether the call was answered. Empty: nobody retried it.
     retry: str = ""
     retried: bool = False
 
 
 class Release(NamedTuple):
-    """A node of a workflow was released, by a shard's clock."""
+    """The release of a node of a workflow, with the time by the shard's clock."""
 
     workflow: str
     job: str
@@ -194,8 +196,8 @@ class StoredSchedule:
 
 
 class Run(NamedTuple):
-    """What a shard once recorded of a run, or of instants that were skipped together: those from `at_us` through
-    `through_us`."""
+    """What a shard once recorded about a run, or about instants that were skipped together, from `at_us` to
+    `through_us` inclusive."""
 
     schedule_id: str
     at_us: int
@@ -204,9 +206,9 @@ class Run(NamedTuple):
     outcome: str
     skipped_for: str | None
     job: str | None
-    # When the transaction began that decided this.
+    # The time at which the transaction began that decided this.
     decided_us: int
-    # The call of TriggerSchedule that wanted it. None: none did.
+    # The id of the TriggerSchedule request that asked for the run. None: no such request.
     request: str | None = None
     # schedule, catch_up, trigger or backfill, as in the table.
     cause: str = "schedule"
@@ -235,8 +237,8 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owned:
-    """A change of what a shard knows about slots: that it owns them, that it does not any more, or that a chunk has
-    left or arrived."""
+    """A change of what a shard knows about slots: that it owns them now, that it does not own them any more, or that a
+    chunk of their jobs has left or arrived."""
 
     shard: str
     at_s: float
@@ -245,18 +247,18 @@ class Owned:
     state: str
     epoch: int
     chunk: int
-    # The slot arrives by a move, and the source has jobs of it left.
+    # Whether the slot is arriving by a move, and the source still has jobs of it.
     arriving: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a router answers about one org at the end of the run."""
+    """A router's answers about one org at the end of the run."""
 
     org: str
-    # The state of each job that was asked for, by id, as often as the answer names it.
+    # The id and the state of each job in the answer. A job is here as often as the answer names it.
     jobs: Sequence[tuple[str, State]]
-    # The counts of all its jobs.
+    # The router's counts of all jobs of the org.
     counted: Mapping[State, int]
 
 
@@ -275,7 +277,7 @@ class Files:
     in_force: Sequence[InForce] = ()
     # Files that no process may use.
     unusable: frozenset[str] = frozenset()
-    # The file at the end.
+    # The file that is in force at the end.
     last: str = ""
 
 
@@ -285,9 +287,9 @@ class Alone:
 
     fault: str
     began_s: float
-    # When everything was repaired.
+    # The time at which the fault was healed.
     ended_s: float
-    # The orgs that were affected, if others were not.
+    # The orgs that were affected, if the fault affects only some orgs.
     orgs: Sequence[str] = ()
 
 
@@ -306,10 +308,10 @@ class Version:
 
     rows: Sequence[Row]
     keys: frozenset[Key]
-    # What the shard had recorded about its slots by then.
+    # What the shard had recorded about its slots until that time.
     owned: Sequence[Owned]
     schedules: Sequence[StoredSchedule] = ()
-    # The ids of its workflows. A move takes them along, but not their finished jobs.
+    # The ids of its workflows. A move takes workflows along, but not their finished jobs.
     flows: frozenset[str] = frozenset()
 
 
@@ -331,14 +333,14 @@ class Restored:
     backup: Version
     replaced: Version
     copied_s: float
-    # From this time on the newer database could not be reached; calls that began later used the older one.
+    # From this time on, the replaced database could not be reached. Calls that began later used the backup.
     swapped_s: float
-    # The time in which the older one could be reached and nobody had accepted it.
+    # Between these times, the backup could be reached, and nobody had begun to accept the loss.
     back_s: float
     accepting_s: float
-    # When the command that accepts it had ended.
+    # The time at which the command that accepts the loss had ended.
     accepted_s: float
-    # What routers reported about the shard in this time.
+    # What routers reported about the shard until an operator began to accept the loss.
     told: Sequence[Health] = ()
 
 
@@ -349,19 +351,19 @@ class Evidence:
     books: Sequence[OrgBooks]
     flows: Sequence[Flow] = ()
     operated: Sequence[OperatedFlow] = ()
-    # Without those of nodes that were free when they were stored.
+    # The releases of nodes, without those of nodes that were stored unblocked.
     releases: Sequence[Release] = ()
     schedules: Sequence[Schedule] = ()
     stored_schedules: Sequence[StoredSchedule] = ()
-    # All that was ever recorded, on any shard. A move copies runs.
+    # All records of runs that any shard ever had. A move copies runs.
     runs: frozenset[Run] = frozenset()
     # In the order of the catalog's commits.
     placed: Sequence[Placed] = ()
     # For each shard, in the order of its commits.
     owned: Sequence[Owned] = ()
-    # The slots of orgs that have one of their own.
+    # The slots of the orgs that have a slot of their own.
     pins: Mapping[str, int] = field(default_factory=dict[str, int])
-    # For every org; None: it was not read.
+    # A router's answers about every org. None: no router was asked.
     found: Sequence[Found] | None = None
     files: Files = field(default_factory=Files)
     alone: Sequence[Alone] = ()
@@ -369,16 +371,16 @@ class Evidence:
     restored: Restored | None = None
     # How long a call may take on this machine without a fault.
     answer_s_max: float = 2.0
-    # The largest resident memory that was seen of each router process, by process id.
+    # The largest resident memory that was seen for each router process, by process id.
     resident_bytes: Mapping[int, int] = field(default_factory=dict[int, int])
-    # None: no bound was given.
+    # The bound for it. None: no bound was given.
     resident_bytes_max: int | None = None
     # From this time on every due job must be delivered on time: faults are over, and earlier leases have ended. None:
     # deliveries are not checked.
     calm_s: float | None = None
-    # How late a job may then be delivered: the sweep interval, and what the machine may add.
+    # How late a job may be delivered after calm_s: the sweep interval, and what the machine may add.
     late_s_max: float = 0.0
-    # Nothing was killed, and clients ended in order.
+    # Whether no process was killed, and all clients ended in order.
     faultless: bool = False
 
 
@@ -386,5 +388,5 @@ class Evidence:
 class Violation:
     invariant: str
     what: str
-    # True: it is explained by a restored backup that lacks this, and so is no violation.
+    # True: a restored backup explains it, so it does not count as a violation.
     excused: bool = False

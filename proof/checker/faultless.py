@@ -1,7 +1,8 @@
-"""Without faults each job comes to a worker once, and a job has succeeded exactly if it came to one.
+"""Checks runs without faults: each job comes to a worker once at most, and exactly the jobs that came to a worker have
+succeeded.
 
-A cluster promises less: a job may come again after a lease has ended. But nothing ends a lease early where no process
-is killed and every worker ends in order.
+A cluster promises less: a job may come again after a lease has ended. But nothing ends a lease early if no process is
+killed and every worker ends in order.
 """
 
 from __future__ import annotations

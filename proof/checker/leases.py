@@ -1,22 +1,21 @@
-"""I2: one lease at a time, and a lease that has ended changes nothing.
+"""Checks I2: a job has one lease at a time, and a lease that has ended changes nothing.
 
-A client does not see all of a lease's life: the lease was made before the job arrived, and ended at a moment that only
+A client does not see the whole life of a lease: the lease began before the job arrived, and ended at a moment that only
 the shard knows. But three things are certain.
 
 - A settle or an extend that was answered OK found the lease live, and so did an addition of nodes to its workflow. So
-  the lease was live at least until that call began, or, if the call was repeated, until its first try began: a
-  repeated ack is OK because the first one did it.
-- A lease that a Dequeue gave lasts for its window, counted from the beginning of the call, which is earlier than the
-  lease. It lasts longer if it was extended, and less only if its holder ends it, or somebody cancels the job. This does
-  not hold for a stream's lease: nobody knows when it began.
-- A job that a consumer has read is given back by that consumer, and by nobody else. A router gives back jobs that no
-  consumer has read.
+  the lease was live at least until that call began. If the call was repeated, the lease was live at least until the
+  first try began: a repeated ack is answered OK because the first try acked the job.
+- A lease that a Dequeue gave lasts at least for its window, counted from the beginning of the call, which is earlier
+  than the lease. It lasts longer if it was extended. It lasts less only if its holder ends it, or somebody cancels the
+  job. This does not hold for a stream's lease, because nobody knows when it began.
+- Only the consumer that has read a job gives it back. A router gives back only jobs that no consumer has read.
 
-A job's attempts are numbered, so of two leases with different numbers it is known which one is later. If the later one
-arrived before the end of the time in which the earlier one was certainly live, both were live at one time.
+A job's attempts are numbered, so it is known which of two leases with different numbers is later. If the job arrived
+with the later lease while the earlier lease was certainly live, both leases were live at the same time.
 
-If a backup was restored, the replaced database's histories of jobs are checked as well, and what the backup lacks of
-them (proof/checker/backup.py) may be done again.
+If a backup was restored, the job histories of the replaced database are checked as well. What the backup lacks of them
+may be done again (proof/checker/backup.py).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from proof.checker.evidence import Evidence, Row, State, Violation
 from proof.checker.workflows import by_operators
 from proof.history import ENDED, Answer, Call, Cancel, Delivery, LeaseKey, Settle, Verb
 
-# The outcome in a job's history, and the calls that lead to it.
+# Outcomes in a job's history, and the calls that lead to each.
 _OUTCOMES = {"acked": (Verb.ACK,), "nacked": (Verb.NACK, Verb.KILL), "released": (Verb.RELEASE,)}
 # The system may adjust the shard's wall clock now and then.
 _CLOCK_S = 0.05
@@ -43,7 +42,7 @@ def check(evidence: Evidence) -> Iterator[Violation]:
     for settle in history.settles:
         settles[settle.lease].append(settle)
     for added in history.additions:
-        # Like an extend, it is answered only if it found the lease live.
+        # Like an extend, an addition succeeds only if it finds the lease live.
         if added.jobs:
             call = replace(added.call, verb=Verb.EXTEND)
             settles[added.lease].append(Settle(call=call, lease=added.lease, answer=Answer.OK))
@@ -91,8 +90,8 @@ def check(evidence: Evidence) -> Iterator[Violation]:
 
 
 def _by_schedules(evidence: Evidence) -> Iterator[Cancel]:
-    """Yields the cancels of jobs whose schedules cancel the job of the run before. Routers make them, at unknown
-    times."""
+    """Yields the cancels that schedules caused whose overlap policy cancels the job of the run before. Routers made
+    these cancels, at unknown times."""
     cancelling = {
         (schedule.org, schedule.name)
         for schedule in evidence.schedules
@@ -118,7 +117,7 @@ def _overlaps(
     cancelled_s = min((cancel.call.began_s for cancel in cancels), default=float("inf"))
     for earlier in of_job:
         live_until_s = _live_until_s(earlier, settles[earlier.lease], cancelled_s, slack_s=slack_s)
-        # The backup knows every answer that the lease's holder got later.
+        # The time at which the replacement of the database ended the lease. The backup knows all answers after it.
         went_s = backup.ends_by(earlier.lease.job, earlier.call.began_s)
         for later in of_job:
             if _is_later(later, earlier, backup) and later.received_s < live_until_s:
@@ -131,7 +130,8 @@ def _overlaps(
 
 
 def _is_later(one: Delivery, other: Delivery, backup: Backup) -> bool:
-    """Compares attempt numbers, which start again from an older value after a restore."""
+    """Returns whether one delivery is later than the other, by their attempt numbers. After a restore these start again
+    from an older value."""
     before = backup.was_given_before(other)
     return one.attempt > other.attempt if backup.was_given_before(one) == before else before
 
@@ -141,7 +141,7 @@ def _was_answered_later(settles: Sequence[Settle], at_s: float) -> bool:
 
 
 def _live_until_s(delivery: Delivery, settles: Sequence[Settle], cancelled_s: float, *, slack_s: float) -> float:
-    """Returns until when the lease was certainly live; a time long ago if nothing is certain."""
+    """Returns the time until which the lease was certainly live, or minus infinity if nothing is certain."""
     extends = [one for one in settles if one.call.verb is Verb.EXTEND and one.answer is Answer.OK]
     ends = [one for one in settles if one.call.verb is not Verb.EXTEND]
     # The arrival of the job proves nothing: the consumer may have been frozen meanwhile.
@@ -163,8 +163,8 @@ def _after_the_end(
     backup: Backup,
 ) -> Iterator[Violation]:
     """Yields deliveries of jobs that were already finished, dead or cancelled."""
-    # How a job ended, when this became known, and by which attempt; whether a restored backup lacks the end; and
-    # whether it is independent of the backup.
+    # For each end of the job: the verb that ended it, the time at which that was answered, the attempt, whether a
+    # restored backup lacks the end, and whether the end belongs to the time before the restore.
     ends: list[tuple[Verb, float | None, int, bool, bool]] = [
         (
             settle.call.verb,
@@ -195,7 +195,7 @@ def _after_the_end(
             if backup.was_given_before(delivery) == before:
                 came_after |= delivery.attempt > attempt
             elif before:
-                # The lease was given after the restore, and the end was known before it.
+                # The lease was given after the restore, and the end was answered before the restore.
                 came_after |= ended_s < backup.swapped_s
             if came_after:
                 yield _violation(
@@ -213,7 +213,7 @@ def _refused(
     *,
     slack_s: float,
 ) -> Iterator[Violation]:
-    """Yields acks that were answered STALE within the window of a Dequeue, although no one else had settled or
+    """Yields acks that were answered STALE within the window of a Dequeue, although no other call had settled or
     cancelled the job."""
     for delivery in of_job:
         if delivery.call.verb is not Verb.DEQUEUE:
@@ -263,7 +263,7 @@ def _used_after_the_end(settles: defaultdict[LeaseKey, list[Settle]], backup: Ba
 
 
 def _in_order(row: Row) -> Iterator[Violation]:
-    """Each lease must begin after the previous one had ended, by the shard's clock."""
+    """Yields leases that began before the previous lease had ended, by the shard's clock."""
     for earlier, later in pairwise(row.past):
         if later.leased_at_us < earlier.ended_at_us:
             yield _violation(f"job {row.job}: by the books lease {later.lease} began before {earlier.lease} had ended")
@@ -273,7 +273,8 @@ def _in_order(row: Row) -> Iterator[Violation]:
 
 
 def _unasked(row: Row, settles: Mapping[LeaseKey, Sequence[Settle]], read: Collection[LeaseKey]) -> Iterator[Violation]:
-    """Yields ended attempts in jobs' histories that no client asked for, or for which all askers were refused."""
+    """Yields ends of attempts in a job's history that no client asked for, or that were refused to all clients that
+    asked."""
     done = [(past.lease, past.outcome) for past in row.past]
     if row.state is State.SUCCEEDED and row.lease is not None:
         done.append((row.lease, "acked"))
@@ -291,7 +292,7 @@ def _unasked(row: Row, settles: Mapping[LeaseKey, Sequence[Settle]], read: Colle
 
 
 def _undone(row: Row | None, lease: LeaseKey, of_lease: Sequence[Settle], backup: Backup) -> Iterator[Violation]:
-    """Finds answers of OK or CANCELLED that the job's row does not show. A job without a row is lost, which stored.py
+    """Yields answers of OK or CANCELLED that the job's row does not show. A job without a row is lost, which stored.py
     reports."""
     if row is None and not backup.rewinds(lease.job):
         return

@@ -1,12 +1,12 @@
-"""Checks I6: every slot has one writer and at most one owner at all times, and its jobs are on shards that are searched
-for them.
+"""Checks I6: at all times every slot has one writer and at most one owner, and its jobs are on shards on which routers
+look for them.
 
-Uses the journals of the databases, in the order of their commits (proof/journal.py). A shard notes that it closes a
-slot before that commits, and the next owner notes that it opens the slot afterwards. So, by one clock, the first
-shard's ownership never ends later than the next one begins.
+Uses the journals of the databases, in the order of their commits (proof/journal.py). The journal notes the end of a
+shard's ownership before it commits, and the beginning of the next shard's ownership after that. So, by one clock, the
+first ownership never ends later than the next one begins.
 
-A shard whose backup was restored has two histories: that of the replaced database, which ends there, and that of the
-backup, which owns nothing before it is accepted.
+A shard whose backup was restored has two histories. The history of the replaced database ends with the replacement. The
+history of the backup goes on, but it owns nothing until an operator accepts the loss.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def check(evidence: Evidence) -> Iterator[Violation]:
 
 
 def _steps(placed: Sequence[Placed]) -> Iterator[Violation]:
-    """Yields steps of the catalog that are not allowed. A slot is at rest, begun, switched, and at rest again, in this
-    order, and only `begin` raises the epoch."""
+    """Yields steps of the catalog that are not allowed. A slot is at rest; then a move begins, switches the writer, and
+    leaves, in this order; and only `begin` raises the epoch."""
     known: dict[int, Placed] = {}
     for now in placed:
         wrong: defaultdict[str, list[int]] = defaultdict(list)
@@ -77,9 +77,9 @@ def _follows(before: Placed, now: Placed) -> bool:
 
 
 def _epochs(owned: Sequence[Owned], restored: Restored | None = None) -> Iterator[Violation]:
-    """A shard never goes back to an older epoch of a slot, never opens a closed slot again with the same epoch, and
-    takes chunks one after another. But when the loss is accepted, a restored shard may skip the chunks that it has
-    lost."""
+    """Yields wrong changes of what a shard knows. A shard never goes back to an older epoch of a slot, never opens a
+    closed slot again with the same epoch, and takes chunks one after another. But a restored shard may skip the chunks
+    that it has lost, when an operator accepts the loss."""
     known: dict[tuple[str, int], Owned] = {}
     for now in owned:
         wrong: defaultdict[str, list[int]] = defaultdict(list)
@@ -99,7 +99,8 @@ def _epochs(owned: Sequence[Owned], restored: Restored | None = None) -> Iterato
 
 
 def _ends_arrival(before: Owned, now: Owned) -> bool:
-    """The source has no job of the slot left, so groups get their slots here. Nothing else changes."""
+    """Returns whether this change only ends the arrival of a slot: the source has no job of it left, so groups get
+    their group slots here."""
     return before.arriving and not now.arriving and now.chunk == before.chunk
 
 
@@ -124,7 +125,7 @@ def _one_owner(owned: Sequence[Owned], *, slack_s: float) -> Iterator[Violation]
                     tenure = _Tenure(shard=now.shard, epoch=now.epoch, from_s=now.at_s)
                     open_ones[now.shard, slot] = tenure
                     tenures[slot].append(tenure)
-                # A later epoch without an end between them: the shard owned the slot all the time.
+                # If the epoch rises without an end in between, the shard owned the slot all the time.
                 tenure.epoch = now.epoch
             elif tenure is not None:
                 del open_ones[now.shard, slot]
@@ -147,8 +148,8 @@ def _is_accepted(now: Owned, restored: Restored) -> bool:
 
 
 def _as_obeyed(owned: Sequence[Owned], restored: Restored) -> list[Owned]:
-    """Returns what the shards knew when clients relied on them, in order. Between the replacement and the acceptance
-    the restored shard owned nothing."""
+    """Returns what counted as each shard's knowledge, in order. Between the replacement and the acceptance, the
+    restored shard counted as the owner of nothing."""
     others = [now for now in owned if now.shard != restored.shard]
     since = [now for now in owned if now.shard == restored.shard and now.at_s >= restored.accepted_s]
     by_then = [now for now in owned if now.shard == restored.shard and now.at_s < restored.accepted_s]
@@ -158,7 +159,7 @@ def _as_obeyed(owned: Sequence[Owned], restored: Restored) -> list[Owned]:
 
 
 def _owns(owned: Sequence[Owned], *, state: str, at_s: float) -> list[Owned]:
-    """Returns whether a shard owned the slot at the end."""
+    """Returns a change at `at_s` to `state` for each slot that the shard owned at the end of these changes."""
     known = {slot: now for now in owned for slot in now.slots}
     return [replace(now, slots=[slot], state=state, at_s=at_s) for slot, now in known.items() if now.state == "owned"]
 
@@ -167,10 +168,12 @@ def _owns(owned: Sequence[Owned], *, state: str, at_s: float) -> list[Owned]:
 
 
 def _at_rest(evidence: Evidence) -> Iterator[Violation]:
-    """Yields slots that still move, and slots whose owner does not know that it owns them."""
+    """Yields slots that still move, slots whose owner does not know that it owns them, and slots that a wrong shard
+    owns."""
     placed = {slot: now for now in evidence.placed for slot in now.slots}
     owned = {(now.shard, slot): now for now in evidence.owned for slot in now.slots}
-    # A shard may not know an org's own slot if the org was pinned there, until the org leaves.
+    # If an org was pinned to the shard that it lived on, that shard may not know the org's own slot until the org
+    # moves.
     moved = {slot for now in evidence.placed if len(now.reads) > 1 for slot in now.slots}
     shards = {now.shard for now in evidence.owned}
     wrong: defaultdict[str, list[int]] = defaultdict(list)
@@ -189,7 +192,7 @@ def _at_rest(evidence: Evidence) -> Iterator[Violation]:
                 if owns:
                     wrong[f"are {writer}'s by the catalog, and {shard} owns them"].append(slot)
             elif known is None and slot >= SLOTS and slot not in moved:
-                # It uses the org's hash slot, for which it accepts jobs.
+                # The shard accepts the org's jobs because it owns the org's hash slot.
                 continue
             elif known is None or not owns or known.epoch != now.epoch:
                 what = f"are {writer}'s by the catalog since epoch {now.epoch}, and {writer} does not know"

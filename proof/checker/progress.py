@@ -1,8 +1,8 @@
-"""Checks I7: once faults are healed, every due job reaches a consumer soon.
+"""Checks I7: after all faults are healed, every due job reaches a consumer soon.
 
-A job is due at the latest when its enqueue was answered, or a nack's or release's delay was over, or the window of its
-lease. It may then wait behind other jobs of its org: it is late if it was due for longer than the bound while no job of
-the org was delivered.
+A job is due at the latest when its enqueue was answered, when the delay of a nack or release was over, or when the
+window of its lease was over. It may then wait behind other jobs of its org. It is late if it was due for longer than
+the bound while no job of the org was delivered.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def check(evidence: Evidence) -> Iterator[Violation]:
     acknowledged = {enqueue.answered for enqueue in evidence.history.enqueues}
     orphans = _orphans(evidence)
     for row in evidence.rows:
-        # A job whose enqueue was not answered may have been stored a moment ago.
+        # A job whose enqueue was not answered may have been stored only a moment ago.
         if row.state is State.LIVE and (row.job in acknowledged or row.run is not None):
             where = f"on its way from {row.shard}" if row.departing else f"on {row.shard}"
             what = f"job {row.job} of {row.org} was not done by the end, and is {where}"
@@ -31,8 +31,9 @@ def check(evidence: Evidence) -> Iterator[Violation]:
 
 
 def _orphans(evidence: Evidence) -> set[str]:
-    """Returns the jobs of workflows that a restored backup lacks because they had arrived since. Jobs that had yet to
-    come from the other shard may wait for nodes of which nobody knows any more."""
+    """Returns the jobs of workflows that had arrived since the backup, and that the restored backup therefore lacks.
+    Such a job may have come from the other shard only after the restore, and may wait for nodes that do not exist any
+    more."""
     lost = Backup(evidence).lost_flows - {flow.workflow for flow in evidence.flows}
     history = evidence.history
     return {
@@ -58,7 +59,7 @@ def _late(evidence: Evidence, calm_s: float) -> Iterator[Violation]:
         of_jobs[delivery.lease.job].append(delivery)
 
     for job, of_job in of_jobs.items():
-        # The enqueue was not answered, so the time of the first delivery proves nothing.
+        # If the enqueue was not answered, the time of the first delivery proves nothing.
         due_s = first_due_s.get(job, float("inf"))
         for delivery in of_job:
             if delivery.received_s > calm_s:
@@ -70,14 +71,15 @@ def _late(evidence: Evidence, calm_s: float) -> Iterator[Violation]:
 
 
 def _before(came: Mapping[str, Sequence[float]], delivery: Delivery) -> float:
-    """Returns when the org's previous job was delivered."""
+    """Returns the time at which the org's previous job was delivered."""
     times = came[delivery.call.org]
     at = bisect_left(times, delivery.received_s)
     return times[at - 1] if at else 0.0
 
 
 def _due_again_s(delivery: Delivery, settles: Mapping[LeaseKey, Sequence[Settle]]) -> float:
-    """Returns by when the job was due again, if it was. The lease was given before the job arrived."""
+    """Returns the latest time at which the job was due again, if it was not finished. The window counts from the
+    arrival, because the lease was given before."""
     due_s = delivery.received_s + delivery.window_s
     for settle in settles.get(delivery.lease, ()):
         ended_s = settle.call.ended_s
@@ -85,6 +87,6 @@ def _due_again_s(delivery: Delivery, settles: Mapping[LeaseKey, Sequence[Settle]
         if settle.answer is Answer.OK and verb in {Verb.NACK, Verb.RELEASE} and ended_s is not None:
             return ended_s + settle.span_s
         if verb in {Verb.NACK, Verb.EXTEND} and settle.answer not in ENDED:
-            # The call may have been executed even without an answer; at an unknown time if the client died.
+            # The call may have been executed although it was not answered. If the client died, the time is unknown.
             due_s = max(due_s, float("inf") if ended_s is None else ended_s + settle.span_s)
     return due_s

@@ -1,8 +1,8 @@
-"""Checks that a shard whose database went back in time is refused until an operator accepts that, and that no other
-shard is refused.
+"""Checks that routers refuse a shard whose database went back in time until an operator accepts the loss, and that they
+refuse no other shard.
 
-The check covers the time in which all routers knew of marks that the backup lacks, the older database could be reached,
-and nobody had begun to accept the loss. There was no other fault in this time.
+The check covers the time in which all routers knew of marks that the backup lacks, the backup's database could be
+reached, and nobody had begun to accept the loss. There was no other fault in this time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check(evidence: Evidence) -> Iterator[Violation]:
     history = evidence.history
     for enqueue in history.enqueues:
         call = enqueue.call
-        # A router may answer from a former owner, without asking the shard.
+        # A duplicate proves nothing: the router may have asked a former owner, and not this shard.
         stored = enqueue.answered is not None and not enqueue.duplicate
         if stored and call.org in there and _within(restored, call.began_s, call.ended_s):
             yield _violation(f"job {enqueue.job} of {call.org} was stored on {shard}, which {REASON}")
@@ -57,7 +57,7 @@ def _within(restored: Restored, began_s: float, ended_s: float | None) -> bool:
 
 
 def _orgs(evidence: Evidence, restored: Restored) -> tuple[set[str], set[str]]:
-    """Returns the orgs that lived on the shard all that time, and those that were never there."""
+    """Returns the orgs that lived on the shard for all of this time, and the orgs that were never on the shard."""
     by_slot: defaultdict[int, list[Placed]] = defaultdict(list)
     for now in evidence.placed:
         for slot in now.slots:
@@ -66,7 +66,7 @@ def _orgs(evidence: Evidence, restored: Restored) -> tuple[set[str], set[str]]:
     for org in {call.org for call in evidence.history.calls}:
         by_hash = slot_of(OrgId(org))
         own = by_slot.get(evidence.pins.get(org, by_hash), [])
-        # The org may have got a slot of its own later.
+        # If the org got a slot of its own only later, its hash slot counts.
         slots = own if own and own[0].at_s < restored.swapped_s else by_slot.get(by_hash, [])
         before = [now for now in slots if now.at_s < restored.swapped_s]
         meanwhile = [now for now in slots if restored.swapped_s <= now.at_s < restored.accepting_s]

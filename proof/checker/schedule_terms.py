@@ -1,4 +1,5 @@
-"""What operators' calls mean for a schedule: its instants, the terms that may have been in force, and its pauses.
+"""Works out what operators' calls mean for a schedule: its instants, the terms that may have been in force, and its
+pauses.
 
 A call took effect at some moment between its beginning and its answer. If it was not answered, it may have taken effect
 at any later time.
@@ -14,18 +15,19 @@ from proof.checker.evidence import Change, ChangeKind, Schedule, Terms
 FOREVER_US = 1 << 62
 # The system may adjust the machine's clock now and then.
 CLOCK_US = 50_000
-# A run that is not among so many newest ones may be forgotten.
+# A shard may forget a run that is not among this many newest runs.
 RUNS_KEPT = 20
 
 
 def find_instants(schedule: Schedule, created_us: int) -> tuple[set[int], set[int]]:
-    """Returns the instants that must have been decided, and those that may have been."""
+    """Returns the instants that must have been decided, and the instants that may have been decided."""
     ends_us = schedule.ends_us
-    # When its terms may have come into force, and when they certainly were.
+    # For each set of terms: the earliest time at which it may have come into force, and the time from which it
+    # certainly was in force.
     steps = [(created_us, created_us, schedule.terms)]
     must, may = set[int](), set[int]()
     open_us = ends_us
-    # Whichever terms are in force, the instants are the same if the timing is.
+    # If all terms have the same timing, the instants are the same, whichever terms were in force.
     is_steady = all(terms.every_us == schedule.terms.every_us for _, _, terms in schedule.alterations)
     for began_us, ended_us, terms in () if is_steady else schedule.alterations:
         if ended_us is None:
@@ -47,7 +49,7 @@ def multiples(terms: Terms, after_us: int, before_us: int) -> set[int]:
 
 
 def in_force(schedule: Schedule, at_us: int) -> list[Terms]:
-    """Returns the terms that may have been in force, or came later."""
+    """Returns the terms that may have been in force at this time or later."""
     found = [schedule.terms]
     for _, ended_us, terms in schedule.alterations:
         if ended_us is not None and ended_us < at_us - CLOCK_US:
@@ -57,7 +59,7 @@ def in_force(schedule: Schedule, at_us: int) -> list[Terms]:
 
 
 def between(schedule: Schedule, began_us: int, ended_us: int | None) -> list[Terms]:
-    """Returns the terms that may have been in force when a call was executed that was made at this time."""
+    """Returns the terms that may have been in force when a call with this beginning and this end was executed."""
     found, unanswered = [schedule.terms], list[Terms]()
     for alter_began_us, alter_ended_us, terms in schedule.alterations:
         if ended_us is not None and alter_began_us > ended_us:
@@ -72,7 +74,8 @@ def between(schedule: Schedule, began_us: int, ended_us: int | None) -> list[Ter
 
 
 def certain_pauses(changes: Sequence[Change]) -> list[tuple[int, int]]:
-    """Returns from when to when a schedule or a workflow was certainly paused. A workflow's cancel ends its pause."""
+    """Returns the times, with beginning and end, in which a schedule or a workflow was certainly paused. A workflow's
+    cancel ends its pause."""
     pauses: list[tuple[int, int]] = []
     since_us: int | None = None
     for one in changes:
@@ -88,8 +91,9 @@ def certain_pauses(changes: Sequence[Change]) -> list[tuple[int, int]]:
 
 
 def latest_us(changes: Sequence[Change], begin: ChangeKind, end: ChangeKind) -> int:
-    """Returns the latest time at which what calls of `begin` begin may have gone on, until a call of `end`; or at which
-    they may have been executed, if they end at once. −1: there was no such call."""
+    """Returns the latest time at which a state may have been in force that calls of the kind `begin` begin and calls of
+    the kind `end` end. If both kinds are the same, returns the latest time at which such a call may have been executed.
+    −1: there was no such call."""
     until_us = -1
     for one in changes:
         if one.kind is end and one.ended_us is not None and until_us == FOREVER_US:

@@ -1,15 +1,16 @@
 """Checks I10: each instant of a schedule, from its creation to its end, was stored as one job, or skipped for a reason
-that its policies allow; also while operators pause, resume, alter and trigger it. Instants of a pause are skipped.
+that its policies allow. This also holds while operators pause, resume, alter and trigger the schedule. Instants of a
+pause are skipped.
 
-The shards record each run in the transaction that stores it, and a move copies it: so two different records of one
-instant are two decisions. Each record of a job must have the job, and each job that names a run must have its record.
-Schedules end before a backup is restored, so it lacks no runs; but it may lack a schedule or a dead job that has
-arrived since, or have another schedule that has left.
+The shards record each run in the transaction that stores it, and a move copies the record. So two different records of
+one instant are two decisions. The job that a record names must exist, and each job that names a run must have a record.
+Schedules end before a backup is restored, so the backup lacks no runs. But it may lack a schedule or a dead job that
+has arrived since then, or contain a schedule that has left since then.
 
 A call of an operator took effect at some moment between its beginning and its answer. If it was not answered, it may
-have taken effect at any later time: so a schedule is only certainly paused until the first such call that may have
-resumed it, and its instants are only certain until the first such call that may have altered it. Operators make one
-call after another. Their times are those of the shards' clock, because all processes of a run are on one machine.
+have taken effect at any later time. So a pause is certain only until the first unanswered call that may have resumed
+the schedule, and instants are certain only until the first unanswered call that may have altered it. Operators make one
+call after another. Their clock is that of the shards, because all processes of a run are on one machine.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def _decided(
 ) -> Iterator[Violation]:
     must, may = find_instants(schedule, stored.created_us)
     pauses = certain_pauses(schedule.changes)
-    # The job or the reason of each decision that the schedule made by itself about an instant; "" while it waits.
+    # For each instant the jobs and the reasons of the decisions that the schedule itself made; "" for a run that still
+    # waits.
     decided: defaultdict[int, set[str]] = defaultdict(set)
     own, backfilled = backfills.split(runs)
     for run in runs:
@@ -90,7 +92,7 @@ def _decided(
     for at_us in sorted(must - decided.keys() - {run.at_us for run in backfilled}):
         yield _wrong(schedule, at_us, "it was neither stored nor skipped")
     for at_us, fates in sorted(decided.items()):
-        # A run that has waited is recorded once more when it is stored.
+        # A run that has waited has a second record, from when it was stored.
         last = fates - {""}
         if at_us not in may:
             yield _wrong(schedule, at_us, "its calendar has no such instant")
@@ -107,7 +109,7 @@ def _decided(
 
 
 def _faults(schedule: Schedule, run: Run, pauses: Sequence[tuple[int, int]]) -> Iterator[str]:
-    """Returns what is wrong with one decision."""
+    """Yields what is wrong with one decision."""
     if run.job is not None and run.request is None and any(begin < run.decided_us < end for begin, end in pauses):
         yield f"job {run.job} was stored during a pause"
     if run.skipped_for is None:
@@ -115,7 +117,7 @@ def _faults(schedule: Schedule, run: Run, pauses: Sequence[tuple[int, int]]) -> 
     reasons = {reason for one in in_force(schedule, run.decided_us) for reason in one.skips_for}
     if run.at_us <= latest_us(schedule.changes, ChangeKind.PAUSE, ChangeKind.RESUME):
         reasons.add("pause")
-    # An altered schedule skips what was due and not decided yet.
+    # When a schedule is altered, it skips instants that are due but not decided yet.
     if run.at_us <= latest_us(schedule.changes, ChangeKind.ALTER, ChangeKind.ALTER):
         reasons.add("catch_up")
     if run.skipped_for not in reasons:
@@ -123,7 +125,7 @@ def _faults(schedule: Schedule, run: Run, pauses: Sequence[tuple[int, int]]) -> 
 
 
 def _jobless(backup: Backup, schedule: Schedule, run: Run, jobs: Mapping[str, RunName]) -> Iterator[Violation]:
-    """Finds runs whose job is not as the run says."""
+    """Yields a violation if the job of this run does not exist, names another run, or was stored under wrong terms."""
     if run.job is None:
         return
     name = jobs.get(run.job)
@@ -136,7 +138,7 @@ def _jobless(backup: Backup, schedule: Schedule, run: Run, jobs: Mapping[str, Ru
 
 
 def _triggered(schedule: Schedule, runs: Sequence[Run]) -> Iterator[Violation]:
-    """Each call that triggers a run stores one job, however often it is repeated."""
+    """Checks that each call that triggers a run has stored one job, however often it was repeated."""
     of_request: defaultdict[str, dict[str, int]] = defaultdict(dict)
     for run in runs:
         if run.request is not None:
@@ -148,7 +150,7 @@ def _triggered(schedule: Schedule, runs: Sequence[Run]) -> Iterator[Violation]:
                 invariant="I10", what=f"{_named(schedule)}: its run with job {job}, which was triggered, is not stored"
             )
         for first_us, second_us in pairwise(sorted(made.values())):
-            # A call is recognised as long as its run is among the newest ones.
+            # A repeated call is recognised while its run is among the newest runs.
             if len({run.at_us for run in runs if first_us < run.at_us < second_us}) < RUNS_KEPT:
                 yield _wrong(schedule, second_us, f"the run that call {request} had triggered was stored again")
     for request, made in of_request.items():

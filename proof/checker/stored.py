@@ -1,7 +1,8 @@
-"""Checks I1 (every acknowledged job exists, and a router finds it) and I3 (it exists once, however often it was
+"""Checks I1 (every acknowledged job exists, and a router finds it) and I3 (every job exists once, however often it was
 enqueued).
 
-If a backup was restored, the jobs that it lacks (proof/checker/backup.py) may be missing, and may be stored again.
+If a backup was restored, the jobs that the backup lacks may be missing, and may be stored again
+(proof/checker/backup.py).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def _overlooked(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
     """Yields calls that were answered NOT_FOUND although the job had been acknowledged or delivered before."""
     history = evidence.history
     known_s: dict[str, float] = {}
-    # When the job was stored again after a backup was restored.
+    # The time at which the job was known to be stored again, after a backup was restored.
     known_again_s: dict[str, float] = {}
     for job, again, at_s in (
         *((one.answered, backup.promises(one), one.call.ended_s) for one in history.enqueues if one.answered),
@@ -71,7 +72,7 @@ def _overlooked(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
 
 
 def _found(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
-    """Yields the jobs that a router does not find exactly once, in the state that the tables have."""
+    """Yields the jobs that a router does not find exactly once, or finds in another state than that in the tables."""
     if evidence.found is None:
         return
     rows: defaultdict[str, list[Row]] = defaultdict(list)
@@ -102,13 +103,13 @@ def _found(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
 
 def _doubled(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
     enqueues = evidence.history.enqueues
-    # A departing job may have arrived on the other shard by now.
+    # A departing job may have arrived on the other shard already.
     there = [row for row in evidence.rows if not row.departing]
     seconds = Counter(row.job for row in there if backup.is_second(row))
     for job, copies in Counter(row.job for row in there).items():
         if copies > 1:
             what = f"job {job} is stored {copies} times"
-            # If the backup had brought the job back, that copy was cancelled.
+            # If the backup had brought back a copy of a job that had left, the copy was cancelled.
             yield Violation(invariant="I3", what=what, excused=seconds[job] == 1 and copies == 2)
     # Only one call may be told that it stored the job.
     news: defaultdict[str, list[Call]] = defaultdict(list)
@@ -119,15 +120,15 @@ def _doubled(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
         if len(calls) > 1:
             before, after = sum(map(backup.was_answered_before, calls)), sum(map(backup.came_after, calls))
             what = f"{len(calls)} enqueues of job {job} were each told that it was new"
-            # The replaced database may have told one of them, and the backup the other.
+            # The replaced database may have given one of the two answers, and the backup the other.
             once_each = len(calls) == 2 and before <= 1 and after <= 1
             yield Violation(invariant="I3", what=what, excused=backup.lacks(job) and once_each)
     asked = {enqueue.job for enqueue in enqueues} | added_names(evidence).keys()
     for row in evidence.rows:
-        # Jobs of schedules: see schedules.py.
+        # schedules.py checks the jobs of schedules.
         if row.job not in asked and row.run is None:
             yield Violation(invariant="I3", what=f"job {row.job} of {row.org} is stored, and nobody enqueued it")
-    # An enqueue is answered with its own job, or with one that was sent under the same key.
+    # An enqueue may be answered with its own job, or with a job that was sent with the same key.
     of_key: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)
     for enqueue in enqueues:
         if enqueue.key:
@@ -141,7 +142,7 @@ def _doubled(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
 def _keys(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
     """Yields dedup keys that stand for several jobs. A key's window is longer than a run, so there must be one job."""
     answered: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)
-    # The calls for which the key still counted, even if the restored backup lacks some jobs.
+    # For each key, the jobs for which it must still count after the restore, even if the backup lacks some jobs.
     standing: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)
     for enqueue in evidence.history.enqueues:
         if enqueue.key and enqueue.answered is not None:

@@ -1,8 +1,8 @@
-"""Checks I11 for workflows that operators change: a paused one releases no node, a cancelled one runs no node that was
-not leased before, and a retry runs each node that had not succeeded once more, and no other one.
+"""Checks I11 for workflows that operators change. A paused workflow releases no node. A cancelled workflow runs no node
+that was not leased before. A retry runs again each node that had not succeeded, and no other node.
 
-The shards record each release of a node in its transaction. A pause is certain from its answer to the beginning of the
-call that ends it. Times are those of the shards' clock.
+The shards record each release of a node in the transaction of the release. A pause is certain from the answer to its
+call until the beginning of the call that ends it. Times are of the shards' clock.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _changed(
 
 
 def _leases(row: Row) -> list[int]:
-    """Returns when its leases began."""
+    """Returns the times at which the job's leases began."""
     last = [] if row.leased_at_us is None else [row.leased_at_us]
     return [*(past.leased_at_us for past in row.past), *last]
 
@@ -127,7 +127,8 @@ def _retried(
         if flow.state == "running":
             yield _wrong(flow, "it has not ended", excused=excused)
     for name, job in jobs.items():
-        # The node ran in the other workflow, perhaps after this parent had failed there. The parent runs again here.
+        # A node that was taken over ran in the other workflow, perhaps after this parent had failed there. It does not
+        # wait for the parent, which runs again here.
         if job in old.nodes:
             continue
         first_us = min((at_us for row in rows.get(job, ()) for at_us in _leases(row)), default=None)

@@ -1,10 +1,10 @@
-"""Checks I11: an end of a node counts once, so no node runs before those that it waits for, and none is stranded. That
-also holds for nodes that jobs add to their workflow: each is there once if it was acknowledged, and callbacks wait for
+"""Checks I11: an end of a node counts once, so no node runs before its parents have ended, and no node waits for ever.
+That also holds for nodes that jobs add to their workflow: each acknowledged node is there once, and callbacks wait for
 it.
 
-Clients only start workflows whose nodes run however the nodes before them ended. They record a settle or a cancel
-before they make the call. So a node that arrives before any such call of a node that it waits for has come too early.
-Payloads name nodes; those of the start have the ids of their jobs as names.
+Clients only start workflows whose nodes run even if their parents failed. Clients record a settle or a cancel before
+they make the call. So a node has come too early if it arrives before any such call for one of its parents. A job's
+payload names its node. The nodes of a workflow's start have the ids of their jobs as names.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from proof.checker.backup import Backup, latest_by_job
 from proof.checker.evidence import Evidence, Flow, Row, State, Violation
 from proof.history import Addition, Call, Cancel, Enqueue, Verb
 
-# What the state of a node says of its job.
+# The state that a node's job must have, by the state of the node.
 _JOBS = {
     "succeeded": State.SUCCEEDED,
     "failed": State.DEAD,
     "cancelled": State.CANCELLED,
     "skipped": State.CANCELLED,
 }
-# The calls that end a job. A nack does it at the last attempt.
+# The calls that end a job. A nack ends the job at the last attempt.
 _ENDING = frozenset({Verb.ACK, Verb.NACK, Verb.KILL})
-# No job adds a node of another one's name, and each lease is that of a node of a workflow that is there.
+# Errors that an addition never gets: all jobs choose different names for nodes, and each lease belongs to a node of a
+# workflow that exists.
 _WRONG_CODES = frozenset({"ALREADY_EXISTS", "NOT_FOUND"})
 
 
@@ -47,7 +48,7 @@ def check(evidence: Evidence) -> Iterator[Violation]:
     for workflow, nodes in started.items():
         flows = stored[workflow]
         added = [job for one in additions[workflow] for job in one.jobs.values()]
-        # A backup may lack a workflow, or bring back a copy of one that has moved since.
+        # A backup may lack a workflow, or bring back a copy of a workflow that has moved since then.
         moved = backup.second_flows if len(flows) == 2 else backup.lost_flows
         excused = workflow in moved or any(_was_changed(backup, job) for job in (*nodes, *added))
         if len(flows) != 1:
@@ -62,16 +63,16 @@ def check(evidence: Evidence) -> Iterator[Violation]:
 
 
 def added_names(evidence: Evidence) -> dict[str, set[str]]:
-    """Returns the names of the nodes that jobs have added, by the ids of the nodes' jobs: as the tables have them, if a
-    client asked for them, and as clients were told. If the tables do not have the workflow, which `check` reports, as
-    payloads say."""
+    """Returns the names of the nodes that jobs have added, by the ids of the nodes' jobs. The names are those in the
+    tables, if a client asked for them, and those in answers to clients. If the tables lack the workflow, which `check`
+    reports, the names are those in payloads."""
     asked = {(one.workflow, name) for one in evidence.history.additions for name in one.nodes}
     names: defaultdict[str, set[str]] = defaultdict(set)
     for flow in evidence.flows:
         for job, name in flow.added.items():
             if (flow.workflow, name) in asked:
                 names[job].add(name)
-    # The jobs of a retry have the payloads of those that they repeat.
+    # The jobs of a retry have the payloads of the jobs that they repeat.
     retries = {one.retry for one in evidence.operated}
     for flow in evidence.flows:
         if flow.workflow in retries:
@@ -89,8 +90,8 @@ def added_names(evidence: Evidence) -> dict[str, set[str]]:
 
 
 def by_operators(evidence: Evidence) -> Iterator[tuple[Flow, Cancel]]:
-    """Yields the cancels of jobs whose workflows were cancelled, and of dead jobs whose workflows were retried after
-    that."""
+    """Yields the cancels that operators caused: of the jobs of cancelled workflows, and of dead callbacks of cancelled
+    workflows that were then retried."""
     operated = {one.workflow: one for one in evidence.operated if one.cancelling_s is not None}
     for flow in evidence.flows:
         one = operated.get(flow.workflow)
@@ -119,7 +120,7 @@ def _too_early(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
     after = {one.job: one.after for one in history.enqueues if one.after}
     for addition in history.additions:
         after |= addition.nodes
-    # A workflow that a restored backup has taken back may have ended before, without some of these nodes.
+    # A workflow that a restored backup has set back may have ended before the restore, without some of these nodes.
     after_added = {
         callback: (list(flow.added.values()), any(_was_changed(backup, job) for job in flow.nodes))
         for flow in evidence.flows
@@ -155,11 +156,12 @@ def _unfinished(
     for job, state in flow.nodes.items():
         row = rows.get(job)
         if state not in _JOBS:
-            # Every job is done by the end of a run that was drained.
+            # When a drained run ends, every job has ended.
             if evidence.calm_s is not None:
                 pause = ", because it is paused" if flow.is_paused else ""
                 yield wrong(f"the node of job {job} is {state}, and will not end{pause}")
-        # The dead jobs of a workflow are cancelled when it is retried; and when it is cancelled, if they die meanwhile.
+        # Dead jobs of a workflow are cancelled when the workflow is retried. Jobs that die while the workflow is being
+        # cancelled are cancelled too.
         elif operated and state == "failed" and row is not None and row.state is State.CANCELLED:
             continue
         elif row is not None and row.state is not _JOBS[state]:

@@ -1,1 +1,1 @@
-"""Client processes that record what they see, and their parts."""
+"""The parts of client processes that record what they see."""

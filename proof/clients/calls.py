@@ -1,4 +1,4 @@
-"""The calls of a worker: one try each, all recorded in its history."""
+"""The calls of a worker. Each try is recorded in the worker's history."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _REFUSALS = frozenset(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
     }
 )
-# A frozen router accepts a connection and does not answer, so the wait must be short.
+# A frozen router accepts a connection, but does not answer. Therefore the waits must be short.
 _OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
@@ -52,7 +52,7 @@ _OPTIONS: Sequence[tuple[str, int]] = (
 
 
 def connect(address: str) -> grpc.aio.Channel:
-    """Opens a connection of its own: several of them reach several routers."""
+    """Opens a channel with a connection of its own. Several such connections reach several routers."""
     return grpc.aio.insecure_channel(address, options=_OPTIONS)
 
 
@@ -79,8 +79,8 @@ def outcome_of(error: grpc.aio.AioRpcError) -> tuple[Outcome, str]:
 
 
 async def read(call: Any) -> Any:
-    """Returns a stream's next message, or EOF. Raises InvalidStateError, as a write does, if the connection is cut just
-    then: grpc.aio returns None."""
+    """Returns a stream's next message, or EOF. Raises InvalidStateError, as a write does, if the connection is cut
+    during the read: grpc.aio returns None in this case."""
     message = await call.read()
     if message is None:
         raise asyncio.InvalidStateError("the connection was cut while a message was read")
@@ -88,15 +88,15 @@ async def read(call: Any) -> Any:
 
 
 def code_name(code: grpc.StatusCode, details: str | None) -> str:
-    """Returns the name of a status. WRITE_FAILED means that no router sent the status: the client's gRPC library sets
-    it when a message is written to a stream that has just ended, and forgets the status that the stream ended with."""
+    """Returns the name of a status. WRITE_FAILED means that no router sent the status: the client's gRPC library makes
+    it up if a message is written to a stream that has just ended, and forgets the stream's real status."""
     if code is grpc.StatusCode.INTERNAL and details == "Internal error from Core":
         return WRITE_FAILED
     return code.name
 
 
 def error_code(error: windrow.WindrowError) -> str:
-    """Returns the name of the status that the Python client made this error of."""
+    """Returns the name of the status from which the Python client made this error."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", type(error).__name__).upper()
 
 
@@ -128,7 +128,8 @@ class Calls:
         return jobs
 
     async def settle(self, verb: Verb, org: str, leases: Sequence[bytes], *, span_s: float = 0.0) -> None:
-        """Repeats the call until it is answered. `span_s`: a nack's delay, or an extend's window."""
+        """Settles or extends these leases. Repeats the call until it is answered, a few times at most. `span_s`: a
+        nack's delay, or an extend's window."""
         asked: Mapping[str, object] = {"leases": [lease.hex() for lease in leases], "span_s": span_s}
         for _ in range(_TRIES_MAX):
             number = self._recorder.begin(verb, org, asked)
@@ -143,8 +144,8 @@ class Calls:
     async def add_nodes(
         self, org: str, job: job_pb2.LeasedJob, nodes: Mapping[str, Sequence[str]], *, try_s: float = TRY_S
     ) -> bool:
-        """Adds nodes to the job's workflow, in one try: what each waits for, by names. Returns whether it may be worth
-        while to repeat it."""
+        """Adds nodes to the job's workflow, in one try. `nodes`: the names of the new nodes, each with the names of its
+        parents. Returns whether a further call may make sense."""
         workflow = job.workflow.workflow_id
         request = workflows_pb2.AddNodesRequest(org=org, id=workflow, lease=job.lease)
         for name, after in nodes.items():

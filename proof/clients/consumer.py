@@ -1,5 +1,5 @@
 """A worker of one org that takes jobs by Consume, and settles them on the stream. When a stream ends, the worker opens
-another one and repeats what was not answered."""
+a new stream, and repeats the settles that were not answered."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 _CREDIT = 5
 _WORK_S = 0.05
 _TRIES_MAX = 5
-# A message without an answer after this time: the connection is dead.
+# If a message has no answer after this time, the connection counts as dead.
 _ANSWER_S_MAX = 6.0
 _LIFE_S = (10.0, 60.0)
 _AGAIN_S_MAX = 1.0
-# A router answers first acks, then nacks, extends and releases.
+# The order in which a router handles the parts of a message.
 _ORDER = (Verb.ACK, Verb.NACK, Verb.KILL, Verb.EXTEND, Verb.RELEASE)
 
 
 @dataclass(slots=True, kw_only=True)
 class _Saying:
-    """What the next message says about one lease."""
+    """What a message says about one lease."""
 
     verb: Verb
     lease: bytes
@@ -44,13 +44,13 @@ class _Sent:
     """One message that has not been answered yet."""
 
     sayings: Sequence[_Saying]
-    # Their calls in the history.
+    # The numbers of these sayings' calls in the history.
     numbers: Sequence[int]
     sent_s: float
 
 
 class Consumer:
-    """One org's stream, which is opened again whenever it ends."""
+    """Consumes the jobs of one org on a stream, which is opened again whenever it ends."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class Consumer:
         org: str,
         add: Callable[[str, job_pb2.LeasedJob, random.Random], Awaitable[bool]] | None = None,
     ) -> None:
-        """`add`: adds nodes to the workflow of a job before it is settled, and returns whether to forget the job
-        instead."""
+        """`add`: adds nodes to the workflow of a job before the job is settled. Returns whether to forget the job
+        instead of settling it."""
         self._add = add
         self._site = site
         self._orders = orders
@@ -75,7 +75,7 @@ class Consumer:
         self._news = asyncio.Event()
         self._sent: dict[int, _Sent] = {}
         self._number = 0
-        # Jobs in hand; there is room for more up to the credit.
+        # The jobs in hand, and the credit that the stream has and has not used yet. Both together are at most _CREDIT.
         self._in_hand = 0
         self._room_given = 0
 
@@ -88,7 +88,7 @@ class Consumer:
     async def _stream(self, group: asyncio.TaskGroup) -> None:
         window_s = self._site.window_s
         history = self._recorder.begin(Verb.CONSUME, self._org, {"window_s": window_s})
-        # The client itself ends some streams at any time.
+        # The client ends some streams itself, at any moment.
         life_s = None if self._orders.calm.is_set() else self._luck.uniform(*_LIFE_S)
         call: Any = self._stub.Consume(timeout=life_s)
         writing = asyncio.create_task(self._write(call))
@@ -117,7 +117,7 @@ class Consumer:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            # Our own deadline for this call: the stream was silent for too long.
+            # This client has cancelled the call, because the stream was silent for too long.
             outcome, code = Outcome.UNKNOWN, "CANCELLED"
         finally:
             writing.cancel()
@@ -150,7 +150,7 @@ class Consumer:
                     await call.done_writing()
                     return
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            # The reader gets the reason for its end.
+            # The stream has ended. The reader gets the reason.
             pass
         except TimeoutError:
             call.cancel()
@@ -169,7 +169,7 @@ class Consumer:
             self._news.clear()
 
     def _fill(self, message: queue_pb2.ConsumeRequest) -> None:
-        """Sends everything that waits to be sent."""
+        """Adds everything that waits to be sent to the message."""
         if not self._to_say:
             return
         sayings, self._to_say = sorted(self._to_say, key=lambda one: _ORDER.index(one.verb)), []
@@ -204,7 +204,7 @@ class Consumer:
             self._recorder.end(number, Outcome.OK, answered=[calls.answer_of(answer)])
 
     def _forget_sent(self) -> None:
-        """The stream has ended, so what was not answered must be sent again."""
+        """Plans to send everything again that was not answered, because the stream has ended."""
         for number in list(self._sent):
             self._again(self._sent.pop(number), "STREAM_ENDED")
 

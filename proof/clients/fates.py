@@ -1,4 +1,4 @@
-"""Draws what a worker does with a job. Pure."""
+"""Draws at random what a worker does with a job. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class Fate(enum.Enum):
     NACK = enum.auto()
     KILL = enum.auto()
     RELEASE = enum.auto()
-    # Works for longer than its window, and keeps the lease meanwhile.
+    # Works for longer than the window, and extends the lease meanwhile.
     EXTEND = enum.auto()
-    # Works longer than its window, and does not extend the lease.
+    # Works for longer than the window, but does not extend the lease.
     OVERSLEEP = enum.auto()
-    # Never calls anything for this lease.
+    # Makes no call about this lease.
     FORGET = enum.auto()
 
 
@@ -29,14 +29,15 @@ _WEIGHTS = {
     Fate.FORGET: 2.0,
 }
 NACK_DELAY_S_MAX = 2.0
-# How many of the jobs of workflows add nodes, how many at most, and through how many generations.
+# The share of a workflow's jobs that add nodes, how many nodes such a job adds at most, and how many generations of
+# added nodes there are at most.
 _ADDERS = 0.6
 _ADDED_MAX = 3
 _GENERATIONS_MAX = 2
 
 
 def draw(luck: random.Random, *, calm: bool) -> Fate:
-    """`calm`: every job is finished now."""
+    """Draws a fate. With `calm`, every job is acked."""
     if calm:
         return Fate.ACK
     (fate,) = luck.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
@@ -44,13 +45,14 @@ def draw(luck: random.Random, *, calm: bool) -> Fate:
 
 
 def pick_org(luck: random.Random, orgs: list[str]) -> str:
-    """A few orgs have most of the jobs."""
+    """Draws an org, so that a few orgs, the first in the list, have most of the jobs."""
     return orgs[int(len(orgs) * luck.random() ** 3)]
 
 
 def draw_added(node: str, luck: random.Random) -> dict[str, list[str]]:
-    """Returns the nodes that the job of a workflow's node adds to it, and what each waits for, by names. They are the
-    same in each attempt of the job; only how many of them a call names is drawn by `luck`. Empty: the job adds none."""
+    """Returns the names of the nodes that the job of `node` adds to its workflow, each with the names of its parents.
+    The nodes are the same in each attempt of the job; `luck` only draws how many of them a call names. Empty: the job
+    adds no nodes."""
     own = random.Random(node)
     added: dict[str, list[str]] = {}
     if node.count("+") < _GENERATIONS_MAX and own.random() < _ADDERS:

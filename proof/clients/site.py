@@ -1,7 +1,7 @@
-"""The orders to a client process on standard input: one JSON object at its start, then one word a line.
+"""The orders that a client process gets on standard input: one JSON object at its start, then one word a line.
 
-`calm`: behave well from now on. `probe`: producers enqueue one job for every org. The end of the input: finish and
-exit.
+`calm`: behave well from now on. `probe`: producers enqueue one job for every org. The end of the input means: finish
+and exit.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from proof.history import Recorder
 
 # Every client uses this queue.
 QUEUE = "load"
-# A site may name thousands of orgs.
+# A line may be long, because a site may name thousands of orgs.
 _LINE_BYTES_MAX = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """`name` and `generation` seed the client's choices. The process that replaces a killed one has another generation,
-    so it makes other choices."""
+    """What a client process must know. `name` and `generation` are part of the seed of its choices. The process that
+    replaces a killed one has another generation, so it makes other choices."""
 
     address: str
     folder: str
@@ -35,7 +35,7 @@ class Site:
     generation: int
     seed: int
     orgs: Sequence[str]
-    # The worker's number among those of its sort, and how many there are.
+    # The number of this client among the clients of its sort, and how many of these there are.
     mine: int
     places: int
     window_s: float
@@ -72,7 +72,7 @@ class Orders:
         self.over.set()
 
     async def pause(self, seconds: float) -> None:
-        """Sleeps; shorter when the run ends."""
+        """Sleeps for this time, or until the run ends."""
         try:
             async with asyncio.timeout(seconds):
                 await self.over.wait()

@@ -19,11 +19,11 @@ const (
 	fetchCooldown     = 2 * time.Millisecond
 	fetchPollInterval = 20 * time.Millisecond
 	maxWorkers        = 2_000
-	// Events that find the channel full are dropped.
+	// River drops events when the channel is full.
 	eventsMax = 500_000
-	// The consumer's connections, beside those that enqueue: for fetches, completions, and LISTEN.
+	// The consumer's connections, in addition to those that enqueue: for fetches, completions, and LISTEN.
 	workConnections = 10
-	// Two client processes must not both make what is missing.
+	// A lock, so that two client processes do not migrate at the same time.
 	migrateLock = 20
 )
 
@@ -117,7 +117,7 @@ func (p *riverPeer) work(ctx context.Context, _, _ int, report *report) error {
 	if err != nil {
 		return err
 	}
-	// These events come after the completion was written.
+	// These events come after the database has the completion.
 	events, _ := client.SubscribeConfig(&river.SubscribeConfig{
 		ChanSize: eventsMax,
 		Kinds:    []river.EventKind{river.EventKindJobCompleted},
@@ -134,7 +134,7 @@ func (p *riverPeer) work(ctx context.Context, _, _ int, report *report) error {
 	}
 	<-ctx.Done()
 	err = client.Stop(context.WithoutCancel(ctx))
-	// Stopping closes the channel, after the last event.
+	// Stop closes the channel after the last event.
 	<-told
 	return err
 }

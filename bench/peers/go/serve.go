@@ -1,7 +1,7 @@
 package main
 
-// The loop of a peer written in Go: frames in, frames out, until standard input ends. The frames are described in
-// ../wire.py, what a peer must do in ../python/serve.py.
+// The loop of a peer written in Go: frames in, frames out, until standard input ends. ../wire.py describes
+// the frames, and ../python/serve.py says what a peer must do.
 
 import (
 	"bufio"
@@ -25,18 +25,18 @@ const (
 	frameTaken    = 4
 	frameFinished = 5
 	headBytes     = 5
-	// Taken jobs are reported at most this often: one frame for many jobs, which is late by no more than this.
+	// One frame reports many jobs. A job is reported at most this long after it was taken.
 	tellEvery = 2 * time.Millisecond
 	endMax    = 5 * time.Second
 )
 
-// A peer is one queue system, in its own words.
+// A peer has the operations of one queue system, implemented with its own library.
 type peer interface {
-	// Connects, and makes the schema where it is missing. `connections` calls of enqueue go on at a time.
+	// Connects, and makes the schema if it is missing. At most `connections` calls of enqueue run at the same time.
 	open(ctx context.Context, dsn string, connections int) error
-	// Makes an empty queue; in another process it may be there already.
+	// Makes an empty queue. Another process may have made it already.
 	prepare(ctx context.Context, run string) error
-	// Stores jobs by one call of the system. They have committed when it returns.
+	// Stores jobs by one call of the system. Their transaction has committed when this returns.
 	enqueue(ctx context.Context, payloads []string) error
 	// Runs the system's own consumer until ctx ends. Then it finishes the jobs that it has begun.
 	work(ctx context.Context, batch, concurrency int, report *report) error
@@ -45,7 +45,7 @@ type peer interface {
 	close()
 }
 
-// A report gathers what a consumer has done, and tells it in batches.
+// A report collects what a consumer has done, and reports it in batches.
 type report struct {
 	out      *output
 	mutex    sync.Mutex
@@ -65,7 +65,7 @@ func (r *report) taken(payload string) {
 	r.mutex.Unlock()
 }
 
-// finished is called when so many more jobs have finished in the database.
+// finished is called when this number of further jobs have finished in the database.
 func (r *report) finished(jobs int) {
 	r.mutex.Lock()
 	r.done += uint32(jobs)
@@ -139,7 +139,7 @@ type call struct {
 	Concurrency int    `json:"concurrency"`
 }
 
-// A server obeys one client.
+// A server executes the commands of one client.
 type server struct {
 	peer    peer
 	out     *output
@@ -149,7 +149,7 @@ type server struct {
 }
 
 func serve(p peer) {
-	// Ctrl-C reaches the whole terminal; the client hears it, and ends this process in order.
+	// Ctrl-C reaches every process of the terminal. Ignore it: the client gets it too, and ends this process in order.
 	signal.Ignore(syscall.SIGINT)
 	out := &output{file: os.Stdout}
 	s := &server{peer: p, out: out, report: &report{out: out}, endWork: func() {}, working: make(chan struct{})}
@@ -236,7 +236,7 @@ func unpack(body []byte) []string {
 	return payloads
 }
 
-// The clock that the client's time.monotonic_ns() reads: Go shows its own only as differences.
+// The clock that the client's time.monotonic_ns() reads. Go offers its monotonic clock only as differences.
 var (
 	goStart    = time.Now()
 	clockStart = clockMonotonicNS()

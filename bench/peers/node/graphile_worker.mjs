@@ -6,10 +6,10 @@ const { Logger, makeWorkerUtils, run, runMigrations } = await load("graphile-wor
 const { default: pg } = await load("pg");
 
 const CONCURRENT_JOBS = 24;
-// The queue holds this many batches. Its performance page has 500 jobs at once for 24 workers; our batches are as large
-// as callers are ready to wait for.
+// The local queue holds this many batches. The performance page has 500 jobs at once for 24 workers. Our batches are as
+// large as callers are ready to wait for.
 const LOCAL_QUEUE_BATCHES = 5;
-// Adds jobs as its own performance test does. Its library's addJobs() would fetch every row that it has made.
+// Adds jobs as graphile-worker's own performance test does. The library's addJobs() would fetch every row that it made.
 const ADD_JOBS = {
   name: "add-jobs",
   text: `SELECT 1 FROM graphile_worker.add_jobs(
@@ -47,7 +47,7 @@ class Peer {
   async work({ batch }, report) {
     const pgPool = new pg.Pool({ connectionString: this.dsn, max: CONCURRENT_JOBS + 1 });
     pgPool.on("error", console.error);
-    // It says that a job is complete before a batch of them is deleted: the deletion itself is counted.
+    // graphile-worker reports a job as complete before it deletes a batch of jobs. Therefore count the deletions.
     pgPool.on("connect", (client) => {
       client.on("error", console.error);
       const query = client.query;

@@ -8,7 +8,7 @@ class Peer {
   async open({ dsn, connections }) {
     this.boss = new PgBoss({ connectionString: dsn, max: 2 * connections + 2, useListenNotify: true, schedule: false });
     this.boss.on("error", (error) => console.error(error));
-    // It does not say when a batch has been completed: the statement itself is counted.
+    // pg-boss does not report when a batch is complete. Therefore count what its statement completes.
     this.db = this.boss.getDb();
     const execute = this.db.executeSql;
     this.db.executeSql = async (text, values, ...others) => {
@@ -21,7 +21,7 @@ class Peer {
 
   async prepare({ run }) {
     this.run = run;
-    // A table of its own: what earlier runs have left behind in the common one would slow this one down.
+    // Use a table of its own: in the common table, the rows of earlier runs would slow this run down.
     await this.boss.createQueue(run, { notify: true, partition: true });
   }
 
@@ -32,7 +32,7 @@ class Peer {
   async work({ batch, concurrency }, report) {
     this.report = report;
     const options = {
-      // With one job at a time it would not fetch on, but sleep.
+      // With a batch size of 1, a worker would sleep after each job instead of fetching on.
       batchSize: Math.max(batch, 2),
       localConcurrency: concurrency,
       burstWhenBatchFull: true,

@@ -1,5 +1,5 @@
-// The loop of a peer written for node: frames in, frames out, until standard input ends. The frames are described in
-// ../wire.py, what a peer must do in ../python/serve.py.
+// The loop of a peer written for node: frames in, frames out, until standard input ends. ../wire.py describes
+// the frames, and ../python/serve.py says what a peer must do.
 
 import { createRequire } from "node:module";
 import { Socket } from "node:net";
@@ -7,24 +7,24 @@ import { pathToFileURL } from "node:url";
 
 const CALL = 1, ENQUEUE = 2, ANSWER = 3, TAKEN = 4, FINISHED = 5;
 const HEAD_BYTES = 5;
-// Taken jobs are reported at most this often: one frame for many jobs, which is late by no more than this.
+// One frame reports many jobs. A job is reported at most this long after it was taken.
 const TELL_MS = 2;
 const END_MS_MAX = 5000;
 
-// Only frames go to the client: what a library prints goes to standard error.
+// The client expects only frames: redirect what a library prints to standard error.
 for (const level of ["log", "info", "debug"]) console[level] = console.error;
 const out = new Socket({ fd: 1, readable: false, writable: true });
 out.on("error", () => process.exit(1));
-// Ctrl-C reaches the whole terminal; the client hears it, and ends this process in order.
+// Ctrl-C reaches every process of the terminal. Ignore it: the client gets it too, and ends this process in order.
 process.on("SIGINT", () => {});
 
-/** Loads a package from the folder that the peers are installed in. */
+/** Loads a package from the folder in which the peers are installed. */
 export async function load(name) {
   const require = createRequire(`${process.argv[2]}/`);
   return await import(pathToFileURL(require.resolve(name)).href);
 }
 
-/** What a consumer has done: gathered here, and told in batches. */
+/** Collects what a consumer has done, and reports it in batches. */
 class Report {
   #payloads = [];
   #times = [];
@@ -38,7 +38,7 @@ class Report {
     this.#plan();
   }
 
-  /** So many more jobs have finished in the database. */
+  /** This number of further jobs have finished in the database. */
   finished(jobs) {
     this.#finished += jobs;
     this.#plan();

@@ -12,16 +12,17 @@ import psycopg
 
 from bench.peers.python.serve import Report, serve
 
-# The workers of this process. A worker is busy until its job has finished in the database, so there must be many. From
-# this number on, awa writes by four connections at a time.
+# The workers of this process. A worker is busy until its job has finished in the database, so there must be many. With
+# this number or more, awa writes over four connections at the same time.
 _WORKERS = 512
 _CLAIM_JOBS_MAX = 512
 _CONNECTIONS = 20
-# How long nothing must have happened before the peer asks the database whether jobs are left.
+# If nothing has happened for this long, the peer asks the database whether jobs are left.
 _QUIET_S = 0.01
 # The first worker of a fresh installation would do this, but producers need it earlier.
 _ACTIVATE = b"SELECT awa.storage_auto_finalize_if_fresh('awa')"
-# Counts like awa's exact counts, but from the small tables alone, because nothing is retried or deleted here.
+# Counts like awa's exact counts, but reads the small tables alone. They suffice, because no job is retried or deleted
+# here.
 _COUNTS = b"""
 SELECT
     (SELECT coalesce(sum(awa.sequence_next_value(seq_name) - 1), 0) FROM awa.queue_enqueue_heads WHERE queue = %s),
@@ -69,7 +70,7 @@ class Peer:
         client.task(_NoOp, kind=_KIND, queue=self._run)(handle)
         await client.start([{"name": self._run, "max_workers": _WORKERS, "claim_batch_size": _CLAIM_JOBS_MAX}])
         # awa does not report when a job has finished in the database. But a worker waits for that before it takes
-        # another job, so no more jobs are under way than there are workers; and when no job is left, none is under way.
+        # another job. So there are at most as many jobs under way as workers, and none when no job is left.
         before = -1
         while not self._stop.is_set():
             sure = returned - _WORKERS

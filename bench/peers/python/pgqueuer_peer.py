@@ -14,7 +14,7 @@ from pgqueuer.queries import Queries  # type: ignore[import-not-found]
 
 from bench.peers.python.serve import Report, serve
 
-# About how many jobs a process works on at a time: more consumers would only slow each other down.
+# About how many jobs a process works on at the same time. More consumers would only slow each other down.
 _AT_A_TIME = 100
 
 
@@ -73,7 +73,7 @@ class Peer:
 
 
 class _Counted(Queries):  # type: ignore[misc]
-    """Its repository object, which also reads the log of finished jobs."""
+    """pgqueuer's repository object, which also reports the finished jobs that it logs."""
 
     def __init__(self, driver: Any, report: Report) -> None:
         super().__init__(driver)

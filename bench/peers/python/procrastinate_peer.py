@@ -14,13 +14,13 @@ _KIND = "no-op"
 _COUNTS = """
 SELECT status::text AS status, count(*) AS jobs FROM procrastinate_jobs WHERE queue_name = %(run)s GROUP BY status
 """
-# How many jobs one worker runs at a time.
+# How many jobs one worker runs at the same time.
 _JOBS_AT_A_TIME = 10
 
 
 class Peer:
     async def open(self, dsn: str, connections: int) -> None:
-        # One for LISTEN, and some for the workers' own calls.
+        # One connection for LISTEN, and some for the workers' own calls.
         size = 2 * connections + 2
         self._connector = procrastinate.PsycopgConnector(conninfo=dsn, min_size=size, max_size=size)
         self._app = procrastinate.App(connector=self._connector)
@@ -70,7 +70,7 @@ class Peer:
                 worker.result()
 
     def rest(self) -> None:
-        # A cancelled worker first finishes the jobs that it runs, according to its documentation.
+        # According to procrastinate's documentation, a cancelled worker first finishes the jobs that it runs.
         for worker in self._workers:
             worker.cancel()
 
@@ -86,6 +86,6 @@ class Peer:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
-    # procrastinate warns about names that it makes from the module's name, __main__; our task has a name of its own.
+    # procrastinate warns about task names made from the module's name, __main__. Our task has a name of its own.
     logging.getLogger("procrastinate.blueprints").setLevel(logging.ERROR)
     serve(Peer())

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from bench.peers import wire
 
-# How often taken jobs are reported at most: one frame for many jobs, which is late by no more than this.
+# One frame reports many jobs. A job is reported at most this long after it was taken.
 _TELL_S = 0.002
 _END_S_MAX = 5.0
 
@@ -36,7 +36,7 @@ class Report:
         self._plan()
 
     def finished(self, jobs: int) -> None:
-        """So many more jobs have finished in the database."""
+        """This number of further jobs have finished in the database."""
         self._finished += jobs
         self._plan()
 
@@ -58,15 +58,16 @@ class Peer(Protocol):
     """The operations of one queue system, which each peer implements with its own library."""
 
     async def open(self, dsn: str, connections: int) -> None:
-        """Connects, and makes the schema where it is missing. `connections` calls of enqueue() go on at a time."""
+        """Connects, and makes the schema if it is missing. At most `connections` calls of enqueue() run at the same
+        time."""
         ...
 
     async def prepare(self, run: str) -> None:
-        """Makes an empty queue; in another process it may be there already."""
+        """Makes an empty queue. Another process may have made it already."""
         ...
 
     async def enqueue(self, payloads: list[str]) -> None:
-        """Stores jobs by one call of the system. They have committed when it returns."""
+        """Stores jobs by one call of the system. Their transaction has committed when this returns."""
         ...
 
     async def work(self, batch: int, concurrency: int, report: Report) -> None:
@@ -91,7 +92,7 @@ def serve(peer: Peer, *, loop: Callable[[], asyncio.AbstractEventLoop] | None = 
 
 
 async def _serve(peer: Peer) -> None:
-    # Only frames go to the client: send what a library prints to standard error.
+    # The client expects only frames: redirect what a library prints to standard error.
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     loop = asyncio.get_running_loop()

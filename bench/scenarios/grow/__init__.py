@@ -1,1 +1,1 @@
-"""A third shard under load, and the same shard drained: the scenario, its client processes, its figures."""
+"""A third shard is added under load, and then drained: the scenario, its client processes, its figures."""

@@ -15,15 +15,15 @@ from bench.pickups import Pickup, Waits
 from bench.times import Times, due_between, times
 from proof.history import Call, History, Outcome, Verb
 
-# Jobs of a call.
+# The jobs of one call.
 BATCH = 10
-# How many orgs are watched: they get calls all the time, with one job a call. And their share of all jobs.
+# How many orgs are watched, and their share of all jobs. A watched org gets calls all the time, with one job per call.
 _WATCHED = 16
 WATCHED_SHARE = 0.05
 
 
 def watched(orgs: Sequence[str]) -> list[str]:
-    """The orgs that are watched, spread over all."""
+    """Returns the orgs that are watched, spread evenly over all orgs."""
     return [orgs[at] for at in sorted({at * len(orgs) // _WATCHED for at in range(_WATCHED)})]
 
 
@@ -49,7 +49,7 @@ class Seen:
 
     @classmethod
     def of(cls, history: History, *, since_s: float) -> Self:
-        """Only the calls that were due after `since_s`."""
+        """Takes only the calls that were due after `since_s`."""
         calls = [call for call in history.calls if call.due_s >= since_s]
         return cls(
             calls=calls,
@@ -77,15 +77,15 @@ class PhaseFigures:
     pickup: Waits | None
     dequeue: Waits | None
     enqueue: Times | None
-    # Calls that failed, and what workers could not do.
+    # The number of failed calls, plus the failures that the workers logged.
     failed: int
     # Failed tries that the client repeated, by their gRPC code.
     retries: Mapping[str, int]
-    # The longest time for which a watched org had no successful enqueue: of the orgs whose slots move, and of the
-    # others.
+    # The longest time for which a watched org had no successful enqueue: among orgs whose slots move, and among the
+    # other orgs.
     gap_moved_s: float
     gap_stayed_s: float
-    # The longest enqueue of any org whose slot moves, and of any other.
+    # The longest enqueue: among orgs whose slots move, and among the other orgs.
     longest_moved_s: float
     longest_stayed_s: float
 
@@ -109,7 +109,8 @@ class PhaseFigures:
 
 
 def figures(seen: Seen, phase: Phase, *, moved: Collection[str], watched: Collection[str]) -> PhaseFigures:
-    """`moved`: the orgs whose slots move; `watched`: those that are watched."""
+    """Computes the figures of one phase. `moved`: the orgs whose slots move. `watched`: the orgs that get calls all the
+    time."""
     due = due_between(seen.calls, phase.began_s, phase.ended_s)
     enqueues = [call for call in due if call.verb is Verb.ENQUEUE]
     return PhaseFigures(
@@ -129,8 +130,8 @@ def figures(seen: Seen, phase: Phase, *, moved: Collection[str], watched: Collec
 
 
 def longest_gap_s(calls: Iterable[Call], phase: Phase, orgs: Collection[str]) -> float:
-    """The longest time between two successful enqueues of one of these orgs that overlaps the phase. Infinity: an org
-    had none before or none after. NaN: there are no such orgs."""
+    """Returns the longest time between two successful enqueues of one of these orgs that overlaps the phase. Infinity:
+    an org had no successful enqueue before or after the time. NaN: `orgs` is empty."""
     ends: defaultdict[str, list[float]] = defaultdict(list)
     for call in calls:
         if call.verb is Verb.ENQUEUE and call.outcome is Outcome.OK and call.ended_s is not None:
@@ -145,5 +146,5 @@ def longest_gap_s(calls: Iterable[Call], phase: Phase, orgs: Collection[str]) ->
 
 
 def moved_slots(before: Sequence[str], after: Sequence[str]) -> set[int]:
-    """The slots whose shard differs."""
+    """Returns the slots whose shards differ."""
     return {slot for slot, (old, new) in enumerate(zip(before, after, strict=True)) if old != new}

@@ -1,8 +1,8 @@
-"""`python -m bench.scenarios.grow.producer`: enqueues by the Python client at a steady pace, for all orgs, without
+"""`python -m bench.scenarios.grow.producer`: enqueues with the Python client at a steady pace, for all orgs, without
 waiting for earlier calls.
 
-A few orgs are watched: they get calls all the time, which shows for how long an org cannot enqueue. Ends after the
-calls that are under way.
+A few orgs are watched: they get calls all the time, which shows for how long an org cannot enqueue. At its end, the
+process first waits for the calls that are under way.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from proof.clients import calls
 from proof.clients.site import Orders, Site, main
 from proof.history import Outcome, Recorder, Verb, payload_of
 
-# Connections of one process. The kernel deals them out to the router processes.
+# The connections of one process. The kernel distributes them over the router processes.
 CHANNELS = 4
-# The most calls under way. Further calls wait, and this waiting time is measured too.
+# The most calls that are under way at the same time. Further calls wait, and the figures include this wait.
 _CALLS_MAX = 2000
 
 
@@ -40,7 +40,7 @@ async def enqueue(
     *,
     due_s: float | None = None,
 ) -> None:
-    """Enqueues jobs by one call of their org's client, and records it. Raises what the client raises."""
+    """Enqueues jobs by one call of their org's client, and records the call. Raises what the client raises."""
     number = recorder.begin(Verb.ENQUEUE, client.org, [calls.asked(job) for job in jobs], due_s=due_s)
     try:
         stored = await client.enqueue_many(jobs)
@@ -71,7 +71,7 @@ class Producer:
             group.create_task(self._pace(group, rate * WATCHED_SHARE, 1, lambda: next(turns)))
 
     async def _pace(self, group: asyncio.TaskGroup, calls_per_s: float, jobs: int, org: Callable[[], str]) -> None:
-        """The load is open."""
+        """Starts calls at a steady pace, without waiting for their ends."""
         due_s = time.monotonic()
         while True:
             due_s += 1 / calls_per_s

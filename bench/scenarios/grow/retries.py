@@ -19,15 +19,16 @@ _UNKNOWN = grpc.StatusCode.UNKNOWN.name
 
 
 def code_of(error: WindrowError) -> str:
-    """The name of the status of the last try."""
+    """Returns the name of the status with which the last try ended."""
     cause = error.__cause__
     return cause.code().name if isinstance(cause, grpc.aio.AioRpcError) else _UNKNOWN
 
 
 @contextmanager
 def overheard(recorder: Recorder) -> Generator[None, None, None]:
-    """Records each failed try that the client repeats by itself. The client does not report these, so this wraps the
-    function that decides about them. Also records what a worker logs as failed: a lost lease, a late ack."""
+    """Records each failed try that the client repeats by itself. The client does not report these tries, so this wraps
+    the functions that decide about them. Also records the failures that a worker logs, such as a lost lease or a late
+    ack."""
 
     def note(verb: Verb, code: str) -> None:
         recorder.end(recorder.begin(verb, "", None), Outcome.UNKNOWN, code=code)
@@ -54,7 +55,8 @@ def overheard(recorder: Recorder) -> Generator[None, None, None]:
 
 
 class _Listener(logging.Handler):
-    """Records the worker's warnings, except for those of `Connectivity`, which the worker tries again."""
+    """Records the worker's warnings, except for those of `Connectivity`: they are about calls that the worker
+    repeats."""
 
     def __init__(self, note: Callable[[], None]) -> None:
         super().__init__(logging.WARNING)

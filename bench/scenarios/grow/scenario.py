@@ -1,8 +1,8 @@
-"""A cluster grows by a third shard, and gives it up again, while it serves: the cluster file is rewritten as an
-operator would, the balancer moves slots, and producers and workers of the Python client go on.
+"""A cluster grows by a third shard, and gives it up again, while it serves. The scenario edits the cluster file, as an
+operator would, and the balancer moves slots, while producers and workers of the Python client go on.
 
-Producers record every job, and workers record every run of a job. In the end these records are compared with the tables
-of all shards.
+Producers record every job, and workers record every run of a job. At the end the scenario compares these records with
+the tables of all shards.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ from shard.vocabulary import OrgId
 
 _SHARDS = 3
 _WORKERS = 2
-# A queue with ready jobs that nobody works on, and its share of the jobs that exist before the growth. The others are
-# scheduled.
+# A queue with ready jobs that nobody works on, and its share of the jobs that exist before the growth. The other jobs
+# are scheduled.
 _KEPT, _KEPT_SHARE = "kept", 0.1
 _LATER = timedelta(days=1)
 _FILL_CALLS = 16
 _FILL_JOBS_MAX = 1000
 _WARM_S, _WARM_S_MAX = 5.0, 120.0
-# Workers keep up if the jobs that are stored and not taken yet are at most this many seconds of the load.
+# The workers keep up while the jobs that are stored but not taken yet are no more than this many seconds of load.
 _BEHIND_S = 0.5
 _LOOK_S = 0.5
-# If no further slot has come to rest for this long, nothing moves any more.
+# If no slot has moved on for this long, the move is stuck.
 _STUCK_S = 120.0
 _DRAIN_S_MAX = 120.0
 _STEP_S = 1.0
@@ -87,23 +87,23 @@ WHERE q.queue = %s AND j.visible_at < now() + interval '1 hour'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    # Jobs that exist before and stay.
+    # The jobs that exist before the growth, and that nobody takes.
     jobs: int = 1_000_000
     orgs: int = 5_000
     jobs_per_s: int = 2_000
-    # Before; afterwards half of it.
+    # The length of the phase before the growth. The phase after it takes half as long.
     seconds: float = 60.0
     routers: int = 3
 
 
 @dataclass(slots=True, kw_only=True)
 class Course:
-    """What happened when, by the monotonic clock."""
+    """The events of the run, with their times by the monotonic clock."""
 
     fill_s: float = 0.0
     phases: list[Phase] = field(default_factory=list[Phase])
     looks: list[Look] = field(default_factory=list[Look])
-    # CPU of each sort of process in each phase, in cores.
+    # For each phase: the CPU use of each sort of process, in cores.
     cores: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
     # The shard of each slot: with two shards, with three, and after one was drained.
     owners: list[list[str]] = field(default_factory=list[list[str]])
@@ -141,7 +141,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
 
 
 async def _run(stage: Stage, plan: Plan, bench: Bench, course: Course, meter: _Meter) -> None:
-    """Two shards, three, and two again."""
+    """Runs the phases: with two shards, with three, and with two again."""
     *_, last = stage.dsns
     async with _looking(stage, last, course):
         course.owners.append(await asyncio.to_thread(_owners, stage))
@@ -166,7 +166,7 @@ async def _run(stage: Stage, plan: Plan, bench: Bench, course: Course, meter: _M
         bench.say(f"drained in {course.phase('draining').seconds:.1f} s; in the end, for {plan.seconds / 4:g} s")
         async with _phase(course, "in the end", meter):
             await asyncio.sleep(plan.seconds / 4)
-        # Enough calls for the watched orgs too, so that each is called again.
+        # Go on until each watched org has been called again.
         await asyncio.sleep(_WARM_S)
 
 
@@ -186,7 +186,7 @@ class _Meter:
     balancer: int
 
     def seconds(self) -> dict[str, float]:
-        """CPU, of each sort of process."""
+        """Returns the CPU seconds of each sort of process."""
         return {
             "clients": cpu.of_processes(self.clients),
             "routers": cpu.of_processes(self.stage.routers.pids()),
@@ -199,7 +199,8 @@ class _Meter:
 
 
 async def _fill(stage: Stage, plan: Plan, orgs: Sequence[str]) -> float:
-    """Enqueues the jobs that exist before the growth, by the Python client, in batches. Returns how long that took."""
+    """Enqueues the jobs that exist before the growth, with the Python client, in batches. Returns how long that
+    took."""
     began_s = time.monotonic()
     with stage.site("fill", orgs).recorder() as recorder:
         async with (
@@ -209,7 +210,7 @@ async def _fill(stage: Stage, plan: Plan, orgs: Sequence[str]) -> float:
             numbers = iter(range(plan.orgs))
 
             async def fill() -> None:
-                # The next free number.
+                # All tasks share the iterator: each takes the next org.
                 for number in numbers:
                     mine = client.for_org(orgs[number])
                     count = _jobs_of(number, plan)
@@ -227,8 +228,8 @@ async def _fill(stage: Stage, plan: Plan, orgs: Sequence[str]) -> float:
 
 
 def _jobs_of(org: int, plan: Plan) -> int:
-    """How many jobs of an org exist before the growth: a tenth of them ready, in a queue that nobody works on; the
-    others scheduled, in the queues of the workers."""
+    """Returns how many jobs of an org exist before the growth. A tenth of them are ready, in a queue that nobody works
+    on. The other jobs are scheduled, in the queue that the workers serve."""
     return plan.jobs * (org + 1) // plan.orgs - plan.jobs * org // plan.orgs
 
 
@@ -236,7 +237,7 @@ def _jobs_of(org: int, plan: Plan) -> int:
 async def _clients(
     stage: Stage, plan: Plan, orgs: Sequence[str]
 ) -> AsyncGenerator[tuple[Process, list[Process]], None]:
-    """A producer, and workers."""
+    """Runs a producer and the workers for this scope."""
     async with AsyncExitStack() as stack:
         workers: list[Process] = []
         for at in range(_WORKERS):
@@ -263,7 +264,7 @@ async def _warmed(stage: Stage, plan: Plan) -> None:
 
 @asynccontextmanager
 async def _looking(stage: Stage, shard: str, course: Course) -> AsyncGenerator[None, None]:
-    """Reads the catalog again and again."""
+    """Reads the catalog again and again during this scope."""
 
     async def look_on() -> None:
         catalog = next(iter(stage.dsns.values()))
@@ -280,12 +281,12 @@ async def _looking(stage: Stage, shard: str, course: Course) -> AsyncGenerator[N
 
 
 async def _until_moved(course: Course, wanted: int, bench: Bench) -> None:
-    """Waits until the shard has its share of the slots, and nothing moves. Raises Wrong."""
+    """Waits until the shard has `wanted` slots, and nothing moves. Raises Wrong if nothing has moved for _STUCK_S."""
     moved_s, seen, said_s = time.monotonic(), (-1, -1), 0.0
     while True:
         await asyncio.sleep(_LOOK_S)
         look = course.looks[-1]
-        # Shares are whole numbers: one slot more or less.
+        # The share is rounded to a whole number: allow one slot more or less.
         if abs(look.written - wanted) <= (wanted > 0) and not look.moving:
             return
         now_s = time.monotonic()
@@ -330,7 +331,8 @@ def _owners(stage: Stage) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """The slots and jobs that one change of the cluster file moved. `jobs`: how many of those that existed before."""
+    """The slots and jobs that one change of the cluster file moved. `jobs` counts only jobs that existed before the
+    growth."""
 
     name: str
     slots: int
@@ -345,7 +347,7 @@ class Moved:
 
 
 def moved(course: Course, name: str, before: Sequence[str], after: Sequence[str], jobs: Counter[int]) -> Moved:
-    """`jobs`: how many there are on each slot."""
+    """Computes what one phase moved. `jobs`: the number of jobs on each slot."""
     slots = moved_slots(before, after)
     phase = course.phase(name)
     under_way = [look.at_s for look in course.looks if look.moving and phase.began_s <= look.at_s < phase.ended_s]
@@ -359,7 +361,7 @@ def moved(course: Course, name: str, before: Sequence[str], after: Sequence[str]
 
 
 def demands(found: Sequence[PhaseFigures], moves: Sequence[Moved], verdict: Verdict) -> list[Demand]:
-    """What must hold, and whether it does."""
+    """Returns what must hold, and whether it does."""
     by_name = {one.phase.name: one for one in found}
     before = by_name["before"]
     grown = moves[0]
@@ -394,7 +396,7 @@ def _ratio(waits: Waits | None, before: Waits | None, label: str) -> float:
         return math.nan
     above: float = getattr(waits, label)
     below: float = getattr(before, label)
-    # No ratio if the jobs arrived before the first look.
+    # There is no ratio to a wait of 0.
     return above / below if below else math.nan
 
 

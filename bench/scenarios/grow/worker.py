@@ -1,5 +1,5 @@
-"""`python -m bench.scenarios.grow.worker`: a `windrow.Worker` with a stream for each of its orgs. Its handler only
-records which job it has. Ends when all is acked."""
+"""`python -m bench.scenarios.grow.worker`: runs a `windrow.Worker` for each of its orgs. The handler only records which
+job it got. Ends when all jobs that it has are acked."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from proof.clients.site import Orders, Site, main
 from proof.history import Recorder, Verb, leased
 
 _CONCURRENCY = 10
-# As in router/process/child.py: thousands of streams are alive, and a full garbage collection would stop the
-# measurement for a second at a time.
+# As in router/process/child.py: thousands of streams are alive, and each full garbage collection would stop the
+# measurement for a second.
 _COLLECT_AFTER = 10_000, 10, 10
 
 

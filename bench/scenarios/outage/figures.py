@@ -1,5 +1,5 @@
-"""How an outage of one shard affected its own orgs and those of the other shards: computed from clients' calls.
-Pure."""
+"""Computes from clients' calls how an outage of one shard affected the orgs of this shard and those of the other
+shards. Pure."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ class Sort(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strike:
-    """One shard's Postgres, killed and brought back. Times of the monotonic clock, in this order."""
+    """One outage: a shard's Postgres is killed and brought back. The times are of the monotonic clock, in ascending
+    order."""
 
     sort: Sort
     shard: str
     # The time from which calls count as calls before the kill.
     began_s: float
     killed_s: float
-    # When its restart, or its standby's promotion, was ordered, and when Postgres said that it was there.
+    # The time at which its restart, or its standby's promotion, was ordered, and the time at which Postgres was up
+    # again.
     back_s: float
     up_s: float
     ended_s: float
@@ -39,21 +41,22 @@ class Strike:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     strike: Strike
-    # Calls of orgs on other shards: before, while it was away, and while it came back.
+    # The times of calls of orgs on other shards: before the kill, while the shard was away, and while it came back.
     before: Times | None
     away: Times | None
     back: Times | None
-    # By verb: p99 before the kill, and while the shard was away.
+    # By verb, for the same orgs: the times before the kill, and while the shard was away.
     by_verb: Mapping[str, tuple[Times | None, Times | None]]
-    # How many calls of the other orgs failed since the kill.
+    # How many calls of the other orgs failed after the kill.
     others_failed: int
-    # Calls of the shard's own orgs: the time from the kill to the first UNAVAILABLE; and the longest time, from the
-    # kill on, for which a call that was due before the restart had no answer.
+    # For calls of the shard's own orgs: the time from the kill to the first UNAVAILABLE, and the longest time after the
+    # kill for which a call that was due before the restart had no answer.
     first_refused_s: float
     silent_s: float
-    # Answers since the kill that are neither OK nor UNAVAILABLE, by code.
+    # The answers after the kill that are neither OK nor UNAVAILABLE, by code.
     odd: Mapping[str, int]
-    # The time from the order to restart until the last of its orgs was served, and all calls after that succeeded.
+    # The time from the order to restart or promote until the last of the shard's orgs was served, with no failed call
+    # after that.
     served_s: float
 
     @property
@@ -89,7 +92,8 @@ class Outcome:
 
 
 def outcome(strike: Strike, calls: Iterable[Call], homes: Mapping[str, str]) -> Outcome:
-    """`homes`: each org's shard. A call belongs to the phase in which it was due."""
+    """Computes the outcome of one outage. `homes`: the shard of each org. A call belongs to the phase in which it was
+    due."""
     mine: list[Call] = []
     others: list[Call] = []
     for call in calls:
@@ -97,7 +101,7 @@ def outcome(strike: Strike, calls: Iterable[Call], homes: Mapping[str, str]) -> 
             (mine if homes[call.org] == strike.shard else others).append(call)
     before = due_between(others, strike.began_s, strike.killed_s)
     away = due_between(others, strike.killed_s, strike.back_s)
-    # The calls that ended after the kill, those under way at the kill included.
+    # The calls that ended after the kill, including those that were under way at the kill.
     struck = [call for call in mine if _ended_s(call) >= strike.killed_s]
     refused = [_ended_s(call) for call in struck if call.code == _UNAVAILABLE]
     odd = Counter(call.code for call in struck if call.outcome is not Answered.OK and call.code != _UNAVAILABLE)
@@ -125,7 +129,7 @@ def outcome(strike: Strike, calls: Iterable[Call], homes: Mapping[str, str]) -> 
 
 
 def _served_s(strike: Strike, mine: Iterable[Call], orgs: Iterable[str]) -> float:
-    """Infinity if an org's last call failed, or if no call came after its last failure."""
+    """Returns infinity if an org had no successful call after its last failed call."""
     served = dict.fromkeys(orgs, math.inf)
     for call in sorted(mine, key=_ended_s):
         if call.outcome is not Answered.OK:
@@ -136,7 +140,7 @@ def _served_s(strike: Strike, mine: Iterable[Call], orgs: Iterable[str]) -> floa
 
 
 def _ended_s(call: Call) -> float:
-    """Infinity: it was never answered."""
+    """Returns the time at which the call ended, or infinity if it was never answered."""
     return math.inf if call.ended_s is None else call.ended_s
 
 

@@ -1,8 +1,8 @@
-"""How an outage of one shard affects its own orgs and all others. Postgres is killed and started again, and killed with
-its standby taking over, while calls come in at a steady pace.
+"""Measures how an outage of one shard affects its own orgs and all other orgs. While calls come in at a steady pace, a
+shard's Postgres is killed and started again, or it is killed and its standby takes over.
 
-Calls are those of the generated stubs, without retries: each answer of a router counts. In the end every job that was
-acknowledged must be in the tables.
+The calls are those of the generated stubs, without retries: each answer of a router counts. At the end, every job whose
+enqueue was answered OK must be in the tables.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from windrow.v1 import admin_pb2, admin_pb2_grpc
 
 _SHARDS = 3
 _WARM_S = 3.0
-# How long a primary is dead before its standby is promoted, because that decision takes time.
+# How long a primary is dead before its standby is promoted. In practice, that decision takes time.
 _NOTICE_S = 1.0
-# Time for routers to load a changed cluster file: they look twice a second, and connect.
+# Within this time, routers load a changed cluster file, at which they look twice a second, and connect.
 _TAKEN_UP_S = 5.0
 _ORGS_TRIED_MAX = 1000
 _STEP_S = 1.0
@@ -54,13 +54,13 @@ _FAILED_OVER_S_MAX = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    # How many kills of each kind there are.
+    # How many restarts, and how many fail-overs.
     kills: int = 5
-    # An enqueue, a dequeue and an ack each.
+    # Each turn is an enqueue, a dequeue and an ack.
     turns_per_s: int = 300
     orgs: int = 30
-    # Seconds of calls before each kill; seconds for which a shard is away before it is started again; half as many
-    # after its return.
+    # The seconds of calls before each kill, and the seconds for which a shard is away before it is started again. Calls
+    # go on for half as long after its return.
     seconds: float = 10.0
     routers: int = 2
 
@@ -79,7 +79,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
             strikes += [await _fail_over(stage, plan, bench, replicated, turn) for turn in range(plan.kills)]
             await finish(process)
             bench.say("reading tables and what clients saw")
-            # A node that was rebuilt is no server of the stage any more.
+            # A rebuilt node has another server than the stage started.
             dsns = {node.name: node.cluster.dsn for node in nodes} | {replicated.name: replicated.direct_dsn}
             seen, verdict = await asyncio.to_thread(judge, stage.histories, dsns, address=stage.routers.address)
     outcomes = [outcome(strike, seen.calls, homes) for strike in strikes]
@@ -138,7 +138,7 @@ def demands(outcomes: Sequence[Outcome], verdict: Verdict) -> list[Demand]:
 
 
 async def _orgs(stage: Stage, count: int) -> dict[str, str]:
-    """Orgs with a queue each, spread evenly over the shards; and the shard of each org."""
+    """Makes orgs with one queue each, spread evenly over the shards. Returns the shard of each org."""
     homes: dict[str, list[str]] = {shard: [] for shard in stage.dsns}
     most = -(-count // len(homes))
     run = secrets.token_hex(6)
@@ -157,7 +157,8 @@ async def _orgs(stage: Stage, count: int) -> dict[str, str]:
 
 @asynccontextmanager
 async def _nodes(stage: Stage) -> AsyncGenerator[tuple[list[Node], Shard], None]:
-    """The server of each shard; the first one has the catalog. And a standby for the first shard."""
+    """Yields a node for the server of each shard, and the first shard with its standby, which can fail over. The first
+    shard's server has the catalog too."""
     nodes = [Node(name, settings=SETTINGS, cluster=server) for name, server in stage.postgres.items()]
     standby = Node(f"{nodes[0].name}-standby", settings=SETTINGS)
     try:

@@ -1,1 +1,1 @@
-"""What grows with shards and routers: the scenario, its processes, its tables."""
+"""Costs that grow with the number of shards and routers: the scenario, its processes, its tables."""

@@ -1,4 +1,5 @@
-"""Processes with parts of many routers (parts.py), and what they, and the server that they use, spend meanwhile."""
+"""Runs processes that contain parts of many routers (parts.py), and measures what these processes and their Postgres
+server spend."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class Spent:
     # CPU seconds of the whole server, and of all processes of the crew together.
     postgres_s: float
     parts_s: float
-    # In one database, without the bench's own. NaN: this server does not count them.
+    # The statements in one database, without the benchmark's own. NaN: this server does not count statements.
     statements: float
 
     def __sub__(self, before: Spent) -> Spent:
@@ -49,8 +50,8 @@ class Spent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backends:
-    """The server processes of one application, and their memory: what each has for itself, and with its share of what
-    several have in common. NaN: it cannot be read."""
+    """The server processes of one application, and their mean memory. `private_mib`: without shared memory. `pss_mib`:
+    with a proportional share of the shared memory. NaN: the memory cannot be read."""
 
     application: str
     count: int
@@ -94,7 +95,7 @@ class Crew:
         return [process.pid for process in self.processes]
 
     async def one(self, at: int, verb: str, **order: object) -> Any:
-        """Raises Wrong."""
+        """Orders one process, and returns its answer. Raises Wrong."""
         process = self.processes[at]
         assert process.stdin is not None
         assert process.stdout is not None
@@ -130,7 +131,8 @@ class Crew:
 async def open_crew(
     server: Server, database: str, parts: str, *, count: int, processes: int, **order: object
 ) -> AsyncGenerator[tuple[Crew, Spent], None]:
-    """So many parts of one sort, in so many processes, which all begin at once; and what it took to make them."""
+    """Runs `count` parts of one sort in `processes` processes, which all begin at the same time. Yields the crew, and
+    what it took to make the parts."""
     shares = [count * (at + 1) // processes - count * at // processes for at in range(processes)]
     orders = [json.dumps({"parts": parts, "count": share, **order}) for share in shares if share]
     postgres_s = cpu.of_trees([server.cluster.pid or 0])[0]
@@ -157,6 +159,6 @@ def _backends(application: str, pids: Sequence[int]) -> Backends:
 
 
 def _memory(pid: int) -> dict[str, int]:
-    """KiB, by the names of smaps_rollup (proc(5))."""
+    """Returns KiB by the names in smaps_rollup (see proc(5))."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     return {name: int(size.split()[0]) for name, _, size in (line.partition(":") for line in lines)}

@@ -1,8 +1,8 @@
-"""`python -m bench.scenarios.scale.parts`: parts of many router processes, in one process. It runs what a router does
-with the catalog and with shards, over real connections; it has no gRPC and no clients.
+"""`python -m bench.scenarios.scale.parts`: runs parts of many router processes in one process. The parts use the
+catalog and shards as a router does, over real connections. There is no gRPC, and there are no clients.
 
-The first line of its input names the parts. It says `ready`, and how many seconds and CPU seconds it took to make them;
-then it answers each further line with a line of JSON. It ends with its input.
+The first line of its input names the parts. The process prints `ready`, and how many seconds and CPU seconds it took to
+make the parts. Then it answers each further line with a line of JSON. It ends when its input ends.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Parts(Protocol):
 
 
 class Copies:
-    """Copies of the catalog, as each router process has one. They see epochs, each with the time at which a copy had
-    it."""
+    """Copies of the catalog: each router process has one. `told` returns the epochs that the copies have seen, each
+    with the time at which a copy had it."""
 
     def __init__(self, *, dsn: str, count: int, shards: Sequence[str]) -> None:
         self._weights = {ShardName(name): 1.0 for name in shards}
@@ -73,7 +73,7 @@ class Copies:
         self._running += await asyncio.gather(*(self._begin() for _ in range(self._count)))
 
     async def _begin(self) -> asyncio.Task[None]:
-        """Finds the catalog as a router does that starts."""
+        """Finds the catalog as a starting router does."""
         copy = CatalogCopy(self._dsn, lambda _, after: self._see(after.epoch), *[lambda _: None] * 3)
         await copy.database.open()
         while True:
@@ -96,8 +96,8 @@ class Copies:
 
 
 class Bells:
-    """Doorbells of one shard, as each router process has one. They see by how many µs rings were late: a ring names the
-    microsecond in which it was asked for, in the place of a queue."""
+    """Doorbells of one shard: each router process has one. `told` returns how many µs each ring took. For this, a ring
+    names the microsecond at which it was asked for, in the place of a queue."""
 
     def __init__(self, *, dsn: str, count: int) -> None:
         self._database = Database(ShardName("shard"), dsn, connections=2)
@@ -131,7 +131,7 @@ class Bells:
         self._late_us += [now_us - asked_us for asked_us in queues or ()]
 
     async def ring(self, *, per_s: float, seconds: float) -> None:
-        """Rings the first doorbell."""
+        """Rings the first doorbell, `per_s` times a second."""
         async for _ in _paced(per_s, seconds):
             self._bells[0].ring([QueueId(_now_us())])
 
@@ -141,8 +141,8 @@ class Bells:
 
 
 class Fleets:
-    """Fleets, as each router process has one, with consumers of one queue if asked for. They see by how many µs jobs
-    were late."""
+    """Fleets: each router process has one. Each can have a consumer of one queue. `told` returns how many µs jobs took
+    to reach a consumer."""
 
     def __init__(self, *, config: str, count: int, connections: int) -> None:
         cluster = read_cluster(Path(config))
@@ -158,14 +158,14 @@ class Fleets:
         opened = [asyncio.Event() for _ in self._fleets]
         for fleet, event in zip(self._fleets, opened, strict=True):
             self._running.append(asyncio.create_task(fleet.run(event)))
-        # A router serves after 5 s even if shards are not up.
+        # A fleet is open after 5 s even if shards are not up, so wait for each shard.
         for fleet, event in zip(self._fleets, opened, strict=True):
             await event.wait()
             for shard in fleet.shards().values():
                 await shard.up.wait()
 
     async def consume(self, *, skip: int) -> None:
-        """One consumer in each fleet, except in the first `skip` of them."""
+        """Starts one consumer in each fleet, except in the first `skip` fleets."""
         for fleet in self._fleets[skip:]:
             sink = _Sink(self._late_us)
             consumer = Consumer(
@@ -197,7 +197,7 @@ class Fleets:
 
 
 class _Sink:
-    """Finishes each job when it comes."""
+    """Acks each job when it comes."""
 
     takes_once = False
 
@@ -234,14 +234,15 @@ def _now_us() -> int:
 
 
 def _thinned(late_us: list[int]) -> dict[str, object]:
-    """How many there are, and at most _VALUES_MAX of them with the same distribution: an answer is one short line."""
+    """Returns how many values there are, and at most _VALUES_MAX of them with the same distribution, because an answer
+    should be one short line."""
     late_us.sort()
     step = -(-len(late_us) // _VALUES_MAX) or 1
     return {"count": len(late_us), "late_us": late_us[step - 1 :: step]}
 
 
 async def _paced(per_s: float, seconds: float) -> AsyncGenerator[None]:
-    """Yields so many times a second. What is late is made up for."""
+    """Yields `per_s` times a second. Makes up for late turns."""
     began_s = time.monotonic()
     for turn in range(round(per_s * seconds)):
         await asyncio.sleep(max(0.0, began_s + turn / per_s - time.monotonic()))
@@ -260,7 +261,7 @@ async def _run() -> None:
     parts = _PARTS[order.pop("parts")](**order)
     began_s, cpu_s = time.monotonic(), time.process_time()
     await parts.open()
-    # Without the start of the interpreter.
+    # These times do not include the start of the interpreter.
     print(f"ready {time.monotonic() - began_s:.3f} {time.process_time() - cpu_s:.3f}", flush=True)
     while True:
         order = json.loads(await lines.get())
@@ -269,7 +270,7 @@ async def _run() -> None:
 
 
 def _read(loop: asyncio.AbstractEventLoop, lines: asyncio.Queue[str], task: asyncio.Task[None]) -> None:
-    """Ends the task with its input, whatever it waits for."""
+    """Reads lines into the queue. Cancels the task when the input ends, whatever the task waits for."""
     for line in sys.stdin:
         loop.call_soon_threadsafe(lines.put_nowait, line)
     loop.call_soon_threadsafe(task.cancel)

@@ -1,8 +1,9 @@
-"""What the catalog, the doorbells and the connections cost where a cluster has 1,000 shards and 200 router processes.
+"""Measures what the catalog, the doorbells and the connections cost if a cluster has 1,000 shards and 200 router
+processes.
 
-Runs the real code of these parts, as many times as there are router processes, against one real Postgres. A cluster of
-1,000 Postgres servers is not started: what each shard adds to a router process is measured with a few shards, and what
-each router process adds to a shard with one shard. The last table says which figures are extrapolated, and from what.
+Runs the real code of these parts, as many times as there are router processes, against one real Postgres. The scenario
+does not start 1,000 Postgres servers. It measures with a few shards what each shard adds to a router process, and with
+one shard what each router process adds to a shard. The last table says which figures are extrapolated, and from what.
 """
 
 from __future__ import annotations
@@ -47,26 +48,28 @@ from shard.vocabulary import CATALOG, Micros, ShardName, Slot
 _SEEN_S_MAX = 10.0
 _LOOK_S = 0.05
 _CHANGE_S = 2.0
-# The part of a measurement's time for which the catalog is read, in each of three ways.
+# The share of a measurement's time for which the catalog is read, for each of three kinds of read.
 _READ_SHARE = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    # The number of shards in the catalog, and of the router processes that use the catalog, or one shard.
+    # The number of shards in the catalog, and the number of router processes that use the catalog, or that use one
+    # shard.
     shards: int = 1000
     routers: int = 200
-    # Connections of each router process to the one shard, for the queue: the default of 4 would need 600 more backends.
+    # The connections of each router process for the queue of the one shard. The default of 4 would need 600 more
+    # backends.
     connections: int = 1
     # How many processes the parts are divided among.
     processes: int = 4
     changes: int = 12
-    # Rings a second, of all router processes together; and how many listen.
+    # The rings a second of all router processes together, and how many router processes listen.
     rings: tuple[int, ...] = (10, 50, 100)
     listeners: tuple[int, ...] = (2, 50, 200)
-    # Jobs a second, while all router processes but one have a consumer of their queue.
+    # Jobs a second. All router processes but one have a consumer of the queue.
     jobs: tuple[int, ...] = (10,)
-    # Shards of one router process, measured one after the other.
+    # The numbers of shards with which one router process is measured.
     members: tuple[int, ...] = (8, 32)
     seconds: float = 10.0
     # Longer than the first marks of shards take (shard/placement/marks.py).
@@ -152,7 +155,7 @@ async def _changes(copies: Crew, steps: AsyncGenerator[int], plan: Plan) -> list
             await asyncio.sleep(_LOOK_S)
             for seen in await copies.all("told"):
                 late_ms += [(at_s - began_s) * 1000 for number, at_s in seen if number >= epoch]
-        # All changes take equally long, so that the reads of an idle cluster can be taken off.
+        # Give all changes the same length, so that the cost of an idle cluster's reads can be subtracted.
         await asyncio.sleep(max(0.0, began_s + _CHANGE_S - time.monotonic()))
         spent = await copies.spent() - before
         found.append(Change(seen=len(late_ms), late_ms=sorted(late_ms), spent=spent))
@@ -160,8 +163,8 @@ async def _changes(copies: Crew, steps: AsyncGenerator[int], plan: Plan) -> list
 
 
 async def _steps(database: Database) -> AsyncGenerator[int]:
-    """Moves one slot after the other to another shard; yields the epoch of the catalog after each of the three steps of
-    a move."""
+    """Moves one slot after another to another shard. Yields the epoch of the catalog after each of the three changes
+    that a move makes."""
     for slot in range(SLOTS):
         known = await catalog.read(database)
         (source,) = known.slots[slot].writes
@@ -222,7 +225,7 @@ async def _bells(plan: Plan, bench: Bench, server: Server) -> list[Bell]:
             for per_s in plan.rings:
                 await bells.all("told")
                 before = await bells.spent()
-                # Each process rings at most about 100 times a second for itself.
+                # One doorbell rings at most about 100 times a second. Therefore one doorbell in each process rings.
                 await bells.all("ring", per_s=per_s / processes, seconds=plan.seconds)
                 spent = await bells.spent() - before
                 told = await bells.all("told")
@@ -252,7 +255,7 @@ async def _member(plan: Plan, bench: Bench, server: Server, folder: Path) -> tup
         backends = await asyncio.to_thread(server.backends, "bench_one_1")
         idle = await fleets.rest(plan.seconds)
         enqueued: list[Enqueued] = []
-        # The first job makes the queue.
+        # The first job creates the queue.
         await fleets.one(0, "enqueue", per_s=1, seconds=1)
         for at in range(len(fleets.processes)):
             await fleets.one(at, "consume", skip=0 if at else 1)
@@ -284,7 +287,7 @@ async def _member(plan: Plan, bench: Bench, server: Server, folder: Path) -> tup
 async def _router(plan: Plan, bench: Bench, server: Server, folder: Path, shards: int) -> Router:
     config = await _cluster(server, folder, f"of{shards}", shards)
     order = {"config": str(config), "connections": 4}
-    # Makes the schemas, which is not to be measured.
+    # The first start creates the schemas, and is not measured.
     async with open_crew(server, f"bench_of{shards}_1", "fleets", count=1, processes=1, **order):
         pass
     async with open_crew(server, f"bench_of{shards}_1", "fleets", count=1, processes=1, **order) as (fleets, made_in):
@@ -302,7 +305,7 @@ async def _router(plan: Plan, bench: Bench, server: Server, folder: Path, shards
 
 
 async def _cluster(server: Server, folder: Path, name: str, shards: int) -> Path:
-    """Makes databases for a catalog and shards; returns the cluster file."""
+    """Makes databases for a catalog and for shards. Returns the cluster file."""
     catalog_dsn = await asyncio.to_thread(server.make_database, f"{name}_0")
     entries = [
         Entry(name=f"s{number}", dsn=await asyncio.to_thread(server.make_database, f"{name}_{number}"))
@@ -324,7 +327,7 @@ async def _open(name: ShardName, dsn: str) -> AsyncGenerator[Database]:
 
 
 def _listeners(text: str) -> tuple[int, ...]:
-    """One rings, and another one hears it."""
+    """Parses numbers of listeners, at least 2: one listener rings, and another hears the ring."""
     return tuple(map(number(400, 2), text.split(",")))
 
 

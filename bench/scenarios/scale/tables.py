@@ -10,7 +10,7 @@ from bench.scenarios.scale.crew import Backends, Spent
 from bench.spread import percentile
 from proof.table import Table
 
-# What the cluster file gives each router process of each shard, by default (router/settings.py).
+# How many connections for the queue of each shard a router process has by default (router/settings.py).
 _CONNECTIONS = 4
 
 
@@ -27,8 +27,8 @@ class Read:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change of one slot: how many copies of the catalog saw it, by how many ms they were late, and what was spent
-    from the change until two seconds later."""
+    """A change of one slot: how many copies of the catalog saw it, after how many ms, and what was spent in the two
+    seconds after the change."""
 
     seen: int
     late_ms: Sequence[float]
@@ -37,7 +37,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bell:
-    """So many rings, and by how many µs each listener was late."""
+    """A number of rings, and how many µs each ring took to reach each listener."""
 
     listeners: int
     rings: float
@@ -47,7 +47,7 @@ class Bell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enqueued:
-    """Jobs that were stored by a process without consumers, and by how many µs they reached one."""
+    """Jobs that a process without consumers stored, and after how many µs they reached a consumer elsewhere."""
 
     jobs: int
     late_us: Sequence[int]
@@ -56,31 +56,31 @@ class Enqueued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One shard with so many router processes. `connections`: of each, for the queue."""
+    """One shard with `count` router processes. `connections`: how many each process has for the queue."""
 
     count: int
     connections: int
     made: Spent
     backends: Sequence[Backends]
     idle: Spent
-    # The same, and a consumer waits in each process but one.
+    # What is spent while nothing happens, but a consumer waits in each process but one.
     waiting: Spent
 
     @property
     def connections_each(self) -> float:
-        """The connections of one process, with the default of the cluster file."""
+        """How many connections one process would have with the default of the cluster file."""
         held = sum(backends.count for backends in self.backends if backends.application.startswith("windrow"))
         return held / self.count + _CONNECTIONS - self.connections
 
     @property
     def pss_mib(self) -> float:
-        """The memory of a backend that its router does not use."""
+        """The memory of a backend that its router has never used."""
         return median(backends.pss_mib for backends in self.backends if backends.application == "windrow")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """One router process with so many shards."""
+    """One router process with `shards` shards."""
 
     shards: int
     made: Spent
@@ -91,7 +91,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalog:
-    """So many copies of the catalog."""
+    """The costs of the catalog with `copies` copies."""
 
     copies: int
     reads: Sequence[Read]
@@ -100,7 +100,7 @@ class Catalog:
     changes: Sequence[Change]
 
     def change_ms(self) -> tuple[float, float]:
-        """CPU of Postgres and of each copy for one change, without the reads that idle copies make."""
+        """Returns the CPU ms of Postgres and of each copy for one change, without the reads that idle copies make."""
         postgres, copies = (
             median(
                 getattr(change.spent, name) - _rate(self.idle, name) * change.spent.seconds for change in self.changes
@@ -119,7 +119,7 @@ class Figures:
     bells: Sequence[Bell]
     member: Member
     enqueued: Sequence[Enqueued]
-    # In the order of their shards.
+    # Ordered by their numbers of shards.
     routers: Sequence[Router]
 
     def told(self) -> list[dict[str, object]]:
@@ -143,7 +143,7 @@ class Figures:
         ]
 
     def _whole(self) -> Table:
-        """What follows for the whole cluster."""
+        """Returns a table of what follows for the whole cluster."""
         few, many = self.routers[0], self.routers[-1]
         each = self.member.connections_each
         backends = each * self.processes
@@ -158,7 +158,7 @@ class Figures:
         share = self.processes / self.member.count
         idle, waiting = self.member.idle, self.member.waiting
         bell = max(self.bells, key=lambda bell: (bell.listeners, bell.rings))
-        # A short run may take less than CPU times are counted in.
+        # A short run may take less CPU time than the kernel's tick.
         core_rings = f"{bell.rings / bell.spent.postgres_s:,.0f}" if bell.spent.postgres_s else "not measured"
         rows = [
             ("connections to one shard", f"{backends:,.0f}", f"{each:g} of each process were counted"),
@@ -327,7 +327,7 @@ def _member(member: Member) -> Table:
 
 def _enqueued(member: Member, enqueued: Sequence[Enqueued]) -> Table:
     def of_job(one: Enqueued, name: str) -> float:
-        """What a job costs, minus what is spent while there are no jobs."""
+        """Returns what a job costs, without what is spent while there are no jobs."""
         spent: float = getattr(one.spent, name)
         return (spent - _rate(member.waiting, name) * one.spent.seconds) / one.jobs
 

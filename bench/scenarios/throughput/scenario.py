@@ -1,8 +1,10 @@
-"""How many jobs a second are enqueued, finished, and both, by the size of batches and the number of callers; the CPU
-time that each sort of process spends on a job, and how much the database writes for it.
+"""Measures how many jobs a second are enqueued, are finished, and go through their whole life, by the size of batches
+and the number of callers; the CPU time that each sort of process spends on a job; and how much the database writes for
+a job.
 
-Windrow is compared with its upper limit and with peers; for calls of one job, with an echo of the same messages; with
-routers that trace 1 % of their calls, serve metrics, or do both; or with routers that speak TLS.
+Windrow is compared with its upper limit and with peers. Other options compare it, for calls of one job, with an echo of
+the same messages; with routers that trace 1 % of their calls, serve metrics, or do both; or with routers that speak
+TLS.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ _CALLERS, _CALLERS_OF_SMALL, _SMALL = 8, 64, 50
 
 
 class Beside(StrEnum):
-    """The systems that are measured with Windrow in every round."""
+    """What Windrow is compared with in every round."""
 
     LIMIT = "limit"
     ECHO = "echo"
@@ -55,7 +57,7 @@ class Beside(StrEnum):
     TLS_UNARY = "tls-unary"
 
 
-# The others are compared with the first.
+# The first system is compared with each of the other systems.
 _SYSTEMS = {
     Beside.LIMIT: (WINDROW, BATCHES, RAW, LIMIT),
     Beside.ECHO: (UNARY, ECHO, WINDROW),
@@ -63,7 +65,7 @@ _SYSTEMS = {
     Beside.TLS: (WINDROW, TLS, SECURE),
     Beside.TLS_UNARY: (UNARY, TLS_UNARY, SECURE_UNARY),
 }
-# None: by the size of batches.
+# None: the number of callers depends on the size of batches.
 _CALLERS_BESIDE = {
     Beside.LIMIT: None,
     Beside.ECHO: None,
@@ -78,16 +80,16 @@ _BATCHES = {
     Beside.TLS: (100,),
     Beside.TLS_UNARY: (1,),
 }
-# What costs little is measured with the same number of jobs on both sides, because that number has more influence.
+# Comparisons in which all systems get the same number of jobs: their difference is small, and another number of jobs
+# would have more influence.
 _ALIKE = frozenset({Beside.TELEMETRY, Beside.TLS, Beside.TLS_UNARY})
-# Their callers make one call at a time. When jobs are measured from end to end, one half of the callers enqueues and
-# the other half works.
+# In these systems one half of the callers enqueues, and the other half works, when the whole life of jobs is measured.
 _SHARED_CALLERS = frozenset({UNARY, TLS_UNARY, SECURE_UNARY, ECHO})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """How many cores each router process has, each shard's Postgres, and all client processes together."""
+    """How many cores each router process gets, each shard's Postgres gets, and all client processes together get."""
 
     router: float
     postgres: float
@@ -96,10 +98,11 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`producers` and `workers` are client processes; beside an echo there are only `producers`, which do both, because
-    an echo keeps its jobs in the process that made them. `callers` enqueue and `consumers` work, over all client
-    processes together; None: 8 callers, and 64 for batches below 50; as many consumers. `jobs` of a run; None: as many
-    as take about `seconds`. `written`: also measures how much the database writes, which takes 22 s a run."""
+    """`producers` and `workers`: numbers of client processes. If Windrow is compared with an echo, there are only
+    `producers`, which enqueue and work, because an echo keeps its jobs in the process that made them. `callers` and
+    `consumers`: how many enqueue, and how many work, in all client processes together; None: 8 callers, but 64 for
+    batches below 50, and as many consumers as callers. `jobs`: of a run; None: as many as take about `seconds`.
+    `written`: whether to measure how much the database writes, which takes 22 s more for each run."""
 
     name: str = "throughput"
     beside: Beside = Beside.LIMIT
@@ -113,7 +116,7 @@ class Plan:
     jobs: int | None = None
     producers: int = 2
     workers: int = 2
-    # For each client process; None: see Site.
+    # The connections of each client process. None: see Site.
     connections: int | None = None
     routers: tuple[int, ...] = (2,)
     # None: all processes share the machine.
@@ -122,7 +125,7 @@ class Plan:
 
     @property
     def systems(self) -> tuple[str, ...]:
-        # The limit has no routers, and takes what its clients have.
+        # With shares, the limit makes no sense: it has no routers, and would get only the share of the clients.
         ours = (WINDROW, BATCHES, RAW) if self.share else _SYSTEMS[self.beside]
         return (*ours, *self.peers)
 
@@ -134,7 +137,7 @@ class Plan:
 
 
 async def measure(plan: Plan, bench: Bench) -> Found:
-    """Measures in rounds in which every system takes its turn, so that other load of the machine affects all of
+    """Measures in rounds. Every system takes its turn in each round, so that other load on the machine affects all of
     them."""
     samples: list[Sample] = []
     for shards, routers in itertools.product(plan.shards, plan.routers):
@@ -163,7 +166,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
 
 @contextmanager
 def _shares(share: Share | None, stage: Stage, turns: Mapping[str, Turn]) -> Generator[None]:
-    """Gives the processes their shares of the machine. Raises Wrong where it cannot."""
+    """Gives the processes their shares of the machine during this scope. Raises Wrong if that is not possible."""
     with ExitStack() as stack:
         if share is not None:
             for pid in stage.routers.pids():
@@ -188,7 +191,7 @@ async def _listeners(plan: Plan) -> AsyncGenerator[telemetry.Listeners | None, N
 async def _turn(
     stage: Stage, system: str, plan: Plan, cases: Sequence[Case], listeners: telemetry.Listeners | None
 ) -> Turn:
-    """The system's client processes."""
+    """Starts the system's client processes."""
     servers = await _servers(stage, system, cases[0].routers, listeners)
     callers = max(case.load.callers for case in cases)
     consumers = max(case.load.consumers for case in cases)
@@ -217,7 +220,7 @@ async def _turn(
 
 
 async def _servers(stage: Stage, system: str, routers: int, listeners: telemetry.Listeners | None) -> Servers:
-    """The address that the system's clients call."""
+    """Returns the servers that the system's clients call. Starts them if the stage does not have them."""
     if system == ECHO:
         return await stage.echo(routers)
     if system in {TLS, TLS_UNARY}:
@@ -272,7 +275,7 @@ async def rounds(plan: Plan, bench: Bench, turns: dict[str, Turn], case: Case) -
 
 
 def _alike(jobs: dict[str, tuple[int, int]]) -> tuple[int, int]:
-    """Every system gets the same number of jobs."""
+    """Returns the same numbers of jobs for every system."""
     return max(drained for drained, _ in jobs.values()), max(lived for _, lived in jobs.values())
 
 

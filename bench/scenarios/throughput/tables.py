@@ -31,7 +31,7 @@ class Sample:
     case: Case
     run: int
     timed: Timed
-    # From end to end, if it was counted.
+    # What the database wrote for the whole life of the jobs. None: not counted.
     written: Written | None = None
 
     def told(self) -> dict[str, object]:
@@ -45,7 +45,8 @@ class Sample:
 
 
 def table(samples: Sequence[Sample], *, over: str, title: str) -> Table:
-    """Medians over each case's runs; the ratio is that of `over` to each other system, round by round."""
+    """Returns a table with the medians of each case's runs. The ratio compares the rate of `over` with that of each
+    other system, round by round."""
     grouped: dict[tuple[Case, Figure], dict[str, list[Sample]]] = defaultdict(lambda: defaultdict(list))
     for sample in samples:
         grouped[sample.case, sample.timed.figure][sample.system].append(sample)
@@ -87,7 +88,7 @@ def table(samples: Sequence[Sample], *, over: str, title: str) -> Table:
 
 
 def counts_table(samples: Sequence[Sample]) -> Table:
-    """Medians over each case's runs."""
+    """Returns a table with the medians of each case's runs."""
     grouped: dict[tuple[Case, Figure, str], list[Sample]] = defaultdict(list)
     for sample in samples:
         grouped[sample.case, sample.timed.figure, sample.system].append(sample)
@@ -154,7 +155,7 @@ def written_table(samples: Sequence[Sample]) -> Table:
 
 
 def _costs(samples: Sequence[Sample]) -> tuple[float, ...]:
-    """CPU-µs a job of each kind of process."""
+    """Returns the CPU time per job, in µs, of each kind of process."""
     return tuple(
         median(getattr(sample.timed.spent, f"{kind.lower()}_s") / sample.timed.jobs * 1e6 for sample in samples)
         for kind in KINDS
@@ -162,7 +163,7 @@ def _costs(samples: Sequence[Sample]) -> tuple[float, ...]:
 
 
 def plots(samples: Sequence[Sample]) -> list[Plot]:
-    """Jobs from end to end by batch size, and by callers, if several were measured."""
+    """Returns plots of the whole life of jobs by batch size, and by callers, if several of these were measured."""
     found: list[Plot] = []
     lives = [sample for sample in samples if sample.timed.figure is Figure.LIFE]
     if not lives:
@@ -170,7 +171,7 @@ def plots(samples: Sequence[Sample]) -> list[Plot]:
     first = lives[0].case
     lives = [one for one in lives if (one.case.shards, one.case.routers) == (first.shards, first.routers)]
     for axis, other in (("batch", "callers"), ("callers", "batch")):
-        # If the number of callers depends on the batch, one line has all of them.
+        # If the number of callers depends on the batch, draw all cases in one line.
         fixed = {getattr(sample.case.load, other) for sample in lives}
         crossed = len({sample.case.load for sample in lives}) == len(
             {getattr(sample.case.load, axis) for sample in lives}

@@ -1,6 +1,6 @@
-"""Routers that tell what they do, by traces, by metrics, or by both; and who listens: an OTLP sink and a scraper.
+"""Routers with traces, with metrics, or with both, and the processes that receive these: an OTLP sink and a scraper.
 
-Users have the sink and Prometheus on other machines. Here both take CPU time from the routers.
+Users run the receivers on other machines. Here the receivers take CPU time from the routers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Listeners:
     _scrapes: int = 0
 
     async def routers(self, stage: Stage, system: str, processes: int) -> Servers:
-        """Starts routers that tell what they do, as this system has them."""
+        """Starts routers with the telemetry of this system."""
         tables, environ = "", {}
         if system in {MEASURED, TELLING}:
             target = f"127.0.0.1:{free_port()}"

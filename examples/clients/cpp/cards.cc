@@ -1,4 +1,4 @@
-// Stores a job and works it, with stubs that docs/clients.md generates.
+// Stores a job, works on it and acks it, with stubs generated as docs/clients.md says.
 #include <grpcpp/grpcpp.h>
 
 #include <algorithm>
@@ -59,13 +59,13 @@ std::shared_ptr<grpc::Channel> Connect(const std::string& address) {
   return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), options);
 }
 
-// Another try cannot help. After every other code it can: ids and lease tokens make it safe.
+// Says whether no other try can help. After any other code a try is safe, because of ids and lease tokens.
 bool IsFinal(grpc::StatusCode code) {
   return code == grpc::INVALID_ARGUMENT || code == grpc::UNIMPLEMENTED || code == grpc::UNAUTHENTICATED ||
          code == grpc::PERMISSION_DENIED;
 }
 
-// Calls until there is an answer, each time with a deadline of its own.
+// Repeats a call until there is an answer. Each try has a deadline of its own.
 template <typename Request, typename Response>
 grpc::Status Call(v1::Queue::Stub& stub,
                   grpc::Status (v1::Queue::Stub::*method)(grpc::ClientContext*, const Request&, Response*),
@@ -113,7 +113,7 @@ int main() {
   request.add_queues(kQueue);
   request.mutable_wait()->set_seconds(kWait.count());
   v1::DequeueResponse leased;
-  while (leased.jobs().empty()) {  // A router that shuts down answers without jobs.
+  while (leased.jobs().empty()) {  // Repeat this: a router that shuts down answers without jobs.
     status = Call(stub, &v1::Queue::Stub::Dequeue, request, &leased, kWait + kTry);
     if (!status.ok()) return Fail(status);
   }

@@ -1,4 +1,4 @@
-// Stores a job and works it, with stubs that docs/clients.md generates.
+// Stores a job, works on it and acks it, with stubs generated as docs/clients.md says.
 package main
 
 import (
@@ -50,7 +50,7 @@ func connect(address string) (*grpc.ClientConn, error) {
 	)
 }
 
-// Another try cannot help. After every other code it can: ids and lease tokens make it safe.
+// Says whether no other try can help. After any other code a try is safe, because of ids and lease tokens.
 func final(code codes.Code) bool {
 	switch code {
 	case codes.InvalidArgument, codes.Unimplemented, codes.Unauthenticated, codes.PermissionDenied:
@@ -59,7 +59,7 @@ func final(code codes.Code) bool {
 	return false
 }
 
-// Calls until there is an answer, each time with a deadline of its own.
+// Repeats a call until there is an answer. Each try has a deadline of its own.
 func call[Request, Response any](
 	method func(context.Context, *Request, ...grpc.CallOption) (*Response, error), request *Request, deadline time.Duration,
 ) (*Response, error) {
@@ -99,7 +99,7 @@ func main() {
 
 	request := &windrowv1.DequeueRequest{Org: org, Queues: []string{queue}, Wait: durationpb.New(wait)}
 	var leased *windrowv1.DequeueResponse
-	// A router that shuts down answers without jobs.
+	// Repeat this: a router that shuts down answers without jobs.
 	for len(leased.GetJobs()) == 0 {
 		if leased, err = call(client.Dequeue, request, wait+try); err != nil {
 			log.Fatal(err)

@@ -1,4 +1,4 @@
-// Stores a job and works it, with stubs that docs/clients.md generates.
+// Stores a job, works on it and acks it, with stubs generated as docs/clients.md says.
 import { setTimeout as sleep } from "node:timers/promises";
 import { Code, ConnectError, createClient } from "@connectrpc/connect";
 import { createGrpcTransport } from "@connectrpc/connect-node";
@@ -21,10 +21,10 @@ const transport = createGrpcTransport({
   readMaxBytes: 16 * 1024 * 1024,
 });
 
-// Another try cannot help. After every other code it can: ids and lease tokens make it safe.
+// Codes after which no other try can help. After any other code a try is safe, because of ids and lease tokens.
 const FINAL = new Set([Code.InvalidArgument, Code.Unimplemented, Code.Unauthenticated, Code.PermissionDenied]);
 
-/** Calls until there is an answer, each time with a deadline of its own. */
+/** Repeats a call until there is an answer. Each try has a deadline of its own. */
 async function call<A>(method: (options: { timeoutMs: number }) => Promise<A>, timeoutMs = TRY_MS): Promise<A> {
   for (let tries = 1, pauseMs = 50; ; tries++, pauseMs = Math.min(2 * pauseMs, 2_000)) {
     try {
@@ -47,7 +47,7 @@ console.log("stored", stored.results[0].id);
 
 const request = { org: ORG, queues: [QUEUE], wait: { seconds: BigInt(WAIT_S) } };
 let jobs: LeasedJob[] = [];
-// A router that shuts down answers without jobs.
+// Repeat this: a router that shuts down answers without jobs.
 while (jobs.length === 0) {
   ({ jobs } = await call((options) => client.dequeue(request, options), WAIT_S * 1000 + TRY_MS));
 }

@@ -1,4 +1,4 @@
-// Stores a job and works it, with stubs that docs/clients.md generates.
+// Stores a job, works on it and acks it, with stubs generated as docs/clients.md says.
 import { readFileSync } from "node:fs";
 import { setTimeout as sleep } from "node:timers/promises";
 import {
@@ -32,7 +32,7 @@ const options: ChannelOptions = {
   "grpc.service_config": readFileSync("proto/windrow/v1/service_config.json", "utf8"),
 };
 
-// Another try cannot help. After every other code it can: ids and lease tokens make it safe.
+// Codes after which no other try can help. After any other code a try is safe, because of ids and lease tokens.
 const FINAL = new Set([
   status.INVALID_ARGUMENT,
   status.UNIMPLEMENTED,
@@ -43,7 +43,7 @@ const FINAL = new Set([
 type Answered<T> = (error: ServiceError | null, response: T) => void;
 type Method<Q, A> = (request: Q, metadata: Metadata, options: Partial<CallOptions>, answered: Answered<A>) => ClientUnaryCall;
 
-/** Calls until there is an answer, each time with a deadline of its own. */
+/** Repeats a call until there is an answer. Each try has a deadline of its own. */
 async function call<Q, A>(method: Method<Q, A>, request: Q, deadlineMs = TRY_MS): Promise<A> {
   for (let tries = 1, pauseMs = 50; ; tries++, pauseMs = Math.min(2 * pauseMs, 2_000)) {
     try {
@@ -77,7 +77,7 @@ console.log("stored", stored.results[0].id);
 
 const request = DequeueRequest.create({ org: ORG, queues: [QUEUE], wait: { seconds: BigInt(WAIT_S) } });
 let jobs: LeasedJob[] = [];
-// A router that shuts down answers without jobs.
+// Repeat this: a router that shuts down answers without jobs.
 while (jobs.length === 0) ({ jobs } = await call(client.dequeue.bind(client), request, WAIT_S * 1000 + TRY_MS));
 for (const { lease, payload } of jobs) {
   console.log("a card to", payload.toString());

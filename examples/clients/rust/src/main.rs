@@ -1,4 +1,4 @@
-//! Stores a job and works it, with stubs that docs/clients.md generates.
+//! Stores a job, works on it and acks it, with stubs generated as docs/clients.md says.
 use std::env;
 use std::time::Duration;
 
@@ -30,7 +30,7 @@ fn connect(address: &str) -> Result<Channel, tonic::transport::Error> {
     Ok(channel)
 }
 
-/// Another try cannot help. After every other code it can: ids and lease tokens make it safe.
+/// Says whether no other try can help. After any other code a try is safe: ids and tokens ensure that.
 fn is_final(code: Code) -> bool {
     matches!(
         code,
@@ -41,7 +41,7 @@ fn is_final(code: Code) -> bool {
     )
 }
 
-/// Calls until there is an answer, each time with a deadline of its own.
+/// Repeats a call until there is an answer. Each try has a deadline of its own.
 async fn call<Q: Clone, A>(
     method: impl AsyncFn(Request<Q>) -> Result<Response<A>, Status>,
     message: Q,
@@ -98,7 +98,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         ..Default::default()
     };
     let mut jobs = vec![];
-    // A router that shuts down answers without jobs.
+    // Repeat this: a router that shuts down answers without jobs.
     while jobs.is_empty() {
         jobs = call(&dequeue, request.clone(), WAIT + TRY).await?.jobs;
     }

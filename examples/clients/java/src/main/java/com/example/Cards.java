@@ -32,7 +32,7 @@ import java.util.concurrent.ThreadLocalRandom;
 import java.util.concurrent.TimeUnit;
 import java.util.function.Function;
 
-/** Stores a job and works it, with stubs that docs/clients.md generates. */
+/** Stores a job, works on it and acks it, with stubs generated as docs/clients.md says. */
 public final class Cards {
   private static final String ORG = "acme";
   private static final String QUEUE = "cards-java";
@@ -40,7 +40,7 @@ public final class Cards {
   private static final int TRY_S = 10;
   private static final int WAIT_S = 20;
 
-  /** Another try cannot help. After every other code it can: ids and lease tokens make it safe. */
+  /** Codes after which no other try can help. After any other code a try is safe, because of ids and lease tokens. */
   private static final Set<Status.Code> FINAL =
       Set.of(
           Status.Code.INVALID_ARGUMENT,
@@ -66,7 +66,7 @@ public final class Cards {
         .build();
   }
 
-  /** Calls until there is an answer, each time with a deadline of its own. */
+  /** Repeats a call until there is an answer. Each try has a deadline of its own. */
   private <A> A call(Function<QueueBlockingStub, A> method, int deadlineS) throws InterruptedException {
     long pauseMs = 50;
     for (int tries = 1; ; tries++) {
@@ -80,7 +80,7 @@ public final class Cards {
         System.err.println("another try after " + code);
         Thread.sleep(ThreadLocalRandom.current().nextLong(pauseMs / 2, pauseMs));
         pauseMs = Math.min(2 * pauseMs, 2_000);
-        // Otherwise the channel waits up to 120 s before it connects again.
+        // Without this, the channel would wait up to 120 s before it connects again.
         channel.resetConnectBackoff();
       }
     }
@@ -106,7 +106,7 @@ public final class Cards {
             .setWait(Duration.newBuilder().setSeconds(WAIT_S))
             .build();
     List<LeasedJob> jobs = List.of();
-    while (jobs.isEmpty()) { // A router that shuts down answers without jobs.
+    while (jobs.isEmpty()) { // Repeat this: a router that shuts down answers without jobs.
       jobs = call(stub -> stub.dequeue(dequeue), WAIT_S + TRY_S).getJobsList();
     }
     for (LeasedJob leased : jobs) {
