@@ -68,8 +68,8 @@ class Results:
         )
         runs = max(sample["run"] for sample in self._samples)
         return textwrap.fill(
-            f"Medians of {runs} runs, in turns. {described(self._environment)} "
-            f"Everything else on it took {others:.1f} of a core meanwhile.",
+            f"Medians of {runs} runs; the systems took turns. {described(self._environment)} "
+            f"Meanwhile all other programs on this machine used {others:.1f} cores.",
             width=120,
             break_on_hyphens=False,
         )
