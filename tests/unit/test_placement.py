@@ -27,7 +27,8 @@ GOLDEN = {
     "müller": 14683,
     "日本": 2821,
     "🌾": 3096,
-    # A reader sees the same letter, but Unicode has two spellings, so these are two orgs: nothing is normalized.
+    # A reader sees the same letter twice, but Unicode has two spellings of it. These are two orgs, because Windrow
+    # normalizes nothing.
     "e\u0301": 14082,
     "\u00e9": 15845,
     "x" * 128: 4904,

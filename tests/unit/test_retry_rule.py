@@ -1,4 +1,4 @@
-"""After which statuses a client makes a call again: the contract, the pages, the programs and the client agree."""
+"""After which statuses a client makes a call again: the contract, pages, programs and the client agree about them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpc import StatusCode
 from windrow.calls import FINAL
 
 ROOT = Path(__file__).resolve().parents[2]
-# What ends a call of Admin, Cluster or Schedules besides.
+# Further statuses that end a call of Admin, Cluster or Schedules.
 ANSWERS = {StatusCode.NOT_FOUND, StatusCode.ALREADY_EXISTS, StatusCode.FAILED_PRECONDITION}
 UNASKED = {StatusCode.RESOURCE_EXHAUSTED}
 

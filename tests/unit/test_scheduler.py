@@ -22,7 +22,7 @@ HOUR_US = 3_600_000_000
 
 
 class Shard:
-    """A shard with one due schedule that needs `needed`, if anything. Afterwards none is due for an hour."""
+    """A shard with one due schedule, which needs `needed` or nothing. After it fires, none is due for an hour."""
 
     name = ShardName("s1")
 
@@ -45,7 +45,7 @@ class Shard:
             raise ShardUnavailable(self.name, "as the test wants")
         due = not self.told or self.needed is not None
         if due and self.told and not self.postponed:
-            # The schedule that waits is looked at again in a moment.
+            # The schedule that waits is due again in a moment.
             self.postponed = True
             return Wake(Micros(0), Micros(1_000))
         if not due:
