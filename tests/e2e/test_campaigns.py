@@ -62,11 +62,11 @@ def test_everybody_gets_each_message_that_is_due_once_though_plans_change_and_a_
         programs.enter_context(page.started("campaigns.worker", "--window", "1"))
         until(lambda: sent("survey") == PEOPLE - 1, "everybody but ada gets the survey")
 
-        # Bob's remaining messages become due 400 days earlier.
+        # The page moves Bob's remaining messages 400 days earlier, so that they are due.
         assert page.run("plan shop move", "--days", "-400") == f"{len(STEPS) - 2} messages are moved\n"
         until(lambda: sent("anniversary") == 1, "a year is over")
         page.run("--where step=anniversary")
-        # The tips and the offer of the others remain.
+        # The tips and the offers for the other people remain.
         waiting = client.stats(QUEUE).queues[QUEUE]
         assert (waiting.scheduled, waiting.ready, waiting.leased, waiting.dead) == (2 * (PEOPLE - 2), 0, 0, 0)
         assert call(mail_server)["sent"] == 2 * (PEOPLE - 1) + 3
