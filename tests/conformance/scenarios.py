@@ -148,7 +148,7 @@ class RepeatSettlements(Scenario):
         stage.server.settle = settle
         leases = stage.server.give(*["0"] * 8)
         await stage.until_acked(*leases)
-        # The client would not have this credit if it gave the credit of a repeated message again.
+        # One job more: a client that gave credit again with a repeated message has too much credit after it.
         await stage.until_acked(*stage.server.give("0"))
 
     async def real(self, bench: Bench) -> Transcript:

@@ -22,9 +22,9 @@ from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
 QUEUE = "q"
 _numbers = itertools.count(1)
-# Postgres cannot tell an id this far behind the newest one from a later id. It stops three million ids before that.
+# Postgres cannot compare ids that are this far from each other. It stops three million ids before that.
 _IDS, _STOP = 2**31, 3_000_000
-# How many transactions a file of pg_xact has states of, with two bits for each.
+# How many transactions have their states in one file of pg_xact, and the bytes of that file: two bits for each.
 _IDS_OF_FILE, _BYTES_OF_FILE = 2**20, 2**18
 
 
