@@ -56,7 +56,7 @@ class NoAnswer(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """An ack, nack, extend, release or snooze of a lease that waits to be sent."""
+    """An entry that waits to be sent: an ack, nack, extend, release or snooze of a lease."""
 
     lease: bytes
     verb: str
@@ -237,7 +237,7 @@ class ReferenceWorker:
         self.draining = True
 
     def on_revoked(self, lease: bytes) -> None:
-        """A lease has ended. This stream may not know the lease."""
+        """The router has ended a lease. The worker may not hold this lease."""
         held = self.held.get(lease)
         if held is not None and self._hears_revoked:
             self.let_fall(held)

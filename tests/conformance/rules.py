@@ -15,7 +15,7 @@ from windrow.v1 import queue_pb2
 HANDLERS, ROOM = 4, 8
 UNANSWERED_MAX = 2
 ENTRIES_MAX = 1000
-# A pause may end this much early, because timers are not exact.
+# The part of a pause for which a client must wait at least, because timers are not exact.
 EARLY = 0.95
 ENDINGS = {verb.method.lower() for verb in VERBS} - {"extend"}
 

@@ -270,7 +270,7 @@ class _ByHand:
 
 @contextlib.asynccontextmanager
 async def by_hand(environ: Mapping[str, str]) -> AsyncGenerator[Client, None]:
-    """A client that a person starts with these variables, which are printed for that."""
+    """A client that a person starts with these variables, which are printed for the person."""
     _tell("start the client, and type its exit code here if it ends:")
     _tell(shlex.join(["env", *[f"{name}={value}" for name, value in environ.items()], "COMMAND"]))
     yield _ByHand()

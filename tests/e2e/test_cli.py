@@ -457,7 +457,7 @@ def test_a_router_of_a_cluster_file_serves_until_it_is_told_to_stop(windrow: Win
         process.terminate()
         _, log = process.communicate(timeout=WAIT_S)
     assert (process.returncode, healthy.code) == (0, 0)
-    # Without care, gRPC would report as an error that it closes its socket.
+    # gRPC must not report as an error that it closes its socket.
     assert "Closing acceptor" not in log
 
 

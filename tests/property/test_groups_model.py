@@ -40,7 +40,7 @@ class GroupsMachine(RuleBasedStateMachine):
         self.lines: dict[str, list[JobId]] = {group: [] for group in GROUPS}
         # For each group, the jobs that were never due, or were put off.
         self.scheduled: dict[str, set[JobId]] = {group: set() for group in GROUPS}
-        # First jobs of groups that back off.
+        # The first jobs of groups, while they back off.
         self.later: set[JobId] = set()
         self.held: dict[JobId, Lease] = {}
 

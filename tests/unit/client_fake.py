@@ -129,7 +129,7 @@ _LEASE_VERBS = {verb.method: verb for verb in VERBS}
 
 
 class FakeRouter:
-    """Records every request. `scripts` replaces the answers of a verb, `jobs` has the jobs of Dequeue and Consume.
+    """Records every request. `scripts` replaces the answers of a verb, `jobs` is what Dequeue and Consume deliver.
 
     The script of Consume gets the stream before any message is read. The script of Settle gets each message that has a
     request_id.

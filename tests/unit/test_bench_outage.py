@@ -102,7 +102,7 @@ def test_each_demand_on_an_outage_can_fail() -> None:
     fine = outcome(STRIKE, an_outage(), HOMES)
     over = replace(fine, strike=replace(STRIKE, sort=Sort.FAIL_OVER))
     assert _judged([fine, over]) == []
-    # For times the median of the three kills counts, but every failed call counts.
+    # For times the median of the three restarts counts, but every failed call counts.
     slow = replace(fine, silent_s=1.5, served_s=6.0)
     assert _judged([fine, fine, slow, over]) == []
     assert len(_judged([fine, slow, slow, over])) == 2

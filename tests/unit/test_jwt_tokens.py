@@ -92,7 +92,7 @@ async def test_the_public_key_is_no_shared_secret() -> None:
     ):
         said = await refusal(tokens, hmac_signed(secret, {"alg": "HS256", "kid": "rsa"}))
         assert "algorithm is 'HS256'; taken are ES256, Ed25519, EdDSA, RS256" in said
-        # The header now names an algorithm that is taken, with the same signature.
+        # The header now names an algorithm that is taken, but the signature is still an HMAC.
         assert "signature" in await refusal(tokens, hmac_signed(secret, {"alg": "RS256", "kid": "rsa"}))
 
 

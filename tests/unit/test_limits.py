@@ -193,7 +193,7 @@ async def test_an_independent_call_is_told_which_jobs_have_no_room() -> None:
     opened, shard = limits_of(limit(10)), Shard(4)
     with pytest.raises(LimitReached) as refused:
         await charge(opened, shard, jobs(12), independent=True)
-    # More jobs than the limit's amount never fit, so the shard is asked only about the first ten.
+    # The call asks for more than the amount, so the shard is not asked. Even a full bucket has no room for two jobs.
     assert refused.value.positions == [10, 11]
     with pytest.raises(LimitReached) as refused:
         await charge(opened, shard, jobs(10), independent=True)
