@@ -300,7 +300,7 @@ class _Call:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def send(self, response: queue_pb2.ConsumeResponse) -> None:
-        # gRPC takes one write at a time.
+        # gRPC accepts no second write before the first one has ended.
         async with self._turn:
             self._write_down(response)
             await self._context.write(response)

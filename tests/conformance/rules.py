@@ -11,7 +11,7 @@ from router.codec.lease_verbs import VERBS
 from tests.conformance.transcript import Request, Saying, Stream, Transcript, credit_after, entries
 from windrow.v1 import queue_pb2
 
-# A program under test runs 4 jobs at a time, and prefetches 4 more at most.
+# A program under test runs 4 jobs at the same time, and prefetches 4 more at most.
 HANDLERS, ROOM = 4, 8
 UNANSWERED_MAX = 2
 ENTRIES_MAX = 1000

@@ -138,7 +138,7 @@ class Work:
     # ── Orgs at rest ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _stand_by(self, org: str) -> None:
-        """Makes one call at a time, without retries."""
+        """Makes one call after another, without retries."""
         for stub in itertools.cycle(self.stubs):
             if self._enough.is_set():
                 return

@@ -112,7 +112,7 @@ class FakeStream:
             await self._write(queue_pb2.ConsumeResponse(settled=[told]))
 
     async def _write(self, response: queue_pb2.ConsumeResponse) -> None:
-        # gRPC accepts one write at a time.
+        # gRPC accepts no second write before the first one has ended.
         async with self._turn:
             await self._context.write(response)
 

@@ -30,7 +30,7 @@ from windrow.v1 import job_pb2, queue_pb2
 
 
 class Gate:
-    """Holds the calls of one verb until it is opened."""
+    """Holds the calls of one verb until the test opens the gate."""
 
     def __init__(self, router: FakeRouter, verb: str) -> None:
         self._router = router

@@ -161,7 +161,7 @@ async def test_a_few_calls_wait_for_the_act_under_way_and_then_go_together(acts:
     assert acts.begun == [[1], [2, 3, 4, 5, 6, 7]]
     acts.end(1)
     assert await asyncio.gather(*results) == [-number for number in range(1, 8)]
-    # Idle again, so the next call begins at once.
+    # The coalescer is idle again, so the next call begins at once.
     last = coalescer.submit(8)
     await turns()
     assert acts.begun[2:] == [[8]]

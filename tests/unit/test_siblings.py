@@ -702,7 +702,7 @@ async def test_programs_that_a_process_starts_do_not_inherit_its_connections() -
 
 
 def test_a_sibling_that_has_ended_at_once_costs_no_other_file_its_descriptor() -> None:
-    """Otherwise gRPC would write answers for one client to the connection of another one."""
+    """If a file lost its descriptor, gRPC could write answers for one client to the connection of another client."""
 
     async def connect_to_the_dead() -> None:
         ours, theirs = socket.socketpair()
