@@ -229,7 +229,7 @@ class FakeServer(_Servicer):  # type: ignore[misc]
 
 
 def _unary(verb: LeaseVerb) -> Callable[[FakeServer, Any, Any], Awaitable[Any]]:
-    """Makes the method for a verb that is called by itself, outside of a stream."""
+    """Makes the method of a verb that is called by itself, outside of a stream."""
 
     async def answer(server: FakeServer, request: Any, context: Any) -> Any:
         said = {verb.stream_field: getattr(request, verb.request_field)}

@@ -156,7 +156,7 @@ class ReferenceWorker:
             await self._channel.close()
 
     def stop(self) -> None:
-        """Gives no more credit. The worker ends when the running jobs are done."""
+        """Gives no more credit, and ends when the running jobs are done."""
         self.stopping = True
         self.wake.set()
 
@@ -339,7 +339,7 @@ class ReferenceWorker:
         if may_say and len(self.unanswered) < self.unanswered_max:
             batch = self.parts.popleft() if self.parts else self._next_batch()
         wanted = self.credit_wanted()
-        # Give credit when half of the room is free, or when a message is sent in any case.
+        # Give credit when half of the room is free, or when a message is sent anyway.
         if batch or request.HasField("start") or wanted * 2 >= self.handlers or not self.credit:
             request.credit = wanted
             self.credit += wanted
@@ -362,7 +362,7 @@ class ReferenceWorker:
             if batch and size > self._message_bytes_max:
                 break
             self.outbox.popleft()
-            # A job that is done needs no extend any more.
+            # A job that is done needs no extend.
             if entry.verb != "extend" or entry.lease in self.held:
                 batch[entry.lease] = entry
         return tuple(batch.values())

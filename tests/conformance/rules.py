@@ -36,7 +36,7 @@ def require(held: object, expected: str, seen: object) -> None:
 
 
 def check_rules(transcript: Transcript, *, room: int = ROOM) -> None:
-    """Raises Unmet for the first rule that was broken. `room`: the largest credit that the client may give."""
+    """Raises Unmet for the first rule that was broken. `room`: the most jobs that the client may give credit for."""
     for stream in transcript.streams:
         if stream.requests:
             _check_start(transcript, stream)

@@ -56,7 +56,7 @@ def in_process(kind: type[ReferenceWorker]) -> StartClient:
             yield client
         finally:
             client.task.cancel()
-            # Wrong clients may end with any error.
+            # Wrong clients may end with anything.
             await asyncio.gather(client.task, return_exceptions=True)
 
     return start

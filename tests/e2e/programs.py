@@ -42,7 +42,7 @@ def started(
 
 
 def call(url: str, body: object = None) -> Any:
-    """Sends a GET, or a POST if there is a body, as JSON. Returns the answer."""
+    """Sends a GET, or a POST with JSON. Returns the answer."""
     content = None if body is None else json.dumps(body).encode()
     with urlopen(Request(url, content, {"Content-Type": "application/json"}), timeout=30) as answer:
         return json.load(answer)
@@ -117,7 +117,7 @@ class Page:
             yield program
 
     def run_the_others(self) -> None:
-        """Runs the commands that no test has run so far."""
+        """Runs the commands that no test has run."""
         for line in [line for line in self._commands if line in self._unused]:
             self.run(line)
 

@@ -20,7 +20,7 @@ from proof.prometheus import INSTALL
 _ROOT = Path(__file__).parent.parent.parent
 # Upper bound of a wait. Only work that hangs reaches it.
 _PATIENCE_S = 280.0
-# More processes would use more CPU for their start than for the measurement.
+# More processes would take more CPU to start than to measure.
 _FEW = ("--producers", "1", "--workers", "1", "--routers", "1")
 
 
@@ -96,7 +96,7 @@ def test_an_archiver_beside_the_load_is_measured(tmp_path: Path) -> None:
     told = _told(tmp_path, *command, *seconds)
     (sample,) = told["scenarios"]["load"]["samples"]
     assert sample["archived"]["turned_cold"] == 2000
-    # After three o'clock the archiver also drops the jobs of 31 days ago.
+    # After three o'clock the jobs of 31 days ago are dropped too.
     assert sample["archived"]["dropped"] in (1000, 1500)
 
 

@@ -62,7 +62,7 @@ def test_everybody_gets_each_message_that_is_due_once_though_plans_change_and_a_
         programs.enter_context(page.started("campaigns.worker", "--window", "1"))
         until(lambda: sent("survey") == PEOPLE - 1, "everybody but ada gets the survey")
 
-        # The page moves Bob's remaining messages 400 days earlier, so that they are due.
+        # Bob's remaining messages become due 400 days earlier.
         assert page.run("plan shop move", "--days", "-400") == f"{len(STEPS) - 2} messages are moved\n"
         until(lambda: sent("anniversary") == 1, "a year is over")
         page.run("--where step=anniversary")

@@ -50,7 +50,7 @@ os.execv({program!r}, [{program!r}, *sys.argv[1:]])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A machine: a folder and a port, with a shell (`place`)."""
+    """A machine: a folder, a port and a shell (`place`)."""
 
     name: str
     place: Place
@@ -177,7 +177,7 @@ def two_machines(folder: Path) -> Generator[tuple[Machine, Machine]]:
 @pytest.mark.turns(2)
 @pytest.mark.parametrize("mode", ["immediate", "fast"])
 def test_a_failover_by_hand_goes_as_the_page_says(tmp_path: Path, mode: str) -> None:
-    """The mode `fast` is the page's variant for a planned switchover."""
+    """`fast` is the page's variant for a planned switchover."""
     with two_machines(tmp_path) as (first, second):
         for kind, text in BLOCK.findall(SECTION):
             if kind == "console":

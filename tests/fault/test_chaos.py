@@ -41,7 +41,7 @@ async def test_a_short_run_under_faults_keeps_every_invariant(tmp_path: Path) ->
     assert moves
     assert all(move.ended_s is not None for move in moves)
     assert sum(one.name.startswith("steady-") for one in told.evidence.stored_schedules) == STEADY
-    # The run had load from every kind of client.
+    # The run had load, from every kind of client.
     assert len(told.evidence.rows) > 200
     clients = {call.client.partition(".")[0] for call in told.evidence.history.calls}
     assert clients == {"operator", "producer-1", "worker-1-consumer", "worker-2-poller"}

@@ -31,7 +31,7 @@ from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
 from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 ORG = OrgId("cut")
-# How often each ambiguous moment is tried.
+# How many times each ambiguous moment is tried.
 TRIALS = trials(24, thorough=1000)
 CUTS = trials(40, thorough=600)
 
@@ -53,7 +53,7 @@ async def store(fresh_dsn: str, proxy: Proxy) -> AsyncGenerator[Store, None]:
 
 
 async def books_of(database: Database) -> OrgBooks:
-    """Returns the books of the only org, read past the proxy."""
+    """Returns the books of the only org, read without the proxy."""
     (books,) = await QueueAdmin(database).check()
     assert books.balanced
     return books

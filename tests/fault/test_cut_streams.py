@@ -80,7 +80,7 @@ class Load:
             request = queue_pb2.EnqueueRequest(org=ORG, jobs=jobs)
             await until(lambda: self._answered(to, request), "the enqueue is answered")  # noqa: B023
             self.stored.update(job.id for job in jobs)
-            # This bounds the number of jobs that wait.
+            # Bound the number of jobs that wait.
             await until(lambda: len(self.stored) - len(self.acked) < 2000 or self.over.is_set(), "jobs are taken")
             await asyncio.sleep(self.luck.uniform(0, 0.01))
         self.producing -= 1

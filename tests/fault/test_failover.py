@@ -210,7 +210,7 @@ async def test_a_standby_that_lagged_is_noticed_when_it_is_promoted(
     await marks.mark(database, catalog_elsewhere)
     standby = pair.standby
     assert standby is not None
-    # From now on the standby is asynchronous. It will be far behind.
+    # From now on the standby is asynchronous, and far behind.
     pair.primary.ask("ALTER SYSTEM SET synchronous_standby_names = ''")
     pair.primary.ask("SELECT pg_reload_conf()")
     standby.kill()

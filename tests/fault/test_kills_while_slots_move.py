@@ -69,7 +69,7 @@ class Cluster:
         return [one.address for one in self.routers]
 
     def org_on(self, shard: str) -> str:
-        """Returns the name of an org that lives on this shard and that no test has used."""
+        """Returns a new org that lives on this shard."""
         names = (f"org-{next(_numbers)}" for _ in itertools.count())
         return next(name for name in names if self.known.slots[slot_of(OrgId(name))].writes == (shard,))
 
@@ -212,7 +212,7 @@ class Journey:
             await self.cluster.shards[self.places[victim]].primary.start()
         elif victim == "balancer":
             await self.cluster.start_balancer()
-        # The supervisor restarts routers.
+        # Routers are restarted automatically.
 
 
 @contextlib.asynccontextmanager
@@ -289,5 +289,5 @@ async def test_who_works_through_a_router_that_sleeps_during_a_move_notices_noth
     assert_all_is_well(cluster, work)
     assert work.failed(work.orgs) == []
     assert work.lookups_failed == []
-    # No stream ends, either.
+    # No stream ends either.
     assert [call for call in work.seen().calls if call.verb is Verb.CONSUME and call.code] == []

@@ -94,7 +94,7 @@ class Work:
             await self._pause()
 
     async def hold_leases(self) -> None:
-        """Takes leases that last until `ack_held`."""
+        """Takes leases that live until `ack_held`."""
         await self._enqueue(self.clients[0], [_new_job(self.org, queue=HELD) for _ in range(2)])
         number = self.recorder.begin(Verb.DEQUEUE, self.org, {"window_s": _HELD_S})
         self._held = await self.clients[0].dequeue(HELD, max_jobs=2, visibility_window=_HELD_S)
@@ -247,7 +247,7 @@ class Work:
 async def working(
     addresses: Sequence[str], *, org: str, bystanders: Mapping[str, str], folder: Path
 ) -> AsyncGenerator[Work, None]:
-    """Runs the load during the block. No jobs are left after drain()."""
+    """Runs the load during the block. After drain() no jobs are left."""
     async with contextlib.AsyncExitStack() as stack:
         clients = [windrow.Client(address, org=org, create_spans=False) for address in addresses]
         channels = [calls.connect(address) for address in addresses]

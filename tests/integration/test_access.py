@@ -262,7 +262,7 @@ def test_only_a_key_for_all_orgs_with_the_scopes_read_and_cluster_may_scale_by_a
     del metadata["org"]
     for all_orgs in ("true", None):
         if all_orgs is None:
-            # A request that forgets the org must not be answered about all orgs.
+            # A request that forgets the org is not answered about all orgs.
             del metadata["allOrgs"]
         else:
             metadata["allOrgs"] = all_orgs

@@ -20,7 +20,7 @@ class Model(Protocol[S]):
         ...
 
     def broken(self, state: S) -> str | None:
-        """Returns the invariant that this state violates, or None."""
+        """Returns the invariant that this state violates, if any."""
         ...
 
     def is_over(self, state: S) -> bool:

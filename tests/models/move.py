@@ -276,7 +276,7 @@ class _Model:
     # ── What must hold ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def broken(self, state: State) -> str | None:
-        """Returns the invariant that this state violates, or None."""
+        """Returns the invariant that this state violates, if any."""
         if state.wrong:
             return state.wrong
         if all(shard.state == "owned" for shard in state.shards):

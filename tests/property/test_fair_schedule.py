@@ -23,7 +23,7 @@ WINDOW_S = 1e9
 
 @dataclass
 class Pool:
-    """The workers of a pool. `job_s` returns how long the next job of an org takes."""
+    """Workers of a pool. `job_s` returns how long the next job of an org takes."""
 
     workers: int
     job_s: Callable[[OrgId], float]

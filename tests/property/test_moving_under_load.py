@@ -78,7 +78,7 @@ class Told:
     # Every job that an enqueue reported as stored, with the number of its acks.
     stored: Counter[tuple[OrgId, str]] = field(default_factory=Counter[tuple[OrgId, str]])
     acked: Counter[tuple[OrgId, str]] = field(default_factory=Counter[tuple[OrgId, str]])
-    # For each dedup key, all job ids that were ever answered.
+    # All job ids that were ever answered for a dedup key.
     keyed: dict[tuple[OrgId, str, str], set[str]] = field(default_factory=dict[tuple[OrgId, str, str], set[str]])
 
 

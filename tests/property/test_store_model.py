@@ -181,7 +181,7 @@ class Asked(NamedTuple):
 
 @dataclass(kw_only=True)
 class Memory:
-    """The model: the state to which the calls of producers and consumers should have led."""
+    """The model: the state that the producers' and consumers' calls should have led to."""
 
     model: dict[JobId, Job] = field(default_factory=dict[JobId, Job])
     # For each dedup key: the job that holds it, and whether its window still lasts.

@@ -92,7 +92,7 @@ class Model:
 class WorkflowsMachine(RuleBasedStateMachine):
     runner: ClassVar[asyncio.Runner]
     database: ClassVar[Database]
-    # Whether a fold takes small portions.
+    # Whether a fold takes in small portions.
     portions: ClassVar[bool]
 
     @initialize(edges=graphs())

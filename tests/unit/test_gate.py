@@ -312,7 +312,7 @@ async def test_whoever_stops_waiting_for_memory_holds_up_nobody_behind_it_any_mo
 
 async def test_a_connection_that_is_full_holds_up_none_of_the_same_org_on_another_connection() -> None:
     shared = Buffer(100)
-    # The connection of a proxy, which other clients of the proxy fill.
+    # A proxy's connection, which other clients of the proxy fill.
     assert account(shared, "others", "proxy").take(45)
     stuck = asyncio.create_task(account(shared, "org", "proxy").reserve(20, patiently=True))
     behind = asyncio.create_task(account(shared, "org", "proxy").reserve(20))

@@ -101,7 +101,7 @@ def test_the_outbox_refuses_bad_jobs_and_names_them_before_it_adds_any() -> None
 
 
 def with_wrong_attributes(jobs: int, each: int) -> queue_pb2.EnqueueRequest:
-    """Returns a request in which every job but the last has this many wrong attributes."""
+    """Returns a request of which every job but the last has this many wrong attributes."""
     wrong = {f"a\0{at}": "v\0" for at in range(each)}
     attributes = [wrong] * (jobs - 1) + [{}]
     templates = [job_pb2.JobTemplate(queue="mail", kind="send", attributes=some) for some in attributes]
@@ -113,7 +113,7 @@ def test_of_a_large_request_no_more_violations_are_looked_for_than_tell_its_item
     found = violations_of(request)
     assert found[0].field.startswith("jobs[0].template.attributes[")
     assert found[0].description.startswith("must not have NUL characters")
-    # A search for all 64,000 violations would keep the router process from serving anybody else for seconds.
+    # To look for all 64,000 would keep the router process from serving anybody else for seconds.
     assert 1000 < len(found) < 1300
     one_job = with_wrong_attributes(2, 50_000)
     assert len(violations_of(one_job)) < 3

@@ -1,4 +1,4 @@
-"""The watcher of a router's memory goes on, whatever fails."""
+"""The watcher of a router's memory continues, whatever fails."""
 
 from __future__ import annotations
 

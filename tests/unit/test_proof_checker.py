@@ -1065,7 +1065,7 @@ def test_a_key_of_another_shard_may_still_stand_for_a_job_that_moved_here_and_is
 
 
 def run_again(at_s: float = 30.0) -> Evidence:
-    """A job was acked at 14, and was delivered again later."""
+    """A job was acked at 14, and was delivered again."""
     return evidence(
         enqueues=[enqueue("j1", 5.0)],
         deliveries=[delivery("j1", 13.0, lease=1), delivery("j1", at_s, lease=2, client="w2")],
@@ -1315,7 +1315,7 @@ def test_a_slot_that_had_left_is_owned_once_more_by_the_backup_until_that_is_acc
     # s1 closed the slot too late, or never.
     assert slots_of_backup(owned("s1", 40.0, "draining", 5)) == ["I6"]
     assert "I6" in slots_of_backup()
-    # Until the database is replaced, the normal rule applies.
+    # Before the database was replaced the normal rule applies.
     assert slots_of_backup(closed, replaced=LEFT_S1[:1]) == ["I6"]
     assert "I6" in slots_of_backup(closed, replaced=[*LEFT_S1[:2], owned("s1", 19.0, "owned", 1)])
 

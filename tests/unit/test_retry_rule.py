@@ -1,4 +1,4 @@
-"""After which statuses a client makes a call again: the contract, pages, programs and the client agree about them."""
+"""After which statuses a client makes a call again: the contract, the pages, the programs and the client agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The instants of schedules, compared with an oracle that looks at every minute and does not use cronsim."""
+"""The instants of schedules, compared with an oracle that looks at every minute and knows nothing of cronsim."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def oracle(expression: Expression, shown: list[tuple[datetime, datetime]], first
     if not expression.is_fixed:
         return [at for at, wall in shown if at >= first and expression.has_time(wall) and expression.has_date(wall)]
     found: list[datetime] = []
-    # The latest time that the wall clock has shown.
+    # The latest time that the clock has shown.
     latest = shown[0][1]
     for at, wall in shown[1:]:
         # Every minute of the wall clock that was skipped, and the minute `wall`, unless the clock showed it before.

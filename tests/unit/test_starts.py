@@ -230,7 +230,7 @@ async def test_the_removal_of_another_limit_costs_no_tokens(shard_first: bool) -
     assert permit is not None
     permit.put_back(10)
     if shard_first:
-        # Another router has told the shard the newer version.
+        # Another router has told the shard of the newer version.
         shard.version = 2
         await starts.finish()
     starts.replace(LimitTable([limit(10, version=2)], version=2))

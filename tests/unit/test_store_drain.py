@@ -1,4 +1,4 @@
-"""A store that is closed first finishes the calls that it has accepted."""
+"""When a store is closed, it first finishes the calls that it has accepted."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_within_n_days_each_test_that_takes_turns_in_n_has_one() -> None:
         runs = [place not in day for day in days]
         assert sum(runs) == 6 / (n or 1)
         assert runs[:3] == runs[3:] or n == 2
-    # The tests of a file are spread over the days.
+    # The tests of one file are spread over the days.
     assert {sum(place not in day for place in range(1, 5)) for day in days} == {1, 2}
 
 
