@@ -253,7 +253,7 @@ async def test_headers_beyond_the_bound_stay_within_the_memory_of_the_router(
         peak, seen = await peak_mib(entrance, attack)
     assert peak < MEMORY_MIB
     # The router closes the connection at the first such call that it sees. gRPC refuses the calls after the
-    # acknowledgement. A peer that has sent all its calls leaves, perhaps before it notices either.
+    # acknowledgement. A peer that has sent all its calls may leave before it sees that.
     assert any(one.closed_after_s is not None or one.statuses[RESOURCE_EXHAUSTED] for one in seen)
     await asyncio.to_thread(
         until, lambda: entrance.resident_mib() < MEMORY_MIB // 2, "the memory is given back", within_s=PATIENCE_S

@@ -62,7 +62,7 @@ def resident_mib(routers: Routers) -> int:
 
 
 def padding(mib: int) -> bytes:
-    """Returns a field of this many MiB that none of our messages knows."""
+    """Returns a field of this many MiB that none of our messages has."""
     return b"\xc2\x3e" + bytes((0x80, 0x80, 0x80 | mib << 6 & 0x7F, mib >> 1)) + bytes(mib * MIB)
 
 

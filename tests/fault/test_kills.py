@@ -342,7 +342,7 @@ async def test_jobs_that_race_for_a_name_under_kills_are_stored_whenever_none_of
 
 
 async def orgs_on_every_shard(admin: admin_pb2_grpc.AdminAsyncStub) -> list[str]:
-    """Returns new orgs, as many on each shard."""
+    """Returns new orgs, the same number on each shard."""
     on: dict[str, list[str]] = {shard: [] for shard in SHARDS}
     while any(len(orgs) < ORGS_A_SHARD for orgs in on.values()):
         org = f"load-{next(_numbers)}"
