@@ -1,5 +1,5 @@
-"""A cluster file for databases of the test, and balancers that follow it: in the test's process, or as processes of
-their own."""
+"""A cluster file for databases of the test, and balancers that follow the file: in the test's process, or in processes
+of their own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ _numbers = itertools.count(1)
 
 @dataclass(kw_only=True)
 class Field:
-    """Shard s1 has the catalog, and every slot at first. The other databases are empty until the file names them."""
+    """The databases and the cluster file. Shard s1 has the catalog, and at first every slot. The other databases are
+    empty until the file names them."""
 
     config: Path
     dsns: dict[ShardName, str]
@@ -68,9 +69,9 @@ class Field:
         return self._known
 
     async def slots(self) -> Counter[str]:
-        """Returns the number of slots that are at rest on each shard; slots that move are under "moving"."""
+        """Returns the number of slots that are at rest on each shard. Slots that move are counted as "moving"."""
         slots = (await self.known()).slots[:SLOTS]
-        # Slots that changed together share one object, so there are few to look at.
+        # Slots that changed together share one placement object, so there are few objects to look at.
         placements = {id(one): one for one in slots}
         counted = Counter[str]()
         for number, count in Counter(map(id, slots)).items():
@@ -79,11 +80,11 @@ class Field:
         return counted
 
     async def until(self, holds: Callable[[Counter[str]], object]) -> Counter[str]:
-        """Waits until each shard has this many slots."""
+        """Waits until the condition holds for the numbers of slots. Returns these numbers."""
         return await until(self.slots, holds)
 
     async def admit(self, shard: ShardName) -> None:
-        """Does what the first process that contacts the shard does."""
+        """Admits the shard, as the first process that contacts it does."""
         await identity.admit(self.databases[shard], self.catalog, cluster=CLUSTER)
 
     async def begin(self, source: ShardName, target: ShardName, slots: Iterable[int]) -> Move:
@@ -143,7 +144,7 @@ async def open_field(folder: Path, first_dsn: str, postgres: Server, *others: st
 
 
 async def until(look: Callable[[], Awaitable[T]], holds: Callable[[T], object]) -> T:
-    """Repeats the check until it holds."""
+    """Looks until the condition holds for what was found. Returns what was found."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             seen = await look()
@@ -175,7 +176,7 @@ class Process:
     log: Path
 
     async def says(self, words: str) -> str:
-        """Waits for a line with these words, and returns it."""
+        """Waits for a line with these words. Returns the line."""
 
         async def lines() -> list[str]:
             assert self.process.poll() is None or words in self.log.read_text(), self.log.read_text()
@@ -186,7 +187,7 @@ class Process:
 
 @contextlib.contextmanager
 def balancer_process(config: Path, *arguments: str) -> Generator[Process, None, None]:
-    """`windrow balancer`; killed at the end of the block, unless it has ended."""
+    """Runs `windrow balancer`. Kills it at the end of the block, unless it has ended."""
     log = config.parent / f"balancer-{next(_numbers)}.log"
     command = ("-m", "cli.main", "balancer", "--config", config, *arguments)
     with log.open("w") as errors, preloaded.start(*command, stderr=errors) as process:

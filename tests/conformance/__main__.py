@@ -19,7 +19,7 @@ from tests.conformance.scenarios import SCENARIOS, Scenario
 from tests.conformance.stage import PATIENCE_S, Outcome, by_hand, play, program
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
-# Most scenarios only wait.
+# How many scenarios run at the same time. Most scenarios only wait.
 JOBS = 4
 _WIDTH = 118
 
@@ -42,7 +42,7 @@ def main(given: Sequence[str]) -> int:
 
 
 def _split(given: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Returns what stands before `--`, and what stands after it."""
+    """Returns the arguments before `--`, and those after it."""
     at = given.index("--") if "--" in given else len(given)
     return given[:at], given[at + 1 :]
 

@@ -1,7 +1,7 @@
 # ruff: noqa: N802 - the calls are named by the contract
-"""A server of windrow.v1.Queue that does what a scenario tells it, and writes down what the client does.
+"""A server of windrow.v1.Queue that does what a scenario tells it, and records what the client does.
 
-It stores nothing. Unless a scenario says otherwise, it sends the given jobs as credit allows, and answers OK.
+The server stores nothing. Unless a scenario says otherwise, it sends the given jobs as credit allows, and answers OK.
 """
 
 from __future__ import annotations
@@ -56,24 +56,24 @@ AWAY = Refusal(code=StatusCode.UNAVAILABLE, reason="SHARD_UNAVAILABLE")
 TOO_LARGE = Refusal(code=StatusCode.INVALID_ARGUMENT, reason="MESSAGE_TOO_LARGE")
 
 
-# Untyped: gRPC also takes a Consume that writes its answers, which the types of the generated class do not allow.
+# Untyped, because gRPC also takes a Consume that writes its answers. The types of the generated class forbid that.
 _Servicer: Any = queue_pb2_grpc.QueueServicer
 
 
 class FakeServer(_Servicer):  # type: ignore[misc]
-    """Answers what consumers call; other methods are UNIMPLEMENTED. Scenarios replace its answers: `greet` says whether
-    a stream is refused, by its number from 1 on; `settle` answers a message with leases, or never if it returns
-    None."""
+    """Answers the calls of consumers. Other methods are UNIMPLEMENTED. Scenarios replace two functions: `greet` says
+    whether a stream is refused, by the number of the stream from 1 on. `settle` answers a message with leases; if it
+    returns None, the message is never answered."""
 
     def __init__(self, *, org: str, queue: str) -> None:
         self.seen = Transcript(org=org, queue=queue)
         self.greet: Callable[[int], Refusal | None] = lambda _: None
         self.settle: Settle = self.settled
-        # By lease; OK if it is not here.
+        # The answer for each lease. A lease that is not here gets OK.
         self.answers: dict[bytes, job_pb2.JobAnswer.ValueType] = {}
-        # The next calls of Enqueue get these refusals, one each; later calls are answered.
+        # Each of the next calls of Enqueue gets one of these refusals. Later calls are answered.
         self.enqueue_refusals: deque[Refusal] = deque()
-        # Sent when the client has closed its side, as a job that was on its way.
+        # A job to send when the client has closed its side, as if the job had been on its way.
         self.parting: job_pb2.LeasedJob | None = None
         self._pool: deque[job_pb2.LeasedJob] = deque()
         self._calls: list[_Call] = []
@@ -81,10 +81,10 @@ class FakeServer(_Servicer):  # type: ignore[misc]
         self._answering = asyncio.Event()
         self._answering.set()
 
-    # What a scenario does.
+    # Methods for scenarios.
 
     def give(self, *payloads: str, kind: str = "work") -> list[bytes]:
-        """Makes jobs, to be sent as credit allows. Returns their leases."""
+        """Makes jobs, which are sent as credit allows. Returns their leases."""
         return self.give_jobs(*[self.new_job(payload, kind=kind) for payload in payloads])
 
     def give_jobs(self, *jobs: job_pb2.LeasedJob) -> list[bytes]:
@@ -106,12 +106,12 @@ class FakeServer(_Servicer):  # type: ignore[misc]
         )
 
     def keep_rest(self) -> None:
-        """Sends none of the jobs that were not sent yet."""
+        """Drops the jobs that were not sent yet."""
         self._pool.clear()
 
     @contextlib.contextmanager
     def silence(self) -> Any:
-        """Answers no message during the block, and all of them after it."""
+        """Holds back all answers during the block, and sends them after it."""
         self._answering.clear()
         try:
             yield
@@ -123,12 +123,12 @@ class FakeServer(_Servicer):  # type: ignore[misc]
         await self._calls[-1].send(queue_pb2.ConsumeResponse(**fields))
 
     async def revoke(self, leases: Iterable[bytes], answer: job_pb2.JobAnswer.ValueType) -> None:
-        """Ends leases, and says so."""
+        """Ends leases, and tells the client."""
         self.answers.update(dict.fromkeys(leases, answer))
         await self.say(revoked=[queue_pb2.LeaseAnswer(lease=lease, answer=answer) for lease in leases])
 
     async def drain(self) -> None:
-        """Sends no more jobs on the newest stream, and says that it will end."""
+        """Sends no more jobs on the newest stream, and tells the client that the stream will end."""
         self._calls[-1].gives = False
         await self.say(draining=True)
 
@@ -150,7 +150,7 @@ class FakeServer(_Servicer):  # type: ignore[misc]
                 waiting.set_result(None)
 
     async def news(self) -> None:
-        """Returns when something has happened."""
+        """Waits until something happens."""
         waiting = asyncio.get_running_loop().create_future()
         self._news.add(waiting)
         try:
@@ -158,7 +158,7 @@ class FakeServer(_Servicer):  # type: ignore[misc]
         finally:
             self._news.discard(waiting)
 
-    # What the client calls.
+    # Calls of the client.
 
     async def Consume(self, requests: AsyncIterator[queue_pb2.ConsumeRequest], context: Any) -> None:
         call = _Call(self, context)
@@ -266,20 +266,22 @@ class _Call:
         self._server.wake()
 
     async def read_start(self, requests: AsyncIterator[queue_pb2.ConsumeRequest]) -> None:
-        """Reads the first message, if it comes soon, before the stream is refused. If a stream ends while a library
-        writes to it, the library reports an error of its own instead of the server's status."""
+        """Reads the first message, if it comes soon, before the stream is refused. If a stream ended while a library
+        was writing to it, the library would report an error of its own instead of the server's status."""
         with contextlib.suppress(TimeoutError, StopAsyncIteration):
             async with asyncio.timeout(_START_S):
                 self._write_down(await anext(requests))
 
     async def serve(self, requests: AsyncIterator[queue_pb2.ConsumeRequest]) -> Refusal | None:
-        """Serves the stream until the client closes its side, or until `end` is called: then returns its argument."""
+        """Serves the stream until the client closes its side. If `end` is called first, returns the argument of
+        `end`."""
         await self._context.send_initial_metadata(())
         reading = asyncio.create_task(self._read(requests))
         giving = asyncio.create_task(self._give())
         try:
             await self._unless_ended(reading)
-            # A stream that the client cancels looks as if it had closed its side, until this task is cancelled too.
+            # If the client cancels the stream, it looks at first as if it had closed its side. Then this task is
+            # cancelled.
             await asyncio.wait({self._end}, timeout=_CANCELLED_S)
             if self._end.done():
                 return self._end.result()
@@ -298,7 +300,7 @@ class _Call:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def send(self, response: queue_pb2.ConsumeResponse) -> None:
-        # gRPC takes one write at a time.
+        # gRPC accepts no second write before the first one has ended.
         async with self._turn:
             self._write_down(response)
             await self._context.write(response)
@@ -335,14 +337,14 @@ class _Call:
 
 
 def refused(request: queue_pb2.ConsumeRequest, refusal: Refusal) -> queue_pb2.Settled:
-    """The answer to a message that was not settled."""
+    """Returns the answer to a message that was not settled."""
     return queue_pb2.Settled(request_id=request.request_id, error=refusal.status)
 
 
 @contextlib.asynccontextmanager
 async def serving(server: FakeServer, address: str) -> AsyncGenerator[str, None]:
-    """Serves at this address. Yields it with the port that was chosen, if it was 0."""
-    # A client under test may send large messages; another server must not take a part of its connections.
+    """Serves at this address. Yields the address, with the port that was chosen if the given port was 0."""
+    # A client under test may send large messages. No other server may take a part of its connections.
     options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20)]
     listening = aio.server(options=options)
     queue_pb2_grpc.add_QueueServicer_to_server(cast("queue_pb2_grpc.QueueServicer", server), listening)

@@ -1,4 +1,4 @@
-"""The program of README.md with the Python client."""
+"""The program that README.md asks for, with the Python client."""
 
 import asyncio
 import os

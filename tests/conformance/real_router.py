@@ -1,4 +1,4 @@
-"""A real router for the scenarios, what happens to it, and the reference client that works its jobs."""
+"""A real router for the scenarios, what happens to the router, and the reference client that works on its jobs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SUCCEEDED = job_pb2.JOB_STATE_SUCCEEDED
 
 
 class Bench:
-    """What a scenario works with. Its org lives on a shard whose database may go away."""
+    """The router, its database and a client, for one scenario. The scenario's org lives on a shard that may go away."""
 
     def __init__(self, server: Server, database: str, routers: Routers, client: Client, org: str) -> None:
         self.org = org
@@ -38,7 +38,7 @@ class Bench:
         running = asyncio.create_task(worker.run())
         try:
             yield worker
-            # A job has succeeded before its ack is answered.
+            # A job succeeds before its ack is answered, so wait for the answers too.
             await self.until(lambda: running.done() or not worker.unanswered, "the answers to all messages")
         finally:
             running.cancel()
@@ -46,7 +46,7 @@ class Bench:
                 await running
 
     async def store(self, *payloads: str, kind: str = "work", **fields: Any) -> list[str]:
-        """Stores jobs; returns their ids."""
+        """Stores jobs. Returns their ids."""
         ids: list[str] = []
         batch_max = max(1, _STORED_BYTES_MAX // max(map(len, payloads)))
         for at in range(0, len(payloads), batch_max):
@@ -72,7 +72,7 @@ class Bench:
         assert set(answers) == {OK}
 
     async def release(self, *leases: bytes) -> None:
-        """Ends leases, as if another consumer had them."""
+        """Ends leases, as if they had expired and another consumer had the jobs."""
         request = queue_pb2.ReleaseRequest(org=self.org, leases=leases)
         answers = (await self._client.queue.Release(request, timeout=PATIENCE_S)).answers
         assert set(answers) == {OK}
@@ -94,16 +94,16 @@ class Bench:
             yield
         finally:
             for process in processes:
-                # It may have been killed meanwhile.
+                # The process may have been killed meanwhile.
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.resume()
 
     async def drain(self) -> None:
-        """Ends the router process in order, and returns when its supervisor has started another one."""
+        """Ends the router process in order. Waits until its supervisor has started another one."""
         await self._replace(psutil.Process.terminate)
 
     async def kill(self) -> None:
-        """Kills the router process, and returns when its supervisor has started another one."""
+        """Kills the router process. Waits until its supervisor has started another one."""
         await self._replace(psutil.Process.kill)
 
     async def _replace(self, end: Callable[[psutil.Process], None]) -> None:
@@ -117,7 +117,7 @@ class Bench:
         return [psutil.Process(pid) for pid in self._routers.pids]
 
     async def _until_served(self) -> None:
-        """Returns when the org's jobs can be read."""
+        """Waits until the org's jobs can be read."""
         request = queue_pb2.GetJobsRequest(org=self.org, ids=[job_id()])
 
         async def served() -> bool:

@@ -1,7 +1,8 @@
-"""A worker over raw stubs, which does what docs/streams.md asks for and records all messages.
+"""A worker over raw stubs. It does what docs/streams.md asks for, and records all messages.
 
-It shows that the scenarios can be passed, and that the fake server behaves as a router does. wrong_clients.py replaces
-its methods. As a program (`python -m tests.conformance.reference`) it is a client under test, as README.md describes.
+The worker shows that a client can pass the scenarios, and that the fake server behaves as a router does.
+wrong_clients.py replaces methods of the worker. As a program (`python -m tests.conformance.reference`) it is a client
+under test, as README.md describes.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ _OPTIONS: list[tuple[str, object]] = [
 
 
 class NoAnswer(Exception):
-    """A message was not answered in time; the stream was cancelled."""
+    """A message was not answered in time, so the stream was cancelled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """An ack, nack, extend, release or snooze of a lease, which waits to be sent."""
+    """An entry that waits to be sent: an ack, nack, extend, release or snooze of a lease."""
 
     lease: bytes
     verb: str
@@ -78,7 +79,7 @@ class Held:
     """A leased job whose handler runs."""
 
     job: job_pb2.LeasedJob
-    # The window counts from the job's arrival, or from just before the sending of the last extend that was answered OK.
+    # When the window began: at the job's arrival, or just before the worker sent the last extend that was answered OK.
     renewed_s: float
     extending: bool = False
     timer: asyncio.TimerHandle | None = None
@@ -104,7 +105,7 @@ class ReferenceWorker:
         self.handlers = handlers
         self.held: dict[bytes, Held] = {}
         self.outbox: deque[Entry] = deque()
-        # The parts of messages that were too large: each is a message of its own.
+        # The parts of messages that were too large. Each part is a message of its own.
         self.parts: deque[tuple[Entry, ...]] = deque()
         self.unanswered: dict[int, Message] = {}
         self.credit = 0
@@ -118,25 +119,25 @@ class ReferenceWorker:
         self._loop = asyncio.get_running_loop()
         self._channel = aio.insecure_channel(address, options=_OPTIONS)
         self._stub = queue_pb2_grpc.QueueStub(self._channel)
-        # Ids of jobs.
+        # The ids of the jobs that were snoozed.
         self._snoozed = set[str]()
         self._request_id = 0
         self._tries = self._settle_tries = 0
-        # Nothing is settled before this time: the router has asked for a pause.
+        # The time before which nothing is settled, because the router has asked for a pause.
         self._not_before_s = 0.0
         self._may_work = asyncio.Event()
         self._may_work.set()
 
-    # What a program or a test calls.
+    # Methods for programs and tests.
 
     async def run(self) -> None:
-        """Works until stop(). Raises AioRpcError with a status that no other try can change."""
+        """Works until stop(). Raises AioRpcError if the status is one that a repetition cannot change."""
         try:
             while not self._is_done():
                 try:
                     await self._session()
                     if self.draining:
-                        # The router closes the connection now.
+                        # The router is about to close the connection.
                         await self._pause(None)
                 except aio.AioRpcError as error:
                     if self.is_fatal(error.code()):
@@ -167,7 +168,7 @@ class ReferenceWorker:
         self._may_work.set()
 
     async def enqueue(self) -> str:
-        """Stores a job, with as many tries as it takes. Returns its id."""
+        """Stores a job, however many tries that takes. Returns its id."""
         id_ = self.new_id()
         while True:
             job = job_message(id=id_, queue=self.seen.queue, kind="work", payload=b"0")
@@ -202,19 +203,19 @@ class ReferenceWorker:
         return job_id()
 
     def id_again(self, id_: str) -> str:
-        """The id for another try."""
+        """Returns the id for another try."""
         return id_
 
     def is_fatal(self, code: StatusCode) -> bool:
         return code in FATAL
 
     def pause_s(self, asked_s: float | None, tries: int) -> float:
-        """`tries`: how many there were since the last answer."""
+        """Returns the pause before the next try. `tries`: how many tries there were since the last answer."""
         own_s = min(PAUSE_MAX_S, PAUSE_FIRST_S * 2.0 ** min(tries, 10))
         return max(own_s * random.uniform(0.5, 1.0), asked_s or 0.0)
 
     def credit_wanted(self) -> int:
-        """How many more jobs there is room for now."""
+        """Returns how many more jobs there is room for now."""
         if self.stopping or self.draining:
             return 0
         return max(0, self.handlers - len(self.held) - self.credit)
@@ -236,7 +237,7 @@ class ReferenceWorker:
         self.draining = True
 
     def on_revoked(self, lease: bytes) -> None:
-        """A lease has ended; it may be unknown here."""
+        """The router has ended a lease. The worker may not hold this lease."""
         held = self.held.get(lease)
         if held is not None and self._hears_revoked:
             self.let_fall(held)
@@ -252,7 +253,7 @@ class ReferenceWorker:
             self.let_fall(held)
 
     def on_error(self, message: Message, asked_s: float | None) -> None:
-        """The message was not settled: its entries are said again after a pause."""
+        """The message was not settled, so its entries are sent again after a pause."""
         self.outbox.extendleft(reversed(message.entries))
         pause_s = self.pause_s(asked_s, self._settle_tries)
         self._settle_tries += 1
@@ -260,27 +261,27 @@ class ReferenceWorker:
         self._loop.call_later(pause_s, self.wake.set)
 
     def on_too_large(self, message: Message) -> None:
-        """Nothing of the message was done, its credit included."""
+        """No part of the message took effect, and its credit did not count either."""
         self.credit -= message.credit
         half = len(message.entries) // 2
-        # A message of one entry cannot be split: its lease will end by itself.
+        # A message of one entry cannot be split, so its lease will expire.
         if half:
             self.parts += [message.entries[:half], message.entries[half:]]
 
     def say_again(self) -> None:
-        """Repeats on a new stream what was not answered."""
+        """Repeats on a new stream the entries that have no answer."""
         for message in reversed([*self.unanswered.values()]):
             self.outbox.extendleft(reversed(message.entries))
         self.unanswered.clear()
 
     def has_held(self) -> bool:
-        """Whether the worker must wait for its handlers before it ends."""
+        """Returns whether the worker must wait for its handlers before it ends."""
         return bool(self.held)
 
-    # One stream.
+    # Methods of one stream.
 
     async def _session(self) -> None:
-        """Opens a stream, and serves it to its end. Raises AioRpcError, NoAnswer."""
+        """Opens a stream, and serves it to its end. Raises AioRpcError or NoAnswer."""
         self.credit, self.draining = 0, False
         self.say_again()
         metadata = self.metadata()
@@ -321,7 +322,7 @@ class ReferenceWorker:
                 try:
                     await call.write(request)
                 except (aio.AioRpcError, asyncio.InvalidStateError):
-                    # The stream has ended; the reader raises why.
+                    # The stream has ended. The reader raises the reason.
                     return
                 request = queue_pb2.ConsumeRequest()
             elif self._may_close():
@@ -332,7 +333,7 @@ class ReferenceWorker:
                 await self.wake.wait()
 
     def _fill(self, request: queue_pb2.ConsumeRequest, call: Any) -> bool:
-        """Adds what may be sent now. Returns whether the message has any content."""
+        """Adds what may be sent now to the message. Returns whether the message has any content."""
         batch: tuple[Entry, ...] = ()
         may_say = not self.draining and self._loop.time() >= self._not_before_s
         if may_say and len(self.unanswered) < self.unanswered_max:
@@ -372,7 +373,7 @@ class ReferenceWorker:
 
     def _may_close(self) -> bool:
         if self.draining:
-            # The next stream takes everything that comes from now on.
+            # Entries that come from now on go to the next stream.
             return not self.unanswered
         return self.stopping and not (self.has_held() or self.outbox or self.parts)
 
@@ -384,7 +385,7 @@ class ReferenceWorker:
         self._tries += 1
         await asyncio.sleep(pause_s)
 
-    # What the router says.
+    # Messages of the router.
 
     def _on_response(self, response: queue_pb2.ConsumeResponse) -> None:
         self._tries = 0
@@ -409,13 +410,13 @@ class ReferenceWorker:
             for entry in message.entries:
                 self.on_answer(entry, not_ok.get(entry.lease, job_pb2.JOB_ANSWER_OK), message.sent_s)
 
-    # Jobs.
+    # Work on jobs.
 
     def _take(self, jobs: Iterable[job_pb2.LeasedJob]) -> None:
         for job in jobs:
             self.credit -= 1
             if self.stopping:
-                # It was on its way.
+                # The job was on its way when the worker stopped.
                 self.say(Entry(lease=job.lease, verb="release"))
                 continue
             held = self.held[job.lease] = Held(job=job, renewed_s=self._loop.time())
@@ -445,7 +446,7 @@ class ReferenceWorker:
 
     def _keep(self, held: Held) -> None:
         if self._loop.time() - held.renewed_s >= self._window_s:
-            # Another consumer may have it.
+            # Another consumer may have the job.
             self.let_fall(held)
             return
         if not held.extending:

@@ -1,4 +1,4 @@
-"""Rules for every client in every scenario: those of docs/streams.md, as functions of a transcript."""
+"""Rules for every client in every scenario: the rules of docs/streams.md, as functions of a transcript."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from router.codec.lease_verbs import VERBS
 from tests.conformance.transcript import Request, Saying, Stream, Transcript, credit_after, entries
 from windrow.v1 import queue_pb2
 
-# A program under test runs 4 jobs at a time, and prefetches 4 more at most.
+# A program under test runs 4 jobs at the same time, and prefetches 4 more at most.
 HANDLERS, ROOM = 4, 8
 UNANSWERED_MAX = 2
 ENTRIES_MAX = 1000
-# The part of a pause that a timer may be early.
+# The part of a pause for which a client must wait at least, because timers are not exact.
 EARLY = 0.95
 ENDINGS = {verb.method.lower() for verb in VERBS} - {"extend"}
 
@@ -30,7 +30,7 @@ class Unmet(AssertionError):
 
 
 def require(held: object, expected: str, seen: object) -> None:
-    """Raises Unmet unless the condition held."""
+    """Raises Unmet unless the condition holds."""
     if not held:
         raise Unmet(expected, seen)
 
@@ -78,7 +78,7 @@ def _check_message(message: queue_pb2.ConsumeRequest, said: list[tuple[str, byte
 
 
 def _check_endings(transcript: Transcript) -> None:
-    """A lease is ended once. The client repeats that only if there was no answer, or an error."""
+    """A client ends a lease once. It may repeat that only if there was no answer, or an error."""
     said_of: dict[bytes, list[Saying]] = {}
     for said in transcript.sayings():
         said_of.setdefault(said.lease, []).append(said)
@@ -95,7 +95,7 @@ def _check_endings(transcript: Transcript) -> None:
 
 
 def _overlap(one: Saying, again: Saying) -> bool:
-    """Whether both were unanswered at the same time, on the same stream."""
+    """Returns whether both entries were unanswered at the same time, on the same stream."""
     return one.stream == again.stream and (not one.answer or again.at_s < one.answered_s)
 
 

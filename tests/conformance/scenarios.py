@@ -1,7 +1,7 @@
 """The scenarios: one class each, whose docstring says what a client must do.
 
 `fake` plays the server's side to a client under test. `real` brings a real router and the reference client into the
-same situation. `expect` judges the messages in both cases; rules.py has the rules of every scenario.
+same situation. `expect` judges the messages in both cases. The rules of rules.py apply in every scenario.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from tests.conformance.stage import Stage
 
 STALE, CANCELLED = job_pb2.JOB_ANSWER_STALE, job_pb2.JOB_ANSWER_CANCELLED
-# Handlers run for this long unless their lease ends (ms).
+# Handlers run for this many milliseconds unless their lease ends.
 LONG = "600000"
-# A real lease ends if a busy machine holds up an extend for two thirds of its window.
+# The window for a real router. A lease expires if a busy machine holds up an extend for two thirds of it.
 REAL_WINDOW_S = 9.0
 PAUSE_FIRST_S = 0.05
 
@@ -40,9 +40,9 @@ class Scenario:
     window_s = 30.0
     # How long the client waits for an answer, if that can be set.
     answer_s = 10.0
-    # Why no real router can be brought into this situation; empty: it can.
+    # Why no real router can be brought into this situation; empty: a real router can.
     only_fake = ""
-    # Whether `real` ends, cuts off or freezes what other scenarios use.
+    # Whether `real` ends, cuts off or freezes something that other scenarios use.
     disturbs = False
     # The most credit that the reference client gives to a real router.
     room_real = ROOM
@@ -58,7 +58,7 @@ class Scenario:
         raise NotImplementedError
 
     def expect(self, seen: Transcript) -> None:
-        """Raises Unmet."""
+        """Raises Unmet if the client did not do what it must."""
 
 
 class Work(Scenario):
@@ -148,7 +148,7 @@ class RepeatSettlements(Scenario):
         stage.server.settle = settle
         leases = stage.server.give(*["0"] * 8)
         await stage.until_acked(*leases)
-        # The credit that a client would have if that of all messages added up.
+        # One job more: a client that gave credit again with a repeated message has too much credit after it.
         await stage.until_acked(*stage.server.give("0"))
 
     async def real(self, bench: Bench) -> Transcript:
@@ -262,7 +262,7 @@ class Extend(Scenario):
         async with bench.worker(window_s=REAL_WINDOW_S) as worker:
             worker.hold()
             ids = await bench.store("0")
-            # The third one comes when a whole window has passed.
+            # The third extend comes when a whole window has passed.
             await bench.until(
                 lambda: any(len(self._extends(worker.seen, lease)) >= 3 for lease in worker.seen.jobs), "extends"
             )
@@ -298,7 +298,7 @@ class Stale(Scenario):
             worker.hold()
             ids = await bench.store("0")
             await bench.until(lambda: worker.seen.jobs, "a leased job")
-            # It is leased again, and finished then.
+            # The job is leased again, and then finished.
             await bench.release(*worker.seen.jobs)
             worker.let_go()
             await bench.until_succeeded(ids)
@@ -320,7 +320,7 @@ class Cancelled(Stale):
     answer = CANCELLED
 
     async def real(self, bench: Bench) -> Transcript:
-        # No `revoked` was sent, because it is only a hint.
+        # The worker ignores `revoked`, which is only a hint.
         async with bench.worker(hears_revoked=False) as worker:
             worker.hold()
             ids = await bench.store("0")
@@ -358,12 +358,12 @@ class Revoke(Scenario):
     """Stops working on a job whose lease is revoked, and gives credit for its place."""
 
     name = "revoke"
-    # Long, so that the scenario ends before an extend, whose answer would also say that the lease has ended.
+    # A long window: the scenario ends before an extend, whose answer would also tell that the lease has ended.
     window_s = 90.0
 
     async def fake(self, stage: Stage) -> None:
         *cancelled, taken, _ = await stage.fill(LONG)
-        # A stream also hears of leases that other streams of the worker got.
+        # A stream also hears of leases that other streams of its worker got.
         await stage.server.revoke([b"a lease of another stream", *cancelled], CANCELLED)
         await stage.server.revoke([taken], STALE)
         await stage.until_acked(*stage.server.give("0"))
@@ -412,7 +412,7 @@ class MaxRuntime(Scenario):
     """Stops working on a job when its max_runtime is over, although its window is longer, and does not ack it."""
 
     name = "max-runtime"
-    # Long, so that the scenario ends before an extend, whose answer would also say that the lease has ended.
+    # A long window: the scenario ends before an extend, whose answer would also tell that the lease has ended.
     window_s = 90.0
 
     async def fake(self, stage: Stage) -> None:
@@ -456,7 +456,7 @@ class Drain(Scenario):
 
     async def real(self, bench: Bench) -> Transcript:
         async with bench.worker(window_s=REAL_WINDOW_S) as worker:
-            # Longer than the router waits for the client to close its side.
+            # The job runs for longer than the router waits for the client to close its side.
             ids = await bench.store("4000")
             await bench.until(lambda: worker.seen.jobs, "a leased job")
             await bench.drain()
@@ -470,7 +470,7 @@ class Drain(Scenario):
         require(drained.ended is StatusCode.OK, "a stream that the client closes, and that ends with OK", seen)
         after = [event.message for event in drained.events[(at or 0) + 1 :] if isinstance(event.message, Request)]
         late = [request.credit for request in after if request.credit]
-        # One message may cross the server's.
+        # One message of the client may cross the server's `draining`.
         require(len(late) <= 1, "no credit on a stream that is draining", f"credit in {len(late)} messages")
         require(self._is_kept(seen, drained.jobs[0].lease), "the running job on another stream", seen)
 
@@ -557,7 +557,7 @@ class Oversize(Scenario):
 
     async def fake(self, stage: Stage) -> None:
         def settle(request: queue_pb2.ConsumeRequest) -> queue_pb2.Settled:
-            # As if each lease had a large result.
+            # The server behaves as if each lease had a large result.
             return refused(request, TOO_LARGE) if len(entries(request)) > 1 else stage.server.settled(request)
 
         stage.server.settle = settle
@@ -575,15 +575,16 @@ class Oversize(Scenario):
                 return said >= set(leases) or len(stage.seen.streams[-1].unanswered) >= 2
 
             await stage.until(said_all, "acks of the jobs")
-            # The other jobs are done meanwhile, and go into one message.
+            # The other jobs are done meanwhile, and their acks go into one message.
             await stage.watch(0.2)
         await stage.until_acked(*leases)
 
     async def real(self, bench: Bench) -> Transcript:
-        # No library that follows the contract sends such a message. This one has no limit.
+        # No library that follows the contract sends such a message. The reference client does, because it has no limit
+        # here.
         async with bench.worker(handlers=self.room_real, message_bytes_max=60 << 20) as worker:
             worker.hold()
-            # Together more than 16 MiB.
+            # The results have more than 16 MiB together.
             ids = await bench.store(*["0".zfill(64 << 10)] * self.room_real)
             await bench.until(lambda: len(worker.seen.jobs) == self.room_real, "leased jobs")
             worker.let_go()
@@ -614,7 +615,7 @@ class HalfOpen(Scenario):
         stage.server.settle = _answers_on_later_streams(stage)
         (lease,) = stage.server.give("0")
         await stage.until(lambda: stage.seen.sayings(lease, "ack"), "an ack of the job")
-        # A client that cannot wait for less waits for 10 s.
+        # A client whose wait cannot be set waits for 10 s.
         await stage.until(lambda: len(stage.seen.streams) > 1, "another stream", within_s=10 + stage.patience_s)
         await stage.until_acked(lease)
         await stage.until(lambda: stage.seen.streams[0].ended, "the client cancels the first stream")
@@ -668,7 +669,7 @@ class Stop(Scenario):
 
     async def fake(self, stage: Stage) -> None:
         (lease,) = stage.server.give("2500")
-        # Until then the job may be on its way, and come too late to be begun.
+        # Before its first extend the job may be on its way, and may come too late to be begun.
         await stage.until(lambda: stage.seen.sayings(lease, "extend"), "an extend of the running job")
         stage.client.stop()
         await stage.until_ended("the client ends after SIGTERM")
@@ -713,7 +714,7 @@ def _answers_on_later_streams(stage: Stage) -> Settle:
 
 
 def _failed(seen: Transcript) -> list[Stream]:
-    """The streams that have ended with an error."""
+    """Returns the streams that have ended with an error."""
     return [stream for stream in seen.streams if stream.ended not in (None, StatusCode.OK, StatusCode.CANCELLED)]
 
 

@@ -23,7 +23,7 @@ from tests.conformance.transcript import Transcript
 if TYPE_CHECKING:
     from tests.conformance.scenarios import Scenario
 
-# With characters that the metadata `windrow-org` must encode.
+# The org has characters that the metadata `windrow-org` must encode.
 ORG, QUEUE = "conformance ü/1", "conformance"
 PATIENCE_S = 20.0
 # Programs of some languages are compiled, or wait for each other, before they first connect.
@@ -36,19 +36,19 @@ class Client(Protocol):
 
     @property
     def code(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """The exit code; None while the client runs."""
         ...
 
     def stop(self) -> None:
-        """Asks it to end in order, as SIGTERM does."""
+        """Asks the client to end in order, as SIGTERM does."""
         ...
 
     async def end(self) -> None:
-        """Returns when it has ended."""
+        """Waits until the client has ended."""
         ...
 
     def said(self) -> str:
-        """The end of what it printed."""
+        """Returns the end of what the client printed."""
         ...
 
 
@@ -59,14 +59,14 @@ StartClient = Callable[[Mapping[str, str]], AbstractAsyncContextManager[Client]]
 class Outcome:
     scenario: str
     passed: bool
-    # The scenario's requirement if the client passed; otherwise what the client did not do.
+    # What the scenario requires, if the client passed. Otherwise what the client did not do.
     expected: str
     seen: str
     seconds: float
 
 
 class Stage:
-    """What a scenario works with."""
+    """The fake server and the client under test, for one scenario."""
 
     def __init__(self, server: FakeServer, client: Client, *, patience_s: float) -> None:
         self.server = server
@@ -78,7 +78,7 @@ class Stage:
         return self.server.seen
 
     async def until(self, holds: Callable[[], object], expected: str, *, within_s: float | None = None) -> None:
-        """Waits for what the client is expected to do. Raises Unmet if it does not, or ends."""
+        """Waits for what the client is expected to do. Raises Unmet if the client does not do it in time, or ends."""
         await self._wait(lambda: holds() or self.client.code is not None, expected, within_s=within_s)
         if not holds():
             raise Unmet(expected, f"{self.seen} {self.client.said()}".strip())
@@ -90,7 +90,7 @@ class Stage:
         return self.client.code
 
     async def watch(self, for_s: float) -> None:
-        """Gives the client time to do what it should not do."""
+        """Waits, so that the client has time for mistakes."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(for_s):
                 while True:
@@ -151,7 +151,7 @@ async def play(
         async with serving(server, address) as actual, start(environ_of(scenario, actual)) as client:
             async with _followed(client, server):
                 await scenario.fake(Stage(server, client, patience_s=patience_s))
-            # Judge before the client is killed, because that also ends its streams.
+            # Judge before the client is killed, because the kill also ends its streams.
             check_rules(server.seen)
             scenario.expect(server.seen)
     except Unmet as unmet:
@@ -165,7 +165,7 @@ async def play(
 
 @contextlib.asynccontextmanager
 async def _followed(client: Client, server: FakeServer) -> AsyncGenerator[None, None]:
-    """Writes down when the client ends."""
+    """Records the end of the client, if it ends during the block."""
 
     async def follow() -> None:
         await client.end()
@@ -203,13 +203,13 @@ class Program:
         return f"it printed: …{text[-_SAID_CHARS_MAX:]}" if text else ""
 
     def kill(self) -> None:
-        """Ends it with all processes that it has started."""
+        """Kills the client with all processes that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def program(command: Sequence[str]) -> StartClient:
-    """A client that this command starts. Whatever it prints is shown if it fails."""
+    """Returns a client that this command starts. What the client prints is shown if it fails."""
 
     @contextlib.asynccontextmanager
     async def start(environ: Mapping[str, str]) -> AsyncGenerator[Client, None]:
@@ -236,7 +236,7 @@ def program(command: Sequence[str]) -> StartClient:
 
 
 class _ByHand:
-    """A client that a person starts and stops, and who types its exit code when it has ended."""
+    """A client that a person starts and stops. The person types its exit code when it has ended."""
 
     code: int | None = None
 
@@ -257,7 +257,7 @@ class _ByHand:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(tell, line)
 
-        # A daemon: the scenario may end before anything is typed.
+        # A daemon thread, because the scenario may end before anything is typed.
         threading.Thread(target=read, daemon=True).start()
         text = (await typed).strip()
         if not text.isdecimal():
@@ -270,7 +270,7 @@ class _ByHand:
 
 @contextlib.asynccontextmanager
 async def by_hand(environ: Mapping[str, str]) -> AsyncGenerator[Client, None]:
-    """A client that a person starts with these variables, which are printed."""
+    """A client that a person starts with these variables, which are printed for the person."""
     _tell("start the client, and type its exit code here if it ends:")
     _tell(shlex.join(["env", *[f"{name}={value}" for name, value in environ.items()], "COMMAND"]))
     yield _ByHand()

@@ -1,4 +1,4 @@
-"""The command line, as README.md and docs/clients.md show it; and the Python client as a client under test."""
+"""The command line, as README.md and docs/clients.md show it. The Python client is a client under test here, too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUN_S = 240.0
 
 
 def commands(text: str) -> list[list[str]]:
-    """The lines of the first block of commands, with this Python."""
+    """Returns the lines of the first block of commands, with this Python."""
     found = BLOCK.search(text)
     assert found is not None
     return [shlex.split(line.replace(".venv/bin/python", sys.executable)) for line in found[1].splitlines()]
@@ -40,7 +40,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def of_python_client() -> dict[str, dict[str, object]]:
-    """The outcomes of the command that docs/clients.md shows."""
+    """Returns the outcomes of the command that docs/clients.md shows."""
     (command,) = commands(PAGE.partition("## Check a client library\n")[2])
     assert tuple(command[-2:]) == PYTHON_CLIENT
     done = run([*command[:3], "--json", *command[3:]])

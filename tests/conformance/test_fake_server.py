@@ -1,4 +1,4 @@
-"""The scenarios against the fake server: the reference client passes each of them, and wrong clients do not."""
+"""The scenarios against the fake server: the reference client passes all of them, and wrong clients fail."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.conformance.stage import Client, Outcome, StartClient, play
 from tests.conformance.wrong_clients import WRONG
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
-# A wrong client never does what is expected. This is how long a scenario waits for it, and for the steps before, which
-# all clients do at the same time.
+# How long a scenario waits for what is expected. A wrong client never does it. The time includes the steps before, in
+# which all clients are busy at the same time.
 WRONG_PATIENCE_S = 12.0
 
 
@@ -63,7 +63,7 @@ def in_process(kind: type[ReferenceWorker]) -> StartClient:
 
 
 async def play_all(*plays: tuple[str, type[ReferenceWorker]], patience_s: float = 30.0) -> list[Outcome]:
-    """Plays all of them at the same time, because most of them only wait."""
+    """Plays all scenarios at the same time, because most of them only wait."""
     return await asyncio.gather(*[play(BY_NAME[name], in_process(kind), patience_s=patience_s) for name, kind in plays])
 
 

@@ -14,7 +14,7 @@ from tests.postgres import Server
 from tests.routers import Routers, running_routers, write_cluster
 from tests.streams import client
 
-# The first one has the catalog, and stays.
+# The first shard has the catalog, and never goes away.
 STEADY, SHAKY = "s1", "s2"
 DATABASES = {STEADY: "conformance_steady", SHAKY: "conformance_shaky"}
 CALM = {scenario.name: scenario for scenario in SCENARIOS if not (scenario.only_fake or scenario.disturbs)}
@@ -29,7 +29,7 @@ def routers(postgres: Server, tmp_path_factory: pytest.TempPathFactory) -> Gener
 
 
 async def play(scenario: Scenario, postgres: Server, routers: Routers) -> None:
-    """Raises AssertionError."""
+    """Raises AssertionError if the client did not do what it must."""
     async with client(routers.address) as near:
         org = await near.org_on(SHAKY)
         seen = await scenario.real(Bench(postgres, DATABASES[SHAKY], routers, near, org))

@@ -1,8 +1,8 @@
-"""What a client and a server said to each other, in order. No I/O, no verdicts.
+"""What a client and a server sent to each other, in order. This module has no I/O and makes no verdicts.
 
-The fake server writes a transcript at its side, the reference client at its own, and the same expectations judge both.
-An answer is written down before the server sends it, and after the client has received it, so an order that follows
-from the contract (first the answer, then the next message) is the same at both sides.
+The fake server writes a transcript on its side, and the reference client on its own. The same expectations judge both.
+The server records an answer before it sends the answer, and the client after it has received it. So an order that
+follows from the contract (first the answer, then the next message) is the same on both sides.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ class Event:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Stream:
-    """A Consume stream; or a unary call about leases, written down as a stream of one message and its answer."""
+    """A Consume stream, or a unary call about leases. A unary call is recorded as a stream of one message and its
+    answer."""
 
     opened_s: float
     metadata: dict[str, str] = field(default_factory=dict[str, str])
     events: list[Event] = field(default_factory=list[Event])
-    # How many messages there were when the client closed its side; None: it has not.
+    # How many messages there were when the client closed its side; None: the client has not closed it.
     closed_after: int | None = None
-    # How it ended; None while it lasts.
+    # The status with which the stream ended; None while it lasts.
     ended: StatusCode | None = None
     ended_s: float = 0.0
-    # What RetryInfo of its status asked for; None: no RetryInfo.
+    # The delay that RetryInfo of the status asked for; None: there was no RetryInfo.
     retry_after_s: float | None = None
 
     @property
@@ -55,25 +56,25 @@ class Stream:
 
     @property
     def drained_after(self) -> int | None:
-        """How many messages there were before `draining`; None: it was not said."""
+        """Returns how many messages there were before `draining`. Returns None if there was no `draining`."""
         said = (at for at, event in enumerate(self.events) if isinstance(event.message, Response))
         return next((at for at in said if getattr(self.events[at].message, "draining", False)), None)
 
     @property
     def unanswered(self) -> list[queue_pb2.ConsumeRequest]:
-        """The messages with leases that have no answer."""
+        """Returns the messages with leases that have no answer."""
         answered = {settled.request_id for response in self.responses for settled in response.settled}
         return [request for request in self.requests if entries(request) and request.request_id not in answered]
 
     @property
     def credit(self) -> int:
-        """How many jobs may still be sent."""
+        """Returns how many jobs may still be sent."""
         return credit_after(self.events)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enqueue:
-    """One call of Enqueue, and what was answered."""
+    """One call of Enqueue, and its answer."""
 
     at_s: float
     answered_s: float
@@ -92,10 +93,10 @@ class Saying:
     result: bytes
     at_s: float
     answered_s: float
-    # The number of its stream, and its place in it. Unary calls come after the streams.
+    # The number of the stream, and the place of the message in it. Unary calls have numbers after those of the streams.
     stream: int
     place: int
-    # OK, STALE, NOT_FOUND, CANCELLED; "error" and the name of its code; empty: not answered.
+    # OK, STALE, NOT_FOUND or CANCELLED; "error" and the name of its code; empty: there was no answer.
     answer: str
     retry_after_s: float | None
 
@@ -105,7 +106,7 @@ class Transcript:
     org: str
     queue: str
     streams: list[Stream] = field(default_factory=list[Stream])
-    # Unary calls of verbs, such as Ack.
+    # Unary calls about leases, such as Ack.
     calls: list[Stream] = field(default_factory=list[Stream])
     enqueues: list[Enqueue] = field(default_factory=list[Enqueue])
     # The client's exit code; None while it runs.
@@ -113,20 +114,20 @@ class Transcript:
 
     @property
     def jobs(self) -> dict[bytes, job_pb2.LeasedJob]:
-        """By lease."""
+        """Returns the leased jobs by their leases."""
         return {job.lease: job for stream in self.streams for job in stream.jobs}
 
     def sayings(self, lease: bytes | None = None, verb: str = "") -> list[Saying]:
-        """Returns the entries about this lease (or all) with this verb (or any)."""
+        """Returns the entries about this lease (None: all leases) with this verb (empty: all verbs)."""
         every = [said for at, stream in enumerate([*self.streams, *self.calls]) for said in _sayings(at, stream)]
         return [said for said in every if lease in (None, said.lease) and verb in ("", said.verb)]
 
     def acked(self, *leases: bytes) -> bool:
-        """Whether an ack of each of these leases was answered OK."""
+        """Returns whether an ack of each of these leases was answered OK."""
         return set(leases) <= {said.lease for said in self.sayings(verb="ack") if said.answer == "OK"}
 
     def __str__(self) -> str:
-        """The streams and the last entries, in one line."""
+        """Describes the streams and the last entries in one line."""
         ends = [stream.ended.name if stream.ended else "open" for stream in self.streams]
         said = [f"{one.verb} {one.lease[-8:].hex()}: {one.answer or 'no answer'}" for one in self.sayings()]
         enqueues = f"; {len(self.enqueues)} Enqueue(s)" if self.enqueues else ""
@@ -138,7 +139,7 @@ class Transcript:
 
 
 def entries(request: queue_pb2.ConsumeRequest) -> list[tuple[str, bytes, bytes]]:
-    """Verb, lease and result of everything that a message says."""
+    """Returns verb, lease and result of each entry of a message."""
     return [
         (verb.method.lower(), lease, getattr(entry, "result", b""))
         for verb in VERBS
@@ -148,7 +149,8 @@ def entries(request: queue_pb2.ConsumeRequest) -> list[tuple[str, bytes, bytes]]
 
 
 def credit_after(events: list[Event]) -> int:
-    """The credit that is left after these messages. The credit of a message that was too large does not count."""
+    """Returns the credit that is left after these messages. The credit of a message that was too large does not
+    count."""
     credit, of_message = 0, dict[int, int]()
     for event in events:
         match event.message:
@@ -166,7 +168,7 @@ def too_large(settled: queue_pb2.Settled) -> bool:
 
 
 def retry_after_s(status: status_pb2.Status) -> float | None:
-    """What RetryInfo asks for; None: there is none."""
+    """Returns the delay that RetryInfo asks for. Returns None if there is no RetryInfo."""
     info = error_details_pb2.RetryInfo()
     asked = any(packed.Unpack(info) for packed in status.details)
     return info.retry_delay.ToNanoseconds() / 1e9 if asked else None
@@ -175,7 +177,7 @@ def retry_after_s(status: status_pb2.Status) -> float | None:
 def _sayings(number: int, stream: Stream) -> list[Saying]:
     found: list[Saying] = []
     answers = dict[int, tuple[float, queue_pb2.Settled]]()
-    # Backwards: a request_id may be used again once it is answered.
+    # Goes backwards, because a request_id may be used again after its answer.
     for place, event in reversed([*enumerate(stream.events)]):
         match event.message:
             case Response() as response:

@@ -1,4 +1,4 @@
-"""Clients with one mistake each: every scenario must catch one."""
+"""Clients with one mistake each. Every scenario must catch at least one of them."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class RepeatsAMessageThatIsTooLarge(ReferenceWorker):
     def on_too_large(self, message: Message) -> None:
         self.credit -= message.credit
         self.parts.append(message.entries)
-        # Without a pause it would be refused thousands of times before the scenario gives up.
+        # Without a pause the message would be refused thousands of times before the scenario gives up.
         self._not_before_s = self._loop.time() + 0.05
         self._loop.call_at(self._not_before_s, self.wake.set)
 
@@ -153,7 +153,8 @@ class KeepsJobsThatComeLate(ReferenceWorker):
             super().say(entry)
 
 
-# By scenario, with a part of what the verdict expects: a client that fails for another reason is not caught by it.
+# The scenario, the client, and a part of what the verdict expects: a client that fails for another reason is not
+# caught.
 WRONG: tuple[tuple[str, type[ReferenceWorker], str], ...] = (
     ("work", AcksWithoutResult, "payload as result"),
     ("org", DoesNotSayItsOrg, "windrow-org"),

@@ -19,7 +19,7 @@ from tests.routers import reserved_address
 from windrow import Client, uuid7
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-# Only for what hangs.
+# Upper bound of a wait. Only work that hangs reaches it.
 WAIT_S = 60.0
 
 
@@ -98,7 +98,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="session")
 def app_dsn() -> Iterator[str]:
-    """The database of the user's application."""
+    """Yields the DSN of the database of the user's application."""
     with open_clusters(["app"], ephemeral=True) as own:
         yield own.dsns["app"]
 

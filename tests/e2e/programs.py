@@ -49,7 +49,7 @@ def call(url: str, body: object = None) -> Any:
 
 
 def first(look: Callable[[], Sequence[_Found]], what: str) -> _Found:
-    """Looks until something is found. Returns the first that is."""
+    """Looks until something is found. Returns the first thing that was found."""
     found: Sequence[_Found] = list[_Found]()
 
     def is_there() -> bool:
@@ -69,7 +69,7 @@ def list_all(
     kind: str = "",
     attributes: Mapping[str, str] | None = None,
 ) -> list[JobRecord]:
-    """Lists jobs of a queue on as many pages as there are. One may be empty although others follow."""
+    """Lists jobs of a queue, from all pages. A page may be empty although others follow."""
     jobs, token = list[JobRecord](), None
     while token != "":
         page = client.list_jobs(
@@ -80,7 +80,7 @@ def list_all(
 
 
 def most_at_once(jobs: Sequence[JobRecord]) -> int:
-    """How many of the jobs were leased at the same time, by the shard's clock."""
+    """Returns the most jobs that were leased at the same time, by the shard's clock."""
     attempts = [attempt for job in jobs for attempt in job.attempts]
     changes = [(one.leased_at, 1) for one in attempts] + [(one.ended_at, -1) for one in attempts]
     # If a lease ends at the time when another one begins, the end comes first.
@@ -88,7 +88,7 @@ def most_at_once(jobs: Sequence[JobRecord]) -> int:
 
 
 class Page:
-    """The commands of an example's page. `replaced`: what a test puts in place of their words, such as its org."""
+    """The commands of an example's page. `replaced`: words of the page, and what a test puts in their place."""
 
     def __init__(self, name: str, cluster: RunningCluster, replaced: Mapping[str, str]) -> None:
         page = f"examples/{name}/README.md"
@@ -122,7 +122,7 @@ class Page:
             self.run(line)
 
     def command(self, of: str) -> list[str]:
-        """Returns the one command that contains this text. The test runs it."""
+        """Returns the one command that contains this text. Counts it as run, because the test runs it."""
         (line,) = dict.fromkeys(line for line in self._commands if of in line)
         self._unused.discard(line)
         text = line.replace(PYTHON, sys.executable).replace(WINDROW, str(Path(sys.executable).parent / "windrow"))

@@ -1,5 +1,5 @@
-"""The benchmark with tiny numbers: checks that it measures, and what it leaves behind. Its figures mean nothing
-here."""
+"""The benchmark with tiny numbers. These tests check that it measures, and what it leaves behind. Its figures mean
+nothing here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from proof.dashboards import read_dashboards
 from proof.prometheus import INSTALL
 
 _ROOT = Path(__file__).parent.parent.parent
-# Only for what hangs.
+# Upper bound of a wait. Only work that hangs reaches it.
 _PATIENCE_S = 280.0
 # More processes would take more CPU to start than to measure.
 _FEW = ("--producers", "1", "--workers", "1", "--routers", "1")
@@ -42,7 +42,7 @@ def test_a_run_ends_with_a_table_and_with_all_samples_as_json(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
 
     rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
-    # Two tables, each with a heading, a rule, and three figures for each of four systems in two batch sizes.
+    # There are two tables. Each has a heading, a rule, and three figures for each of four systems in two batch sizes.
     assert len(rows) == 2 * (2 + 24)
     assert len({row.count("|") for row in rows}) == 2
     assert rows[-1] in (out / "bench.md").read_text()
@@ -118,7 +118,7 @@ def test_a_router_under_attack_is_measured_with_a_quiet_org_beside_it(tmp_path: 
     assert [sample["attack"] for sample in samples] == attacks
     assert all(sample["resident_mib"] for sample in samples)
     assert all(sample["quiet_org_ms"]["before"]["calls"] > 0 for sample in samples)
-    # Only INVALID_ARGUMENT.
+    # The only status is INVALID_ARGUMENT.
     assert "status 3" in samples[-1]["attacker_saw"]
     assert "status 0" not in samples[-1]["attacker_saw"]
     assert "seed" in samples[1]["attacker_saw"]
@@ -132,7 +132,7 @@ def test_proofs_are_replaced_under_load_and_nothing_fails(tmp_path: Path) -> Non
         "rotations", "--rotations", "24", "--rate", "100", "--pause", "0.6", "--routers", "1", out=tmp_path
     )
     assert sample["rotations"] == {"API keys": 8, "JWKS": 8, "certificates": 8}
-    # Some of them were no longer good within the run.
+    # Some of the old proofs stopped counting within the run.
     assert all(sample["effect_s"].values())
     assert sample["stored"] > 0
     assert (sample["failed"], sample["missing"]) == ({}, 0)
@@ -204,7 +204,7 @@ def test_every_panel_of_the_dashboards_is_drawn_from_what_prometheus_answers(tmp
     }
     assert {(panel["dashboard"], panel["panel"]) for panel in drawn} == shipped
     assert len(drawn) == len(shipped)
-    # A query that is refused or not answered fails the run. In so short a run some have nothing to tell yet.
+    # A query that is refused or not answered fails the run. In so short a run some panels have no data yet.
     told = {panel["panel"] for panel in drawn if any(value for line in panel["lines"].values() for _, value in line)}
     assert told >= {"Routers", "Jobs", "Calls", "Shards that can be used", "Jobs enqueued", "Acts", "Leases settled"}
     assert {file.stem for file in tmp_path.glob("*.png")} == {name for name, _ in shipped}
@@ -225,12 +225,12 @@ def _samples(*command: str, out: Path) -> list[Any]:
 
 
 def _must_hold(sample: Any) -> None:
-    """The figures that must be 0 or a share of the slots. Durations are not checked here."""
+    """Asserts that the figures that must be 0 or a share of the slots are so. Durations are not checked here."""
     assert [one for one in sample["demands"] if not one["holds"] and not one["must_be"].startswith("≤")] == []
 
 
 def test_a_stopped_run_leaves_no_process_behind() -> None:
-    # It gets a process group of its own, to which the test sends the signal as a terminal does.
+    # The run gets a process group of its own, to which the test sends the signal as a terminal does.
     running = subprocess.Popen(
         _command("throughput", *_FEW, "--jobs", "1000000"),
         cwd=_ROOT,
@@ -245,13 +245,13 @@ def test_a_stopped_run_leaves_no_process_behind() -> None:
             if "warm-up" in line:
                 break
         family = _descendants(running.pid)
-        # Postgres may be a child process with children; besides it there are two clients of four systems, and one
+        # Postgres may be a child process with children. Besides Postgres there are two clients of four systems, and one
         # router with its supervisor.
         assert len(family) >= 2 + 8
         os.killpg(running.pid, signal.SIGINT)
         _, told = running.communicate(timeout=60)
     finally:
-        # Kill it even if the test is interrupted: otherwise the benchmark would run on for minutes.
+        # Kill the run even if the test is interrupted: otherwise the benchmark would go on for minutes.
         if running.poll() is None:
             os.killpg(running.pid, signal.SIGKILL)
     assert running.returncode == 130, told

@@ -66,7 +66,7 @@ def test_everybody_gets_each_message_that_is_due_once_though_plans_change_and_a_
         assert page.run("plan shop move", "--days", "-400") == f"{len(STEPS) - 2} messages are moved\n"
         until(lambda: sent("anniversary") == 1, "a year is over")
         page.run("--where step=anniversary")
-        # The tips and the offer of the others remain.
+        # The tips and the offers for the other people remain.
         waiting = client.stats(QUEUE).queues[QUEUE]
         assert (waiting.scheduled, waiting.ready, waiting.leased, waiting.dead) == (2 * (PEOPLE - 2), 0, 0, 0)
         assert call(mail_server)["sent"] == 2 * (PEOPLE - 1) + 3

@@ -57,7 +57,7 @@ from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 ROOT = Path(__file__).resolve().parent.parent.parent
 WAIT_S = 60.0
 ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
-# No job has this one.
+# No job has this id.
 ID_OF_NONE = "019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55"
 LEASE = re.compile(r"AQ[A-Za-z0-9+/]{37}=")
 # An API key, or its id.
@@ -118,14 +118,15 @@ def running() -> Iterator[Running]:
 
 @pytest.fixture
 def windrow(running: Running, monkeypatch: pytest.MonkeyPatch) -> Windrow:
-    """Runs the command on that cluster."""
+    """Returns a function that runs the command on that cluster."""
     monkeypatch.setenv("WINDROW_ADDRESS", running.address)
     return command.windrow
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Not tmp_path: root's tmp_path has mode 700, so that Postgres's account could not enter it."""
+    """Yields a folder outside of tmp_path: root's tmp_path has mode 700, so that Postgres's account could not enter
+    it."""
     base = Path(tempfile.mkdtemp(prefix="windrow-test-", dir="/tmp")).resolve()
     base.chmod(0o755)
     yield base
@@ -153,7 +154,8 @@ class Step:
 
 
 def steps(text: str) -> list[Step]:
-    """Returns every command of the ```console blocks. `$ echo $?` shows the exit code of the command before it."""
+    """Returns every command of the ```console blocks. A step `$ echo $?` gives the exit code of the command before
+    it."""
     found: list[Step] = []
     for block in re.findall(r"^```console\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
         for part in block.removeprefix("$ ").split("\n$ "):
@@ -190,7 +192,8 @@ def play(command: str, windrow: Windrow, running: Running, folder: Path) -> tupl
 
 
 class Names:
-    """Ids, leases and keys are new in every run. Maps those that the page shows to the real ones in the same places."""
+    """Maps the ids, leases and keys that the page shows to the real ones in the same places, which are new in every
+    run."""
 
     def __init__(self) -> None:
         self._live: dict[str, str] = {}
@@ -207,7 +210,7 @@ class Names:
 
 
 def steady(text: str) -> str:
-    """Replaces what differs in every run: times, durations, versions and digests."""
+    """Replaces the texts that differ in every run: times, durations, versions and digests."""
     text = re.sub(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d+)?Z", "TIME", text)
     text = re.sub(r"\b\d+(\.\d+)? ?(us|ms|s)\b(?!\.\.)", "SPAN", text)
     text = re.sub(r'("\w+_age_s": )[\d.]+', r"\1SPAN", text)
@@ -215,11 +218,11 @@ def steady(text: str) -> str:
     text = re.sub(r"(being erased )\([0-9a-f-]{36}\)", r"\1ERASURE", text)
     text = re.sub(r"windrow balancer \S+ \d+ by \S+ at \S+ \(process \d+", "BALANCER", text)
     text = re.sub(r"\b1\d\.\d+ +(\d+|…)", "VERSIONS", text)
-    # On a busy machine, a command that waits tells how far it is.
+    # On a busy machine, a command that waits reports its progress.
     text = re.sub(r"^[\d,]+ of [\d,]+ slots so far\n", "", text, flags=re.MULTILINE)
-    # The counts of `windrow doctor`.
+    # The line of `windrow doctor` about the server has counts.
     text = re.sub(r"^postgres 1\d.* connections$", "SERVER", text, flags=re.MULTILINE)
-    # Days of finished jobs: two, or three until three o'clock.
+    # There are two partitions for days of finished jobs, or three until three o'clock.
     text = re.sub(r"\([23] partitions\)", "(DAYS)", text)
     text = re.sub(r"^ *(?:\d+ )?(\w+( \(DAYS\))?) .*\b[kM]B\b.*$", r"\1 SIZES", text, flags=re.MULTILINE)
     return re.sub(r" +", " ", text)
@@ -253,7 +256,7 @@ def test_the_page_about_schedules_shows_what_the_command_prints(
     documented = steps((ROOT / "docs/schedules.md").read_text())
     names = Names()
     assert len(documented) >= 8
-    # The page about the command has an org of this name too.
+    # The page about the command already uses an org of this name, so these commands get another one.
     for step in documented:
         typed = step.command.replace(" shop ", " calendar ")
         code, real = play(names.apply(typed), windrow, running, tmp_path)
@@ -343,7 +346,7 @@ def test_a_secure_cluster_prints_lines_to_paste_that_work_and_refuses_who_has_no
         )
         assert done.returncode == 0, done.stderr
         assert "1 acked" in done.stderr
-        # Calls about all orgs are refused with what they take, and the last line to paste makes that.
+        # A call about all orgs is refused, and the error names what it needs. The last line to paste makes such a key.
         assert said[11].startswith("The key is for the org acme, and has the scopes enqueue, consume, read, admin.")
         script = f"{pasted[0]}\nwindrow shards || {said[14]}".replace("./run windrow", "windrow")
         done = subprocess.run(
@@ -361,7 +364,7 @@ def test_a_secure_cluster_prints_lines_to_paste_that_work_and_refuses_who_has_no
     # A later start prints the same key.
     with windrow_up(*data, "--json") as (_, output):
         assert json.loads(output.readline())["key"] == pasted[0].partition("=")[2]
-    # A start without --secure still asks for keys, and prints lines that work with an old one.
+    # A start without --secure still asks for keys. It prints lines that work with an existing key.
     with windrow_up(*data[:-1]) as (_, output):
         said = [line.strip() for line in itertools.takewhile(lambda line: "Ctrl-C" not in line, output)]
         assert said[4].startswith("This cluster asks callers for an API key: set WINDROW_TOKEN ")
@@ -398,7 +401,7 @@ def test_a_shard_that_is_added_to_the_data_is_filled(windrow: Windrow, folder: P
             documents = windrow("shards", "--json", "--address", address).documents
             return {one["shard"]: one["leaving_slots"] for one in documents}
 
-        # The router that answers reads the catalog a moment after the balancer has written it.
+        # The router that answers reads the catalog a moment after the balancer has written to it.
         until(lambda: leaving() == {"s1": 0, "s2": 0, "s3": 0}, "no slots leave a shard")
         shards = set()
         for org in orgs:
@@ -454,7 +457,7 @@ def test_a_router_of_a_cluster_file_serves_until_it_is_told_to_stop(windrow: Win
         process.terminate()
         _, log = process.communicate(timeout=WAIT_S)
     assert (process.returncode, healthy.code) == (0, 0)
-    # gRPC would report that it closes its socket, as an error.
+    # gRPC must not report as an error that it closes its socket.
     assert "Closing acceptor" not in log
 
 
@@ -623,7 +626,7 @@ class Waited:
     """A fake router whose Dequeue gives the answers that the test prepared, and records the requests."""
 
     address: str = ""
-    # For each call: how long to wait, and the time left until its deadline; in seconds.
+    # For each call: how long to wait, and the time left until the deadline of the call, in seconds.
     asked: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     answers: list[queue_pb2.DequeueResponse] = field(default_factory=list[queue_pb2.DequeueResponse])
     called: threading.Event = field(default_factory=threading.Event)
@@ -667,7 +670,7 @@ def test_a_wait_that_is_interrupted_ends_at_once_and_takes_nothing(waited: Waite
         assert waited.called.wait(WAIT_S)
         process.send_signal(signal.SIGINT)
         assert process.wait(WAIT_S) == 130
-    # The router notices, and so gives back jobs that it has just leased.
+    # The router notices the end of the call, and so gives back jobs that it has just leased.
     assert waited.left.wait(WAIT_S)
 
 
@@ -677,7 +680,7 @@ def test_a_wait_goes_on_where_a_router_that_shuts_down_answers_early(windrow: Wi
     done = windrow("dequeue", "acme", "mail", "--wait", "90s", "--timeout", "5s", "--json", "--address", waited.address)
     assert [document["id"] for document in done.documents] == [job.id]
     first, second = waited.asked
-    # One call waits for at most a minute. Its deadline is 5 s later; gRPC rounds it up to a tenth of a second.
+    # A call waits for at most a minute. Its deadline is 5 s after that minute, and gRPC rounds it up to 0.1 s.
     assert first[0] == second[0] == 60
     assert 60 < first[1] < 66
 
@@ -980,7 +983,7 @@ def check_half(
 
 @pytest.fixture
 def half_away() -> Iterator[str]:
-    """The address of a router that has one shard which does not answer."""
+    """Yields the address of a router with a shard that does not answer."""
 
     def serialize(answer: Message) -> bytes:
         return answer.SerializeToString()
@@ -1100,7 +1103,7 @@ def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
     [
         (["enqueue", "a", "q", "k", "--delay", "10"], 2, "'10' is not a duration"),
         (["enqueue", "a", "q", "k", "--run-at", "tomorrow"], 2, "'tomorrow' is not a time"),
-        # A duration says how long ago something was: it cannot mean when something shall be.
+        # A duration says how long ago something was. So it cannot say when a job shall run.
         (["enqueue", "a", "q", "k", "--run-at", "1h"], 2, "'1h' is not a time"),
         (["jobs", "list", "a", "--made-after", "yesterday"], 2, "or how long ago it was, such as 1h or 7d"),
         (["jobs", "redrive", "a", "--died-after", "99999999d"], 2, "'99999999d' is not a time"),
@@ -1247,7 +1250,7 @@ def test_a_dequeue_says_what_holds_the_jobs_that_are_ready(windrow: Windrow) -> 
         assert windrow("enqueue", "held", queue, "k").code == 0
         return windrow("dequeue", "held", queue).err
 
-    # Routers know a limit or a quarantine a few seconds later.
+    # Routers may learn of a limit or a quarantine a few seconds late.
     assert windrow("limits", "set", "--org", "held", "--queue", "few", "--in-flight", "1").code == 0
     few = (
         "nothing is due in few: queue 'few' may have 1 job leased at a time, and has 1: one must end first "
@@ -1336,7 +1339,7 @@ def test_an_extend_reports_progress_and_a_checkpoint(windrow: Windrow) -> None:
     done = windrow("extend", "reports", lease, "--progress", "3", "10", "--note", "a\nb", "--checkpoint", "page 3")
     assert done.code == 0
     shown = windrow("jobs", "get", "reports", str(job["id"])).lines
-    # A line of a note is no line of the answer.
+    # A line of a note must not look like a line of the answer.
     assert [line.strip().partition("  ")[0] for line in shown].count("progress") == 1
     assert not any(line.strip() == "b" for line in shown)
     assert re.search(r"^  checkpoint +page 3$", "\n".join(shown), flags=re.MULTILINE)
@@ -1371,7 +1374,7 @@ def test_a_line_that_is_too_long_is_named_and_those_before_it_are_stored(windrow
     assert len(done.lines) == 1
     assert "line 2 has 1048577 bytes" in done.err
     assert "1 job stored" in done.err
-    # Corrected, and sent again as it says.
+    # The line is corrected, and all lines are sent again with the option that the error names.
     batch = re.search(rf"--batch ({ID.pattern})", done.err)
     assert batch is not None
     again = windrow("enqueue", "long", "q", "k", "--lines", "--batch", batch[1], stdin="fits\nfits now\nfits\n")

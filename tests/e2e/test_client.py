@@ -289,7 +289,7 @@ async def test_the_jobs_of_a_batch_come_from_the_callers_thread(cluster: Running
             def jobs() -> Iterator[NewJob]:
                 for _ in range(3):
                     threads.add(threading.get_ident())
-                    # It may call the client itself.
+                    # The iterator may call the client itself.
                     yield NewJob("q", "k", client.enqueue("other", "k").id)
 
             steps: list[Batch] = []
@@ -474,13 +474,13 @@ async def test_a_graceful_stop_releases_what_is_not_done_uncounted(client: Clien
 
     await eventually(all_ran)
     await stopped(second, task)
-    # The second worker gets the jobs at once, long before the first worker's leases would have ended, and the attempts
-    # are not counted.
+    # The second worker gets the jobs at once, long before the first worker's leases would have ended. The first
+    # attempts are not counted.
     assert attempts == [1, 1, 1, 1]
 
 
 async def test_a_long_job_keeps_its_lease_and_a_lost_one_is_stale(client: Client) -> None:
-    # So long that a busy machine extends it in time.
+    # The window is long enough for a busy machine to extend the lease in time.
     worker = Worker(client, "q", visibility_window=8.0)
     ended = asyncio.Event()
 
@@ -616,11 +616,11 @@ async def test_jobs_that_meet_conditions_are_changed_in_steps_and_a_repeated_cal
     stored = await client.enqueue_many(jobs)
     odd = [one.id for one in stored][1::2]
     where = JobFilter(queue="q", attributes={"n": "1"})
-    # Change priority and time: a list in the order of claims would meet the jobs again.
+    # The change is of priority and time, so a list in the order of claims would meet the changed jobs again.
     later: dict[str, Any] = {"priority": 9, "run_at": datetime.now(UTC) + 2 * HOUR}
     tried = await client.alter_where(where, **later, dry_run=True)
     assert (tried.found, tried.changed, [job.id for job in tried.first]) == (6, 0, odd[:0:-1])
-    # Records of jobs have whole stacks: printing the answer shows the numbers.
+    # Records of jobs have whole stacks, so the printed answer shows only the numbers.
     assert repr(tried) == "BulkChange(found=6, changed=0, skipped=0)"
     steps: list[BulkChange] = []
 
@@ -772,7 +772,7 @@ async def test_a_script_runs_until_a_signal_and_ends_well(cluster: RunningCluste
 async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str, collector: Collector) -> None:
     text = (CHECKOUT / "clients" / "python" / "README.md").read_text()
     examples = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    # test_readme.py runs the others: they are about workers, and need nothing to do.
+    # test_readme.py runs the other examples: they are about workers, and need no jobs.
     enqueue, many, grouped, plain, cancel, keyed, admin, many_changed, _schedules, workflow, *rest = examples
     work, _all_orgs, _middleware, _batch, stop, _timeout, _process, _tests, relay, traced = rest
     environ = os.environ | {
@@ -847,7 +847,7 @@ async def test_a_worker_outlives_the_death_of_every_router(cluster: RunningClust
 
 
 async def test_nothing_is_lost_while_routers_die_under_a_busy_worker(cluster: RunningCluster, client: Client) -> None:
-    # Jobs that were on their way to the worker when a router died come back when their windows end.
+    # If a router dies while jobs are on their way to the worker, the jobs come back when their windows end.
     worker = Worker(client, "q", visibility_window=3.0)
     ran: set[str] = set()
 
@@ -938,7 +938,7 @@ async def test_a_bad_job_in_the_outbox_is_set_aside_and_holds_up_none(
     old = NewJob("q", "k", id="01900000-0000-7000-8000-000000000000")
     good, bad, elsewhere = NewJob("q", "k"), NewJob("no spaces", "k"), NewJob("q", "k")
     await outbox.add(app, client.org, good)
-    # Another release, with other rules, may have added these.
+    # A program with another release of the client, which has other rules, may have added these jobs.
     for org, job in ((client.org, old), (client.org, bad), ("x" * 200, elsewhere)):
         row = [job.id, org, enqueue_request(org, [job]).jobs[0].SerializeToString()]
         await app.execute("INSERT INTO windrow_outbox (id, org, job) VALUES (%s, %s, %s)", row)

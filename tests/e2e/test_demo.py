@@ -1,4 +1,4 @@
-"""The demo as a user runs it, on fewer events: it passes, it fails if the totals are wrong, and it always cleans up."""
+"""The demo as a user runs it, with fewer events: it passes, fails if the totals are wrong, and always cleans up."""
 
 from __future__ import annotations
 
@@ -75,12 +75,13 @@ def test_nothing_is_left_running_however_the_demo_ends(number: signal.Signals) -
             if " done" in line:
                 break
         family = psutil.Process(process.pid).children(recursive=True)
-        # Three Postgres servers with their processes, two routers, two workers (one of them perhaps just killed).
+        # The family: three Postgres servers with their processes, two routers, and two workers. One worker may have
+        # just been killed.
         assert len(family) >= 6
         process.send_signal(number)
         process.wait(60)
     _, alive = psutil.wait_procs(family, timeout=40)
-    # Orphaned processes have ended too, even if they are still zombies.
+    # Orphaned processes have ended too, but may still be zombies.
     assert [one for one in alive if state(one) != psutil.STATUS_ZOMBIE] == []
 
 

@@ -35,9 +35,9 @@ SECTION = PAGE.partition("\n## Failover\n")[2].partition("\n## ")[0]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PASSWORD = "of-this-test"
 INITDB_S_MAX = 120.0
-# These programs work on folders of the server's account, and those of Postgres refuse to run as root.
+# These programs work on folders of the server's account. Those of Postgres refuse to run as root.
 OF_THE_SERVER = ("pg_basebackup", "pg_ctl", "pg_rewind", "mkdir")
-# Ids of acknowledged jobs: org-1 lives on s2, org-2 on s1.
+# Prints the ids of acknowledged jobs: org-1 lives on s2, and org-2 on s1.
 ENQUEUE = "for number in 1 2; do windrow enqueue org-$number mail greet; done"
 AS_ACCOUNT = """#!{python}
 import os, sys
@@ -76,7 +76,7 @@ class Machine:
 
 @contextlib.contextmanager
 def machine(name: str, path: str, account: Account | None) -> Generator[Machine]:
-    """A machine without a server. A server that was started on it is stopped after the block."""
+    """Yields a machine without a server. A server that was started on it is stopped after the block."""
     folder = Path(tempfile.mkdtemp(prefix=f"windrow-{name}-", dir=temporary_root(account)))
     watcher = Watcher(folder)
     remembered = RememberedPort(name, folder)
@@ -140,7 +140,7 @@ def dsn_of_the_page(*machines: Machine) -> str:
 
 
 def shows(at: Machine, step: Step) -> None:
-    """Waits until the command prints what the page shows: the servers need a moment to find each other."""
+    """Waits until the command prints what the page shows, because the servers need a moment to find each other."""
 
     def is_shown() -> bool:
         code, out = at.place.run(step.command)
@@ -152,8 +152,8 @@ def shows(at: Machine, step: Step) -> None:
 
 @contextlib.contextmanager
 def two_machines(folder: Path) -> Generator[tuple[Machine, Machine]]:
-    """The first machine is the primary of shard s1; the second is empty. Routers use the page's DSN, which names both,
-    and a second shard."""
+    """Yields two machines: the first is the primary of shard s1, and the second is empty. Routers use the page's DSN,
+    which names both machines, and a second shard."""
     account = server_account()
     try:
         programs = find_binaries().folder

@@ -1,7 +1,7 @@
-"""docs/clients.md: its commands build a client in each language, which then stores a job and works it.
+"""docs/clients.md: its commands build a client in each language, which then stores a job and works on it.
 
-By default only what needs no tool of the language is tested. `./run test --generators` runs the commands, and skips a
-language whose tools are not on this machine.
+By default only the parts that need no tool of the language are tested. `./run test --generators` runs the commands, and
+skips a language whose tools are not on this machine.
 """
 
 from __future__ import annotations

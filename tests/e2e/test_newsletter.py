@@ -17,7 +17,7 @@ from tests.routers import reserved_address, until
 from windrow import JobState, SyncClient, uuid7
 
 SUBSCRIBERS = 60
-# What the mail server of the page takes.
+# How many mails per second the mail server of the page takes.
 MAILS_PER_S = 50
 
 
@@ -57,7 +57,7 @@ def test_each_subscriber_gets_an_issue_once_and_the_rate_holds_though_a_web_proc
         programs.enter_context(page.started("django_app"))
         until(lambda: is_up(fastapi) and is_up(django), "both applications are up")
         for who in ("ada@example.com", "bob@example.com"):
-            # Not every machine has curl.
+            # The test sends the body of the curl command itself, because not every machine has curl.
             _, _, body, _, _, url = page.command(who)
             call(url, json.loads(body))
 
@@ -72,7 +72,7 @@ def test_each_subscriber_gets_an_issue_once_and_the_rate_holds_though_a_web_proc
         cluster.kill()
         cluster.start()
 
-        # Each gets the issue, and two a welcome.
+        # Each subscriber gets the issue, and two people get a welcome.
         mails = SUBSCRIBERS + 2
         until(lambda: client.stats(MAILS, include_finished=True).queues[MAILS].succeeded == mails, "every mail is sent")
         assert call(mail_server)["sent"] == mails

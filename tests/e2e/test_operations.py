@@ -52,7 +52,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
         two = "".join(f'[[shard]]\nname = "{name}"\ndsn = "{shards.dsns[name]}"\n\n' for name in ("s1", "s2"))
         config.write_text(two)
         with psycopg.connect(shards["s3"].superuser_dsn, autocommit=True) as db3:
-            # The page creates them.
+            # The page creates the database and the role.
             db3.execute("DROP DATABASE windrow")
             db3.execute("DROP ROLE windrow")
         programs = f"{find_binaries().folder}{os.pathsep}{environ()['PATH']}"
@@ -86,7 +86,7 @@ def test_what_the_page_says_can_be_done_as_it_says(place: Place) -> None:
 
 
 def _on_this_machine(text: str, db3: Mapping[str, object]) -> str:
-    """The page's server of s3 is one of the test's, on loopback and without TLS."""
+    """Puts one of the test's servers in the place of the page's server of s3: on loopback, and without TLS."""
     return text.replace("@db3/", f"@{db3['host']}:{db3['port']}/").replace("?sslmode=verify-full", "")
 
 

@@ -38,7 +38,7 @@ def test_each_order_is_paid_for_once_though_workers_stop_and_the_bank_and_the_ro
         assert "40 payments are new, 0 were known" in page.run("place", "--orders", str(ORDERS))
         assert "0 payments are new, 40 were known" in page.run("place", "--orders", str(ORDERS))
 
-        # Three attempts of one payment fail. It is dead, and redriven: its attempts begin at 1 again.
+        # Three attempts of one payment fail. The payment is dead and then redriven, so its attempts begin at 1 again.
         orders = Orders(tmp_path / "shop.db")
         client.alter_jobs([client.list_jobs("payments").jobs[0].id], priority=1)
         for number in range(1, 4):
@@ -52,7 +52,7 @@ def test_each_order_is_paid_for_once_though_workers_stop_and_the_bank_and_the_ro
         until(lambda: client.stats("payments").queues["payments"].scheduled, "no answer of the bank")
         first_bank, _ = programs.enter_context(page.started("payments.bank", listens=True))
         call(f"{bank}/hold", {})
-        # All handlers wait for the bank: none is within a write, whose lock it would keep while it is stopped.
+        # All handlers wait for the bank. So no handler is within a write, whose lock it would keep while it is stopped.
         until(lambda: call(bank)["waiting"] == CONCURRENCY, "charges are under way")
         late.send_signal(signal.SIGSTOP)
         call(f"{bank}/resume", {})

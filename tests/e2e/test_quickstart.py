@@ -28,7 +28,8 @@ WAIT_S = 60.0
 
 @contextmanager
 def program(place: Place, command: str) -> Generator[subprocess.Popen[str]]:
-    """A program of the page in a terminal of its own: it must run until Ctrl-C, and then end well."""
+    """Runs a program of the page, as in a terminal of its own. It must run until Ctrl-C, and then end without an
+    error."""
     with (place.folder / f"{command.split()[1]}.log").open("w+") as log:
         process = subprocess.Popen(
             ["bash", "-euc", f"exec {command}"], env=place.environ, cwd=place.folder, stderr=log, text=True
@@ -49,14 +50,14 @@ def place(tmp_path: Path) -> Generator[Place]:
     with open_clusters(["pg"], ephemeral=True) as servers:
         dsn = servers["pg"].superuser_dsn
         programs = f"{find_binaries().folder}:{environ()['PATH']}"
-        # `windrow login` writes its profile below XDG_CONFIG_HOME, and not into that of whoever runs the test.
+        # `windrow login` writes its profile below XDG_CONFIG_HOME. The profile of whoever runs the test must stay.
         yield Place(folder=tmp_path, environ=environ(PG1=dsn, PG2=dsn, PATH=programs, XDG_CONFIG_HOME=str(tmp_path)))
 
 
 @pytest.mark.timeout(300)
 def test_every_command_of_the_page_does_what_it_says(place: Place) -> None:
     server = conninfo_to_dict(place.environ["PG1"])
-    # The page's servers and addresses are the test's, on loopback.
+    # In the test, the servers and addresses of the page are on loopback.
     here = {
         "@db1/": f"@{server['host']}:{server['port']}/",
         "@db2/": f"@{server['host']}:{server['port']}/",

@@ -65,7 +65,7 @@ def test_every_program_of_the_clients_readme_runs(at: int, cluster: RunningClust
 
 def test_the_program_of_the_page_about_schedules_declares_them(cluster: RunningCluster) -> None:
     (program,) = blocks("docs/schedules.md", "python")
-    # It is known what a worker does; here it ends when its schedules are declared.
+    # Other tests cover what a worker does. This one ends when its schedules are declared.
     declare = "import asyncio; asyncio.run(worker._declarations.keep())"
     done = run([sys.executable, "-c", program.replace("windrow.run(worker)", declare)], cluster)
     assert done.returncode == 0, done.stderr

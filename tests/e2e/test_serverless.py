@@ -25,15 +25,15 @@ IMAGES, MOST = 6, 3
         (0, 0, 0, 0),
         (5, 0, 0, 3),
         (2, 0, 0, 2),
-        # Two are starting, and will take two of the five.
+        # Two functions are starting, and will take two of the five jobs.
         (5, 0, 2, 1),
         (2, 0, 2, 0),
         (5, 3, 3, 0),
-        # One that runs has no job yet.
+        # A function that runs has no job yet.
         (1, 1, 2, 0),
-        # The lease of one that was killed has not ended.
+        # The lease of a function that was killed has not ended.
         (0, 1, 0, 0),
-        # Others run that this scaler has not started.
+        # This scaler did not start the functions that hold leases.
         (5, 2, 0, 1),
         (5, 9, 0, 0),
     ],
@@ -54,7 +54,7 @@ def test_each_job_is_worked_by_a_function_of_its_own_though_functions_and_the_sc
     with ExitStack() as programs, SyncClient(cluster.address, org=org) as client:
 
         def leased() -> list[int]:
-            """The functions that have a job."""
+            """Returns the numbers of the functions that have a job."""
             jobs = list_all(client, QUEUE, state=JobState.LEASED)
             return [int(job.worker.removeprefix("function-")) for job in jobs]
 

@@ -1,5 +1,5 @@
-"""`windrow shards plan`, `rebalance` and `drain`, and `windrow balancer`, on databases of the tests. They need no
-router."""
+"""`windrow shards plan`, `rebalance` and `drain`, and `windrow balancer`, on databases of the tests. These commands
+need no router."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.jobs import lease_jobs
 from tests.postgres import Server
 
 A, B = ShardName("s1"), ShardName("s2")
-# The slots that s2 gets from s1, in one move.
+# The slots that s2 gets from s1. They go in one move.
 PART = range(SLOTS - 1024, SLOTS)
 BUT_A_PART = {"weight": 15}
 LEFT = SLOTS - len(PART)
@@ -94,7 +94,7 @@ async def test_rebalance_shows_what_another_does_and_goes_on_where_that_ends(fie
         await command.says("the balancer that leads does not use this cluster file ")
         told, blocked_reason = command.log.read_text().splitlines()[:2]
         assert told.startswith("a balancer leads already: windrow balancer ")
-        # It has reported no move.
+        # The other leader has reported no move.
         assert blocked_reason.startswith("the balancer that leads does not use this cluster file ")
         assert await field.slots() == {"s1": SLOTS}
     done = await end(command)
@@ -195,7 +195,7 @@ async def test_a_drain_waits_until_nothing_is_left_and_tells_what_the_shard_is_n
     command = start(field, "shards", "drain", "s2", "--json")
     told = "no balancer leads, so nothing moves: start `windrow balancer`, or `windrow shards rebalance`"
     assert await command.says(told) == told
-    # Where it takes long, lines about the progress come first.
+    # If the drain takes long, lines about its progress come first.
     before = command.log.read_text().partition(told)[0].splitlines()
     assert all(line.endswith(" slots so far") for line in before)
     async with balanced(field):

@@ -26,7 +26,7 @@ from windrow import Client, Job, Worker, uuid7
 from windrow.v1 import job_pb2, queue_pb2
 
 QUEUE = "mail"
-# This variable makes the exporter send spans soon; its default is five seconds.
+# This variable makes the exporter send spans soon. Its default is five seconds.
 SOON = {"OTEL_BSP_SCHEDULE_DELAY": "50"}
 
 
@@ -37,14 +37,14 @@ def config(cluster: RunningCluster, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def traced(config: Path, collector: Collector) -> Iterator[Routers]:
-    """Routers that export spans."""
+    """Starts routers that export spans."""
     with running_routers(config, environ={"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint, **SOON}) as routers:
         yield routers
 
 
 @pytest.fixture
 def provider(collector: Collector) -> Iterator[TracerProvider]:
-    """The provider that an application configures."""
+    """Yields a provider such as an application configures."""
     made = TracerProvider(resource=Resource.create({"service.name": "shop"}))
     made.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter(endpoint=collector.endpoint)))
     yield made
@@ -169,7 +169,7 @@ def test_a_scrape_leads_from_a_bucket_of_slow_calls_to_the_trace_of_one(config: 
 
 @pytest.mark.parametrize("environ", [{}, {"OTEL_SDK_DISABLED": "true"}, {"OTEL_TRACES_EXPORTER": "none"}], ids=str)
 def test_nothing_is_exported_unless_it_is_asked_for(config: Path, environ: dict[str, str]) -> None:
-    """The collector listens where the exporter sends by default."""
+    """The collector listens at the address to which the exporter sends by default."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -187,13 +187,13 @@ def test_nothing_is_exported_unless_it_is_asked_for(config: Path, environ: dict[
             both.queue.Enqueue(request, timeout=PATIENCE_S, metadata=(("traceparent", parent),))
             (leased,) = both.queue.Dequeue(queue_pb2.DequeueRequest(org=org, queues=[QUEUE]), timeout=PATIENCE_S).jobs
             assert not leased.HasField("trace")
-        # Spans that the router has not sent when it ends are never sent.
+        # A router that has ended sends no more spans, so none can come later.
         assert collector.spans() == []
 
 
 def test_a_collector_that_is_away_holds_nothing_up(config: Path) -> None:
     with socket.socket() as taken:
-        # The port is bound but not listening: nobody else gets it, and connections are refused.
+        # The port is bound but does not listen: no other program gets it, and connections are refused.
         taken.bind(("127.0.0.1", 0))
         environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{taken.getsockname()[1]}", **SOON}
         with running_routers(config, environ=environ) as routers, stubs(routers.address) as both:

@@ -2,8 +2,8 @@
 
     python -m tests.fault.consumer ADDRESS LOG WORKER ORG...
 
-The log has one JSON object per line: {"leased": id, "attempt": n, "lease": hex} or {"acked": id, "answer": n}. Ends
-after SIGTERM.
+The log has one JSON object per line: {"leased": id, "attempt": n, "lease": hex} or {"acked": id, "answer": n}. The
+process ends after SIGTERM.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(address: str, log: Path, worker: str, orgs: list[str]) -> None:
                 time.sleep(0.1)
 
     options = [("grpc.min_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500)]
-    # Line-buffered: what was written before a kill -9 is in the file.
+    # Line-buffered: lines that were written before a kill -9 are in the file.
     with log.open("a", buffering=1) as lines, grpc.insecure_channel(address, options=options) as channel:
         queue = queue_pb2_grpc.QueueStub(channel)
         while not stopped:

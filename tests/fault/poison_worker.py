@@ -1,8 +1,8 @@
-"""A worker process that is killed by jobs of one kind, as by a fault in native code.
+"""A worker process that dies of jobs of one kind, as of a fault in native code.
 
     python -m tests.fault.poison_worker ADDRESS ORG [mended]
 
-`mended`: it survives these jobs. Jobs of all other kinds always succeed. Ends after SIGTERM.
+`mended`: the process survives these jobs. Jobs of all other kinds always succeed. The process ends after SIGTERM.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Stops a move inside one of its steps (docs/decisions/0017-moving-slots.md): in the commit, when all statements have
-run and nothing is committed yet. Triggers in the tables wait for a lock that the test holds; the product does not know
-them."""
+run and nothing is committed yet. Triggers in the tables wait for a lock that the test holds. Windrow itself does not
+know these triggers."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _KEYS = {name: key for key, name in enumerate(STEPS, 1)}
 
 
 def make_gates(shard: Shard) -> None:
-    """One gate for each step, all open."""
-    # Otherwise close would not wait longer than it waits for enqueues.
+    """Makes one gate for each step. All gates are open."""
+    # Without this, the step "close" would not wait longer than it waits for enqueues.
     ask(
         shard.direct_dsn,
         "CREATE FUNCTION public.wait_at_gate() RETURNS trigger LANGUAGE plpgsql SET lock_timeout = 0 AS "
@@ -61,7 +61,7 @@ def make_gates(shard: Shard) -> None:
 
 
 class Gate:
-    """If shut, it blocks whoever wants to commit this step on one shard."""
+    """A shut gate blocks every process that wants to commit this step on one shard."""
 
     def __init__(self, connection: psycopg.AsyncConnection[Any], step: str) -> None:
         self._connection = connection

@@ -1,5 +1,5 @@
-"""The alerts that wake somebody, with real faults: a real Prometheus, with the configuration that is shipped, scrapes
-real routers. Each alert fires within a minute of its fault and ends after it; without a fault none fires."""
+"""The alerts that wake somebody, with real faults: a real Prometheus scrapes real routers with the configuration that
+is shipped. Each alert fires within a minute of its fault and ends after the fault. Without a fault no alert fires."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.routers import PATIENCE_S, reserved_address, running_routers, write_c
 from tests.streams import until
 from windrow.v1 import queue_pb2, queue_pb2_grpc
 
-# The bar of the time from a fault to its alert.
+# The longest time that a fault may last before its alert fires.
 FIRES_S = 60.0
 # WindrowEnqueuesFailFast looks five minutes back.
 ENDS_S = 420.0
@@ -41,7 +41,7 @@ async def test_each_page_comes_within_a_minute_of_its_fault_and_ends_after_it(tm
             shards = await stack.enter_async_context(open_shards(2, replicated=False, roots={}))
         except BinariesNotFound as error:
             pytest.skip(str(error))
-        # On a path of its own, so that the catalog can be away while its shard is not.
+        # The catalog has a path of its own, so that it can be away while its shard is not.
         catalog = Entrance(shards["s1"].nodes)
         await stack.enter_async_context(catalog.open())
         scraped = [stack.enter_context(reserved_address()) for _ in "ab"]
@@ -99,7 +99,8 @@ async def _until_firing(firing: Callable[[], set[str]], *names: str) -> None:
 
 @contextlib.contextmanager
 def _prometheus(folder: Path, scraped: list[str]) -> Generator[Callable[[], set[str]], None, None]:
-    """Runs Prometheus with the shipped configuration and rules. Yields what tells the names of the alerts that fire."""
+    """Runs Prometheus with the shipped configuration and rules. Yields a function that returns the names of the alerts
+    that fire."""
     with scraping(folder, *scraped) as address:
 
         def firing() -> set[str]:
@@ -111,8 +112,8 @@ def _prometheus(folder: Path, scraped: list[str]) -> Generator[Callable[[], set[
 
 @contextlib.asynccontextmanager
 async def _load(address: str) -> AsyncGenerator[None, None]:
-    """Stores a job of one org after another during the block, and acks what is ready. Errors are for the metrics to
-    tell."""
+    """Stores jobs of one org after another during the block, and acks the jobs that are ready. The metrics report the
+    errors, so they are ignored here."""
     async with grpc.aio.insecure_channel(address) as channel:
         queue = queue_pb2_grpc.QueueStub(channel)
 

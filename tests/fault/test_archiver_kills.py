@@ -68,7 +68,7 @@ async def field(tmp_path: Path, fresh_dsn: str, postgres: Server) -> AsyncGenera
 
 @dataclass(slots=True, kw_only=True)
 class Load:
-    """Jobs of one org that finish, today and on past days."""
+    """Jobs of one org that finish on this day and on past days."""
 
     field: Field
     org: OrgId
@@ -107,18 +107,18 @@ async def test_an_archiver_that_is_killed_at_any_moment_leaves_every_job_where_i
     for _ in range(KILLS):
         await load.add_days()
         archiver = await start(field.config)
-        # If it ends while this process sleeps, nobody sees it lead.
+        # If the archiver ends while this process sleeps, nobody sees it lead.
         await until(lambda: leading(load.database), lambda leaders: leaders or archiver.returncode is not None)  # noqa: B023
         finishing = asyncio.create_task(load.finish_some())
         try:
             await asyncio.wait_for(archiver.wait(), luck.uniform(0, EXPORTING_S if exports else PASS_S))
         except TimeoutError:
-            # It may have ended at this moment.
+            # The archiver may have ended at this moment.
             with contextlib.suppress(ProcessLookupError):
                 archiver.kill()
             await archiver.wait()
         await finishing
-        # Wait until the statements of its session have ended.
+        # Wait until the statements of the archiver's session have ended.
         await until(lambda: busy(load.database), lambda sessions: not sessions)
         await load.check()
     archiver = await start(field.config)
@@ -128,7 +128,7 @@ async def test_an_archiver_that_is_killed_at_any_moment_leaves_every_job_where_i
         (len([days for days in DAYS if days <= 30]),)
     ]
     if exports:
-        # All dropped jobs, each counted once.
+        # The exports have all dropped jobs, and each job is counted once.
         checked = list(export.check_all(Files(ExportLocation.parse(str(place)))))
         assert {one.trouble for one in checked} == {""}
         (books,) = [found for found in await QueueAdmin(load.database).check() if found.org == org]

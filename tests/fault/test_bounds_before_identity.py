@@ -1,5 +1,5 @@
-"""What somebody who proved nothing can take of a router: connections, streams, header bytes, time and lines of the log,
-each up to a bound (SECURITY.md, "What one hostile client can do"). With and without TLS."""
+"""What a caller who has proved nothing can take of a router: connections, streams, header bytes, time and lines of the
+log, each up to a bound (SECURITY.md, "What one hostile client can do"). With and without TLS."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ pytestmark = pytest.mark.timeout(300)
 MIB = 1024 * 1024
 MEMORY_MIB = 512
 CONNECTIONS_MAX = 100
-# What a router may grow by while it refuses.
+# How much a router may grow while it refuses.
 GROWTH_MIB = 64
 ENQUEUE, CHECK, WATCH = "/windrow.v1.Queue/Enqueue", "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 RESOURCE_EXHAUSTED, UNIMPLEMENTED = (
     code.value[0] for code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED)
 )
-# An address of this machine. Others come from 127.0.0.1.
+# An address of this machine. Other callers come from 127.0.0.1.
 ATTACKER = "127.0.0.2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entrance:
-    """A router that asks who calls. `ca`: of its certificate; None: it speaks no TLS."""
+    """A router that asks who calls. `ca`: the authority of its certificate; None: the router speaks no TLS."""
 
     routers: Routers
     ca: Path | None
@@ -67,7 +67,7 @@ class Entrance:
 
     @contextlib.asynccontextmanager
     async def health(self) -> AsyncGenerator[Any, None]:
-        """The health service, over a connection of its own."""
+        """Yields a stub of the health service, over a connection of its own."""
         address, options = self.routers.address, [("grpc.use_local_subchannel_pool", 1)]
         channel = (
             grpc.aio.insecure_channel(address, options=options)
@@ -75,7 +75,7 @@ class Entrance:
             else grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(self.ca.read_bytes()), options=options)
         )
         async with channel:
-            # The published types do not know its methods.
+            # The published types do not know the methods of the stub.
             yield health_pb2_grpc.HealthStub(channel)
 
     @property
@@ -124,7 +124,7 @@ def opened(kind: str, postgres: Server, folder: Path) -> Generator[Entrance, Non
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Returns whether the router has closed a connection, and takes in what it has sent."""
+    """Returns whether the router has closed a connection. Reads and drops what the router has sent."""
     try:
         while connection.recv(1 << 16, socket.MSG_DONTWAIT):
             pass
@@ -143,8 +143,8 @@ async def check(health: Any, service: str = "") -> None:
 
 
 async def peak_mib(entrance: Entrance, attack: Awaitable[list[Seen]]) -> tuple[int, list[Seen]]:
-    """Returns the router's peak memory during an attack, beside which somebody else asks whether it serves; and what
-    the attackers saw."""
+    """Returns the router's peak memory during an attack, and what the attackers saw. During the attack another caller
+    keeps asking whether the router serves."""
     attacking = asyncio.ensure_future(attack)
     peak = 0
     async with entrance.health() as health:
@@ -170,14 +170,14 @@ async def test_a_host_that_opens_connections_without_end_takes_none_from_others(
             with contextlib.suppress(OSError):
                 floods.append(socket.create_connection((host, int(port)), PATIENCE_S, source_address=(ATTACKER, 0)))
                 stack.enter_context(floods[-1])
-        # gRPC accepts none above its own bound, at any time.
+        # gRPC never accepts more connections than its own bound.
         assert entrance.connections() <= accepted_max(CONNECTIONS_MAX)
         await until_async(
             lambda: sum(not is_closed(one) for one in floods) <= CONNECTIONS_MAX - len(before),
             "the connections that are too many are closed",
         )
         assert not any(peer.closed for peer in before)
-        # Somebody new finds room, and somebody who was there goes on.
+        # A new caller finds room, and callers that were there before go on.
         async with entrance.health() as another:
             await check(another)
         await check(health)
@@ -186,7 +186,7 @@ async def test_a_host_that_opens_connections_without_end_takes_none_from_others(
 
 
 async def test_connections_that_say_nothing_or_not_enough_are_closed(entrances: dict[str, Entrance]) -> None:
-    # Each lasts as long as a router allows, up to 40 s: all at once, they take no longer than one.
+    # Each of these connections lasts as long as a router allows, up to 40 s. So all are tried at the same time.
     async with contextlib.AsyncExitStack() as stack:
         addresses = {kind: await stack.enter_async_context(one.for_peers()) for kind, one in entrances.items()}
         group = await stack.enter_async_context(asyncio.TaskGroup())
@@ -195,7 +195,7 @@ async def test_connections_that_say_nothing_or_not_enough_are_closed(entrances: 
             for silence in Silence:
                 attack = say_nothing(address, silence, connections=5, seconds=PATIENCE_S)
                 attacks[f"{silence.value}, {kind}"] = group.create_task(attack)
-            # The first call would be complete after minutes.
+            # The call that is sent byte by byte would be complete only after minutes.
             attack = drip(address, CHECK, connections=5, seconds=PATIENCE_S, every_s=2.0)
             attacks[f"byte by byte, {kind}"] = group.create_task(attack)
             group.create_task(until_an_unfinished_tls_handshake_is_ended(entrances[kind]))
@@ -231,7 +231,8 @@ async def test_streams_of_strangers_leave_room_for_others(entrance: Entrance) ->
         for _ in range(1_500):
             await peer.call(WATCH, b"")
 
-        # At most 250 stay, half of the 500 that all strangers share. gRPC resets those above `calls_per_connection`.
+        # At most 250 streams stay, half of the 500 that all strangers share. gRPC resets the calls above
+        # `calls_per_connection`.
         await peer.until(lambda seen: seen.statuses.total() + seen.resets.total() >= 1_250, within_s=PATIENCE_S)
         assert peer.seen.statuses.keys() == {RESOURCE_EXHAUSTED}
         assert peer.seen.resets.total() > 0
@@ -244,15 +245,15 @@ async def test_streams_of_strangers_leave_room_for_others(entrance: Entrance) ->
 async def test_headers_beyond_the_bound_stay_within_the_memory_of_the_router(
     entrance: Entrance, field_bytes: tuple[int, ...], acknowledges: bool
 ) -> None:
-    # A peer that does not read does not acknowledge the bound either: gRPC then takes in headers of up to 16 MiB.
+    # If a peer does not read, it does not acknowledge the bound: gRPC then takes in headers of up to 16 MiB.
     async with entrance.for_peers() as address:
         attack = send_large_headers(
             address, ENQUEUE, field_bytes=field_bytes, calls=2_000, connections=10, seconds=5.0, reads=acknowledges
         )
         peak, seen = await peak_mib(entrance, attack)
     assert peak < MEMORY_MIB
-    # The router closes the connection at the first such call that it sees; gRPC refuses those after the
-    # acknowledgement. A peer that has sent all its calls leaves, perhaps before it notices.
+    # The router closes the connection at the first such call that it sees. gRPC refuses the calls after the
+    # acknowledgement. A peer that has sent all its calls may leave before it sees that.
     assert any(one.closed_after_s is not None or one.statuses[RESOURCE_EXHAUSTED] for one in seen)
     await asyncio.to_thread(
         until, lambda: entrance.resident_mib() < MEMORY_MIB // 2, "the memory is given back", within_s=PATIENCE_S
@@ -264,14 +265,14 @@ async def test_calls_that_are_reset_at_once_cost_little_memory(entrance: Entranc
     async with entrance.for_peers() as address:
         attack = reset_rapidly(address, ENQUEUE, count=10_000, connections=2, seconds=PATIENCE_S)
         peak, seen = await peak_mib(entrance, attack)
-    # gRPC refuses calls above the limit of a connection, or the router has closed the connection. How many calls are
-    # above the limit depends on how fast the router takes them.
+    # Either gRPC refuses the calls above the limit of a connection, or the router closes the connection. How many calls
+    # are above the limit depends on how fast the router takes them.
     assert all(one.closed_after_s is not None or one.resets.total() > 0 for one in seen)
     assert peak < before + GROWTH_MIB
 
 
 async def test_compressed_messages_are_refused_before_they_are_decompressed(entrance: Entrance) -> None:
-    # 16 MiB of zeros each.
+    # Each message has 16 MiB of zeros.
     bomb = gzip.compress(bytes(16 * MIB))
     before = entrance.resident_mib()
 
@@ -306,5 +307,5 @@ async def test_strangers_write_next_to_nothing_into_the_log(entrance: Entrance) 
     said = log.read_text()[before:]
     assert "wr_secret" not in said
     assert "Traceback" not in log.read_text()
-    # At most the line that counts refused calls, once a minute.
+    # The log has at most one line: once a minute it counts the refused calls.
     assert len(said.splitlines()) <= 1

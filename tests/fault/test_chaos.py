@@ -21,7 +21,7 @@ FAULTS = (
     *("drain-shard", "change-weight", "pin-org"),
 )
 
-# Some of them fire within the run.
+# So many that some of them fire within the run.
 STEADY = 500
 
 

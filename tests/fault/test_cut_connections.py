@@ -45,7 +45,7 @@ async def proxy(fresh_dsn: str) -> AsyncGenerator[Proxy, None]:
 
 @pytest.fixture
 async def store(fresh_dsn: str, proxy: Proxy) -> AsyncGenerator[Store, None]:
-    """The shard as its router sees it: through the proxy."""
+    """The store of this test's shard, as a router has it: through the proxy."""
     database = Database(SHARD, through(fresh_dsn, proxy), connections=2)
     await database.open()
     yield Store(database)
@@ -124,13 +124,13 @@ async def test_a_handover_cut_around_its_commit_is_told_once_and_a_release_makes
         (handed,) = told
         assert set(known) | set(handed.positions) == {0, 1}
         if handed.positions:
-            # The second try stored them.
+            # The second try stored the jobs.
             assert (handed.positions, known) == ([0, 1], {})
             assert await store.settle(Settlement.ack(ORG, leases)) == [Answer.OK] * 2
             leased += jobs.ids
         else:
-            # The answer was lost. The router was told that nothing was leased, and now releases the leases to make that
-            # true.
+            # The answer was lost, so the router was told that nothing was leased. It now releases the leases to make
+            # that true.
             assert await store.settle(Settlement.release(ORG, leases)) == [Answer.OK] * 2
             lost += jobs.ids
     # After a cut right after sending, the server may have received the statement or not.
@@ -152,8 +152,8 @@ def settle(**fields: object) -> Act:
     return act
 
 
-# For each verb of a consumer: its call, at which of its statements that name the job it may be cut, and the job's state
-# afterwards.
+# For each verb of a consumer: its call, how many of its statements name the job (a cut hits one of them), and the state
+# of the job afterwards.
 ACTS: dict[str, tuple[Act, int, str]] = {
     "ack": (lambda store, leases: store.settle(Settlement.ack(ORG, leases, [b"done"] * len(leases))), 1, "succeeded"),
     "nack": (settle(failure=Failure(message="no"), retry_after_us=HOUR_US), 2, "scheduled"),
@@ -161,7 +161,7 @@ ACTS: dict[str, tuple[Act, int, str]] = {
     "extend": (lambda store, leases: store.settle(Settlement.extend(ORG, leases, window_us=2 * HOUR_US)), 1, "leased"),
     "release": (lambda store, leases: store.settle(Settlement.release(ORG, leases)), 1, "ready"),
 }
-# How the attempts of its jobs ended.
+# How the attempts of the jobs end after each verb.
 ENDED: dict[str, list[tuple[Outcome, Failure | None]]] = {
     "ack": [(Outcome.ACKED, None)],
     "nack": [(Outcome.NACKED, Failure(message="no"))],
@@ -181,7 +181,7 @@ async def test_what_a_consumer_says_is_ok_again_after_a_cut(
     luck = luck_of(verb)
     jobs: list[str] = []
     for trial in range(TRIALS // 2):
-        # A queue of its own, because released jobs can be leased again.
+        # Each trial has a queue of its own, because released jobs can be leased again.
         batch = some_jobs(ORG, 2, queue=f"queue-{trial}")
         await store.enqueue(batch)
         held = await lease_jobs(store, ORG, queue=f"queue-{trial}", window_us=HOUR_US)
@@ -220,7 +220,7 @@ async def test_a_cancel_cut_after_its_commit_is_ok_again(store: Store, proxy: Pr
 
 @pytest.fixture
 async def books(fresh_dsn: str, proxy: Proxy) -> AsyncGenerator[QueueAdmin, None]:
-    """The shard's books as its router sees them: through the proxy."""
+    """The administration of this test's shard, as a router has it: through the proxy."""
     database = Database(SHARD, through(fresh_dsn, proxy), connections=1, may_scan=True)
     await database.open()
     yield QueueAdmin(database)
@@ -318,7 +318,7 @@ async def until_reached(database: Database) -> None:
 
 
 async def test_tries_to_connect_do_not_get_rarer(fresh_dsn: str, proxy: Proxy) -> None:
-    # As with a pooler that lost its server: connecting works, and the first statement fails.
+    # This is like a pooler that has lost its server: a client can connect, and its first statement fails.
     database = Database(SHARD, through(fresh_dsn, proxy), connections=1)
     cut = proxy.cut_at(b"set_config", Moment.UNSENT)
     await database.open()
@@ -350,7 +350,7 @@ async def routers_beside(config: Path) -> AsyncGenerator[Routers, None]:
 
 
 async def until_answered(call: Callable[[], Awaitable[object]]) -> tuple[object, int]:
-    """Repeats a call that was answered UNAVAILABLE, as a client does. Returns how many tries it took."""
+    """Repeats a call that has no answer, as a client does. Returns the answer and the number of tries."""
     async with asyncio.timeout(PATIENCE_S):
         for tries in itertools.count(1):
             try:
@@ -358,14 +358,14 @@ async def until_answered(call: Callable[[], Awaitable[object]]) -> tuple[object,
             except grpc.aio.AioRpcError as error:
                 if error.code() not in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}:
                     raise
-                # The first tries wait little, as a cut connection needs; later tries wait longer, as an outage of the
-                # shard needs.
+                # The first pauses are short, because a cut connection needs no more. Later pauses are longer, for an
+                # outage of the shard.
                 await asyncio.sleep(min(0.02 * tries, 0.2))
     raise AssertionError("unreachable")
 
 
 def channel(port: int | str) -> grpc.aio.Channel:
-    """A channel that reconnects at once (a client waits a second) and never retries by itself."""
+    """Returns a channel that reconnects at once (a client waits a second) and never retries by itself."""
     return grpc.aio.insecure_channel(
         f"127.0.0.1:{port}",
         options=[
@@ -462,7 +462,7 @@ async def test_cuts_anywhere_lose_and_double_nothing(
                 fates: dict[int, list[job_pb2.LeasedJob]] = {0: [], 1: [], 2: []}
                 for job in answer.jobs:
                     fate = 0 if over.is_set() or luck.random() < 0.7 else luck.randint(1, 3)
-                    # The fourth outcome: the lease is forgotten until it ends.
+                    # The fourth fate: the consumer forgets the lease, which then expires.
                     fates.get(fate, []).append(job)
                 if fates[0]:
                     acks = [queue_pb2.Ack(lease=job.lease) for job in fates[0]]

@@ -1,5 +1,5 @@
-"""Streams are cut at random moments and routers are killed: no job is lost, none has two live leases, and each finishes
-once (I1, I2, I5)."""
+"""Streams are cut at random moments and routers are killed: no job is lost, no job has two live leases, and each job
+finishes once (I1, I2, I5)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Load:
 
     luck: random.Random
     stored: set[str] = field(default_factory=set[str])
-    # By job: the leases whose ack was answered OK.
+    # For each job, the leases whose ack was answered OK.
     acked: dict[str, set[bytes]] = field(default_factory=dict[str, set[bytes]])
     streams: int = 0
     producing: int = 0
@@ -71,7 +71,7 @@ class Load:
     async def produce(self, to: Client) -> None:
         self.producing += 1
         while not self.over.is_set():
-            # Most jobs are handed over; those with attributes are claimed.
+            # Most jobs are handed over. Jobs with attributes are claimed.
             size = self.luck.choice([0, 200, 4000])
             jobs = [
                 new_job(payload=b"p" * size, attributes={"a": "b"} if self.luck.random() < 0.2 else {})
@@ -144,8 +144,8 @@ class Load:
                 raise stream.error
 
     async def assert_whole(self, database: Database) -> None:
-        """Asserts that each job finished once, by one lease; that no lease began before the previous one had ended; and
-        that the books balance."""
+        """Asserts that each job finished once, by one lease. Asserts that each lease began after the end of the lease
+        before it, and that the books balance."""
         assert self.acked.keys() == self.stored
         assert [one for one, leases in self.acked.items() if len(leases) > 1] == []
         ids = [JobId(one) for one in self.stored]
@@ -168,7 +168,7 @@ class Load:
 
 
 async def make_queue(at: Client) -> None:
-    # Each claim whose answer is cut off counts as an attempt, and large answers are cut off again and again.
+    # Each claim whose answer is cut off counts as an attempt, and large answers are cut off many times.
     config = admin_pb2.QueueConfig(max_attempts=1000)
     await at.admin.CreateQueue(admin_pb2.CreateQueueRequest(org=ORG, queue=QUEUE, config=config), timeout=5)
 
@@ -225,7 +225,7 @@ async def test_routers_killed_under_streams_lose_and_double_nothing(
                 at = await stack.enter_async_context(client(routers.address))
                 group.create_task(load.consume(at, f"w{number}"))
             for _ in range(max(1, CUTS // 100)):
-                # One after the other, so that every stream is cut.
+                # The routers are killed one after another, so that every stream is cut.
                 for victim in routers.pids:
                     before = len(load.acked)
                     await until(lambda: len(load.acked) > before + 100, "the consumers are at work")  # noqa: B023
@@ -250,7 +250,7 @@ async def test_a_job_whose_hand_over_was_cut_at_the_commit_comes_to_somebody_soo
     luck = luck_of(f"handover {moment}")
     async with open_proxy_before(fresh_dsn) as proxy:
         config = write_cluster(
-            # No sweep comes: so a job that comes at all was found by a notification.
+            # No sweep runs, so a job that comes was found by a notification.
             tmp_path / "cluster.toml",
             {SHARD: through(fresh_dsn, proxy)},
             name=CLUSTER,
@@ -259,7 +259,8 @@ async def test_a_job_whose_hand_over_was_cut_at_the_commit_comes_to_somebody_soo
         async with (
             routers_beside(config) as routers,
             client(routers.address) as queue,
-            # The window is longer than this test: a job that comes back was released, its window did not end.
+            # The window is longer than this test. So if a job comes back, it was released and its lease has not
+            # expired.
             queue.stream(ORG, credit=10_000, window_s=3600) as stream,
         ):
             await stream.until_jobs(await until_handed_over(queue))
@@ -284,7 +285,7 @@ async def test_a_job_whose_hand_over_was_cut_at_the_commit_comes_to_somebody_soo
 
 
 async def until_handed_over(queue: Client) -> int:
-    """Waits until the only consumer gets jobs by hand-over. Returns how many it will get."""
+    """Waits until the only consumer gets jobs by hand-over. Returns how many jobs it will get."""
     count = 0
 
     async def handed() -> bool:

@@ -1,8 +1,8 @@
-"""A standby takes over and has everything that was acknowledged, even if a commit was interrupted while it waited for
-the standby.
+"""A standby that takes over has everything that was acknowledged. This holds even if a commit was interrupted while it
+waited for the standby.
 
-On the primary such a commit is visible to all, and the standby may lack it. A caller that repeats the call must not get
-OK before the standby has the commit (I1, I3).
+On the primary everybody sees such a commit, although the standby may lack it. A caller that repeats the call must not
+get OK before the standby has the commit (I1, I3).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ async def until_it_waits_for_the_standby(pair: Shard, call: asyncio.Future[_T]) 
 
 
 async def interrupted(pair: Shard, call: Awaitable[object]) -> None:
-    """Makes the call and cancels it while its commit waits for the standby."""
+    """Makes the call, and cancels it while its commit waits for the standby."""
     task = asyncio.ensure_future(call)
     await until_it_waits_for_the_standby(pair, task)
     task.cancel()
@@ -126,8 +126,8 @@ async def test_what_an_interrupted_commit_did_is_acknowledged_once_the_standby_h
     await standby.start()
     assert await again == [Answer.OK]
 
-    # The pin must be on the standby before the shards learn of it. Otherwise its slot number could be given to another
-    # org.
+    # The pin must be on the standby before the shards learn of the pin. Otherwise a failover could give its slot number
+    # to another org.
     standby.kill()
     await interrupted(pair, pins.pin(database, ORG, OnShard(SHARD)))
     read = asyncio.create_task(pins.read_on(database, SHARD))
@@ -151,7 +151,7 @@ async def test_what_an_interrupted_commit_did_is_acknowledged_once_the_standby_h
 async def test_a_primary_that_still_runs_is_left_when_another_server_has_replaced_it(
     pair: Shard, database: Database
 ) -> None:
-    """It takes writes, and acknowledges none. It stands first in the DSN."""
+    """The old primary takes writes, and acknowledges none of them. It stands first in the DSN."""
     through_both = Database(SHARD, pair.nodes_dsn, connections=2)
     await through_both.open()
     store, standby, jobs = Store(through_both), pair.standby, some_jobs(ORG)
@@ -189,7 +189,7 @@ async def test_a_failover_to_a_synchronous_standby_loses_no_history(
     await marks.mark(database, catalog_elsewhere)
     confirmed = await marks.confirmed(catalog_elsewhere, SHARD)
     assert confirmed is not None
-    # A mark that was written and not confirmed does no harm, on whichever server it is.
+    # A mark that was written but not confirmed does no harm, whichever server has it.
     standby = pair.standby
     assert standby is not None
     standby.kill()

@@ -30,7 +30,7 @@ from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 MIB = 1024 * 1024
 MEMORY_MIB = 512
-# The duration of one attack. It ends sooner if the router closes the connections, or has done what it is asked.
+# The duration of one attack. The attack ends sooner if the router closes the connections or has done what was asked.
 ATTACK_S = 8.0
 # The pause of the quiet org between two rounds.
 PAUSE_S = 0.03
@@ -75,7 +75,7 @@ def store(both: Stubs, org: str, *, count: int, payload_bytes: int) -> list[job_
 
 @contextlib.asynccontextmanager
 async def quiet_org(address: str) -> AsyncGenerator[None, None]:
-    """Enqueues, dequeues and acks again and again, at least three times. Fails if one of the calls fails."""
+    """Keeps enqueuing, dequeuing and acking, at least three times. Fails if one of the calls fails."""
     rounds, served = 0, asyncio.Event()
 
     async def use(queue: queue_pb2_grpc.QueueAsyncStub) -> None:
@@ -96,7 +96,7 @@ async def quiet_org(address: str) -> AsyncGenerator[None, None]:
             rounds += 1
             if rounds == 3:
                 served.set()
-            # It is quiet.
+            # The org is quiet, so it pauses.
             await asyncio.sleep(PAUSE_S)
 
     async with grpc.aio.insecure_channel(address) as channel:
@@ -115,7 +115,7 @@ async def quiet_org(address: str) -> AsyncGenerator[None, None]:
 
 
 async def peak_mib(routers: Routers, attack: Awaitable[list[Seen]]) -> tuple[int, list[Seen]]:
-    """Returns the router's peak memory during an attack with a quiet org beside it, and what the attackers saw."""
+    """Returns the router's peak memory during an attack, and what the attackers saw. A quiet org calls meanwhile."""
     attacking = asyncio.ensure_future(attack)
     peak = 0
     async with quiet_org(routers.address):
@@ -135,12 +135,12 @@ async def test_answers_that_are_never_read_stay_within_the_memory_of_the_router(
         request.SerializeToString(),
         calls=900,
         seconds=PATIENCE_S,
-        # Each call was refused, or its answer waits to be read.
+        # By then each call was refused, or its answer waits to be read.
         enough=lambda seen: seen.statuses.total() + len(seen.answering) >= 900,
     )
     peak, (seen,) = await peak_mib(routers, attack)
     assert peak < MEMORY_MIB
-    # Calls for which there was no memory were refused.
+    # The calls for which the router had no memory were refused.
     assert seen.statuses.keys() == {RESOURCE_EXHAUSTED}
     until(lambda: resident_mib(routers) < before + 64, "the memory is given back")
 
@@ -171,7 +171,7 @@ async def test_streams_that_never_read_stay_within_the_memory_of_the_router(rout
 async def test_streams_keep_nothing_of_messages_that_are_done_with(routers: Routers) -> None:
     before = resident_mib(routers)
     first = queue_pb2.ConsumeRequest(start=start("padded")).SerializeToString() + padding(6)
-    # More in all than the router may grow by.
+    # All messages together are larger than the growth that a router may have.
     attack = leave_answers_unread(
         routers.address,
         CONSUME,
@@ -188,7 +188,7 @@ async def test_streams_keep_nothing_of_messages_that_are_done_with(routers: Rout
     until(lambda: resident_mib(routers) < before + 64, "the memory is given back")
 
 
-# Field 2 with length 0, repeated; and a field mask with as many empty paths.
+# Field 2 with length 0, repeated. A field mask with as many empty paths.
 EMPTY_ITEMS = b"\x0a\x04many" + b"\x12\x00" * (15 * MIB // 2)
 EMPTY_PATHS = b"\x22" + bytes((0x80, 0x80, 0x80 | 15 << 6 & 0x7F, 15 >> 1)) + b"\x0a\x00" * (15 * MIB // 2)
 
@@ -219,7 +219,7 @@ async def test_calls_that_are_reset_at_once_are_refused_and_do_not_fill_the_even
     attack = reset_rapidly(routers.address, ENQUEUE, count=20_000, connections=2, seconds=PATIENCE_S)
     peak, seen = await peak_mib(routers, attack)
     assert peak < before + 128
-    # gRPC refuses calls above the limit of a connection, or the router has closed the connection.
+    # Either gRPC refuses the calls above the limit of a connection, or the router closes the connection.
     assert all(one.closed_after_s is not None or sum(one.resets.values()) > 15_000 for one in seen)
 
 

@@ -1,5 +1,5 @@
-"""A router that speaks TLS knows how much each connection has sent, closes those that hold its memory, and leaves the
-others alone. The bytes on its sockets are those of TLS, which are more than those of its messages."""
+"""A router that speaks TLS knows how much each connection has sent. It closes the connections that hold its memory, and
+no others. The bytes on its sockets are TLS records, which are longer than the messages in them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_unfinished_requests_over_tls_stay_within_the_memory_of_the_router
         async with (
             tunnel(routers.address, ca) as entrance,
             windrow.Client(
-                # One try for each call: a call fails if its connection is closed.
+                # Each call has one try, so a call fails if its connection is closed.
                 routers.address,
                 org="quiet",
                 tls=ca,
@@ -49,7 +49,7 @@ async def test_unfinished_requests_over_tls_stay_within_the_memory_of_the_router
                 try_timeout=PATIENCE_S,
             ) as quiet,
         ):
-            # It has sent much more than the attackers may hold, and all of it is done with.
+            # This org has sent much more than the attackers may hold, and the router is done with all of it.
             for _ in range(100):
                 await quiet.enqueue("large", "greet", bytes(MIB // 2))
             before = resident_mib(routers)
@@ -69,7 +69,7 @@ async def test_unfinished_requests_over_tls_stay_within_the_memory_of_the_router
             assert peak < MEMORY_MIB
             assert any(one.closed_after_s is not None for one in seen)
             assert rounds > 0
-            # The call that waited all the time was not broken: its connection is the quiet one.
+            # The call that waited all the time goes on, so its connection was not closed.
             assert not waiting.done() or waiting.exception() is None
             waiting.cancel()
             await asyncio.wait({waiting})

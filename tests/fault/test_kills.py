@@ -1,5 +1,6 @@
-"""kill -9 under load of a consumer, a router process, and a Postgres; a Postgres that is frozen; a cluster file that
-keeps changing. Nothing acknowledged is lost, no job has two leases at a time, and the books balance (I1, I2, I5)."""
+"""Under load a consumer, a router process or a Postgres is killed with kill -9, a Postgres is frozen, or the cluster
+file keeps changing. Nothing acknowledged is lost, no job has two leases at the same time, and the books balance (I1,
+I2, I5)."""
 
 from __future__ import annotations
 
@@ -36,11 +37,11 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)
 
 SHARDS = ("s1", "s2")
 ORGS_A_SHARD = 2
-# 20 jobs per org every 0.1 s: 800 jobs a second if nothing slows it down.
+# 20 jobs per org every 0.1 s are 800 jobs a second, if nothing slows the producers down.
 BATCH, PAUSE_S = 20, 0.1
 # How many more jobs each org has after a kill.
 AFTER = 10 * BATCH
-# Jobs that race for this many names, and how many tasks send them.
+# How many jobs race for how many names, and how many tasks send them.
 RACING, NAMES, RACERS = trials(1500, thorough=10_000), 100, 16
 _numbers = itertools.count(1)
 _T = TypeVar("_T")
@@ -63,7 +64,7 @@ class Load:
     cluster: LocalCluster
     folder: Path
     orgs: list[str]
-    # By org: the ids of jobs whose enqueue returned OK.
+    # For each org, the ids of the jobs whose enqueue returned OK.
     stored: dict[str, set[str]]
     consumers: list[subprocess.Popen[bytes]] = field(default_factory=list)
     # How often a producer had to repeat a call.
@@ -135,14 +136,14 @@ async def until(holds: Callable[[], object], what: str) -> None:
 
 async def kill_consumer(load: Load) -> None:
     victim = load.consumers[0]
-    # In the middle of its work: it holds leases that it has not acked.
+    # The consumer is killed in the middle of its work: it holds leases that it has not acked.
     with ending([victim.pid]):
         os.kill(victim.pid, signal.SIGKILL)
     load.start_consumer()
 
 
 async def kill_router(load: Load) -> None:
-    # One after the other, so that every connection is cut once.
+    # The processes are killed one after another, so that every connection is cut once.
     for victim in load.cluster.routers.pids:
         with ending([victim]):
             os.kill(victim, signal.SIGKILL)
@@ -154,7 +155,7 @@ async def kill_router(load: Load) -> None:
 async def kill_postgres(load: Load) -> None:
     victim = load.cluster.postgres["s2"].pid
     assert victim is not None
-    # Kill the backends too, so that none of them finishes its work.
+    # Kill the backends too, so that no backend finishes its work.
     parts = [psutil.Process(victim), *psutil.Process(victim).children(recursive=True)]
     for part in parts:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -165,7 +166,7 @@ async def kill_postgres(load: Load) -> None:
 async def freeze_postgres(load: Load) -> None:
     pid = load.cluster.postgres["s2"].pid
     assert pid is not None
-    # Frozen for longer than a lease: what it commits afterwards may come too late.
+    # Postgres is frozen for longer than a lease, so what it commits afterwards may come too late.
     retries = load.retries
     with frozen(pid):
         await asyncio.sleep(WINDOW_S + 1.0)
@@ -182,7 +183,7 @@ async def rewrite_cluster_file(load: Load) -> None:
     assert original.count('name = "s2"') == 1
     states = ("enqueue_only", "dequeue_only", "read_only", "off", "draining", "active")
     for state in [*states, *reversed(states)]:
-        # Each time another DSN for the same database.
+        # Each version of the file has another DSN for the same database.
         line = f'name = "s2"\nstate = "{state}"\nweight = {next(_numbers)}'
         text = original.replace('name = "s2"', line).replace('/windrow"', f'/windrow?application_name={state}"')
         replace(config, text + ('[[shard]]\nname = "s3"\ndsn = "host=127.0.0.1 port=1"\n' if state != "active" else ""))
@@ -220,7 +221,7 @@ async def test_a_kill_loses_nothing_and_doubles_nothing(
                     group.create_task(load.produce(queue, org, over))
                 await until(load.is_worked, "every consumer has got jobs")
                 await kill(load)
-                # There was load, and it continues: every producer stores this many more jobs.
+                # There was load before, and it must continue: every producer stores this many more jobs.
                 stored = {org: len(ids) for org, ids in load.stored.items()}
                 await until(lambda: all(len(load.stored[org]) >= stored[org] + AFTER for org in orgs), "work goes on")
                 over.set()
@@ -241,7 +242,7 @@ async def test_a_kill_loses_nothing_and_doubles_nothing(
     for org in orgs:
         assert {job.id for job in jobs[org]} == load.stored[org]
         assert {job.state for job in jobs[org]} == {job_pb2.JOB_STATE_SUCCEEDED}
-    # I5, and no job is stored that no producer knows.
+    # I5: the books balance, and no job is stored that no producer knows.
     assert [one for one in books if not one.balanced] == []
     assert {one.org: one.accepted for one in books if one.org in orgs} == {
         org: len(ids) for org, ids in load.stored.items()
@@ -251,14 +252,14 @@ async def test_a_kill_loses_nothing_and_doubles_nothing(
         assert job.attempts[0].attempt == 1
         for earlier, later in itertools.pairwise(job.attempts):
             assert earlier.ended_at.ToNanoseconds() <= later.leased_at.ToNanoseconds()
-            # Jobs that did not reach the consumer before it died were given back, uncounted.
+            # Jobs that did not reach the consumer before it died were given back, and the attempt was not counted.
             released = earlier.outcome == job_pb2.ATTEMPT_OUTCOME_RELEASED
             assert released or earlier.outcome == job_pb2.ATTEMPT_OUTCOME_EXPIRED
             assert later.attempt == earlier.attempt + (not released)
     said = load.said()
     leases = Counter((line["leased"], line["attempt"]) for line in said if "leased" in line)
     assert [lease for lease, times in leases.items() if times > 1] == []
-    # An acknowledged ack is final. Each job has one, except jobs whose consumer died before it got the answer.
+    # An acknowledged ack is final, so no job has two. A job has none if its consumer died before it got the answer.
     acks = Counter(line["acked"] for line in said if line.get("answer") == job_pb2.JOB_ANSWER_OK)
     assert [job for job, times in acks.items() if times > 1] == []
     unheard = count - len(acks)
@@ -274,10 +275,10 @@ async def test_jobs_that_race_for_a_name_under_kills_are_stored_whenever_none_of
     names = [f"name-{number}" for number in range(NAMES)]
     async with grpc.aio.insecure_channel(cluster.address, options=[("grpc.max_reconnect_backoff_ms", 500)]) as channel:
         queue, admin = queue_pb2_grpc.QueueStub(channel), admin_pb2_grpc.AdminStub(channel)
-        # On s2, whose server is killed.
+        # The org lives on s2, whose server is killed.
         org = (await orgs_on_every_shard(admin))[-1]
         load = Load(cluster=cluster, folder=tmp_path, orgs=[org], stored={org: set()})
-        # By id, the name of each stored job; and the jobs whose acks were answered, in order.
+        # `name_of`: the name of each stored job. `ended`: the jobs whose acks were answered, in order.
         name_of: dict[str, str] = {}
         ended: dict[str, int] = {}
         sent, over = 0, asyncio.Event()
@@ -351,8 +352,8 @@ async def orgs_on_every_shard(admin: admin_pb2_grpc.AdminAsyncStub) -> list[str]
 
 
 async def until_idle(admin: admin_pb2_grpc.AdminAsyncStub, orgs: list[str]) -> None:
-    """Waits until no job of these orgs is waiting or leased. By then the dead consumers' leases have ended and their
-    jobs were taken again."""
+    """Waits until no job of these orgs is waiting or leased. By then the leases of dead consumers have ended, and their
+    jobs have been taken again."""
     async with asyncio.timeout(60):
         for org in orgs:
             while True:
@@ -364,7 +365,7 @@ async def until_idle(admin: admin_pb2_grpc.AdminAsyncStub, orgs: list[str]) -> N
 
 
 async def everything(queue: queue_pb2_grpc.QueueAsyncStub, org: str, ids: set[str]) -> list[job_pb2.Job]:
-    """Returns the jobs with these ids; asserts that none is missing."""
+    """Returns the jobs with these ids. Asserts that no job is missing."""
     found: list[job_pb2.Job] = []
     rest = sorted(ids)
     while rest:

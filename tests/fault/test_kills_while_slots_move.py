@@ -1,6 +1,6 @@
-"""kill -9 of a balancer, a Postgres or all routers at each step of a move, under load: before the step commits, and
-after it has committed when nobody knows yet. Nothing acknowledged is lost, nothing is stored or run twice, the books
-balance (I1, I2, I3, I5), and orgs that do not use the killed process notice nothing."""
+"""kill -9 of a balancer, a Postgres or all routers at each step of a move, under load. The kill comes before the step
+commits, or after the commit and before anybody knows of it. Nothing acknowledged is lost, nothing is stored or run
+twice, the books balance (I1, I2, I3, I5), and orgs that do not use the killed process notice nothing."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)
 
 # The first shard has the catalog.
 S1, S2, S3 = SHARDS = ("s1", "s2", "s3")
-# Which processes may be killed, and where the org moves meanwhile: the catalog's shard is killed alone, as a source,
-# and as a target.
+# Which processes may be killed, and which shards the org moves to meanwhile. The shard of the catalog is killed in
+# three roles: as a bystander, as the source, and as the target.
 VICTIMS = {
     "balancer": (S2, S3, S2),
     "source": (S2, S3, S2),
@@ -85,7 +85,7 @@ class Cluster:
         await until(wished, "the catalog is there")
 
     def have_it_looked(self) -> None:
-        """Makes the balancer look for work now, by changing its cluster file."""
+        """Makes the balancer look for work now: changes its cluster file and signals that."""
         with self.config.open("a") as file:
             file.write("# changed\n")
         self.balancer.process.send_signal(signal.SIGHUP)
@@ -116,7 +116,7 @@ class Cluster:
         await self.balancer.says("leads, with cluster file")
 
     async def kill_postgres(self, shard: str) -> None:
-        # Kill the backends too, so that none of them finishes its work.
+        # Kill the backends too, so that no backend finishes its work.
         node = self.shards[shard].primary
         node.kill()
         await until(lambda: not node.processes(), f"{shard} has ended")
@@ -168,7 +168,7 @@ class Journey:
     target: str
 
     async def take(self, step: str, victim: str, *, is_committed: bool) -> None:
-        """Runs this step with a kill. `is_committed`: the step has committed, and nobody knows yet."""
+        """Runs this step with a kill. `is_committed`: the kill comes after the commit, before anybody knows of it."""
         at = self.cluster.shards[self.places[STEPS[step].place]]
         await self.work.hold_leases()
         async with shut_gate(at, step) as gate:
@@ -185,8 +185,8 @@ class Journey:
             else:
                 await self.kill(victim)
                 if victim == "balancer":
-                    # Otherwise the server would execute the statement of a process that is dead. This way it seems
-                    # never to have arrived.
+                    # Without this the server would execute the statement of a process that is dead. With this, the
+                    # statement seems never to have arrived.
                     await gate.refuse()
                 elif self.places.get(victim) != at.name:
                     await gate.open()
@@ -230,15 +230,16 @@ async def unheard(shard: Shard) -> AsyncGenerator[None, None]:
 def assert_all_is_well(cluster: Cluster, work: Work) -> None:
     assert work.wrong(list(cluster.shards.values()), cluster.addresses[0]) == []
     assert work.missing == set()
-    # Clients retry, and so notice no kill.
+    # The clients of this org retry, so they see no error.
     assert work.failed([work.org]) == []
     for log in cluster.config.parent.glob("balancer-*.log"):
         assert re.findall("Traceback|.* cannot go on.*|.* ERROR .*", log.read_text()) == []
 
 
 def kills() -> Iterator[tuple[str, str]]:
-    """Which process is killed at which step. A thorough run kills each one at each step. Otherwise the balancer is
-    killed at each step, and each of the others once: a database at a step that it executes."""
+    """Yields which process is killed at which step. A thorough run kills each process at each step. Another run kills
+    the balancer at each step, and each other process once. It kills a database at a step that this database
+    executes."""
     others = {"close": "routers", "switch": "catalog", "depart": "source", "take": "target"}
     for step in STEPS:
         for victim in VICTIMS:

@@ -1,6 +1,6 @@
-"""Malformed HTTP/2, gRPC and protobuf on the port of a router, drawn at random: the same process goes on serving, keeps
-its memory, and writes no traceback. `./run bench hostile --attacks malformed` does it for longer, and measures
-others."""
+"""Malformed HTTP/2, gRPC and protobuf, drawn at random, on the port of a router. The same process goes on serving, does
+not grow, and writes no traceback. `./run bench hostile --attacks malformed` does this for longer, and measures the
+calls of others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Served:
     routers: Routers
     # The authority that signed the router's certificate; None: the router speaks no TLS.
     ca: Path | None
-    # None: the router does not ask who calls.
+    # A key of a caller; None: the router does not ask who calls.
     key: str | None
 
 
@@ -76,7 +76,7 @@ async def test_a_router_survives_whatever_comes_and_serves_others_meanwhile(serv
 
     async def attack() -> None:
         for at, one in left:
-            # To a port with TLS, every second one speaks none.
+            # If the port has TLS, every second attacker speaks plain text.
             await say(served.routers.address, one.sent, tls=context if at % 2 else None)
 
     async with windrow.Client(

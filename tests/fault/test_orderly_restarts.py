@@ -1,4 +1,4 @@
-"""Router processes are told to end (SIGTERM) one after another, under load: clients see UNAVAILABLE, nothing else."""
+"""Router processes are told to end (SIGTERM) one after another, under load: clients see no error but UNAVAILABLE."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_clients_see_nothing_but_unavailable_while_routers_restart_in_orde
                 failed(error)
 
     async def consume(queue: queue_pb2_grpc.QueueAsyncStub) -> None:
-        """Holds a stream that gets no jobs, and opens another when it ends."""
+        """Holds a stream that gets no jobs. Opens another stream when it ends."""
         first = queue_pb2.ConsumeRequest(start=start("consumed"), credit=10)
 
         async def said() -> AsyncGenerator[queue_pb2.ConsumeRequest, None]:

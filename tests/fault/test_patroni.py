@@ -35,10 +35,10 @@ from windrow.v1 import admin_pb2, cluster_pb2, queue_pb2
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
-# The first shard has the catalog, and one server.
+# The first shard has the catalog, and only one server.
 PLAIN, WATCHED = "s1", "s2"
 FAILOVERS = int(os.environ.get("WINDROW_FAILOVERS", trials(1, thorough=20)))
-# How long a call of a client that looks for service waits.
+# How long a call waits that a client makes to find out whether it is served.
 _LOOK_S = 1.0
 _numbers = itertools.count(1)
 
@@ -65,7 +65,7 @@ class Cluster:
                     return org
 
     def enqueue(self, org: str, *, timeout_s: float = _LOOK_S) -> None:
-        """Raises grpc.RpcError."""
+        """Enqueues a job. Raises grpc.RpcError."""
         request = queue_pb2.EnqueueRequest(org=org, jobs=[job_message(id=job_id(), queue="probe", kind="work")])
         with stubs(self.routers.address) as both:
             both.queue.Enqueue(request, timeout=timeout_s)
@@ -84,8 +84,8 @@ class Cluster:
 
     @contextlib.asynccontextmanager
     async def working(self, folder: Path) -> AsyncGenerator[Work, None]:
-        """Runs load on both shards during the block. Afterwards every member runs, nothing is lost, and no call for the
-        other shard has failed."""
+        """Runs load on both shards during the block. Checks afterwards that every member runs, nothing is lost, and no
+        call for the other shard has failed."""
         resting = await asyncio.to_thread(self.org_on, PLAIN)
         org = await asyncio.to_thread(self.org_on, WATCHED)
         async with working([self.routers.address], org=org, bystanders={PLAIN: resting}, folder=folder) as work:
@@ -105,7 +105,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
     async with contextlib.AsyncExitStack() as stack:
         try:
             plain = (await stack.enter_async_context(open_shards(1, replicated=False, roots={})))[PLAIN]
-            # In this thread: its programs end with the thread that starts them.
+            # Not in another thread, because the programs end with the thread that starts them.
             watched = stack.enter_context(patroni_shard(WATCHED))
         except BinariesNotFound as error:
             pytest.skip(str(error))
@@ -115,7 +115,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
 
 
 async def replaced(shard: PatroniShard, old: Member) -> None:
-    # Each look costs Patroni some milliseconds of CPU, here and below.
+    # The pause is long, because each look costs Patroni some milliseconds of CPU. The same holds for the looks below.
     await until(lambda: asyncio.to_thread(shard.has_leader, other_than=old), "another one leads", every_s=0.2)
 
 
@@ -166,17 +166,17 @@ def describe_the_other_shard(work: Work, away: Sequence[tuple[float, float]]) ->
 
 
 async def test_a_primary_whose_patroni_was_killed_is_left_once_it_is_replaced(cluster: Cluster, tmp_path: Path) -> None:
-    """The old Postgres runs on. No standby follows it, so it takes writes but acknowledges none until its Patroni is
-    started again."""
+    """The old Postgres goes on without its Patroni. No standby follows it, so it takes writes but acknowledges none
+    until its Patroni is started again."""
     probe = await asyncio.to_thread(cluster.org_on, WATCHED)
     async with cluster.working(tmp_path):
         old = cluster.watched.leader
-        # One that is started again in time finds its Postgres, and remains the leader.
+        # A Patroni that is started again in time finds its Postgres, which remains the leader.
         old.patroni.kill()
         old.start()
         await until(lambda: asyncio.to_thread(old.is_, "leader"), "it leads again", every_s=0.2)
         assert not cluster.watched.has_leader(other_than=old)
-        # In its first cycle Patroni may name the synchronous standby anew. Until it has, nobody may be promoted.
+        # In its first cycle Patroni may name the synchronous standby anew. Before that, no standby may be promoted.
         first_s = old.dcs_last_seen()
         await until(lambda: asyncio.to_thread(lambda: old.dcs_last_seen() > first_s), "its next cycle", every_s=0.2)
         await whole(cluster.watched)
@@ -202,7 +202,7 @@ async def test_without_etcd_a_shard_is_served_while_its_members_reach_each_other
         began_s = time.monotonic()
         cluster.watched.etcd.kill()
         await until(lambda: asyncio.to_thread(leader.is_in_failsafe_mode), "the leader asks the others", every_s=0.2)
-        # No other lower bound says that its leadership has expired in etcd.
+        # Only time tells that the leadership has expired in etcd: nothing that could be awaited says so.
         await asyncio.sleep(max(0.0, began_s + QUICK["ttl"] - time.monotonic()))
         await asyncio.to_thread(cluster.enqueue, probe, timeout_s=PATIENCE_S)
         for other in others:

@@ -1,5 +1,6 @@
-"""One shard is recovered to a point in time, by the commands of docs/operations.md: a base backup, archived WAL, and
-jobs, moves and runs of schedules since. Every difference is listed, and no job is run by two owners."""
+"""One shard is recovered to a point in time with the commands of docs/operations.md: a base backup and archived WAL.
+Since that point there were jobs, moves and runs of schedules. Every difference is listed, and no two owners run a
+job."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from tests.routers import PATIENCE_S, Stubs, running_routers, stubs, until, writ
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2, schedules_pb2, workflows_pb2
 
 SECTION = PAGE.partition("\n## Recover one shard to a point in time\n")[2].partition("\n## ")[0]
-# One stays on the restored shard, one leaves it after the point, and one comes.
+# One org stays on the restored shard, one leaves it after the point, and one comes to it after the point.
 STAYS, LEAVES, COMES = "stays", "leaves", "comes"
 WORK, TICKS, HELD, FLOW, KEYED = "work", "ticks", "held", "flow", "keyed"
 EVERY_S = 2
@@ -43,11 +44,11 @@ class Clients:
     acked: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     # The jobs of each org's workflow.
     flows: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    # Instants of the schedule, by the jobs that had them.
+    # The instant of the schedule for each job that had one.
     ticks: dict[str, int] = field(default_factory=dict)
 
     def enqueue(self, org: str, ids: list[str]) -> int:
-        """Returns how many of them were known already."""
+        """Enqueues jobs with these ids. Returns how many of them were known already."""
         jobs = [job_message(id=one, queue=WORK, kind="work") for one in ids]
         results = self.router.queue.Enqueue(queue_pb2.EnqueueRequest(org=org, jobs=jobs), timeout=PATIENCE_S).results
         assert [result.id for result in results] == ids
@@ -60,7 +61,7 @@ class Clients:
         return ids
 
     def start_workflow(self, org: str) -> str:
-        """Starts one of two nodes, the second after the first. Returns its id."""
+        """Starts a workflow of two nodes, the second after the first. Returns its id."""
         first, second = [
             workflows_pb2.NewNode(name=name, job=job_message(queue=FLOW, kind="node")) for name in ("a", "b")
         ]
@@ -91,8 +92,8 @@ class Clients:
         return self.ack(org, self.lease(org, number))
 
     def drain(self, org: str, queue: str = WORK, *, at_least: int = 0) -> list[job_pb2.LeasedJob]:
-        """Runs all that is ready, and waits until this many jobs have run: jobs that became ready before those that a
-        router has seen are found by its sweep."""
+        """Runs all jobs that are ready, and waits until this many jobs have run. Only a router's sweep finds a job that
+        is due before jobs that the router has seen."""
         ran: list[job_pb2.LeasedJob] = []
         while jobs := self.lease(org, 100, queue=queue, wait_s=20 if len(ran) < at_least else 0):
             self.ack(org, jobs)
@@ -100,7 +101,7 @@ class Clients:
         return ran
 
     def tick(self) -> list[job_pb2.LeasedJob]:
-        """Runs jobs of the schedule, and waits for one."""
+        """Waits for a job of the schedule, and runs all that are ready."""
         jobs = self.lease(STAYS, 100, queue=TICKS, wait_s=20)
         self.ack(STAYS, jobs)
         self.ticks |= {job.id: job.scheduled_run.at.ToMicroseconds() for job in jobs}
@@ -161,7 +162,7 @@ def opened(folder: Path, catalog_dsn: str) -> Generator[Place]:
         dsn = f"host=127.0.0.1 port={s2.port} user=windrow password={PASSWORD} dbname=windrow"
         config = write_cluster(folder / "cluster.toml", {"s1": catalog_dsn, "s2": dsn})
         config.write_text(config.read_text() + "\n[audit]\ndays = 1\n")
-        # The commands of the page run in the machine's folder.
+        # The commands of the page run in the folder of the second shard's machine.
         (s2.place.folder / "cluster.toml").symlink_to(config)
         with running_routers(config) as routers, stubs(routers.address) as router:
             yield Place(s2=s2, clients=Clients(router=router), config=config, address=routers.address)
@@ -180,7 +181,7 @@ def enqueue_one(router: Stubs, job: job_pb2.NewJob) -> queue_pb2.EnqueueResult:
 
 
 def archived(place: Place) -> tuple[int, int]:
-    """How many files of WAL were archived, and how many failures there were."""
+    """Returns how many files of WAL were archived, and how many failures there were."""
     with psycopg.connect(place.s2.dsn, autocommit=True) as connection:
         row = connection.execute("SELECT archived_count, failed_count FROM pg_stat_archiver").fetchone()
     assert row is not None
@@ -235,7 +236,8 @@ def test_a_shard_goes_back_in_time_and_every_difference_is_listed_and_no_job_has
         acked = {org: set(ids) for org, ids in clients.acked.items()}
         point, point_us = clock(place)
 
-        # These come after it: work, a slot that leaves, a slot that comes, a change, and runs of the schedule.
+        # These changes come after the point: work, a slot that leaves, a slot that comes, a change of a queue, and
+        # runs.
         clients.ack(STAYS, leased)
         clients.work(STAYS, 10)
         clients.enqueue_new(STAYS, 30)
@@ -262,7 +264,7 @@ def test_a_shard_goes_back_in_time_and_every_difference_is_listed_and_no_job_has
         print(shown := place.windrow("shards", "differences", "s2").out)
         words = [line.split() for line in shown.splitlines()]
 
-        # The list says what becomes of each job, which org has come, and what may have been changed since.
+        # The list says what becomes of each job, which org has come, and what callers may have changed since.
         live = {org: before[org] - acked[org] for org in before}
         by_fate = defaultdict[tuple[str, str, str | None], set[str]](set)
         for job in found["job"]:
@@ -287,7 +289,7 @@ def test_a_shard_goes_back_in_time_and_every_difference_is_listed_and_no_job_has
         for line in ([STAYS, WORK, "leased", "5"], [LEAVES, WORK, "ready", "deleted", "s1", "40"], [COMES, "s1"]):
             assert line in words
 
-        # The loss is accepted. The shard gives no jobs until operators have looked at them.
+        # The loss is accepted. The shard gives no jobs until operators have looked at the jobs.
         place.set_state("enqueue_only")
         place.do(accept)
         until(place.shards_are_up, "the shard serves again")
@@ -298,7 +300,7 @@ def test_a_shard_goes_back_in_time_and_every_difference_is_listed_and_no_job_has
         skipped = range(told.at.ToMicroseconds(), told.through.ToMicroseconds() + 1)
         assert all(at in skipped for at in ran_since)
         assert clients.lease(STAYS, 1) == []
-        # Consumers know what they have acked.
+        # Consumers know which jobs they have acked.
         ended = sorted(live[STAYS] & set(clients.acked[STAYS]))
         assert len(ended) == 15
         done = windrow("jobs", "cancel", STAYS, *ended, "--address", place.address)
@@ -316,7 +318,7 @@ def test_a_shard_goes_back_in_time_and_every_difference_is_listed_and_no_job_has
         assert {job.id for job in clients.drain(STAYS, at_least=len(left))} == left
         clients.drain(LEAVES)
         assert not clients.drain(COMES)
-        # A workflow goes on from where it was, on one shard.
+        # A workflow goes on from where it was, on one shard only.
         assert [job.id for job in clients.drain(STAYS, FLOW, at_least=1)] == clients.flows[STAYS]
         assert clients.drain(LEAVES, FLOW) == []
         ran: dict[str, Counter[str]] = {org: Counter(ids) for org, ids in clients.acked.items()}
@@ -326,12 +328,13 @@ def test_a_shard_goes_back_in_time_and_every_difference_is_listed_and_no_job_has
             "nothing is lost of an org that left"
         )
 
-        # Producers repeat what they know: what is there is recognised, and the rest is stored.
+        # Producers repeat all jobs that they know. Those that are there are recognised, and the others are stored.
         for org in (STAYS, COMES):
             sent, there = list(clients.stored[org]), before[org] - (live[org] if org == COMES else set())
             assert clients.enqueue(org, sent) == len(there)
             assert {job.id for job in clients.drain(org)} == set(sent) - there
-        # The shard that the org left has the dedup key of a lost job, so this job is stored without it.
+        # The shard that the org left has the dedup key of a lost job. So this job is a duplicate until it comes without
+        # the key.
         assert enqueue_one(clients.router, keyed).duplicate
         assert clients.lease(COMES, 1, queue=KEYED) == []
         keyed.ClearField("dedup")

@@ -1,4 +1,4 @@
-"""A kind of job that kills its workers, beside kinds that do not: it is quarantined, and the pool goes on."""
+"""A kind of job that kills its workers, among kinds that do not: it is quarantined, and the pool goes on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def cluster() -> AsyncIterator[LocalCluster]:
 
 
 class Workers:
-    """Processes of tests/fault/poison_worker.py. Those that die are started again, as a supervisor does."""
+    """Processes of tests/fault/poison_worker.py. A process that dies is started again, as a supervisor does."""
 
     def __init__(self) -> None:
         self.deaths = 0
@@ -86,17 +86,17 @@ async def test_a_kind_that_kills_its_workers_is_quarantined_and_the_pool_goes_on
             assert quarantine.crashes >= AFTER
 
             async def more() -> None:
-                """Enqueues more of all kinds, and waits until those of the others are done."""
+                """Enqueues more jobs of all kinds, and waits until those of the other kinds are done."""
                 poisoned.extend([(await client.enqueue(QUEUE, POISON, b"")).id for _ in range(POISONED)])
                 ids = [(await client.enqueue(QUEUE, kind, b"")).id for kind in INNOCENT for _ in range(INNOCENTS)]
                 await until(lambda: all_done(ids), "the pool runs on")
                 await until(is_set_aside, "no worker has any of the kind")
 
-            # The other router process may not have heard of the quarantine yet when these come.
+            # When these jobs come, the other router process may not have heard of the quarantine yet.
             await more()
             deaths = workers.deaths
             before = {one: job.attempt for one, job in (await client.get_jobs(poisoned)).items()}
-            # From now on no such job is handed over to waiting workers.
+            # From now on no job of this kind is handed over to waiting workers.
             await more()
             await more()
             after = await client.get_jobs(poisoned)

@@ -1,5 +1,5 @@
-"""kill -9 of router processes and of a Postgres while schedules fire every second: each instant is stored once, and
-none is left out (I10)."""
+"""kill -9 of router processes and of a Postgres while schedules fire every second: each instant is stored exactly once
+(I10)."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ async def test_a_kill_loses_no_run_and_doubles_none(
         assert set(stored) == set(names)
         for instants in stored.values():
             instants.sort()
-            # No gap and no double.
+            # No instant is missing, and none comes twice.
             assert instants == list(range(instants[0], instants[-1] + 1))
         check = cluster_pb2_grpc.ClusterStub(channel)
         async for answer in check.CheckShard(cluster_pb2.CheckShardRequest(shard="s1"), timeout=PATIENCE_S):

@@ -1,5 +1,5 @@
-"""A server that has reached a limit of its own, of transaction ids or of connections: what clients and operators see,
-and that nothing is lost once it is mended as docs/runbook.md says."""
+"""A server has reached a limit of its own, of transaction ids or of connections. These tests show what clients and
+operators see, and that nothing is lost when the server is mended as docs/runbook.md says."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
 QUEUE = "q"
 _numbers = itertools.count(1)
-# An id this far behind the oldest one cannot be told from later ones. Postgres stops three million before that.
+# Postgres cannot compare ids that are this far from each other. It stops three million ids before that.
 _IDS, _STOP = 2**31, 3_000_000
-# A file of pg_xact has the states of so many transactions, two bits for each.
+# How many transactions have their states in one file of pg_xact, and the bytes of that file: two bits for each.
 _IDS_OF_FILE, _BYTES_OF_FILE = 2**20, 2**18
 
 
 def shut_down(server: Cluster) -> None:
-    """Writes a checkpoint and ends the server. Its folder stays, as it would not after stop()."""
+    """Writes a checkpoint and ends the server. Keeps its folder, which stop() would delete."""
     assert server.pid is not None
     with ending([server.pid]):
         os.kill(server.pid, signal.SIGINT)
 
 
 def use_up_transaction_ids(server: Cluster) -> None:
-    """Makes the next transaction id the last one but a few. The server must not run."""
+    """Makes the next transaction id one of the last. The server must not run."""
     last = (_IDS - _STOP // 2) // _IDS_OF_FILE * _IDS_OF_FILE
     data = server.folder / "data"
     states = data / "pg_xact" / f"{last // _IDS_OF_FILE:04X}"
@@ -83,7 +83,7 @@ def is_stored(both: Stubs, org: str) -> bool:
 
 
 def refusal(both: Stubs, org: str, why: str) -> grpc.RpcError | None:
-    """Returns the error of an enqueue that fails for this reason; None: it succeeds, or fails for another one."""
+    """Makes an enqueue. Returns its error if it fails for this reason, and otherwise None."""
     try:
         enqueue(both, org)
     except grpc.RpcError as error:
@@ -121,7 +121,8 @@ def test_a_server_without_transaction_ids_takes_no_writes_loses_nothing_and_is_m
                 assert found.code == 1
                 assert "as a superuser, in database windrow" in found.out
                 assert "VACUUM (FREEZE);" in found.out
-            # What has held vacuum up is gone. Autovacuum takes care of template0, which takes no connections.
+            # The lock is gone, so the databases can be vacuumed. Autovacuum takes care of template0, which takes no
+            # connections.
             for database in ("windrow", "postgres", "template1"):
                 with psycopg.connect(server.superuser_dsn, dbname=database, autocommit=True) as connection:
                     connection.execute("VACUUM (FREEZE)")

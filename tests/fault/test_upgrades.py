@@ -1,8 +1,8 @@
-"""Routers are replaced one after another by those of the next release, and then by those of the release before again,
-under load. The release that runs first has made the schema; the next one migrates it while both serve.
+"""Routers are replaced one after another by those of the next release, and then by those of the release before, under
+load. The first release has made the schema. The next one migrates it while routers of both releases serve.
 
-Two pairs of releases: an earlier commit of this repository and this checkout, whose migrations are real; and this
-checkout and a copy of it that has one more migration, which adds a column to every table.
+There are two pairs of releases. The first is an earlier commit of this repository and this checkout, so its migrations
+are real. The second is this checkout and a copy of it that has one more migration, which adds a column to every table.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from tests.postgres import EMPTY, Server
 from tests.routers import CHECKOUT, PATIENCE_S, first_line, reserved_address, stubs, until, write_cluster
 
 PER_SECOND = trials(200, thorough=2000)
-# Nothing is replaced until the load of this many seconds is stored, for comparison.
+# Nothing is replaced until the load of this many seconds is stored. The replacements are compared with this time.
 CALM_S = trials(2, thorough=30)
-# The same between two replacements.
+# How many seconds of load are stored between two replacements.
 BETWEEN_S = trials(0, thorough=10)
-# What a router and a client are made of.
+# The folders that a router and a client need.
 _PARTS = ("router", "shard", "clients/python/windrow")
 _MIGRATIONS = "shard/postgres/migrations"
 _numbers = itertools.count(1)
 
-# What a release usually needs.
+# A migration as a release usually has it.
 _ONE_COLUMN = b"ALTER TABLE windrow.job ADD COLUMN of_the_next_release integer"
-# Statements that name no columns, and plans that are kept, break with it. All tables are locked until it ends.
+# A migration that breaks statements without column names, and plans that are kept. It locks all tables until it ends.
 _ALL_TABLES = b"""DO $$
 DECLARE
     wide regclass;
@@ -60,7 +60,7 @@ BEGIN
 END
 $$;
 """
-# The first one is only measured, because the other finds whatever it would find.
+# The first migration only runs to be measured: whatever it breaks, the second one breaks too.
 _ADDED = ({"a column": _ONE_COLUMN} if THOROUGH else {}) | {"a column in every table": _ALL_TABLES}
 
 
@@ -104,11 +104,11 @@ def following(tmp_path: Path, request: pytest.FixtureRequest) -> Release:
 
 @pytest.fixture
 def earlier(tmp_path: Path) -> Release:
-    """The commit before the newest migration was added. It can be upgraded only if all its migrations are as today:
-    before the first release they were still edited."""
+    """The commit before the newest migration was added. It can be upgraded only if its migrations are those of today:
+    before the first release, migrations were still edited."""
     ours = schema.migrations()
     newest = f"{_MIGRATIONS}/{ours[-1].number:04}_{ours[-1].name}.sql"
-    # A merge may have added it, too.
+    # The newest migration may have been added by a merge.
     log = ("log", "--first-parent", "-m", "--diff-filter=A", "--format=%H", "-1", "--", newest)
     added = _git(*log).decode().strip()
     if not added:
@@ -125,7 +125,7 @@ def earlier(tmp_path: Path) -> Release:
 
 
 def _git(*arguments: str) -> bytes:
-    """Runs git in the checkout. Skips the test where that fails, as in a shallow clone or an unpacked archive."""
+    """Runs git in the checkout. Skips the test if git fails, as in a shallow clone or an unpacked archive."""
     try:
         return subprocess.run(["git", "-C", CHECKOUT, *arguments], capture_output=True, check=True).stdout
     except FileNotFoundError:
@@ -135,7 +135,7 @@ def _git(*arguments: str) -> bytes:
 
 
 def _copied(checkout: Path, folder: Path) -> Path:
-    """Copies compiled modules too: to compile them again would take seconds."""
+    """Copies the parts with their compiled modules: to compile them again would take seconds."""
     for part in _PARTS:
         shutil.copytree(checkout / part, folder / part)
     return folder
@@ -143,7 +143,7 @@ def _copied(checkout: Path, folder: Path) -> Path:
 
 @dataclass(slots=True, kw_only=True)
 class Cluster:
-    """Routers, each at an address of its own, and a database that the first of them has made."""
+    """Routers with an address each, and a database that the first router has made."""
 
     dsn: str
     config: Path
@@ -205,7 +205,7 @@ def cluster_of(release: Release, postgres: Server, folder: Path) -> Generator[Cl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What clients saw: when calls were due and how long they took, and when each job ran, with its attempt."""
+    """What clients saw: when calls were due and how long they took, when each job ran, and in which attempt."""
 
     stored: dict[str, tuple[float, float]]
     ran: dict[str, list[tuple[float, int]]]
@@ -233,7 +233,7 @@ class Seen:
 
 def go_on(log: Path, seconds: float) -> None:
     """Waits until the load of this many seconds is stored."""
-    # Lines of the log may be torn while it is written.
+    # Lines of the log may be incomplete while they are written, so only a word is counted.
     jobs = log.read_bytes().count(b'"stored"') + PER_SECOND * seconds
     until(lambda: log.read_bytes().count(b'"stored"') >= jobs, "the load goes on", within_s=seconds + PATIENCE_S)
 
@@ -266,7 +266,7 @@ def roll_there_and_back(old: Release, new: Release, postgres: Server, folder: Pa
     assert (load.returncode, seen.failed) == (0, []), errors.read_text()
     assert len(seen.stored) > PER_SECOND * CALM_S
     assert seen.stored.keys() - seen.ran.keys() == set(), "jobs that were lost"
-    # A job runs again only if its lease has ended; its attempt then counts on.
+    # A job runs again only if its lease has ended. The number of its attempt then rises.
     for job, runs in seen.ran.items():
         for (before_s, attempt), (after_s, next_attempt) in itertools.pairwise(runs):
             assert next_attempt > attempt, job

@@ -1,5 +1,5 @@
-"""kill -9 of router processes and of a Postgres while workflows run: each node runs after those that it waits for, each
-callback is stored once, and none is stranded (I11)."""
+"""kill -9 of router processes and of a Postgres while workflows run: each node runs after its parents, each callback is
+stored once, and no node is stranded (I11)."""
 
 from __future__ import annotations
 

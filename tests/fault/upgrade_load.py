@@ -1,10 +1,11 @@
-"""Producers and a worker that tests run while routers are upgraded, on the client of one release and nothing else.
+"""Producers and a worker that tests run while routers are upgraded. They use only the client of one release.
 
     python tests/fault/upgrade_load.py ORG LOG PER_SECOND ADDRESS...
 
 The log has one JSON object per line: {"stored": id, "at": s, "took": s}, {"failed": error, "at": s} or {"ran": id,
-"attempt": n, "at": s}. `at` is CLOCK_MONOTONIC, which all processes of a machine share; `took` counts from the moment
-when the call was due, with all tries. After SIGUSR1 no more jobs are enqueued; the process ends when all have run.
+"attempt": n, "at": s}. `at` is CLOCK_MONOTONIC, which all processes of a machine share. `took` counts from the moment
+when the call was due, and includes all tries. After SIGUSR1 no more jobs are enqueued. The process ends when all jobs
+have run.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ async def main(org: str, log: Path, per_second: float, addresses: list[str]) -> 
             tell(stored=job.id, at=due_s, took=time.monotonic() - due_s)
 
         async def produce(client: windrow.Client, first: int) -> None:
-            """Keeps to its timetable however long the answers take."""
+            """Enqueues by a timetable, however long the answers take."""
             begun_s = time.monotonic()
             number = first
             async with asyncio.TaskGroup() as calls:
@@ -77,7 +78,8 @@ async def main(org: str, log: Path, per_second: float, addresses: list[str]) -> 
         async with contextlib.AsyncExitStack() as stack:
             clients: list[windrow.Client] = []
             for _ in range(_PRODUCERS + _WORKERS):
-                # gRPC takes the first address that answers. So every router has some of the clients.
+                # gRPC takes the first address that answers. The order differs, so that every router has some of the
+                # clients.
                 clients.append(await stack.enter_async_context(windrow.Client(f"ipv4:{','.join(addresses)}", org=org)))
                 addresses = [*addresses[1:], addresses[0]]
             workers = [asyncio.create_task(work(client)) for client in clients[_PRODUCERS:]]
@@ -86,7 +88,7 @@ async def main(org: str, log: Path, per_second: float, addresses: list[str]) -> 
                     producing.create_task(produce(client, number))
             all_stored.set()
             look()
-            # If jobs never run, the log shows it.
+            # If some jobs never run, the log shows that, so the wait is bounded.
             await asyncio.wait([asyncio.create_task(all_ran.wait())], timeout=_LINGER_S_MAX)
             all_ran.set()
             await asyncio.gather(*workers)

@@ -1,5 +1,5 @@
-"""The load while slots move: producers and streams of an org that moves, and orgs at rest beside it. Everything is
-recorded in the format of proof/history.py, so that proof/checker can judge it."""
+"""The load while slots move: producers and streams of an org that moves, and orgs at rest. Everything is recorded in
+the format of proof/history.py, so that proof/checker can judge it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tests.routers import PATIENCE_S
 from tests.streams import until
 from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
-# The streams' queue, and one that only `hold_leases` reads.
+# The queue of the streams, and a queue that only `hold_leases` reads.
 QUEUE, HELD = "load", "held"
 # The least number of calls, and of deliveries, in one test.
 _LOAD_MIN = 50
 _KEYS_MAX = 10
 _LOOKED_FOR_MAX = 50
 _PAUSE_S = 0.2
-# The pause between two looks into the histories or the tables: each costs some milliseconds of CPU.
+# The pause between two looks into the histories or the tables. Each look costs some milliseconds of CPU.
 _LOOK_S = 0.1
 _WINDOW_S = 1.0
 _HELD_S = 60.0
@@ -42,7 +42,7 @@ _HELD_S = 60.0
 @dataclass(kw_only=True)
 class Work:
     """The load of `org`, which moves, and of `bystanders`, one org at rest on each shard. Each of `clients` uses its
-    own set of routers; so does each of `stubs`, which never retry. `folder`: only for this work's histories."""
+    own set of routers, and so does each of `stubs`, which never retry. `folder` has only the histories of this work."""
 
     org: str
     bystanders: Mapping[str, str]
@@ -53,7 +53,7 @@ class Work:
     orders: Orders = field(default_factory=Orders)
     # Jobs that are due long after the test, so that there is always something to move.
     scheduled: list[str] = field(default_factory=list[str])
-    # Jobs that were not found after their enqueue was acknowledged, and lookups that failed.
+    # Jobs that were not found after their enqueue had been acknowledged, and lookups that failed.
     missing: set[str] = field(default_factory=set[str])
     lookups_failed: list[str] = field(default_factory=list[str])
     _keys: Iterator[str] = field(
@@ -67,7 +67,7 @@ class Work:
     # ── The org that moves ───────────────────────────────────────────────────────────────────────────────────────────
 
     async def _produce(self) -> None:
-        """Runs round after round, whatever the previous ones came to."""
+        """Begins one round after another, whether or not the rounds before have succeeded."""
         ways = itertools.cycle([(first, other) for first in self.clients for other in self.clients])
         async with asyncio.TaskGroup() as rounds:
             while not self._enough.is_set():
@@ -75,8 +75,8 @@ class Work:
                 await self._pause()
 
     async def _round(self, first: windrow.Client, other: windrow.Client) -> None:
-        """Enqueues new jobs, and the same jobs again through routers that may have an older or newer catalog copy; with
-        dedup keys, also other jobs."""
+        """Enqueues new jobs, and the same jobs again through routers whose copy of the catalog may be older or newer.
+        With dedup keys, also enqueues other jobs."""
         jobs = [_new_job(self.org) for _ in range(3)]
         for client in (first, other):
             await self._enqueue(client, [*jobs, _new_job(self.org, key=next(self._keys))])
@@ -104,7 +104,7 @@ class Work:
         assert len(got) == 2
 
     async def ack_held(self) -> None:
-        """Acks them through other routers than those that gave them; the leases are live."""
+        """Acks the held leases through other routers than those that gave them. The leases are still live."""
         asked = {"leases": [job.lease.hex() for job in self._held], "span_s": 0.0}
         number = self.recorder.begin(Verb.ACK, self.org, asked)
         answers = [Answer(answer.value) for answer in await self.clients[1].ack(self._held)]
@@ -135,10 +135,10 @@ class Work:
         assert set(answers) <= {Answer.OK}
         self.scheduled = []
 
-    # ── Those at rest ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── Orgs at rest ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _stand_by(self, org: str) -> None:
-        """Makes one call at a time, without retries."""
+        """Makes one call after another, without retries."""
         for stub in itertools.cycle(self.stubs):
             if self._enough.is_set():
                 return
@@ -164,7 +164,7 @@ class Work:
         return [self.org, *self.bystanders.values()]
 
     def _consumers(self) -> list[Consumer]:
-        """The org that moves has a stream on each set of routers; each org at rest has one."""
+        """Returns a consumer of the org that moves for each set of routers, and one consumer for each org at rest."""
         site = Site(
             address="",
             folder=str(self.folder),
@@ -236,7 +236,7 @@ class Work:
                 history=self.seen(),
                 rows=[row for row in tables.read_rows(shards) if row.org in orgs],
                 books=[one for one in tables.read_books(address, [shard.name for shard in shards]) if one.org in orgs],
-                # Delays are not checked here.
+                # `calm_s` is now, because delays are not checked here.
                 calm_s=time.monotonic(),
                 late_s_max=PATIENCE_S,
             )

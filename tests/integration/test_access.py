@@ -1,5 +1,5 @@
-"""Who may call what, over gRPC: every method of the contract, and every way to be refused (tests/access.py). A refused
-call changes no row."""
+"""Who may call what, over gRPC: every method of the contract, and every way to be refused (tests/access.py). A call
+that is refused changes no row."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def channel(secured: Secured) -> Iterator[grpc.Channel]:
 
 @pytest.fixture(scope="module")
 def owned(secured: Secured, channel: grpc.Channel) -> Target:
-    """An org with things that nobody else may see or change."""
+    """Returns an org with things that nobody else may see or change."""
     return things_of(channel, "acme", bearer(secured.key_of("acme")))
 
 
@@ -86,7 +86,7 @@ def test_who_is_refused_gets_the_right_status_and_changes_no_row(
 ) -> None:
     proofs: dict[str, Metadata] = {}
     by_scope: dict[Scope | None, Metadata] = {}
-    # Made before the rows are compared, because a new key is a row.
+    # The keys are made before the rows are compared, because a new key is a row.
     for name in filter(way.concerns, METHODS):
         if scope_of(name) not in by_scope:
             by_scope[scope_of(name)] = way.metadata(secured, owned.org, scope_of(name))
@@ -118,7 +118,7 @@ def test_the_health_of_a_router_is_told_to_anybody_and_its_methods_are_not(
     assert "windrow.v1.Queue" in {one.name for one in listed.list_services_response.service}
 
 
-# What another org is told about ids, leases, keys and page tokens of `owned`, by calls that name its own org.
+# Calls of another org. They name its own org, and ids, leases, keys and page tokens of `owned`.
 NAMING: dict[str, Callable[[Target], Message]] = {
     **{
         name: REQUESTS[f"windrow.v1.{name}"]
@@ -163,7 +163,7 @@ def test_what_is_another_orgs_is_answered_as_what_does_not_exist(
     metadata = bearer(secured.key_of(org))
 
     def told(it: Target) -> object:
-        """Returns the answers of a call, in which the ids and leases that it names are left out."""
+        """Returns the answers of a call. The ids and leases that the call names are left out."""
         try:
             answers = call(channel, f"windrow.v1.{name}", NAMING[name](it), metadata)
         except grpc.RpcError as error:
@@ -177,7 +177,7 @@ def test_what_is_another_orgs_is_answered_as_what_does_not_exist(
     answer = told(owned.told_to(org))
     after = secured.rows()
     assert {table: rows for table, rows in after.items() if before[table] != rows} == {}
-    # A page token only says where a page begins.
+    # A page token only says where a page begins, so that of another org changes nothing.
     nobodys = Target(
         org=org,
         lease=owned.lease[:-16] + secrets.token_bytes(16),

@@ -1,5 +1,5 @@
-"""The balancer moves slots to where the cluster file wants them, whichever of several balancers leads, whatever cannot
-be reached, and wherever a previous balancer stopped."""
+"""The balancer moves slots to where the cluster file wants them: whichever of several balancers leads, whichever shard
+is away, and wherever an earlier balancer stopped."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.routers import PATIENCE_S
 
 A, B, C = (ShardName(name) for name in ("s1", "s2", "s3"))
 HALF = SLOTS // 2
-# The slots that s2 gets from s1: one move, to save time.
+# The slots that s2 gets from s1. They go in one move, to save time.
 PART = range(SLOTS - 1024, SLOTS)
 BUT_A_PART = {"weight": 15}
 LEFT = SLOTS - len(PART)
@@ -74,7 +74,7 @@ async def leader(field: Field) -> str | None:
         return await onlooker.leader()
 
 
-# ── What it comes to ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Where the slots are in the end ───────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_shards_are_filled_by_weight_and_emptied_again(field: Field, log: Log) -> None:
@@ -133,7 +133,7 @@ async def test_a_move_that_another_balancer_left_is_taken_to_its_end(field: Fiel
     for _ in range(steps):
         assert await mover.step()
     assert await balance_once(cluster) == {}
-    # The org moved there, and back by weight.
+    # The slots moved to s2, and then back because of the weights.
     assert await field.slots() == {"s1": SLOTS}
     assert {owner.shard for one in (await field.known()).slots[PART.start :] for owner in one.former} == {A, B}
     await field.assert_all_there(stored)
@@ -148,7 +148,7 @@ async def test_jobs_under_leases_hold_up_nobody_else(field: Field, log: Log) -> 
     async with balanced(field):
         await says(log, "waits for 1 lease(s) to end")
         await field.until(lambda slots: slots == {"s1": LEFT, "s2": len(PART) - 1, "moving": 1})
-        # Meanwhile its shards accept other moves.
+        # Meanwhile the shards of this move accept other moves.
         field.write(s1={"weight": 7}, s2={})
         await field.until(lambda slots: slots == {"s1": LEFT - 1024, "s2": len(PART) + 1023, "moving": 1})
         assert await timemachine.end_leases(field.databases[A], org) == 1
@@ -226,7 +226,7 @@ async def test_a_leader_that_is_cut_off_from_the_catalog_stops_and_comes_back(fi
         field.write(f"[catalog]\ndsn = '''{through(field.dsns[A], proxy)}'''\n{MORE_SLOWLY}", s1=BUT_A_PART, s2={})
         async with balanced(field):
             await until(lambda: field.count_jobs("s2"), bool)
-            # The proxy neither refuses connections nor passes data.
+            # The proxy accepts connections but passes no data.
             proxy.hold()
             await says(log, "cannot lead")
             left = await field.count_jobs("s1")
@@ -274,7 +274,7 @@ async def test_a_shard_that_is_away_gets_nothing_and_holds_up_nobody(field: Fiel
             proxy.closed = False
             await field.until(lambda slots: slots == {"s1": 14 * 1024, "s2": 1024, "s3": 1024})
             assert "shard 's3' answers again: its moves go on" in log.text
-            # A repeated obstacle is logged once.
+            # An obstacle is logged once, although the balancer meets it many times.
             assert log.text.count("nothing moves from or to shard 's3'") <= 2
 
 
@@ -360,7 +360,7 @@ async def test_an_org_that_is_unpinned_waits_for_the_shard_of_its_hash(field: Fi
     org = next(org for org in map(OrgId, map(str, range(10_000))) if known.placement(org).reads == (B,))
     await pins.pin(field.catalog, org, OnShard(A))
     await balance_once(field.cluster)
-    # Its hash slot is on s2 by now; the org is not.
+    # By now the org's hash slot is on s2, but the org is not.
     assert (await field.known()).slots[slot_of(org)].reads == (B,)
     await pins.unpin(field.catalog, org)
     field.write(s1={}, s2={"state": "dequeue_only"})

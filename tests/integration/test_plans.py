@@ -2,7 +2,7 @@
 planned.
 
 Each statement runs as the store runs it, on a connection with the store's settings, until Postgres has chosen a generic
-plan. Then this prepared statement is explained and rolled back.
+plan. Then EXPLAIN runs this prepared statement, and the test rolls back.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ from tests.jobs import HOUR_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs
 from tests.recorder import Recorder, Run
 from tests.timemachine import NO_HURRY, make_day, pass_time
 
-# The queues of one org, and of each of three more.
+# How many queues one org has, and how many each of three more orgs has.
 QUEUES_OF_ORG, QUEUES_OF_OTHERS = 200, 100
 QUEUES = QUEUES_OF_ORG + 3 * QUEUES_OF_OTHERS
 ROWS = 100_000
 BATCH = 100
 GROUPS, TAKERS = 20, 64
-# Postgres plans the first five runs for their parameters; after that it may keep a generic plan.
+# Postgres plans each of the first five runs for its parameters. After that it may keep a generic plan.
 SETTLED = 8
 
 
@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def buffers(self) -> int:
-        """Returns the pages touched, including those of functions and of unique checks."""
+        """Returns the pages that the statement touched, including pages of functions and of unique checks."""
         return int(self.root["Shared Hit Blocks"] + self.root["Shared Read Blocks"])
 
     def scans(self, relation: str) -> list[dict[str, Any]]:
@@ -96,8 +96,8 @@ class Plan:
         return {node["Index Name"] for node in self.nodes() if "Index Name" in node}
 
     def pages_of(self, index: str) -> int:
-        """Returns the pages that the scans of one index touched: its own, and the table's, which show whether rows are
-        visible."""
+        """Returns the pages that the scans of one index touched: pages of the index, and pages of the table, which show
+        whether rows are visible."""
         scans = [node for node in self.nodes() if node.get("Index Name") == index]
         return sum(int(node["Shared Hit Blocks"] + node["Shared Read Blocks"]) for node in scans)
 
@@ -110,7 +110,7 @@ class Plan:
 
 
 async def explain(connection: Connection, run: Run) -> Plan:
-    """Explains a statement that this connection has prepared, executed with these parameters."""
+    """Explains a statement that this connection has prepared. Executes it with these parameters."""
     statement, parameters = run
     cursor = await connection.execute(
         "SELECT name, generic_plans FROM pg_prepared_statements WHERE statement = %s "
@@ -132,7 +132,7 @@ _PLACEHOLDER = re.compile(rb"%\((\w+)\)[sb]")
 
 
 def _keys(statement: bytes) -> list[str]:
-    """Returns the parameters in the order of their numbers."""
+    """Returns the names of the parameters in the order of their numbers."""
     return list(dict.fromkeys(key.decode() for key in _PLACEHOLDER.findall(statement)))
 
 
@@ -157,7 +157,7 @@ async def run(connection: Connection, run: Run) -> None:
 
 @contextmanager
 def undone(connection: Connection) -> Generator[None, None, None]:
-    """Rolls back what the block does. psycopg must not notice: it would drop the prepared statements."""
+    """Rolls back what the block does. psycopg must not notice the rollback: it would drop the prepared statements."""
     connection.pgconn.exec_(b"SAVEPOINT before")
     try:
         yield
@@ -207,7 +207,7 @@ async def fill(database: Database) -> None:
 async def recorder(fresh_dsn: str, org: OrgId) -> AsyncGenerator[Recorder, None]:
     opened = Recorder(SHARD, fresh_dsn, connections=3)
     await opened.open()
-    # Only the test decides which statistics the planner has.
+    # With autovacuum off, only the test decides which statistics the planner has.
     for table in (b"org", b"queue", b"job", b"dead", b"departing", b"dedup"):
         await opened.run(b"ALTER TABLE windrow." + table + b" SET (autovacuum_enabled = off)", {})
     await Store(opened).names.make([(org, QueueName(f"queue-{n}")) for n in range(QUEUES_OF_ORG)])
@@ -227,7 +227,7 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
     jobs = some_jobs(org, BATCH, queue="queue-7", dedup_keys=[f"key-{n}" for n in range(BATCH)])
     await store.enqueue(jobs)
     enqueue = recorder.last(queue_statements.ENQUEUE)
-    # New ids: enqueued again, the jobs would be duplicates and the plan would be another one.
+    # New ids: with the same ids the jobs would be duplicates, and the plan would be another one.
     fresh = {
         "ids": "{" + ",".join(job_id() for _ in range(BATCH)) + "}",
         "dedup_keys": [f"new-{n}" for n in range(BATCH)],
@@ -310,8 +310,9 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
 
 
 async def record_moving(recorder: Recorder, store: Store, *, others: list[OrgId]) -> dict[str, Run]:
-    """A chunk leaves a slot and arrives in another one, as if that were on another shard. A second chunk has departed,
-    and the rest, half of it dead jobs, may follow. The slot has none of the jobs of the `others`."""
+    """Records the statements of a move. A chunk leaves a slot and arrives in another one, as if that slot were on
+    another shard. A second chunk has departed. The other jobs, half of them dead, may follow. The slot has no job of
+    `others`."""
     taken = {slot_of(other) for other in others}
     names = (OrgId(f"moving-{number}") for number in itertools.count())
     org = next(name for name in names if slot_of(name) not in taken)
@@ -351,7 +352,7 @@ async def record_moving(recorder: Recorder, store: Store, *, others: list[OrgId]
 
 
 def ignore(_: object) -> None:
-    """No consumer waits for what is handed over."""
+    """No consumer waits for the jobs that are handed over, so their claims are dropped."""
 
 
 async def lease_of_several(store: Store, org: OrgId) -> _LeaseColumns:
@@ -365,7 +366,7 @@ async def lease_of_several(store: Store, org: OrgId) -> _LeaseColumns:
 
 
 async def claim_together(recorder: Recorder, store: Store, org: OrgId) -> Run:
-    """Claims for many takers in one statement: one batch of jobs, for groups of two queues each, of four orgs."""
+    """Claims for many takers in one statement. They want one batch of jobs, from groups of two queues, of four orgs."""
     orgs = [org, *others_of(org)]
     wishes = [1 + (taker < BATCH - TAKERS) for taker in range(TAKERS)]
     groups = [
@@ -401,14 +402,14 @@ def leases(taken: list[tuple[Claimed, Lease]]) -> list[Lease]:
 
 
 async def settle(connection: Connection, runs: Mapping[str, Run]) -> None:
-    """Runs each statement until Postgres keeps one plan for it, and rolls back."""
+    """Runs each statement until Postgres keeps one plan for it, and rolls each run back."""
     for each in runs.values():
         for _ in range(SETTLED):
             with undone(connection):
                 await run(connection, each)
 
 
-# How many pages one job of a batch may touch: to read its row and its index entries, and to write them again.
+# How many pages a statement may touch for one job of a batch, to read and to write its row and its index entries.
 PAGES_A_JOB = {
     "enqueue": 30,
     "enqueue handed": 30,
@@ -441,7 +442,7 @@ PAGES_A_JOB = {
     "import_chunk": 40,
     "delete_exported": 25,
     "count_remaining": 25,
-    # Counted in lanes, not in jobs: nine lanes per queue.
+    # These two are counted in lanes and not in jobs: a queue has nine lanes.
     "sweep": 9,
     "probe of all queues": 9,
 }
@@ -454,17 +455,17 @@ def assert_bounded(name: str, plan: Plan) -> None:
         node["Node Type"] for node in plan.scans("job") if node["Node Type"] in ("Seq Scan", "Bitmap Heap Scan")
     ]
     for node in plan.nodes():
-        # A sequence is one tuple without an index.
+        # A sequence is a table of one tuple without an index.
         assert node["Node Type"] != "Seq Scan" or node["Relation Name"] == "clock", (name, node)
     count = LANES.get(name, ROWS_OF.get(name, BATCH))
-    # Each row is read once to find it and once to change it. EXPLAIN rounds what one loop reads, so one more is
-    # allowed.
+    # Each row is read once to find it and once to change it. EXPLAIN rounds the rows that one loop reads, so the bound
+    # is a little higher.
     assert plan.rows_read("job") <= (1 if name in LANES else 2) * count * 1.02, f"{name}: {plan.root}"
     assert plan.buffers <= PAGES_A_JOB[name] * count, (name, plan.buffers, plan.root)
 
 
 async def nothing(_: Recorder, __: OrgId) -> None:
-    """As in a fresh database: tables that were never analyzed."""
+    """Leaves the tables without statistics, as in a fresh database."""
 
 
 async def analyze_when_full(recorder: Recorder, org: OrgId) -> None:
@@ -473,8 +474,8 @@ async def analyze_when_full(recorder: Recorder, org: OrgId) -> None:
 
 
 async def vacuum_when_empty(recorder: Recorder, org: OrgId) -> None:
-    """Vacuums a drained queue, as autovacuum does. Postgres then believes that the table is empty, however long it
-    becomes, until the next vacuum."""
+    """Vacuums a drained queue, as autovacuum does. Until the next vacuum, Postgres then believes that the table is
+    empty, however long the table becomes."""
     store = Store(recorder)
     await store.enqueue(some_jobs(org, BATCH, queue="queue-7"))
     held = leases(await lease_jobs(store, org, queue="queue-7"))
@@ -518,7 +519,7 @@ async def assert_all_bounded(when: str, connection: Connection, runs: Mapping[st
             assert sorted(n["Node Type"] for n in plan.scans("job")) == ["Index Scan", "Tid Scan"]
 
 
-# The statements that run for leases which nobody has, and for the locks of jobs.
+# The statements for leases that nobody has, and for the locks of jobs.
 OF_LEASES = ("EXTEND", "INSPECT_LEASES", "GIVE_BACK", "ACK", "EXPLAIN_MISS", "FIND_LOCKED_JOBS")
 
 
@@ -536,7 +537,7 @@ async def test_a_call_by_id_reads_no_row_of_another_org_so_its_time_does_not_tel
     held = leases(await lease_jobs(store, owner, queue="queue-2", max_jobs=BATCH))
     await store.settle(Settlement.ack(owner, held, [None] * BATCH))
     theirs = [*ids_of(waiting), *ids_of(dead), *ids_of(finished)]
-    # Next to the others in each index.
+    # Ids that stand next to those of the other org in each index.
     unknown = [JobId(one[:-1] + ("0" if one[-1] != "0" else "1")) for one in theirs]
 
     async def runs_for(ids: list[JobId]) -> dict[str, Run]:
@@ -618,7 +619,7 @@ async def test_under_a_held_snapshot_a_claim_from_its_floors_stays_cheap(
 # Explanations
 
 DEEP = 20_000
-# One queue, with jobs of all priorities: four of five are ready, the others scheduled.
+# Fills one queue with jobs of all priorities: four of five are ready, and the others are scheduled.
 FILL_QUEUE = b"""
 INSERT INTO windrow.job (id, queue_id, run_at, visible_at, priority, kind, payload, enqueued_at)
 SELECT
@@ -630,7 +631,7 @@ FROM generate_series(1, %(rows)s) AS n,
     LATERAL (SELECT CASE WHEN n %% 5 = 0 THEN n + 3600000000 ELSE n - 3600000000 END AS in_us) later,
     LATERAL (SELECT now() + later.in_us * interval '1 us' AS at) due
 """
-# How many rows each may read: those that it counts, and those beside them with equal times.
+# How many rows each statement may read: those that it counts, and those with the same time as one of these.
 ROWS_EXPLAINED = {"explain_job": 2 * COUNTED_MAX + 10, "explain_queue": COUNTED_MAX + 9 * 100 + 20}
 
 
@@ -672,11 +673,11 @@ async def assert_read(when: str, connection: Connection, runs: Mapping[str, Run]
         assert not [node for node in plan.nodes() if node["Node Type"] == "Seq Scan"], plan.root
         assert plan.indexes() <= {
             *("job_ready", "job_id", "departing_id", "dead_by_death", "consumer_seen_pkey", "queue_org_queue_key"),
-            # Tells that no job waits for a slot of its group.
+            # This index tells that no job waits for a slot of its group.
             "job_group_waits",
         }
         assert COUNTED_MAX < rows <= ROWS_EXPLAINED[name], plan.root
-        # Two for each row: its index entry, and the row itself, which shows whether it is visible.
+        # Two pages for each row: its index entry, and the row itself, which shows whether it is visible.
         assert plan.buffers <= 2 * ROWS_EXPLAINED[name], plan.root
 
 
@@ -692,7 +693,7 @@ SELECT
     CASE WHEN n %% 2 = 0 THEN 'large' ELSE 'g' || n %% 100000 END
 FROM generate_series(1, %(rows)s) AS n
 """
-# In one group; 50,000 other groups have a quarter of that each.
+# How many jobs one group has. 50,000 other groups together have as many.
 DEEP_GROUP = 200_000
 
 
@@ -701,7 +702,7 @@ DEEP_GROUP = 200_000
 async def test_to_fill_a_slot_or_to_explain_a_group_a_few_rows_are_read(
     recorder: Recorder, org: OrgId, knowledge: Knowledge
 ) -> None:
-    """A group has 200,000 jobs that wait, and there are 50,000 groups."""
+    """One group has 200,000 jobs that wait, and 50,000 other groups have four jobs each."""
     await knowledge(recorder, org)
     store, queue = Store(recorder), QueueName("groups")
     jobs = some_jobs(org, 2, queue=queue, group="large")
@@ -733,7 +734,7 @@ async def test_to_fill_a_slot_or_to_explain_a_group_a_few_rows_are_read(
         await connection.execute(NO_HURRY)
         with undone(connection):
             await settle(connection, runs)
-        # The triggers would take minutes, and fill the slots.
+        # With the triggers on, the insert would take minutes and fill the slots.
         await connection.execute("ALTER TABLE windrow.job DISABLE TRIGGER USER", prepare=False)
         await connection.run(FILL_GROUPS, {"queue_id": queue_id, "rows": 2 * DEEP_GROUP})
         await connection.execute("ALTER TABLE windrow.job ENABLE TRIGGER USER", prepare=False)
@@ -758,7 +759,7 @@ async def test_to_fill_a_slot_or_to_explain_a_group_a_few_rows_are_read(
     assert pages["sweep"] < 30 * QUEUES
     assert pages["explain_group"] <= 3 * COUNTED_MAX
     assert pages["explain_queue"] <= 3 * COUNTED_MAX
-    # 1,000 groups, each found by one lookup, and its slots by another.
+    # The sweep finds 1,000 groups: each takes one lookup, and another one for its slots.
     assert pages["find_waiting_groups"] <= 12 * 1_000 + 10 * QUEUES
 
 
@@ -797,7 +798,7 @@ async def test_a_page_of_cold_jobs_costs_what_is_on_it(fresh_dsn: str, org: OrgI
         for whose, of_queue in itertools.product((small, large), (queue, None)):
             wanted = Wanted(org=whose, queue=of_queue, state=JobState.CANCELLED)
             token, seen = "", 0
-            # Later pages cost the same.
+            # Later pages must not cost more than the first one.
             while seen < 12 * page_size:
                 page = await QueueAdmin(recorder).list_jobs(wanted, page_size=page_size, page_token=token)
                 assert len(page.jobs) == page_size
@@ -806,7 +807,7 @@ async def test_a_page_of_cold_jobs_costs_what_is_on_it(fresh_dsn: str, org: OrgI
                 async with recorder.transaction() as connection:
                     await run(connection, recorder.last(admin_statements.LIST_JOBS))
                     plan = await explain(connection, recorder.last(admin_statements.LIST_JOBS))
-                # Each job costs a page or two, and each day one lookup.
+                # Each job costs a page or two, and each day costs one lookup.
                 print(f"{whose} {of_queue} {seen:6} {plan.buffers:6} pages")
                 assert plan.buffers <= 3 * page_size + 60 * days, plan.root
 
@@ -828,7 +829,7 @@ FROM generate_series(1, %(rows)s) AS n
 async def test_right_after_a_load_a_search_and_a_count_read_a_range_and_not_all_jobs_of_the_org(
     fresh_dsn: str, org: OrgId
 ) -> None:
-    """Without statistics the planner believes that an org has few jobs, and would read all of them."""
+    """Without statistics the planner believes that an org has few jobs. So it would read all jobs of the org."""
     async with recording(fresh_dsn, may_scan=True) as recorder:
         await recorder.run(b"ALTER TABLE windrow.job SET (autovacuum_enabled = off)", {})
         queue = QueueName("queue-1")
@@ -850,7 +851,8 @@ async def test_right_after_a_load_a_search_and_a_count_read_a_range_and_not_all_
 
 
 async def test_a_search_and_a_count_do_not_read_the_newer_jobs_of_another_org(fresh_dsn: str, org: OrgId) -> None:
-    """A range that has them all is most of the table, and the planner would read the table instead."""
+    """A range with all jobs of the other org is most of the table. So the planner would read the whole table
+    instead."""
     async with recording(fresh_dsn, may_scan=True) as recorder:
         queue, other = QueueName("queue-1"), OrgId(f"{org}-other")
         lanes = await Store(recorder).names.make([(org, queue), (other, queue)])
@@ -871,7 +873,8 @@ async def test_a_search_and_a_count_do_not_read_the_newer_jobs_of_another_org(fr
 
 
 async def test_to_find_a_range_no_older_jobs_of_another_org_are_read(fresh_dsn: str, org: OrgId) -> None:
-    """The planner expects the jobs of the org everywhere in the table: a scan would soon have found enough."""
+    """The planner expects the jobs of the org in all parts of the table, so it expects that a scan soon finds
+    enough."""
     async with recording(fresh_dsn, may_scan=True) as recorder:
         queue, other = QueueName("queue-1"), OrgId(f"{org}-other")
         lanes = await Store(recorder).names.make([(org, queue), (other, queue)])
@@ -890,7 +893,7 @@ async def test_to_find_a_range_no_older_jobs_of_another_org_are_read(fresh_dsn: 
                     await connection.execute("SET LOCAL enable_seqscan = off")
                 await run(connection, search)
                 plan = await explain(connection, search)
-            # The jobs of the org twice, at most.
+            # At most the jobs of the org, twice.
             assert plan.rows_read("job") <= ROWS // 10, plan.root
 
 
@@ -955,7 +958,7 @@ async def test_a_draw_reads_only_its_buckets(fresh_dsn: str) -> None:
             await run(connection, drawn)
         plan = await explain(connection, drawn)
     assert plan.scans("token_bucket") == []
-    # For each: down the index, to the row and to a page for its new version.
+    # For each draw: the way down the index, the page of the row, and a page for its new version.
     assert plan.buffers <= 15 * len(draws), plan.root
 
 
@@ -988,7 +991,7 @@ async def test_a_claim_within_limits_reads_its_leases_and_no_job_that_waits(fres
                 await run(connection, full)
             plan = await explain(connection, full)
     assert plan.rows_read("job") == 0, plan.root
-    # For each lease an index entry and its row, and the queue.
+    # For each lease: an index entry, its row, and the queue.
     assert plan.buffers <= 4 * leased_max, plan.root
 
 

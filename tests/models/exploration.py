@@ -1,4 +1,4 @@
-"""Explores all interleavings of a model, breadth first, so that the first counter-example is one of the shortest."""
+"""Explores all interleavings of a model, breadth first. So the first counter-example is one of the shortest."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ S = TypeVar("S", bound=Hashable)
 
 
 class Model(Protocol[S]):
-    """A protocol: its states, and the transitions between them."""
+    """A protocol: its states, and the transitions between states."""
 
     def start(self) -> S: ...
 
     def steps(self, state: S) -> Iterator[tuple[str, S]]:
-        """Returns every possible next event, described in words, with the state that it leads to."""
+        """Returns every event that can happen next: a description in words, and the state to which the event leads."""
         ...
 
     def broken(self, state: S) -> str | None:
@@ -32,7 +32,7 @@ class Model(Protocol[S]):
 class Explored:
     name: str
     states: int
-    # What is wrong with the state at the end of the trace; None: no state is wrong.
+    # What is wrong with the state at the end of the trace; None: every state is right.
     broken: str | None = None
     trace: tuple[str, ...] = ()
 
@@ -44,9 +44,9 @@ class Explored:
 
 
 def visit(name: str, model: Model[S]) -> Explored:
-    """Visits every reachable state. Stops at the first that violates an invariant; if none does, looks for one from
-    which the end can never be reached."""
-    # A state's number is its place in this list. States are large: each is hashed once for each step that leads to it.
+    """Visits every reachable state. Stops at the first state that violates an invariant. If no state does, looks for a
+    state from which the end can never be reached."""
+    # The number of a state is its place in this list. States are large, so each is hashed once for each step to it.
     states = [model.start()]
     numbers = {states[0]: 0}
     # How each state was first reached, and all states that lead to it.
@@ -60,7 +60,7 @@ def visit(name: str, model: Model[S]) -> Explored:
             steps.append(what)
         return Explored(name=name, states=len(states), broken=broken, trace=tuple(reversed(steps)))
 
-    # The list grows meanwhile.
+    # The list grows during this loop.
     for at, state in enumerate(states):
         for what, after in model.steps(state):
             number = numbers.setdefault(after, len(states))

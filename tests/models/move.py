@@ -4,22 +4,22 @@ docs/decisions/0017-moving-slots.md describes what each step writes; here each s
 next. `Rule` names the rules that keep a move safe: without any one of them, the search must find a violation
 (tests/property/test_move_model.py).
 
-Modelled: one slot, two shards and the catalog; the slot moves there, back, and there again.
+The model has one slot, two shards and the catalog. The slot moves there, back, and there again.
 
-- Producers repeat the same job, or send another one with the same dedup key, at any time, through routers with any past
-  or present placement; also a job whose dedup key belongs to another job by now. A call has three parts, between which
-  others can run: it asks the former owners, its statement takes a snapshot, and it commits.
-- Consumers claim wherever a job is visible. Acks, nacks, lost leases, deaths, redrives and cancellations.
-- A balancer without memory, which may crash and restart between any two steps. Other balancers that believe they lead:
-  each decides on a step, freezes, and runs it at any later time, or never.
-- Routers that start and grant slots by an old catalog; changes of a queue's configuration, and lookups by id, through
-  routers with any old placement.
+- Producers repeat the same job, or send another one with the same dedup key. They do so at any time, through routers
+  with any past or present placement. They also send a job whose dedup key belongs to another job by now. A call has
+  three parts, between which others can run: it asks the former owners, its statement takes a snapshot, and it commits.
+- Consumers claim wherever a job is visible. They ack and nack, and lose leases. Jobs die, are redriven and cancelled.
+- One balancer has no memory, and may crash and restart between any two steps. Other balancers believe that they lead:
+  each decides on a step, freezes, and runs the step at any later time, or never.
+- Routers start, and grant slots by an old catalog. Callers change a queue's configuration and look jobs up by id,
+  through routers with any old placement.
 
-Not modelled: more than two jobs, one slot, two shards, three moves, two frozen balancers. Time: that an id is too new
-for a former owner to know only saves a question; a dedup window has ended from the beginning, or never ends. Failures
-inside one database: a commit is durable, and a statement is one step unless the record says that it is two. Lease
-tokens, except for the shard that they name. Which job is claimed next. Changes of a configuration on the source while
-slots leave it. Orgs that get a slot of their own: see tests/models/pins.py.
+The model has at most two jobs, one slot, two shards, three moves and two frozen balancers. It has no time: that an id
+is too new for a former owner to know it only saves a question, and a dedup window has ended from the beginning, or
+never ends. No database fails inside: a commit is durable, and a statement is one step unless the record says that it is
+two. A lease token is only the shard that it names. A claim may take any job. The configuration does not change on the
+source while slots leave it. Orgs that get a slot of their own are in tests/models/pins.py.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ _NAMES = ("A", "B")
 
 
 class Leaving(NamedTuple):
-    """A row of windrow.departing: no reader sees it. It is copied to the target, then deleted."""
+    """A row of windrow.departing, which no reader sees. The row is copied to the target, and then deleted."""
 
     epoch: int
     chunk: int
     dead: bool
 
 
-# In which table and state a shard has a job. "ready" includes scheduled.
+# The table and state in which a shard has a job. "ready" includes scheduled jobs.
 Row = Literal["absent", "ready", "leased", "dead", "finished"] | Leaving
 _ABSENT: Row = "absent"
 _READY: Row = "ready"
@@ -112,7 +112,7 @@ class Placement(NamedTuple):
 
     epoch: int
     writer: Place
-    # In the order in which jobs travel: one shard at rest, the source and the target during a move.
+    # The shards in the order in which jobs travel: one shard at rest, and the source and the target during a move.
     reads: tuple[Place, ...]
     former: frozenset[Place]
 
@@ -127,25 +127,25 @@ class Call(NamedTuple):
     # "asked": the former owners do not know the job. "admitted": a snapshot found the slot owned, and the call will
     # commit. "looking": the shards asked so far do not know the job.
     stage: Literal["asked", "admitted", "looking"]
-    # None: a change of configuration.
+    # The job; None: the call changes the configuration.
     job: int | None
     place: Place
-    # The epoch by which the router knows the writer; unused once the call is admitted.
+    # The epoch by which the router knows the writer. It is not used any more when the call is admitted.
     epoch: int = 0
-    # For a lookup: the shards that it still has to ask, and how many placements there were when it began.
+    # Only for a lookup: the shards that it still has to ask, and how many placements there were when it began.
     others: tuple[Place, ...] = ()
     version: int = 0
 
 
 class Step(NamedTuple):
-    """The next step that a balancer has decided on, with the data that it read for that."""
+    """The step that a balancer has decided to do next, with the data that it read for this decision."""
 
     do: Literal["begin", "close", "open", "switch", "depart", "take", "forget", "leave"]
     epoch: int
     source: Place
     target: Place
     chunk: int = 0
-    # For a chunk: each job, and whether it is dead.
+    # The jobs of a chunk, and whether each is dead.
     jobs: tuple[tuple[int, bool], ...] = ()
     paused: bool = False
 
@@ -174,18 +174,18 @@ class Step(NamedTuple):
 
 
 class State(NamedTuple):
-    # All placements so far; the last one is the catalog's.
+    # All placements so far. The last one is in the catalog.
     history: tuple[Placement, ...]
     shards: tuple[Shard, Shard]
     # Sorted, because all routers are alike.
     calls: tuple[Call, ...]
-    # What other balancers decided before they froze.
+    # The steps on which other balancers decided before they froze.
     frozen: tuple[Step, ...]
     # How often each job was stored as a live job.
     stored: tuple[int, ...]
     # The shards where consumers hold live leases on each job.
     held: tuple[frozenset[Place], ...]
-    # What the operator was last told about the configuration.
+    # Whether the last answer to the operator said that the queue is paused.
     told_paused: bool
     # A violation that has happened; empty if none has.
     wrong: str
@@ -318,7 +318,7 @@ class _Model:
             for job in self._jobs:
                 call = Call("asked", job, writer, epoch)
                 if not others:
-                    # A call that has asked and got no answer is the same as one that has not begun.
+                    # There is no former owner to ask, so the call is admitted at once.
                     yield from self._admit(state, call, state.calls)
                 elif not any(self._knows(state.shards[at], job) for at in others):
                     what = f"a router that knows epoch {epoch} asks the former owner, which does not know {_job(job)}"
@@ -353,7 +353,8 @@ class _Model:
                     assert_never(call.stage)
 
     def _admit(self, state: State, call: Call, others: tuple[Call, ...]) -> Iterator[tuple[str, State]]:
-        """A refused call changes nothing; the router reloads the catalog and begins again."""
+        """Admits the call or refuses it. A refused call changes nothing: its router reloads the catalog and begins
+        again."""
         shard, name = state.shards[call.place], _NAMES[call.place]
         epoch = call.epoch if Rule.ONE_PLACEMENT_A_CALL in self._rules else state.placement.epoch
         if Rule.ENQUEUES_NEED_AN_OWNED_SLOT in self._rules and shard.state != "owned":
@@ -365,7 +366,7 @@ class _Model:
         yield f"{name} admits {what}, by a router that knows epoch {epoch}", _with_call(state, others, admitted)
 
     def _commit(self, state: State, call: Call, others: tuple[Call, ...]) -> tuple[str, State]:
-        """Unique indexes and the second look see the present state; the slot is not checked again."""
+        """Commits the call. Unique indexes and the second look see the present state. The slot is not checked again."""
         shard, name = state.shards[call.place], _NAMES[call.place]
         ended = state._replace(calls=others)
         wrong = "" if shard.state == "owned" else f"I6: {name} writes what is not its own any more"
@@ -389,7 +390,7 @@ class _Model:
             yield from self._look(state, call, state.calls)
 
     def _look(self, state: State, call: Call, others: tuple[Call, ...]) -> Iterator[tuple[str, State]]:
-        """Lookups: GetJobs, CancelJobs, what became of a lease, and an enqueue whose dedup key is known."""
+        """Looks a job up, as GetJobs, CancelJobs, a question about a lease, or an enqueue with a known dedup key do."""
         assert call.job is not None
         name = _NAMES[call.place]
         if self._has(state.shards[call.place], call.job):
@@ -456,7 +457,7 @@ class _Model:
             yield f"a frozen balancer goes on: {step}", self._perform(others, step)
 
     def _decide(self, state: State) -> Iterator[Step]:
-        """Returns the next step, decided only by what the databases contain."""
+        """Yields the steps that may come next. Only the contents of the databases decide which."""
         known = state.placement
         if known.at_rest:
             if known.epoch <= self._scenario.moves:
@@ -486,7 +487,7 @@ class _Model:
             if taken or Rule.COPY_BEFORE_DELETE not in self._rules:
                 yield nothing._replace(do="forget", chunk=source.chunk)
         else:
-            # Any of them: a chunk is bounded, and jobs that a consumer has locked are skipped.
+            # A chunk may have any of the jobs, because it is bounded and skips jobs that a consumer has locked.
             ready = [(job, row == "dead") for job, row in enumerate(source.rows) if self._may_leave(row)]
             for size in range(1, len(ready) + 1):
                 for jobs in combinations(ready, size):
@@ -574,7 +575,7 @@ class _Model:
             return state
         for job, dead in step.jobs:
             if shard.rows[job] == "finished":
-                # No index refuses it.
+                # No index refuses a live job whose id is finished here.
                 state = _count_stored(state, job)
             tally = 1 if Rule.BOOKS_MOVE in self._rules else 0
             state = _with_row(state, step.target, job, "dead" if dead else "ready", tally=tally)

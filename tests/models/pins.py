@@ -1,15 +1,15 @@
 """How an org gets a slot of its own, as a model small enough to visit every reachable state.
 
 docs/decisions/0017-moving-slots.md describes what each step writes. tests/models/move.py models how one slot moves;
-here there are two, the org's hash slot and its own, which move independently. `Rule` names the rules that keep this
-safe: without any one of them, the search must find a violation (tests/property/test_pin_model.py).
+here there are two slots, the org's hash slot and its own, which move independently. `Rule` names the rules that keep
+this safe: without any one of them, the search must find a violation (tests/property/test_pin_model.py).
 
-Modelled: one org with one job and one queue, two shards and the catalog. An operator pins the org at any time. Routers
-with any past or present catalog repeat the job, and create the org's row by its hash, and its queue. Balancers that may
-stop anywhere, and others that freeze between decision and step. Routers that start and grant slots.
+The model has one org with one job and one queue, two shards and the catalog. An operator pins the org at any time.
+Routers with any past or present catalog repeat the job, and create the org's row by its hash, and the queue. Balancers
+may stop anywhere, and others freeze between a decision and its step. Routers start, and grant slots.
 
-Not modelled, because tests/models/move.py does it: chunks, leases, dead jobs, dedup keys, lookups. Jobs leave one shard
-and arrive on the other in one step; a shard is closed when no enqueue is running there.
+Chunks, leases, dead jobs, dedup keys and lookups are only in tests/models/move.py. Here jobs leave one shard and arrive
+on the other in one step, and a shard is closed when no enqueue is running there.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Known(NamedTuple):
 class Shard(NamedTuple):
     """One database: what it knows about the org."""
 
-    # By slot.
+    # What the shard knows of each slot.
     known: tuple[Known, Known]
-    # The slot in which the shard has the org, and the queue; None: it has none.
+    # The slots in which the shard has the org and the queue; None: the shard does not have it.
     org: Slot | None
     queue: Slot | None
     job: Literal["absent", "ready", "finished"]
@@ -74,7 +74,7 @@ class Shard(NamedTuple):
 class Placement(NamedTuple):
     epoch: int
     writer: Place
-    # In the order in which jobs travel.
+    # The shards in the order in which jobs travel.
     reads: tuple[Place, ...]
     former: frozenset[Place]
 
@@ -87,9 +87,9 @@ class Catalog(NamedTuple):
     """One version of the catalog."""
 
     epoch: int
-    # By slot; with the org's own slot once it is pinned.
+    # The placement of each slot. The org's own slot is here from the pin on.
     placements: tuple[Placement, ...]
-    # The epoch at which the org was pinned; 0: it was not.
+    # The epoch at which the org was pinned; 0: the org was not pinned.
     pinned: int = 0
 
     @property
@@ -105,7 +105,7 @@ class Call(NamedTuple):
     """A call that waits at a point where others can run before it continues."""
 
     # "asked": the former owners do not know the job. "making": the queue is being created. "admitted": a snapshot found
-    # its slot owned, and the call will commit.
+    # the call's slot owned, and the call will commit.
     stage: Literal["asked", "making", "admitted"]
     # True: the call pauses the queue. False: it enqueues the job.
     pauses: bool
@@ -116,15 +116,15 @@ class Call(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The next step that a balancer has decided on, with the data that it read for that."""
+    """The step that a balancer has decided to do next, with the data that it read for this decision."""
 
     do: Literal["begin", "adopt", "close", "open", "switch", "carry", "leave"]
     slot: Slot
-    # The epoch of the move; for begin, the one that it was planned with; for adopt, that of the pin.
+    # The epoch of the move. For "begin": the epoch with which the move was planned. For "adopt": the epoch of the pin.
     epoch: int
     source: Place
     target: Place
-    # For open: whether the source has the org in this slot, with the queue, and the queue's configuration there.
+    # Only for "open": whether the source has the org in this slot and the queue, and the queue's configuration there.
     has_org: bool = False
     has_queue: bool = False
     paused: bool = False
@@ -151,7 +151,7 @@ class Step(NamedTuple):
 
 
 class State(NamedTuple):
-    # All versions so far; the last one is the catalog.
+    # All versions so far. The last one is the present catalog.
     history: tuple[Catalog, ...]
     shards: tuple[Shard, Shard]
     # Sorted, because all routers are alike.
@@ -173,7 +173,7 @@ class Scenario:
     """The processes and slots of an exploration. Each scenario is small, so that all are explored within seconds."""
 
     name: str
-    # Whether the hash slot has come from B, where the org had a queue and, finished, the job.
+    # Whether the hash slot has come from B, where the org had a queue and the job, which is finished.
     lived_on_b: bool = False
     # How often each slot moves.
     moves: tuple[int, int] = (1, 1)
@@ -299,7 +299,8 @@ class _Model:
                     assert_never(call.stage)
 
     def _come(self, state: State, call: Call, others: tuple[Call, ...]) -> Iterator[tuple[str, State]]:
-        """Creates what is missing, the org by its hash. What the shard refuses changes nothing."""
+        """Lets a call come to its shard. Creates the org, by its hash, and the queue if they are missing. A call that
+        the shard refuses changes nothing."""
         name, shard = _NAMES[call.place], state.shards[call.place]
         if shard.queue is None:
             org = _HASH if shard.org is None else shard.org
@@ -361,7 +362,7 @@ class _Model:
             yield f"a frozen balancer goes on: {step}", self._perform(others, step)
 
     def _decide(self, state: State, slot: Slot) -> Iterator[Step]:
-        """Returns the next step for a slot, decided only by what the databases contain."""
+        """Yields the step that comes next for a slot. Only the contents of the databases decide which."""
         known = state.catalog.placements[slot]
         if known.at_rest:
             if self._moved(state, slot) < self._scenario.moves[slot]:
@@ -437,7 +438,7 @@ class _Model:
         return _with_shard(state, step.source, state.shards[step.source]._replace(org=_OWN, queue=queue))
 
     def _must_wait(self, state: State, at: Place) -> bool:
-        """Returns whether queues of the org are being created, for which the step waits."""
+        """Returns whether the step must wait for queues of the org that are being created."""
         making = any((call.stage, call.place) == ("making", at) for call in state.calls)
         return making and Rule.NEW_QUEUES_ARE_WAITED_FOR in self._rules
 

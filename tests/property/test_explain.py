@@ -1,5 +1,5 @@
-"""For any order of enqueues and attempts that Hypothesis generates: every live job has a cause, and the jobs that are
-told to be ahead of a ready one are those that claims take before it."""
+"""For any order of enqueues and attempts that Hypothesis generates, every live job has a cause. The jobs that are said
+to be ahead of a ready job are those that claims take before it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ batches = st.lists(
     min_size=1,
     max_size=4,
 )
-# What is done to some of the jobs that are ready then, after each batch.
+# What is done after each batch to some of the jobs that are ready by then.
 attempts = st.lists(st.tuples(st.integers(0, 4), st.sampled_from(_HOW)), min_size=1, max_size=4)
 
 
@@ -67,7 +67,7 @@ async def _attempt(store: Store, org: OrgId, how: str, count: int) -> None:
         case "snooze":
             await store.settle(Settlement.snooze(org, [Snooze(lease=lease, after_us=HOUR_US) for lease in held]))
         case _:
-            # The consumer keeps them.
+            # The consumer keeps the leases.
             pass
 
 
@@ -102,7 +102,7 @@ async def _check(
         assert all(cause.WhichOneof("cause") for cause in told.causes)
         if facts.live is not None and facts.live.visible_at <= facts.live.now:
             ahead[name] = facts.live.more_urgent + facts.live.earlier
-    # Another router claims, one job at a time.
+    # Another router claims the jobs one by one.
     claimed = [(await lease_jobs(Store(database), org, max_jobs=1))[0][0].id for _ in ahead]
     assert [ahead[name] for name in claimed] == list(range(len(ahead)))
     assert await lease_jobs(Store(database), org) == []

@@ -1,4 +1,4 @@
-"""The shares that orgs get of a pool of workers, by the schedule alone: workers, jobs and time are simulated."""
+"""The shares of a pool of workers that orgs get by the schedule alone: workers, jobs and time are simulated."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def orgs(count: int) -> list[OrgId]:
 
 
 def jain(shares: Sequence[float]) -> float:
-    """Jain's index of fairness: 1 if all shares are equal, 1/n if one has all."""
+    """Returns Jain's index of fairness: 1 if all n shares are equal, and 1/n if one org has everything."""
     return sum(shares) ** 2 / (len(shares) * sum(share * share for share in shares))
 
 

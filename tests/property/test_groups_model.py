@@ -1,4 +1,4 @@
-"""Compares groups with k = 1 with a model, for any order of calls that Hypothesis generates, through two routers: a
+"""Compares groups with k = 1 with a model, for any order of calls through two routers that Hypothesis generates. A
 claim gets exactly the first job of each group, and only if that job is ready. No sweep runs, so nothing repairs a
 group."""
 
@@ -36,11 +36,11 @@ class GroupsMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.org = OrgId(f"groups-model-{next(_numbers)}")
         self.stores = [Store(self.database), Store(self.database)]
-        # The jobs of each group that are due, in their order: the first one has the slot.
+        # For each group, its due jobs in order. The first job has the group slot.
         self.lines: dict[str, list[JobId]] = {group: [] for group in GROUPS}
-        # Jobs that were never due, or were put off.
+        # For each group, the jobs that were never due, or were put off.
         self.scheduled: dict[str, set[JobId]] = {group: set() for group in GROUPS}
-        # First jobs that back off.
+        # The first jobs of groups, while they back off.
         self.later: set[JobId] = set()
         self.held: dict[JobId, Lease] = {}
 

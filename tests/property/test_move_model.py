@@ -1,5 +1,5 @@
-"""Visits every reachable state of the protocol that moves a slot. Then leaves out each of its rules, and must find a
-violation.
+"""Visits every reachable state of the protocol that moves a slot. Then leaves out each rule of the protocol, and must
+find a violation.
 
 `-s` prints the counter-examples.
 """
@@ -14,7 +14,7 @@ from tests.models.move import EVERY_RULE, SCENARIOS, Rule, Scenario, explore
 
 PAUSED, LOOKED_UP, THERE_AND_BACK, CHUNKS, TWINS, RETRIED, KEY_TAKEN = SCENARIOS
 
-# The invariant that is violated when a rule is left out, and the scenario that shows it.
+# For each rule: the invariant that is violated without it, and the scenario that shows the violation.
 BREAKS: Mapping[Rule, tuple[str, Scenario]] = {
     Rule.ENQUEUES_NEED_AN_OWNED_SLOT: ("I6", TWINS),
     Rule.ENQUEUES_COMPARE_EPOCHS: ("I3", TWINS),

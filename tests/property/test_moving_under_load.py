@@ -1,6 +1,6 @@
-"""Work continues while slots move there and back, orgs get slots of their own, and balancers die: each job is stored
-once and acked once, whatever placement routers have (I1, I2, I3, I5, I6). A seed and the scheduling of the databases
-decide what happens when."""
+"""Work continues while slots move there and back, orgs get slots of their own, and balancers die. Each job is stored
+once and acked once, whatever placement routers have (I1, I2, I3, I5, I6). A seed decides what happens when, together
+with the scheduling of the databases."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from tests.pair import A, B, Died, Fate, Pair, mortal_mover, open_pair
 
 ORGS, QUEUES, KEYS = 3, ("a", "b"), 8
 MOVES = trials(4, thorough=20)
-# Producers add no new jobs while this many are open. The one consumer would fall ever further behind on a slow machine.
+# Producers add no new jobs while this many are open. On a slow machine the one consumer would otherwise fall ever
+# further behind.
 OPEN_MAX = 200
 PATIENCE_S = 60.0
 
@@ -82,8 +83,8 @@ class Told:
 
 
 async def produce(router: Router, orgs: list[OrgId], told: Told, luck: random.Random, over: asyncio.Event) -> None:
-    """Enqueues new jobs while fewer than OPEN_MAX are open, and repeats earlier jobs and keys through this router or
-    another one, some after a long time."""
+    """Enqueues new jobs while fewer than OPEN_MAX are open. Repeats earlier jobs and keys through this router or
+    another one, sometimes after a long time."""
     sent: list[NewJobs] = []
     while not over.is_set():
         full = len(told.stored) - len(told.acked) > OPEN_MAX
@@ -110,7 +111,7 @@ async def produce(router: Router, orgs: list[OrgId], told: Told, luck: random.Ra
 
 
 async def consume(router: Router, org: OrgId, told: Told, luck: random.Random) -> int:
-    """Claims on every shard that may have jobs, and ends each lease in some way; some are left to expire."""
+    """Claims on every shard that may have jobs. Ends each lease in some way, or leaves it to expire."""
     claimed = 0
     for shard in router.known.placement(org).reads:
         store = router.stores[shard]
@@ -137,7 +138,8 @@ async def consume(router: Router, org: OrgId, told: Told, luck: random.Random) -
 async def move_about(pair: Pair, orgs: list[OrgId], luck: random.Random) -> None:
     for turn in range(MOVES):
         target = (B, A)[turn % 2]
-        # All orgs but the last, one after another: its own slot then moves independently of its hash slot.
+        # All orgs but the last are pinned, one after another. The own slot of an org then moves independently of its
+        # hash slot.
         pinned = orgs[turn % len(orgs)]
         if pinned is not orgs[-1]:
             await pins.pin(pair.catalog, pinned, OnShard(target))
@@ -166,7 +168,7 @@ async def test_each_job_is_stored_once_and_acked_once_while_slots_move(pair: Pai
     over = asyncio.Event()
     stores = {shard: pair.store(shard) for shard in (A, B)}
     routers = [Router(pair=pair, known=await pair.known(), stores=dict(stores)) for _ in range(3)]
-    # Two routers read the catalog now and then; one reads it only when it is refused.
+    # Two routers read the catalog now and then. The third one reads it only when it is refused.
     *current, late = routers
 
     async def keep_consuming() -> None:
@@ -184,7 +186,7 @@ async def test_each_job_is_stored_once_and_acked_once_while_slots_move(pair: Pai
         finally:
             over.set()
     assert late.refused
-    # All remaining jobs are finished, also leased ones.
+    # Finishes all jobs that are left, including those that are leased.
     left = {job for job in told.stored if not told.acked[job]}
     await current[0].learn()
     async with asyncio.timeout(PATIENCE_S):

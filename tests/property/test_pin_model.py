@@ -1,5 +1,5 @@
-"""Visits every reachable state of the protocol that gives an org a slot of its own. Then leaves out each of its rules,
-and must find a violation.
+"""Visits every reachable state of the protocol that gives an org a slot of its own. Then leaves out each rule of the
+protocol, and must find a violation.
 
 `-s` prints the counter-examples.
 """
@@ -14,7 +14,7 @@ from tests.models.pins import EVERY_RULE, SCENARIOS, Rule, Scenario, explore
 
 ENQUEUED, LIVED_ELSEWHERE, COMES_AND_GOES, PAUSED = SCENARIOS
 
-# The invariant that is violated when a rule is left out, and the scenario that shows it.
+# For each rule: the invariant that is violated without it, and the scenario that shows the violation.
 BREAKS: Mapping[Rule, tuple[str, Scenario]] = {
     Rule.PINNED_AT_REST: ("I1", ENQUEUED),
     Rule.FORMER_OWNERS_ARE_INHERITED: ("I3", LIVED_ELSEWHERE),

@@ -1,9 +1,9 @@
 """Compares the store with a model, for any order of calls that Hypothesis generates: fencing (I2), idempotent enqueue
-(I3), isolation (I4) and conservation (I5), through two routers with memories of their own, for calls made one by one or
-several at a time, and for jobs that are handed over.
+(I3), isolation (I4) and conservation (I5). The calls go through two routers with memories of their own, one by one or
+several at the same time. Some jobs are handed over.
 
-Only tests/timemachine.py makes time pass, and the guard of the floors is
-zero, so that a floor which is too high by one microsecond loses a job.
+Only tests/timemachine.py makes time pass. The guard of the floors is zero, so that a floor which is too high by one
+microsecond loses a job.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ T = TypeVar("T")
 QUEUES = (QueueName("a"), QueueName("b"))
 FAR_FUTURE_US = 4_000_000_000_000_000
 LIVE = ("scheduled", "ready", "leased")
-# Rounds of one claim: each may mark jobs dead, and the last one answers what it has.
+# How many rounds a claim has. Each round may mark jobs dead, and the last one answers with the jobs that it has.
 TURNS = 6
 
 _numbers = itertools.count()
@@ -66,7 +66,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What a producer asks for."""
+    """A job as its producer asks for it."""
 
     id: JobId
     org: OrgId
@@ -77,7 +77,7 @@ class Wish:
     max_attempts: int | None
     expires: bool
     key: str | None
-    # Whether the key counts while its job is live, and not for a window.
+    # Whether the key is a live key: it counts while its job is live, and not for a window.
     while_live: bool
 
     @property
@@ -89,10 +89,10 @@ class Wish:
 class Job:
     wish: Wish
     state: str
-    # The step that made it visible, which orders the claims of one lane.
+    # The step that made the job visible. It orders the claims of one lane.
     since: int
     attempt: int = 0
-    # The latest lease. If the state is "ready", it has ended and nobody has recorded that.
+    # The number of the latest lease. If the state is "ready", the lease has ended and nobody has recorded its end.
     lease: int | None = None
     expires: bool = False
     past_expiry: bool = False
@@ -138,7 +138,7 @@ class Sent(NamedTuple):
     """One call of a producer, and the result of its handover."""
 
     wishes: list[Wish]
-    # By position: the lease under which a waiting consumer gets the job.
+    # For positions in the call: the lease under which a waiting consumer gets the job.
     takers: dict[int, int]
     told: list[Handed]
 
@@ -184,7 +184,7 @@ class Memory:
     """The model: the state that the producers' and consumers' calls should have led to."""
 
     model: dict[JobId, Job] = field(default_factory=dict[JobId, Job])
-    # Which job holds a dedup key, and whether its window still lasts.
+    # For each dedup key: the job that holds it, and whether its window still lasts.
     keys: dict[tuple[OrgId, QueueName, str | None], tuple[JobId, bool]] = field(
         default_factory=dict[tuple[OrgId, QueueName, str | None], tuple[JobId, bool]]
     )
@@ -217,8 +217,9 @@ def world(module_dsn: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
             runner.run(each.close())
 
 
-# What is drawn must not depend on the state: ties that Postgres breaks differently, or two stores in another order,
-# would make two runs of one example differ. So examples draw numbers, which select modulo the number of candidates.
+# What is drawn must not depend on the state. Otherwise two runs of one example could differ, because Postgres breaks
+# ties differently or two stores come in another order. So examples draw numbers, which select modulo the number of
+# candidates.
 numbers = st.integers(0, 999)
 given_picks = st.lists(
     st.tuples(st.sampled_from(("live", "overtaken", "ended", "any")), numbers), min_size=1, max_size=4
@@ -242,7 +243,7 @@ wishes: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
         "while_live": st.booleans(),
     }
 )
-# The fields that a repeated job changes: mostly none.
+# The fields that a repeated job changes. Mostly it changes none.
 changed: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.just({}),
     st.fixed_dictionaries(
@@ -294,8 +295,8 @@ class StoreMachine(RuleBasedStateMachine):
         return self.memory.queues
 
     def some_given(self, picks: Sequence[tuple[str, int]]) -> list[Held]:
-        """Leases for one call: live ones, ones replaced by a newer lease, ones that ended and were not claimed again,
-        or any."""
+        """Returns leases for one call. Each is live, replaced by a newer lease, ended without a later claim, or any
+        lease."""
         pools: dict[str, list[Held]] = {}
         for held in self.given:
             job = self.model[held.job]
@@ -350,8 +351,8 @@ class StoreMachine(RuleBasedStateMachine):
                 self.enqueue(stores, tenants, data)
 
     def enqueue(self, stores: Sequence[int], tenants: Sequence[int], data: st.DataObject) -> None:
-        """New jobs, and some that were sent before or by other calls too, as by producers that missed the answer; some
-        of these with another key or in another queue. Consumers wait for some of them."""
+        """Enqueues new jobs, and jobs that were sent before or by other calls too, as by producers that missed the
+        answer. Some of the repeated jobs have another key or another queue. Consumers wait for some of the jobs."""
         calls: list[Sent] = []
         for org in tenants:
             tenant = self.orgs[org]
@@ -380,7 +381,7 @@ class StoreMachine(RuleBasedStateMachine):
         )
         for sent in calls:
             assert len(sent.told) == bool(sent.takers), "told exactly once"
-        # The result must equal that of the calls made one after another, in some order.
+        # The result must be that of the same calls made one after another, in some order.
         before = self.memory
         for order in itertools.permutations(range(len(calls))):
             self.memory = copy.deepcopy(before)
@@ -390,16 +391,16 @@ class StoreMachine(RuleBasedStateMachine):
         raise AssertionError(f"no order of calls explains these answers: {answers} to {calls}")
 
     def enqueued(self, sent: Sent, answer: dict[int, JobId], before: Mapping[JobId, Job]) -> bool:
-        """Applies a batch to the model. Returns whether that explains the answer and the handover's report. `before`:
-        the jobs that were stored before all calls of the moment."""
+        """Applies a batch to the model. Returns whether the model explains the answer and the report of the handover.
+        `before`: the jobs that were stored before all calls of the moment."""
         holders = [self.holder(wish) for wish in sent.wishes]
         known, handed = self.stored(sent.wishes, sent.takers)
         told = {at for each in sent.told for at in each.positions}
         if told != handed or known.keys() != answer.keys():
             return False
-        # The job may be known by its own id instead of its key, if another call stores it at the same moment: a call
-        # looks up afterwards what it did not store, and an id wins over a key. Or by its key, if it was looked up just
-        # before another call stored its id with another key.
+        # Another call may store the job at the same moment. Then this call may know the job by its own id instead of
+        # its key: a call looks up afterwards what it did not store, and an id wins over a key. Or it may know the job
+        # by its key, if it looked the key up just before the other call stored the id with another key.
         return all(
             answer[at] in (known_as, sent.wishes[at].id)
             or (answer[at] == holders[at] and sent.wishes[at].id not in before)
@@ -407,8 +408,8 @@ class StoreMachine(RuleBasedStateMachine):
         )
 
     def stored(self, wishes_: Sequence[Wish], takers: dict[int, int]) -> tuple[dict[int, JobId], set[int]]:
-        """Returns the positions that were known, and those that were leased to their takers. A job that is not stored
-        leaves nothing behind."""
+        """Returns the positions of known jobs with their ids, and the positions of jobs that were leased to their
+        takers. A job that is not stored leaves nothing behind."""
         known: dict[int, JobId] = {}
         handed: set[int] = set()
         # If a call names a job twice, none of its jobs is promised.
@@ -416,7 +417,7 @@ class StoreMachine(RuleBasedStateMachine):
         named: dict[JobId, JobId] = {}
         for at, wish in enumerate(wishes_):
             if wish.id in named:
-                # The same as where it was first named.
+                # The answer is that of the position where the job was first named.
                 known[at] = named[wish.id]
             elif wish.id in self.model:
                 known[at] = wish.id
@@ -436,7 +437,7 @@ class StoreMachine(RuleBasedStateMachine):
         return known, handed
 
     def holder(self, wish: Wish) -> JobId | None:
-        """The job that has this wish's dedup key."""
+        """Returns the job that has this wish's dedup key."""
         if wish.key is None:
             return None
         if wish.while_live:
@@ -497,7 +498,7 @@ class StoreMachine(RuleBasedStateMachine):
     def check_claim(
         self, ask: Asked, taken: ClaimResult, ready: dict[JobId, Job], left: Sequence[Job], *, complete: bool
     ) -> None:
-        """`left`: the jobs that were ready all the time and that nobody got."""
+        """Checks one answer. `left`: the jobs that were ready all the time and that nobody got."""
         jobs = [ready[job.id] for job in taken.jobs]
         assert all(job.wish.org == ask.org and job.wish.queue in ask.queues for job in jobs)
         left = [job for job in left if job.wish.org == ask.org and job.wish.queue in ask.queues]
@@ -505,7 +506,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert len(jobs) <= ask.max_jobs
         if complete and len(jobs) < ask.max_jobs:
             assert left == []
-        # Higher priorities first, in each lane the oldest first, and answered in this order.
+        # Higher priorities come first, and in each lane the oldest jobs. The answer has this order.
         for job in jobs:
             assert all(job.wish.priority <= other.wish.priority for other in left)
             lane = job.wish.queue, job.wish.priority
@@ -518,7 +519,7 @@ class StoreMachine(RuleBasedStateMachine):
         return job.wish.org == org and job.state == "leased" and job.lease == held.number
 
     def missed(self, held: Held, org: OrgId, same: Outcome | None) -> Answer:
-        """For a lease that is not live: returns OK if the same call had ended it."""
+        """Returns the answer for a lease that is not live: OK if the same call had ended it."""
         job = self.model[held.job]
         if job.wish.org != org:
             return Answer.NOT_FOUND
@@ -531,7 +532,7 @@ class StoreMachine(RuleBasedStateMachine):
         return self.orgs[self.orgs.index(org) - 1] if foreign else org
 
     def end_or_extend(self, stores: Sequence[int], foreign: Sequence[bool], data: st.DataObject) -> None:
-        """Consumers' calls with leases, live or not; rarely in another org's name."""
+        """Makes consumers' calls with leases, live or not, and seldom in another org's name."""
         how = data.draw(st.sampled_from(("ack", "nack", "extend", "release", "snooze")))
         picks = [data.draw(given_picks) for _ in stores]
         drawn = data.draw(st.lists(hows, min_size=4, max_size=4))
@@ -554,7 +555,8 @@ class StoreMachine(RuleBasedStateMachine):
                 self.release(calls, later=how == "snooze")
 
     def expected(self, calls: Sequence[tuple[Store, OrgId, list[Held]]], same: Outcome | None) -> list[list[Answer]]:
-        """A lease that several calls name is ended once, and all calls of its org get the answer."""
+        """Returns the expected answers. A lease that several calls name is ended once, and all calls of its org get
+        OK."""
         return [
             [Answer.OK if self.is_live(each, org) else self.missed(each, org, same) for each in held]
             for _, org, held in calls
@@ -711,11 +713,11 @@ class StoreMachine(RuleBasedStateMachine):
             case "explain":
                 self.explain(org, self.stores[store])
             case _:
-                # A router restarts and loses its remembered numbers and floors.
+                # A router restarts, and loses the numbers and floors that it remembered.
                 self.stores[store] = Store(self.world.database)
 
     def explain(self, org: int, store: Store) -> None:
-        """Every job has a cause, and the first one is what its state says."""
+        """Checks that every job has a cause, and that the first cause is the one that its state calls for."""
         tenant = self.orgs[org]
         for job in self.of(tenant, *LIVE, "succeeded", "dead", "cancelled"):
             facts = self.do(store.explain_job(tenant, job.wish.id))
@@ -767,7 +769,7 @@ class StoreMachine(RuleBasedStateMachine):
             job.cancel()
 
     def fire(self, org: int, queue: QueueName, store: Store) -> None:
-        """A schedule stores a job, and a router that comes after finds nothing to do."""
+        """A schedule stores a job. A router that comes later finds nothing to do."""
         tenant, name = self.orgs[org], ScheduleName(f"s{next(_numbers)}")
         admin, schedules = ScheduleAdmin(self.world.database, store), DueSchedules(self.world.database, store)
         spec = ScheduleSpec(timing=Timing(at=Micros(1_700_000_000_000_000)))
@@ -902,7 +904,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert {(org, queue, key): job for org, queue, key, job in rows} == self.live_keys()
 
     def teardown(self) -> None:
-        # The next example counts again from nothing.
+        # The next example counts from zero.
         for table in ("job", "dead", "finished", "dedup"):
             statement = (
                 f"DELETE FROM windrow.{table} WHERE queue_id IN "

@@ -1,6 +1,6 @@
-"""Compares workflows with a model: random graphs, in any order of ends that Hypothesis generates, through two routers.
-After every act exactly the nodes run that the model says. No sweep runs, so nothing repairs a workflow; except where a
-fold takes in a portion of two jobs at most, and sweeps have to do the rest."""
+"""Compares workflows with a model: random graphs, whose nodes end in any order that Hypothesis generates, through two
+routers. After every act exactly those nodes run that the model names. No sweep runs, so nothing repairs a workflow.
+There is one exception: if portions have at most two jobs, sweeps do the rest of a fold."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def graphs(draw: st.DrawFn) -> Edges:
 
 @dataclass(kw_only=True)
 class Model:
-    """What a workflow should be."""
+    """What should become of a workflow."""
 
-    # Each node comes after its parents.
+    # The edges of each node. A node comes after its parents.
     edges: Edges
-    # How each ended node has ended.
+    # For each node that has ended: how it ended.
     ended: dict[str, str] = field(default_factory=dict[str, str])
-    # Nodes whose jobs are live and wait for nothing.
+    # Nodes whose jobs are live and wait for no other node.
     free: set[str] = field(default_factory=set[str])
     cancelled: bool = False
 
     def settle(self) -> None:
-        """Does what follows from the ends, until nothing changes."""
+        """Ends and frees nodes as it follows from the ends so far, until nothing changes."""
         changed = True
         while changed:
             changed = False
@@ -105,12 +105,12 @@ class WorkflowsMachine(RuleBasedStateMachine):
         self.flow: NewWorkflow = self.do(self.routers[0].start(graph, callbacks=CALLBACKS))
         self.routers[1].know(self.flow)
         self.callbacks: set[str] = set()
-        # What each node has added last.
+        # The graph that each node has added last.
         self.added: dict[str, Edges] = {}
         self.compare()
 
     def teardown(self) -> None:
-        # A check reads all workflows of the shard, and would take longer with each example.
+        # A check reads all workflows of the shard. Without this it would take longer with each example.
         of_workflows = b"windrow.workflow, windrow.workflow_node, windrow.workflow_edge, windrow.workflow_arrival"
         self.do(self.database.run(b"TRUNCATE windrow.job, " + of_workflows, {}))
 
@@ -118,7 +118,7 @@ class WorkflowsMachine(RuleBasedStateMachine):
         return self.runner.run(act)
 
     def compare(self) -> None:
-        """Claims what is ready, and compares everything."""
+        """Claims the ready jobs, and compares everything with the model."""
         first = self.routers[0]
         if self.portions:
             self.do(first.check())
@@ -182,7 +182,7 @@ class WorkflowsMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 99), router=st.integers(0, 1), graph=graphs(), draw=st.data())
     def add(self, number: int, router: int, graph: Edges, draw: st.DataObject) -> None:
-        """Adds a graph, of which each node may also wait for what the workflow has."""
+        """Adds a graph. Each of its nodes may also wait for nodes that the workflow had before."""
         live = sorted(self.model.free)
         if not live:
             return
@@ -243,7 +243,7 @@ class WorkflowsMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 5))
     def cancel_all(self, number: int) -> None:
-        """Seldom, because it ends everything."""
+        """Cancels the workflow, but seldom, because that ends everything."""
         if number or self.model.state != "running":
             return
         flows = self.routers[1]

@@ -23,7 +23,7 @@ from windrow import uuid7
 from windrow.v1 import job_pb2, queue_pb2, server_pb2
 from windrow.v1.queue_pb2_grpc import QueueServicer, add_QueueServicer_to_server
 
-# Only for what hangs.
+# Upper bound of a wait. Only work that hangs reaches it.
 WAIT_S = 30.0
 Script = Callable[[Any, Any], Awaitable[Any]]
 
@@ -42,7 +42,7 @@ class FakeStream:
         self.began = time.monotonic()
         # Jobs to send after the consumer has closed its side, as if they had been on their way.
         self.parting: list[job_pb2.LeasedJob] = []
-        # The status with which it ended; None while it lasts.
+        # The status with which the stream ended; None while the stream lasts.
         self.ended: StatusCode | None = None
         self._context = context
         self._cut: asyncio.Future[StatusCode] = asyncio.get_running_loop().create_future()
@@ -56,7 +56,7 @@ class FakeStream:
             self._cut.set_result(code)
 
     async def send(self, *jobs: job_pb2.LeasedJob) -> None:
-        """Sends jobs, whatever the credit."""
+        """Sends jobs, even without credit."""
         self.credit -= len(jobs)
         self.sent += len(jobs)
         await self._write(queue_pb2.ConsumeResponse(jobs=jobs))
@@ -112,7 +112,7 @@ class FakeStream:
             await self._write(queue_pb2.ConsumeResponse(settled=[told]))
 
     async def _write(self, response: queue_pb2.ConsumeResponse) -> None:
-        # gRPC accepts one write at a time.
+        # gRPC accepts no second write before the first one has ended.
         async with self._turn:
             await self._context.write(response)
 
@@ -129,9 +129,9 @@ _LEASE_VERBS = {verb.method: verb for verb in VERBS}
 
 
 class FakeRouter:
-    """Records every request; `scripts` replaces the answers of a verb, `jobs` is what Dequeue and Consume deliver.
+    """Records every request. `scripts` replaces the answers of a verb, `jobs` is what Dequeue and Consume deliver.
 
-    The script of Consume gets the stream before any message is read, the script of Settle each message that has a
+    The script of Consume gets the stream before any message is read. The script of Settle gets each message that has a
     request_id.
     """
 
@@ -158,7 +158,7 @@ class FakeRouter:
 
     @property
     def stream(self) -> FakeStream:
-        """The newest one."""
+        """Returns the newest stream."""
         return self.streams[-1]
 
     def wake(self) -> None:
@@ -183,16 +183,16 @@ class FakeRouter:
         return [(one if isinstance(one, bytes) else one.lease).decode() for one in entries]
 
     def acks(self) -> list[queue_pb2.Ack]:
-        """On streams."""
+        """Returns the acks on all streams."""
         return [ack for message in self.of("Consume") for ack in message.acks]
 
     def nacks(self) -> list[queue_pb2.Nack]:
-        """On streams."""
+        """Returns the nacks on all streams."""
         return [nack for message in self.of("Consume") for nack in message.nacks]
 
     async def until(self, holds: Callable[[], object], *, within_s: float = WAIT_S) -> None:
-        """Waits until the condition holds. Checks it on every request, and every 20 ms for conditions that only the
-        test sees."""
+        """Waits until the condition holds. Checks the condition on every request, and every 20 ms for conditions that
+        only the test sees."""
         async with asyncio.timeout(within_s):
             while not holds():
                 with suppress(TimeoutError):
@@ -208,7 +208,7 @@ class FakeRouter:
         return self.plain(verb, request)
 
     def plain(self, verb: str, request: Any) -> Any:
-        """The answers of a router without problems."""
+        """Returns the answer of a router without problems."""
         ok = job_pb2.JOB_ANSWER_OK
         if verb in _LEASE_VERBS:
             known = _LEASE_VERBS[verb]
@@ -241,10 +241,10 @@ class FakeRouter:
 async def fake_router(address: str = "127.0.0.1:0") -> AsyncGenerator[FakeRouter]:
     router = FakeRouter()
     options = (
-        # A given port is that of a reserved_address().
+        # A test that gives a port has it from reserved_address(), which holds the port with SO_REUSEPORT.
         ("grpc.so_reuseport", int(not address.endswith(":0"))),
         ("grpc.max_receive_message_length", 17 << 20),
-        # Clients may ping as often as they may at a real router.
+        # A client may ping this router as often as a real router.
         ("grpc.http2.min_ping_interval_without_data_ms", 1000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_ping_strikes", 0),
@@ -287,7 +287,7 @@ def invalid(message: str, violations: dict[str, str]) -> Status:
 
 
 def settled_as(answer: job_pb2.JobAnswer.ValueType, *leases: bytes) -> queue_pb2.Settled:
-    """Returns an answer to a message in which these leases have this answer, and all others are OK."""
+    """Returns an answer to a message: these leases have this answer, and all other leases are OK."""
     if answer == job_pb2.JOB_ANSWER_OK:
         return queue_pb2.Settled()
     return queue_pb2.Settled(not_ok=[queue_pb2.LeaseAnswer(lease=lease, answer=answer) for lease in leases])

@@ -6,5 +6,5 @@ import sys
 
 
 def loaded(_job: object) -> bool:
-    """Returns whether this process has imported the client, without doing so."""
+    """Returns whether this process has imported the client. Does not import the client itself."""
     return "windrow.names" in sys.modules

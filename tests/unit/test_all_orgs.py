@@ -22,7 +22,7 @@ AGE_US = {"s1": 5, "s2": 7, "s3": 1}
 
 
 class Shard:
-    """A shard whose orgs have these figures. It stands for its handle and its administration at once."""
+    """A shard whose orgs have these figures. It is both the handle of the shard and its administration."""
 
     def __init__(self, name: ShardName, orgs: dict[OrgId, OrgFigures]) -> None:
         self.name, self.orgs, self.away = name, orgs, False
@@ -44,7 +44,7 @@ class Shard:
 
 
 class Shards:
-    """What list_orgs needs of the fleet."""
+    """The part of the fleet that list_orgs needs."""
 
     def __init__(self, orgs: dict[str, dict[str, tuple[Any, ...]]]) -> None:
         """`orgs`: the figures of each org on each shard that reads it."""

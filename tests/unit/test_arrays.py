@@ -28,7 +28,7 @@ def read(literal: str, of: str) -> object:
         (arrays.numbers([1, -2, 2**63 - 1]), "{1,-2,9223372036854775807}"),
         (arrays.names([]), "{}"),
         (arrays.names(["mail"]), '{"mail"}'),
-        # Without quotes they would be NULL, two numbers, and the bounds of a nested array.
+        # Without quotes Postgres would read these names as NULL, as two numbers, and as the bounds of a nested array.
         (arrays.names(["null", "NULL", "1", "a:b/c.d_e-f"]), '{"null","NULL","1","a:b/c.d_e-f"}'),
         (arrays.sparse_numbers({}, 5), "{}"),
         (arrays.sparse_numbers({1: 7}, 3), "{NULL,7,NULL}"),

@@ -1,4 +1,4 @@
-"""The bytes of a connection that a router is done with are never counted too high, and never stay far behind."""
+"""How many bytes of a connection a router is done with: the count is never too high, and never stays far behind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_no_byte_counts_as_done_with_while_a_call_goes_on_that_may_hold_it() -> 
         call(arrivals, 10)
     assert arrivals.done[PEER] == 30
     arrivals.end(PEER, unfinished)
-    # The first goal is reached. The others were not taken: a connection has one at a time.
+    # The count reaches the first of the three goals. The other two goals were ignored: a connection has one at a time.
     assert arrivals.done[PEER] == 1_000_030
 
 

@@ -1,4 +1,4 @@
-"""What the audit log keeps of requests: somebody has decided about each field of each request that is in it."""
+"""What the audit log keeps of requests: every field of an audited request is recorded or left out on purpose."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.gate.audit import CLUSTER_CHANGES, NAMES_ONLY, RECORDED, TEMPLATES, 
 from shard.admin import audit
 from windrow.v1 import access_pb2, admin_pb2, cluster_pb2, job_pb2, queue_pb2, schedules_pb2, workflows_pb2
 
-# Fields of these names must never be in the log, wherever they are.
+# Fields with these names must never be in the log, at any depth of a request.
 SECRET = {"payload", "result", "token", "secret", "password", "checkpoint", "log"}
 
 
@@ -85,7 +85,7 @@ def test_an_entry_has_at_most_a_kibibyte_whatever_it_is_about() -> None:
     whole = [*(str(field) for field in made[:-1]), json.dumps(made.request, ensure_ascii=False)]
     assert sum(len(text.encode()) for text in whole) <= 1024
     assert (made.org, made.queue) == (org, queue)
-    # The longest is left out, and the rest is there.
+    # Only the longest field is left out.
     assert made.request["ids"] == audit.LEFT_OUT
     assert made.request["reason"] != audit.LEFT_OUT
     many = {str(at): "x" * 200 for at in range(99)}

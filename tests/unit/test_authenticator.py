@@ -33,7 +33,7 @@ from windrow.v1 import access_pb2
 
 
 class Catalog:
-    """A fleet whose catalog has these keys, and counts the statements that look for them."""
+    """A fleet whose catalog has these keys. It counts the statements that look for keys."""
 
     def __init__(self) -> None:
         self.revocations = 0
@@ -95,7 +95,7 @@ async def door(catalog: Catalog) -> Authenticator:
 
 
 async def who(door: Authenticator, caller: Caller) -> Principal:
-    """Returns who calls, in a call of its own."""
+    """Makes a call as this caller. Returns its principal."""
 
     async def serve() -> Principal:
         context = cast("Context", caller)

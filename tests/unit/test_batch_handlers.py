@@ -43,7 +43,7 @@ from windrow.testing import run_job
 from windrow.v1 import job_pb2, queue_pb2
 
 HOUR_S = 3600.0
-# So long that a test whose batch waits for it does not end in time.
+# Too long: a test whose batch waits for this time fails by its own time limit.
 NEVER_S = 60.0
 
 
@@ -113,7 +113,7 @@ async def test_a_handler_that_raises_decides_alike_for_all_its_jobs(
         assert first.failure == second.failure
     fails, again, kills = (failures[jobs[kind][0].id] for kind in ("fails", "again", "kills"))
     assert (fails.failure.type, fails.failure.message) == ("OSError", "no disk")
-    # From the handler on.
+    # The stack begins at the handler.
     assert fails.failure.stack.splitlines()[1].endswith("in work")
     assert (again.retry_after.seconds, kills.failure.permanent) == (60, True)
     lines = {record.getMessage().partition(": ")[2]: record.levelno for record in caplog.records}
@@ -135,7 +135,7 @@ async def test_each_job_of_a_batch_has_its_own_outcome(router: FakeRouter, clien
         Snooze("not yet", after=30),
         ValueError("this one is bad"),
         cast("Any", object()),
-        # It was returned, not raised: Ctrl-C was not pressed.
+        # The handler returned the KeyboardInterrupt and did not raise it: nobody pressed Ctrl-C.
         KeyboardInterrupt("mine"),
     ]
 
@@ -237,7 +237,7 @@ async def test_a_batch_that_takes_too_long_fails_as_a_whole(
         finish.wait(WAIT_S)
         reasons.extend(job.lost.reason for job in jobs)
 
-    # So long that a busy machine has begun the thread.
+    # Long enough for a busy machine to begin the thread.
     handler = worker.batch_handler("work", max_jobs=2, max_wait=NEVER_S, timeout=0.5)
     handler(hangs_in_a_thread if in_thread else hangs)
     for _ in range(2):
@@ -394,7 +394,7 @@ async def test_a_job_that_waits_too_long_for_a_batch_goes_back_uncounted(router:
 
 
 async def test_leases_of_a_batch_are_extended_and_its_jobs_report_and_log(router: FakeRouter, client: Client) -> None:
-    # A busy machine extends the leases in time.
+    # Long enough for a busy machine to extend the leases in time.
     worker = Worker(client, "q", visibility_window=1.5)
     finish = asyncio.Event()
 

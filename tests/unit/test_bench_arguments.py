@@ -25,7 +25,7 @@ def _plan(*arguments: str) -> Any:
 
 def test_without_a_name_every_scenario_is_measured_with_every_peer() -> None:
     parts = read_order([]).parts
-    # Which measures nothing.
+    # The scenario `dashboards` measures nothing.
     assert list(dict.fromkeys(name for name, _ in parts)) == [name for name in SCENARIOS if name != "dashboards"]
     assert set(PEERS) <= set(parts[0][1].systems)
 
@@ -73,7 +73,7 @@ def test_routers_and_shards_vary_while_every_process_keeps_its_share() -> None:
 
 
 def _commands() -> list[str]:
-    """Each `./run bench …` of the pages, without placeholders."""
+    """Returns each `./run bench …` command of the pages, except commands with placeholders."""
     pages = [_ROOT / "bench" / "README.md", *(_ROOT / "docs").rglob("*.md")]
     found = {
         command.strip()

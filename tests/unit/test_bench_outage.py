@@ -1,4 +1,4 @@
-"""How `./run bench outage` computes, from calls, which orgs an outage affected and for how long."""
+"""How `./run bench outage` computes which orgs an outage affected and for how long, from calls."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_an_answer_that_is_neither_ok_nor_unavailable_is_odd() -> None:
 
 
 def test_an_org_is_served_again_when_nothing_fails_any_more() -> None:
-    # Only one org has another failure, long after.
+    # One org has one more failure, long after the outage.
     calls = [*an_outage(), call(1, 127.5, code=UNAVAILABLE)]
     assert outcome(STRIKE, calls, HOMES).served_s == pytest.approx(8.11)
     calls = [*an_outage(), call(1, 129.5, code=UNAVAILABLE)]
@@ -102,7 +102,7 @@ def test_each_demand_on_an_outage_can_fail() -> None:
     fine = outcome(STRIKE, an_outage(), HOMES)
     over = replace(fine, strike=replace(STRIKE, sort=Sort.FAIL_OVER))
     assert _judged([fine, over]) == []
-    # The median of three counts, but all failed calls do.
+    # For times the median of the three restarts counts, but every failed call counts.
     slow = replace(fine, silent_s=1.5, served_s=6.0)
     assert _judged([fine, fine, slow, over]) == []
     assert len(_judged([fine, slow, slow, over])) == 2

@@ -1,5 +1,5 @@
-"""How the benchmark runs a peer: the frames, the process, and the message if it fails. `./run bench` itself runs the
-real peers, and checks all their answers."""
+"""How the benchmark runs a peer: the frames, the process, and the message if the process fails. `./run bench` itself
+runs the real peers, and checks all their answers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def test_what_is_wrong_with_a_taken_job_ends_the_work(peer: FakePeer) -> N
     await peer.enqueue(stamped(1))
     with pytest.raises(Wrong, match="not as it was stored"):
         await peer.work(batch=1, concurrency=1, taken=refuse, finished=lambda _: None)
-    # By now it has finished what it had begun.
+    # The peer has finished the jobs that it had begun.
     assert await peer.left() == 0
 
 

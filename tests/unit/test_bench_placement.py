@@ -26,7 +26,7 @@ def bench(tmp_path: Path) -> Bench:
 def test_a_new_shard_moves_its_share_and_a_drained_one_what_it_has(shards: int) -> None:
     added, drained, heavier = changes_of(shards, jobs=1_000_000, rate=1000.0)
     assert 0 < added.moved <= 1.05 * SLOTS / (shards + 1)
-    # All moved load goes to one shard, or comes from one.
+    # All moved load goes to the added shard, or comes from the drained shard.
     assert added.busiest == added.moved
     assert drained.busiest == drained.moved
     assert SLOTS // shards <= drained.moved <= SLOTS // shards + 1

@@ -13,7 +13,7 @@ def spent(*, seconds: float = 10.0, postgres_s: float = 0.0, parts_s: float = 0.
 
 
 def router(shards: int) -> Router:
-    """0.001 s of CPU a second, and 6 files, for each shard; 14 files for itself."""
+    """A router that uses 0.001 s of CPU per second and 6 files for each shard, and 14 files for itself."""
     made = spent(parts_s=0.02 * shards)
     idle = spent(parts_s=0.01 * shards, statements=10.0)
     return Router(shards=shards, made=made, idle=idle, files=14 + 6 * shards, resident_mib=70.0 + shards)
@@ -63,14 +63,15 @@ def test_a_job_is_told_without_what_waiting_consumers_ask() -> None:
 
 def test_the_whole_cluster_follows_from_the_slope_for_a_shard_and_the_share_of_a_process() -> None:
     whole = {row[0]: row[1] for row in FIGURES.tables()[-1].rows}
-    # Three of each were counted with one connection for the queue; the default is four.
+    # Each process was measured with three connections to a shard, one of them for the queue. The default for the queue
+    # is four.
     assert whole["connections to one shard"] == "1,200"
     assert whole["connections of one router process"] == "6,014 files"
     assert whole["one idle router process, % of a core"] == "100"
     assert whole["one idle router process, statements/s"] == "1,000"
     assert whole["one router process starts, CPU seconds of its own"] == "20"
     assert whole["statements/s on an idle shard"] == "60"
-    # 5 ms of Postgres a ring.
+    # A ring takes 5 ms of Postgres.
     assert whole["rings/s of one shard that keep one core of Postgres busy"] == "200"
 
 

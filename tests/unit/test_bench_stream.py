@@ -80,7 +80,7 @@ async def test_the_messages_of_a_stream_are_counted(router: FakeRouter, stub: qu
     await asyncio.wait({task})
     assert (MESSAGES.with_jobs - before.with_jobs, MESSAGES.jobs - before.jobs) == (1, 10)
     assert (MESSAGES.with_acks - before.with_acks, MESSAGES.acks - before.acks) == (1, 10)
-    # The start, and the acks; the jobs, and their answer.
+    # Two messages were sent: the start and the acks. Two were received: the jobs and the answer to the acks.
     assert (MESSAGES.sent - before.sent, MESSAGES.received - before.received) == (2, 2)
 
 

@@ -1,4 +1,4 @@
-"""The router's certificate: files that cannot be used, and what the log says of one that expires."""
+"""The router's certificate: files that cannot be used, and what the log says about a certificate that expires."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_files_that_cannot_be_used_are_refused_by_name(
     with pytest.raises(ClusterFileError) as refused:
         Certificates(settings)
     assert fault in str(refused.value)
-    # Nothing of a key is shown, also not by the causes.
+    # No part of a key is shown, in the message or in its causes.
     assert "-----END" not in str(refused.value)
     assert refused.value.__cause__ is None or isinstance(refused.value.__cause__, OSError)
 
@@ -150,7 +150,7 @@ async def test_new_files_that_cannot_be_used_are_reported_once_and_the_old_ones_
         new: Pair = AUTHORITY.sign("new")
         new.save(settings.certificate, settings.key)
         await said(caplog, "new TLS files are in use: CN=new", 1)
-        # It tried again and again meanwhile.
+        # The router has tried the files many times meanwhile.
         assert caplog.text.count("is not the key of the first certificate") <= 2
     finally:
         following.cancel()

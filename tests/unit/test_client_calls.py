@@ -58,7 +58,7 @@ def test_pauses_grow_to_two_seconds_with_full_jitter() -> None:
 
 def test_a_pause_is_never_shorter_than_the_router_asked_for() -> None:
     assert pause_s(failure(StatusCode.UNAVAILABLE, 3.0), tries=1, luck=0.0) == 3.0
-    # Jitter: callers that got the same delay do not all return at once.
+    # Jitter: callers that were told the same delay do not all come back at the same time.
     assert pause_s(failure(StatusCode.RESOURCE_EXHAUSTED, 3.0), tries=1, luck=1.0) == 4.5
     assert pause_s(failure(StatusCode.UNAVAILABLE, 0.1), tries=9, luck=1.0) == 2.1
 
@@ -130,7 +130,7 @@ async def test_no_time_is_spent_on_a_pause_that_ends_too_late(router: FakeRouter
     router.scripts["Enqueue"] = failing(1, StatusCode.UNAVAILABLE, router, "Enqueue", **how)
     async with Client(router.address, org="acme", timeout=2000) as client:
         with pytest.raises(Unavailable) as caught:
-            # Much sooner than either is over.
+            # The error comes long before the pause or the timeout would end.
             await asyncio.wait_for(client.enqueue("emails", "send"), WAIT_S)
     assert caught.value.retry_after == pytest.approx(3000)
     assert caught.value.reason == "DISK_FULL"
@@ -145,7 +145,7 @@ async def test_a_try_that_hangs_is_given_up_and_made_again(router: FakeRouter) -
         return router.plain("Enqueue", request)
 
     router.scripts["Enqueue"] = hang_once
-    # The second try is answered in time on a busy machine too.
+    # Long enough for a busy machine to answer the second try.
     async with Client(router.address, org="acme", try_timeout=2.0) as client:
         await client.enqueue("emails", "send")
     assert len(router.of("Enqueue")) == 2
@@ -253,7 +253,7 @@ async def test_each_status_has_its_error(router: FakeRouter, code: grpc.StatusCo
 
     router.scripts["Enqueue"] = fail
     async with Client(router.address, org="acme") as client:
-        # A call that is tried again would wait for an hour.
+        # If the client tried this call again, it would wait for an hour.
         with pytest.raises(kind, match="because") as caught:
             await client.enqueue("emails", "send")
     assert type(caught.value) is kind
@@ -478,7 +478,7 @@ async def test_the_router_may_come_later_and_go_in_between() -> None:
     with reserved_address() as address:
         async with Client(address, org="acme") as client:
             waiting = asyncio.create_task(client.enqueue("q", "k"))
-            # Refused at least once before the server listens.
+            # The client is refused at least once before the server listens.
             done, _ = await asyncio.wait([waiting], timeout=0.3)
             assert not done
             async with fake_router(address):
@@ -540,7 +540,7 @@ async def test_nothing_is_redriven_while_a_shard_has_not_counted_its_dead_jobs(
 async def test_a_router_that_ignores_conditions_lists_no_other_jobs(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one without the feature JOB_SEARCH."""
+    """A router without the feature JOB_SEARCH ignores conditions."""
     states = [job_pb2.JOB_STATE_READY, job_pb2.JOB_STATE_SUCCEEDED]
     jobs = [job_pb2.Job(id=f"{n}-{state}", state=state, attributes={"n": n}) for n in "12" for state in states]
 

@@ -1,5 +1,5 @@
-"""What the client and the command make of causes: each has a sentence, also without figures; and the page for operators
-says what to do about each."""
+"""How the client and the command describe causes: each cause has a sentence, even without figures, and the page for
+operators says what to do about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom a client's certificate names, over real TLS connections: only what gRPC has verified counts."""
+"""Which principal a client's certificate names, over real TLS connections: only what gRPC has verified counts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def judged(
     *,
     verifies: bool = True,
 ) -> Principal | Unauthenticated | None:
-    """Makes a call over TLS with this certificate. Returns whom the server takes the client for."""
+    """Makes a call over TLS with this certificate. Returns the principal or the error that the server found."""
     certificates = ClientCertificates(entries)
     found: list[Principal | Unauthenticated | None] = []
 

@@ -30,7 +30,7 @@ from windrow.v1 import job_pb2, queue_pb2
 
 
 class Gate:
-    """Holds the calls of one verb until it is opened."""
+    """Holds the calls of one verb until the test opens the gate."""
 
     def __init__(self, router: FakeRouter, verb: str) -> None:
         self._router = router
@@ -51,7 +51,7 @@ async def arrived(router: FakeRouter, calls: int) -> None:
 
 
 async def filled(router: FakeRouter, client: Client, gate: Gate) -> list[asyncio.Task[Any]]:
-    """Uses up all calls that may run at a time."""
+    """Starts as many calls as may run at the same time."""
     tasks: list[asyncio.Task[Any]] = []
     for count in range(1, CALLS_MAX + 1):
         tasks.append(asyncio.create_task(client.enqueue("q", "first")))
@@ -205,9 +205,9 @@ async def test_each_caller_has_its_own_deadline(router: FakeRouter) -> None:
         for tasks, at_s in ((early, 0.5), (late, 0.7), (last, 0.9)):
             told = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), WAIT_S)
             assert all(isinstance(one, DeadlineExceeded) for one in told)
-            # No call fails before its own time is over,
+            # No call fails before its own time is over.
             assert at_s - 0.05 <= time.monotonic() - began
-        # and no call waits for those that came later.
+        # No call waits for a call that came later.
         assert order == [0.5] * len(early) + [0.7, 0.9]
 
 

@@ -214,7 +214,7 @@ def test_what_says_more_than_an_id_is_read_whole() -> None:
     told.CopyFrom(plain)
     told.results[1].duplicate = True
     assert _enqueued(request, told, first=0) == [Enqueued(id=new), Enqueued(id=known, duplicate=True)]
-    # As many bytes as two ids: one has none, and the other has more than an id.
+    # These results have as many bytes as two plain ids, but one has no id, and the other has more than an id.
     told.results[0].id = ""
     assert _enqueued(request, told, first=0) == [Enqueued(id=""), Enqueued(id=known, duplicate=True)]
     long = queue_pb2.EnqueueResponse(results=[queue_pb2.EnqueueResult(id="i" * 200)] * 2)

@@ -1,4 +1,4 @@
-"""How large a worker's messages are: by the bytes that they have on the wire."""
+"""The size of a worker's messages, counted by the bytes that they have on the wire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client without await: the same answers and errors, from any thread and beside a running loop."""
+"""The client without await: the same answers and errors, from any thread and while an event loop runs."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ async def test_a_job_that_a_router_would_refuse_is_refused_and_none_of_its_call_
     stored = await client.enqueue_many([bad, good], independent=True)
     assert [one.error is None for one in stored] == [False, True]
     assert [job.id for job in client.jobs] == [good.id]
-    # Callers that share a call.
+    # These two callers share a call.
     told = await asyncio.gather(
         client.enqueue("q", "k", priority=10), client.enqueue("q", "fine"), return_exceptions=True
     )

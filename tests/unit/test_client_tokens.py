@@ -1,4 +1,4 @@
-"""The token of a client: where it comes from, when another one is asked for, and that nobody sees it."""
+"""The token of a client: where it comes from, when the client asks for another token, and that nobody sees it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sent(router: FakeRouter) -> list[str]:
 
 
 def accepting(router: FakeRouter, *good: str) -> None:
-    """Lets the router refuse every Enqueue and every stream with another token."""
+    """Makes the router refuse every Enqueue and every stream whose token is not one of these."""
 
     async def enqueue(request: Any, context: Any) -> Any:
         if sent(router)[-1] not in good:
@@ -40,7 +40,7 @@ def accepting(router: FakeRouter, *good: str) -> None:
 
 
 def one_after_another(*tokens: str) -> tuple[Callable[[], str], deque[str]]:
-    """Returns a function that returns these tokens, the last one for ever, and those that are left."""
+    """Returns a function and its tokens. The function removes and returns one token per call, but keeps the last."""
     left = deque(tokens)
     return lambda: left.popleft() if len(left) > 1 else left[0], left
 
@@ -213,5 +213,6 @@ async def test_a_worker_whose_tokens_are_all_refused_ends() -> None:
         async with asyncio.timeout(WAIT_S):
             with pytest.raises(Unauthenticated):
                 await worker.run()
-        # gRPC may report another error than the router's if the worker is writing: then the same token is tried again.
+        # If the worker is writing, gRPC may report another error than the router's. The worker then tries the same
+        # token again.
         assert list(dict.fromkeys(sent(router))) == ["first", "second"]

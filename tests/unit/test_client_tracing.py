@@ -51,7 +51,7 @@ def traceparent_of(context: trace.SpanContext | None) -> str:
 
 
 def context_of(span: ReadableSpan) -> str:
-    """What a job made under this span carries."""
+    """Returns the traceparent of a job that is made under this span."""
     return traceparent_of(span.get_span_context())
 
 

@@ -159,7 +159,7 @@ async def test_a_late_cancellation_of_one_jobs_task_does_not_meet_the_next_job(
     router: FakeRouter, client: Client, second: str
 ) -> None:
     worker = Worker(client, "q", concurrency=1)
-    # So that it prefetches from the beginning: both jobs come in one message.
+    # The worker prefetches from the beginning, so that both jobs come in one message.
     worker._mean_job_s = 0.001
     cancelled = threading.Event()
 
@@ -219,7 +219,7 @@ async def test_handlers_that_suspend_run_at_the_same_time_up_to_the_concurrency(
         nonlocal inside, most
         inside += 1
         most = max(most, inside)
-        # Returns when three handlers wait here.
+        # This line waits until three handlers are here.
         await together.wait()
         inside -= 1
 
@@ -374,7 +374,7 @@ async def test_a_handler_that_snoozes_gives_its_job_back_for_a_while_and_nothing
 
 @pytest.mark.parametrize("outcome", [Retry, Snooze])
 def test_a_delay_that_is_a_text_is_named(outcome: type[Retry] | type[Snooze]) -> None:
-    # As a header Retry-After has it.
+    # The header Retry-After has the delay as a text.
     with pytest.raises(TypeError, match="after: '30' is neither a number of seconds nor a timedelta"):
         outcome("429", after=cast("Any", "30"))
 
@@ -422,7 +422,7 @@ async def test_a_job_without_a_handler_is_not_taken_for_a_quick_one(router: Fake
         for count in range(1, 4):
             router.give("unknown")
             await router.until(lambda count=count: len(router.settled("Snooze")) == count)  # type: ignore[misc]
-            # Quick handlers would have the worker ask for 50 jobs more.
+            # If the worker took this job for a quick one, it would ask for 50 jobs more.
             assert sum(message.credit for message in router.of("Consume")) <= 2 + count
 
 
@@ -436,7 +436,7 @@ def test_the_pause_of_a_job_without_a_handler_grows_with_the_time_that_it_is_kno
         run_at += timedelta(seconds=longest[-1])
     assert longest == [5, 5, 10, 20, 40, 80, 160, 300, 300]
     assert [2 * pause for pause in shortest] == longest
-    # A clock that was set back between both times.
+    # The clock was set back between the two times.
     assert pause_s(Job(enqueued_at=begin, run_at=begin - timedelta(hours=1)), luck=1.0) == 5
 
 
@@ -477,7 +477,7 @@ async def test_a_failed_job_is_logged_once_as_loudly_as_it_matters(
         (record,) = [record for record in caplog.records if jobs[kind].id in record.getMessage()]
         assert record.levelno == level
         assert record.getMessage() == f"w1: job {jobs[kind].id} ({kind}, queue q), attempt {attempt} of 3 {words}"
-        # Where there is a traceback, it begins in the handler.
+        # A traceback begins in the handler.
         text = logging.Formatter().format(record)
         assert text.count("Traceback") == traced
         assert text.count("File ") == text.count(__file__) == traced
@@ -530,7 +530,7 @@ async def test_a_plain_function_that_raises_stop_iteration_fails_and_the_worker_
 
 
 class Panic(BaseException):
-    """A BaseException, as pyo3's PanicException and the outcomes of pytest are."""
+    """A BaseException that is no Exception, like pyo3's PanicException and the outcomes of pytest."""
 
 
 class RateLimited(Retry):
@@ -706,7 +706,7 @@ async def test_acks_gather_while_messages_are_unanswered(router: FakeRouter, cli
 
 
 async def test_leases_are_extended_together(router: FakeRouter, client: Client) -> None:
-    # A busy machine extends the leases in time.
+    # Long enough for a busy machine to extend the leases in time.
     worker = Worker(client, "q", visibility_window=1.5)
     finish = asyncio.Event()
 
@@ -743,7 +743,7 @@ async def test_a_job_that_waits_too_long_goes_back_to_whoever_has_a_free_hand(
 
     router.give("quick")
     async with running(worker):
-        # A quick job first: only then does the worker prefetch.
+        # The worker prefetches only after a quick job.
         await router.until(lambda: router.acks() and router.stream.credit == 3)
         runs, *wait = [router.give("slow") for _ in range(3)]
         await router.until(lambda: len(router.settled("Release")) == 2)
@@ -823,7 +823,7 @@ async def test_a_stale_lease_cancels_its_handler_and_is_not_acked(
             ended.append((job.id, job.lost.is_set()))
 
     async with running(worker):
-        # For longer than a window.
+        # Four extends take longer than a window.
         await router.until(lambda: router.settled("Extend").count(kept.id) >= 4)
         over.set()
         await router.until(lambda: kept.id in router.settled("Ack"))
@@ -950,7 +950,8 @@ async def test_a_job_cut_off_before_its_first_step_is_released(router: FakeRoute
 async def test_a_job_whose_lease_is_over_is_not_begun(
     router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody has noticed: the loop stood still for longer than the window, and keep() has not run since."""
+    """Nobody has noticed the end of the lease: the loop stood still for longer than the window, and keep() has not run
+    since."""
     worker = Worker(client, "q", visibility_window=600, cancel_lost=False)
     begun: list[str] = []
 
@@ -964,7 +965,7 @@ async def test_a_job_whose_lease_is_over_is_not_begun(
     async def second(job: Job) -> None:
         begun.append(job.id)
 
-    # They arrive in one message, and the second one runs after the first one.
+    # Both jobs arrive in one message, and the second one runs after the first one.
     jobs = [router.give("first"), router.give("second")]
     async with running(worker):
         await router.until(router.acks)
@@ -1215,7 +1216,7 @@ async def test_an_error_that_time_cannot_heal_ends_the_worker(router: FakeRouter
 
 
 async def test_a_router_that_knows_no_streams_ends_the_worker_and_is_named() -> None:
-    """Waiting would be pointless: the router would never learn them."""
+    """To wait would be pointless: this router will never offer streams."""
     router = aio.server()
     address = f"127.0.0.1:{router.add_insecure_port('127.0.0.1:0')}"
     await router.start()
@@ -1264,7 +1265,7 @@ async def test_a_handler_that_hangs_is_stopped_at_its_timeout_and_its_place_is_f
         finally:
             reasons.append(job.lost.reason)
 
-    # So long that a busy machine has begun it.
+    # Long enough for a busy machine to begin the thread.
     @worker.handler("thread", timeout=timedelta(seconds=0.5))
     def thread(job: Job) -> None:
         hangs.wait(WAIT_S)
@@ -1286,11 +1287,11 @@ async def test_a_handler_that_hangs_is_stopped_at_its_timeout_and_its_place_is_f
         failure = nack.failure
         assert (failure.type, failure.permanent) == ("windrow.TimedOut", False)
         assert failure.message == f"the handler did not finish within {timeout}"
-        # The stack of the job's code, from the handler on.
+        # The stack begins at the handler.
         assert failure.stack.split("\n")[1].startswith(f'  File "{__file__}"')
         assert last in failure.stack
         assert failure.stack.endswith(f"\nwindrow.TimedOut: the handler did not finish within {timeout}")
-    # Nothing unexpected has happened: one line each, which says what the handler was doing.
+    # A timeout is nothing unexpected. It is logged as one line, which says what the handler was doing.
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     for record, kind in zip(caplog.records, ("coroutine", "thread"), strict=True):
         (line,) = logging.Formatter().format(record).splitlines()
@@ -1349,7 +1350,7 @@ async def test_so_many_threads_are_left_alone_and_then_each_keeps_its_place(
     async with running(worker):
         await router.until(lambda: len(router.nacks()) == 3)
         router.give("quick")
-        # Jobs that come in spite of the missing credit wait, too.
+        # A job that comes although there is no credit waits, too.
         await router.stream.send(router.jobs.popleft())
         assert not router.acks()
         over.set()

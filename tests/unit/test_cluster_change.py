@@ -1,4 +1,4 @@
-"""Changes of the cluster file while a process runs: which are refused, and what is reported about the others."""
+"""Changes of the cluster file while a process runs: which changes are refused, and what is reported about the rest."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_a_file_is_read_from_disk_and_has_the_digest_that_sha256sum_begins_with(
 @pytest.mark.parametrize(
     ("state", "serves"),
     [
-        # Whether it takes enqueues, gives jobs and takes changes, and its share of the slots.
+        # Whether the shard takes enqueues, gives jobs and takes changes; and its share of the slots.
         ("active", (True, True, True, 2.0)),
         ("draining", (True, True, True, 0.0)),
         ("enqueue_only", (True, False, True, 2.0)),

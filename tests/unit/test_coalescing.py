@@ -67,7 +67,7 @@ class Acts:
         return [act for act, end in enumerate(self._ends) if not end.done()]
 
     def end(self, act: int, answers: Sequence[int | Exception] | Exception | None = None) -> None:
-        """Ends an act. Answers each call with its negative, unless `outcomes` says otherwise."""
+        """Ends an act. Answers each call with its negative, unless `answers` says otherwise."""
         if isinstance(answers, Exception):
             self._ends[act].set_exception(answers)
         else:
@@ -115,8 +115,8 @@ def acts() -> Acts:
 
 @pytest.fixture(autouse=True, scope="module")
 def patience() -> Iterator[None]:
-    """Acts never take long, and every iteration of the event loop counts as idle, however slow the machine is: only
-    the test decides."""
+    """No act counts as slow, and every iteration of the event loop counts as idle, however slow the machine is. So only
+    the test decides when acts begin."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("shard.queue.coalescer._IDLE_ITERATION_S", math.inf)
         patched.setattr("shard.queue.coalescer._SECOND_ACT_AFTER_S", 1000.0)
@@ -128,7 +128,7 @@ def patience() -> Iterator[None]:
 
 async def test_an_idle_coalescer_begins_at_once(acts: Acts) -> None:
     result = acts.coalescer().submit(1)
-    # One iteration, which a task needs to begin: the coalescer does not wait for more calls.
+    # Only the act's task needs an iteration to begin. The coalescer does not wait for more calls.
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert acts.begun == [[1]]
@@ -161,7 +161,7 @@ async def test_a_few_calls_wait_for_the_act_under_way_and_then_go_together(acts:
     assert acts.begun == [[1], [2, 3, 4, 5, 6, 7]]
     acts.end(1)
     assert await asyncio.gather(*results) == [-number for number in range(1, 8)]
-    # Idle again, so the next call begins at once.
+    # The coalescer is idle again, so the next call begins at once.
     last = coalescer.submit(8)
     await turns()
     assert acts.begun[2:] == [[8]]
@@ -230,7 +230,7 @@ async def test_a_caller_whose_acts_hang_delays_no_other_caller(acts: Acts, monke
         while len(acts.begun) < 3:
             await acts.until_begun()
     assert acts.begun[2:] == [[1001, 1002, 2001]]
-    # There is only one such act at a time, and the first caller keeps its turn.
+    # Only one act may be added in this way, and the first caller keeps its turn.
     results.append(coalescer.submit(3001))
     await turns()
     acts.end(0)
@@ -262,7 +262,7 @@ async def test_one_act_at_a_time_stays_one_though_another_caller_waits(
 
 async def test_an_act_takes_no_more_than_its_weight_in_the_order_of_the_calls(acts: Acts) -> None:
     coalescer = acts.coalescer(acts_max=1, weight=lambda call: call, weight_max=10)
-    # A call that is heavier than the limit goes alone; none overtakes another to fill an act.
+    # A call that is heavier than the limit goes alone. No call overtakes another call to fill an act.
     results = [coalescer.submit(weight) for weight in (4, 6, 1, 99, 3, 5, 4)]
     for turn, expected in enumerate([[4, 6], [1], [99], [3, 5], [4]]):
         await turns()
@@ -284,7 +284,7 @@ async def test_a_call_too_many_is_told_so_at_once_and_costs_the_others_nothing(a
     assert acts.dropped == [1]
     acts.end(0)
     await turns()
-    # Nobody waits any more, so now there is room, however heavy the call.
+    # No call waits any more, so there is room again, even for a heavy call.
     waiting.append(coalescer.submit(99))
     acts.end(1)
     await turns()
@@ -315,7 +315,7 @@ async def test_one_caller_leaves_others_as_many_places_as_it_takes(acts: Acts) -
     assert await again == -1000
 
 
-# Whose turn it is
+# Turns of callers
 
 
 async def test_one_call_waits_for_one_act_and_not_for_the_thousands_of_another_caller(acts: Acts) -> None:
@@ -338,7 +338,8 @@ async def test_an_act_is_dealt_out_evenly_by_weight_and_to_each_in_the_order_of_
     calls = (101, 111, 121, 131, 141, 151, 161, 203, 213, 223, 302)
     results = [coalescer.submit(call) for call in calls]
     for turn, expected in enumerate(
-        # Each of the three gets four places, or fewer if it asks for fewer; the rest goes to the next ones in turn.
+        # Each of the three callers gets four places, or fewer if it asks for fewer. The places that are left go to the
+        # next callers in turn.
         ([1], [101, 111, 121, 131, 203, 213, 302], [141, 151, 161, 223])
     ):
         assert acts.begun[turn:] == [expected]
@@ -351,7 +352,7 @@ async def test_an_act_takes_so_many_calls_at_most_and_as_many_of_each_caller(act
     coalescer = acts.coalescer(calls_max=4, acts_max=1, key=lambda call: call // 100)
     first = coalescer.submit(0)
     await turns()
-    # One caller has five calls waiting, another one two.
+    # One caller has five calls waiting, and another caller has two.
     results = [coalescer.submit(call) for call in (101, 102, 103, 104, 105, 201, 202)]
     for act in range(3):
         acts.end(act)
@@ -407,7 +408,7 @@ async def test_a_call_that_came_with_those_under_way_but_had_no_room_waits_no_lo
     assert await first == -1
 
 
-# Whose errors are whose
+# Errors
 
 
 async def test_one_calls_error_is_its_own(acts: Acts) -> None:
@@ -443,7 +444,7 @@ async def test_an_act_that_answers_too_few_leaves_nobody_without_an_answer(acts:
     assert [isinstance(answer, ValueError) for answer in answers[1:]] == [True, True]
 
 
-# Who leaves
+# Callers that leave
 
 
 async def test_a_call_cancelled_while_it_waits_is_not_done(acts: Acts) -> None:
@@ -514,7 +515,7 @@ async def test_an_act_that_nobody_waits_for_any_more_ends_and_makes_room(acts: A
     assert await next_one == -3
 
 
-# Whatever happens
+# Any order of events
 
 
 STEPS = st.lists(
@@ -616,7 +617,7 @@ async def _play(
     assert acts.under_way_max <= (acts_max if acts_max == 1 else acts_max + 1)
     assert not (gives_back and acts.cancelled)
     begun = [call for calls in acts.begun for call in calls]
-    # Each caller's calls are in order, and each is in one act or in none.
+    # Each caller's calls are in order, and no call is in two acts.
     for caller in range(_CALLERS):
         own = [call for call in begun if _caller(call) == caller]
         assert own == sorted(own)
@@ -630,7 +631,7 @@ async def _play(
     for call, result in results.items():
         assert result.done()
         if result.cancelled():
-            # A result is not lost: the call was abandoned, unless all callers of the act had left.
+            # No result is lost: on_abandoned has it, unless all callers of the act had left.
             continue
         expected = told[call]
         error = result.exception()

@@ -26,7 +26,7 @@ ORG = OrgId("org")
 
 
 class Shard:
-    """A shard whose claims bring these jobs, once it answers."""
+    """A shard whose claims return these jobs as soon as it answers."""
 
     def __init__(self, name: str, jobs: Sequence[Claimed] = ()) -> None:
         self.name = ShardName(name)
@@ -90,13 +90,13 @@ async def test_claims_on_a_shard_that_does_not_answer_leave_room_for_other_shard
     stuck = [claim(buffer, f"org {at}", hung) for at in range(200)]
     await asyncio.wait_for(hung.claimed.wait(), PATIENCE_S)
     assert buffer.held <= buffer.bytes_max // 2
-    # Also for the orgs whose claims wait.
+    # There is room also for the orgs whose claims wait.
     for org in ("org 0", "org 199", "another"):
         assert await asyncio.wait_for(claim(buffer, org, healthy), PATIENCE_S) is False
         enqueue = Account(buffer, org=org, peer="producer")
         await asyncio.wait_for(enqueue.reserve(16 * MIB), PATIENCE_S)
         enqueue.close()
-    # No wake-up is lost: one after another has its turn, once the shard answers.
+    # No wake-up is lost: when the shard answers, each waiting claim has its turn.
     assert len(hung.claims) < len(stuck)
     hung.answers.set()
     await asyncio.wait_for(asyncio.gather(*stuck), PATIENCE_S)
@@ -119,7 +119,7 @@ async def test_two_shards_that_do_not_answer_leave_room_for_a_third() -> None:
 
 
 async def test_small_claims_on_a_busy_shard_do_not_keep_a_large_one_waiting() -> None:
-    """One small claim after another ends, and as many wait for its room."""
+    """Small claims end one after another, and many small claims wait for the memory that they leave."""
     buffer = Buffer(64 * MIB)
     shard = ShardName("busy")
 

@@ -20,9 +20,9 @@ PAGES = sorted(
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"`[^`]+`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-# What a page names as a file of this repository: a path with a folder, and only characters of our paths.
+# A file of this repository that a page names: a path with a folder, and only characters that our paths have.
 FILE = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`")
-# What a comment or a docstring names as such a file, which does not stand between backquotes there.
+# A file of this repository that a comment or a docstring names. There the path is not between backquotes.
 NAMED = re.compile(rf"(?<![\w./-])(?:{'|'.join(sorted(TOP))})/[\w./-]+\.(?:md|proto|py|sql|toml)\b")
 # The reader creates the first one; the second is a new file of a test.
 NOT_FILES = {"deploy/compose/secrets", "deploy/compose/new.toml", "router/keda/externalscaler.proto"}

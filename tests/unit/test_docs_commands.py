@@ -13,18 +13,18 @@ import typer
 from cli.main import commands
 from tests.unit.test_docs import CODE, FENCE, HISTORY, PAGES, ROOT, prose
 
-# What a decision names is what existed then.
+# A decision names the commands that existed at its time.
 READ = [page for page in PAGES if page not in HISTORY and not page.startswith("docs/decisions/")]
-# At the beginning of a line, after another program of it, or after a variable for it.
+# A command stands at the beginning of a line, after another program, or after a variable that is set for it.
 COMMAND = re.compile(r"(?:^|\| |exec \w+ |[A-Z_]+=\S+ )(?:\./run )?windrow (?=[a-z-])(.*)")
-# What ends a command in a shell; and what stands for a part that a page leaves out.
+# SHELL: what ends a command in a shell. LEFT_OUT: what stands for a part that a page leaves out.
 SHELL, LEFT_OUT = re.compile(r"[|<>;&()]+"), re.compile(r"…|\[options\]|COMMAND")
 AN_ID = "019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55"
 UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 def of_fences(page: str) -> Iterator[str]:
-    """The commands of code blocks: the lines of a shell's, and those after a `$` of a console's."""
+    """Yields the commands of code blocks: each line of a shell block, and each line after a `$` of a console block."""
     for fence in FENCE.finditer((ROOT / page).read_text()):
         first, *lines = re.sub(r"\s*\\\n", " ", fence[0]).splitlines()
         yield from (line.removeprefix("$ ") for line in lines if first in {"```", "```sh"} or line.startswith("$ "))
@@ -35,7 +35,7 @@ def of_prose(page: str) -> Iterator[str]:
 
 
 def words(text: str) -> list[str] | None:
-    """The words after `windrow`; None if the text has no such command, or leaves out a part of it."""
+    """Returns the words after `windrow`. Returns None if the text has no such command, or leaves out a part of it."""
     if not (found := COMMAND.search(text)) or LEFT_OUT.search(found[1]):
         return None
     lexer = shlex.shlex(found[1], posix=True, punctuation_chars="|<>;&()")

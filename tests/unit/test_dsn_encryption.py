@@ -24,9 +24,9 @@ def parse(dsn: str, more: str = "", **environ: str) -> Cluster:
         (f"{URI}?sslmode=prefer", {}, "prefer"),
         (URI, {"PGSSLMODE": "prefer"}, "prefer"),
         ("host=10.0.0.7 user=windrow", {}, "prefer"),
-        # One host of several is enough.
+        # One remote host among several is enough.
         ("host=127.0.0.1,db2", {}, "prefer"),
-        # libpq connects to hostaddr, whatever the host is called.
+        # libpq connects to hostaddr, whatever `host` says.
         ("host=localhost hostaddr=10.0.0.7", {}, "prefer"),
         ("dbname=windrow", {"PGHOST": "db1"}, "prefer"),
         ("dbname=windrow", {"PGHOSTADDR": "10.0.0.7"}, "prefer"),
@@ -55,7 +55,7 @@ def test_plain_text_beyond_this_machine_is_refused(dsn: str, environ: dict[str, 
         *((f"{URI}?sslmode={mode}", {}) for mode in ("require", "verify-ca", "verify-full")),
         (URI, {"PGSSLMODE": "require"}),
         ("service=windrow sslmode=verify-full", {}),
-        # This machine.
+        # These DSNs stay on this machine.
         ("dbname=windrow", {}),
         ("host=/run/postgresql", {}),
         ("host=@windrow", {}),

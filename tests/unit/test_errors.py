@@ -21,7 +21,7 @@ from windrow.v1 import errors_pb2
 ROOT = Path(__file__).resolve().parents[2]
 PREFIX = "ERROR_REASON_"
 IN_PROTO = {value.name for value in errors_pb2.ErrorReason.DESCRIPTOR.values if value.number}
-# Comments of the proto begin with the code, and a value follows.
+# Each comment in the proto begins with the code, and the value follows the comment.
 IN_COMMENTS = re.findall(
     r"^  // ([A-Z_]+)[. ].*?^  (ERROR_REASON_\w+) = ",
     re.sub(r"(?s)^.*ERROR_REASON_UNSPECIFIED = 0;", "", (ROOT / "proto/windrow/v1/errors.proto").read_text()),
@@ -119,7 +119,7 @@ def test_the_page_lists_every_reason_with_the_code_that_the_router_sends() -> No
 
 def test_the_router_names_every_reason_of_the_proto_and_sends_each_for_an_error() -> None:
     source = (ROOT / "router/codec/status.py").read_text()
-    # The errors of router/gate/auth have their reasons themselves.
+    # The errors of router/gate/auth name their reasons in their own package.
     auth = "".join(path.read_text() for path in (ROOT / "router/gate/auth").glob("*.py"))
     named = re.findall(r"(ERROR_REASON_\w+)", source[source.index("def status_of") :] + auth)
     assert set(named) == IN_PROTO
@@ -133,7 +133,8 @@ def test_an_error_has_its_reason_and_the_page_says_whether_to_retry(reason: str)
     assert name == reason
     assert sent.code == CODES[errors_pb2.ErrorReason.Value(PREFIX + reason)]
     (on_page,) = [retry for row, *_, retry in ROWS if row == reason]
-    # After a deadline or a fault the router cannot know when, and after MISCONFIGURED it does not know whether.
+    # After a deadline or a fault the router cannot know when a retry may succeed. After MISCONFIGURED it does not even
+    # know whether a retry may succeed.
     untold = {code_pb2.DEADLINE_EXCEEDED, code_pb2.INTERNAL}
     assert (on_page == "yes") == (retry_info or sent.code in untold)
     assert (on_page == "only `Queue`") == (reason == "MISCONFIGURED")

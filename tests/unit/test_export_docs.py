@@ -59,7 +59,7 @@ def keep(files: Files, shard: str, day: str, jobs: list[ColdJob]) -> None:
 
 
 def run(query: str, place: Path) -> list[tuple[Any, ...]]:
-    # Through Arrow: for times DuckDB itself would need another package.
+    # The rows go through Arrow, because DuckDB needs another package to convert times itself.
     with duckdb.connect() as connection:
         found: Any = connection.sql(query.replace("/var/lib/windrow/export", str(place)))
         return [tuple(row.values()) for row in found.to_arrow_table().to_pylist()]

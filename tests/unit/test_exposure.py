@@ -56,7 +56,7 @@ async def test_the_log_repeats_what_strangers_can_do(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(router.process.supervisor, "_EXPOSED_S", 0.001)
-    # No process can start: the supervisor goes on trying.
+    # No process can start. The supervisor waits for this pause before it tries again.
     monkeypatch.setattr(router.process.supervisor, "_PAUSE_S", 60.0)
     routers = Supervisor(
         tmp_path / "none.toml", listen="127.0.0.1:0", processes=1, drain_seconds=0, exposed="anyone can"

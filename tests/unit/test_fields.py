@@ -1,4 +1,4 @@
-"""Requests with too many fields are refused before they are decoded; no others are."""
+"""Requests with too many fields are refused before they are decoded. No other request is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
 MIB = 1024 * 1024
 decode = bounded(queue_pb2.EnqueueRequest.FromString, queue_pb2.EnqueueRequest.DESCRIPTOR)
-# A lower limit, which the messages of examples reach sooner.
+# A lower limit, so that small examples reach it.
 FEW = 5_000
 decode_few = bounded(queue_pb2.EnqueueRequest.FromString, queue_pb2.EnqueueRequest.DESCRIPTOR, fields_max=FEW)
 
@@ -44,14 +44,15 @@ def test_payloads_that_look_like_items_are_none() -> None:
 
 @given(st.integers(1, 20), st.binary(max_size=200))
 def test_what_is_no_message_is_left_to_the_decoder(shift: int, end: bytes) -> None:
-    # One field never ends. The fields before it are fewer than the limit, whatever the bytes after it are counted as.
+    # One field never ends. The message has fewer fields than the limit, even if each byte after that field begins one.
     head = b"\x12\x00" * (FEW - 300)
     raw = head + b"\x12" + b"\xff" * 40 + end + b"\x12" * (2 * shift)
     with pytest.raises(DecodeError):
         decode_few(raw)
 
 
-# An item that has no fields, in three encodings; one that has; a field that is no item; one that nobody knows.
+# In this order: an item without fields, in three encodings; an item with a field; a field that is no item; a field
+# that nobody knows.
 FIELDS = (
     b"\x12\x00",
     b"\x92\x00\x00",
@@ -64,7 +65,7 @@ FIELDS = (
 
 @given(st.integers(-3, 3), st.lists(st.sampled_from(FIELDS), min_size=20, max_size=50))
 def test_a_message_is_refused_if_it_has_a_field_too_many_and_otherwise_decoded(over: int, some: list[bytes]) -> None:
-    # One of them has a field itself.
+    # FIELDS[3] has a field itself, which counts too.
     count = len(some) + some.count(FIELDS[3])
     raw = b"".join(some) + b"\x12\x00" * (FEW + over - count)
     if over > 0:
@@ -107,7 +108,7 @@ def encoded(field: FieldDescriptor, value: bytes = b"") -> bytes:
 
 
 def ways_down(of: Descriptor) -> list[list[FieldDescriptor]]:
-    """Returns the ways from a message to each of its fields that may take memory each time it occurs: lists, maps and
+    """Returns the path from a message to each of its fields that may take memory each time it occurs: lists, maps and
     messages, at any depth."""
     ways: list[list[FieldDescriptor]] = []
     for field in of.fields:
@@ -149,7 +150,7 @@ def test_no_request_can_have_millions_of_items_wherever_they_stand_in_it(name: s
                 bounded(to_decoder, REQUESTS[name], fields_max=FEW)(raw)
             assert decoded == [], path
         else:
-            # All of them become one message.
+            # All occurrences become one message.
             assert request.FromString(raw).ByteSize() < 100, path
 
 

@@ -97,7 +97,8 @@ def test_a_sweep_puts_a_floor_at_the_lanes_first_row_and_never_nearer_to_now_tha
     use(floors, A, B)
     floors.claimed([taken(B, run_at=LONG_AGO)], arrivals=0)
     guarded = Micros(NOW - GUARD_US)
-    # Priority 2 has a row that is due, priority 3 one that is leased or scheduled; nothing is known about the others.
+    # Priority 2 has a row that is due. Priority 3 has a row that is leased or scheduled. Nothing is known about the
+    # other priorities.
     floors.swept([A], guarded, {(A, 2): Micros(LONG_AGO), (A, 3): Micros(NOW + 5), (B, 5): Micros(7)}, arrivals=0)
     found = floors_of(floors, A, B)
     assert found == {
@@ -164,7 +165,7 @@ def test_rows_that_a_claim_locked_in_vain_are_looked_for_from_where_it_began() -
     use(floors, A, B)
     floors.claimed([taken(A, run_at=LONG_AGO), taken(B, run_at=LONG_AGO)], arrivals=0)
     before = {A: list(floors.of(A))}
-    # A claim beside it skips the locked rows, and takes later ones. Another one has not ended yet.
+    # A claim at the same time skips the locked rows, and takes later rows. Another claim is still under way.
     floors.claimed([taken(A, run_at=LONG_AGO + 10), taken(A, run_at=LONG_AGO + 10, priority=1)], arrivals=0)
     floors.missed(before)
     floors.claimed([taken(A, run_at=LONG_AGO + 20), taken(B, run_at=LONG_AGO + 20)], arrivals=0)

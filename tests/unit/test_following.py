@@ -1,6 +1,6 @@
 """The watcher that notices changes of the cluster file on disk."""
 
-# Files are what this is about, and nothing else runs beside.
+# These tests are about files, and nothing else runs in their event loop.
 # ruff: noqa: ASYNC240
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ async def is_changed(file: WatchedFile) -> bool:
 
 
 def replace(path: Path, text: str) -> None:
-    """Replaces the file, as editors and deployment tools do: by renaming another one."""
+    """Replaces the file as editors and deployment tools do: renames another file to its name."""
     other = path.with_suffix(".new")
     other.write_text(text)
     os.replace(other, path)

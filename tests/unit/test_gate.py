@@ -46,7 +46,7 @@ class Peer:
 async def begun(
     gate: Gate, peer: str = "ipv4:127.0.0.1:1", *, caller: Principal | None = None
 ) -> tuple[Call, asyncio.Event]:
-    """A call that is inside until its event is set. `caller`: who makes it, as the call has proved."""
+    """Begins a call that is inside until its event is set. `caller`: the principal that the call has proved."""
     inside: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
     end = asyncio.Event()
 
@@ -72,7 +72,7 @@ TASKS: set[asyncio.Task[None]] = set()
 
 
 async def entered(gate: Gate, org: str, *, at_most: int = CALLS_MAX) -> list[Call]:
-    """Lets as many calls in as the gate admits. Returns them."""
+    """Lets in as many calls as the gate admits. Returns the calls that are inside."""
     calls: list[Call] = []
     for _ in range(at_most):
         call = Call(gate.buffer, peer="ipv4:127.0.0.1:1")

@@ -26,7 +26,7 @@ THOROUGH = int(os.environ.get("WINDROW_HANGING", "1000"))
 
 @dataclass(frozen=True)
 class Hanging:
-    """`count` handlers that hang until their timeout, all at once."""
+    """`count` handlers that all hang until their timeout, at the same time."""
 
     count: int
     timeout_s: float
@@ -60,7 +60,7 @@ async def test_handlers_that_hang_time_out_and_leave_their_places_and_no_memory(
             if job.kind == "hang":
                 held_s.append(time.monotonic() - began_s)
 
-    # A busy machine takes long to begin with a thousand: no job shall go back meanwhile.
+    # A busy machine takes long to begin a thousand handlers. The window is long, so that no job goes back meanwhile.
     worker = Worker(client, "q", concurrency=count, prefetch=0, visibility_window=300, middleware=[timed])
     over = threading.Event()
 

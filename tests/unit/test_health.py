@@ -1,4 +1,4 @@
-"""The doctor's findings and their severities, computed from given facts, because real ones would take too long."""
+"""The doctor's findings and their severities, computed from given facts: real ones would take too long to produce."""
 
 from __future__ import annotations
 
@@ -327,10 +327,10 @@ def test_a_setting_is_put_right_where_that_counts(context: str, source: str, fix
     ("checkpoints", "hurts"),
     [
         (Checkpoints(timed=3, requested=20, wal_bytes=20 * GB), True),
-        # Too few to prove anything.
+        # Four checkpoints are too few to prove anything.
         (Checkpoints(timed=0, requested=4, wal_bytes=4 * GB), False),
         (Checkpoints(timed=20, requested=20, wal_bytes=20 * GB), False),
-        # Somebody requested them.
+        # With so little WAL, somebody requested these checkpoints.
         (Checkpoints(timed=3, requested=20, wal_bytes=GB), False),
     ],
 )

@@ -90,7 +90,7 @@ def test_every_insert_of_a_job_names_all_that_its_producer_gave(package: str) ->
     for statement in loaded(package).values():
         for columns in INSERT.findall(statement.decode()):
             if statement == statements.ENQUEUE_PLAIN:
-                # Jobs with any other field are stored by the full statement.
+                # This statement stores only jobs without any other field. The full statement stores all other jobs.
                 continue
             assert set(re.findall(r"\w+", columns)) >= set(JOB_CONTENT), statement.name
 
@@ -99,7 +99,7 @@ def test_every_insert_of_a_stored_job_names_what_consumers_reported() -> None:
     for package in PACKAGES:
         for statement in loaded(package).values():
             for columns in INSERT.findall(statement.decode()):
-                # These make new jobs.
+                # The statements that are left out here make new jobs.
                 if statement not in (statements.ENQUEUE, statements.ENQUEUE_PLAIN, STORE_RUNS, STORE_WORKFLOW):
                     named = set(re.findall(r"\w+", columns))
                     assert named >= {*REPORTED, *OF_SCHEDULES, *OF_WORKFLOWS}, statement.name
@@ -110,7 +110,7 @@ def test_other_inserts_of_jobs_copy_whole_rows() -> None:
     found = [line for path in paths for line in path.read_text().splitlines() if INSERT.search(line)]
     assert {line.partition("INSERT")[2] for line in found} == {
         ' INTO windrow.cold SELECT * FROM {}", day.name)',
-        # It reads the names of the columns from the catalog.
+        # `names` has the names of the columns, which the function reads from the catalog.
         " INTO windrow.finished (' || names || ', run_at, state, reason, finished_at, retention) '",
     }
 
@@ -127,7 +127,7 @@ def test_plain_jobs_are_admitted_as_all_others_are() -> None:
 
 
 def test_psycopg_caches_how_it_parsed_the_hot_statements() -> None:
-    # Longer ones are parsed again for every call.
+    # psycopg parses longer statements again for every call.
     for statement in (statements.ENQUEUE, statements.ENQUEUE_PLAIN, statements.CLAIM, statements.ACK):
         assert len(statement) <= 4096, statement.name
 

@@ -1,4 +1,4 @@
-"""What handlers log: how much of it is kept, and what it travels with. The bad input comes first."""
+"""What handlers log: how much of the log is kept, and with which messages it is sent. The bad input comes first."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ async def test_a_handler_that_is_stopped_keeps_its_log(router: FakeRouter, clien
     async with running(worker):
         await begun[0].wait()
         await begun[1].wait()
-    # A release is only a lease. A snooze for no time is the same.
+    # A Release message has only a lease, without a log. So a snooze for no time releases a job with a log.
     (snooze,) = [snooze for message in router.of("Consume") for snooze in message.snoozes]
     assert snooze == queue_pb2.Snooze(lease=one.lease, log="begun")
     assert router.settled("Release") == [other.id]
@@ -256,7 +256,7 @@ async def test_a_thread_that_has_timed_out_adds_nothing_to_its_log(router: FakeR
     done = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    # So long that a busy machine has begun the thread.
+    # Long enough for a busy machine to begin the thread.
     @worker.handler("work", timeout=0.5)
     def work(job: Job) -> None:
         job.log("before")

@@ -21,7 +21,7 @@ def ahead(days: float) -> datetime:
     return datetime.now(UTC) + timedelta(days=days)
 
 
-# Each at a bound and beyond it.
+# Values of each field at a bound and beyond it.
 FIELDS: list[dict[str, Any]] = [
     *(
         {name: value}
@@ -53,12 +53,12 @@ FIELDS: list[dict[str, Any]] = [
 ]
 
 
-# The ids are the same in each worker of a run, although the times are not.
+# The ids of these tests are the same in each worker of a run, although the times differ.
 @pytest.mark.parametrize("fields", FIELDS, ids=lambda fields: "-".join(fields))
 def test_the_client_refuses_the_fields_of_a_job_that_a_router_refuses(fields: dict[str, Any]) -> None:
     given: dict[str, Any] = {"queue": "q", "kind": "k", **fields}
     request = enqueue_request("acme", [NewJob(**given)])
-    # A violation of an attribute names the map.
+    # The router's violation names a key of the map, so only the map is compared.
     by_router = {found.field.partition('["')[0] for found in enqueue_violations(request)}
     assert {f"jobs[0].{fault.field}" for fault in job_faults(request.jobs[0])} == by_router
 
@@ -78,7 +78,7 @@ def test_the_client_refuses_the_orgs_that_a_router_refuses(org: str) -> None:
     assert bool(org_fault(org)) == bool(enqueue_violations(request))
 
 
-# No connection: nothing may be executed on it.
+# This is no connection: the outbox must execute nothing on it.
 NOWHERE = cast("psycopg.Connection[Any]", None)
 
 

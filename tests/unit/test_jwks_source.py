@@ -1,4 +1,4 @@
-"""Key sets from URLs and files: what a server may answer, and that nothing of it holds up the router."""
+"""Key sets from URLs and files: what a server may answer, and that no answer holds up the router."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_a_server_that_hangs_is_given_up_and_holds_up_nobody(server: KeySe
     server.answer = server.hang
     source = JwksUrl(server.url, fetch_s_max=0.3)
     fetch = asyncio.create_task(source.get())
-    # The loop goes on meanwhile: otherwise this would not be reached before the fetch is over.
+    # The fetch does not block the loop: otherwise the next check would run only after the fetch.
     await asyncio.sleep(0)
     assert not fetch.done()
     with pytest.raises(NoAnswer, match=r"it did not answer within 0\.3 s"):
@@ -140,7 +140,7 @@ async def test_a_file_is_read_and_its_change_is_noticed(tmp_path: Path, monkeypa
 
 
 def certified(folder: Path) -> tuple[Path, ssl.SSLContext]:
-    """Returns the file of an authority, and what a server of this machine needs to show its certificate."""
+    """Returns the certificate file of an authority, and a context with which a local server shows its certificate."""
     authority = Authority()
     path, key_path = folder / "server.pem", folder / "server.key"
     authority.sign().save(path, key_path)

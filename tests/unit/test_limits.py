@@ -1,5 +1,5 @@
-"""What a router process decides about tokens, without a shard: how many it draws, when it asks again, and whom it
-refuses meanwhile."""
+"""What a router process decides about tokens, without a shard: how many tokens it draws, when it asks again, and whom
+it refuses meanwhile."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def limit(
 
 
 class Shard:
-    """Buckets that do not fill. Those that are not among `buckets` share `tokens`."""
+    """A shard whose buckets do not fill. A bucket that is not among `buckets` draws from `tokens`."""
 
     def __init__(self, tokens: int, buckets: dict[LimitKey, int] | None = None) -> None:
         self.tokens = tokens
@@ -115,13 +115,13 @@ async def test_of_a_small_limit_only_what_a_call_needs_is_drawn() -> None:
 
 
 async def test_a_block_is_a_tenth_of_a_second_of_the_limit_at_most() -> None:
-    # 1,000 a second.
+    # The limit allows 1,000 jobs a second.
     opened, shard = limits_of(limit(10_000, interval_us=10_000_000)), Shard(10_000)
     for _ in range(50):
         await charge(opened, shard, jobs(20))
-    # Beside what the call lacked.
+    # A draw asks for a block of at most 100 tokens, and for those that its call lacks.
     assert max(draw.wanted for draw in shard.draws) <= 100 + 20
-    # The calls came at once, so blocks grew to what the limit allows, and there are fewer of them than calls.
+    # The calls came at once, so blocks grew to what the limit allows. So there are fewer draws than calls.
     assert len(shard.draws) < 25
 
 
@@ -177,7 +177,7 @@ async def test_while_a_bucket_cannot_have_room_the_shard_is_not_asked() -> None:
         assert refused.value.retry_after_s is not None
         # A token comes every half day.
         assert refused.value.retry_after_s == pytest.approx(43_200, rel=0.01)
-    # The draw of the first call had said that nothing is left.
+    # The answer to the first call's draw said that no token is left.
     assert len(shard.draws) == 1
 
 
@@ -193,7 +193,7 @@ async def test_an_independent_call_is_told_which_jobs_have_no_room() -> None:
     opened, shard = limits_of(limit(10)), Shard(4)
     with pytest.raises(LimitReached) as refused:
         await charge(opened, shard, jobs(12), independent=True)
-    # More than the amount never fits, so the shard is asked about the others only.
+    # The call asks for more than the amount, so the shard is not asked. Even a full bucket has no room for two jobs.
     assert refused.value.positions == [10, 11]
     with pytest.raises(LimitReached) as refused:
         await charge(opened, shard, jobs(10), independent=True)
@@ -222,7 +222,7 @@ async def test_what_is_refunded_is_used_by_the_next_call_or_given_back(monkeypat
     await charge(opened, shard, jobs(1))
     assert shard.tokens == 2
     await opened.give_back()
-    # Held for too short a time.
+    # The tokens have not been held for long enough.
     assert shard.tokens == 2
     monkeypatch.setattr(module, "_HELD_S", -1.0)
     await opened.give_back()
@@ -251,11 +251,11 @@ async def test_a_process_that_ends_gives_back_what_is_being_drawn() -> None:
         async def draw(self, draw: Draw) -> Drawn:
             drawn = await super().draw(draw)
             if not draw.needed:
-                # Drawn ahead, for no call.
+                # This draw is ahead of need: no call waits for it.
                 await may_answer.wait()
             return drawn
 
-    # 1,000 a second: blocks are drawn ahead.
+    # The limit allows 1,000 jobs a second, so blocks are drawn ahead.
     opened, shard = limits_of(limit(10_000, interval_us=10_000_000)), SlowShard(10_000)
     used = 0
     while all(draw.needed for draw in shard.draws):
@@ -292,7 +292,7 @@ async def test_many_buckets_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPat
     opened, shard = limits_of(limit(1000, org=EVERY_ORG)), Shard(10**6)
     for at in range(100):
         charged = await charge(opened, shard, jobs(1, org=OrgId(f"org-{at}")))
-        # Half of them keep a token.
+        # Every other bucket keeps a token.
         if at % 2:
             charged.refund()
     assert len(opened._buckets) <= 10

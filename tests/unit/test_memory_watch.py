@@ -29,7 +29,7 @@ MIB = 1024 * 1024
 
 @contextlib.contextmanager
 def no_more_files() -> Generator[None, None, None]:
-    """This process can open no more files, as if clients had opened too many connections."""
+    """Uses up the files that this process can open, as if clients had opened too many connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
     taken: list[int] = []
@@ -64,7 +64,7 @@ async def connected() -> AsyncGenerator[tuple[int, str, asyncio.StreamReader], N
 async def test_a_peer_is_hung_up_where_no_more_files_can_be_opened() -> None:
     async with connected() as (port, peer, reader):
         watch = MemoryWatch(1 << 60)
-        # Starting a thread opens files.
+        # This call starts the thread now, because the start of a thread opens files.
         await asyncio.to_thread(connections.peers, port)
         with no_more_files():
             watching = asyncio.create_task(watch.run(Gate(Tracing(), Buffer(MIB)), port))
@@ -155,10 +155,10 @@ async def test_while_a_closed_connection_gives_back_its_memory_others_are_closed
     router.held_mib = {"first": 100, "second": 60, "third": 50, "honest": 5}
     assert await router.look(450) == ["first"]
     assert await router.look(455) == []
-    # It has grown by 70 MiB, although the first one's memory may be free already.
+    # The process has grown by 70 MiB more, so two more connections are closed.
     assert await router.look(520) == ["second", "third"]
     assert await router.look(440) == []
-    # The time is over, and the process is still too large.
+    # The closed connections have had their time to give back memory, and the process is still too large.
     router.watch._accepted_until_s = 0
     assert await router.look(401) == ["honest"]
 
@@ -207,7 +207,7 @@ async def test_a_connection_whose_calls_have_long_metadata_is_not_blamed_for_wha
             for _ in range(count):
                 await stub.Check(health_pb2.HealthCheckRequest(), metadata=metadata, timeout=PATIENCE_S)
 
-        # Some of its calls are always inside, and their metadata is more than a connection may seem to hold.
+        # Some calls of this connection are always inside. Their metadata is more than a connection may seem to hold.
         await asyncio.gather(*(use(750) for _ in range(4)))
         ((honest, received),) = connections.received_bytes(port).items()
         assert received > 3_000 * VALUE_CHARS_MAX > memory_watch._BLAMED_BYTES
@@ -231,7 +231,7 @@ async def test_calls_that_anybody_may_make_take_only_places_of_their_own(monkeyp
         watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
         for watch in watches:
             await watch.read()
-        # One connection may have as many as are left free.
+        # One connection may have half of the four places, and has them already.
         refused = stub.Watch(health_pb2.HealthCheckRequest())
         assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         with pytest.raises(grpc.aio.AioRpcError, match="calls that anybody may make"):
@@ -239,7 +239,7 @@ async def test_calls_that_anybody_may_make_take_only_places_of_their_own(monkeyp
         for watch in watches:
             watch.cancel()
         async with asyncio.timeout(PATIENCE_S):
-            # Its places are free again once the router has seen that.
+            # The connection's places are free again as soon as the router has seen the cancellations.
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     await stub.Check(health_pb2.HealthCheckRequest())

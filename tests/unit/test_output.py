@@ -12,8 +12,8 @@ from cli import output
 def test_json_has_no_character_that_a_terminal_interprets_and_is_read_as_it_was(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # An escape, a control sequence introducer in one character, a delete, a change of direction, and one outside the
-    # basic plane that is not printable.
+    # The reason has an escape, a control sequence introducer in one character, a delete, a change of direction, and a
+    # character outside the basic plane that is not printable.
     document = {"reason": "\x1b[31m \x9b31m \x7f \u202e \U000e0001", "who": "Zoë 😀"}
     output.say_json([document])
     printed = capsys.readouterr().out

@@ -31,7 +31,7 @@ def at(*reads: ShardName) -> Placement:
 def pinned(
     wishes: Mapping[str, PinTarget | None], homes: Mapping[str, Placement], *, hashes: Placement | None = None
 ) -> tuple[Catalog, list[Pin]]:
-    """Makes orgs that live where `homes` says; all hash slots are where `hashes` says."""
+    """Makes pinned orgs that live where `homes` says. All hash slots are where `hashes` says."""
     pins = [
         Pin(org=OrgId(org), slot=Slot(SLOTS + n), epoch=1, target=wish) for n, (org, wish) in enumerate(wishes.items())
     ]
@@ -118,7 +118,7 @@ def test_an_org_for_which_nothing_will_do_stays_where_it_is_and_the_reason_is_to
 
 @pytest.mark.parametrize("wish", [OnShard(C), WithLabel("disk", "fast"), None])
 def test_an_org_does_not_leave_a_shard_that_may_not_be_changed(wish: PinTarget | None) -> None:
-    """No move begins that could not continue."""
+    """The plan begins no move that could not be continued."""
     others = [entry(A), entry(C, disk="fast")]
     catalog, pins = pinned({"x": wish}, {"x": at(B)})
     for state in ShardState:

@@ -27,7 +27,8 @@ GOLDEN = {
     "müller": 14683,
     "日本": 2821,
     "🌾": 3096,
-    # A reader sees the same letter, but Unicode has two spellings, so these are two orgs: nothing is normalized.
+    # A reader sees the same letter twice, but Unicode has two spellings of it. These are two orgs, because Windrow
+    # normalizes nothing.
     "e\u0301": 14082,
     "\u00e9": 15845,
     "x" * 128: 4904,
@@ -154,6 +155,6 @@ def test_a_shard_that_leaves_gives_its_slots_away_evenly(shards: list[ShardName]
 
 
 def test_neighbouring_slots_go_to_different_shards() -> None:
-    # Otherwise each shard would hold one stretch of slots, and a pattern in the hash would show in the load.
+    # If each shard held one stretch of slots, a pattern in the hash would show in the load.
     owners = new_cluster(dict.fromkeys(map(ShardName, ("s1", "s2", "s3")), 1.0))
     assert owners[:6] == ["s1", "s2", "s3", "s1", "s2", "s3"]

@@ -1,4 +1,4 @@
-"""Shares of places: every new org finds some, and an org that is alone has half."""
+"""Shares of places: every new org finds places, and an org that is alone has half of all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shard.fair_quota import FairQuota
 
 
 def fill(places: FairQuota, *callers: str) -> Counter[str]:
-    """Lets all orgs take places, one after another, until none gets more. Returns how many each has."""
+    """Lets all orgs take places, one after another, until no org gets more. Returns how many places each org has."""
     got = Counter[str]()
     eager = list(callers)
     while eager:

@@ -36,7 +36,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# This protoc has no generators of its own besides Python's.
+# The only generator that this protoc has built in is Python's.
 GRPC_TOOLS = (sys.executable, "-m", "grpc_tools.protoc")
 
 
@@ -63,7 +63,7 @@ def messages_in(message: Message) -> Iterator[Message]:
 
 
 def without_options(file: FileDescriptorProto) -> FileDescriptorProto:
-    """What generators see of a file if they ignore rules: they are options that this process does not know."""
+    """Returns a file as generators see it that ignore rules. Rules are options that this process does not know."""
     stripped = FileDescriptorProto()
     stripped.CopyFrom(file)
     stripped.ClearField("source_code_info")
@@ -77,7 +77,7 @@ def without_options(file: FileDescriptorProto) -> FileDescriptorProto:
 
 
 def comments(file: FileDescriptorProto) -> dict[tuple[int, ...], tuple[str, ...]]:
-    """Every comment, by the path of what it explains. Imports are counted, so theirs are left out."""
+    """Returns every comment, by the path of what it explains. Comments of imports are left out: paths count imports."""
     return {
         tuple(place.path): (*place.leading_detached_comments, place.leading_comments, place.trailing_comments)
         for place in file.source_code_info.location
@@ -98,7 +98,7 @@ def test_the_copies_say_the_same_as_the_originals_without_rules(plain: Path, tmp
 
 
 def test_nothing_but_rules_is_missing_in_a_copy(plain: Path) -> None:
-    """Each line is the original's, or begins as it does and ends where the rules began."""
+    """Each line is a line of the original, or the beginning of a line up to the rules."""
     for path in PROTO.glob("windrow/v1/*.proto"):
         original = path.read_text().splitlines()
         for line in (plain / path.relative_to(PROTO)).read_text().splitlines():
@@ -217,7 +217,8 @@ def test_the_page_shows_the_retry_policy_of_the_service_config() -> None:
 
 @contextmanager
 def failing_server(method: str, code: grpc.StatusCode, *, times: int) -> Generator[tuple[str, list[None]]]:
-    """A server whose method fails this many times, and then answers. Yields its address and one entry for each call."""
+    """Starts a server whose method fails this many times, and then answers. Yields its address and a list with an entry
+    for each call."""
     calls: list[None] = []
 
     def answer(_request: bytes, context: grpc.ServicerContext) -> bytes:

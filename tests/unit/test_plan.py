@@ -1,4 +1,5 @@
-"""What must move, by the catalog and the cluster file: as little as possible, and nothing for a temporary state."""
+"""What must move by the catalog and the cluster file: as little as possible, and nothing because of a temporary
+state."""
 
 from __future__ import annotations
 
@@ -171,7 +172,7 @@ def test_part_after_part_the_plan_is_reached_and_no_slot_moves_twice(
     [
         ((ShardState.DRAINING, ShardState.ACTIVE), False, None),
         ((ShardState.DEQUEUE_ONLY, ShardState.ENQUEUE_ONLY), False, None),
-        # It cannot be sent to a third shard while it moves.
+        # A slot cannot be sent to a third shard while it moves.
         ((ShardState.ACTIVE, ShardState.DRAINING), False, None),
         ((ShardState.ACTIVE, ShardState.DEQUEUE_ONLY), False, "the state of shard 'b' is dequeue_only"),
         ((ShardState.ACTIVE, ShardState.DEQUEUE_ONLY), True, None),

@@ -1,4 +1,4 @@
-"""The checker on histories made by hand: it accepts a clean one, and finds each violation."""
+"""The checker on histories that the tests make: it accepts a clean history, and finds each violation."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ WINDOW_S = 3.0
 
 
 def call(verb: Verb, began_s: float, ended_s: float | None = None, *, client: str = "c1", org: str = ORG) -> Call:
-    """A call that is answered after a tenth of a second, unless the test says otherwise."""
+    """Returns a call that is answered after a tenth of a second, unless the test says otherwise."""
     return Call(
         client=client,
         verb=verb,
@@ -81,7 +81,7 @@ def enqueue(
     org: str = ORG,
     delay_s: float = 0.0,
 ) -> Enqueue:
-    """An enqueue that stores the job under its own id, unless the test says otherwise."""
+    """Returns an enqueue that stores the job under its own id, unless the test says otherwise."""
     return Enqueue(
         call=call(Verb.ENQUEUE, at_s, org=org),
         job=job,
@@ -151,7 +151,7 @@ def evidence(
     books: Sequence[OrgBooks] | None = None,
     drift_s: float = 0.0,
 ) -> Evidence:
-    """Without `books`, makes books that agree with the rows."""
+    """Returns the evidence of a history. Without `books`, makes books that agree with the rows."""
     places = [(row.shard, row.org) for row in rows]
     agreeing = [
         OrgBooks(shard=shard, org=org, accepted=places.count((shard, org)), balanced=True)
@@ -215,8 +215,8 @@ def test_a_lease_that_expired_and_went_to_another_passes() -> None:
 
 
 def test_an_ack_said_again_after_it_was_done_passes() -> None:
-    # The first try was executed, and its answer was lost. A router released nothing, and the second try got the first
-    # one's answer.
+    # The first try was executed, and its answer was lost. No router released the job, and the second try got the answer
+    # of the first try.
     given = changed(
         whole_life(),
         settles=[
@@ -360,7 +360,7 @@ def test_a_lease_that_is_used_after_another_has_the_job_is_found(verb: Verb) -> 
 
 @pytest.mark.parametrize("verb", [Verb.ACK, Verb.NACK, Verb.RELEASE])
 def test_a_lease_that_is_extended_after_its_end_is_found(verb: Verb) -> None:
-    """Nobody else has had the job, so the lease was not live beside another one."""
+    """No other consumer has had the job, so the only violation is the extend after the end."""
     outcome = {Verb.NACK: "nacked", Verb.RELEASE: "released"}.get(verb)
     history = [] if outcome is None else [past(1, outcome, 10_000, 900_000)]
     last = delivery("j1", 30.0, lease=2, attempt=2)
@@ -389,7 +389,7 @@ def test_two_acks_of_one_job_are_found() -> None:
         settles=[settle(Verb.ACK, "j1", 12.0, lease=1), settle(Verb.ACK, "j1", 16.0, lease=2)],
         rows=[succeeded("j1", lease=2, history=[past(1, "expired", 10_000, 900_000)])],
     )
-    # Also: the job was delivered after its ack, and the books lack the first lease.
+    # The other two: the job was delivered after its ack, and the books lack the ack of the first lease.
     assert found(given) == ["I2"] * 3
 
 
@@ -431,7 +431,7 @@ def test_one_lease_given_to_two_is_found() -> None:
 
 
 def test_an_ack_that_was_refused_and_finished_the_job_is_found() -> None:
-    # The ack came after the end of its window, so the refusal is correct.
+    # The ack came after the end of the lease's window, so the violation is not the refusal.
     given = changed(whole_life(), settles=[settle(Verb.ACK, "j1", 15.0, lease=1, answer=Answer.STALE)])
     assert found(given) == ["I2"]
 
@@ -464,7 +464,7 @@ def test_what_was_answered_ok_and_is_not_in_the_books_is_found(verb: Verb) -> No
 
 
 def given_back(*settles: Settle) -> Evidence:
-    """A consumer read the job, and by the books its lease was released."""
+    """A consumer read the job, and in the books its lease was released."""
     return evidence(
         enqueues=[enqueue("j1", 10.0)],
         deliveries=[delivery("j1", 11.0, lease=1, of=Verb.CONSUME), delivery("j1", 13.0, lease=2, client="w2")],
@@ -484,7 +484,7 @@ def test_a_job_that_its_consumer_gave_back_passes_whether_it_was_answered_or_not
 
 
 def refused_ack(at_s: float, *others: Settle, cancels: Sequence[Cancel] = ()) -> Evidence:
-    """An ack with a Dequeue's lease, whose window ends at 13.9, is answered STALE."""
+    """An ack is answered STALE. Its lease comes from a Dequeue, and the window ends at 13.9."""
     return evidence(
         enqueues=[enqueue("j1", 10.0)],
         deliveries=[delivery("j1", 11.0, lease=1), delivery("j1", 15.0, lease=2, attempt=2, client="w2")],
@@ -622,12 +622,12 @@ def test_a_job_that_was_never_done_is_found() -> None:
         rows=[replace(succeeded("j1"), state=State.LIVE, lease=None, leased_at_us=None)],
     )
     assert found(given) == ["I7"]
-    # As far as its producer knows, it may have been stored a moment ago.
+    # No producer got an answer, so the job may have been stored a moment ago.
     assert found(changed(given, enqueues=[enqueue("j1", 10.0, answered=None)])) == []
 
 
 def came(at_s: float, *, delay_s: float = 0.0, others_at_s: Sequence[float] = ()) -> Evidence:
-    """A job that was enqueued when no fault was active, with its delivery and those of other jobs of its org."""
+    """Returns the life of a job that was enqueued when no fault was active, and the lives of other jobs of its org."""
     lives = [whole_life(f"other-{number}", at_s=other_s - 1) for number, other_s in enumerate(others_at_s)]
     return evidence(
         enqueues=[
@@ -667,7 +667,7 @@ def test_a_job_from_before_has_time_from_when_all_was_calm() -> None:
 
 
 def again(at_s: float, said: Sequence[Settle]) -> Evidence:
-    """A job that was first delivered at CALM_S + 1, the calls about it, and its next delivery."""
+    """Returns a job that was first delivered at CALM_S + 1, the calls about that delivery, and the next delivery."""
     nacked = [past(1, "nacked", 10_000, 900_000)] if any(one.call.verb is Verb.NACK for one in said) else []
     return evidence(
         enqueues=[enqueue("j1", CALM_S)],
@@ -681,7 +681,7 @@ def again(at_s: float, said: Sequence[Settle]) -> Evidence:
 
 
 def test_a_job_that_comes_again_late_is_found() -> None:
-    # Its window ends at CALM_S + 4 at the latest.
+    # The window of the first lease ends at CALM_S + 4 at the latest.
     assert found(again(CALM_S + 13, [])) == []
     assert found(again(CALM_S + 15, [])) == ["I7"]
     # A nack sets the time of the next delivery.
@@ -786,13 +786,13 @@ def test_a_move_and_its_way_back_pass() -> None:
 @pytest.mark.parametrize(
     "catalog",
     [
-        # Two writers; no writer; a writer that is not read; three shards that are read.
+        # Two writers. No writer. A writer that is not read. Three shards that are read.
         [placed("s1 s2", "s1 s2", 1)],
         [placed("", "s1", 1)],
         [placed("s1", "s2", 1)],
         [placed("s1", "s1 s2 s3", 1)],
-        # Switched without having begun; begun without a new epoch; moved to its own source; switched under another
-        # epoch.
+        # The writer switched before the move began. The move began without a new epoch. The move ended at its own
+        # source. The writer switched under another epoch, went back to the source, or switched to a third shard.
         [PLACED[0], placed("s2", "s2", 5)],
         [PLACED[0], placed("s1", "s1 s2", 1)],
         [*PLACED[:2], placed("s1", "s1", 5)],
@@ -809,7 +809,8 @@ def test_what_is_no_step_of_a_move_is_found(catalog: Sequence[Placed]) -> None:
 @pytest.mark.parametrize(
     "known",
     [
-        # Opened again under the epoch that closed it, or under an older one; one chunk twice, and one left out.
+        # The slot is opened again under the epoch that closed it, or under an older one. A chunk comes twice. A chunk
+        # is left out.
         [*ON_S1, owned("s1", 24.0, "owned", 5, chunk=2)],
         [*ON_S1, owned("s1", 24.0, "owned", 1)],
         [*ON_S1, ON_S1[-1]],
@@ -824,14 +825,14 @@ def test_two_owners_at_one_time_are_found_unless_the_clock_jumped() -> None:
     early = moved(s2=[owned("s2", 19.5, "owned", 5), *ON_S2[1:]])
     assert found(early) == ["I6"]
     assert found(changed(early, drift_s=1.0)) == []
-    # One record for all slots of a step.
+    # A step with several slots has one record for all of them, and is one violation.
     slots = [SLOT, SLOT + 1, SLOT + 2]
     several = [owned(shard, at_s, "owned", 1, slots=slots) for shard, at_s in (("s1", 0.0), ("s2", 1.0))]
     assert found(moved(catalog=(), s1=several[:1], s2=several[1:])) == ["I6"]
 
 
 def test_an_owner_that_never_closed_is_found() -> None:
-    # While the other shard owns it too, and at the end.
+    # The two violations: s1 owns the slot while s2 owns it, and also at the end.
     assert found(moved(s1=ON_S1[:1])) == ["I6", "I6"]
 
 
@@ -858,7 +859,7 @@ def test_a_job_that_has_finished_before_its_slot_left_passes() -> None:
 
 
 def departing(given: Evidence, *, shard: str) -> Evidence:
-    """The same job is set aside there too."""
+    """The same job also departs from this shard."""
     row = replace(succeeded("j1", shard=shard), state=State.LIVE, departing=True, lease=None, leased_at_us=None)
     books = [*given.books, OrgBooks(shard=shard, org=ORG, accepted=1, balanced=True)]
     return replace(given, rows=[*given.rows, row], books=books)
@@ -891,7 +892,7 @@ def test_a_pinned_org_is_looked_for_where_its_own_slot_is() -> None:
     assert "I6" not in given("s2", pins={ORG: own})
     assert "I6" in given("s1", pins={ORG: own})
     assert "I6" in given("s2", pins={})
-    # It has finished while its org was in the hash slot, or in its own.
+    # A finished job may be on s1: the job may have finished while its org was in the hash slot or in its own slot.
     assert found(moved(catalog=pinned, s1=s1, s2=s2, row=succeeded("j1", shard="s1"), pins={ORG: own})) == []
 
 
@@ -899,7 +900,7 @@ def test_a_shard_need_not_know_an_orgs_slot_that_has_never_moved() -> None:
     own = SLOTS + 3
     catalog = [PLACED[0], placed("s1", "s1", 3, slot=own)]
     assert found(moved(catalog=catalog, s1=ON_S1[:1], s2=(), row=succeeded("j1"), pins={ORG: own})) == []
-    # A shard with wrong records is a violation.
+    # A shard may lack records of the slot, but it must not have wrong ones.
     wrong = owned("s1", 20.0, "draining", 3, slots=[own])
     assert found(moved(catalog=catalog, s1=[ON_S1[0], wrong], s2=(), row=succeeded("j1"), pins={ORG: own})) == ["I6"]
 
@@ -946,16 +947,16 @@ def test_an_orderly_restart_that_shows_unavailable_passes() -> None:
         failed(Verb.ACK, 21.0, "UNAVAILABLE"),
         failed(Verb.ACK, 21.0, "SETTLED_UNAVAILABLE"),
         failed(Verb.ACK, 21.0, "STREAM_ENDED"),
-        # The client's own deadline for a stream was over; or it wrote to a stream that had ended.
+        # A stream's own deadline was over, or the client wrote to a stream that had ended.
         failed(Verb.CONSUME, 21.0, "DEADLINE_EXCEEDED"),
         failed(Verb.CONSUME, 21.0, "WRITE_FAILED"),
-        # The lease had ended; or the client gave the call up.
+        # The lease of the addition had ended, or the client gave the call up.
         failed(Verb.ADD, 21.0, "FAILED_PRECONDITION"),
         failed(Verb.ADD, 21.0, "DEADLINE_EXCEEDED"),
-        # Calls before the restart, and after it.
+        # These calls began before or after the restart.
         failed(Verb.ACK, 12.0, "CANCELLED"),
         failed(Verb.ACK, 26.0, "CANCELLED"),
-        # A client that was killed.
+        # The client of this call was killed.
         Call(client="c1", verb=Verb.ACK, org=ORG, began_s=21.0),
     ]
     assert found(restarted(*calls)) == []
@@ -977,7 +978,7 @@ def test_an_ack_that_is_answered_soon_or_is_of_the_org_whose_row_is_locked_passe
     acks = [
         call(Verb.ACK, 21.0, 22.0),
         call(Verb.ACK, 21.0, 26.1, org=OTHER),
-        # It has not waited long when the lock ends.
+        # This ack has not waited for long when the lock ends.
         call(Verb.ACK, 25.0, 28.0),
         call(Verb.ACK, 10.0, 19.0),
     ]
@@ -1015,7 +1016,8 @@ def restored(
     owned: Sequence[Owned] = (),
     told: Sequence[Health] = (REFUSED,),
 ) -> Evidence:
-    """The same history, with s1 copied at 12, replaced by the copy at 20, and the loss accepted from 26 to 28."""
+    """Adds a restore to the history: s1 is copied at 12 and replaced by the copy at 20. The loss is accepted from 26 to
+    28."""
     return replace(
         given,
         restored=Restored(
@@ -1040,9 +1042,9 @@ def test_a_job_that_the_backup_lacks_may_be_lost_and_no_other() -> None:
     given = evidence(enqueues=[enqueue("j1", 13.0)])
     lost = restored(given, replaced=[live("j1")])
     assert (found(lost), excused(lost)) == ([], ["I1"])
-    # The backup had it.
+    # The backup had the job.
     assert found(restored(given, backup=[live("j1")], replaced=[live("j1")])) == ["I1"]
-    # It was lost before, or was on another shard.
+    # The job was lost before the restore, or was on another shard.
     assert found(restored(given, replaced=[live("j2")])) == ["I1"]
     assert found(restored(given)) == ["I1"]
 
@@ -1058,7 +1060,7 @@ def test_a_key_of_another_shard_may_still_stand_for_a_job_that_moved_here_and_is
     again = enqueue("j2", 30.0, answered="j1", duplicate=True, key="k")
     given = evidence(enqueues=[enqueue("j1", 5.0, key="k"), again])
     assert found(restored(given, replaced=[live("j1", key="k")])) == []
-    # The key was on this shard.
+    # The key was on this shard, so it should be lost with the job.
     assert found(restored(given, replaced=[live("j1", key="k")], replaced_keys=[key])) == ["I1"]
 
 
@@ -1074,9 +1076,10 @@ def run_again(at_s: float = 30.0) -> Evidence:
 
 def test_a_job_whose_ack_the_backup_lacks_may_run_again_and_no_other() -> None:
     given = restored(run_again(), backup=[live("j1")], replaced=[succeeded("j1")])
-    # It was delivered after its ack and acked twice, and the books lack the first ack.
+    # The excused violations: the job was delivered after its ack, it was acked twice, and the books lack the first
+    # ack.
     assert (found(given), excused(given)) == ([], ["I2"] * 3)
-    # The backup has the ack; or the replaced database lacked it; or the job was never on the shard.
+    # The backup has the ack, or the replaced database lacked the ack, or the job was never on the shard.
     assert found(restored(run_again(), backup=[succeeded("j1")], replaced=[succeeded("j1")])) == ["I2"] * 3
     assert found(restored(run_again(), backup=[live("j1")], replaced=[live("j1")])) == ["I2"] * 3
     assert found(restored(run_again())) == ["I2"] * 3
@@ -1100,7 +1103,7 @@ def test_attempts_are_counted_anew_by_the_backup() -> None:
         deliveries=[
             delivery("j1", 13.0, lease=1),
             delivery("j1", 15.0, lease=2, attempt=2),
-            # On a stream that was opened before.
+            # The stream of this delivery was opened before the restore.
             replace(delivery("j1", 30.0, lease=3, of=Verb.CONSUME), call=call(Verb.CONSUME, 2.0, 50.0)),
         ],
         settles=settles,
@@ -1108,7 +1111,8 @@ def test_attempts_are_counted_anew_by_the_backup() -> None:
     )
     acked = succeeded("j1", lease=2, history=[past(1, "nacked", 10_000, 900_000)])
     again = restored(given, backup=[live("j1")], replaced=[acked])
-    # It was delivered after its ack and acked twice, and the books lack the nack and the first ack.
+    # The excused violations: the job was delivered after its ack, it was acked twice, and the books lack the nack and
+    # the first ack.
     assert (found(again), excused(again)) == ([], ["I2"] * 4)
     assert "I2" in found(restored(given, backup=[acked], replaced=[acked]))
 
@@ -1121,7 +1125,7 @@ def test_a_cancel_that_the_backup_lacks_may_be_undone_and_no_other() -> None:
     )
     cancelled = replace(live("j1"), state=State.CANCELLED)
     lacking = restored(given, backup=[live("j1")], replaced=[cancelled])
-    # It was delivered, and it succeeded.
+    # The excused violations: the cancelled job was delivered, and it succeeded.
     assert (found(lacking), excused(lacking)) == ([], ["I2"] * 2)
     assert found(restored(given, backup=[cancelled], replaced=[cancelled])) == ["I2"] * 2
     assert found(restored(given, backup=[live("j1")], replaced=[live("j1")])) == ["I2"] * 2
@@ -1130,7 +1134,7 @@ def test_a_cancel_that_the_backup_lacks_may_be_undone_and_no_other() -> None:
 
 
 def cut_off(later_at_s: float, *, stale_at_s: float = 40.0) -> Evidence:
-    """A lease until 22.8, and a lease of another consumer."""
+    """Returns the history of a job that has a lease until 22.8, and a lease of another consumer."""
     return evidence(
         enqueues=[enqueue("j1", 5.0)],
         deliveries=[delivery("j1", 19.9, lease=1), delivery("j1", later_at_s, lease=2, attempt=2, client="w2")],
@@ -1146,11 +1150,11 @@ def test_a_lease_may_end_with_the_database_that_gave_it_and_no_sooner() -> None:
     leased = live("j1", lease=1)
     given = restored(cut_off(22.0), backup=[live("j1")], replaced=[leased])
     assert (found(given), excused(given)) == ([], ["I2"])
-    # It was in the backup, and may have been extended since.
+    # The backup had the lease, but may lack an extension of it.
     assert found(restored(cut_off(22.0), backup=[leased], replaced=[leased])) == []
     assert found(restored(cut_off(19.95), backup=[live("j1")], replaced=[leased])) == ["I2"]
     assert found(restored(cut_off(22.0))) == ["I2"]
-    # Its ack is answered STALE.
+    # Here the ack is answered STALE before the lease's window has ended.
     stale = restored(cut_off(30.0, stale_at_s=21.0), backup=[live("j1")], replaced=[leased])
     assert (found(stale), excused(stale)) == ([], ["I2"])
     assert found(restored(cut_off(30.0, stale_at_s=19.8), backup=[live("j1")], replaced=[leased])) == ["I2"]
@@ -1170,11 +1174,11 @@ def test_a_lease_that_went_with_its_database_and_is_used_once_more_is_found() ->
 
 def test_what_the_replaced_database_had_in_its_books_is_checked_as_well() -> None:
     given = evidence(enqueues=[enqueue("j1", 13.0)])
-    # Nobody acked it.
+    # No client acked the job.
     assert found(restored(given, replaced=[succeeded("j1")])) == ["I2"]
     refused = changed(given, settles=[settle(Verb.ACK, "j1", 15.0, lease=1, answer=Answer.STALE)])
     assert found(restored(refused, replaced=[succeeded("j1")])) == ["I2"]
-    # The backup's shard refused the repeated call.
+    # The restored shard refused the repeated call.
     again = [
         settle(Verb.ACK, "j1", 15.0, lease=1, answer=None),
         settle(Verb.ACK, "j1", 30.0, lease=1, answer=Answer.STALE),
@@ -1195,7 +1199,7 @@ def test_what_was_answered_ok_and_neither_database_has_in_its_books_is_found() -
     assert (found(lacking), excused(lacking)) == ([], ["I2"])
     assert found(restored(given, backup=[live("j1")], replaced=[live("j1", lease=9)])) == ["I2"]
     assert found(restored(given, backup=[nacked], replaced=[nacked])) == ["I2"]
-    # The same holds for a job that is on no shard.
+    # The same rule holds for a job that is on no shard.
     gone = evidence(enqueues=[enqueue("j1", 13.0)], settles=[settle(Verb.NACK, "j1", 14.0, lease=7)])
     assert found(restored(gone, replaced=[nacked])) == []
     assert found(restored(gone, replaced=[live("j1")])) == ["I2"]
@@ -1233,12 +1237,12 @@ def astray(
 def test_a_job_that_had_left_and_was_there_once_more_may_be_cancelled_there() -> None:
     second = replace(live("j1"), state=State.CANCELLED)
     assert astray(second) == []
-    # No client asked to cancel it.
+    # No client asked to cancel the job.
     assert "I3" in astray(second, asked=False)
     # The backup did not have the job, or the job had not left.
     assert "I3" in astray(second, backup=())
     assert "I3" in astray(second, replaced=[live("j1")])
-    # It is not cancelled, or it is on another shard.
+    # The copy is not cancelled, or it is on another shard.
     assert "I3" in astray(live("j1"))
     assert "I3" in astray(replace(second, shard="s3"))
 
@@ -1288,7 +1292,7 @@ def test_a_key_that_the_backup_lacks_may_stand_for_another_job_and_no_other_key(
     assert found(restored(given(first, other), replaced=[gone], replaced_keys=[key])) == []
     assert "I3" in found(restored(given(first, other), replaced=[gone], replaced_keys=[key], backup_keys=[key]))
     assert "I3" in found(restored(given(first, other), replaced=[gone]))
-    # It is answered with the first job's id again, or with those of two others.
+    # The key is also answered with the first job's id again, or with the ids of two other jobs.
     again = enqueue("j1", 28.5, key="k", duplicate=True)
     assert "I3" in found(restored(given(first, again, other), replaced=[gone], replaced_keys=[key]))
     third = enqueue("j3", 30.0, key="k")
@@ -1300,7 +1304,7 @@ CAME_TO_S2 = (owned("s2", 15.0, "owned", 5), owned("s2", 17.0, "owned", 5, chunk
 
 
 def slots_of_backup(*since: Owned, replaced: Sequence[Owned] = LEFT_S1, s2: Sequence[Owned] = CAME_TO_S2) -> list[str]:
-    """The slot has moved to s2 since the copy was made."""
+    """Returns what the checker finds. The slot has moved to s2 since the copy was made."""
     given = moved(s1=[LEFT_S1[0], *since], s2=s2)
     return found(restored(given, replaced=[], owned=replaced))
 
@@ -1308,7 +1312,7 @@ def slots_of_backup(*since: Owned, replaced: Sequence[Owned] = LEFT_S1, s2: Sequ
 def test_a_slot_that_had_left_is_owned_once_more_by_the_backup_until_that_is_accepted() -> None:
     closed = owned("s1", 27.0, "draining", 5)
     assert slots_of_backup(closed) == []
-    # It was never closed, or only later; the same at the end.
+    # s1 closed the slot too late, or never.
     assert slots_of_backup(owned("s1", 40.0, "draining", 5)) == ["I6"]
     assert "I6" in slots_of_backup()
     # Before the database was replaced the normal rule applies.
@@ -1352,7 +1356,8 @@ def test_orgs_of_other_shards_that_are_refused_as_well_are_found() -> None:
     refusal = replace(failed(Verb.ENQUEUE, 22.0, "UNAVAILABLE"), org=OTHER)
     assert refused(refusal) == ["restore"]
     assert refused(replace(refusal, code="DEADLINE_EXCEEDED")) == []
-    # Violations of the shard's own orgs, and those before and after, are not excused.
+    # Refusals of the shard's own orgs are expected. So are refusals of other orgs before the database is back, and
+    # from the acceptance of the loss on.
     assert refused(failed(Verb.ENQUEUE, 22.0, "UNAVAILABLE")) == []
     assert refused(replace(refusal, began_s=20.1, ended_s=20.2), replace(refusal, began_s=26.0, ended_s=26.1)) == []
 
@@ -1470,7 +1475,7 @@ def test_only_a_workflow_that_had_left_after_the_backup_may_be_there_twice(had_l
 def test_a_stranded_node_is_found() -> None:
     given = workflow_of_two()
     stranded = replace(given, flows=[flow_of_two(state="running", j2="blocked")])
-    # The node, and its workflow.
+    # The two violations: the node is stranded, and so is its workflow.
     assert found(stranded) == ["I11", "I11"]
     assert found(replace(stranded, calm_s=None)) == []
 
@@ -1495,7 +1500,7 @@ def addition(
     lease: LeaseKey = LeaseKey("j1", 1),  # noqa: B008 - it is a tuple
     code: str = "",
 ) -> Addition:
-    """Job j1 adds node j1+0, which waits for it. The call is answered unless there are no jobs."""
+    """Job j1 adds node j1+0, which waits for j1. The call is answered unless there are no jobs."""
     outcome = Outcome.OK if jobs else Outcome.UNKNOWN
     return Addition(
         call=replace(call(Verb.ADD, at_s), code=code, outcome=outcome),
@@ -1508,7 +1513,7 @@ def addition(
 
 
 def told(added: Addition) -> Enqueue:
-    """The job of an acknowledged addition, as histories are read."""
+    """Returns the job of an acknowledged addition as the reader of histories returns it."""
     (job,) = added.jobs.values()
     return replace(enqueue(job, 0.0, duplicate=not added.stored, delay_s=math.inf), call=added.call)
 
@@ -1563,7 +1568,7 @@ def test_a_node_that_was_acknowledged_as_added_and_is_nowhere_is_found() -> None
         settles=[*given.history.settles, settle(Verb.ACK, "j9", 12.4, lease=9)],
     )
     assert found(other) == ["I1"]
-    # Its job is nowhere.
+    # The job of the node is nowhere.
     lost = replace(given, rows=given.rows[:2], books=[replace(given.books[0], accepted=2)])
     assert found(lost) == ["I1"]
 
@@ -1595,7 +1600,7 @@ def test_a_node_that_was_told_new_twice_is_found() -> None:
 def test_a_node_that_nobody_added_is_found() -> None:
     given = workflow_that_grew()
     given = changed(given, enqueues=given.history.enqueues[:2], additions=[])
-    # The node, its job, and the payload of the job.
+    # The three violations: the node, its job, and the payload of the job.
     assert sorted(found(given)) == ["I3", "I3", "I4"]
 
 
@@ -1609,7 +1614,7 @@ def test_a_callback_that_runs_before_an_added_node_has_ended_is_found() -> None:
     given = workflow_that_grew()
     late = [*given.history.settles[:2], settle(Verb.ACK, "j3", 13.5, lease=3)]
     assert found(changed(given, settles=late)) == ["I11"]
-    # It need not wait if it is no callback.
+    # Job j2 need not wait if it is no callback.
     assert found(changed(replace(given, flows=[replace(grown_flow(), callbacks=frozenset())]), settles=late)) == []
 
 
@@ -1633,7 +1638,7 @@ def test_an_addition_whose_lease_had_ended_is_found() -> None:
         deliveries=[first, second, *given.history.deliveries[1:]],
     )
     assert found(given) == ["I2"]
-    # Its job was acked before the call began.
+    # The job of this lease was acked before the call began.
     late = addition(12.5, jobs={"j1+0": "j3"}, stored=1)
     acked = workflow_that_grew()
     acked = changed(acked, enqueues=[*acked.history.enqueues[:2], told(late)], additions=[late])
@@ -1649,7 +1654,7 @@ def test_an_addition_that_is_refused_as_if_it_were_of_others_is_found(code: str)
 
 
 def test_a_job_of_an_added_node_may_be_there_although_its_workflow_was_lost() -> None:
-    """The workflow arrived after the backup, and the jobs that were done stayed. No addition was answered."""
+    """The workflow arrived after the backup, and its finished jobs stayed. No addition was answered."""
     given = workflow_that_grew()
     given = changed(given, enqueues=given.history.enqueues[:2], additions=given.history.additions[:1])
     given = restored(replace(given, flows=[]), backup=given.rows, replaced=given.rows)
@@ -1671,7 +1676,7 @@ def test_only_a_job_of_a_workflow_that_was_lost_may_wait_for_ever(was_lost: bool
     assert restore is not None
     restore = replace(restore, replaced=replace(restore.replaced, flows=frozenset({"w"})))
     given = replace(given, restored=restore)
-    # The callback of a workflow that is there must not have come before it, either.
+    # If the workflow is there, its callback must not have come before job j3 had ended.
     assert found(given) == ([] if was_lost else ["I7", "I11"])
 
 
@@ -1685,7 +1690,7 @@ def test_only_an_added_node_that_the_backup_lacks_may_be_missing(was_lost: bool)
         books=[replace(given.books[0], accepted=2)],
     )
     lacking = restored(lacking, backup=given.rows[: 2 if was_lost else 3], replaced=given.rows)
-    # The job, its ack if the backup lacks that, and the node.
+    # Violations of I1 for the job and for the node, and of I2 for the ack if the backup lacks the job.
     assert (found(lacking), excused(lacking)) == (([], ["I1", "I2", "I1"]) if was_lost else (["I1", "I1"], []))
 
 
@@ -1699,7 +1704,7 @@ def a_run(at_s: int, *, job: str | None = None, skipped_for: str | None = None, 
     """A run that was stored if there is a job, skipped if there is a reason, and waits otherwise."""
     outcome = "stored" if job else "skipped" if skipped_for else "buffered"
     through_us = None if through_s is None else through_s * SECOND_US
-    # It is decided at once.
+    # A run is decided at its last instant.
     decided_us = (through_s or at_s) * SECOND_US
     return Run("id", at_s * SECOND_US, through_us, outcome, skipped_for, job, decided_us)
 
@@ -1713,8 +1718,8 @@ def every(seconds: int, *, number: int = 0, skips_for: str = "overlap", cancels:
 
 
 def a_schedule() -> Evidence:
-    """Created at 1000.5 s, it fires every two seconds before 1010 s. One run was stored, one has waited, and two were
-    skipped together."""
+    """The schedule was created at 1000.5 s, and fires every two seconds before 1010 s. One run was stored, one run has
+    waited, and two runs were skipped together."""
     given = evidence(
         deliveries=[delivery(job, 2.0, lease=1, payload_job="tick") for job in ("j1", "j2")],
         settles=[settle(Verb.ACK, job, 2.2, lease=1) for job in ("j1", "j2")],
@@ -1737,7 +1742,7 @@ def a_schedule() -> Evidence:
 
 
 def with_runs(*runs: Run, instead_of: int | None = None) -> Evidence:
-    """The schedule with further runs, and without those of this second."""
+    """Returns the schedule with further runs, and without the runs of this second."""
     given = a_schedule()
     left = {run for run in given.runs if instead_of is None or run.at_us != instead_of * SECOND_US}
     return replace(given, runs=frozenset(left | set(runs)))
@@ -1788,7 +1793,7 @@ def test_an_instant_that_was_stored_twice_is_found() -> None:
         deliveries=[*again.history.deliveries, came],
     )
     assert found(again) == ["I10"]
-    # No run needs to say so.
+    # The two jobs are enough: the checker does not need a second run.
     assert found(replace(again, runs=a_schedule().runs)) == ["I10"]
 
 
@@ -1816,13 +1821,13 @@ def test_a_job_of_a_run_that_is_nowhere_is_found() -> None:
 
 @pytest.mark.parametrize("was_lost", [True, False])
 def test_only_a_job_of_a_run_that_arrived_after_the_backup_may_be_nowhere(was_lost: bool) -> None:
-    """It is dead, so that it moves with its org."""
+    """The job is dead, and so moves with its org."""
     given = a_schedule()
     nacked = [*given.history.settles[:1], settle(Verb.KILL, "j2", 2.2, lease=1, answer=None)]
     dead = of_run("j2", 1004, state=State.DEAD)
     lost = changed(replace(given, rows=given.rows[:1], books=[replace(given.books[0], accepted=1)]), settles=nacked)
     lost = restored(lost, backup=given.rows[:1] if was_lost else [given.rows[0], dead], replaced=[given.rows[0], dead])
-    # Its payload, and its run.
+    # The two violations: the payload of the lost job, and its run.
     assert (found(lost), excused(lost)) == (([], ["I4", "I10"]) if was_lost else (["I4", "I10"], []))
 
 
@@ -1842,7 +1847,7 @@ def test_only_a_schedule_that_cancels_may_have_cancelled_jobs(cancels: bool) -> 
         rows=[of_run("j1", 1002, state=State.CANCELLED), given.rows[1]],
         schedules=[replace(given.schedules[0], terms=every(2, cancels=cancels))],
     )
-    # Its consumer is told, before its window has ended.
+    # The consumer is told before the lease's window has ended.
     refused = replace(given.history.settles[0], answer=Answer.STALE)
     given = changed(given, settles=[refused, given.history.settles[1]])
     assert found(given) == ([] if cancels else ["I2", "I2"])
@@ -1893,7 +1898,7 @@ def test_only_a_schedule_that_arrived_after_the_backup_may_be_nowhere(was_lost: 
     restore = replace(restore, replaced=whole, backup=restore.backup if was_lost else whole)
     given = replace(given, stored_schedules=[], restored=restore)
     assert excused(given) == ["I10"] * was_lost
-    # Its runs are examined in any case, or nobody knows whose jobs these are.
+    # The runs of the schedule are examined in any case: otherwise nobody would know whose jobs these are.
     assert found(given) == ["I10"] * (1 if was_lost else 2)
 
 
@@ -1901,7 +1906,7 @@ def test_only_a_schedule_that_arrived_after_the_backup_may_be_nowhere(was_lost: 
 
 
 def change(kind: ChangeKind, at_s: float, *, answered: bool = True, terms: Terms | None = None) -> Change:
-    """A call that takes a tenth of a second."""
+    """Returns a call that takes a tenth of a second."""
     began_us = round(at_s * SECOND_US)
     ended_us = began_us + SECOND_US // 10 if answered else None
     return Change(kind=kind, began_us=began_us, ended_us=ended_us, terms=terms)
@@ -1915,7 +1920,7 @@ def with_changes(given: Evidence, *changes: Change) -> Evidence:
 
 
 def with_jobs(given: Evidence, *rows: Row) -> Evidence:
-    """The schedule with further jobs that have run."""
+    """Returns the schedule with further jobs that have run."""
     deliveries = [delivery(row.job, 2.0, lease=1, payload_job="tick") for row in rows]
     settles = [settle(Verb.ACK, row.job, 2.2, lease=1) for row in rows]
     all_rows = [*given.rows, *rows]
@@ -1927,7 +1932,7 @@ def with_jobs(given: Evidence, *rows: Row) -> Evidence:
 
 
 def with_pause(*runs: Run, changes: Sequence[Change] = (PAUSE, RESUME)) -> Evidence:
-    """The schedule was paused from 1005 to 1009, and so for its instants 1006 and 1008."""
+    """The schedule was paused from 1005 to 1009, so its instants 1006 and 1008 are to be skipped."""
     return with_changes(with_runs(*runs, instead_of=1006), *changes)
 
 
@@ -1944,7 +1949,7 @@ def test_a_pause_whose_instants_are_skipped_passes() -> None:
 def test_a_run_of_an_instant_of_a_pause_is_found(decided_s: int) -> None:
     stored = a_run(1006, job="j3")._replace(decided_us=decided_s * SECOND_US)
     given = with_jobs(with_pause(stored, a_run(1008, skipped_for="pause")), of_run("j3", 1006))
-    # The instant is one of the pause, and perhaps it was also stored during the pause.
+    # The instant is in the pause. If the run was also decided during the pause, that is a second violation.
     assert found(given) == ["I10"] * (2 if decided_s == 1006 else 1)
 
 
@@ -1967,7 +1972,7 @@ def test_an_instant_that_is_skipped_for_a_pause_which_had_ended_is_found() -> No
     early = (change(ChangeKind.PAUSE, 1002.5), change(ChangeKind.RESUME, 1003.0))
     assert found(with_pause(SKIPPED_TOGETHER, changes=early)) == ["I10"]
     assert found(with_pause(SKIPPED_TOGETHER, changes=())) == ["I10"]
-    # A pause that was not answered may have come later.
+    # A pause without an answer may have begun later than its call.
     late = replace(early[0], ended_us=None)
     assert found(with_pause(SKIPPED_TOGETHER, changes=[late, *early])) == []
 
@@ -1976,7 +1981,7 @@ def test_what_was_not_answered_makes_a_pause_uncertain() -> None:
     stored = with_jobs(with_pause(a_run(1006, job="j3"), a_run(1008, skipped_for="pause")), of_run("j3", 1006))
     for changes in (
         (replace(PAUSE, ended_us=None), RESUME),
-        # It may be executed after the pause began.
+        # The call may be executed after the pause began.
         (change(ChangeKind.RESUME, 1003.0, answered=False), PAUSE, RESUME),
         (PAUSE, change(ChangeKind.RESUME, 1005.5, answered=False), RESUME),
     ):
@@ -2023,14 +2028,14 @@ def test_an_alteration_that_keeps_the_timing_drops_no_instant(answered: bool) ->
         found(with_changes(with_runs(a_run(1006, skipped_for="catch_up", through_s=1008), instead_of=1006), alter))
         == []
     )
-    # The call was under way at the instant of 1006.
+    # The call was under way at the instant 1006, but its timing keeps this instant.
     assert found(with_changes(with_runs(a_run(1008, skipped_for="catch_up"), instead_of=1006), alter)) == ["I10"]
 
 
 def test_an_instant_before_an_alteration_that_was_not_decided_is_found() -> None:
     given = altered(a_run(1008, skipped_for="catch_up"))
     dropped = replace(given, runs=frozenset(run for run in given.runs if run.at_us != 1004 * SECOND_US))
-    # The job of that instant says so too.
+    # The run of the instant is missing, and its job names a run that is not there.
     assert found(dropped) == ["I10", "I10"]
 
 
@@ -2042,7 +2047,7 @@ REQUEST = "request-1"
 
 
 def triggered(*jobs: str, answers: Sequence[str] = ("j3",), newer: int = 0) -> Evidence:
-    """A run was triggered at 1005.5 s; and again a thousand seconds later, if there is another job."""
+    """A run was triggered at 1005.5 s. For each further job, it was triggered again a thousand seconds later."""
     given = a_schedule()
     later = 1010 * SECOND_US
     runs = {
@@ -2064,13 +2069,13 @@ def test_a_run_that_was_triggered_once_passes_whether_the_call_was_answered_or_n
 
 def test_a_triggered_run_that_is_nowhere_is_found() -> None:
     assert found(triggered()) == ["I10"]
-    # Another job than the one of the answer.
+    # The run has another job than the answer names.
     assert found(triggered("j4")) == ["I10"]
 
 
 def test_a_run_that_was_triggered_twice_by_one_call_is_found_unless_it_was_forgotten() -> None:
     assert found(triggered("j3", "j4")) == ["I10"]
-    # One more came by itself.
+    # The shard keeps only the newest runs. It must still know the first run if 18 runs are newer, but not if 19 are.
     assert found(triggered("j3", "j4", newer=18)) == ["I10"]
     assert found(triggered("j3", "j4", newer=19)) == []
 
@@ -2091,7 +2096,7 @@ def test_a_schedule_that_a_router_does_not_know_any_more_is_found() -> None:
 def backfill(
     begin_s: int, end_s: int, at_s: float, *, told: int | None, may_skip: bool = False, answered: bool = True
 ) -> Backfill:
-    """A call that takes a tenth of a second."""
+    """Returns a call that takes a tenth of a second."""
     began_us = round(at_s * SECOND_US)
     return Backfill(
         begin_us=begin_s * SECOND_US,
@@ -2129,7 +2134,7 @@ def test_a_backfill_whose_instants_have_one_run_each_passes_whether_it_was_answe
     unanswered = backfill(998, 1003, 1004.5, told=None, answered=False)
     assert found(with_backfills(*EARLY, calls=[unanswered])) == []
     assert found(with_backfills(calls=[unanswered])) == []
-    # It waits first, as the policy of the backfill may say.
+    # A run may wait first, if the policy of the backfill says so.
     waited = [by_backfill(1000, 1004.55), by_backfill(1000, 1006.0, job="b2")]
     assert found(with_backfills(EARLY[0], *waited, calls=[replace(BEFORE, may_skip=True)])) == []
     skipped = by_backfill(1000, 1004.55, skipped_for="overlap")
@@ -2175,7 +2180,7 @@ def test_a_run_that_may_have_been_forgotten_may_be_backfilled_again() -> None:
     again = by_backfill(1002, 1009.05, job="b1")
     call = backfill(1002, 1003, 1009.0, told=1)
     newer = [by_backfill(at_s, 1008.05, job=f"n{at_s}") for at_s in range(1004, 1044, 2)]
-    # They are instants of the schedule, of which it decides some itself.
+    # The backfill is for instants of the schedule, some of which the schedule itself has decided.
     of_newer = backfill(1010, 1044, 1008.0, told=17)
     assert "I10" in found(with_backfills(again, calls=[call]))
     given = with_runs()
@@ -2200,10 +2205,10 @@ def test_an_instant_of_a_pause_may_be_backfilled_during_it_and_after_it() -> Non
         call = backfill(1006, 1007, at_s, told=1)
         given = with_runs(instead_of=1006)
         assert found(with_backfills(*runs, calls=[call], changes=[PAUSE, RESUME], given=given)) == []
-        # The rest of the pause is told again when its first instant is stored.
+        # When the first instant of the pause is stored, the rest of the pause gets a record again.
         together = by_backfill(1006, at_s + 0.05, job="b1"), SKIPPED_TOGETHER, runs[1]
         assert found(with_backfills(*together, calls=[call], changes=[PAUSE, RESUME], given=given)) == []
-        # Nobody says that the other instant was skipped.
+        # No record says that the other instant was skipped.
         assert found(with_backfills(runs[0], calls=[call], changes=[PAUSE, RESUME], given=given)) == ["I10"]
 
 
@@ -2245,7 +2250,7 @@ def test_a_node_that_is_released_before_or_after_a_pause_passes() -> None:
     paused = with_operator(workflow_of_two(), PAUSE, RESUME)
     for at_s in (1004.5, 1005.05, 1009.05):
         assert found(replace(paused, releases=released(at_s))) == []
-    # A call that may have ended the pause.
+    # These calls may have ended the pause.
     for ends in (change(ChangeKind.RESUME, 1005.5, answered=False), change(ChangeKind.CANCEL, 1005.5, answered=False)):
         ended = with_operator(
             workflow_of_two(), PAUSE, ends, RESUME, cancelling_s=11.5 if ends.kind is ChangeKind.CANCEL else None
@@ -2259,8 +2264,8 @@ def test_a_node_that_is_released_during_a_pause_is_found() -> None:
 
 
 def a_cancelled_workflow(*, leased_s: float = 1000.0, state: str = "cancelled", **nodes: str) -> Evidence:
-    """The workflow was cancelled at 1005 s, or at 11.5 s by the clients' clock. Job j1 was leased then, and the
-    callback j3 runs after it."""
+    """The workflow was cancelled at 1005 s, which is 11.5 s by the clients' clock. Job j1 was leased then, and the
+    callback j3 ran later."""
     states = {"j1": "cancelled", "j2": "cancelled", "j3": "succeeded"} | nodes
     flow = Flow(workflow="w", org=ORG, shard=SHARD, state=state, nodes=states, callbacks=frozenset({"j3"}))
     first, second, third = (replace(enqueue(job, 10.0), workflow="w") for job in ("j1", "j2", "j3"))
@@ -2289,7 +2294,7 @@ def test_a_cancelled_workflow_whose_callback_runs_passes() -> None:
 
 def test_a_node_that_is_leased_after_its_workflow_was_cancelled_is_found() -> None:
     assert found(a_cancelled_workflow(leased_s=1005.3)) == ["I11"]
-    # Its attempt may also have ended meanwhile.
+    # The attempt of the node may also have ended meanwhile.
     given = a_cancelled_workflow()
     late = past(1, "expired", 1006 * SECOND_US, 1007 * SECOND_US)
     rows = [replace(given.rows[0], past=[late], lease=None, leased_at_us=None), *given.rows[1:]]
@@ -2299,7 +2304,7 @@ def test_a_node_that_is_leased_after_its_workflow_was_cancelled_is_found() -> No
 def test_a_cancelled_workflow_that_has_not_ended_or_has_ended_otherwise_is_found() -> None:
     assert found(a_cancelled_workflow(state="running")) == ["I11"]
     assert found(a_cancelled_workflow(state="failed")) == ["I11"]
-    # A node of it is stranded.
+    # A node of the workflow is stranded.
     assert found(a_cancelled_workflow(j2="blocked")) == ["I11"]
 
 
@@ -2317,7 +2322,7 @@ def test_a_workflow_or_its_callback_that_is_cancelled_and_nobody_said_so_is_foun
 
 
 def a_retry(*, answered: bool = True, state: str = "succeeded", flows: int = 1, **names: str) -> Evidence:
-    """Job r2 repeats j2, and r3 the callback j3; j1 had succeeded."""
+    """Job r2 repeats j2, and job r3 repeats the callback j3. Job j1 had succeeded, and is taken over."""
     given = a_cancelled_workflow(j1="succeeded")
     (old,) = given.flows
     old = replace(old, names={job: job for job in old.nodes})
@@ -2370,9 +2375,9 @@ def test_a_retry_that_is_nowhere_or_there_twice_is_found() -> None:
 
 def test_a_node_of_a_retry_that_runs_twice_or_not_at_all_is_found() -> None:
     assert set(found(a_retry(r4="j2"))) == {"I11"}
-    # The node had succeeded, and runs again.
+    # The retry runs a node that had succeeded.
     assert set(found(a_retry(r4="j1"))) == {"I11"}
-    # A node that the workflow had not.
+    # The retry runs a node that the old workflow did not have.
     assert set(found(a_retry(r4="j9"))) == {"I11"}
     given = a_retry()
     old, flow = given.flows
@@ -2395,7 +2400,7 @@ def test_a_retry_that_nobody_asked_for_is_found() -> None:
 def test_a_node_of_a_retry_that_was_taken_over_may_wait_for_one_that_runs_again() -> None:
     given = a_retry()
     assert any(one.job == "j1" for one in given.history.enqueues)
-    # In the other workflow the first node ran after the second one had failed.
+    # In the old workflow node j1 waits for j2, and so ran after j2 had failed.
     enqueues = [replace(one, after=["j2"] if one.job == "j1" else []) for one in given.history.enqueues]
     whats = [violation.what for violation in check(changed(given, enqueues=enqueues))]
     assert not any("was leased before" in what for what in whats)

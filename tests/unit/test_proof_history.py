@@ -39,7 +39,7 @@ def test_an_addition_is_read_as_it_was_written_and_its_jobs_are_stored_ones(tmp_
     unanswered, first, second = history.additions
     assert (unanswered.nodes, unanswered.jobs, unanswered.stored) == (nodes, {}, 0)
     assert (first.workflow, first.lease, first.jobs) == ("w", LeaseKey(JOB, 42), {"a": "j1", "b": "j2"})
-    # The second answer does not say which of them was new.
+    # The answer to the second call does not say which jobs were new.
     assert [(one.answered, one.duplicate) for one in history.enqueues] == [
         *(("j1", False), ("j2", False)),
         *(("j1", True), ("j2", True)),

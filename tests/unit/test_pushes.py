@@ -1,4 +1,4 @@
-"""The pure part of the example: pushes, their totals, and how long a job waits."""
+"""The pure part of the example: pushes, their totals, and the delay of each job."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_a_payload_that_is_no_push_is_refused(text: bytes) -> None:
     [
         # The year of an ISO week is that of its Thursday.
         (1767225600, "2026-W01"),  # Thursday, 1 January 2026
-        (1766966399, "2025-W52"),  # Sunday, 28 December 2025, its last second
-        (1766966400, "2026-W01"),  # and the second after it
+        (1766966399, "2025-W52"),  # Sunday, 28 December 2025: its last second
+        (1766966400, "2026-W01"),  # Monday, 29 December 2025: the next second
         (1609459199, "2020-W53"),  # Thursday, 31 December 2020
         (1609545600, "2020-W53"),  # Saturday, 2 January 2021
     ],

@@ -1,4 +1,4 @@
-"""What became of the trial of a quarantined kind, by what a lookup says of its job."""
+"""How the trial of a quarantined kind is judged by a lookup of its job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRIAL_AT = Micros(100)
         ("ready", ["released"], Verdict.WAITS),
         ("succeeded", ["acked"], Verdict.PROPER),
         ("scheduled", ["nacked"], Verdict.PROPER),
-        # It failed, and crashed at its next attempt.
+        # The trial failed properly, and the next attempt of its job crashed.
         ("ready", ["nacked", "expired"], Verdict.PROPER),
         ("dead", ["nacked"], Verdict.PROPER),
         ("ready", ["expired"], Verdict.CRASHED),

@@ -1,4 +1,4 @@
-"""A setting of a queue that is forgotten somewhere is found here, or in tests/integration/test_moving.py."""
+"""These tests, and tests/integration/test_moving.py, fail if a setting of a queue is forgotten somewhere."""
 
 from __future__ import annotations
 
@@ -69,6 +69,6 @@ def test_statements_ask_in_one_way_whether_a_queue_gives_jobs() -> None:
         "walk_queues",
         "sweep",
     }
-    # This one is about workflows, which can be paused too.
+    # explain_blocked is about workflows, which can be paused too.
     others = [path for path in (SHARD / "queue" / "sql").glob("*.sql") if path.stem != "explain_blocked"]
     assert not [path for path in others if "paused" in path.read_text()]

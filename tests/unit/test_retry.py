@@ -100,7 +100,7 @@ def test_no_policy_means_the_default() -> None:
 
 
 def test_json_whose_numbers_postgres_has_shortened_is_read() -> None:
-    # jsonb keeps 2.0 as 2.0, but a policy that was written by hand may have 2.
+    # jsonb keeps 2.0 as 2.0, but an operator may have written a policy with 2.
     text = '{"exponential": {"initial_us": 5, "multiplier": 2, "max_us": 9, "jitter": 0}}'
     assert retry_policy.from_json(text) == Exponential(initial_us=5, multiplier=2.0, max_us=9, jitter=0.0)
 

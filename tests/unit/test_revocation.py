@@ -1,4 +1,4 @@
-"""Revocations go through notifications unchanged, in as few of them as needed; what is none is refused."""
+"""Revocations go through notifications unchanged, in as few notifications as possible. Other texts are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def leases(count: int) -> list[Lease]:
 def test_revocations_are_read_as_they_were_written(revocations: list[Revocation], notifications: int) -> None:
     texts = list(revocation.texts(revocations))
     assert len(texts) == notifications
-    # A notification must be shorter than 8,000 bytes, with the 18 characters before the text.
+    # Postgres takes less than 8,000 bytes in a notification, and 18 characters come before the text.
     assert all(len(text.encode()) + 18 < 8_000 for text in texts)
     read = [one for text in texts for one in revocation.from_text(text)]
     assert {one[:3] for one in read} == {one[:3] for one in revocations}

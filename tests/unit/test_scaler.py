@@ -1,4 +1,4 @@
-"""deploy/kubernetes/keda.yaml: what KEDA would send for it, a router takes."""
+"""deploy/kubernetes/keda.yaml: a router takes what KEDA would send for this manifest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shard.vocabulary import OrgId, QueueName
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = ROOT / "deploy" / "kubernetes" / "keda.yaml"
-# As KEDA's documentation of external-push names them.
+# The names are those of KEDA's documentation of external-push.
 AUTHENTICATION = {"caCert", "tlsClientCert", "tlsClientKey"}
 
 

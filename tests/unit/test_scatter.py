@@ -77,7 +77,7 @@ UNKNOWN = UnknownQueue(ORG, QUEUE)
         ({"a": away("a"), "b": away("b")}, ShardUnavailable),
         ({"a": UNKNOWN}, UnknownQueue),
         ({"a": UNKNOWN, "b": UNKNOWN}, UnknownQueue),
-        # The shard that did not answer may know it.
+        # The shard that did not answer may know the queue.
         ({"a": UNKNOWN, "b": away("b")}, ShardUnavailable),
         ({"a": away("a"), "b": UNKNOWN}, ShardUnavailable),
         # A shard's refusal counts more than another shard's absence.

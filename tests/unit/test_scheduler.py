@@ -22,7 +22,7 @@ HOUR_US = 3_600_000_000
 
 
 class Shard:
-    """A shard with one due schedule that needs `needed`, if anything. Afterwards none is due for an hour."""
+    """A shard with one due schedule, which needs `needed` or nothing. After it fires, none is due for an hour."""
 
     name = ShardName("s1")
 

@@ -17,7 +17,7 @@ from tests.effort import luck_of, trials
 MINUTE = timedelta(minutes=1)
 DAY = timedelta(days=1)
 DAY_US = 86_400_000_000
-# Clocks that are set by an hour, by half an hour, at midnight, by a whole day, twice a year more, and never.
+# Their clocks are set by an hour, by half an hour, at midnight, by a whole day, two more times a year, or never.
 ZONES = (
     *("Europe/Paris", "America/New_York", "Australia/Lord_Howe", "America/Sao_Paulo", "Pacific/Apia"),
     *("Africa/Casablanca", "Atlantic/Azores", "America/Havana", "Asia/Kolkata", "UTC"),
@@ -31,7 +31,7 @@ EXPRESSIONS = (
     *("0 0 1 * 1", "5 4 */2 * *", "0 12 29 2 *", "10-20/5 0-3 * * 6,0"),
 )
 
-# How many of them are tried around each change of the clocks.
+# How many expressions are tried around each change of the clocks.
 DRAWN = trials(7, thorough=len(EXPRESSIONS))
 
 
@@ -56,7 +56,7 @@ class Expression:
         self.days, self.months = numbers(day, 1, 31), numbers(month, 1, 12)
         self.weekdays = {number % 7 for number in numbers(weekday, 0, 7)}
         self.both_days = day.startswith("*") or weekday.startswith("*")
-        # Such a time comes once a day, even if the clocks skip it or show it twice.
+        # Such a time comes exactly once a day, even if the clocks skip it or show it twice.
         self.is_fixed = not minute.startswith("*") and not hour.startswith("*")
 
     def has_date(self, wall: datetime) -> bool:
@@ -82,7 +82,7 @@ def oracle(expression: Expression, shown: list[tuple[datetime, datetime]], first
     # The latest time that the clock has shown.
     latest = shown[0][1]
     for at, wall in shown[1:]:
-        # Every minute of the wall clock that was skipped, and this one, unless it was shown before.
+        # Every minute of the wall clock that was skipped, and the minute `wall`, unless the clock showed it before.
         passed, fires = latest + MINUTE, False
         while passed <= wall:
             fires |= expression.has_time(passed) and expression.has_date(passed)
@@ -120,7 +120,7 @@ def test_cron_fires_at_the_minutes_that_the_oracle_names_around_all_changes_of_t
     spans.append((datetime(2026, 2, 27, tzinfo=UTC), datetime(2026, 3, 2, tzinfo=UTC)))
     luck = luck_of(name)
     for first, last in spans:
-        # Not at midnight UTC, where nothing is special.
+        # The span does not begin at midnight UTC, so that the test covers other times of the day.
         begin = first + timedelta(minutes=luck.randrange(600))
         shown = walls(zone, begin, last)
         for text in luck.sample(EXPRESSIONS, DRAWN):
@@ -135,7 +135,7 @@ def test_cron_fires_at_the_minutes_that_the_oracle_names_around_all_changes_of_t
 @pytest.mark.parametrize(
     ("zone", "wall", "utc"),
     [
-        # The clocks skip 2:00 to 3:00, and show 2:00 to 3:00 twice.
+        # The clocks skip 2:00 to 3:00 on 29 March, and show 2:00 to 3:00 twice on 25 October.
         ("Europe/Paris", "30 2 29 3 *", "2026-03-29T01:00"),
         ("Europe/Paris", "30 2 25 10 *", "2026-10-25T00:30"),
         ("America/New_York", "30 2 8 3 *", "2026-03-08T07:00"),
@@ -253,7 +253,7 @@ def test_a_moment_at_the_end_of_time_takes_no_longer(timing: Timing, moment: dat
 
 
 def test_the_latest_instants_are_found_without_those_before() -> None:
-    """Each second of February, seen from March: there are 2.4 million of them."""
+    """The schedule has an instant in each second of February, 2.4 million a year. The test looks back from March."""
     march = micros(datetime(2026, 3, 20, tzinfo=UTC))
     latest = micros(datetime(2026, 2, 28, 23, 59, 59, tzinfo=UTC))
     timing = Timing(cron="* * * * 2 *")

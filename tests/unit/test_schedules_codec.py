@@ -1,4 +1,4 @@
-"""What operators give a schedule is what they read of it, field by field."""
+"""Operators read the same schedule as they gave, field by field."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FULL_SPEC = pb.ScheduleSpec(
 
 
 def test_a_job_of_a_schedule_has_every_field_of_its_template() -> None:
-    # A field that is new is given a value here.
+    # This fails for a new field: give it a value in FULL_JOB.
     assert {field.name for field, _ in FULL_JOB.ListFields()} == {
         field.name for field in job_pb2.JobTemplate.DESCRIPTOR.fields
     }
@@ -72,7 +72,7 @@ def test_a_mask_changes_the_field_that_it_names_and_no_other(name: str) -> None:
         for field in pb.ScheduleSpec.DESCRIPTOR.fields
         if was.HasField(field.name) != now.HasField(field.name) or getattr(was, field.name) != getattr(now, field.name)  # type: ignore[arg-type]
     }
-    # A window counts with its policy only, and a timing replaces another one.
+    # A catch-up window is changed together with its policy, and a timing replaces the timing before it.
     expected = {"catch_up_window": set[str](), "catch_up": {name, "catch_up_window"}}.get(name, {name})
     assert changed == (expected | {"cron"} if name in ("interval", "at") else expected)
 

@@ -106,7 +106,7 @@ async def test_the_client_shows_what_the_router_tells(router: FakeRouter, client
 def test_the_client_shows_what_routers_of_other_releases_tell() -> None:
     limits = server_pb2.ServerLimits(max_message_bytes=1)
     told = server_pb2.GetServerInfoResponse(version="9.0.0", limits=limits)
-    # The feature 99.
+    # These bytes are the feature 99, which this client does not know.
     told.MergeFromString(b"\x1a\x01\x63")
     info = read_server_info(told)
     assert info == ServerInfo(version="9.0.0", limits={"max_message_bytes": 1}, features=frozenset({"99"}))

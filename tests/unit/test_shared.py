@@ -1,4 +1,4 @@
-"""Callers who ask for one thing at the same time share the look-up, and none gets an answer older than its question."""
+"""Callers that ask for one thing at the same time share the look-up. No answer is older than the caller's question."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.route.shared import Shared
 
 
 class Source:
-    """Answers with what it holds when it is asked."""
+    """Answers with the value that it has at the time of the question."""
 
     def __init__(self) -> None:
         self.value = 0

@@ -117,7 +117,7 @@ class Shard:
     """A store that keeps who holds which lease, instead of a database."""
 
     name: ShardName = SHARD
-    # What the inserts have leased: the number of each job's lease.
+    # The leases that inserts have made: the number of each job's lease.
     leased: dict[str, int] = field(default_factory=dict[str, int])
     released: list[Lease] = field(default_factory=list[Lease])
     has_released: asyncio.Event = field(default_factory=asyncio.Event)
@@ -196,14 +196,14 @@ class Process:
 
 
 async def settled() -> None:
-    """Returns once all frames have arrived, and the frames that they caused."""
+    """Waits until all frames have arrived, and the frames that they caused."""
     for _ in range(30):
         await asyncio.sleep(0)
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No ask is late, however busy the machine is, unless a test wants it to be."""
+    """Makes no ask late, however busy the machine is, unless a test wants that."""
     monkeypatch.setattr(asks, "_ASK_S_MAX", PATIENCE_S)
     monkeypatch.setattr(promises, "KEPT_S_MAX", 2 * PATIENCE_S)
     monkeypatch.setattr(asks, "KEPT_S_MAX", 2 * PATIENCE_S)
@@ -231,7 +231,7 @@ def connect(*processes: Process) -> None:
 
 
 def delivery(shard: Shard, jobs: NewJobs, promise: Promise, *, but: Sequence[int] = ()) -> list[Delivery | None]:
-    """What an insert has leased: all jobs of the promise but these."""
+    """Returns what an insert has leased: all jobs of the promise except those at the positions `but`."""
     deliveries: list[Delivery | None] = []
     for taker, positions in promise.takers:
         ids = [jobs.ids[at] for at in positions if at not in but]
@@ -254,7 +254,7 @@ async def test_a_promise_keeps_places_until_its_outcome(pair: tuple[Process, Pro
     promise.end(delivery(shard, jobs, promise, but=[8]))
     await settled()
     assert sorted(few.ids + many.ids) == sorted(jobs.ids[:8])
-    # The place of the job that was not leased is free again, and its consumer looks for itself.
+    # The place of the job that was not leased is free again, and its consumer looks for jobs itself.
     assert (few.credit, many.credit, few.woken, many.woken) == (0, 4, 0, 1)
     assert {lease.number for one in (few, many) for each in one.got for lease in each.leases()} == set(
         shard.leased.values()
@@ -271,7 +271,7 @@ async def test_jobs_that_a_sibling_has_received_are_not_in_memory_any_more(
     there.waits(credit=5)
     await settled()
     jobs = some_jobs(ORG, 3)
-    # What other tests have left behind.
+    # Collects what other tests have left behind.
     gc.collect()
     gc.disable()
     try:
@@ -330,7 +330,7 @@ async def test_hints_that_end_before_they_are_sent_are_forgotten(pair: tuple[Pro
     (told,) = there.siblings._siblings
     there.siblings.tell_ready(KEY)
     await settled()
-    # The sibling does not read.
+    # From here on the sibling does not read.
     told.link.pause_writing()
     for number in range(100):
         key = QueueKey(SHARD, ORG, QueueName(f"q{number}"))
@@ -352,7 +352,7 @@ async def test_an_org_with_many_queues_leaves_hints_for_others(
 ) -> None:
     here, there = pair
     monkeypatch.setattr(siblings, "_HINTS_MAX", 200)
-    # A second sibling gets its part.
+    # A second sibling gets its own part of the hints.
     third = Process(Shard())
     connect(third, there)
     await settled()
@@ -364,7 +364,7 @@ async def test_an_org_with_many_queues_leaves_hints_for_others(
     for process in (here, third):
         assert len(process.siblings._hints) == 51
         assert KEY in process.siblings._hints
-    # The places are free again, and others take them.
+    # The places of the first hints are free again, and other hints take them.
     for key in greedy:
         there.siblings.tell_gone(key)
     for key in greedy[100:]:
@@ -411,18 +411,18 @@ async def test_a_promise_that_comes_too_late_is_given_back_and_until_then_nobody
 ) -> None:
     monkeypatch.setattr(asks, "_ASK_S_MAX", 0.01)
     monkeypatch.setattr(asks, "_REST_S", 0)
-    # The ask itself arrives in time.
+    # The clock of the promises stands still, so the ask itself is not late.
     monkeypatch.setattr(promises, "time", SimpleNamespace(monotonic=lambda: 0))
     here, there = pair
     waiter = there.waits(credit=5)
     await settled()
     (link,) = [one.link for one in there.siblings._siblings]
-    # Its answers wait.
+    # The sibling's answers wait.
     link.pause_writing()
     async with asyncio.timeout(PATIENCE_S):
         assert await here.asks(some_jobs(ORG, 5)) == []
         assert (waiter.credit, here.siblings.any_ready()) == (0, True)
-        # It is not asked at all.
+        # The sibling is not asked at all.
         assert await here.asks(some_jobs(ORG, 1)) == []
         assert here.buffer.held > 0
         link.resume_writing()
@@ -471,7 +471,7 @@ async def test_places_are_free_again_if_no_outcome_comes_and_late_jobs_are_relea
     async with asyncio.timeout(PATIENCE_S):
         await waiter.was_woken.wait()
     assert (waiter.credit, there.buffer.held) == (5, 0)
-    # The insert may have committed, and its process has been stopped since.
+    # The insert may have committed before its process was stopped, so its jobs are released.
     number = promise.takers[0][0].number
     assert shard.released == [lease_of(one, number) for one in jobs.ids]
     shard.released.clear()
@@ -501,9 +501,9 @@ async def test_jobs_for_a_sibling_that_is_stopped_are_released_and_its_consumers
     number = promise.takers[0][0].number
     leases = [lease_of(one, number) for one in jobs.ids]
     assert shard.released == leases
-    # Its memory is held until the sibling has read the jobs.
+    # The memory of the jobs is held until the sibling has read them.
     assert here.buffer.held > 0
-    # It goes on, and reads the outcome before its timers fire.
+    # The sibling goes on, and reads the outcome before its timers fire.
     for kept in promised._kept.values():
         kept.until_s = 0
     link._transport.resume_reading()  # type: ignore[union-attr]
@@ -561,7 +561,7 @@ async def test_a_sibling_is_asked_for_no_more_than_it_may_be(pair: tuple[Process
     here, there = pair
     there.waits(credit=100_000)
     await settled()
-    # 1 MiB of one enqueue.
+    # A sibling is asked for at most 1 MiB of one enqueue.
     jobs = some_jobs(ORG, 200)
     jobs.payloads = [b"x" * 16_000] * 200
     (promise,) = await here.asks(jobs)
@@ -595,7 +595,7 @@ async def test_an_org_with_many_enqueues_leaves_places_for_others(pair: tuple[Pr
             break
         held += promised
     assert sum(len(positions) for one in held for _, positions in one.takers) == asks.JOBS_MAX // 2
-    # Its memory counts for itself only.
+    # The memory of the greedy org counts only for that org.
     assert here.buffer.peers.fits(f"sibling {ORG}", here.buffer.bytes_max - here.buffer.held)
     held += await here.asks(some_jobs(ORG, 5))
     assert sum(len(positions) for _, positions in held[-1].takers) == 5
@@ -607,9 +607,9 @@ async def test_an_org_with_many_enqueues_leaves_places_for_others(pair: tuple[Pr
 
 @pytest.mark.thorough
 async def test_no_place_and_no_job_is_lost_whatever_comes_between() -> None:
-    """Three processes enqueue for each other's consumers. Enqueues succeed, fail or are cancelled; answers are late;
-    connections break. Then every consumer has the credit that it was not sent jobs for, and every job that was leased
-    is at exactly one consumer, or released."""
+    """Three processes enqueue for each other's consumers. Enqueues succeed, fail or are cancelled, answers are late,
+    and connections break. In the end every consumer has the credit for which it was not sent jobs. Every job that was
+    leased is at exactly one consumer, or released."""
     luck = luck_of("siblings")
     for _ in range(trials(15, thorough=300)):
         await _one_history(luck)
@@ -641,7 +641,7 @@ async def _one_history(luck: random.Random) -> None:
         process = luck.choice(processes)
         match luck.randint(0, 9):
             case 0 if tasks:
-                # Only while it asks: an insert that has begun always tells its outcome.
+                # An enqueue is cancelled only while it asks: an insert that has begun always tells its outcome.
                 asking = asyncio.create_task(process.asks(some_jobs(ORG, 3)))
                 for _ in range(luck.randint(0, 6)):
                     await asyncio.sleep(0)
@@ -702,7 +702,7 @@ async def test_programs_that_a_process_starts_do_not_inherit_its_connections() -
 
 
 def test_a_sibling_that_has_ended_at_once_costs_no_other_file_its_descriptor() -> None:
-    """Otherwise gRPC would write answers for one client to the connection of another one."""
+    """If a file lost its descriptor, gRPC could write answers for one client to the connection of another client."""
 
     async def connect_to_the_dead() -> None:
         ours, theirs = socket.socketpair()
@@ -717,7 +717,7 @@ def test_a_sibling_that_has_ended_at_once_costs_no_other_file_its_descriptor() -
             files.append(os.open(os.devnull, os.O_RDONLY))
         gc.collect()
         for file in files:
-            # It fails if somebody else has closed it.
+            # The close fails if somebody else has closed the file.
             os.close(file)
 
     uvloop.run(connect_to_the_dead())

@@ -91,7 +91,7 @@ async def test_a_claim_takes_what_there_is_and_is_then_held_back() -> None:
     permit.claimed(3)
     assert await starts.draw(ACME, buckets, 100) is None
     asked = len(shard.draws)
-    # It computes when the next token comes, and does not ask until then.
+    # The process computes when the next token comes, and does not ask the shard until then.
     for _ in range(10):
         assert await starts.draw(ACME, buckets, 100) is None
     assert len(shard.draws) == asked
@@ -119,7 +119,7 @@ async def test_what_a_claim_did_not_use_goes_back_at_once_if_others_may_need_it(
     await until(lambda: shard.tokens == 9, "the others are given back")
     again = await starts.draw(ACME, buckets, 100)
     assert again is not None
-    # The claim before found one job, so this one takes two tokens.
+    # The claim before this one found one job, so this one takes two tokens.
     assert (again.jobs, shard.tokens) == (2, 7)
 
 
@@ -134,7 +134,7 @@ async def test_a_locked_bucket_holds_its_queue_back_for_a_moment() -> None:
 
 async def test_a_hand_over_uses_only_tokens_that_are_here() -> None:
     shard = Shard(1000)
-    # A tenth of a second gives 100.
+    # A tenth of a second of this limit is 100 tokens.
     starts = starts_of(shard, limit(1000, interval_us=1_000_000))
     nothing = starts.take(ACME, MAIL, 5)
     assert nothing is not None
@@ -241,8 +241,8 @@ async def test_the_removal_of_another_limit_costs_no_tokens(shard_first: bool) -
 
 # ── Any order of claims ──────────────────────────────────────────────────────────────────────────────────────────────
 
-# A process, what it wants, how much of that it finds (None: the claim fails), whether it is a hand-over, and whether
-# the bucket is locked when tokens are given back.
+# For each claim: the process, how many jobs it wants, which share of them it finds (None: the claim fails), whether it
+# is a hand-over, and whether the bucket is locked when tokens are given back.
 _CLAIMS = st.lists(
     st.tuples(st.integers(0, 2), st.integers(1, 30), st.none() | st.floats(0, 1), st.booleans(), st.booleans()),
     max_size=40,
@@ -273,7 +273,7 @@ def test_in_any_order_of_claims_no_token_is_used_twice_or_lost(
                 await asyncio.gather(permit.spend(_fail()), return_exceptions=True)
             else:
                 permit.claimed(used)
-            # What is given back now goes back before the next claim, or after it.
+            # Tokens that are given back now may arrive before or after the next claim.
             for _ in range(wanted % 4):
                 await asyncio.sleep(0)
             shard.error = None

@@ -29,7 +29,7 @@ PACKAGES = {
     "schedules": schedules,
     "workflows": workflows,
 }
-# Statements of other packages that a package may run, by the package that owns them.
+# Which statements of other packages a package may run. The key names the package that runs them and their owner.
 SHARED = {
     ("admin", "placement"): {"ADOPT_ORGS", "ADOPT_QUEUES", "LOCK_QUEUES"},
     ("admin", "postgres"): {"PROBE_DISK"},

@@ -26,7 +26,7 @@ def refused(code: StatusCode) -> queue_pb2.Settled:
 
 
 async def work(router: FakeRouter) -> None:
-    """Lets the program work the three jobs that it enqueues and wants."""
+    """Runs the program, which enqueues three jobs and asks for them."""
     environ = os.environ | {"WINDROW_ADDRESS": router.address}
     # All jobs come in one message, and so do their acks.
     for name in (b"ada", b"grace", b"barbara"):
@@ -51,7 +51,7 @@ async def test_a_message_that_is_too_large_is_sent_again_in_parts(router: FakeRo
     first, *parts = leases(router.stream.messages)
     assert len(first) == 3
     assert parts == [[lease] for lease in first]
-    # Room for ten jobs, and again for each that was worked.
+    # The program gives credit for ten jobs, and one more for each job that it has worked.
     assert sum(message.credit for message in router.stream.messages) == 10 + 3
 
 

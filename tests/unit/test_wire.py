@@ -1,5 +1,5 @@
-"""Answers written as bytes: the generated code reads them, and would write the same bytes. (An empty payload is written
-too; it takes two bytes and is read like an absent one.)"""
+"""Answers that the router writes as bytes: the generated code reads them, and would write the same bytes. Only an empty
+payload differs: it is written too, takes two bytes, and is read like an absent one."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from windrow.v1 import job_pb2, queue_pb2
 
 SHARD = ShardName("s1")
 ORG = OrgId("org")
-# Around each length at which a varint grows by a byte, alone or together with the job's other fields.
+# Lengths around those at which a varint grows by a byte, alone or together with the job's other fields.
 EDGES = (0, 1, 30, 60, 127, 128, 129, 16_280, 16_383, 16_384, 16_385)
 LARGEST = 1_048_576
 
 
 class _Shard:
-    """The bytes depend only on the store's name."""
+    """A shard that has only a name, because the bytes depend on nothing else of it."""
 
     name = SHARD
 

@@ -97,7 +97,7 @@ async def test_middleware_that_goes_on_after_a_thread_is_cancelled(router: FakeR
     async with running(worker):
         await ended.wait()
         await router.stream.tell(revoked=[answer(job.lease, CANCELLED)])
-        # Its place is free.
+        # The place of the job is free.
         await router.until(lambda: sum(message.credit for message in router.stream.messages) == 2)
 
 
@@ -116,7 +116,7 @@ async def test_a_job_that_is_revoked_before_it_begins_never_begins(
     first, second, third = (router.give("wait") for _ in range(3))
     async with running(worker):
         await router.until(lambda: begun == [first.id])
-        # It has room for one job. The fake router sends the others without credit.
+        # The worker has room for one job. The fake router sends the other jobs although there is no credit.
         router.jobs.clear()
         await router.stream.send(second, third)
         await router.stream.tell(revoked=[answer(second.lease, STALE)])

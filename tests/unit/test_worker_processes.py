@@ -1,5 +1,5 @@
-"""Handlers that run in processes of their own: their results and errors come back, and damage to their process affects
-only their own job."""
+"""Handlers that run in processes of their own: their results and errors come back, and damage to a process affects only
+the job in it."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ async def test_a_process_is_replaced_after_so_many_jobs(
 
 
 def alive(process: int) -> bool:
-    """Whether it runs, and is not only a zombie."""
+    """Returns whether the process runs, and is not only a zombie."""
     try:
         return " Z " not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2][:3]
     except OSError:
@@ -164,7 +164,7 @@ async def test_a_worker_that_stops_kills_its_processes_and_gives_their_jobs_back
         worker.stop()
         worker.stop()
     assert router.settled("Release") == [job.id]
-    # Its parent has waited for it, so it is no zombie either.
+    # The parent of that process has waited for it, so it is no zombie either.
     await router.until(lambda: not Path(f"/proc/{extends[0].progress.note}").exists())
 
 

@@ -136,7 +136,7 @@ async def test_a_stream_that_is_refused_at_once_again_and_again_is_not_spun_on(
     running = Running(client)
     await router.until(lambda: len(router.streams) == 7)
     pauses = [later.began - one.began for one, later in itertools.pairwise(router.streams)]
-    # 50 ms, doubled each time; each pause is between half and all of that.
+    # The pause begins at 50 ms and doubles each time. Each pause is between half of that and all of it.
     assert all(pause >= 0.025 * 2**at for at, pause in enumerate(pauses))
     await running.stop()
 
@@ -253,7 +253,7 @@ async def test_a_long_job_keeps_its_lease_across_a_cut(router: FakeRouter, clien
     job = router.give()
     await router.until(lambda: router.settled("Extend"))
     router.stream.cut()
-    # Four thirds of a window: the lease would have ended if the extend had not been repeated.
+    # Five extends take four thirds of a window. The lease would have ended if the first extend had not been repeated.
     await router.until(lambda: len(router.settled("Extend")) == 5)
     running.go.set()
     await router.until(router.acks)
@@ -270,8 +270,8 @@ async def test_a_router_that_does_not_answer_is_left_for_another(router: FakeRou
     async with Client(router.address, org="acme", try_timeout=2.0) as client:
         running = Running(client)
         job = router.give("quick")
-        # With which status does not matter: gRPC may show a server that a stream was closed before it shows that it
-        # was cancelled.
+        # The stream may have ended with any status: gRPC may show a server that a stream was closed before it shows
+        # that the stream was cancelled.
         await router.until(lambda: len(router.acks()) == 2 and router.streams[0].ended)
         await running.stop()
     assert router.settled("Ack") == [job.id] * 2
@@ -309,7 +309,8 @@ async def test_no_more_is_asked_for_than_there_is_room_for(router: FakeRouter, c
 
 
 async def test_handlers_that_block_the_loop_are_as_slow_as_they_are(router: FakeRouter, client: Client) -> None:
-    """They run one after another, whatever the concurrency is: what one cannot do soon is left for other workers."""
+    """Such handlers run one after another, whatever the concurrency is. So jobs that must wait are left for other
+    workers."""
     running = Running(client, concurrency=50, prefetch=500)
 
     @running.worker.handler("blocking")
@@ -323,7 +324,7 @@ async def test_handlers_that_block_the_loop_are_as_slow_as_they_are(router: Fake
     await acked(router, 60)
     asked = sum(message.credit for message in router.of("Consume"))
     await running.stop()
-    # 0.1 s of such work are 5 jobs.
+    # A worker prefetches 0.1 s of work, which are 5 of these jobs.
     assert asked <= 60 + 50 + 5
 
 

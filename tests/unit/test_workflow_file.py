@@ -24,7 +24,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def start(file: Path) -> tuple[int, str]:
-    """Returns the exit code, and standard error without the breaks of its lines."""
+    """Returns the exit code, and standard error without its line breaks."""
     done = windrow("workflows", "start", "acme", str(file))
     assert done.out == ""
     return done.code, " ".join(done.err.replace("│", " ").split())

@@ -42,7 +42,7 @@ def request(*nodes: pb.NewNode) -> pb.StartWorkflowRequest:
 
 
 def refusal(*nodes: pb.NewNode) -> tuple[str, str]:
-    """Returns the first violation."""
+    """Returns the field and the description of the first violation."""
     with pytest.raises(InvalidRequest) as refused:
         codec.new_workflow(request(*nodes), trace=None)
     first = refused.value.violations[0]
@@ -167,6 +167,6 @@ def test_faults_of_added_nodes_are_told_with_their_places() -> None:
         first = refused.value.violations[0]
         assert first.field == field or (field == "nodes[0].after" and first.field.endswith(".after"))
         assert first.description.startswith(words)
-    # Nodes that may be added at once may be a chain.
+    # As many nodes as may be added in one call may be a chain.
     chain = [node("n0", "there"), *(node(f"n{at}", f"n{at - 1}") for at in range(1, ADDED_NODES_MAX))]
     codec.new_nodes(added(*chain), trace=None)
