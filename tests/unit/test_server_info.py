@@ -57,7 +57,7 @@ def test_limits_are_those_that_the_comments_of_the_contract_tell() -> None:
     assert f"0 s to {LIMITS.max_delay.seconds // 86_400:,} days." in job
     assert f"1 s to {LIMITS.max_dedup_window.seconds // 86_400} days;" in job
     assert f"dedup horizon ({LIMITS.max_id_age.seconds // 86_400} days)" in job
-    assert f"an org may have {LIMITS.max_queues_per_org:,} on a shard" in job
+    assert f"an org may have {LIMITS.max_queues_per_org:,} queues on a shard" in job
     assert f"1 to {LIMITS.max_jobs_per_change:,}; 0 or absent: 1,000." in admin
     assert f"1 to {LIMITS.max_page_size:,}; 0 or absent: 100." in admin
 
