@@ -201,7 +201,8 @@ async def _record_step(summary: Pass, aged: list[Aged], step: Awaitable[Aged]) -
         summary.in_use.append(str(error))
     else:
         if aged is summary.turned_cold:
-            # Only the lock of a day that turns cold counts: enqueues and acks use cold days only to look for old ids.
+            # Record the lock time only when a day turns cold. A lock on a day that is already cold hardly disturbs
+            # enqueues and acks, because they use cold days only to look for old ids.
             summary.locked_s_max = max(summary.locked_s_max, partition.locked_s)
         if partition.jobs:
             aged.append(partition)

@@ -82,8 +82,8 @@ def _answered(of: str, calls: Iterable[tuple[str, bool]]) -> Mapping[str, int]:
 
 
 def restored(evidence: Evidence) -> Mapping[str, int]:
-    """Counts what the restored backup lacked, compared with the replaced database, by what happened to it. Empty if no
-    backup was restored."""
+    """Compares the restored backup with the replaced database. Counts what the backup lacked, grouped by what
+    happened to it afterwards. Empty if no backup was restored."""
     if evidence.restored is None:
         return {}
     backup = Backup(evidence)

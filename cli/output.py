@@ -233,8 +233,9 @@ def working(text: str) -> Generator[Status | None, None, None]:
 
 @contextlib.contextmanager
 def counting(what: str) -> Generator[Progress | None, None, None]:
-    """Shows a progress bar on standard error for a count with an unknown end. Shows none if standard error is not a
-    terminal, or if standard output is one: the answers that scroll by show the progress then."""
+    """Shows a progress bar on standard error for a count with an unknown end. Shows no bar if standard error is not a
+    terminal. Also shows no bar if standard output is a terminal, because there the answers themselves show the
+    progress."""
     if not sys.stderr.isatty() or sys.stdout.isatty():
         yield None
         return

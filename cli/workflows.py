@@ -405,8 +405,8 @@ def _print(workflow: workflows_pb2.WorkflowInfo, counts: workflows_pb2.NodeCount
 
 
 def _levels(nodes: Sequence[workflows_pb2.NodeInfo]) -> dict[str, int]:
-    """Returns for each node the length of the longest chain of nodes that it waits for. Expects each node after the
-    nodes that it waits for."""
+    """Returns the length of the longest chain of nodes that each node waits for. In `nodes`, each node must come
+    after the nodes that it waits for."""
     levels: dict[str, int] = {}
     for node in nodes:
         levels[node.name] = max((levels[edge.node] + 1 for edge in node.after), default=0)

@@ -5,7 +5,7 @@ Metrics are recorded per call or per act, never per job. Their labels are method
 have few values. No label names a job or a payload. Only the gauges of the largest queues name orgs and queues. If
 PROMETHEUS_MULTIPROC_DIR is set when this module is imported, the values are in files of that folder, so that the values
 of several processes can be added up, and the values of a killed process are not lost (router/process/metrics.py).
-Otherwise they are in memory, where nobody reads them. Acts are recorded by
+Otherwise they stay in the memory of this process, and nothing exports them. Acts are recorded by
 shard/queue/act_metrics.py, and calls by router/gate/calls.py.
 """
 

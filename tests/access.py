@@ -111,7 +111,8 @@ def scaled(org: str, queue: str) -> externalscaler_pb2.ScaledObjectRef:
     return externalscaler_pb2.ScaledObjectRef(scalerMetadata=metadata)
 
 
-# For each method, a request that callers of the org may make. If the method changes data, so does the request.
+# For each method, a request that callers of the org may make. If the method changes data, this request really changes
+# something.
 REQUESTS: Mapping[str, Callable[[Target], Message]] = {
     "externalscaler.ExternalScaler/IsActive": lambda it: scaled(it.org, it.queue),
     "externalscaler.ExternalScaler/StreamIsActive": lambda it: scaled(it.org, it.queue),

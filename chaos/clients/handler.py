@@ -1,6 +1,7 @@
 """`python -m chaos.clients.handler`: runs windrow.Worker, as users do, for the orgs with most of the jobs.
 
-A Worker does not tell its handlers whether their acks succeeded, so the acks stay open in the history.
+A Worker does not tell its handlers whether their acks succeeded, so the recorded history has these acks without an
+answer.
 """
 
 from __future__ import annotations

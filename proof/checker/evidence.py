@@ -86,8 +86,8 @@ class Terms:
 
     # The number of these terms, which the jobs stored under them have as an attribute.
     number: int = 0
-    # The schedule fires `offset_us` after each multiple of this time since 1970, if that is after its creation and
-    # before its end.
+    # The interval of the schedule. Its instants are 1970 + n × `every_us` + `offset_us`, for each n for which the
+    # instant lies between the creation and the end of the schedule.
     every_us: int
     offset_us: int = 0
     # The reasons for which its policies may skip an instant.

@@ -292,8 +292,8 @@ def _unasked(row: Row, settles: Mapping[LeaseKey, Sequence[Settle]], read: Colle
 
 
 def _undone(row: Row | None, lease: LeaseKey, of_lease: Sequence[Settle], backup: Backup) -> Iterator[Violation]:
-    """Yields answers of OK or CANCELLED that the job's row does not show. A job without a row is lost, which stored.py
-    reports."""
+    """Yields a violation for each answer of OK or CANCELLED that the job's row contradicts. A job without a row is
+    lost, which stored.py reports."""
     if row is None and not backup.rewinds(lease.job):
         return
     for settle in of_lease:

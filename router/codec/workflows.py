@@ -124,8 +124,8 @@ def _node_violations(nodes: Sequence[workflows_pb2.NewNode], *, adds: bool) -> l
 
 
 def _graph_violations(nodes: Sequence[workflows_pb2.NewNode]) -> list[Violation]:
-    """Returns the violation of a graph with a cycle, or with a chain that is too long. A name that is not in `nodes` is
-    that of a node which the workflow has already."""
+    """Returns the violation of a graph with a cycle, or with a chain that is too long. If a name is not in `nodes`,
+    the workflow already has a node with this name."""
     numbers = {node.name: at for at, node in enumerate(nodes)}
     try:
         order = _ordered(nodes)

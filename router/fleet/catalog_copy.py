@@ -29,7 +29,7 @@ _FRESH_S = 10.0
 # whether the server still answers, and to connect takes long on a busy machine. Few calls need the catalog, so they can
 # wait until its silence is certain.
 _PATIENCE = 4.0
-# The pause between two looks of a call that waits for a change. Most often a notification ends it earlier.
+# A call that waits for a change looks at the copy again after this pause. Most often a notification ends it earlier.
 _WAIT_S = 0.1
 
 

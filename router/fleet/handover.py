@@ -42,8 +42,8 @@ class Handovers:
         count against the credit until the handover is done.
 
         Consumers of this process come first: those of the org, then those of all orgs. Siblings are asked only if these
-        are too few. If a limit of starts counts for a queue, its jobs are offered only to consumers of this process,
-        and only for tokens that this process has drawn before. All other jobs of the queue are claimed."""
+        are too few. If a limit on starts applies to a queue, its jobs are offered only to consumers of this process,
+        and only as many as this process has already drawn tokens for. All other jobs of the queue are claimed."""
         if self._room.is_empty and not self._pools.any and not self._siblings.any_ready():
             return None
         dealt: list[tuple[Share, Sequence[int]]] = []

@@ -29,8 +29,8 @@ _PAUSE_S = 1.0
 _UNDECIDED_S = 0.1
 # How long the answers of other shards about a job are used.
 _KNOWN_S = 2.0
-# While the shard has no schedule that will be due, it is asked at this interval. When a schedule is created, the
-# routers are told, and look at once.
+# How often a router asks a shard that has no schedule with a future instant. When a schedule is created, the routers
+# are told, and look at once.
 _NONE_S = 10.0
 _REASON = "replaced by the next run of its schedule"
 

@@ -67,7 +67,8 @@ class MemoryWatch:
         self._accepted_bytes = 0
         self._accepted_until_s = 0.0
         self._log_again_s = 0.0
-        # The connections are listed after this many messages, or when this many connections are counted.
+        # The connections are listed after `_list_at` messages, or when the number of counted connections exceeds
+        # `_forget_at`.
         self._list_at = _LIST_EVERY
         self._forget_at = 1000
         # How many bytes each connection had received at the last listing. None if the arrivals have been told already.

@@ -95,7 +95,7 @@ class Due:
 
     now: Micros
     first: dict[QueueId, Micros]
-    # Whether jobs may wait for slots of groups, and whether workflows may have ends to take in.
+    # Whether jobs may wait for group slots, and whether workflows may have arrivals to fold.
     groups_wait: bool
     workflows_wait: bool
     # Whether any of the queues has priorities that age.

@@ -153,7 +153,8 @@ def _latest_due(schedule: ScheduleId, timing: Timing, next_at: Micros, now: Micr
             return None
         if calendar.due(timing, schedule, at) <= now:
             return at
-    # Many instants lie within the jitter: take one that is due in any case.
+    # None of the instants above is due, because of the jitter. Take the newest instant that is due whatever its
+    # jitter is.
     settled = next(calendar.until(timing, Micros(now - timing.jitter_us)), None)
     return None if settled is None or settled < next_at else settled
 

@@ -171,7 +171,7 @@ class WorkflowAdmin:
         return {queue: numbers[org, queue] for queue in queues}
 
     async def _refuse_second_retry(self, workflow: NewWorkflow) -> None:
-        """Raises NotRetryable if another workflow than this one retries the old workflow."""
+        """Raises NotRetryable if a different workflow already retries the old workflow."""
         assert workflow.retry_of is not None
         found = await self._database.run(statements.FIND_RETRY, {"org": workflow.jobs.org, "id": workflow.retry_of})
         if found and found[0][0] != workflow.id:

@@ -294,7 +294,7 @@ def _relay_until_told(relay: socket.socket, dsn: str, last: bytes, was_reset: th
     connection. Runs in a thread, because the event loop must see these bytes and the reset at the same time
     (proof/proxy.py runs in the loop)."""
     client, _ = relay.accept()
-    # Otherwise the last words might not be sent before the reset.
+    # Otherwise the last bytes might not be sent before the reset.
     client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     told = conninfo_to_dict(dsn)
     said = b""

@@ -142,7 +142,7 @@ async def test_where_several_jobs_of_a_group_may_run_one_that_backs_off_gives_it
     assert len(rung) == 2
     held = await leased(store, org)
     assert names(held) == jobs[2:4]
-    # When these two jobs are due, they wait for slots behind the jobs that already wait.
+    # The nacked job and the snoozed job become due again. They wait for slots behind the jobs that already wait.
     await make_due(database, org)
     assert await leased(store, org) == []
     await ack(store, org, held[0][1])

@@ -1,4 +1,4 @@
-"""Signs that a shard needs an operator, as routers read them for the metrics, and the metrics of them."""
+"""The signs that a shard needs an operator: routers read them, and export them as metrics."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_a_day_that_no_archiver_has_taken_is_late_when_it_is_over_and_agai
     async with fresh_database.transaction() as connection:
         name = f"finished_{RETENTION_DEFAULT}_{over.replace('-', '')}"
         await partitions.make(connection, name, RETENTION_DEFAULT, over, past)
-    # Four days and the time of day have passed since the day was over. Three hours of that time do not count.
+    # The day ended four whole days ago, plus the time since midnight today. Three hours of that time do not count.
     late_s = (await signs.read(fresh_database)).archive_late_s
     assert 0 <= late_s - (4 * DAY_S + now_s % DAY_S - 3 * HOUR_S) < PATIENCE_S
     day, *_ = await days.days_over(fresh_database)

@@ -94,7 +94,8 @@ async def test_new_queues_of_many_orgs_cost_no_more_statements_than_one(recorder
 
 
 async def test_what_comes_while_enqueues_are_under_way_goes_together(module_dsn: str, org: OrgId) -> None:
-    # Statements that wait for a lock are not run again while this test is slow.
+    # The lock wait is long, so that a statement that waits for a lock is not cancelled and run again, even if this
+    # test is slow.
     recorder = Recorder(SHARD, module_dsn, shared_lock_wait_s=PATIENCE_S)
     await recorder.open()
     store = Store(recorder)

@@ -286,7 +286,7 @@ async def test_a_job_that_succeeded_after_a_redrive_is_taken_over(client: windro
 async def test_jobs_that_have_turned_cold_run_again(client: windrow.Client, database: Database) -> None:
     started = await failed(client, ["a"])
     finished = sorted(job for name, job in started.job_ids.items() if name != "a")
-    # The ids of the jobs change with their age.
+    # Aged jobs get new ids, because an id contains its time.
     for old, new in zip(finished, await age_finished(database, OrgId(client.org), days=9), strict=True):
         await database.run(
             b"UPDATE windrow.workflow_node SET job_id = %(new)s::uuid WHERE job_id = %(old)s::uuid",

@@ -519,7 +519,8 @@ def batch_requests(
 
 
 def new_message(job: NewJob) -> job_pb2.NewJob:
-    """Builds one job's message. Raises InvalidJob, with the path of the field in a request with this job alone."""
+    """Builds one job's message. Raises InvalidJob. The error names the wrong field by its path, as if this job were
+    the only one in the request."""
     message = job_pb2.NewJob()
     try:
         write(job, message)

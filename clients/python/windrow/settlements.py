@@ -103,7 +103,7 @@ class Settlements:
         self._after_report: dict[HeldLease, Action] = {}
         # Set whenever there may be something to send.
         self.wake = asyncio.Event()
-        # Set while nothing waits and nothing is unanswered.
+        # Set while no entry waits to be sent and every sent message has been answered.
         self.idle = asyncio.Event()
         self.idle.set()
 

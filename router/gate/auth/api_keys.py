@@ -135,7 +135,7 @@ class ApiKeys:
         return ends
 
     def distrusted(self) -> End | None:
-        """Returns why keys that were verified before are not good for now; None: they are good."""
+        """Returns why keys that were verified before cannot be trusted at the moment. None: they can be trusted."""
         away_s = asyncio.get_running_loop().time() - self._confirmed_s
         if away_s <= self._trusted_s:
             return None
