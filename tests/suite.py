@@ -17,8 +17,8 @@ from tests.checks import ROOT
 
 CORES = os.cpu_count() or 1
 # Nearly half of a test's time is spent waiting: for processes that start, for leases that expire, for servers that are
-# away. So three workers for each core keep the cores busy.
-WORKERS = 3 * CORES
+# away. So four workers keep two cores busy.
+WORKERS = 2 * CORES
 # The tests of a file stay on one worker and share its clusters and routers. tests/conftest.py sorts the files: the
 # slowest start first, so that no worker is left with a slow file when the others are done.
 SIDE_BY_SIDE = ("-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
