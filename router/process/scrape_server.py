@@ -5,6 +5,7 @@ able to start router processes."""
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
@@ -46,6 +47,11 @@ class _Server(ThreadingWSGIServer):
             if request in self._open:
                 self._open.remove(request)
         super().close_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Logs nothing if a connection broke or said nothing for too long: a stranger could fill the log."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 def start(host: str, port: int, registry: CollectorRegistry) -> tuple[_Server, threading.Thread]:
