@@ -85,7 +85,8 @@ class AttackOutcome:
     closed: int = 0
     calls: int = 0
     request_bytes: int = 0
-    # Of the attack with malformed bytes: its connections by what they sent, and the seed of its random choices.
+    # The attack with malformed bytes counts its connections by what they sent, and tells the seed of its
+    # random choices.
     sent: Counter[str] = field(default_factory=Counter[str])
     seed: int | None = None
 

@@ -32,12 +32,12 @@ WHERE d.datname = current_database()
 class Spent:
     """CPU seconds of all processes of a sort together."""
 
-    # Of the processes that only enqueue. A process that enqueues and works counts as a worker.
+    # The time of the processes that only enqueue. A process that enqueues and works counts as a worker.
     producer_s: float
     worker_s: float
     router_s: float
     postgres_s: float
-    # Of this process.
+    # The time of this process.
     own_s: float
     machine_s: float
 

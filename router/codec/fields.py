@@ -64,7 +64,7 @@ def _count(raw: bytes, at: int, end: int, shape: _Shape, most: int) -> int:
             at += 1
             if length & _MORE:
                 if at < end and not raw[at] & _MORE:
-                    # Of the lengths with more than one byte, most have two bytes.
+                    # Most lengths with more than one byte have two bytes.
                     length += (raw[at] - 1) << _BITS
                     at += 1
                 else:

@@ -55,8 +55,8 @@ async def find_duplicates(fleet: Fleet, placement: Placement, jobs: NewJobs) -> 
 
 
 async def _known_by_id(fleet: Fleet, jobs: NewJobs, at: Sequence[int]) -> dict[int, JobId]:
-    """Of the jobs at these positions, returns those whose id a shard knows. Raises ShardUnavailable if a shard that may
-    know one of the remaining jobs does not answer."""
+    """Returns the jobs at these positions whose id a shard knows. Raises ShardUnavailable if a shard that may know one
+    of the remaining jobs does not answer."""
     ids = [JobId(jobs.ids[position]) for position in at]
 
     async def ask(member: ShardHandle, positions: Sequence[int]) -> dict[int, JobId]:

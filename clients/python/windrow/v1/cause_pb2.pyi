@@ -795,7 +795,7 @@ class GroupCause(_message.Message):
     leased: _builtins.int
     """How many of these are leased."""
     holder_id: _builtins.str
-    """Of the jobs that hold a place, the one whose lease ends first. If none is leased: another job that holds a place.
+    """A job that holds a place: the leased one whose lease ends first, or any other one if none is leased.
     Empty: no job holds one; this job gets a place when the move of its org has ended, or within seconds.
     """
     worker: _builtins.str
