@@ -31,8 +31,8 @@ _SUFFIXES = {"ops": "/s", "reqps": "/s", "short": "", "percentunit": " %", "bool
 
 
 def scale(unit: str, most: float) -> tuple[float, str]:
-    """Returns the divisor for values up to `most`, and the text after the quotient. Raises KeyError for a unit that no
-    panel has had so far."""
+    """Returns the number by which values up to `most` are divided before they are shown, and the unit to write after the
+    result. Raises KeyError for a unit that no panel has had so far."""
     if unit == "percentunit":
         return 0.01, " %"
     if unit == "s":

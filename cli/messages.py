@@ -239,8 +239,8 @@ def _workflow_json(of: job_pb2.WorkflowNode | None) -> dict[str, object] | None:
 
 
 def _scheduled_run_json(run: job_pb2.ScheduledRun | str | None) -> dict[str, object] | None:
-    """Returns which run of a schedule has stored a job; None: a producer enqueued it. An exported job has it as the
-    shard stores it: as JSON, with times in microseconds."""
+    """Returns which run of a schedule has stored a job; None: a producer enqueued it. In an exported
+    job the run has the form in which the shard stores it: JSON, with times in microseconds."""
     if run is None:
         return None
     if isinstance(run, str):

@@ -26,7 +26,7 @@ _BACKUP, _REPLACED = "windrow_backup", "windrow_replaced"
 _AGE_S = (2.0, 8.0)
 # How many of the busiest orgs are used, so that there are jobs to lose.
 _ORGS = 4
-# How often workers are stopped around the copy, and for how long before it.
+# In what share of the copies the workers are stopped during the copy, and how long before the copy they stop.
 _BACKLOG_SHARE, _BACKLOG_S = 0.5, 3.0
 # Routers learn every 3 s which marks the catalog has confirmed.
 _LEARN_S = (5.0, 10.0)

@@ -49,8 +49,8 @@ class Outcome:
     by_verb: Mapping[str, tuple[Times | None, Times | None]]
     # How many calls of the other orgs failed after the kill.
     others_failed: int
-    # For calls of the shard's own orgs: the time from the kill to the first UNAVAILABLE, and the longest time after the
-    # kill for which a call that was due before the restart had no answer.
+    # For calls of the shard's own orgs: the time from the kill to the first UNAVAILABLE. Then the time from the kill to
+    # the last answer, of the calls that were to be sent before the restart.
     first_refused_s: float
     silent_s: float
     # The answers after the kill that are neither OK nor UNAVAILABLE, by code.
