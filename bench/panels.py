@@ -31,7 +31,7 @@ _SUFFIXES = {"ops": "/s", "reqps": "/s", "short": "", "percentunit": " %", "bool
 
 
 def scale(unit: str, most: float) -> tuple[float, str]:
-    """Returns the number by which values up to `most` are divided before they are shown, and the unit to write after the
+    """Returns the number by which values up to `most` are divided before they are shown, and the unit that follows the
     result. Raises KeyError for a unit that no panel has had so far."""
     if unit == "percentunit":
         return 0.01, " %"

@@ -162,8 +162,8 @@ async def _fan_in(channel: grpc.aio.Channel, run: int) -> Acks:
     leases: list[bytes] = []
     while jobs := (await stub.Dequeue(dequeue, timeout=CALL_S_MAX)).jobs:
         leases += [job.lease for job in jobs]
-    # Ack the parents from the last to the first, which is the worst order. A node looks at one parent at a time, the last
-    # one that has not ended. So each ack changes the parent at which the node looks.
+    # Ack the parents from the last to the first, which is the worst order. A node looks at one parent at a time: the
+    # last one that has not ended. So each ack changes the parent at which the node looks.
     for lease in reversed(leases[: len(leases) // 10 * 10]):
         began_s = time.perf_counter()
         await stub.Ack(queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=lease)]), timeout=CALL_S_MAX)
