@@ -18,7 +18,7 @@ from tests.integration.test_plans import SETTLED, Plan, explain, undone
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 
-SCHEDULES, ORGS, DUE = 200_000, 50, 100
+SCHEDULES, ORGS, DUE = 50_000, 50, 100
 
 FILL = f"""
 INSERT INTO windrow.schedule (

@@ -22,7 +22,7 @@ from tests.workflows import Flows
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 
-ORGS, WORKFLOWS, NODES, PARENTS = 10, 200, 500, 10
+ORGS, WORKFLOWS, NODES, PARENTS = 10, 200, 200, 10
 TABLES = ("workflow", "workflow_node", "workflow_edge", "workflow_arrival")
 
 # Half of the workflows have ended. In the other workflows, the nodes up to the middle have ended, and the next node is
