@@ -17,7 +17,7 @@ from tests.jobs import some_jobs
 from tests.recorder import Recorder
 from tests.timemachine import NO_HURRY
 
-ORGS, FEW, READY = 100_000, 1_000, 10
+ORGS, FEW, READY = 30_000, 1_000, 10
 NAME = QueueName("mail")
 # Each org has a queue of this name, with one job that is due in an hour. For ten orgs the job is ready.
 FILL = (
