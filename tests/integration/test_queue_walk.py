@@ -1,4 +1,4 @@
-"""The walk over the queues with one name in all orgs: what it finds, and what it costs with 100,000 orgs."""
+"""The walk over the queues with one name in all orgs: what it finds, and what it costs with many orgs."""
 
 from __future__ import annotations
 
