@@ -51,18 +51,18 @@ def started(*, events: int, faults: bool = False, seconds: float = 0.0) -> Gener
 
 
 def test_every_push_is_counted_once() -> None:
-    code, output = run(events=1000)
+    code, output = run(events=2000)
     assert code == 0, output
-    assert "every acknowledged job is found, succeeded: 1,000" in output
+    assert "every acknowledged job is found, succeeded: 2,000" in output
     assert "to the last digit" in output
     assert "WRONG" not in output
 
 
 def test_every_push_is_counted_once_while_everything_is_being_killed() -> None:
-    code, output = run(events=1000, faults=True, seconds=6.0)
+    code, output = run(events=2000, faults=True, seconds=6.0)
     assert code == 0, output
     assert "2 × Postgres" in output
-    assert "every acknowledged job is found, succeeded: 1,000" in output
+    assert "every acknowledged job is found, succeeded: 2,000" in output
 
 
 @pytest.mark.turns(3)
