@@ -39,6 +39,8 @@ from shard.placement.cluster_file import read_cluster
 _WARM_UP_S = 4.0
 _SAY_EVERY_S = 5.0
 _LOOK_S = 0.2
+# Do not count more often, because each count connects to every shard.
+_COUNT_S = 0.5
 # The time that an idle machine may need in addition to the sweep, to reconnect and to restart clients.
 _SLACK_S = 7.0
 # The longest stall of this process is multiplied by this, because other processes stall too.
@@ -393,7 +395,7 @@ async def _until_still(stage: Stage, count: Callable[[Iterable[Shard]], int]) ->
             return
         if now != left:
             left, moved_s = now, time.monotonic()
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_COUNT_S)
 
 
 @contextlib.asynccontextmanager

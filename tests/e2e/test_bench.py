@@ -28,7 +28,7 @@ def _command(scenario: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "bench", scenario, "--runs", "1", *arguments]
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 def test_a_run_ends_with_a_table_and_with_all_samples_as_json(tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = subprocess.run(
@@ -73,14 +73,14 @@ def _told(out: Path, *arguments: str) -> Any:
     return json.loads((out / "bench.json").read_text())
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 def test_small_calls_are_measured_beside_an_echo(tmp_path: Path) -> None:
     told = _told(tmp_path, "throughput", "--beside", "echo", *_FEW, "--runs", "1", "--jobs", "200", "--callers", "16")
     systems = {sample["system"] for sample in told["scenarios"]["throughput"]["samples"]}
     assert systems == {"windrow-unary", "echo", "windrow"}
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 def test_a_history_is_measured_turned_cold_and_dropped(tmp_path: Path) -> None:
     told = _told(tmp_path, "archive", "--runs", "1", "--jobs", "4000", "--api", "400", "--calls", "50")
     samples = told["scenarios"]["archive"]["samples"]
@@ -89,7 +89,7 @@ def test_a_history_is_measured_turned_cold_and_dropped(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.glob("*.png")} == {"archive-depth.png"}
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 def test_an_archiver_beside_the_load_is_measured(tmp_path: Path) -> None:
     seconds = ("--before-seconds", "2", "--hold-minutes", "0.05", "--after-seconds", "1")
     command = ("load", "--beside", "archiver", "--peers", "none", "--rate", "100", "--days", "4", "--day-jobs", "500")
@@ -100,7 +100,7 @@ def test_an_archiver_beside_the_load_is_measured(tmp_path: Path) -> None:
     assert sample["archived"]["dropped"] in (1000, 1500)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 def test_an_outage_is_measured_and_loses_nothing(tmp_path: Path) -> None:
     samples = _samples("outage", "--kills", "2", "--rate", "10", "--orgs", "6", "--seconds", "1", out=tmp_path)
     assert [sample["sort"] for sample in samples[:-1]] == ["restart", "restart", "fail-over", "fail-over"]
@@ -110,7 +110,7 @@ def test_an_outage_is_measured_and_loses_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "outage.png").exists()
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 def test_a_router_under_attack_is_measured_with_a_quiet_org_beside_it(tmp_path: Path) -> None:
     attacks = ["unread-answers", "malformed", "old-ids"]
     short = ("--before-seconds", "1", "--seconds", "2", "--after-seconds", "1", "--rate", "20", "--memory", "2000")
@@ -126,7 +126,7 @@ def test_a_router_under_attack_is_measured_with_a_quiet_org_beside_it(tmp_path: 
     assert (tmp_path / "hostile.png").exists()
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 def test_proofs_are_replaced_under_load_and_nothing_fails(tmp_path: Path) -> None:
     (sample,) = _samples(
         "rotations", "--rotations", "24", "--rate", "100", "--pause", "0.6", "--routers", "1", out=tmp_path
@@ -138,7 +138,7 @@ def test_proofs_are_replaced_under_load_and_nothing_fails(tmp_path: Path) -> Non
     assert (sample["failed"], sample["missing"]) == ({}, 0)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 def test_a_cluster_that_grows_is_measured_and_loses_nothing(tmp_path: Path) -> None:
     samples = _samples("grow", "--jobs", "1000", "--orgs", "100", "--rate", "30", "--seconds", "2", out=tmp_path)
     first, *phases, over_time, last = samples
@@ -152,7 +152,7 @@ def test_a_cluster_that_grows_is_measured_and_loses_nothing(tmp_path: Path) -> N
     assert (tmp_path / "grow.png").exists()
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 def test_the_parts_of_many_routers_are_measured(tmp_path: Path) -> None:
     few = ("--shards", "20", "--routers", "3", "--members", "2", "--listeners", "3", "--rings", "20", "--jobs", "5")
     short = ("--changes", "3", "--seconds", "1", "--settle-seconds", "1", "--processes", "1")
@@ -170,7 +170,7 @@ def test_the_parts_of_many_routers_are_measured(tmp_path: Path) -> None:
     assert router["files"] >= 12
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 def test_wakeups_by_operators_are_measured(tmp_path: Path) -> None:
     samples = _samples("wakeups", "--tries", "2", out=tmp_path)
     calls = {sample["call"]: sample["took"] for sample in samples}
@@ -178,7 +178,7 @@ def test_wakeups_by_operators_are_measured(tmp_path: Path) -> None:
     assert all(len(took) == 2 and min(took) > 0 for took in calls.values())
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 def test_searches_and_claims_beside_a_cancel_are_measured(tmp_path: Path) -> None:
     short = ("--jobs", "20000", "--searches", "2", "--rounds", "1", "--seconds", "1", "--consumers", "1")
     samples = _samples("bulk", *short, out=tmp_path)
@@ -193,7 +193,7 @@ def test_searches_and_claims_beside_a_cancel_are_measured(tmp_path: Path) -> Non
     assert all(sample["claims"] for sample in beside.values())
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason=f"prometheus is not installed: {INSTALL}")
 def test_every_panel_of_the_dashboards_is_drawn_from_what_prometheus_answers(tmp_path: Path) -> None:
     _, *drawn = _samples("dashboards", "--minutes", "0.3", out=tmp_path)

@@ -59,7 +59,7 @@ def test_every_push_is_counted_once() -> None:
 
 
 def test_every_push_is_counted_once_while_everything_is_being_killed() -> None:
-    code, output = run(events=2000, faults=True, seconds=9.0)
+    code, output = run(events=2000, faults=True, seconds=6.0)
     assert code == 0, output
     assert "2 × Postgres" in output
     assert "every acknowledged job is found, succeeded: 2,000" in output
