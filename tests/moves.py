@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,12 +19,54 @@ T = TypeVar("T")
 _PACE = Pace(rest=0.0, poll_s=0.02)
 
 
+class Shards:
+    """Runs acts on the databases of a cluster. Connects anew for each act."""
+
+    def __init__(self, dsns: Mapping[str, str]) -> None:
+        self._dsns = dsns
+
+    def run(self, act: Callable[[Mapping[ShardName, Database]], Awaitable[T]]) -> T:
+        async def run() -> T:
+            async with _databases(self._dsns) as databases:
+                return await act(databases)
+
+        return asyncio.run(run())
+
+
+class _OpenShards(Shards):
+    """Runs all acts on connections that stay open."""
+
+    def __init__(self, runner: asyncio.Runner, databases: Mapping[ShardName, Database]) -> None:
+        super().__init__({})
+        self._runner = runner
+        self._databases = databases
+
+    def run(self, act: Callable[[Mapping[ShardName, Database]], Awaitable[T]]) -> T:
+        async def run() -> T:
+            return await act(self._databases)
+
+        return self._runner.run(run())
+
+
+@contextlib.contextmanager
+def open_shards(dsns: Mapping[str, str]) -> Generator[Shards, None, None]:
+    """Keeps connections open during the block, for modules whose tests take hundreds of steps: a new connection costs
+    more than most steps."""
+    with asyncio.Runner() as runner:
+        stack = contextlib.AsyncExitStack()
+        databases = runner.run(stack.enter_async_context(_databases(dsns)))
+        try:
+            yield _OpenShards(runner, databases)
+        finally:
+            runner.run(stack.aclose())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moving:
     """An org's slot on its way to `target`. Each method is the work of one balancer, which then ends. The catalog is on
     s1."""
 
-    dsns: Mapping[str, str]
+    shards: Shards
     slot: Slot
     epoch: int
     target: str
@@ -47,7 +89,7 @@ class Moving:
             chunks = {slot: states[slot].chunk + 1 for slot in move.slots}
             assert await move_steps.export_chunk(source, chunks, epoch=self.epoch, rows_max=1000, bytes_max=1 << 20)
 
-        _run(self.dsns, act)
+        self.shards.run(act)
 
     def take(self) -> None:
         """After `depart`: copies the jobs, so that both shards have them."""
@@ -59,13 +101,13 @@ class Moving:
             assert await move_steps.import_chunk(target, departed, epoch=self.epoch)
             await move_steps.notify_imported(target, departed)
 
-        _run(self.dsns, act)
+        self.shards.run(act)
 
     def finish(self) -> None:
         async def act(databases: Mapping[ShardName, Database]) -> None:
             await self._mover(databases).finish()
 
-        _run(self.dsns, act)
+        self.shards.run(act)
 
     def _until(self, reached: Callable[[Move, tuple[str, str]], bool]) -> None:
         async def act(databases: Mapping[ShardName, Database]) -> None:
@@ -80,7 +122,7 @@ class Moving:
                     return
                 assert await mover.step()
 
-        _run(self.dsns, act)
+        self.shards.run(act)
 
     def _mover(self, databases: Mapping[ShardName, Database]) -> Mover:
         return Mover(databases[ShardName("s1")], databases, self.epoch, pace=_PACE, report=lambda _: None)
@@ -91,14 +133,18 @@ class Moving:
 
 
 def begin_move(dsns: Mapping[str, str], org: str, *, to: str) -> Moving:
+    return begin_move_of(Shards(dsns), org, to=to)
+
+
+def begin_move_of(shards: Shards, org: str, *, to: str) -> Moving:
     async def act(databases: Mapping[ShardName, Database]) -> Moving:
         known = await catalog.read(databases[ShardName("s1")])
         slot = known.slot(OrgId(org))
         move = await catalog.begin_move(databases[ShardName("s1")], known, [slot], target=ShardName(to))
         assert move is not None
-        return Moving(dsns=dsns, slot=slot, epoch=move.epoch, target=to)
+        return Moving(shards=shards, slot=slot, epoch=move.epoch, target=to)
 
-    return _run(dsns, act)
+    return shards.run(act)
 
 
 def pin(dsns: Mapping[str, str], org: str, *, to: str) -> None:
@@ -107,15 +153,7 @@ def pin(dsns: Mapping[str, str], org: str, *, to: str) -> None:
     async def act(databases: Mapping[ShardName, Database]) -> None:
         await pins.pin(databases[ShardName("s1")], OrgId(org), OnShard(ShardName(to)))
 
-    _run(dsns, act)
-
-
-def _run(dsns: Mapping[str, str], act: Callable[[Mapping[ShardName, Database]], Awaitable[T]]) -> T:
-    async def run() -> T:
-        async with _databases(dsns) as databases:
-            return await act(databases)
-
-    return asyncio.run(run())
+    Shards(dsns).run(act)
 
 
 @contextlib.asynccontextmanager

@@ -19,7 +19,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
 
 from tests.jobs import job_id, job_message
-from tests.moves import Moving, begin_move, pin
+from tests.moves import Moving, Shards, begin_move, begin_move_of, open_shards, pin
 from tests.postgres import Server
 from tests.routers import (
     PATIENCE_S,
@@ -47,6 +47,7 @@ class Cluster:
     routers: Routers
     near: Stubs
     far: Stubs
+    shards: Shards
 
     def org(self) -> str:
         """A new org that lives on s1."""
@@ -58,7 +59,7 @@ class Cluster:
         raise AssertionError("no org in a thousand lives on shard s1")
 
     def begin(self, org: str, *, to: str = "s2") -> Moving:
-        return begin_move(self.dsns, org, to=to)
+        return begin_move_of(self.shards, org, to=to)
 
     def sql(self, shard: str, statement: str, *parameters: object) -> None:
         with psycopg.connect(self.dsns[shard], autocommit=True) as connection:
@@ -74,8 +75,9 @@ def cluster(postgres: Server, tmp_path_factory: pytest.TempPathFactory) -> Gener
         running_routers(config) as other,
         stubs(one.address) as near,
         stubs(other.address) as far,
+        open_shards(dsns) as shards,
     ):
-        yield Cluster(dsns=dsns, routers=one, near=near, far=far)
+        yield Cluster(dsns=dsns, routers=one, near=near, far=far, shards=shards)
     for shard in dsns:
         postgres.drop(f"calls_{shard}")
 

@@ -66,6 +66,30 @@ def root() -> Iterator[Path]:
     shutil.rmtree(base)
 
 
+@pytest.fixture(scope="module")
+def made() -> Iterator[Path]:
+    """The folder of a lasting cluster that has run and was stopped. Tests only copy it."""
+    base = Path(tempfile.mkdtemp(prefix="windrow-test-")).resolve()
+    base.chmod(0o755)
+    with Cluster("a", root=base / "postgres") as cluster:
+        pass
+    yield cluster.folder
+    shutil.rmtree(base)
+
+
+@pytest.fixture
+def root_with_a(root: Path, made: Path) -> Path:
+    """A root folder with a stopped cluster "a", for tests of what comes after its first start: to make a cluster takes
+    half a second of CPU, and a copy far less."""
+    root.mkdir()
+    root.chmod(0o755)
+    # cp keeps the owner of each file.
+    subprocess.run(["cp", "-a", str(made), str(root / "a")], check=True)
+    # The copy picks a port of its own: another program may have taken the old one meanwhile.
+    (root / "a" / "cluster.json").unlink()
+    return root
+
+
 def ask(dsn: str, query: str) -> list[tuple[object, ...]]:
     with psycopg.connect(dsn, autocommit=True, connect_timeout=10) as connection:
         cursor = connection.execute(query.encode())
@@ -219,8 +243,8 @@ def test_start_and_stop_may_be_repeated(root: Path) -> None:
     cluster.stop()
 
 
-def test_committed_rows_survive_kill_and_start(root: Path) -> None:
-    with Cluster("a", root=root) as cluster:
+def test_committed_rows_survive_kill_and_start(root_with_a: Path) -> None:
+    with Cluster("a", root=root_with_a) as cluster:
         ask(cluster.dsn, "CREATE TABLE kept (n int)")
         with psycopg.connect(cluster.dsn) as held:  # Its backend outlives the postmaster for a moment.
             for round_number in range(3):
@@ -233,8 +257,8 @@ def test_committed_rows_survive_kill_and_start(root: Path) -> None:
         assert ask(cluster.dsn, "SELECT n FROM kept ORDER BY n") == [(0,), (1,), (2,)]
 
 
-def test_start_waits_for_orphans_of_a_killed_server(root: Path) -> None:
-    with Cluster("a", root=root) as cluster, psycopg.connect(cluster.dsn) as held:
+def test_start_waits_for_orphans_of_a_killed_server(root_with_a: Path) -> None:
+    with Cluster("a", root=root_with_a) as cluster, psycopg.connect(cluster.dsn) as held:
         orphan = held.info.backend_pid
         os.kill(orphan, signal.SIGSTOP)  # It cannot notice that its postmaster has gone.
         try:
@@ -260,12 +284,12 @@ def test_a_stale_pid_file_that_names_another_server_does_not_block(root: Path) -
         assert ask(a.dsn, "SELECT 1") == ask(b.dsn, "SELECT 1")
 
 
-def test_a_live_server_left_by_a_dead_owner_is_adopted(root: Path) -> None:
-    with owner(root, "lasting") as (process, pid, dsn, _):
+def test_a_live_server_left_by_a_dead_owner_is_adopted(root_with_a: Path) -> None:
+    with owner(root_with_a, "lasting") as (process, pid, dsn, _):
         ask(dsn, "CREATE TABLE kept ()")
         process.kill()
         process.wait(WAIT_S)
-        heir = Cluster("a", root=root)
+        heir = Cluster("a", root=root_with_a)
         assert heir.pid == pid
         heir.start()
         assert (heir.pid, heir.dsn) == (pid, dsn)
@@ -277,11 +301,11 @@ def test_a_live_server_left_by_a_dead_owner_is_adopted(root: Path) -> None:
     heir.stop()
 
 
-def test_an_adopted_server_can_be_killed_and_started_again(root: Path) -> None:
-    with owner(root, "lasting") as (process, pid, dsn, _):
+def test_an_adopted_server_can_be_killed_and_started_again(root_with_a: Path) -> None:
+    with owner(root_with_a, "lasting") as (process, pid, dsn, _):
         process.kill()
         process.wait(WAIT_S)
-        with Cluster("a", root=root) as heir:
+        with Cluster("a", root=root_with_a) as heir:
             with ending([pid]):
                 heir.kill()
             heir.start()
@@ -289,9 +313,9 @@ def test_an_adopted_server_can_be_killed_and_started_again(root: Path) -> None:
             assert ask(dsn, "SELECT 1") == [(1,)]
 
 
-def test_a_cluster_has_one_owner_at_a_time(root: Path) -> None:
-    with owner(root, "lasting") as (process, _, dsn, _):
-        other = Cluster("a", root=root)
+def test_a_cluster_has_one_owner_at_a_time(root_with_a: Path) -> None:
+    with owner(root_with_a, "lasting") as (process, _, dsn, _):
+        other = Cluster("a", root=root_with_a)
         for act in (other.start, other.stop, other.kill, other.reset):
             with pytest.raises(ClusterInUse, match=f"process {process.pid}"):
                 act()
@@ -305,8 +329,8 @@ def test_a_cluster_has_one_owner_at_a_time(root: Path) -> None:
 # Ports and settings
 
 
-def test_a_remembered_port_that_is_taken_is_an_error_with_a_remedy(root: Path) -> None:
-    with Cluster("a", root=root) as cluster:
+def test_a_remembered_port_that_is_taken_is_an_error_with_a_remedy(root_with_a: Path) -> None:
+    with Cluster("a", root=root_with_a) as cluster:
         dsn, port = cluster.dsn, cluster.port
     with socket.create_server(("127.0.0.1", port)), pytest.raises(PortTaken, match=rf"{port}.*stop that"):
         cluster.start()

@@ -7,9 +7,11 @@ import asyncio
 import contextlib
 import itertools
 import os
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psycopg
 import pytest
@@ -43,6 +45,7 @@ from tests.schedules import DAILY
 from tests.schedules import Shard as Schedules
 from tests.workflows import Flows
 
+T = TypeVar("T")
 _numbers = itertools.count(1)
 DAY_MS = 24 * 3_600_000
 
@@ -347,6 +350,58 @@ async def go_back_in_time(dsn: str, backups: Backups, org: OrgId) -> Gone:
     return Gone(ids=ids, epoch=move.epoch, back=back.epoch)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Databases of both shards, which are only copied."""
+
+    server: Server
+    names: tuple[str, str]
+
+    @contextlib.contextmanager
+    def copied(self) -> Iterator[tuple[str, Backups]]:
+        """Yields the DSN of a copy of s1, and a copy of s2. They are dropped at the end of the block."""
+        first, second = [f"history_{next(_numbers)}" for _ in range(2)]
+        with contextlib.ExitStack() as stack:
+            for name, template in zip((first, second), self.names, strict=True):
+                self.server.create(name, template=template)
+                stack.callback(self.server.drop, name)
+            yield self.server.dsn(first), Backups(server=self.server, name=second)
+
+
+# The org of the tests with a copy of the same snapshot. Each of these tests has databases of its own.
+LOST_ORG = OrgId("lost-org")
+
+
+@pytest.fixture(scope="module")
+def gone(postgres: Server, template: str) -> Iterator[tuple[Gone, Snapshot]]:
+    """s2 has gone back in time. To get there takes far longer than a copy, so it is done once."""
+    made = Snapshot(server=postgres, names=("history_first", "history_second"))
+    first, second = made.names
+    backups = Backups(server=postgres, name=second)
+    try:
+        postgres.create(first, template=template)
+        postgres.create(second)
+        yield in_thread(go_back_in_time(postgres.dsn(first), backups, LOST_ORG)), made
+    finally:
+        for name in (first, second, f"{second}_backup"):
+            with contextlib.suppress(psycopg.Error):
+                postgres.drop(name)
+
+
+@pytest.fixture(scope="module")
+def accepted(gone: tuple[Gone, Snapshot]) -> Iterator[Snapshot]:
+    """The same, after the loss was accepted."""
+    with gone[1].copied() as (dsn, backups):
+        in_thread(accept_all(dsn, backups))
+        yield Snapshot(server=backups.server, names=(str(conninfo_to_dict(dsn)["dbname"]), backups.name))
+
+
+def in_thread(work: Coroutine[Any, Any, T]) -> T:
+    """Runs the coroutine in a thread: a fixture may be set up while an event loop runs."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
+
+
 async def accept_all(dsn: str, backups: Backups) -> None:
     async with connected({A: dsn, B: backups.dsn}) as databases:
         loss = await find_loss(databases[B], databases[A], cluster=CLUSTER)
@@ -374,12 +429,20 @@ def windrow_on(first: str, second: str, *arguments: str) -> Done:
         path.unlink()
 
 
+@pytest.fixture
+def lost(gone: tuple[Gone, Snapshot]) -> Iterator[tuple[Gone, str, Backups]]:
+    """s2 has gone back in time, and nobody has accepted the loss."""
+    jobs, snapshot = gone
+    with snapshot.copied() as (dsn, backups):
+        yield jobs, dsn, backups
+
+
 @pytest.mark.timeout(300)
 def test_operators_accept_a_loss_see_stray_jobs_and_recover_them(
-    tmp_path: Path, fresh_dsn: str, backups: Backups, org: OrgId
+    tmp_path: Path, lost: tuple[Gone, str, Backups]
 ) -> None:
-    gone = asyncio.run(go_back_in_time(fresh_dsn, backups, org))
-    config = write_cluster(tmp_path / "cluster.toml", {"s1": fresh_dsn, "s2": backups.dsn})
+    org, (gone, dsn, backups) = LOST_ORG, lost
+    config = write_cluster(tmp_path / "cluster.toml", {"s1": dsn, "s2": backups.dsn})
     at = ("--config", str(config))
     with running_routers(config) as routers:
         to = ("--address", routers.address)
@@ -435,12 +498,11 @@ def test_operators_accept_a_loss_see_stray_jobs_and_recover_them(
 
 
 @pytest.fixture
-async def pair(fresh_dsn: str, backups: Backups, org: OrgId) -> AsyncGenerator[Pair, None]:
+async def pair(accepted: Snapshot) -> AsyncGenerator[Pair, None]:
     """s2 has gone back in time, and the loss was accepted."""
-    await go_back_in_time(fresh_dsn, backups, org)
-    await accept_all(fresh_dsn, backups)
-    async with open_pair(fresh_dsn, backups.dsn) as opened_pair:
-        yield opened_pair
+    with accepted.copied() as (dsn, backups):
+        async with open_pair(dsn, backups.dsn) as opened_pair:
+            yield opened_pair
 
 
 async def run(pair: Pair, *, older: bool = False) -> Recovery:
@@ -471,7 +533,8 @@ async def states(pair: Pair, org: OrgId, ids: list[JobId]) -> dict[tuple[str, Jo
     return {key: record.state for key, record in (await pair.jobs(org, ids)).items()}
 
 
-async def test_jobs_that_nobody_else_knows_are_brought_home_whole(pair: Pair, org: OrgId) -> None:
+async def test_jobs_that_nobody_else_knows_are_brought_home_whole(pair: Pair) -> None:
+    org = LOST_ORG
     await run(pair)
     jobs = some_jobs(org, 3, dedup_keys=["a", "b", "c"], priority=2)
     await stray(pair, jobs)
@@ -487,9 +550,10 @@ async def test_jobs_that_nobody_else_knows_are_brought_home_whole(pair: Pair, or
 
 
 @pytest.mark.parametrize("has_ended", [True, False])
-async def test_a_blocked_job_whose_node_has_ended_at_home_runs_again(pair: Pair, org: OrgId, has_ended: bool) -> None:
+async def test_a_blocked_job_whose_node_has_ended_at_home_runs_again(pair: Pair, has_ended: bool) -> None:
     """In the backup the job is blocked. The job has run since, and its end was lost with the shard. The workflow has
     moved away."""
+    org = LOST_ORG
     await run(pair)
     home = Flows(pair.databases[A], org)
     flow = await home.start({"a": [], "b": ["a"]}, epoch=(await pair.known()).placement(org).epoch)
@@ -510,7 +574,8 @@ async def test_a_blocked_job_whose_node_has_ended_at_home_runs_again(pair: Pair,
     await home.check()
 
 
-async def test_a_job_that_has_finished_where_its_org_lives_never_runs_again(pair: Pair, org: OrgId) -> None:
+async def test_a_job_that_has_finished_where_its_org_lives_never_runs_again(pair: Pair) -> None:
+    org = LOST_ORG
     await run(pair)
     jobs = some_jobs(org, 2)
     await stray(pair, jobs)
@@ -524,9 +589,8 @@ async def test_a_job_that_has_finished_where_its_org_lives_never_runs_again(pair
     await pair.balance()
 
 
-async def test_jobs_that_were_known_at_home_have_one_record_each_when_their_org_comes_back(
-    pair: Pair, org: OrgId
-) -> None:
+async def test_jobs_that_were_known_at_home_have_one_record_each_when_their_org_comes_back(pair: Pair) -> None:
+    org = LOST_ORG
     await run(pair)
     jobs = some_jobs(org, 3)
     await stray(pair, jobs)
@@ -547,9 +611,10 @@ async def test_jobs_that_were_known_at_home_have_one_record_each_when_their_org_
 
 
 async def test_jobs_that_finish_while_they_are_being_brought_home_are_not_brought(
-    pair: Pair, org: OrgId, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The jobs reach the org's shard and finish there after the recovery has asked that shard about them."""
+    org = LOST_ORG
     await run(pair)
     jobs = some_jobs(org, 2)
     await stray(pair, jobs)
@@ -582,7 +647,8 @@ async def test_jobs_that_finish_while_they_are_being_brought_home_are_not_brough
     await pair.balance()
 
 
-async def test_jobs_under_a_lease_wait_until_it_ends_and_old_ones_until_it_is_asked_for(pair: Pair, org: OrgId) -> None:
+async def test_jobs_under_a_lease_wait_until_it_ends_and_old_ones_until_it_is_asked_for(pair: Pair) -> None:
+    org = LOST_ORG
     await run(pair)
     await stray(pair, some_jobs(org, 1))
     ((_, _),) = await lease_jobs(pair.store(B), org)
@@ -602,8 +668,9 @@ async def test_jobs_under_a_lease_wait_until_it_ends_and_old_ones_until_it_is_as
     await pair.balance()
 
 
-async def test_jobs_of_an_org_that_was_pinned_elsewhere_since_go_there(pair: Pair, org: OrgId) -> None:
+async def test_jobs_of_an_org_that_was_pinned_elsewhere_since_go_there(pair: Pair) -> None:
     """The restored shard only knows the org by its hash slot."""
+    org = LOST_ORG
     pinned = OrgId(f"{org}-pinned")
     await enqueue(pair, some_jobs(pinned))
     await pair.move([pinned], target=B)
@@ -630,8 +697,9 @@ async def test_jobs_of_an_org_that_was_pinned_elsewhere_since_go_there(pair: Pai
     await pair.balance()
 
 
-async def test_no_slot_moves_to_a_shard_that_has_stray_jobs_of_it(pair: Pair, org: OrgId) -> None:
+async def test_no_slot_moves_to_a_shard_that_has_stray_jobs_of_it(pair: Pair) -> None:
     """The stray jobs would be claimed there, although they may have run elsewhere."""
+    org = LOST_ORG
     await pins.pin(pair.catalog, org, OnShard(B))
     text = f'[cluster]\nname = "{CLUSTER}"\n'
     text += "".join(
@@ -653,7 +721,8 @@ async def test_no_slot_moves_to_a_shard_that_has_stray_jobs_of_it(pair: Pair, or
 @pytest.mark.turns(2)
 @pytest.mark.parametrize("how", ["unheard", "cut"])
 @pytest.mark.timeout(600)
-async def test_a_recovery_is_finished_by_another_wherever_the_first_one_died(pair: Pair, org: OrgId, how: str) -> None:
+async def test_a_recovery_is_finished_by_another_wherever_the_first_one_died(pair: Pair, how: str) -> None:
+    org = LOST_ORG
     await run(pair)
     for at in deaths(how):
         unknown, known = some_jobs(org, 3), some_jobs(org, 2)
@@ -683,7 +752,8 @@ async def test_a_recovery_is_finished_by_another_wherever_the_first_one_died(pai
         await pair.store(A).cancel(org, [*ids_of(unknown), *ids_of(known)], reason="")
 
 
-async def test_operators_that_recover_at_the_same_time_move_each_job_once(pair: Pair, org: OrgId) -> None:
+async def test_operators_that_recover_at_the_same_time_move_each_job_once(pair: Pair) -> None:
+    org = LOST_ORG
     await run(pair)
     stored: dict[OrgId, NewJobs] = {}
     for number in range(4):
@@ -699,12 +769,10 @@ async def test_operators_that_recover_at_the_same_time_move_each_job_once(pair: 
     await pair.balance()
 
 
-async def test_two_operators_who_accept_at_the_same_time_begin_one_history(
-    fresh_dsn: str, backups: Backups, org: OrgId
-) -> None:
-    await go_back_in_time(fresh_dsn, backups, org)
-    await asyncio.gather(*(accept_all(fresh_dsn, backups) for _ in range(3)), return_exceptions=True)
-    async with connected({A: fresh_dsn, B: backups.dsn}) as databases:
+async def test_two_operators_who_accept_at_the_same_time_begin_one_history(lost: tuple[Gone, str, Backups]) -> None:
+    org, (_, dsn, backups) = LOST_ORG, lost
+    await asyncio.gather(*(accept_all(dsn, backups) for _ in range(3)), return_exceptions=True)
+    async with connected({A: dsn, B: backups.dsn}) as databases:
         assert await identity.examine(databases[B], databases[A], cluster=CLUSTER)
         known = await catalog.read(databases[A])
         states_of = await move_steps.read_slots(databases[B], [known.slot(org)])
@@ -855,25 +923,23 @@ async def test_the_list_names_each_job_once_and_says_what_becomes_of_it(
         assert len(await lease_jobs(pair.store(B if is_back else A), org, queue="ready", max_jobs=9)) == 1
 
 
-async def test_a_job_that_no_shard_knows_is_listed_as_one_that_moves_home(
-    fresh_dsn: str, backups: Backups, org: OrgId
-) -> None:
+async def test_a_job_that_no_shard_knows_is_listed_as_one_that_moves_home(lost: tuple[Gone, str, Backups]) -> None:
     """Routers with an old placement may have stored the job before they were refused."""
-    gone = await go_back_in_time(fresh_dsn, backups, org)
-    lost = JobId(job_id())
-    async with connected({A: fresh_dsn, B: backups.dsn}) as databases:
+    gone, dsn, backups = lost
+    unknown = JobId(job_id())
+    async with connected({A: dsn, B: backups.dsn}) as databases:
         await databases[B].run(
             b"UPDATE windrow.job SET id = %(lost)s::uuid WHERE id = %(id)s::uuid",
-            {"lost": lost, "id": gone.ids["waits"]},
+            {"lost": unknown, "id": gone.ids["waits"]},
         )
         loss = await find_loss(databases[B], databases[A], cluster=CLUSTER)
         assert loss is not None
         found = await differences.find(loss, databases[B], databases, databases[A], cluster=CLUSTER)
         fates = {job.id: (job.fate, job.known_on) async for page in found.jobs() for job in page}
-        assert fates.pop(lost) == (differences.Fate.MOVED, None)
+        assert fates.pop(unknown) == (differences.Fate.MOVED, None)
         assert set(fates.values()) == {(differences.Fate.DELETED, A)}
         await recovery.accept(loss, databases, databases[A], cluster=CLUSTER)
-    async with open_pair(fresh_dsn, backups.dsn) as pair:
+    async with open_pair(dsn, backups.dsn) as pair:
         assert counts(await run(pair)) == (1, 5)
 
 
