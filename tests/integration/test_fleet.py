@@ -167,14 +167,17 @@ async def store(fleet: Fleet, org: OrgId) -> None:
     assert await fleet.writer(placement).require_open().store.enqueue(some_jobs(org, 1), epoch=placement.epoch) == {}
 
 
-async def until_refused(fleet: Fleet, org: OrgId, why: str) -> None:
+async def until_refused(fleet: Fleet, org: OrgId, why: str) -> int:
+    """Stores jobs until one is refused for this reason. Returns how many were stored."""
+    stored = 0
     async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
                 await store(fleet, org)
+                stored += 1
             except ShardUnavailable as error:
                 if re.search(why, str(error)):
-                    return
+                    return stored
             await asyncio.sleep(0.05)
 
 
