@@ -34,7 +34,7 @@ def differences(
     config: options.Config,
     as_json: options.Json = False,
 ) -> None:
-    """Lists how a shard that lost history differs from what it was, before the loss is accepted.
+    """Lists, before a loss is accepted, how the shard that lost history differs from what it was.
 
     Some differences are certain, because the catalog knows where orgs live now, other shards have jobs, and the audit
     log has recorded changes. Only clients know which jobs ended or came since the point of recovery. So the command

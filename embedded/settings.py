@@ -21,7 +21,7 @@ _DEFAULTS: tuple[tuple[str, str, str], ...] = (
     ("log_line_prefix", "%m [%p] %q%u@%d ", "who and when, in milliseconds"),
 )
 
-# The DSN, the safety or the clean-up depends on these settings.
+# The DSN, the access control or the clean-up depends on these settings.
 OWNED = frozenset(
     {
         "port",

@@ -155,7 +155,7 @@ class _Waiting:
 
 
 class Account:
-    """The memory that one call or stream holds of the buffer. After `close`, all methods do nothing."""
+    """The part of the buffer's memory that one call or stream holds. After `close`, all methods do nothing."""
 
     __slots__ = ("_buffer", "_claims", "_closed", "_parts", "held", "org", "peer")
 

@@ -87,7 +87,7 @@ def total(pushes: Iterable[Push]) -> dict[Key, Sums]:
 
 
 def differences(expected: Mapping[Key, Sums], found: Mapping[Key, Sums]) -> list[Difference]:
-    """Returns every key that is missing, unexpected, or has other sums, sorted. Empty if both are exactly equal."""
+    """Returns every key that is missing, unexpected, or has different sums, sorted. Empty if the totals are equal."""
     return [
         Difference(key, expected.get(key), found.get(key))
         for key in sorted(expected.keys() | found.keys())

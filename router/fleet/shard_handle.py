@@ -75,7 +75,7 @@ class ShardHandle:
     ) -> None:
         # The shard's entry in the current cluster file.
         self.entry = entry
-        # The DSN in use. If the entry has a new DSN, that is taken over after a check that it leads to this shard.
+        # The DSN in use. A new DSN of the entry is taken over once a check has found that it leads to this shard.
         self.dsn = entry.dsn
         self.up = asyncio.Event()
         # Why the shard is not up, or why its new DSN is not in use yet; empty if there is no such problem.

@@ -122,7 +122,7 @@ class Cluster:
     source: str = "cluster file"
     # The first 12 digits of the SHA-256 of the file's text, as `sha256sum` prints it.
     digest: str = ""
-    # The files that `dsn_file` keys name.
+    # The files that the keys `dsn_file` name.
     dsn_files: tuple[Path, ...] = ()
 
     def shard(self, name: str) -> ShardEntry | None:

@@ -41,7 +41,7 @@ _SHARDS = 3
 _WARM_S = 3.0
 # How long a primary is dead before its standby is promoted. In practice, that decision takes time.
 _NOTICE_S = 1.0
-# Within this time, routers load a changed cluster file, at which they look twice a second, and connect.
+# Within this time, routers load a changed cluster file and connect. They look at the file twice a second.
 _TAKEN_UP_S = 5.0
 _ORGS_TRIED_MAX = 1000
 _STEP_S = 1.0

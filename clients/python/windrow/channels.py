@@ -86,8 +86,8 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Channels:
-    """Connections with the stubs of the services. Calls use them in turn. The first use connects: from then on they
-    belong to its event loop."""
+    """Connections with the stubs of the services. Calls use them in turn. The first use connects them, and from then
+    on they belong to the event loop of that use."""
 
     def __init__(self, address: str, *, count: int, tls: Tls | Path | str | bool | None, has_token: bool) -> None:
         """`has_token`: calls carry a secret, which must not travel in plain text."""

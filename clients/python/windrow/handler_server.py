@@ -2,8 +2,8 @@
 imports this module.
 
 The server has imported the whole client, which a handler's module imports too (`from windrow import Job`). So a process
-starts in a twentieth of the CPU time, and shares that memory with the other processes. The server has one thread and
-has made no gRPC channel: it is safe to fork.
+needs a twentieth of the CPU time to start, and shares the memory of the imports with the other processes. The server
+has one thread and has made no gRPC channel: it is safe to fork.
 """
 
 from __future__ import annotations

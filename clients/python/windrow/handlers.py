@@ -357,8 +357,8 @@ def timeout_of(timeout: Span | None) -> float | None:
 
 
 def left_s(helds: Sequence[HeldLease]) -> float:
-    """Returns for how long a handler may still run by the max_runtime of its jobs. This time ends before the shard ends
-    a lease, so that the shard still takes the failure."""
+    """Returns for how long a handler may still run, given the max_runtime of its jobs. This time ends before the shard
+    ends a lease, so that the shard still accepts the failure."""
     ends = [
         held.until - min(held.job.max_runtime.total_seconds() / 10, _MARGIN_S_MAX)
         for held in helds
