@@ -97,9 +97,7 @@ def read_order(arguments: list[str]) -> Order:
     )
     _add_places(parser, default=None)
     commands = parser.add_subparsers(dest="scenario", metavar="SCENARIO")
-    # Import no other scenarios if one is named. The name may also be the value of an option, as that of --out.
-    for name in [name for name in SCENARIOS if name in arguments] or SCENARIOS:
-        scenario = SCENARIOS[name]
+    for name, scenario in SCENARIOS.items():
         # argparse fills in a % in a help text, but not in a description.
         command = commands.add_parser(
             name, help=scenario.help.replace("%", "%%"), description=f"Measures {scenario.help}."

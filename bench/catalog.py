@@ -2,50 +2,59 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from bench.scenario import Scenario
+from bench.scenarios import (
+    archive,
+    bulk,
+    dashboards,
+    depth,
+    fair,
+    groups,
+    hostile,
+    idle,
+    latency,
+    limits,
+    load,
+    lookup,
+    placement,
+    rotations,
+    schedules,
+    starts,
+    wakeups,
+    why,
+    workflows,
+)
+from bench.scenarios.grow import scenario as grow
+from bench.scenarios.outage import scenario as outage
+from bench.scenarios.scale import scenario as scale
+from bench.scenarios.throughput import scenario as throughput
 
-_MODULES = {
-    "throughput": "throughput.scenario",
-    "latency": "latency",
-    "load": "load",
-    "depth": "depth",
-    "archive": "archive",
-    "idle": "idle",
-    "grow": "grow.scenario",
-    "outage": "outage.scenario",
-    "hostile": "hostile",
-    "rotations": "rotations",
-    "lookup": "lookup",
-    "why": "why",
-    "wakeups": "wakeups",
-    "bulk": "bulk",
-    "placement": "placement",
-    "limits": "limits",
-    "starts": "starts",
-    "schedules": "schedules",
-    "groups": "groups",
-    "workflows": "workflows",
-    "fair": "fair",
-    "scale": "scale.scenario",
-    "dashboards": "dashboards",
-}
-
-
-class _Scenarios(Mapping[str, Scenario]):
-    """Imports a scenario when it is asked for: the imports of all scenarios take half a second of CPU."""
-
-    def __getitem__(self, name: str) -> Scenario:
-        found: Scenario = importlib.import_module(f"bench.scenarios.{_MODULES[name]}").SCENARIO
-        return found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_MODULES)
-
-    def __len__(self) -> int:
-        return len(_MODULES)
-
-
-SCENARIOS: Mapping[str, Scenario] = _Scenarios()
+SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
+    {
+        "throughput": throughput.SCENARIO,
+        "latency": latency.SCENARIO,
+        "load": load.SCENARIO,
+        "depth": depth.SCENARIO,
+        "archive": archive.SCENARIO,
+        "idle": idle.SCENARIO,
+        "grow": grow.SCENARIO,
+        "outage": outage.SCENARIO,
+        "hostile": hostile.SCENARIO,
+        "rotations": rotations.SCENARIO,
+        "lookup": lookup.SCENARIO,
+        "why": why.SCENARIO,
+        "wakeups": wakeups.SCENARIO,
+        "bulk": bulk.SCENARIO,
+        "placement": placement.SCENARIO,
+        "limits": limits.SCENARIO,
+        "starts": starts.SCENARIO,
+        "schedules": schedules.SCENARIO,
+        "groups": groups.SCENARIO,
+        "workflows": workflows.SCENARIO,
+        "fair": fair.SCENARIO,
+        "scale": scale.SCENARIO,
+        "dashboards": dashboards.SCENARIO,
+    }
+)
