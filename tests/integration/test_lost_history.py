@@ -390,7 +390,7 @@ def gone(postgres: Server, template: str) -> Iterator[tuple[Gone, Snapshot]]:
 
 @pytest.fixture(scope="module")
 def accepted(gone: tuple[Gone, Snapshot]) -> Iterator[Snapshot]:
-    """The same, after the loss was accepted."""
+    """Both databases after the loss was accepted."""
     with gone[1].copied() as (dsn, backups):
         in_thread(accept_all(dsn, backups))
         yield Snapshot(server=backups.server, names=(str(conninfo_to_dict(dsn)["dbname"]), backups.name))

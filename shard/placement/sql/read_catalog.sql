@@ -5,7 +5,7 @@
 -- read by name from the row's JSON, because commands of this release also read the catalogs of earlier releases, which
 -- lack these columns.
 --
--- In a cluster without pins and former owners, one GROUP BY does it (the first part of g), in a third of the time.
+-- In a cluster without pins and former owners, one GROUP BY suffices (the first part of g), in less than half the time.
 -- Otherwise the three tables are put together by UNION ALL and GROUP BY, and not by joins. After thousands of slots have
 -- moved, the statistics still say that few rows have changed, and the planner would choose nested loops that take 10 s
 -- and more. IS TRUE keeps the planner from making a join of IN: the slot is looked up in a hash table instead.
