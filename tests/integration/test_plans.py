@@ -937,8 +937,7 @@ async def test_a_look_at_the_catalog_reads_each_row_a_few_times_whatever_the_sta
             read = max(float(node["Actual Rows"]) * float(node["Actual Loops"]) for node in plan.nodes())
             assert read <= 2 * SLOTS, (since, plan.root)
             assert plan.rows_read("placement") <= SLOTS, (since, plan.root)
-            # Two rows: it looks twice whether there are former owners at all.
-            assert plan.rows_read("former_owner") <= 2 + (SLOTS if since < newest else 0), (since, plan.root)
+            assert plan.rows_read("former_owner") <= (SLOTS if since < newest else 0), (since, plan.root)
 
 
 # Buckets

@@ -32,7 +32,7 @@ class Model(Protocol[S]):
 class Explored:
     name: str
     states: int
-    # What is wrong with the state at the end of the trace; None: every state is right.
+    # The fault of the state at the end of the trace. None: every state is right.
     broken: str | None = None
     trace: tuple[str, ...] = ()
 

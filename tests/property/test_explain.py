@@ -47,7 +47,7 @@ batches = st.lists(
     min_size=1,
     max_size=4,
 )
-# What is done after each batch to some of the jobs that are ready by then.
+# Attempts after each batch, at some of the jobs that are ready by then.
 attempts = st.lists(st.tuples(st.integers(0, 4), st.sampled_from(_HOW)), min_size=1, max_size=4)
 
 

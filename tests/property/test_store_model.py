@@ -217,7 +217,7 @@ def world(module_dsn: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
             runner.run(each.close())
 
 
-# What is drawn must not depend on the state. Otherwise two runs of one example could differ, because Postgres breaks
+# A draw must not depend on the state. Otherwise two runs of one example could differ, because Postgres breaks
 # ties differently or two stores come in another order. So examples draw numbers, which select modulo the number of
 # candidates.
 numbers = st.integers(0, 999)

@@ -63,7 +63,7 @@ class Member:
     made: Spent
     backends: Sequence[Backends]
     idle: Spent
-    # What is spent while no jobs come and a consumer waits in every process except one.
+    # The cost while no jobs come and a consumer waits in every process except one.
     waiting: Spent
 
     @property

@@ -9,11 +9,16 @@
 -- Otherwise the three tables are put together by UNION ALL and GROUP BY, and not by joins. After thousands of slots have
 -- moved, the statistics still say that few rows have changed, and the planner would choose nested loops that take 10 s
 -- and more. IS TRUE keeps the planner from making a join of IN: the slot is looked up in a hash table instead.
-WITH moved AS MATERIALIZED (
+WITH other AS MATERIALIZED (
+    -- Whether the other two tables have rows. NULL: nothing has changed, so they are not read.
+    SELECT CASE WHEN c.epoch > %(since)s THEN
+        EXISTS (SELECT FROM windrow.pin) OR EXISTS (SELECT FROM windrow.former_owner)
+    END AS have_rows
+    FROM windrow.catalog c
+), moved AS MATERIALIZED (
     SELECT p.slot, p.writes, p.reads, p.epoch
     FROM windrow.placement p
-    WHERE p.changed > %(since)s
-        AND (EXISTS (SELECT FROM windrow.pin) OR EXISTS (SELECT FROM windrow.former_owner))
+    WHERE p.changed > %(since)s AND (SELECT o.have_rows FROM other o)
 ), changed AS (
     SELECT
         n.slot, max(n.writes) AS writes, max(n.reads) AS reads, max(n.epoch) AS epoch, max(n.org) AS org,
@@ -47,8 +52,7 @@ LEFT JOIN (
         array_agg(p.slot) AS slots, NULL::smallint[] AS pinned, NULL::text[] AS orgs,
         p.writes, p.reads, p.epoch, NULL::text[] AS former, NULL::timestamptz[] AS left_at
     FROM windrow.placement p
-    WHERE p.changed > %(since)s
-        AND NOT EXISTS (SELECT FROM windrow.pin) AND NOT EXISTS (SELECT FROM windrow.former_owner)
+    WHERE p.changed > %(since)s AND NOT (SELECT o.have_rows FROM other o)
     GROUP BY p.writes, p.reads, p.epoch
     UNION ALL
     SELECT
