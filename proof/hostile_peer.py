@@ -173,12 +173,16 @@ class HostilePeer:
             await self.write(bytes(frames))
 
     async def heard(self) -> None:
-        """Waits until the server has read everything that was sent, which it shows by the answer to a further PING.
-        Ends early if the server closes the connection."""
-        awaited = self._pongs + 1
-        await self.write(PingFrame(opaque_data=b"heard?  ").serialize())
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.closed or self._pongs >= awaited)
+        """Waits until the server has read everything that was sent, and until its answers to that have arrived. Ends
+        early if the server closes the connection."""
+        # gRPC writes the answer to a PING before other frames that are ready at the same time, such as resets. These
+        # frames come before the answer to a second PING.
+        for _ in range(2):
+            before = self._pongs
+            await self.write(PingFrame(opaque_data=b"heard?  ").serialize())
+            async with self._changed:
+                while not self.closed and self._pongs == before:
+                    await self._changed.wait()
 
     async def write(self, data: bytes) -> None:
         """Sends bytes as they are. Raises ConnectionError if the server has closed the connection."""
