@@ -32,6 +32,7 @@ from embedded.ports import HOST, RememberedPort
 from embedded.postmaster import read_postmaster
 from embedded.watcher import Watcher
 from proof.postgres import ask
+from proof.processes import family
 from tests.routers import CHECKOUT, until
 
 SHIPPED = CHECKOUT / "deploy" / "patroni"
@@ -115,16 +116,16 @@ class Member:
             )
         return False
 
+    def guard(self) -> int | None:
+        """Lets the watcher end this member's Postgres, if it runs, with the tests. Returns the postmaster's pid."""
+        running = read_postmaster(self.data)
+        pid = None if running is None else running.pid
+        self.watcher.guard(pid)
+        return pid
+
     def processes(self) -> list[psutil.Process]:
         """The processes of its Postgres, the postmaster first."""
-        running = read_postmaster(self.data)
-        self.watcher.guard(None if running is None else running.pid)
-        if running is None:
-            return []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            main = psutil.Process(running.pid)
-            return [main, *main.children(recursive=True)]
-        return []
+        return family(self.guard())
 
     def kill_postgres(self) -> None:
         """Kills all of its processes: none finishes what it was about to do."""
@@ -188,7 +189,7 @@ class PatroniShard:
     def is_whole(self) -> bool:
         """Whether every member runs, and every standby has all WAL but the last megabyte at most."""
         for member in self.members:
-            member.processes()
+            member.guard()
         caught_up = (
             "SELECT count(*), count(*) FILTER (WHERE sync_state = 'sync') FROM pg_stat_replication "
             "WHERE state = 'streaming' AND flush_lsn >= pg_current_wal_flush_lsn() - 1000000"
