@@ -141,11 +141,14 @@ async def test_a_stream_that_is_refused_at_once_again_and_again_is_not_spun_on(
     await running.stop()
 
 
-async def test_a_router_that_greets_and_leaves_again_and_again_is_not_spun_on(
-    router: FakeRouter, client: Client
+@pytest.mark.parametrize("answers", [False, True], ids=["greets", "answers"])
+async def test_a_router_that_serves_and_leaves_again_and_again_is_not_spun_on(
+    router: FakeRouter, client: Client, answers: bool
 ) -> None:
     async def leaves(stream: FakeStream, context: Any) -> None:
         if len(router.streams) < 6:
+            if answers:
+                await stream.tell()
             stream.cut()
 
     router.scripts["Consume"] = leaves

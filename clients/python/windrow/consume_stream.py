@@ -46,6 +46,9 @@ _EXPIRED = "STREAM_EXPIRED"
 _TOO_LARGE: int = StatusCode.INVALID_ARGUMENT.value[0]
 # A refused stream ends within this time after its initial metadata.
 _REFUSED_S_MAX = 0.1
+# If a stream lasts longer, the pauses between streams begin with the shortest one again. It is not enough that the
+# router has answered: a router may answer and fail at once, again and again.
+_STEADY_S = 1.0
 
 
 class ConsumeStream:
@@ -115,10 +118,7 @@ class ConsumeStream:
                 await self._pause(self._backoff.next_s())
             except WindrowError as error:
                 self._settlements.on_disconnect()
-                lasted_s = time.monotonic() - began
-                if lasted_s > AWAY_MAX_S:
-                    self._backoff.reset()
-                if self._may_have_expired(error, lasted_s=lasted_s):
+                if self._may_have_expired(error, lasted_s=time.monotonic() - began):
                     # This is no outage: a router ends every stream from time to time.
                     await self._pause(self._backoff.next_s())
                     continue
@@ -161,6 +161,8 @@ class ConsumeStream:
         except BaseExceptionGroup as errors:
             self._raise(errors, began)
         finally:
+            if time.monotonic() - began > _STEADY_S:
+                self._backoff.reset()
             call.cancel()
 
     async def _read(self, call: _Call) -> None:
@@ -179,7 +181,6 @@ class ConsumeStream:
 
     def _on_response(self, response: queue_pb2.ConsumeResponse) -> None:
         received_at = time.monotonic()
-        self._backoff.reset()
         self._renewed = False
         if jobs := response.jobs:
             self._connectivity.answered()
