@@ -41,7 +41,7 @@ from embedded.folders import default_root, make_folder, sync_folder, temporary_r
 from embedded.locks import lock_after_orphans, lock_for_owner
 from embedded.log import ServerLog
 from embedded.ports import RememberedPort, is_taken
-from embedded.postmaster import Postmaster, names_folder, read_postmaster
+from embedded.postmaster import Postmaster, free_shared_memory, names_folder, read_postmaster
 from embedded.settings import check_overrides, render
 from embedded.waiting import POLL_S, holds_by
 from embedded.watcher import Watcher
@@ -403,6 +403,7 @@ class Cluster:
             port=port,
             lz4=accepts("wal_compression=lz4"),
             statistics=binaries.has_library("pg_stat_statements"),
+            ephemeral=self._ephemeral,
             overrides=self._settings,
         )
         write_file(conf, text, mode=0o600 if self._account is None else 0o644)
@@ -489,6 +490,7 @@ class Cluster:
             self._watcher.guard(None)
 
     def _remove(self) -> None:
+        free_shared_memory(self._data)
         with contextlib.suppress(FileNotFoundError):  # Someone may have deleted it already.
             shutil.rmtree(self._folder)
         if self._watcher is not None:

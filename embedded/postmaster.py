@@ -1,15 +1,17 @@
-"""Finds the server process of a data folder by reading postmaster.pid.
+"""Finds the server process of a data folder, and what a killed server has left, by reading postmaster.pid.
 
 A process id alone is not trusted, because ids are reused: the process must also have the data folder in its command
 line.
 """
 
+import ctypes
 import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 _PS_S_MAX = 10.0
+_IPC_RMID = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,19 @@ def read_postmaster(data: Path) -> Postmaster | None:
         port=int(port) if port.isdigit() and port != "0" else None,
         status=lines[7].strip() if len(lines) > 7 else "",
     )
+
+
+def free_shared_memory(data: Path) -> None:
+    """Frees the System V segment of a server that was killed. The next start on `data` would do so: call this if `data`
+    is about to be deleted. Otherwise each killed server leaves a segment, and Linux allows only 4,096."""
+    try:
+        key, segment = map(int, (data / "postmaster.pid").read_text(errors="replace").splitlines()[6].split())
+    except (OSError, IndexError, ValueError):
+        return  # The server has ended in order, or before it had a segment.
+    libc = ctypes.CDLL(None)
+    # Another server has the segment if the key no longer leads to it.
+    if libc.shmget(key, 0, 0) == segment:
+        libc.shmctl(segment, _IPC_RMID, None)
 
 
 def names_folder(pid: int, data: Path) -> bool:

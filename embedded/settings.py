@@ -54,7 +54,7 @@ def check_overrides(overrides: Mapping[str, str]) -> dict[str, str]:
     return checked
 
 
-def render(*, name: str, port: int, lz4: bool, statistics: bool, overrides: Mapping[str, str]) -> str:
+def render(*, name: str, port: int, lz4: bool, statistics: bool, ephemeral: bool, overrides: Mapping[str, str]) -> str:
     """Returns the text of windrow.conf. `overrides` must have passed check_overrides."""
     lines: list[tuple[str, str, str]] = [
         ("port", str(port), "chosen on first start and remembered, so that DSNs stay valid"),
@@ -69,6 +69,8 @@ def render(*, name: str, port: int, lz4: bool, statistics: bool, overrides: Mapp
             "full-page images shrink for little work; pglz, the other choice, costs more than it saves",
         ),
     ]
+    if ephemeral:
+        lines.append(("dynamic_shared_memory_type", "mmap", "a killed server leaves nothing outside of its folder"))
     if statistics:
         lines.append(("shared_preload_libraries", "pg_stat_statements", "shows what the time is spent on"))
     ours = {setting for setting, _, _ in lines}

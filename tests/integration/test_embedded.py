@@ -429,6 +429,11 @@ def test_reset_deletes_stopped_clusters_and_refuses_running_ones(root: Path) -> 
 # Ephemeral clusters
 
 
+def shared_memory_segments() -> set[str]:
+    """Returns the numbers of all System V segments of this machine."""
+    return {line.split()[1] for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]}
+
+
 def test_an_ephemeral_cluster_leaves_nothing_behind() -> None:
     with Cluster("a", ephemeral=True) as cluster:
         folder = cluster.folder
@@ -439,9 +444,15 @@ def test_an_ephemeral_cluster_leaves_nothing_behind() -> None:
 
 def test_an_ephemeral_cluster_that_crashed_leaves_nothing_behind() -> None:
     with Cluster("a", ephemeral=True) as cluster:
+        segment = (cluster.folder / "data" / "postmaster.pid").read_text().splitlines()[6].split()[1]
+        assert segment in shared_memory_segments()
+        # POSIX segments would stay in /dev/shm; these are files in the folder.
+        assert ask(cluster.dsn, "SHOW dynamic_shared_memory_type") == [("mmap",)]
         cluster.kill()
+        assert segment in shared_memory_segments()
     assert not cluster.folder.exists()
     assert processes_naming(cluster.folder) == []
+    assert segment not in shared_memory_segments()
 
 
 def test_an_ephemeral_cluster_goes_with_its_killed_owner(root: Path) -> None:
