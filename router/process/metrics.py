@@ -9,9 +9,11 @@ metric by name.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -33,6 +35,7 @@ _log = logging.getLogger(__name__)
 # This folder is in memory, and is used if it exists: then nothing is written to a disk, and no cleaner of temporary
 # folders deletes files that look old.
 _MEMORY = Path("/dev/shm")
+_PREFIX = "windrow-metrics-"
 
 
 class Metrics:
@@ -40,21 +43,21 @@ class Metrics:
 
     def __init__(self, folder: Path) -> None:
         self.environ = {"PROMETHEUS_MULTIPROC_DIR": str(folder)}
-        self._folder = folder
+        self.folder = folder
         # A scrape must not see a process's figures both in its own file and in the sum.
         self._lock = threading.Lock()
 
     def collect(self) -> Iterable[Metric]:
         """Returns the figures of all processes, added up. The server calls this, in threads of its own."""
         with self._lock:
-            added_up = list(MultiProcessCollector(None, path=str(self._folder)).collect())  # type: ignore[no-untyped-call]
+            added_up = list(MultiProcessCollector(None, path=str(self.folder)).collect())  # type: ignore[no-untyped-call]
             self._add_exemplars(added_up)
         return [*added_up, *self._written_at_once()]
 
     def _add_exemplars(self, metrics: Iterable[Metric]) -> None:
         """Adds to each sample the newest exemplar that a process has written for it (router/gate/exemplars.py)."""
         newest: dict[tuple[str, frozenset[tuple[str, str]]], Exemplar] = {}
-        for file in self._folder.glob("exemplars_*.json"):
+        for file in self.folder.glob("exemplars_*.json"):
             for name, labels, trace_id, value, at_s in json.loads(file.read_text()):
                 series = name, frozenset(labels.items())
                 if series not in newest or newest[series].timestamp < at_s:
@@ -70,7 +73,7 @@ class Metrics:
         """Returns the gauges that are written as whole files (router/fleet/shard_gauges.py). Leaves out files that no
         process has replaced in time."""
         gauges: dict[str, GaugeMetricFamily] = {}
-        for file in self._folder.glob("shard_*.json"):
+        for file in self.folder.glob("shard_*.json"):
             written = json.loads(file.read_text())
             if time.time() < written["until"]:
                 for name, meaning, labels, samples in written["families"]:
@@ -83,13 +86,13 @@ class Metrics:
         """A router process has ended: keeps what it has counted, and drops its gauges and exemplars."""
         with self._lock:
             for pattern in (f"gauge_*_{pid}.db", f"exemplars_{pid}.json"):
-                for file in self._folder.glob(pattern):
+                for file in self.folder.glob(pattern):
                     file.unlink()
             for kind in ("counter", "histogram"):
-                own = self._folder / f"{kind}_{pid}.db"
+                own = self.folder / f"{kind}_{pid}.db"
                 if own.exists():
                     try:
-                        self._add(own, self._folder / f"{kind}_ended.db")
+                        self._add(own, self.folder / f"{kind}_ended.db")
                     except OSError as error:
                         # Its file stays, and is read as before.
                         _log.warning("could not add up the metrics of process %d: %s", pid, error.strerror)
@@ -109,14 +112,46 @@ class Metrics:
 
 
 @contextlib.contextmanager
+def _folder() -> Generator[Path, None, None]:
+    """Makes a folder, which is deleted at the end. Deletes the folders of supervisors that were killed: memory would
+    fill up with them. A supervisor holds the lock of its folder for as long as it lives."""
+    place = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    for left in place.glob(f"{_PREFIX}*"):
+        if (lock := _locked(left)) is not None:
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)
+    # Before it is locked, another supervisor may take the folder for a left one.
+    while (lock := _locked(folder := Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place)))) is None:
+        pass
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+        os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """Returns a descriptor that holds the lock of the folder until it is closed. None: another process has the lock, or
+    the folder belongs to another user, or was deleted."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if folder.exists():
+            return descriptor
+    os.close(descriptor)
+    return None
+
+
+@contextlib.contextmanager
 def served(address: str) -> Generator[Metrics, None, None]:
     """Serves the figures at http://ADDRESS/metrics within this scope, in a thread. Port 0 chooses a free port, which
     the log names. Raises CannotServeMetrics."""
     host, port = host_and_port(address, where="metrics")
-    with tempfile.TemporaryDirectory(
-        prefix="windrow-metrics-", dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None
-    ) as folder:
-        metrics = Metrics(Path(folder))
+    with _folder() as folder:
+        metrics = Metrics(folder)
         registry = CollectorRegistry()
         registry.register(metrics)
         try:

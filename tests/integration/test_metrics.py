@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 import urllib.parse
 import urllib.request
 from collections.abc import Generator
@@ -15,11 +16,12 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.process.metrics import served
 from shard.vocabulary import OrgId
 from tests import alerts
 from tests.jobs import job_id, job_message
 from tests.prometheus import INSTALL, asked, scraping
-from tests.routers import PATIENCE_S, Routers, metrics_of, running_routers, stubs, until, write_cluster
+from tests.routers import PATIENCE_S, Routers, first_line, metrics_of, running_routers, stubs, until, write_cluster
 from windrow.v1 import job_pb2, queue_pb2
 
 ENQUEUE = "windrow.v1.Queue/Enqueue"
@@ -104,6 +106,26 @@ def test_the_figures_of_all_processes_are_what_was_done_also_after_each_process_
     run_jobs(routers, org, 4)
     assert counted(routers) == done(12)
     until(lambda: figures(routers)["windrow_shard_up"] == {("s1",): 1}, "both processes can use the shard")
+
+
+def test_the_files_of_a_killed_supervisor_are_deleted_by_the_next_one_and_those_of_a_living_one_are_not() -> None:
+    serves = """
+from router.process.metrics import served
+with served("127.0.0.1:0") as own:
+    print(own.folder, flush=True)
+    input()
+"""
+    child = subprocess.Popen([sys.executable, "-c", serves], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with child as other:
+        left = Path(first_line(other))
+        with served("127.0.0.1:0") as living:
+            assert left.is_dir()
+            other.kill()
+            other.wait(PATIENCE_S)
+            with served("127.0.0.1:0"):
+                assert living.folder.is_dir()
+                assert not left.exists()
+    assert not living.folder.exists()
 
 
 def test_waits_expired_leases_and_deaths_are_counted(routers: Routers, org: OrgId) -> None:
