@@ -132,9 +132,10 @@ def _folder() -> Generator[Path, None, None]:
 
 def _locked(folder: Path) -> int | None:
     """Returns a descriptor that holds the lock of the folder until it is closed. None: another process has the lock, or
-    the folder belongs to another user, or was deleted."""
+    the folder belongs to another user, was deleted, or is no folder."""
     try:
-        descriptor = os.open(folder, os.O_RDONLY)
+        # Any user may put anything there: to open a pipe would take for ever.
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return None
     with contextlib.suppress(BlockingIOError):
