@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import grpc
+import psutil
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
@@ -47,9 +48,18 @@ class Routers:
     @property
     def pids(self) -> list[int]:
         """The router processes that run now."""
-        # psutil would read the files of all processes of the machine, and tests ask many times.
-        threads = Path("/proc", str(self.supervisor.pid), "task").iterdir()
-        return sorted(int(pid) for thread in threads for pid in Path(thread, "children").read_text().split())
+        # psutil's `children` would read the files of all processes of the machine, and tests ask many times.
+        found: list[int] = []
+        for thread in Path("/proc", str(self.supervisor.pid), "task").iterdir():
+            with contextlib.suppress(OSError):  # The thread has ended meanwhile.
+                found += map(int, Path(thread, "children").read_text().split())
+        return sorted(filter(_runs, found))
+
+
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
