@@ -104,6 +104,13 @@ def family(pid: int | None) -> list[psutil.Process]:
     return []
 
 
+def runs(process: psutil.Process) -> bool:
+    """Returns whether a process has not ended. A zombie has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def free_port() -> int:
     """Returns a loopback port at which nobody listens. Use it soon: another program may get it."""
     with socket.socket() as probe:

@@ -19,6 +19,7 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from embedded import BinariesNotFound, Cluster, find_binaries, open_clusters
+from proof.processes import runs
 
 IMAGE = "postgres:18"
 # Templates of databases. EMPTY has nothing in it. SPARE has the schema, but belongs to no shard yet; tests/conftest.py
@@ -148,16 +149,9 @@ def kill(cluster: Cluster) -> None:
     sessions = psutil.Process(cluster.pid).children()
     cluster.kill()
     deadline_s = time.monotonic() + _END_S_MAX
-    while any(map(_runs, sessions)):
+    while any(map(runs, sessions)):
         assert time.monotonic() < deadline_s, "its sessions outlive the server"
         time.sleep(0.01)
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from proof.processes import runs
 from tests import preloaded
 from windrow.v1 import (
     admin_pb2_grpc,
@@ -53,12 +54,12 @@ class Routers:
         for thread in Path("/proc", str(self.supervisor.pid), "task").iterdir():
             with contextlib.suppress(OSError):  # The thread has ended meanwhile.
                 found += map(int, Path(thread, "children").read_text().split())
-        return sorted(filter(_runs, found))
+        return sorted(pid for pid in found if _runs(pid))
 
 
 def _runs(pid: int) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return runs(psutil.Process(pid))
     return False
 
 

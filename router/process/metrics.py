@@ -43,21 +43,21 @@ class Metrics:
 
     def __init__(self, folder: Path) -> None:
         self.environ = {"PROMETHEUS_MULTIPROC_DIR": str(folder)}
-        self.folder = folder
+        self._folder = folder
         # A scrape must not see a process's figures both in its own file and in the sum.
         self._lock = threading.Lock()
 
     def collect(self) -> Iterable[Metric]:
         """Returns the figures of all processes, added up. The server calls this, in threads of its own."""
         with self._lock:
-            added_up = list(MultiProcessCollector(None, path=str(self.folder)).collect())  # type: ignore[no-untyped-call]
+            added_up = list(MultiProcessCollector(None, path=str(self._folder)).collect())  # type: ignore[no-untyped-call]
             self._add_exemplars(added_up)
         return [*added_up, *self._written_at_once()]
 
     def _add_exemplars(self, metrics: Iterable[Metric]) -> None:
         """Adds to each sample the newest exemplar that a process has written for it (router/gate/exemplars.py)."""
         newest: dict[tuple[str, frozenset[tuple[str, str]]], Exemplar] = {}
-        for file in self.folder.glob("exemplars_*.json"):
+        for file in self._folder.glob("exemplars_*.json"):
             for name, labels, trace_id, value, at_s in json.loads(file.read_text()):
                 series = name, frozenset(labels.items())
                 if series not in newest or newest[series].timestamp < at_s:
@@ -73,7 +73,7 @@ class Metrics:
         """Returns the gauges that are written as whole files (router/fleet/shard_gauges.py). Leaves out files that no
         process has replaced in time."""
         gauges: dict[str, GaugeMetricFamily] = {}
-        for file in self.folder.glob("shard_*.json"):
+        for file in self._folder.glob("shard_*.json"):
             written = json.loads(file.read_text())
             if time.time() < written["until"]:
                 for name, meaning, labels, samples in written["families"]:
@@ -86,13 +86,13 @@ class Metrics:
         """A router process has ended: keeps what it has counted, and drops its gauges and exemplars."""
         with self._lock:
             for pattern in (f"gauge_*_{pid}.db", f"exemplars_{pid}.json"):
-                for file in self.folder.glob(pattern):
+                for file in self._folder.glob(pattern):
                     file.unlink()
             for kind in ("counter", "histogram"):
-                own = self.folder / f"{kind}_{pid}.db"
+                own = self._folder / f"{kind}_{pid}.db"
                 if own.exists():
                     try:
-                        self._add(own, self.folder / f"{kind}_ended.db")
+                        self._add(own, self._folder / f"{kind}_ended.db")
                     except OSError as error:
                         # Its file stays, and is read as before.
                         _log.warning("could not add up the metrics of process %d: %s", pid, error.strerror)
@@ -136,7 +136,7 @@ def _locked(folder: Path) -> int | None:
     try:
         # Any user may put anything there: to open a pipe would take for ever.
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return None
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,6 +19,7 @@ from rich.console import Console
 from cli import demo
 from examples.pushes import tables
 from examples.pushes.totals import Difference, Push, key_of, read_pushes, total
+from proof.processes import runs
 from windrow import uuid7
 
 # Three Postgres servers and four processes start, which takes half a minute on a busy machine.
@@ -82,14 +83,7 @@ def test_nothing_is_left_running_however_the_demo_ends(number: signal.Signals) -
         process.wait(60)
     _, alive = psutil.wait_procs(family, timeout=40)
     # Orphaned processes have ended too, but may still be zombies.
-    assert [one for one in alive if state(one) != psutil.STATUS_ZOMBIE] == []
-
-
-def state(process: psutil.Process) -> str:
-    try:
-        return process.status()
-    except psutil.NoSuchProcess:
-        return psutil.STATUS_ZOMBIE
+    assert [one for one in alive if runs(one)] == []
 
 
 async def applied(database: str, jobs: Sequence[tuple[str, Push]]) -> None:
