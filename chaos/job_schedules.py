@@ -32,9 +32,6 @@ _SCHEDULES = 24
 _PART = 0.6
 _EVERY_S = (1, 2, 3, 5)
 _CHANNELS = 3
-# How long it takes to create the steady schedules: for each org's call, and for each copy.
-_CALL_S = 0.05
-_COPY_S = 0.000_25
 # The mean time between two changes of a schedule, and how long a pause lasts.
 _REST_S = 5.0
 _PAUSED_S = (1.0, 6.0)
@@ -57,18 +54,10 @@ _Send = Callable[["schedules_pb2_grpc.SchedulesAsyncStub"], Any]
 class JobSchedules:
     """All schedules of a run."""
 
-    def __init__(
-        self, operators: Sequence[_Operator], steady: SteadySchedules, *, begin_s: float, end_s: float
-    ) -> None:
+    def __init__(self, operators: Sequence[_Operator], steady: SteadySchedules, *, end_s: float) -> None:
         self._operators = operators
         self._steady = steady
-        self._begin_s = begin_s
         self._end_s = end_s
-
-    async def create_steady(self) -> None:
-        """Creates the steady schedules, and waits until it is time for the faults to begin."""
-        await self._steady.create()
-        await asyncio.sleep(self._begin_s - time.time())
 
     async def run(self) -> None:
         """Creates the other schedules, and changes them until they end."""
@@ -92,16 +81,19 @@ class JobSchedules:
 async def open_schedules(
     address: str, orgs: Sequence[str], dsns: Sequence[str], *, seed: int, seconds: float, steady: int
 ) -> AsyncGenerator[JobSchedules, None]:
-    """Yields the schedules of a run. `steady`: how many more schedules there are that nobody changes. `seconds`: how
-    long the schedules run, after the time that the creation of the steady ones takes. `dsns`: the DSNs of the shards'
-    databases."""
+    """Yields the schedules of a run. `steady`: how many more schedules there are that nobody changes; they are created
+    first. `seconds`: how long all schedules run after that. `dsns`: the DSNs of the shards' databases."""
     luck = random.Random(f"{seed}/schedules")
-    # The Postgres servers run on this machine, and have the same clock.
-    begin_s = time.time() + (_CALL_S * len(orgs) + _COPY_S * steady if steady else 0.0)
-    end_s = int(begin_s) + int(seconds)
     async with AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(calls.connect(address)) for _ in range(_CHANNELS)]
         stubs = [schedules_pb2_grpc.SchedulesStub(channel) for channel in channels]
+        many = SteadySchedules(stubs, orgs, dsns, count=steady)
+        if steady:
+            await many.create()
+        # The Postgres servers run on this machine, and have the same clock.
+        begin_s = time.time()
+        end_s = int(begin_s) + int(seconds)
+        await many.set_end(end_s)
         operators = [
             _Operator(
                 stubs,
@@ -113,8 +105,7 @@ async def open_schedules(
             )
             for number in range(_SCHEDULES)
         ]
-        many = SteadySchedules(stubs, orgs, dsns, count=steady, end_s=end_s)
-        yield JobSchedules(operators, many, begin_s=begin_s, end_s=end_s)
+        yield JobSchedules(operators, many, end_s=end_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

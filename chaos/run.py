@@ -128,10 +128,9 @@ async def run(order: Order, *, disk: SmallDisk | None, say: Callable[[str], None
                 steady=order.steady_schedules,
             )
             async with contextlib.AsyncExitStack() as operators:
-                schedules = await operators.enter_async_context(schedules_scope)
                 if order.steady_schedules:
                     say(f"creating {order.steady_schedules:,} more schedules")
-                    await schedules.create_steady()
+                schedules = await operators.enter_async_context(schedules_scope)
                 began_s = time.monotonic()
                 striker = _Striker(stage, order, began_s)
                 workflows_scope = open_workflows(

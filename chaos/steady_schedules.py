@@ -19,7 +19,8 @@ _FIRST_S = 1_000_000_000
 
 
 class SteadySchedules:
-    """All steady schedules. `dsns`: the DSNs of the shards' databases."""
+    """All steady schedules. `dsns`: the DSNs of the shards' databases. Statements on the tables make most of the
+    schedules: a call for each one would take longer than the run. No slot may move while `create` and `set_end` run."""
 
     def __init__(
         self,
@@ -28,27 +29,33 @@ class SteadySchedules:
         dsns: Sequence[str],
         *,
         count: int,
-        end_s: int,
     ) -> None:
         self._stubs = stubs
         self._orgs = orgs
         self._dsns = dsns
         self._count = count
-        self._end_s = end_s
+        # Set by `set_end`.
+        self._end_s: int
 
     @property
     def seen(self) -> list[Schedule]:
         return [self._seen(number) for number in range(self._count)]
 
     async def create(self) -> None:
-        """Creates the first schedule of each org by a call, and the org's other schedules as copies of its row: a call
-        for each schedule would take longer than the run. No slot may move meanwhile."""
+        """Creates the first schedule of each org by a call, and the org's other schedules as copies of its row."""
         for number in range(min(self._count, len(self._orgs))):
             while not await self._create(number):
                 pass
         copies = _copies(self._count, len(self._orgs))
         stored = [await asyncio.to_thread(ask, dsn, copies) for dsn in self._dsns]
         assert sum(count for ((count,),) in stored) == self._count, stored
+
+    async def set_end(self, end_s: int) -> None:
+        """Lets all schedules end at this time of the system's clock. Their end is known only now, because nobody knows
+        how long it takes to create them."""
+        for dsn in self._dsns:
+            await asyncio.to_thread(ask, dsn, _ending(end_s))
+        self._end_s = end_s
 
     async def _create(self, number: int) -> bool:
         spec = schedules_pb2.ScheduleSpec(
@@ -58,7 +65,6 @@ class SteadySchedules:
         )
         # The intervals of a schedule are counted from its start.
         spec.start.FromSeconds(self._offset_s(number))
-        spec.end.FromSeconds(self._end_s)
         org, name = self._org(number), _name(number)
         job = job_pb2.JobTemplate(queue=QUEUE, kind="work", payload=payload_of(org, name, 0), attributes={"terms": "0"})
         request = schedules_pb2.CreateScheduleRequest(org=org, name=name, spec=spec, job=job)
@@ -97,7 +103,7 @@ def _copies(count: int, orgs: int) -> str:
         SELECT (jsonb_populate_record(s, jsonb_build_object(
             'id', gen_random_uuid(), 'name', c.name, 'created_at', now(), 'starts_at', to_timestamp(c.first_s),
             'payload', '\\x' || encode(convert_to(o.org || ' ' || c.name || ' ', 'UTF8'), 'hex'),
-            'next_at', n.at, 'wake_at', n.at, 'last_at', NULL, 'last_job', NULL, 'decided', 0
+            'next_at', c.next_at, 'wake_at', c.next_at, 'last_at', NULL, 'last_job', NULL, 'decided', 0
         ))).*
         FROM windrow.schedule s
         JOIN windrow.org o USING (org_id)
@@ -108,10 +114,24 @@ def _copies(count: int, orgs: int) -> str:
                 to_timestamp(first_s + {_EVERY_S} * ceil((extract(epoch FROM now()) - first_s) / {_EVERY_S})) AS next_at
             FROM (SELECT {_FIRST_S} + number * {_EVERY_S} / {count} AS first_s) f
         ) c
-        -- No instant is at the end or after it.
-        CROSS JOIN LATERAL (SELECT CASE WHEN c.next_at < s.ends_at THEN c.next_at END AS at) n
         WHERE s.name LIKE 'steady-%'
         RETURNING 1
     )
     SELECT count(*) + (SELECT count(*) FROM windrow.schedule s WHERE s.name LIKE 'steady-%') FROM copied
+    """
+
+
+def _ending(end_s: int) -> str:
+    """Returns the statement that lets a shard's steady schedules end then. No instant is at the end or after it."""
+    return f"""
+    WITH ended AS (
+        UPDATE windrow.schedule
+        SET ends_at = e.at,
+            next_at = CASE WHEN next_at < e.at THEN next_at END,
+            wake_at = CASE WHEN next_at < e.at THEN wake_at END
+        FROM (SELECT to_timestamp({end_s}) AS at) e
+        WHERE name LIKE 'steady-%'
+        RETURNING 1
+    )
+    SELECT count(*) FROM ended
     """

@@ -623,17 +623,22 @@ async def test_a_paused_schedule_sleeps_on_and_one_of_another_shard_is_left(
     assert await shard.runs(org) == []
 
 
+async def _lose_zone(shard: Shard, org: OrgId) -> None:
+    """Gives the org's schedules a time zone that is gone, as after an update of the system."""
+    await shard.database.run(
+        b"UPDATE windrow.schedule s SET zone = 'Mars/Olympus', cron = '0 * * * *', interval_us = NULL "
+        b"FROM windrow.org o WHERE o.org_id = s.org_id AND o.org = %(org)s",
+        {"org": org},
+    )
+
+
 async def test_a_schedule_that_cannot_be_decided_holds_up_no_other_after_a_loss(
     shard: Shard, org: OrgId, other_org: OrgId, caplog: pytest.LogCaptureFixture
 ) -> None:
     for one in (org, other_org):
-        await shard.create(one, ScheduleSpec(timing=Timing(cron="0 * * * *")))
+        await shard.create(one, ScheduleSpec(timing=await shard.hourly()))
         await shard.set_back(one, 3 * HOUR_US)
-    await shard.database.run(
-        b"UPDATE windrow.schedule s SET zone = 'Mars/Olympus' FROM windrow.org o "
-        b"WHERE o.org_id = s.org_id AND o.org = %(org)s",
-        {"org": org},
-    )
+    await _lose_zone(shard, org)
     await lost_runs.skip(shard.database)
     assert f"of org '{org}' cannot be decided" in caplog.text
     assert outcomes(await shard.runs(other_org)) == ["skipped recovered"]
@@ -675,14 +680,9 @@ async def test_what_was_due_by_a_timing_that_is_changed_is_told_as_skipped(
 
 
 async def test_a_timing_that_has_become_invalid_can_be_changed(shard: Shard, org: OrgId) -> None:
-    """The time zone is gone, after an update of the system for example."""
-    await shard.create(org, ScheduleSpec(timing=await shard.hourly(cron=None)))
+    await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
     await shard.set_back(org, 3 * HOUR_US)
-    await shard.database.run(
-        b"UPDATE windrow.schedule s SET zone = 'Mars/Olympus', cron = '0 * * * *', interval_us = NULL "
-        b"FROM windrow.org o WHERE o.org_id = s.org_id AND o.org = %(org)s",
-        {"org": org},
-    )
+    await _lose_zone(shard, org)
     daily = Timing(cron="0 0 1 1 *")
     changed = await shard.admin.update(org, DAILY, lambda spec, had: (replace(spec, timing=daily), had), epoch=1)
     assert changed.schedule.next_at == calendar.following(daily, changed.now)
