@@ -27,7 +27,7 @@ from shard.postgres import statements
 from shard.postgres.breaker import OVERDUE_S, Breaker, first_line
 from shard.postgres.connection import CONNECT_OPTIONS, CONNECT_S_MAX, Connection, hang_up
 from shard.postgres.multi_host import first_of, only, replaced_by
-from shard.postgres.pooler import refuse_shared_sessions
+from shard.postgres.pooler import REASON, refuse_shared_sessions
 from shard.postgres.session import LOCK_WAIT_S, QUEUE_SETTINGS, SCAN_SETTINGS, Session
 from shard.postgres.session_pool import SessionPool
 from shard.vocabulary import ShardName
@@ -244,6 +244,10 @@ class Database:
             if error.sqlstate == "25006":
                 raise
             raise psycopg.errors.ReadOnlySqlTransaction(f"the server is a standby: {first_line(error)}") from error
+        except psycopg.errors.DuplicatePreparedStatement as error:
+            # A connection never uses a name twice, so another client has prepared the statement in this session.
+            await connection.close()
+            raise psycopg.OperationalError(REASON) from error
         except psycopg.errors.InsufficientPrivilege as error:
             raise Misconfigured(
                 f"{what(self.name)}: the role in its DSN lacks a right: {first_line(error)}; make it the owner of the "
