@@ -116,7 +116,7 @@ def credentials(pem: Pem) -> grpc.ChannelCredentials:
 
 
 def pem_text(content: bytes) -> str:
-    """Returns a PEM file as `ssl` takes it. `ssl` refuses text that is not ASCII, and files of CAs have such comments."""
+    """Returns a PEM file as `ssl` takes it. `ssl` takes only ASCII, and files of CAs may have other comments."""
     return content.decode("ascii", "ignore")
 
 
