@@ -51,6 +51,10 @@ class Files:
         self.location = location
         # The directory, whose files must be flushed to disk. None for a bucket.
         self._folder = None if location.bucket else Path(location.folder)
+        if self._folder is not None and not make and not self._folder.exists():
+            raise FilesFailed(
+                f"{self._folder}: there is no such directory: nothing was exported yet, or it is on another machine"
+            )
         self._store: ObjectStore
         with self.failures(""):
             if location.bucket is None:

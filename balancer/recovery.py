@@ -130,27 +130,44 @@ async def slots_behind(shard: Database, known: Catalog) -> dict[Slot, move_steps
     }
 
 
-async def compare_histories(
+async def check_databases(
     shards: Mapping[ShardName, Database], catalog_database: Database, *, cluster: str
 ) -> dict[ShardName, list[Finding]]:
-    """Returns the findings of `windrow doctor` about shards that lost history, and about a catalog that lost history.
-    Raises ShardError if the catalog cannot be read."""
-    if not await catalog.is_founded(catalog_database, cluster=cluster):
-        return {}
-    look = await catalog.look(catalog_database)
-    known, confirmed_marks = look.catalog, look.marks
+    """Returns the findings of `windrow doctor` about databases that routers refuse, about shards that lost history, and
+    about a catalog that lost history. Raises ShardError if the catalog cannot be read."""
+    try:
+        known = (
+            await catalog.look(catalog_database)
+            if await catalog.is_founded(catalog_database, cluster=cluster)
+            else None
+        )
+    except Misconfigured as error:
+        return {name: [_refused(error)] for name in shards}
     found: dict[ShardName, list[Finding]] = {}
     for name, database in shards.items():
         try:
-            mark = confirmed_marks.get(name)
-            if mark is not None and (await marks.compare(database, mark)).lost:
-                found[name] = [_LOST]
-            elif await catalog.newest_epoch(database) > known.epoch:
+            await identity.examine(database, None if known is None else catalog_database, cluster=cluster)
+            has_schema = await schema.pending(database) is not None
+            if known is not None and has_schema and await catalog.newest_epoch(database) > known.catalog.epoch:
                 found[name] = [_CATALOG_BEHIND]
+        except LostHistory:
+            found[name] = [_LOST]
+        except Misconfigured as error:
+            found[name] = [_refused(error)]
         except ShardError:
             # Other checks report that the shard does not answer.
             continue
     return found
+
+
+def _refused(error: Misconfigured) -> Finding:
+    return Finding(
+        severity=Severity.CRITICAL,
+        about="database",
+        what="routers refuse this database",
+        why=str(error),
+        fix='-- see docs/operations.md, "A database that is refused"',
+    )
 
 
 async def accept(

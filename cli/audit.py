@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from cli import databases, options, output, values
-from cli.exits import CommandFailed
+from cli.exits import CommandFailed, ExitCode
 from cli.output import Column
 
 if TYPE_CHECKING:
@@ -114,6 +114,11 @@ async def recorded(
         try:
             done = await work
             outcome = "OK"
+        except typer.Exit as ended:
+            # Ctrl-C stops some commands at a safe point; they then end by themselves.
+            if ended.exit_code != ExitCode.INTERRUPTED:
+                outcome = f"FAILED {ExitCode(ended.exit_code).name}"
+            raise
         except Exception as error:
             # Do not record the error's message, which may quote anything.
             outcome = f"FAILED {error.code.name if isinstance(error, CommandFailed) else type(error).__name__}"

@@ -108,23 +108,23 @@ def _dsns(cluster: Cluster, shard: str | None) -> dict[ShardName, str]:
 async def _examine_all(cluster: Cluster, dsns: dict[ShardName, str], held_for: timedelta) -> list[_Report]:
     reports = await asyncio.gather(*(_examine(name, dsn, held_for) for name, dsn in dsns.items()))
     answered = [name for name, report in zip(dsns, reports, strict=True) if report.facts is not None]
-    found = await _compare_histories(cluster, answered)
+    found = await _check_databases(cluster, answered)
     return [
         replace(report, findings=[*found.get(name, ()), *report.findings])
         for name, report in zip(dsns, reports, strict=True)
     ]
 
 
-async def _compare_histories(cluster: Cluster, names: Collection[ShardName]) -> dict[ShardName, list[Finding]]:
-    """Returns findings about the shards' histories, compared with the catalog's marks; empty if the catalog cannot be
-    read."""
-    from balancer.recovery import compare_histories
+async def _check_databases(cluster: Cluster, names: Collection[ShardName]) -> dict[ShardName, list[Finding]]:
+    """Returns findings about what the databases say and what the cluster file and the catalog say; empty if the catalog
+    cannot be read."""
+    from balancer.recovery import check_databases
     from balancer.shards import open_shards
     from shard.errors import ShardError
 
     async with open_shards(cluster) as shards:
         try:
-            return await compare_histories(
+            return await check_databases(
                 {name: database for name, database in shards.databases.items() if name in names},
                 shards.catalog,
                 cluster=cluster.name,

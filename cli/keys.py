@@ -98,14 +98,18 @@ def create(
         cluster, "keys create", make(), org=org or "", key=_shown_id(key_id), scopes=",".join(wanted), name=name
     )
     key, text = databases.asked(work)
-    if as_json:
-        output.say_json([{**_json(key), "key": text}])
-        return
-    output.note(
-        f"{_shown_id(key.id)}, for {_for_whom(key)}: {', '.join(key.scopes)}; {_until(key)}. The key is printed only "
-        "once, to standard output:"
-    )
-    output.say(text)
+    try:
+        if as_json:
+            output.say_json([{**_json(key), "key": text}])
+            return
+        output.note(
+            f"{_shown_id(key.id)}, for {_for_whom(key)}: {', '.join(key.scopes)}; {_until(key)}. The key is printed "
+            "only once, to standard output:"
+        )
+        output.say(text)
+    except CommandFailed as error:
+        revoke = f"nobody has this key now: windrow keys revoke {_shown_id(key.id)} --config {config}"
+        raise CommandFailed(str(error), error.code, particulars=[revoke]) from error
 
 
 @app.command("list")

@@ -87,11 +87,9 @@ def say(text: str) -> None:
 
 def _write(text: str) -> None:
     """Prints text whose control characters are escaped already."""
-    try:
+    with _writing():
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
-    except BrokenPipeError:
-        _pipe_closed()
 
 
 def say_json(documents: Iterable[Mapping[str, object]]) -> None:
@@ -292,10 +290,11 @@ def _noting(total: int | None, what: str) -> Callable[[int], None]:
 
 
 def _print(lines: Iterable[Text]) -> None:
-    console = _stdout()
-    with console.capture() as captured:
-        for line in lines:
-            console.print(line, soft_wrap=True)
+    with _writing():
+        console = _stdout()
+        with console.capture() as captured:
+            for line in lines:
+                console.print(line, soft_wrap=True)
     text = captured.get().rstrip("\n")
     if text:
         _write(text)
@@ -304,11 +303,25 @@ def _print(lines: Iterable[Text]) -> None:
 def _stdout() -> Console:
     from rich.console import Console
 
+    _refuse_closed()
     # In a pipe, a table is as wide as it needs to be.
     return Console(width=None if sys.stdout.isatty() else 100_000, highlight=False, emoji=False)
 
 
-def _pipe_closed() -> None:
-    """Ends the command quietly after the reader of the output closed the pipe."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    raise typer.Exit(ExitCode.PIPE_CLOSED)
+@contextlib.contextmanager
+def _writing() -> Generator[None, None, None]:
+    """Ends the command if standard output takes no more: quietly if its reader closed the pipe."""
+    _refuse_closed()
+    try:
+        yield
+    except OSError as error:
+        # The interpreter would try to write the rest when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise typer.Exit(ExitCode.PIPE_CLOSED) from error
+        raise CommandFailed(f"standard output: {error.strerror}", ExitCode.UNAVAILABLE) from error
+
+
+def _refuse_closed() -> None:
+    if sys.stdout is None:
+        raise CommandFailed("standard output is closed", ExitCode.UNAVAILABLE)

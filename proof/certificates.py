@@ -66,10 +66,11 @@ class Authority:
         organization: str | None = None,
         hosts: Sequence[str] = HOSTS,
         uris: Sequence[str] = (),
+        begins: timedelta = timedelta(0),
         lasts: timedelta = 60 * _DAY,
     ) -> Pair:
         """Returns a certificate with CN=`name` for these hosts and URIs. The certificate has expired if `lasts` is less
-        than 0."""
+        than 0, and is not valid yet if `begins` is more than a day."""
         key = ec.generate_private_key(ec.SECP256R1())
         now = datetime.now(UTC)
         subject = [x509.NameAttribute(NameOID.COMMON_NAME, name)]
@@ -78,7 +79,7 @@ class Authority:
         names = [*map(_host, hosts), *map(x509.UniformResourceIdentifier, uris)]
         certificate = (
             x509.CertificateBuilder(self._name, x509.Name(subject), key.public_key(), x509.random_serial_number())
-            .not_valid_before(now + min(lasts, timedelta(0)) - _DAY)
+            .not_valid_before(now + min(lasts, begins) - _DAY)
             .not_valid_after(now + lasts)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .sign(self._key, hashes.SHA256())

@@ -42,6 +42,7 @@ class _Loaded:
     contents: tuple[bytes, ...]
     configuration: grpc.ServerCertificateConfiguration
     subject: str
+    begins_at: datetime
     expires_at: datetime
 
 
@@ -56,6 +57,7 @@ class Certificates:
         # The configuration that gRPC has.
         self._given = self._loaded.configuration
         self._reported: timedelta | None = None
+        self._report_beginning()
         self._report_expiry()
 
     def credentials(self) -> grpc.ServerCredentials:
@@ -87,6 +89,7 @@ class Certificates:
                 if loaded.contents != self._loaded.contents:
                     self._loaded, self._reported = loaded, None
                     _log.info("new TLS files are in use: %s, until %s", loaded.subject, _shown(loaded.expires_at))
+                    self._report_beginning()
             self._report_expiry()
 
     def _new_configuration(self) -> grpc.ServerCertificateConfiguration | None:
@@ -120,8 +123,19 @@ class Certificates:
             contents=contents,
             configuration=grpc.ssl_server_certificate_configuration([(key, certificate)], root_certificates=client_ca),
             subject=own.subject.rfc4514_string() or f"serial number {own.serial_number:x}",
+            begins_at=own.not_valid_before_utc,
             expires_at=own.not_valid_after_utc,
         )
+
+    def _report_beginning(self) -> None:
+        loaded = self._loaded
+        if loaded.begins_at > datetime.now(UTC):
+            _log.error(
+                "the TLS certificate %s is valid only from %s: clients refuse it until then; is this machine's clock "
+                "right?",
+                loaded.subject,
+                _shown(loaded.begins_at),
+            )
 
     def _report_expiry(self) -> None:
         metrics.CERTIFICATE_EXPIRY.set(self._loaded.expires_at.timestamp())

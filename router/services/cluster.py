@@ -17,13 +17,16 @@ from router.gate.calls import ANSWER_HELD_BYTES, DEADLINE_S_MAX, streamed_answer
 from router.route.all_orgs import list_orgs
 from shard.admin import limits, weights
 from shard.admin.queue_admin import OrgBooks
-from shard.errors import DiskFull, ShardError
+from shard.errors import DiskFull, ShardError, ShardUnavailable
 from shard.placement.catalog import Catalog, Holding
 from shard.vocabulary import OrgId, ShardName
 from windrow.v1 import cluster_pb2
 
 _BOOKS_A_MESSAGE = 500
 _PROBE_S = 2.0
+_STANDBY = (
+    "its server is a standby, which takes no changes; target_session_attrs=read-write in the DSN finds the primary"
+)
 _PAGE_DEFAULT = 100
 
 
@@ -125,10 +128,13 @@ class ClusterService:
         try:
             began = time.perf_counter()
             async with asyncio.timeout(_PROBE_S):
-                info.postgres_version, info.schema_version = await member.require_up().queue_admin.versions()
+                versions = await member.require_up().queue_admin.versions()
+                info.postgres_version, info.schema_version, is_standby = versions
                 info.latency.CopyFrom(convert.duration(round((time.perf_counter() - began) * 1e6)))
                 # A shard whose clock was set back is not usable, although it answers.
                 member.store.clock.check()
+                if is_standby and entry.state.takes_changes:
+                    raise ShardUnavailable(entry.name, _STANDBY)
                 info.reachable = True
                 await member.queue_admin.probe_disk()
         except DiskFull as error:

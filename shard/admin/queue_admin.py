@@ -416,11 +416,12 @@ class QueueAdmin:
         answer: T = await self._scans.submit(SingleCall(org, 1, in_time))
         return answer
 
-    async def versions(self) -> tuple[str, int]:
-        """Returns the server's version, such as "18.6", and the number of the schema's newest migration."""
+    async def versions(self) -> tuple[str, int, bool]:
+        """Returns the server's version, such as "18.6", the number of the schema's newest migration, and whether the
+        server is a standby."""
         rows = await self._database.run(statements.READ_VERSIONS, {})
-        version, newest = rows[0]
-        return str(version), int(newest)
+        version, newest, is_standby = rows[0]
+        return str(version), int(newest), bool(is_standby)
 
     async def probe_disk(self) -> None:
         """Raises ShardUnavailable. Raises DiskFull if the server cannot write."""

@@ -180,7 +180,7 @@ class Facts:
     holders: Sequence[Holder]
     checkpoints: Checkpoints
     clock: Clock
-    # Empty for a database that holds only the catalog.
+    # Empty for a database that holds only the catalog, or nothing of Windrow.
     missing: Sequence[MissingPartition]
     # The server's error if it cannot write to its disk. None: it can.
     disk_full: str | None = None
@@ -216,16 +216,17 @@ async def _read(connection: psycopg.AsyncConnection[Any], name: ShardName) -> Fa
     (server,) = await rows(Server, statements.READ_SERVER)
     since_17 = server.version_num >= 170_000
     checkpoints = statements.READ_CHECKPOINTS if since_17 else statements.READ_CHECKPOINTS_16
+    tables = await rows(Table, statements.READ_TABLES)
     return Facts(
         server=server,
         settings={setting.name: setting for setting in await rows(Setting, statements.READ_SETTINGS)},
-        tables=await rows(Table, statements.READ_TABLES),
+        tables=tables,
         indexes=await rows(Index, statements.READ_INDEXES),
         holders=await rows(Holder, statements.READ_HOLDERS),
         checkpoints=(await rows(Checkpoints, checkpoints))[0],
         clock=(await rows(Clock, statements.READ_CLOCK))[0],
         missing=[]
-        if name == CATALOG
+        if name == CATALOG or not tables
         else await rows(MissingPartition, postgres_statements.FIND_MISSING_PARTITIONS, days_ahead=DAYS_AHEAD),
         disk_full=await _probe_disk(connection),
     )

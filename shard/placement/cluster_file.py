@@ -55,6 +55,7 @@ _LABELS_MAX = 16
 _TABLES = ("router", "tls", "auth", "audit", "balancer", "archiver")
 # The keys that say where a DSN is.
 _DSNS = ("dsn", "dsn_env", "dsn_file")
+_ESCAPES = "in a URI, write % of the password as %25, a blank as %20, / as %2F, @ as %40"
 # The key that allows connections in plain text.
 _INSECURE = "insecure"
 
@@ -345,14 +346,23 @@ def _dsn(table: Mapping[str, Any], where: str, environ: Mapping[str, str]) -> st
                 raise ClusterFileError(f"{where}: dsn_file {value}: is empty")
         case _:
             dsn = value
+    is_uri = dsn.startswith(("postgresql://", "postgres://"))
     try:
-        hosts = str(conninfo_to_dict(dsn).get("host", "")).split(",")
+        parts = conninfo_to_dict(dsn)
     except ProgrammingError:
         # Drop the cause: the parser's message quotes the DSN with its password.
-        raise ClusterFileError(f"{where}: {key} is not a libpq connection string or postgresql:// URI") from None
-    if any("@" in host[1:] for host in hosts):
+        raise ClusterFileError(
+            f"{where}: {key} is not a libpq connection string or postgresql:// URI"
+            + (f"; {_ESCAPES}" if is_uri else "")
+        ) from None
+    if any("@" in host[1:] for host in str(parts.get("host", "")).split(",")):
         # An unescaped @ would put the end of the password into the host name, which connection errors show.
         raise ClusterFileError(f"{where}: {key} has a host with an @ in it: in a URI, an @ of the password is %40")
+    if is_uri and "user" not in parts and "@" in str(parts.get("dbname", "")):
+        # An unescaped / ends the host, so libpq takes the role for the host, and the password for the port.
+        raise ClusterFileError(
+            f"{where}: {key} has no role, and a database with an @ in it: in a URI, a / of the password is %2F"
+        )
     return dsn
 
 

@@ -22,12 +22,12 @@ import psycopg
 from opentelemetry import trace
 from psycopg.conninfo import make_conninfo
 
-from shard.errors import DiskFull, InDoubt, RowLocked, ShardUnavailable, lost_history
+from shard.errors import DiskFull, InDoubt, Misconfigured, RowLocked, ShardUnavailable, lost_history, what
 from shard.postgres import statements
 from shard.postgres.breaker import OVERDUE_S, Breaker, first_line
 from shard.postgres.connection import CONNECT_OPTIONS, CONNECT_S_MAX, Connection, hang_up
 from shard.postgres.multi_host import first_of, only, replaced_by
-from shard.postgres.pooler import refuse_shared_sessions
+from shard.postgres.pooler import REASON, refuse_shared_sessions
 from shard.postgres.session import LOCK_WAIT_S, QUEUE_SETTINGS, SCAN_SETTINGS, Session
 from shard.postgres.session_pool import SessionPool
 from shard.vocabulary import ShardName
@@ -60,8 +60,8 @@ class Database:
     stay open. Further connections are made while calls wait for a connection.
 
     `run` and `transaction` raise ShardUnavailable if the server cannot be reached, does not answer, or no connection is
-    free within `wait_s` seconds. They raise it at once while the server is known to be unavailable. Other errors of the
-    database are raised as psycopg's exceptions.
+    free within `wait_s` seconds. They raise it at once while the server is known to be unavailable. They raise
+    Misconfigured if the role lacks a right. Other errors of the database are raised as psycopg's exceptions.
 
     With `may_scan`, the connections are for statements that count and list: they have other planner settings and a
     longer timeout. `patience` is how many times longer than usual this server may be silent before it counts as
@@ -157,8 +157,9 @@ class Database:
             self._breaker.open(too_new(rows[0][0]))
 
     async def run(self, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
-        """Runs one statement in a transaction of its own. Returns its rows. Raises ShardUnavailable, DiskFull. Raises
-        RowLocked if a shared statement does not get a lock within a moment; the statement has then done nothing."""
+        """Runs one statement in a transaction of its own. Returns its rows. Raises ShardUnavailable, DiskFull,
+        Misconfigured. Raises RowLocked if a shared statement does not get a lock within a moment; the statement has
+        then done nothing."""
         shared = getattr(statement, "shared", False)
         lock_wait_s = self._shared_lock_wait_s if shared else LOCK_WAIT_S
         indexed = getattr(statement, "indexed", False)
@@ -198,7 +199,7 @@ class Database:
     @contextlib.asynccontextmanager
     async def transaction(self) -> AsyncGenerator[Connection]:
         """Runs the block in one transaction. It is not tried again: only the caller knows whether it may be repeated.
-        Raises ShardUnavailable, DiskFull."""
+        Raises ShardUnavailable, DiskFull, Misconfigured."""
         try:
             async with self._connection() as connection:
                 if connection.lock_wait_s != LOCK_WAIT_S:
@@ -235,10 +236,23 @@ class Database:
                 # standby has what was committed (I1).
                 connection.unreplicated = False
                 await connection.run(statements.WAIT_FOR_STANDBY, {})
-        except psycopg.errors.ReadOnlySqlTransaction:
-            # The server has become a standby. Another connection may lead to the primary; this connection does not.
+        except (psycopg.errors.ReadOnlySqlTransaction, psycopg.errors.InternalError_) as error:
+            if not _is_from_standby(error):
+                raise
+            # The server is a standby. Another connection may lead to the primary; this connection does not.
             await connection.close()
-            raise
+            if error.sqlstate == "25006":
+                raise
+            raise psycopg.errors.ReadOnlySqlTransaction(f"the server is a standby: {first_line(error)}") from error
+        except psycopg.errors.DuplicatePreparedStatement as error:
+            # A connection never uses a name twice, so another client has prepared the statement in this session.
+            await connection.close()
+            raise psycopg.OperationalError(REASON) from error
+        except psycopg.errors.InsufficientPrivilege as error:
+            raise Misconfigured(
+                f"{what(self.name)}: the role in its DSN lacks a right: {first_line(error)}; make it the owner of the "
+                "database and of everything in the schema windrow, or a member of the role that is"
+            ) from error
         finally:
             del self._busy[connection]
             if connection.closed:
@@ -449,6 +463,12 @@ def _ignore() -> None:
 def _connection_lost(error: psycopg.Error) -> bool:
     """Returns whether another connection may succeed: the server went away, restarted, or has become a standby."""
     return _in_doubt(error) or error.sqlstate == "25006"
+
+
+def _is_from_standby(error: psycopg.Error) -> bool:
+    """Returns whether the statement failed because the server is a standby. A statement that writes no row, and only
+    waits for a standby (wait_for_standby.sql), gets an internal error there; Postgres does not translate its text."""
+    return error.sqlstate == "25006" or "during recovery" in str(error)
 
 
 def _in_doubt(error: psycopg.Error) -> bool:

@@ -3,7 +3,8 @@ mode.
 
 Through such a pooler, settings, prepared statements, advisory locks and LISTEN would get lost or reach the sessions of
 other clients. Some calls would fail, and commits might not wait for the disk. PgBouncer does not tell its mode, so this
-module tries it out.
+module tries it out. If other clients use the pooler at the same moment, the try may miss it: the pool then recognizes
+the pooler by a prepared statement that another client has made.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from shard.postgres.multi_host import only
 
 # How long to wait for a second session. If a pooler has no session left, it has not given our session to anybody.
 _SECOND_S_MAX = 1.0
-_REASON = (
+REASON = (
     "its DSN leads to a pooler that gives sessions to others after each transaction; use session mode, or no pooler "
     '(deploy/README.md, "Postgres")'
 )
@@ -48,7 +49,7 @@ async def refuse_shared_sessions(connection: psycopg.AsyncConnection[Any], dsn: 
     except psycopg.Error:
         return
     if shared:
-        raise psycopg.OperationalError(_REASON)
+        raise psycopg.OperationalError(REASON)
 
 
 async def _session_of(connection: psycopg.AsyncConnection[Any]) -> int:

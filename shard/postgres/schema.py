@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psycopg
 from psycopg import AsyncConnection
 
 from shard.errors import Misconfigured
@@ -53,18 +52,12 @@ async def migrate(database: Database, *, cluster: str | None) -> list[Migration]
     Returns the migrations that were run. Raises Misconfigured, ShardUnavailable."""
     done: list[Migration] = []
     await refuse_encoding(database)
-    try:
-        while (migration := await _next(database)) is not None:
-            done.append(migration)
-        database.newest_migration = migrations()[-1].number
-        if cluster is not None:
-            await _identify(database, cluster)
-            await partitions.make_ahead(database)
-    except psycopg.errors.InsufficientPrivilege as error:
-        raise Misconfigured(
-            f"shard {database.name!r}: the role in its DSN may not make the schema: {error.diag.message_primary}; "
-            "make it the owner of the database, or run `windrow migrate` with a role that is"
-        ) from error
+    while (migration := await _next(database)) is not None:
+        done.append(migration)
+    database.newest_migration = migrations()[-1].number
+    if cluster is not None:
+        await _identify(database, cluster)
+        await partitions.make_ahead(database)
     return done
 
 

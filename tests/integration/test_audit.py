@@ -15,16 +15,19 @@ from typing import Any
 import grpc
 import psycopg
 import pytest
+import typer
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 
+from cli.audit import recorded
+from cli.exits import ExitCode
 from embedded import BinariesNotFound, open_clusters
 from router.gate.audit import CLUSTER_CHANGES
 from router.gate.change_rate import CHANGES_AT_ONCE, CHANGES_PER_S
 from shard.admin import audit
-from shard.placement.cluster_file import ClusterFileError, parse_cluster
+from shard.placement.cluster_file import ClusterFileError, parse_cluster, read_cluster
 from shard.postgres.pool import Database
 from tests.access import bearer, open_secured
 from tests.access import refusal as access_refusal
@@ -380,6 +383,21 @@ def test_changes_of_limits_and_weights_are_in_the_log_although_their_scope_is_th
         ("windrow.v1.Cluster/SetLimit", "OK", {"measure": "LIMIT_MEASURE_JOBS", "amount": 7, "interval": "10s"}),
         ("windrow.v1.Cluster/SetWeight", "OK", {"weight": 2.0}),
     ]
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"), [(ExitCode.INTERRUPTED, "CANCELLED"), (ExitCode.UNAVAILABLE, "FAILED UNAVAILABLE")]
+)
+async def test_the_log_says_how_a_command_ended_that_ends_with_an_exit_code(
+    cluster: Audited, name: str, code: ExitCode, outcome: str
+) -> None:
+    async def end() -> None:
+        raise typer.Exit(code)
+
+    with pytest.raises(typer.Exit):
+        await recorded(read_cluster(cluster.config), "shards rebalance", end(), org=name)
+    ((method, found, _, _),) = cluster.ended(name)
+    assert (method, found) == ("windrow shards rebalance", outcome)
 
 
 def test_commands_are_in_the_log_and_the_command_shows_it(cluster: Audited, name: str) -> None:

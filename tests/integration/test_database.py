@@ -18,8 +18,9 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import shard.postgres.connection
 import shard.postgres.session_pool
+from embedded import Cluster
 from shard.errors import ShardUnavailable
-from shard.postgres import arrays
+from shard.postgres import arrays, statements
 from shard.postgres.connection import Connection
 from shard.postgres.pool import Database
 from shard.postgres.session import Session
@@ -516,3 +517,14 @@ async def test_after_closing_callers_are_told_so_and_no_connection_is_left(modul
     async with asyncio.timeout(30):
         while pids & set(await watcher.states()):
             pass
+
+
+async def test_a_read_that_needs_a_standby_of_its_own_says_that_the_server_is_a_standby() -> None:
+    with Cluster("left", ephemeral=True) as primary, Cluster("right", ephemeral=True, standby_of=primary) as standby:
+        database = Database(SHARD, standby.dsn, connections=1)
+        await database.open()
+        try:
+            with pytest.raises(ShardUnavailable, match="the server is a standby"):
+                await database.run(statements.WAIT_FOR_STANDBY, {})
+        finally:
+            await database.close()

@@ -15,11 +15,11 @@ from typing import Any
 import psycopg
 import pytest
 from psycopg import IsolationLevel
-from psycopg.conninfo import conninfo_to_dict
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from cli.main import main
 from shard.postgres import partitions
-from tests.conftest import connected
+from tests.conftest import CLUSTER, SHARD, connected
 from tests.postgres import UNSAFE, Server
 
 WAIT_S = 60.0
@@ -97,7 +97,7 @@ def ward(
 ) -> Ward:
     monkeypatch.setenv("COLUMNS", "100")
     file = tmp_path / "cluster.toml"
-    file.write_text(f'[[shard]]\nname = "s1"\ndsn = "{fresh_dsn}"\n')
+    file.write_text(f'[cluster]\nname = "{CLUSTER}"\n[[shard]]\nname = "{SHARD}"\ndsn = "{fresh_dsn}"\n')
     superuser_dsn = postgres.superuser_dsn_of(str(conninfo_to_dict(fresh_dsn)["dbname"]))
     return Ward(file=file, dsn=fresh_dsn, superuser_dsn=superuser_dsn, capture=capsys, patch=monkeypatch)
 
@@ -372,6 +372,39 @@ def test_a_catalog_with_a_database_of_its_own_is_examined_too(ward: Ward, empty_
     assert code == 1
     assert "there is no schema windrow in this database" in [one["finding"] for one in document["findings"]]
     assert not any(one["about"] == "partition" for one in document["findings"])
+
+
+def test_a_database_of_another_shard_is_named(ward: Ward) -> None:
+    ward.file.write_text(ward.file.read_text().replace(f'"{SHARD}"', '"s7"'))
+    code, document = ward.examine()
+    assert code == 1
+    (finding,) = [one for one in document["findings"] if one["about"] == "database"]
+    assert f"leads to the database of shard '{SHARD}' of cluster '{CLUSTER}'" in finding["why"]
+
+
+def test_a_schema_that_this_release_cannot_use_is_named(ward: Ward) -> None:
+    ward.make_ill("INSERT INTO windrow.migration VALUES (9000, 'next', '', true)")
+    (finding,) = ward.findings("database")
+    assert "its schema has migration 9000 of a newer release" in finding["why"]
+
+
+def test_a_shard_whose_database_is_empty_is_told_to_migrate(ward: Ward, empty_dsn: str) -> None:
+    ward.file.write_text(ward.file.read_text().replace(ward.dsn, empty_dsn))
+    code, document = ward.examine()
+    assert code == 1
+    (finding,) = [one for one in document["findings"] if one["about"] == "schema"]
+    assert (finding["finding"], finding["fix"]) == (
+        "there is no schema windrow in this database",
+        "-- windrow migrate --config FILE",
+    )
+
+
+def test_a_role_that_may_not_use_the_schema_is_told_what_it_lacks(ward: Ward) -> None:
+    run(ward.superuser_dsn, "DROP ROLE IF EXISTS guest", "CREATE ROLE guest LOGIN PASSWORD 'guest'")
+    dsn = make_conninfo(ward.dsn, user="guest", password="guest")
+    ward.file.write_text(ward.file.read_text().replace(ward.dsn, dsn))
+    code, out, err = ward.windrow()
+    assert (code, "permission denied for schema windrow" in out + err) == (3, True)
 
 
 def test_a_terminal_is_never_told_what_a_session_calls_itself(ward: Ward) -> None:

@@ -560,6 +560,11 @@ async def test_a_look_at_all_files_names_those_that_are_damaged_and_those_that_n
     assert list(export.check_all(files, shard=B)) == []
 
 
+def test_a_directory_that_nothing_was_exported_to_is_named_with_what_may_be_the_cause(place: Path) -> None:
+    with pytest.raises(FilesFailed, match=f"{place}/none: there is no such directory: nothing was exported yet"):
+        Files(ExportLocation(bucket=None, folder=f"{place}/none"))
+
+
 # ── A bucket ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

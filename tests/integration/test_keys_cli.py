@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import psycopg
@@ -12,6 +14,8 @@ import pytest
 from tests.access import id_of
 from tests.command import Done, windrow
 from tests.conftest import CLUSTER, SHARD
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Shell:
@@ -36,6 +40,20 @@ class Shell:
 @pytest.fixture
 def shell(fresh_dsn: str, tmp_path: Path) -> Shell:
     return Shell(tmp_path / "cluster.toml", fresh_dsn)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+@pytest.mark.parametrize(("output", "why"), [("> /dev/full", "No space left on device"), (">&-", "is closed")])
+def test_a_key_that_could_not_be_printed_is_named_so_that_it_can_be_revoked(
+    shell: Shell, output: str, why: str
+) -> None:
+    command = f"{sys.executable} -m cli.main keys create --org acme --config {shell.file} {output}"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 3
+    assert f"windrow: standard output{':' if 'full' in output else ''} {why}" in done.stderr
+    assert "Traceback" not in done.stderr
+    (revoke,) = re.findall(r"nobody has this key now: windrow (keys revoke wr_\w+) --config", done.stderr)
+    assert shell.keys(*revoke.split()[1:]).code == 0
 
 
 SECRET = "wr_abcdefgh2345_" + "s" * 43

@@ -17,6 +17,7 @@ from embedded.account import server_account, spawn
 from embedded.ports import HOST, RememberedPort
 from shard.errors import ShardUnavailable
 from shard.health import facts
+from shard.postgres import pool
 from shard.postgres.pool import Database
 from shard.queue.store import Store
 from shard.vocabulary import OrgId
@@ -118,6 +119,26 @@ async def test_a_pooler_that_shares_sessions_is_refused(
             await database.close()
         with pytest.raises(ShardUnavailable, match=REASON):
             await facts.read(SHARD, dsn)
+
+
+async def test_a_pooler_that_was_not_recognized_at_first_is_refused_when_clients_meet_in_a_session(
+    module_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def miss(*_: object) -> None:
+        """Behaves as the check does if other clients use the sessions at that moment."""
+
+    monkeypatch.setattr(pool, "refuse_shared_sessions", miss)
+    with pgbouncer(module_dsn, "transaction", size=1) as dsn:
+        first, second = (Database(SHARD, dsn, connections=1) for _ in range(2))
+        await first.open()
+        await second.open()
+        try:
+            assert await first.run(b"SELECT 1", {}) == [(1,)]
+            with pytest.raises(ShardUnavailable, match=REASON):
+                await second.run(b"SELECT 1", {})
+        finally:
+            await first.close()
+            await second.close()
 
 
 def test_a_router_and_the_doctor_say_that_the_pooler_shares_sessions(module_dsn: str, tmp_path: Path) -> None:

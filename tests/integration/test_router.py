@@ -26,13 +26,16 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
+from psycopg.conninfo import make_conninfo
 
-from embedded import BinariesNotFound, Clusters, open_clusters
+from embedded import BinariesNotFound, Cluster, Clusters, open_clusters
+from embedded.ports import HOST
 from router.process.supervisor import Supervisor
 from router.services.server_info import server_info
 from shard.placement.slots import slot_of
 from shard.postgres.pool import Database
 from shard.vocabulary import OrgId, ShardName
+from tests.conftest import SHARD
 from tests.jobs import job_id, job_message
 from tests.postgres import EMPTY, Server, frozen, kill
 from tests.queues import fill_queues
@@ -960,3 +963,20 @@ def test_a_router_that_stops_says_so_and_writes_no_traceback(tmp_path: Path, fre
     said = routers.log.read_text()
     assert "draining: calls in flight have" in said
     assert "Traceback" not in said
+
+
+def test_a_shard_whose_server_is_a_standby_is_not_called_reachable(empty_dsn: str, tmp_path: Path) -> None:
+    with Cluster("left", ephemeral=True) as primary, Cluster("right", ephemeral=True, standby_of=primary) as standby:
+        both = make_conninfo(primary.dsn, host=f"{HOST},{HOST}", port=f"{primary.port},{standby.port}")
+        config = write_cluster(tmp_path / "cluster.toml", {SHARD: both}, catalog_dsn=empty_dsn)
+        with running_routers(config) as routers, stubs(routers.address) as calls:
+
+            def look() -> cluster_pb2.ShardInfo:
+                (shard,) = calls.cluster.ListShards(cluster_pb2.ListShardsRequest(), timeout=PATIENCE_S).shards
+                return shard
+
+            until(lambda: look().reachable, "the primary answers")
+            # Without target_session_attrs, the standby takes the router's connections.
+            primary.kill()
+            until(lambda: "its server is a standby" in look().error, "the standby answers")
+            assert not look().reachable

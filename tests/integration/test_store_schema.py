@@ -143,8 +143,20 @@ async def test_a_role_that_may_not_make_the_schema_is_told_what_to_do(stranger_d
         with pytest.raises(Misconfigured) as caught:
             await schema.migrate(database, cluster=CLUSTER)
     message = str(caught.value)
-    assert message.startswith("shard 's1': the role in its DSN may not make the schema: permission denied for database")
-    assert message.endswith("make it the owner of the database, or run `windrow migrate` with a role that is")
+    assert message.startswith("shard 's1': the role in its DSN lacks a right: permission denied for database")
+    assert message.endswith(
+        "make it the owner of the database and of everything in the schema windrow, or a member of the role that is"
+    )
+
+
+async def test_a_role_that_lacks_a_right_is_told_so_by_each_statement(stranger_dsn: str, empty_dsn: str) -> None:
+    async with opened(empty_dsn) as owner:
+        await schema.migrate(owner, cluster=CLUSTER)
+    async with opened(stranger_dsn) as database:
+        with pytest.raises(Misconfigured, match="lacks a right: permission denied for schema windrow"):
+            await database.run(b"SELECT FROM windrow.job", {})
+        with pytest.raises(Misconfigured, match="lacks a right: permission denied for schema windrow"):
+            await schema.migrate(database, cluster=CLUSTER)
 
 
 async def let_in(empty_dsn: str) -> None:

@@ -115,6 +115,15 @@ def test_a_certificate_that_expires_soon_is_reported(
     assert words in caplog.text
 
 
+def test_a_certificate_that_is_not_valid_yet_is_reported(
+    settings: TlsSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    AUTHORITY.sign(begins=3 * DAY).save(settings.certificate, settings.key)
+    Certificates(settings)
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert "is valid only from" in caplog.text
+
+
 async def test_a_certificate_that_is_looked_at_often_is_reported_once(
     settings: TlsSettings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
 import windrow
 from proof.certificates import Authority
-from windrow import tls
+from windrow import handshake, tls
 from windrow.address import address_fault, split_scheme
 
 AUTHORITY = Authority()
@@ -65,8 +66,23 @@ def test_files_that_cannot_be_used_are_refused_by_name(tmp_path: Path) -> None:
     ca.write_bytes(b"no")
     with pytest.raises(windrow.InvalidRequest, match=r"tls ca: .*ca\.crt: is not a PEM file"):
         tls.read(windrow.Tls(ca=ca))
+    AUTHORITY.sign().save(certificate, key)
+    for content in (key.read_bytes(), b"-----BEGIN CERTIFICATE-----\nabc\n-----END CERTIFICATE-----\n"):
+        ca.write_bytes(content)
+        with pytest.raises(windrow.InvalidRequest, match=r"tls ca: .*ca\.crt: has no certificate that can be read"):
+            tls.read(windrow.Tls(ca=ca))
     AUTHORITY.saved(ca)
     AUTHORITY.sign().save(certificate, key)
     key.write_bytes(AUTHORITY.sign().key)
     with pytest.raises(windrow.InvalidRequest, match=r"client\.key: KEY_VALUES_MISMATCH"):
         tls.read(windrow.Tls(ca=ca, certificate=certificate, key=key))
+
+
+def test_a_ca_file_with_a_comment_that_is_not_ascii_does_not_hide_what_is_wrong(tmp_path: Path) -> None:
+    ca = tmp_path / "ca.crt"
+    AUTHORITY.saved(ca)
+    ca.write_bytes("# Főtanúsítvány\n".encode() + ca.read_bytes())
+    settings = windrow.Tls(ca=ca)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    assert handshake.fault(address, settings, tls.read(settings)) is None

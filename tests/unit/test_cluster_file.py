@@ -254,9 +254,20 @@ BAD = {
         f'[[shard]]\nname = "s1"\ndsn = "postgresql://u:x@{PASSWORD}@db1,db2/x"\n',
         "cluster.toml: [[shard]] number 1 (s1): dsn has a host with an @ in it: in a URI, an @ of the password is %40",
     ),
+    "password with a /": (
+        f'[[shard]]\nname = "s1"\ndsn = "postgresql://u:{PASSWORD}/x@db1/x?sslmode=require"\n',
+        "cluster.toml: [[shard]] number 1 (s1): dsn has no role, and a database with an @ in it: in a URI, a / of the "
+        "password is %2F",
+    ),
+    "password with a percent sign": (
+        f'[[shard]]\nname = "s1"\ndsn = "postgresql://u:{PASSWORD}%x@db1/x"\n',
+        "cluster.toml: [[shard]] number 1 (s1): dsn is not a libpq connection string or postgresql:// URI; in a URI, "
+        "write % of the password as %25, a blank as %20, / as %2F, @ as %40",
+    ),
     "dsn that libpq cannot read": (
         f'[[shard]]\nname = "s1"\ndsn = "postgresql://u:{PASSWORD}@db1:notaport:5/x?bad"\n',
-        "cluster.toml: [[shard]] number 1 (s1): dsn is not a libpq connection string or postgresql:// URI",
+        "cluster.toml: [[shard]] number 1 (s1): dsn is not a libpq connection string or postgresql:// URI; in a URI, "
+        "write % of the password as %25, a blank as %20, / as %2F, @ as %40",
     ),
     "dsn of the catalog that libpq cannot read": (
         ONE + f'[catalog]\ndsn = "password={PASSWORD} nosuchkey=1"\n',

@@ -17,7 +17,7 @@ from collections.abc import Generator
 from enum import Enum, auto
 
 from windrow.address import uses_proxy
-from windrow.tls import Pem, Tls
+from windrow.tls import Pem, Tls, pem_text
 
 _CONNECT_S = 2.0
 _HOST_AND_PORT = re.compile(r"\[?([^\[\]]+)\]?:([0-9]+)")
@@ -151,7 +151,7 @@ def _ask(connection: socket.socket) -> _Answer:
 
 def _context(tls: Tls, pem: Pem | None) -> ssl.SSLContext:
     roots = pem.roots if pem is not None else None
-    context = ssl.create_default_context(cadata=None if roots is None else roots.decode("ascii", "replace"))
+    context = ssl.create_default_context(cadata=None if roots is None else pem_text(roots))
     # Verify as gRPC does.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

@@ -12,6 +12,7 @@ WINDROW_TLS_SERVER_NAME are the fields of Tls, and any of them turns TLS on.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import ssl
 from collections.abc import Mapping
@@ -99,8 +100,12 @@ def read(tls: Tls) -> Pem:
             why = getattr(error, "reason", None) or error.strerror
             raise InvalidRequest(f"tls: certificate {tls.certificate} and key {tls.key}: {why}") from error
     ca = tls.ca or _system_ca()
+    roots = None if ca is None else _read("ca", ca)
+    # The system's own file is trusted to be good: it has so many certificates that looking at them takes a while.
+    if tls.ca is not None and roots is not None and not _has_certificate(roots):
+        raise InvalidRequest(f"tls ca: {tls.ca}: has no certificate that can be read (-----BEGIN CERTIFICATE-----)")
     return Pem(
-        roots=None if ca is None else _read("ca", ca),
+        roots=roots,
         certificate=None if tls.certificate is None else _read("certificate", tls.certificate),
         key=None if tls.key is None else _read("key", tls.key),
     )
@@ -108,6 +113,19 @@ def read(tls: Tls) -> Pem:
 
 def credentials(pem: Pem) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(pem.roots, pem.key, pem.certificate)
+
+
+def pem_text(content: bytes) -> str:
+    """Returns a PEM file as `ssl` takes it. `ssl` takes only ASCII, and files of CAs may have other comments."""
+    return content.decode("ascii", "ignore")
+
+
+def _has_certificate(content: bytes) -> bool:
+    """Returns whether gRPC can use a file of CAs: one certificate that can be read is enough for it."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    with contextlib.suppress(ssl.SSLError):
+        context.load_verify_locations(cadata=pem_text(content))
+    return context.cert_store_stats()["x509"] > 0
 
 
 def _system_ca() -> str | None:
