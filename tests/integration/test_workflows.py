@@ -374,6 +374,26 @@ async def test_old_workflows_are_forgotten(flows: Flows, database: Database) -> 
         await flows.state(old)
 
 
+async def test_a_workflow_whose_callback_waits_for_the_end_of_a_pause_is_not_forgotten(
+    flows: Flows, database: Database
+) -> None:
+    flow = await flows.start(chain(1), callbacks={"over": Callback.END})
+    await flows.claim()
+    await flows.admin.set_paused(flows.org, flow.id, paused=True, epoch=1)
+    await flows.ack("n0")
+    await database.run(
+        b"UPDATE windrow.workflow SET ended_at = now() - interval '31 days' WHERE id = %(id)s::uuid RETURNING id",
+        {"id": flow.id},
+    )
+    await flows.sweep.forget()
+    assert await flows.state(flow) == "succeeded"
+    await flows.admin.set_paused(flows.org, flow.id, paused=False, epoch=1)
+    assert await flows.run_all() == [{"over"}]
+    await flows.sweep.forget()
+    with pytest.raises(UnknownWorkflow):
+        await flows.state(flow)
+
+
 async def test_an_erasure_leaves_nothing_of_a_workflow(flows: Flows, database: Database) -> None:
     await flows.start(DIAMOND, callbacks=CALLBACKS)
     await flows.claim()
