@@ -15,6 +15,7 @@ from router.fleet.shard_handle import ShardHandle
 from router.gate.calls import ANSWER_HELD_BYTES, unary
 from router.route import by_id
 from shard.errors import ShardError
+from shard.job_id import to_hex
 from shard.placement.slots import Placement
 from shard.queue.coalescer import Coalescer, SingleCall, TooManyWaiting, one_by_one
 from shard.schedule import Overlap, Run, ScheduleName
@@ -144,8 +145,20 @@ class SchedulesService:
         overlap = codec.overlap(request.overlap, Overlap.ALLOW)
 
         async def backfill(member: ShardHandle, placement: Placement) -> schedules_pb2.BackfillScheduleResponse:
+            async def ended_elsewhere(job: JobId) -> bool:
+                others = [self._fleet.placed(source).require_up().store for source in placement.sources]
+                return all([await other.find_ended([(org, to_hex(job))]) for other in others])
+
             admin = member.require_open().schedule_admin
-            done = await admin.backfill(org, name, begin=begin, end=end, overlap=overlap, epoch=placement.epoch)
+            done = await admin.backfill(
+                org,
+                name,
+                begin=begin,
+                end=end,
+                overlap=overlap,
+                epoch=placement.epoch,
+                ended_elsewhere=ended_elsewhere,
+            )
             return schedules_pb2.BackfillScheduleResponse(
                 stored=done.stored, buffered=done.buffered, skipped=done.skipped, known=done.known
             )

@@ -63,7 +63,9 @@ async def begin(database: Database, org: OrgId, *, erasure: str) -> bool:
             raise OrgMoves(org, [database.name])
         slots = await connection.run(statements.READ_ORG_SLOT, {"org": org})
         if await connection.run(statements.BEGIN_ERASURE, {"org": org, "id": erasure, "slots": SLOTS}):
-            ((slot,),) = slots
+            # No row: the org was inserted after that look. Then it has no slot of its own, because an org that has one
+            # would need a queue to be erased.
+            slot = slots[0][0] if slots else 0
             if slot >= SLOTS:
                 # The org has a slot of its own, which the catalog keeps. Insert a new org in that slot, for the next
                 # job of this name.

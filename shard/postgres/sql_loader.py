@@ -4,6 +4,9 @@ Text that several statements share is written only here, and is included by its 
 
     {{job_columns}}      the columns that the tables job, dead and finished have in common
     {{columns_but_history}}  job_columns without the last column, history
+    {{cancelled_columns(e)}}  columns_but_history of the live job e, which is cancelled now
+    {{cancelled_run_at(e)}}  the run_at of the live job e, which is cancelled now: a blocked job has no time, so it gets
+                         the present one
     {{job_content}}      the job_columns that the producer filled: JOB_CONTENT in shard/vocabulary.py
     {{kept_content}}     job_content and further columns: everything that a job keeps wherever it goes
     {{unkeyed_content(e)}}  kept_content of row e, with NULL instead of the live key, which the row has given up
@@ -102,7 +105,12 @@ def _type_of(column: str) -> str:
     return next((type_ for type_, columns in kinds.items() if column in columns), "text")
 
 
+_CANCELLED_RUN_AT = "CASE WHEN {0}.run_at = 'infinity' THEN now() ELSE {0}.run_at END"
 _EXPRESSIONS = {
+    "cancelled_run_at": _CANCELLED_RUN_AT,
+    "cancelled_columns": ", ".join(
+        f"{_CANCELLED_RUN_AT} AS run_at" if column == "run_at" else f"{{0}}.{column}" for column in _BUT_HISTORY
+    ),
     "unkeyed_content": ", ".join("NULL" if column == "live_key" else f"{{0}}.{column}" for column in _KEPT),
     "new_job_arrays": ", ".join(
         f"%({array})b::bytea[]"

@@ -64,6 +64,8 @@ class _Quarantined(NamedTuple):
     trial_at: Micros | None
     # False: the org is moving away, and the other shard judges.
     is_owned: bool
+    # False: the org is moving, and the job of the trial may be on the other shard.
+    is_whole: bool
 
 
 class Quarantine:
@@ -149,7 +151,7 @@ class Quarantine:
         await self._database.run(statements.FORGET_CRASHES, {})
         await self._judge_crashes()
         for row in await self.refresh():
-            if row.is_owned and row.trial_id is not None and row.trial_at is not None:
+            if row.is_whole and row.trial_id is not None and row.trial_at is not None:
                 await self._judge_trial(row, row.trial_id, row.trial_at)
         begun = await self._database.run(statements.BEGIN_TRIALS, {"trials_max": _TRIALS_MAX})
         ready = {queue_id for (queue_id,) in begun}

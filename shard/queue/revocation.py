@@ -14,7 +14,7 @@ from shard.vocabulary import Answer, Lease, OrgId
 
 # A notification must be shorter than 8,000 bytes, and its sender's name comes before the text.
 _TEXT_BYTES_MAX = 7_900
-# Upper bound for the leases in one part of a notification. A lease takes up to 57 bytes. The name of the org and that
+# Upper bound for the leases in one part of a notification. A lease takes up to 58 bytes. The name of the org and that
 # of the worker have up to 128 bytes each, and take up to 768 bytes each as JSON.
 _LEASES_MAX = 100
 
@@ -78,7 +78,7 @@ def _read(part: Any) -> Revocation:
 
 def _read_lease(lease: Any) -> Lease:
     match lease:
-        case [str(job_hex), int(number)] if len(job_hex) == 32 and 0 <= number < 2**63:
+        case [str(job_hex), int(number)] if len(job_hex) == 32 and -(2**63) <= number < 2**63:
             # Raises ValueError if these are not hexadecimal digits.
             int(job_hex, 16)
             return Lease(job_hex, number)

@@ -83,6 +83,11 @@ class Backfilled:
     known: int
 
 
+async def _nowhere_else(_: JobId) -> bool:
+    """For an org whose live jobs are all on this shard."""
+    return True
+
+
 class ScheduleAdmin:
     """The schedules of one shard. All methods may raise ShardUnavailable. Methods that change something may also raise
     NotOwned and ClockSetBack. `epoch`: the epoch of the placement by which new jobs of the org are written to this
@@ -283,14 +288,30 @@ class ScheduleAdmin:
         return job_id_of(schedule.id, now, now), False
 
     async def backfill(
-        self, org: OrgId, name: ScheduleName, *, begin: Micros, end: Micros, overlap: Overlap, epoch: int
+        self,
+        org: OrgId,
+        name: ScheduleName,
+        *,
+        begin: Micros,
+        end: Micros,
+        overlap: Overlap,
+        epoch: int,
+        ended_elsewhere: Callable[[JobId], Awaitable[bool]] = _nowhere_else,
     ) -> Backfilled:
         """Stores a run for each instant from `begin` up to, but not including, `end` that has no run, or was skipped
-        for a reason in _BACKFILLED. Raises UnknownSchedule, BadSchedule."""
-        return await self._in_turn(org, partial(self._backfill, org, name, begin, end, overlap, epoch))
+        for a reason in _BACKFILLED. `ended_elsewhere` says whether a job is not live on the shards from which jobs of
+        the org move to this one. Raises UnknownSchedule, BadSchedule, and what `ended_elsewhere` raises."""
+        return await self._in_turn(org, partial(self._backfill, org, name, begin, end, overlap, epoch, ended_elsewhere))
 
     async def _backfill(
-        self, org: OrgId, name: ScheduleName, begin: Micros, end: Micros, overlap: Overlap, epoch: int
+        self,
+        org: OrgId,
+        name: ScheduleName,
+        begin: Micros,
+        end: Micros,
+        overlap: Overlap,
+        epoch: int,
+        ended_elsewhere: Callable[[JobId], Awaitable[bool]],
     ) -> Backfilled:
         self._store.clock.check()
         async with self._database.transaction() as connection:
@@ -309,8 +330,10 @@ class ScheduleAdmin:
                 return Backfilled(stored=0, buffered=0, skipped=0, known=len(known))
             running = False
             if overlap is not Overlap.ALLOW and schedule.last_job is not None:
-                ended = await self._store.find_ended([(org, schedule.last_job.replace("-", ""))])
-                running = not ended
+                # The job may be on its way to this shard, so this shard is asked last.
+                running = not await ended_elsewhere(schedule.last_job) or not await self._store.find_ended(
+                    [(org, schedule.last_job.replace("-", ""))]
+                )
             runs, buffered = plan.backfill(new, overlap, running=running, buffered=schedule.buffered)
             rest = [run for one in skipped if (run := await self._rest(connection, schedule, one, new)) is not None]
             # Skips of a timing that was changed may overlap; a statement cannot store one instant twice.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import grpc
 import psycopg
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc import error_details_pb2
 
 from tests.jobs import job_id, job_message
@@ -32,7 +34,7 @@ from tests.routers import (
     violated_fields,
     write_cluster,
 )
-from windrow.v1 import admin_pb2, job_pb2, queue_pb2
+from windrow.v1 import admin_pb2, job_pb2, queue_pb2, schedules_pb2
 
 QUEUE = "mail"
 OK, STALE, NOT_FOUND = job_pb2.JOB_ANSWER_OK, job_pb2.JOB_ANSWER_STALE, job_pb2.JOB_ANSWER_NOT_FOUND
@@ -792,6 +794,33 @@ def test_a_purge_waits_for_jobs_on_their_way(cluster: Cluster, thread: ThreadPoo
     move.finish()
     assert purging.result(PATIENCE_S) == 2
     cluster.near.books("s1", "s2")
+
+
+def test_a_backfill_during_a_move_knows_that_the_job_of_the_run_before_is_leased_on_the_source(
+    cluster: Cluster,
+) -> None:
+    org, calls = cluster.org(), cluster.near.schedules
+    spec = schedules_pb2.ScheduleSpec(interval=Duration(seconds=3600))
+    job = job_pb2.JobTemplate(queue=QUEUE, kind="greet")
+    create = schedules_pb2.CreateScheduleRequest(org=org, name="hourly", spec=spec, job=job)
+    calls.CreateSchedule(create, timeout=PATIENCE_S)
+    calls.TriggerSchedule(schedules_pb2.TriggerScheduleRequest(org=org, name="hourly"), timeout=PATIENCE_S)
+    (leased,) = dequeue(cluster.near, org)
+    move = cluster.begin(org)
+    move.switch()
+    now_s = int(time.time())
+    request = schedules_pb2.BackfillScheduleRequest(
+        org=org,
+        name="hourly",
+        begin=Timestamp(seconds=now_s - 3 * 3600),
+        end=Timestamp(seconds=now_s - 60),
+        overlap=schedules_pb2.OVERLAP_POLICY_SKIP,
+    )
+    done = calls.BackfillSchedule(request, timeout=PATIENCE_S)
+    assert done.stored == 0
+    assert done.skipped >= 2
+    assert ack(cluster.near, org, leased.lease) == [OK]
+    move.finish()
 
 
 def test_a_router_serves_on_with_its_old_catalog_when_it_cannot_read_a_change(cluster: Cluster) -> None:

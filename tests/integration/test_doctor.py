@@ -109,7 +109,7 @@ def test_a_new_shard_has_nothing_to_be_warned_of(ward: Ward) -> None:
     assert {"job", "dead", "tally"} <= {table["table"] for table in document["tables"]}
     assert sum(table["partition_of"] == "finished" for table in document["tables"]) == 3
     assert [index["index"] for index in document["indexes"]] == [
-        *("job_expires", "job_group_slot", "job_group_waits", "job_id", "job_in_flight"),
+        *("job_expires", "job_group_later", "job_group_slot", "job_group_waits", "job_id", "job_in_flight"),
         *("job_live_key", "job_ready", "job_set_aside"),
     ]
 

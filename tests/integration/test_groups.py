@@ -238,6 +238,49 @@ async def test_jobs_that_become_due_run_in_the_order_in_which_they_were_due(
         await ack(store, org, lease)
 
 
+async def test_a_job_that_became_due_while_no_claim_looked_is_not_overtaken(
+    store: Store, database: Database, org: OrgId
+) -> None:
+    await enqueue(store, org)
+    ((_, lease),) = await leased(store, org)
+    due = await enqueue(store, org, 2, delay_us=HOUR_US)
+    assert await make_due(database, org) == 2
+    (now,) = await enqueue(store, org)
+    await ack(store, org, lease)
+    for job in (*due, now):
+        ((claimed, lease),) = await leased(store, org)
+        assert claimed.id == job
+        await ack(store, org, lease)
+
+
+async def test_a_new_job_does_not_overtake_one_that_has_become_due(
+    store: Store, database: Database, org: OrgId
+) -> None:
+    due = await enqueue(store, org, 2, delay_us=HOUR_US)
+    assert await make_due(database, org) == 2
+    new = await enqueue(store, org, 2)
+    for job in (*due, *new):
+        ((claimed, lease),) = await leased(store, org)
+        assert claimed.id == job
+        await ack(store, org, lease)
+
+
+async def test_a_due_job_that_another_session_has_locked_is_not_overtaken(
+    store: Store, database: Database, module_dsn: str, org: OrgId
+) -> None:
+    (due,) = await enqueue(store, org, delay_us=HOUR_US)
+    assert await make_due(database, org) == 1
+    async with await psycopg.AsyncConnection.connect(module_dsn) as other:
+        await other.execute("SELECT FROM windrow.job WHERE id = %s FOR UPDATE", [due])
+        (new,) = await enqueue(store, org)
+        assert await leased(store, org) == []
+    # The next claim makes the due job wait, which fills the group.
+    taken = await leased(store, org) or await leased(store, org)
+    assert names(taken) == [due]
+    await ack(store, org, taken[0][1])
+    assert names(await leased(store, org)) == [new]
+
+
 # ── Every end of a job, and every change, lets the next one run ──────────────────────────────────────────────────────
 
 

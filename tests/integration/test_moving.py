@@ -755,3 +755,27 @@ async def test_a_quarantine_moves_with_its_org_and_so_do_the_jobs_that_are_set_a
     await store.sweep()
     assert {job.id for job, _ in await lease_jobs(store, org)} == set(ids_of(jobs))
     await pair.balance()
+
+
+async def test_while_an_org_moves_its_trial_on_the_source_is_the_only_one(pair: Pair, org: OrgId) -> None:
+    source, target = pair.store(A), pair.store(B)
+    await source.enqueue(jobs := some_jobs(org, 3))
+    await source.quarantine.add(org, QUEUE, jobs.kinds[0], "bad", epoch=1)
+    assert await lease_jobs(source, org) == []
+    await pair.databases[A].run(b"UPDATE windrow.quarantine SET next_trial_at = now()", {})
+    await source.sweep()
+    ((_, trial),) = await lease_jobs(source, org, window_us=HOUR_US)
+    mover = pair.mover(await pair.begin([org], target=B))
+    while await pair.databases[B].run(b"SELECT count(*) FROM windrow.job", {}) != [(2,)]:
+        assert await mover.step()
+    await target.quarantine.refresh()
+    # The claim sets the two jobs aside.
+    assert await lease_jobs(target, org) == []
+    await target.sweep()
+    assert await lease_jobs(target, org) == []
+    assert await source.settle(Settlement.ack(org, [trial])) == [Answer.OK]
+    await mover.finish()
+    # Nobody on the target knows how that trial ended.
+    await target.sweep()
+    assert len(await lease_jobs(target, org)) == 1
+    await pair.balance()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -17,6 +18,7 @@ from archiver.run import Pass
 from shard.admin.queue_admin import QueueAdmin
 from shard.errors import LegallyHeld, NotHeld, OrgMoves, ShardUnavailable, TooManyRetentions
 from shard.history import erasure, org_policies
+from shard.history import statements as history_statements
 from shard.history.days import days_over, days_past, drop, turn_cold
 from shard.placement import pins, statements
 from shard.placement.slots import slot_of
@@ -564,6 +566,30 @@ async def test_a_queue_that_is_being_made_while_its_org_is_erased_goes_too(field
     assert await erasure.begin(database, org, erasure=erasure_id)
     assert await traces_of(database, [org]) == []
     assert (await pass_once(field)).erased == 1
+
+
+async def test_an_org_whose_first_job_comes_while_its_erasure_begins_is_erased(
+    field: Field, org: OrgId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = field.databases[A]
+    run = Connection.run
+
+    async def insert_behind(
+        self: Connection, statement: bytes, parameters: Mapping[str, object]
+    ) -> list[tuple[Any, ...]]:
+        rows = await run(self, statement, parameters)
+        if statement == history_statements.READ_ORG_SLOT:
+            names = {"orgs": arrays.texts([org]), "queues": arrays.names([]), "slots": arrays.numbers([slot_of(org)])}
+            await database.run(statements.INSERT_NAMES, names)
+        return rows
+
+    monkeypatch.setattr(Connection, "run", insert_behind)
+    assert await erasure.begin(database, org, erasure="0198c0de-0000-7000-8000-000000000006")
+    monkeypatch.undo()
+    (one,) = await erasure.unfinished(database)
+    while await erasure.go_on(database, one):
+        pass
+    assert await traces_of(database, [org, "\x7f"]) == []
 
 
 async def test_an_org_that_comes_again_while_it_is_erased_is_erased_again(field: Field, org: OrgId) -> None:

@@ -693,6 +693,15 @@ SELECT
     CASE WHEN n %% 2 = 0 THEN 'large' ELSE 'g' || n %% 100000 END
 FROM generate_series(1, %(rows)s) AS n
 """
+# Jobs of the same groups that are not due.
+FILL_GROUPS_LATER = b"""
+INSERT INTO windrow.job (id, queue_id, run_at, visible_at, priority, kind, payload, group_key)
+SELECT
+    gen_random_uuid(), %(queue_id)s::bigint, later.at, later.at, 5, 'fill', '\\x00',
+    CASE WHEN n %% 2 = 0 THEN 'large' ELSE 'g' || n %% 100000 END
+FROM generate_series(1, %(rows)s) AS n
+CROSS JOIN LATERAL (SELECT now() + interval '1 hour' + n * interval '1 us' AS at) later
+"""
 # How many jobs one group has. 50,000 other groups together have as many.
 DEEP_GROUP = 200_000
 
@@ -702,7 +711,7 @@ DEEP_GROUP = 200_000
 async def test_to_fill_a_slot_or_to_explain_a_group_a_few_rows_are_read(
     recorder: Recorder, org: OrgId, knowledge: Knowledge
 ) -> None:
-    """One group has 200,000 jobs that wait, and 50,000 other groups have four jobs each."""
+    """One group has 200,000 jobs that wait and 100,000 that are not due, and 50,000 other groups have six jobs each."""
     await knowledge(recorder, org)
     store, queue = Store(recorder), QueueName("groups")
     jobs = some_jobs(org, 2, queue=queue, group="large")
@@ -737,6 +746,7 @@ async def test_to_fill_a_slot_or_to_explain_a_group_a_few_rows_are_read(
         # With the triggers on, the insert would take minutes and fill the slots.
         await connection.execute("ALTER TABLE windrow.job DISABLE TRIGGER USER", prepare=False)
         await connection.run(FILL_GROUPS, {"queue_id": queue_id, "rows": 2 * DEEP_GROUP})
+        await connection.run(FILL_GROUPS_LATER, {"queue_id": queue_id, "rows": DEEP_GROUP})
         await connection.execute("ALTER TABLE windrow.job ENABLE TRIGGER USER", prepare=False)
         pages = {}
         for name, each in runs.items():

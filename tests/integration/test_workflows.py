@@ -204,6 +204,19 @@ async def test_every_end_of_a_parent_counts(flows: Flows, end: Callable[[Flows, 
     assert await flows.states(flow) == {"a": "cancelled", "b": "succeeded", "c": "cancelled"}
 
 
+@pytest.mark.parametrize("end", [cancel_it, purge_it, expire_it])
+async def test_a_blocked_job_that_is_cancelled_gets_a_time(
+    flows: Flows, end: Callable[[Flows, JobId], Awaitable[None]]
+) -> None:
+    queues = {"a": QUEUE, "b": "first"}
+    flow = await flows.start({"a": [], "b": ["a"]}, queue_of=queues.__getitem__)
+    await end(flows, flows.job(flow, "b"))
+    (record,) = await flows.store.get(flows.org, [flows.job(flow, "b")], include_payload=False)
+    assert record.state == "cancelled"
+    assert record.finished_at is not None
+    assert abs(record.run_at - record.finished_at) < HOUR_US
+
+
 async def test_a_purge_of_blocked_jobs_ends_the_workflow(flows: Flows, books: QueueAdmin) -> None:
     flow = await flows.start(DIAMOND, callbacks=CALLBACKS, queue_of=lambda name: "end" if name in CALLBACKS else QUEUE)
     assert await books.purge_queue(flows.org, QUEUE, include_dead=False, limit=1000) == 4
@@ -372,6 +385,26 @@ async def test_old_workflows_are_forgotten(flows: Flows, database: Database) -> 
     assert await flows.state(kept) == "succeeded"
     with pytest.raises(UnknownWorkflow):
         await flows.state(old)
+
+
+async def test_a_workflow_whose_callback_waits_for_the_end_of_a_pause_is_not_forgotten(
+    flows: Flows, database: Database
+) -> None:
+    flow = await flows.start(chain(1), callbacks={"over": Callback.END})
+    await flows.claim()
+    await flows.admin.set_paused(flows.org, flow.id, paused=True, epoch=1)
+    await flows.ack("n0")
+    await database.run(
+        b"UPDATE windrow.workflow SET ended_at = now() - interval '31 days' WHERE id = %(id)s::uuid RETURNING id",
+        {"id": flow.id},
+    )
+    await flows.sweep.forget()
+    assert await flows.state(flow) == "succeeded"
+    await flows.admin.set_paused(flows.org, flow.id, paused=False, epoch=1)
+    assert await flows.run_all() == [{"over"}]
+    await flows.sweep.forget()
+    with pytest.raises(UnknownWorkflow):
+        await flows.state(flow)
 
 
 async def test_an_erasure_leaves_nothing_of_a_workflow(flows: Flows, database: Database) -> None:

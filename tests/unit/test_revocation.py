@@ -13,6 +13,11 @@ def leases(count: int) -> list[Lease]:
     return [Lease(f"{number:032x}", 2**63 - 1 - number) for number in range(count)]
 
 
+def counted(count: int) -> list[Lease]:
+    """Leases that count for a limit of jobs in flight."""
+    return [Lease(f"{number:032x}", number - 2**63) for number in range(count)]
+
+
 @pytest.mark.parametrize(
     ("revocations", "notifications"),
     [
@@ -20,6 +25,7 @@ def leases(count: int) -> list[Lease]:
         ([Revocation(OrgId("acme"), "w", Answer.CANCELLED, leases(1))], 1),
         ([Revocation(OrgId(f"org {n}"), f"w{n}", Answer.STALE, leases(1)) for n in range(50)], 1),
         ([Revocation(OrgId("\U0001f600" * 32), "\x1f" * 128, Answer.STALE, leases(1_000))], 10),
+        ([Revocation(OrgId("\U0001f600" * 32), "\x1f" * 128, Answer.STALE, counted(1_000))], 10),
     ],
 )
 def test_revocations_are_read_as_they_were_written(revocations: list[Revocation], notifications: int) -> None:
@@ -41,7 +47,7 @@ def test_consumers_without_a_name_are_not_told() -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "7", "[7]", "[[1, 2]]", '[["o", "w", "lost", []]]', '[["o", "w", "stale", [["xx", 1]]]]']
-    + [f'[["o", "w", "stale", [["{"0" * 32}", {number}]]]]' for number in (-1, 2**63, "null")]
+    + [f'[["o", "w", "stale", [["{"0" * 32}", {number}]]]]' for number in (-(2**63) - 1, 2**63, "null")]
     + [f'[["o", "w", "stale", [["{"g" * 32}", 1]]]]', '[[["o"], "w", "stale", []]]'],
 )
 def test_what_is_no_revocation_is_refused(text: str) -> None:

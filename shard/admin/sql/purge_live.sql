@@ -13,7 +13,7 @@ WITH ended AS (
 )
 INSERT INTO windrow.finished ({{job_columns}}, state, reason, finished_at, retention)
 SELECT
-    {{columns_but_history(e)}}, {{history_with_lost(e)}}, 'cancelled', 'purged',
+    {{cancelled_columns(e)}}, {{history_with_lost(e)}}, 'cancelled', 'purged',
     {{finish_time}},
     {{retention_of(e)}}
 FROM ended e

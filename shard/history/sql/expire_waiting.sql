@@ -17,7 +17,7 @@ WITH ended AS (
         {{kept_content}}, history, state, reason, finished_at, retention
     )
     SELECT
-        e.id, e.queue_id, e.enqueued_at, e.run_at, e.expires_at, e.priority, e.attempt, e.max_attempts,
+        e.id, e.queue_id, e.enqueued_at, {{cancelled_run_at(e)}}, e.expires_at, e.priority, e.attempt, e.max_attempts,
         {{kept_content(e)}}, {{history_with_lost(e)}}, 'cancelled', 'past its expires_at',
         {{finish_time}}, {{retention_of(e)}}
     FROM ended e

@@ -19,7 +19,7 @@ WITH live AS (
         {{retention_of(ended)}}
     FROM (
         SELECT
-            {{columns_but_history(l)}},
+            {{cancelled_columns(l)}},
             CASE
                 WHEN l.lease IS NOT NULL AND l.visible_at > now() THEN windrow.remember(l.history, l.attempt, l.worker, l.leased_at, now(), 'cancelled', l.lease, NULL, l.log)
                 ELSE {{history_with_lost(l)}}

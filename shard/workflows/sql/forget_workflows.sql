@@ -1,8 +1,14 @@
--- Forgets up to `rows` workflows that ended `days` ago. Their jobs have a retention of their own.
+-- Forgets up to `rows` workflows that ended `days` ago. Their jobs have a retention of their own. Keeps workflows whose
+-- callbacks wait, for example for the end of a pause: without its workflow such a callback would stay blocked forever.
 WITH gone AS (
     DELETE FROM windrow.workflow w
     WHERE w.flow = ANY (ARRAY(
-        SELECT old.flow FROM windrow.workflow old WHERE old.ended_at <= now() - %(days)s * interval '1 day'
+        SELECT old.flow
+        FROM windrow.workflow old
+        WHERE old.ended_at <= now() - %(days)s * interval '1 day'
+            AND NOT EXISTS (
+                SELECT FROM windrow.workflow_node n WHERE n.flow = old.flow AND n.state IN ('due', 'doomed') OFFSET 0
+            )
         ORDER BY old.ended_at
         LIMIT %(rows)s
         FOR UPDATE SKIP LOCKED
