@@ -120,7 +120,7 @@ def _current() -> Profile | None:
     if not _choice.is_read:
         known = _read()
         if _choice.name is not None and _choice.name not in known:
-            there = f"there are {', '.join(known)}" if known else "there is none"
+            there = f"it has only {', '.join(map(repr, known))}" if known else "it has none"
             raise CommandFailed(
                 f"no profile {_choice.name!r} in {path()}; {there}: make one with `windrow login --profile "
                 f"{_choice.name}`",

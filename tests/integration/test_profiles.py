@@ -167,7 +167,7 @@ def test_a_profile_that_is_not_there_is_refused(place: Place) -> None:
     place.log_in()
     done = windrow("--profile", "prod", "server")
     assert done.code == 2
-    assert f"no profile 'prod' in {place.file}; there are default" in done.err
+    assert f"no profile 'prod' in {place.file}; it has only 'default': make one" in done.err
 
 
 def test_a_second_profile_leaves_the_first_and_a_logout_removes_one(place: Place) -> None:
