@@ -127,6 +127,8 @@ def test_a_payload_or_result_that_is_no_json_is_told_with_its_type_and_what_is_t
         enqueue_request("acme", [NewJob("q", "k", cast("Any", {1}))])
     with pytest.raises(TypeError, match=r"a result is bytes, str, or what JSON can hold, and this datetime .*: Object"):
         encode_result(cast("Any", datetime.now(UTC)))
+    with pytest.raises(TypeError, match="this Retry is none of them: an exception is no result: raise it, or nack"):
+        encode_result(cast("Any", Retry("later")))
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(ValueError, match=r"a result is .* this list .*: Circular reference"):
