@@ -196,7 +196,7 @@ class Router:
                 ExitCode.UNAVAILABLE,
             )
         if code is grpc.StatusCode.UNAUTHENTICATED:
-            return CommandFailed(f"{message}; a token comes from --token-file or WINDROW_TOKEN", ExitCode.REFUSED)
+            return CommandFailed(f"{message}; {profiles.where_tokens_are()}", ExitCode.REFUSED)
         retry_s = None if details is None else _retry_after_s(details)
         if retry_s is not None:
             # Some messages have the time already.

@@ -17,8 +17,8 @@ class ExitCode(IntEnum):
     USAGE = 2
     UNAVAILABLE = 3
     NOT_FOUND = 4
-    # Trying again later does not help: the queue exists already or is not empty, the port is in use, or a limit is
-    # smaller than the call.
+    # Trying again later does not help: the queue exists already or is not empty, the port is in use, a limit is smaller
+    # than the call, the cluster file does not fit the databases, or the caller's key lacks a scope.
     REFUSED = 5
     INTERRUPTED = 130
     # As a shell reports it: 128 plus the number of SIGPIPE.
@@ -31,7 +31,7 @@ MEANINGS = {
     ExitCode.USAGE: "the command or one of its values is wrong; nothing was done",
     ExitCode.UNAVAILABLE: "a router or a shard cannot be reached, or has no room now: try again later",
     ExitCode.NOT_FOUND: "no such job, queue, org or shard",
-    ExitCode.REFUSED: "refused: the current state does not allow it",
+    ExitCode.REFUSED: "refused: the current state does not allow it, or the caller may not do it",
     ExitCode.INTERRUPTED: "interrupted by Ctrl-C",
     ExitCode.PIPE_CLOSED: "the reader of the output closed the pipe",
 }

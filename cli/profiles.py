@@ -50,6 +50,8 @@ class _Choice:
     is_read: bool = False
     # The environment does not override the profile.
     alone: bool = False
+    # The default profile does not apply, because an address is given.
+    is_passed_over: bool = False
 
 
 _choice = _Choice()
@@ -63,6 +65,7 @@ def path() -> Path:
 def select(name: str | None) -> None:
     """Chooses the command's profile by its name. None: `default`, if there is one. Reads the file only when needed."""
     _choice.name, _choice.profile, _choice.is_read, _choice.alone = name, None, False, False
+    _choice.is_passed_over = False
 
 
 def name() -> str | None:
@@ -79,7 +82,7 @@ def address(given: str, *, is_given: bool) -> str:
     """Returns the address that a command calls. `is_given`: by an option or the environment. Raises CommandFailed."""
     if is_given and _choice.name is None:
         # The token and the files of the default profile must not be used for another address.
-        _choice.profile, _choice.is_read = None, True
+        _choice.profile, _choice.is_read, _choice.is_passed_over = None, True, True
         return given
     profile = _current()
     return given if is_given or profile is None or not profile.address else profile.address
@@ -90,6 +93,17 @@ def token_of_calls() -> str | None:
     profile = _current()
     own = profile.token or None if profile is not None else None
     return own if _choice.alone else token.token() or own
+
+
+def where_tokens_are() -> str:
+    """Returns where a command's token may come from, for the error of a call without one. Raises CommandFailed."""
+    places = "a token comes from --token-file or WINDROW_TOKEN"
+    if not _choice.is_passed_over or DEFAULT not in _read():
+        return places
+    return (
+        f"{places}; the profile {DEFAULT!r} is not used, because --address or WINDROW_ADDRESS is given: name it with "
+        f"--profile {DEFAULT}, or leave the address out"
+    )
 
 
 def tls(*, secure: bool) -> Tls | None:
@@ -106,7 +120,7 @@ def _current() -> Profile | None:
     if not _choice.is_read:
         known = _read()
         if _choice.name is not None and _choice.name not in known:
-            there = f"there are {', '.join(known)}" if known else "there is none"
+            there = f"it has only {', '.join(map(repr, known))}" if known else "it has none"
             raise CommandFailed(
                 f"no profile {_choice.name!r} in {path()}; {there}: make one with `windrow login --profile "
                 f"{_choice.name}`",

@@ -55,7 +55,7 @@ def router(
     stays in use. Runs until SIGTERM or Ctrl-C, then lets the calls in flight finish.
     """
     from router.__main__ import run
-    from router.errors import CannotListen, RouterFailed
+    from router.errors import CannotListen, RouterFailed, RouterGaveUp
     from shard.placement.cluster_file import ClusterFileError
 
     try:
@@ -64,8 +64,10 @@ def router(
         raise CommandFailed(str(error), ExitCode.USAGE) from error
     except CannotListen as error:
         raise CommandFailed(str(error), ExitCode.REFUSED) from error
+    except RouterGaveUp as error:
+        raise CommandFailed(f"{error}; see its message above", ExitCode.REFUSED) from error
     except RouterFailed as error:
-        raise CommandFailed(f"{error}; see its message above", ExitCode.UNAVAILABLE) from error
+        raise CommandFailed(str(error), ExitCode.UNAVAILABLE) from error
 
 
 def balancer(

@@ -17,4 +17,9 @@ class CannotServeMetrics(CannotListen):
 
 
 class RouterFailed(Exception):
-    """A router process ended, and starting it again cannot help. Its own message is on standard error."""
+    """A router process cannot be started."""
+
+
+class RouterGaveUp(RouterFailed):
+    """A router process ended, and starting it again cannot help until an operator has corrected something. Its own
+    message is on standard error."""

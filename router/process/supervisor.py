@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from router.errors import EXIT_NO_RETRY, CannotListen, RouterFailed
+from router.errors import EXIT_NO_RETRY, CannotListen, RouterFailed, RouterGaveUp
 from router.settings import host_and_port
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class Supervisor:
             # If a process has served here once, keep trying: the cluster file may have been broken since, while the
             # other processes go on with the previous contents.
             if code == EXIT_NO_RETRY and not up.is_set():
-                raise RouterFailed(f"a router process gave up (exit code {code})")
+                raise RouterGaveUp(f"a router process gave up (exit code {code})")
             _log.warning("router process %d ended with %d; starting another", process.pid, code)
             if time.monotonic() - began_s < _RAN_S_MIN:
                 await asyncio.sleep(_PAUSE_S)

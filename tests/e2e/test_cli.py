@@ -1318,6 +1318,22 @@ def test_an_address_that_routers_cannot_have_is_told_from_one_that_is_taken(
     assert "stop what uses it" in windrow(*router, running.address).err
 
 
+def test_a_cluster_file_that_does_not_fit_the_databases_is_refused_and_not_an_outage(
+    windrow: Windrow, running: Running, tmp_path: Path
+) -> None:
+    text = running.config.read_text()
+    assert text.count('name = "local"') == 1
+    config = tmp_path / "cluster.toml"
+    config.write_text(text.replace('name = "local"', 'name = "other"'))
+    # The router process writes the reason to the standard error that it inherits.
+    routers = windrow("router", "--listen", "127.0.0.1:0", "--config", str(config))
+    assert routers.code == 5
+    assert routers.err == "windrow: a router process gave up (exit code 78); see its message above\n"
+    keys = windrow("keys", "list", "--config", str(config))
+    assert keys.code == 5
+    assert "leads to the catalog of cluster 'local', and this is 'other'; correct the cluster file" in keys.err
+
+
 def test_a_clock_that_is_wrong_is_told_and_not_an_id_that_nobody_gave() -> None:
     why = "019a… was made at 2025-11-06 00:00:00 UTC; the time in an id must be at most 7 days before"
 

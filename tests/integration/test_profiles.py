@@ -135,6 +135,21 @@ def test_the_default_profile_gives_its_token_to_no_other_address(place: Place, m
     assert place.fake.tokens == [f"Bearer {TOKEN}", "", ""]
 
 
+def test_a_call_without_a_token_says_that_the_default_profile_is_not_used_for_a_given_address(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.log_in()
+    monkeypatch.setenv("WINDROW_TLS_CA", str(place.ca))
+    monkeypatch.setenv("WINDROW_TOKEN", "wr_wrong")
+    unused = "; the profile 'default' is not used, because --address or WINDROW_ADDRESS is given: name it with "
+    refused = windrow("server", "--address", place.address)
+    assert refused.code == 5
+    assert refused.err.endswith(f"{unused}--profile default, or leave the address out\n")
+    assert unused not in windrow("server").err
+    windrow("logout")
+    assert unused not in windrow("server", "--address", place.address).err
+
+
 def test_a_named_profile_is_used_by_name_and_the_environment_overrides_its_parts(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +167,7 @@ def test_a_profile_that_is_not_there_is_refused(place: Place) -> None:
     place.log_in()
     done = windrow("--profile", "prod", "server")
     assert done.code == 2
-    assert f"no profile 'prod' in {place.file}; there are default" in done.err
+    assert f"no profile 'prod' in {place.file}; it has only 'default': make one" in done.err
 
 
 def test_a_second_profile_leaves_the_first_and_a_logout_removes_one(place: Place) -> None:

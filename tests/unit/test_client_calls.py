@@ -490,8 +490,10 @@ async def test_the_router_may_come_later_and_go_in_between() -> None:
 
 
 def test_arguments_that_make_no_sense_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidRequest, match="org"):
+    with pytest.raises(InvalidRequest, match="org is empty"):
         Client(org="")
+    with pytest.raises(InvalidRequest, match="org must be a str, not 5"):
+        Client(org=cast("Any", 5))
     with pytest.raises(InvalidRequest, match="channels"):
         Client(org="acme", channels=0)
     with pytest.raises(InvalidRequest, match="timeouts"):
@@ -551,3 +553,16 @@ async def test_a_router_that_ignores_conditions_lists_no_other_jobs(
     page = await client.list_jobs(states=[JobState.READY, JobState.DEAD], attributes={"n": "2"})
     assert [job.id for job in page.jobs] == [f"2-{job_pb2.JOB_STATE_READY}"]
     assert len((await client.list_jobs()).jobs) == 4
+
+
+@pytest.mark.parametrize("name", ["get_jobs", "cancel_jobs", "alter_jobs", "redrive_jobs", "restore_jobs"])
+async def test_one_id_in_place_of_a_list_of_ids_is_refused_with_what_to_write(name: str) -> None:
+    options: dict[str, Any] = {"priority": 1} if name == "alter_jobs" else {}
+    async with fake_router() as router, Client(router.address, org="acme") as client:
+        call = getattr(client, name)
+        one = uuid7()
+        with pytest.raises(InvalidRequest, match=rf"^ids: must be a list of ids, not one id: write \['{one}'\]$"):
+            await call(one, **options)
+        with pytest.raises(InvalidRequest, match=r"^ids\[1\]: must be a str, not 7$"):
+            await call([one, 7], **options)
+        assert not router.requests

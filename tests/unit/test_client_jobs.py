@@ -30,7 +30,7 @@ from windrow import (
 from windrow.client import _enqueued
 from windrow.errors import from_code, shifted
 from windrow.failures import Failure, stack_of
-from windrow.jobs import enqueue_request, read_leased, read_record
+from windrow.jobs import batch_requests, enqueue_request, read_leased, read_record
 from windrow.payloads import clipped, duration, encode, encode_result, moment, timestamp
 from windrow.v1 import job_pb2, queue_pb2
 
@@ -127,6 +127,8 @@ def test_a_payload_or_result_that_is_no_json_is_told_with_its_type_and_what_is_t
         enqueue_request("acme", [NewJob("q", "k", cast("Any", {1}))])
     with pytest.raises(TypeError, match=r"a result is bytes, str, or what JSON can hold, and this datetime .*: Object"):
         encode_result(cast("Any", datetime.now(UTC)))
+    with pytest.raises(TypeError, match="this Retry is none of them: an exception is no result: raise it, or nack"):
+        encode_result(cast("Any", Retry("later")))
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(ValueError, match=r"a result is .* this list .*: Circular reference"):
@@ -138,6 +140,15 @@ def test_a_span_that_is_none_is_named_with_what_to_write(name: str, path: str) -
     options: dict[str, Any] = {name: "5s"}
     with pytest.raises(InvalidJob, match=rf"^jobs\[0\]\.{path}: '5s' is neither a number of seconds nor a timedelta$"):
         enqueue_request("acme", [NewJob("q", "k", **options)])
+
+
+def test_what_is_no_job_is_refused_with_its_place() -> None:
+    wrong = [NewJob("q", "k"), cast("Any", {"queue": "q", "kind": "k"})]
+    refused = r"^jobs\[1\]: must be a windrow\.NewJob, not \{'queue': 'q', 'kind': 'k'\}$"
+    with pytest.raises(InvalidJob, match=refused):
+        enqueue_request("acme", wrong)
+    with pytest.raises(InvalidJob, match=refused):
+        list(batch_requests("acme", wrong, uuid7(), jobs_max=10, bytes_max=1000))
 
 
 def test_a_job_is_told_one_time_to_run_at() -> None:

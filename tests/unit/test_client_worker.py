@@ -1481,6 +1481,21 @@ def test_orgs_of_a_worker_are_its_clients_or_all() -> None:
             Worker(client, "q", orgs=cast("Any", orgs))
 
 
+def test_a_worker_names_an_argument_of_a_wrong_type() -> None:
+    client = windrow.testing.RecordingClient(org="o1")
+    with pytest.raises(InvalidRequest, match=r"^queues must be names of queues, not 7$"):
+        Worker(client, ["q", cast("Any", 7)])
+    for name in ("visibility_window", "grace"):
+        options: dict[str, Any] = {name: "5s"}
+        with pytest.raises(InvalidRequest, match=f"^{name}: '5s' is neither a number of seconds nor a timedelta$"):
+            Worker(client, "q", **options)
+    worker = Worker(client, "q")
+    with pytest.raises(InvalidRequest, match=r"^timeout: '5s' is neither a number of seconds nor a timedelta$"):
+        worker.handler("k", timeout=cast("Any", "5s"))
+    with pytest.raises(InvalidRequest, match=r"^max_wait: '5s' is neither a number of seconds nor a timedelta$"):
+        worker.batch_handler("k", max_jobs=5, max_wait=cast("Any", "5s"))
+
+
 def test_a_worker_needs_a_client_of_asyncio() -> None:
     with pytest.raises(InvalidRequest, match=r"a worker needs a windrow\.Client, not a RecordingSyncClient"):
         Worker(cast("Any", windrow.testing.RecordingSyncClient(org="o1")), "q")

@@ -17,7 +17,16 @@ from windrow.causes import JobExplanation, QueueExplanation, read_job, read_queu
 from windrow.channels import Stub
 from windrow.errors import AlreadyExists, InvalidRequest, Span, Unavailable, invalid_argument, renamed
 from windrow.ids import uuid7
-from windrow.jobs import JobRecord, JobState, RetryPolicy, read_record, read_retry, retry_message, state_value
+from windrow.jobs import (
+    JobRecord,
+    JobState,
+    RetryPolicy,
+    listed_ids,
+    read_record,
+    read_retry,
+    retry_message,
+    state_value,
+)
 from windrow.limits import Limit, LimitMeasure, measure_number, read_limit
 from windrow.payloads import duration, moment, timestamp
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, limits_pb2
@@ -381,8 +390,8 @@ class AdminCalls:
 
         If you call it again after an error, pass the same `new_ids` (windrow.uuid7() for each), so that it stores no
         second copy."""
-        old = list(ids)
-        new = [uuid7() for _ in old] if new_ids is None else list(new_ids)
+        old = listed_ids(ids)
+        new = [uuid7() for _ in old] if new_ids is None else listed_ids(new_ids, "new_ids")
         if len(new) != len(old):
             raise invalid_argument("new_ids", f"has {len(new):,} ids for {len(old):,} jobs; give one for each")
         results: list[Restored] = []

@@ -31,7 +31,7 @@ from windrow.handlers import (
 from windrow.jobs import Job
 from windrow.leases import HeldLease, log, named
 from windrow.outcomes import DONE, Action, Failed, Outcome, Snoozed, action_of
-from windrow.payloads import Payload, seconds
+from windrow.payloads import Payload, named_seconds
 from windrow.tracing import Tracing, fail
 
 Results = Sequence[Payload | BaseException] | None
@@ -59,7 +59,7 @@ class BatchHandlers:
     ) -> Callable[[BatchHandlerT], BatchHandlerT]:
         """Returns a decorator that registers a function for jobs of these kinds: see Worker.batch_handler()."""
         refuse_no_kinds("batch_handler", kinds)
-        wait_s, timeout_s = seconds(max_wait), timeout_of(timeout)
+        wait_s, timeout_s = named_seconds("max_wait", max_wait), timeout_of(timeout)
         if not 1 <= max_jobs <= BATCH_JOBS_MAX:
             raise InvalidRequest(f"max_jobs must be 1 to {BATCH_JOBS_MAX:,}, not {max_jobs}")
         if not 0 <= wait_s <= _WAIT_S_MAX:

@@ -51,6 +51,7 @@ from windrow.jobs import (
     NewJob,
     answers,
     enqueue_request,
+    listed_ids,
     new_message,
     newly_stored,
     read_leased,
@@ -65,7 +66,7 @@ from windrow.payloads import (
     clipped,
     duration,
     encode_result,
-    seconds,
+    named_seconds,
 )
 from windrow.reports import Progress, report_of
 from windrow.schedules import ScheduleCalls
@@ -148,8 +149,8 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
             channels=channels,
             tls=tls,
             tokens=tokens_of(token),
-            timeout_s=_seconds("timeout", timeout),
-            try_s=_seconds("try_timeout", try_timeout),
+            timeout_s=named_seconds("timeout", timeout),
+            try_s=named_seconds("try_timeout", try_timeout),
         )
         self.tracing = Tracing(provider=tracer_provider, address=self.calls.address, create_spans=create_spans)
         self._middleware = tuple(middleware)
@@ -298,7 +299,7 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
 
         `timeout` (s, or timedelta): the time for each call with all its tries, instead of the client's `timeout`.
         """
-        timeout_s = None if timeout is None else _seconds("timeout", timeout)
+        timeout_s = None if timeout is None else named_seconds("timeout", timeout)
         with self.tracing.sending(request.jobs):
             if request.independent and (len(request.jobs) > JOBS_MAX or request.ByteSize() > _SPLIT_BYTES):
                 return await self._send_parts(request, timeout_s)
@@ -360,7 +361,7 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
             visibility_window=_span("visibility_window", visibility_window),
             worker=worker,
         )
-        wait_s = _seconds("wait", wait)
+        wait_s = named_seconds("wait", wait)
         if not 0 <= wait_s <= WAIT_S_MAX:
             raise invalid_argument("wait", f"must be 0 s to {WAIT_S_MAX:g} s, not {wait_s} s")
 
@@ -559,7 +560,7 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         Payload and result are None unless `include_payload` is true. Also raises Unavailable if a job was not found and
         one of the org's shards did not answer.
         """
-        listed = list(ids)
+        listed = listed_ids(ids)
         found: dict[str, JobRecord] = {}
         for at in range(0, len(listed), JOBS_MAX):
             remaining = listed[at : at + JOBS_MAX]
@@ -593,7 +594,7 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         `timeout` (s, or timedelta): how long to wait. Raises DeadlineExceeded when this time is over. Raises NotFound
         if this org has no such job."""
         request = queue_pb2.WaitJobRequest(org=self.org, id=id, include_payload=True)
-        timeout_s = _seconds("timeout", timeout)
+        timeout_s = named_seconds("timeout", timeout)
         deadline = time.monotonic() + timeout_s
         left_s = timeout_s
         while True:
@@ -723,6 +724,8 @@ def _failure(error: str | BaseException | Failure, *, permanent: bool) -> Failur
 def _checked_org(org: str) -> str:
     if not org:
         raise InvalidRequest("org is empty: every job belongs to an org")
+    if not isinstance(org, str):
+        raise InvalidRequest(f"org must be a str, not {org!r}")
     return org
 
 
@@ -730,13 +733,6 @@ def _span(name: str, span: Span) -> Duration:
     try:
         return duration(span)
     except (TypeError, ValueError) as error:
-        raise invalid_argument(name, error) from error
-
-
-def _seconds(name: str, span: Span) -> float:
-    try:
-        return seconds(span)
-    except TypeError as error:
         raise invalid_argument(name, error) from error
 
 

@@ -27,7 +27,7 @@ from windrow.handler_threads import HandlerThreads, frames_now
 from windrow.jobs import Job, LostReason
 from windrow.leases import HeldLease, log, named
 from windrow.outcomes import DONE, Action, Done, Failed, Outcome, Snoozed, action_of
-from windrow.payloads import RESULT_BYTES_MAX, Payload, encode, seconds
+from windrow.payloads import RESULT_BYTES_MAX, Payload, encode, named_seconds
 from windrow.processes import HandlerProcess, can_be_sent
 from windrow.tracing import Tracing, fail
 from windrow.unhandled import Unhandled
@@ -350,7 +350,7 @@ def _in_context(context: contextvars.Context, suspended: Suspended) -> Generator
 
 def timeout_of(timeout: Span | None) -> float | None:
     """Raises InvalidRequest."""
-    timeout_s = None if timeout is None else seconds(timeout)
+    timeout_s = None if timeout is None else named_seconds("timeout", timeout)
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise InvalidRequest(f"timeout must be more than 0 s, not {timeout_s} s; None: no timeout")
     return timeout_s

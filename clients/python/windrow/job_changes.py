@@ -15,7 +15,7 @@ from typing import TypeVar
 from windrow.admin import AdminCalls, set_time, state_number
 from windrow.errors import InvalidRequest, Span, Unavailable, invalid_argument
 from windrow.job_rules import JOBS_MAX
-from windrow.jobs import Answer, JobRecord, JobState, answers
+from windrow.jobs import Answer, JobRecord, JobState, answers, listed_ids
 from windrow.payloads import duration, timestamp
 from windrow.v1 import admin_pb2, queue_pb2
 
@@ -146,7 +146,7 @@ class JobChanges(AdminCalls):
             request = queue_pb2.CancelJobsRequest(org=self.org, ids=part, reason=reason)
             return (await self.calls.call(lambda stub: stub.CancelJobs, request)).answers
 
-        return await in_parts(list(ids), send)
+        return await in_parts(listed_ids(ids), send)
 
     async def alter_jobs(
         self,
@@ -167,7 +167,7 @@ class JobChanges(AdminCalls):
             request.MergeFrom(change)
             return (await self.calls.call(lambda stub: stub.AlterJobs, request)).answers
 
-        return await in_parts(list(ids), send)
+        return await in_parts(listed_ids(ids), send)
 
     async def redrive_jobs(self, ids: Iterable[str]) -> list[Answer]:
         """Makes dead jobs ready again, with all their attempts. Returns CANCELLED for a cancelled job, and STALE for
@@ -177,7 +177,7 @@ class JobChanges(AdminCalls):
             request = queue_pb2.RedriveJobsRequest(org=self.org, ids=part)
             return (await self.calls.call(lambda stub: stub.RedriveJobs, request)).answers
 
-        return await in_parts(list(ids), send)
+        return await in_parts(listed_ids(ids), send)
 
     async def cancel_where(
         self,

@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
-from windrow.errors import InvalidJob, Span, Violation, WindrowError
+from windrow.errors import InvalidJob, Span, Violation, WindrowError, invalid_argument
 from windrow.failures import Failure, read_failure
 from windrow.ids import nth_id, uuid7
 from windrow.job_log import JobLog
@@ -436,6 +436,8 @@ class JobRecord:
 _STR_FIELDS = frozenset({"queue", "kind", "group", "dedup_key", "id"})
 _INT_FIELDS = frozenset({"priority", "max_attempts"})
 _SHOWN_CHARS_MAX = 100
+# What `write` raises. AttributeError: the job is no NewJob.
+_UNSENDABLE = (AttributeError, TypeError, ValueError)
 # Maps a field to its path in a windrow.v1.NewJob, as violations name it, if the path is not just the field's name.
 _PATHS = {
     **{field.name: f"template.{field.name}" for field in job_pb2.JobTemplate.DESCRIPTOR.fields},
@@ -484,6 +486,18 @@ def answers(values: Sequence[int]) -> list[Answer]:
     return [answer_of(value) for value in values]
 
 
+def listed_ids(ids: Iterable[str], name: str = "ids") -> list[str]:
+    """Returns a call's argument as a list. Raises InvalidRequest. One id is refused: a type checker takes a text for a
+    sequence of texts, and the router would be asked for 36 jobs with ids of one letter."""
+    if isinstance(ids, str):
+        raise invalid_argument(name, f"must be a list of ids, not one id: write [{_shown(ids)}]")
+    listed = list(ids)
+    for at, one in enumerate(listed):
+        if not isinstance(one, str):
+            raise invalid_argument(f"{name}[{at}]", f"must be a str, not {_shown(one)}")
+    return listed
+
+
 def enqueue_request(org: str, jobs: Sequence[NewJob], *, independent: bool = False) -> queue_pb2.EnqueueRequest:
     """Builds a request. Raises InvalidJob with the path of a field that cannot be encoded."""
     request = queue_pb2.EnqueueRequest(org=org, independent=independent)
@@ -491,7 +505,7 @@ def enqueue_request(org: str, jobs: Sequence[NewJob], *, independent: bool = Fal
     for at, job in enumerate(jobs):
         try:
             write(job, add())
-        except (TypeError, ValueError) as error:
+        except _UNSENDABLE as error:
             raise _invalid(job, at, error) from error
     return request
 
@@ -507,7 +521,7 @@ def batch_requests(
         try:
             write(job, message)
             message.id = nth_id(batch, at)
-        except (TypeError, ValueError) as error:
+        except _UNSENDABLE as error:
             raise _invalid(job, at, error) from error
         size += message.ByteSize()
         if request.jobs and (len(request.jobs) == jobs_max or size > bytes_max):
@@ -524,7 +538,7 @@ def new_message(job: NewJob) -> job_pb2.NewJob:
     message = job_pb2.NewJob()
     try:
         write(job, message)
-    except (TypeError, ValueError) as error:
+    except _UNSENDABLE as error:
         raise _invalid(job, 0, error) from error
     return message
 
@@ -574,7 +588,10 @@ def write(job: NewJob, message: job_pb2.NewJob) -> None:
         message.dedup.while_live = True
 
 
-def _invalid(job: NewJob, at: int, error: Exception) -> InvalidJob:
+def _invalid(job: object, at: int, error: Exception) -> InvalidJob:
+    if not isinstance(job, NewJob):
+        fault = f"must be a windrow.NewJob, not {_shown(job)}"
+        return InvalidJob(f"jobs[{at}]: {fault}", [Violation(f"jobs[{at}]", fault)])
     # protobuf does not name the bad field: try each field alone, in a job that is otherwise valid.
     valid = NewJob("queue", "kind")
     for name in NewJob.__dataclass_fields__:

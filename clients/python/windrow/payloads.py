@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from windrow.errors import Span
+from windrow.errors import Span, invalid_argument
 
 FAILURE_TYPE_BYTES_MAX, FAILURE_MESSAGE_BYTES_MAX, FAILURE_STACK_BYTES_MAX = 256, 8192, 32768
 RESULT_BYTES_MAX = 65536
@@ -41,6 +41,9 @@ def encode(value: Payload, *, what: str = "payload") -> bytes:
 
 
 def _no_json(what: str, value: object, why: str) -> str:
+    # Batch handlers return such exceptions, so somebody does the same in a handler of single jobs.
+    if what == "result" and isinstance(value, BaseException):
+        why = "an exception is no result: raise it, or nack the job with it"
     return f"a {what} is bytes, str, or what JSON can hold, and this {type(value).__name__} is none of them: {why}"
 
 
@@ -69,6 +72,14 @@ def seconds(span: Span) -> float:
         return span.total_seconds() if isinstance(span, timedelta) else span * 1.0
     except TypeError as error:
         raise TypeError(_no_span(span)) from error
+
+
+def named_seconds(name: str, span: Span) -> float:
+    """Returns an argument that is a span in seconds. Raises InvalidRequest, which names the argument."""
+    try:
+        return seconds(span)
+    except TypeError as error:
+        raise invalid_argument(name, error) from error
 
 
 def duration(span: Span) -> Duration:

@@ -33,7 +33,7 @@ from windrow.handlers import Handlers, HandlerT, Middleware, Suspended
 from windrow.jobs import Job, LostReason, NewJob, WorkflowNode, read_leased
 from windrow.leases import Connectivity, HeldLease, Leases, log, named
 from windrow.outcomes import DONE, Action
-from windrow.payloads import Payload, duration, seconds
+from windrow.payloads import Payload, duration, named_seconds
 from windrow.processes import is_handler_process
 from windrow.reports import Report, Reporter
 from windrow.schedules import Schedule
@@ -151,8 +151,8 @@ class Worker:
             prefetch = max(5 * concurrency, _PREFETCH_MIN) if orgs is None else 0
         self.prefetch = prefetch
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
-        self._window_s = seconds(visibility_window)
-        self._grace_s = seconds(grace)
+        self._window_s = named_seconds("visibility_window", visibility_window)
+        self._grace_s = named_seconds("grace", grace)
         self._cancel_lost = cancel_lost
         self._check()
         self._handlers = Handlers(
@@ -676,6 +676,9 @@ class Worker:
             )
         if not 1 <= len(self.queues) <= QUEUES_MAX:
             raise InvalidRequest(f"a worker needs 1 to {QUEUES_MAX} queues, not {len(self.queues)}")
+        for queue in self.queues:
+            if not isinstance(queue, str):
+                raise InvalidRequest(f"queues must be names of queues, not {queue!r}")
         if not 1 <= self.concurrency <= CONCURRENCY_MAX:
             raise InvalidRequest(f"concurrency must be 1 to {CONCURRENCY_MAX:,}, not {self.concurrency}")
         if not 0 <= self.prefetch <= PREFETCH_MAX:
