@@ -229,3 +229,51 @@ async def test_a_forked_process_is_asked_to_make_its_own_client(router: FakeRout
     client._pid -= 1
     with pytest.raises(ClientClosed, match="before a fork"):
         client.enqueue("q", "k")
+
+
+FORKS = """
+import os, sys
+import windrow
+
+def enqueue():
+    with windrow.SyncClient(sys.argv[1], org="acme", timeout=10) as client:
+        return client.enqueue("q", "k").duplicate
+
+def in_child():
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            told = str(enqueue())
+        except windrow.ClientClosed as error:
+            told = str(error)
+        os.write(write, told.encode())
+        os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    print(os.read(read, 1000).decode())
+
+enqueue()
+in_child()
+with windrow.SyncClient(sys.argv[1], org="acme") as client:
+    client.enqueue("q", "k")
+    in_child()
+    print(client.enqueue("q", "k").duplicate)
+in_child()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+async def test_a_process_that_was_forked_while_a_client_was_open_is_told_so(router: FakeRouter) -> None:
+    """gRPC would crash there, or never answer. A fork while all clients are closed is fine."""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", FORKS, router.address, stdout=subprocess.PIPE)
+    try:
+        async with asyncio.timeout(2 * WAIT_S):
+            output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    closed, open_, parent, closed_again = output.decode().splitlines()
+    assert (closed, parent, closed_again) == ("False",) * 3
+    assert "close every client before the fork" in open_

@@ -45,8 +45,8 @@ class SyncClient:
     """Client without `await`: arguments, return values and errors are the same.
 
     Any number of threads may share a SyncClient. It also works in notebooks, where an event loop runs in the calling
-    thread. Do not call it from a coroutine: it would block the event loop. After a fork, make a new SyncClient in the
-    child process.
+    thread. Do not call it from a coroutine: it would block the event loop. Close it before a fork, and make a new
+    SyncClient in the child process: gRPC does not work in a process that was forked while a client was open.
     """
 
     # testing.py sets another class.
