@@ -8,13 +8,14 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from grpc import StatusCode
 
 from tests.unit.client_fake import WAIT_S, FakeRouter, failing, fake_router
-from windrow import Answer, Client, ClientClosed, Job, NewJob, PermissionDenied, SyncClient, uuid7
+from windrow import Answer, Client, ClientClosed, Enqueued, Job, NewJob, PermissionDenied, SyncClient, uuid7
+from windrow.client import CallNext
 
 
 @pytest.fixture
@@ -141,6 +142,20 @@ async def test_every_thread_that_uses_a_client_while_it_is_closed_is_told_so(rou
         for thread in threads:
             await asyncio.to_thread(thread.join, WAIT_S)
     assert len(told) == 10 * 8
+
+
+async def test_a_middleware_that_raises_system_exit_ends_only_its_own_call(router: FakeRouter) -> None:
+    async def leave(jobs: Sequence[NewJob], call_next: CallNext) -> list[Enqueued]:
+        raise SystemExit(4)
+
+    def use() -> None:
+        with SyncClient(router.address, org="acme", middleware=[leave]) as client:
+            with pytest.raises(SystemExit):
+                client.enqueue("q", "k")
+            assert client.server_info().version == "0.0.1"
+
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.to_thread(use)
 
 
 async def test_a_signal_handler_may_use_the_client_that_it_interrupts(router: FakeRouter) -> None:

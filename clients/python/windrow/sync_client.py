@@ -264,4 +264,10 @@ def _serve(runner: asyncio.Runner) -> None:
     with runner:
         loop = runner.get_loop()
         asyncio.set_event_loop(loop)
-        loop.run_forever()
+        while True:
+            try:
+                loop.run_forever()
+            except (SystemExit, KeyboardInterrupt):
+                # Middleware, or a function that returns tokens, has raised it. The caller gets it; other calls go on.
+                continue
+            break
