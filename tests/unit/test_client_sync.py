@@ -268,19 +268,16 @@ def in_child():
     os.waitpid(child, 0)
     print(os.read(read, 1000).decode())
 
-enqueue()
-in_child()
 with windrow.SyncClient(sys.argv[1], org="acme") as client:
     client.enqueue("q", "k")
     in_child()
     print(client.enqueue("q", "k").duplicate)
-in_child()
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 async def test_a_process_that_was_forked_while_a_client_was_open_is_told_so(router: FakeRouter) -> None:
-    """gRPC would crash there, or never answer. A fork while all clients are closed is fine."""
+    """gRPC would crash there, or never answer."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", FORKS, router.address, stdout=subprocess.PIPE)
     try:
         async with asyncio.timeout(2 * WAIT_S):
@@ -289,6 +286,6 @@ async def test_a_process_that_was_forked_while_a_client_was_open_is_told_so(rout
         if process.returncode is None:
             process.kill()
             await process.wait()
-    closed, open_, parent, closed_again = output.decode().splitlines()
-    assert (closed, parent, closed_again) == ("False",) * 3
-    assert "close every client before the fork" in open_
+    child, parent = output.decode().splitlines()
+    assert "close every client before the fork" in child
+    assert parent == "False"
