@@ -67,6 +67,15 @@ def logs_and_crashes(job: Job) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def forks_and_crashes(job: Job) -> None:
+    child = os.fork()
+    if child == 0:
+        # It has inherited the pipe to the worker.
+        threading.Event().wait()
+    job.log(f"forked {child}")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def logs_and_hangs(job: Job) -> None:
     job.log("about to hang")
     job.report(Progress(done=1))

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import subprocess
+import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from grpc import StatusCode
 
-from tests.unit.client_fake import FakeRouter, failing, fake_router
-from windrow import Answer, Client, ClientClosed, Job, NewJob, PermissionDenied, SyncClient
+from tests.unit.client_fake import WAIT_S, FakeRouter, failing, fake_router
+from windrow import Answer, Client, ClientClosed, Enqueued, Job, NewJob, PermissionDenied, SyncClient, uuid7
+from windrow.client import CallNext
 
 
 @pytest.fixture
@@ -103,6 +106,112 @@ async def test_a_closed_one_says_so_and_leaves_no_thread(router: FakeRouter) -> 
         client.enqueue("q", "k")
 
 
+async def test_a_call_that_pauses_before_its_next_try_ends_when_another_thread_closes_the_client(
+    router: FakeRouter,
+) -> None:
+    router.scripts["GetJobs"] = failing(1, StatusCode.UNAVAILABLE, router, "GetJobs", retry_after_s=15)
+    client = SyncClient(router.address, org="acme")
+    call = asyncio.create_task(asyncio.to_thread(client.for_org("globex").get_jobs, [uuid7()]))
+    # The client remembers this just before its pause.
+    await router.until(lambda: client._client.calls._heard)
+    await asyncio.to_thread(client.close)
+    with pytest.raises(ClientClosed, match="closed before its call ended"):
+        async with asyncio.timeout(WAIT_S / 2):
+            await call
+    assert "windrow-sync-client" not in {thread.name for thread in threading.enumerate()}
+
+
+async def test_every_thread_that_uses_a_client_while_it_is_closed_is_told_so(router: FakeRouter) -> None:
+    told: list[ClientClosed] = []
+
+    def use(client: SyncClient) -> None:
+        try:
+            while True:
+                client.server_info()
+        except ClientClosed as error:
+            told.append(error)
+
+    for _ in range(10):
+        router.requests.clear()
+        client = SyncClient(router.address, org="acme")
+        threads = [threading.Thread(target=use, args=(client,), daemon=True) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        await router.until(lambda: len(router.requests) > 8)
+        await asyncio.to_thread(client.close)
+        for thread in threads:
+            await asyncio.to_thread(thread.join, WAIT_S)
+    assert len(told) == 10 * 8
+
+
+async def test_a_middleware_that_raises_system_exit_ends_only_its_own_call(router: FakeRouter) -> None:
+    async def leave(jobs: Sequence[NewJob], call_next: CallNext) -> list[Enqueued]:
+        raise SystemExit(4)
+
+    def use() -> None:
+        with SyncClient(router.address, org="acme", middleware=[leave]) as client:
+            with pytest.raises(SystemExit):
+                client.enqueue("q", "k")
+            assert client.server_info().version == "0.0.1"
+
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.to_thread(use)
+
+
+async def test_a_signal_handler_may_use_the_client_that_it_interrupts(router: FakeRouter) -> None:
+    """The handler runs in the middle of a call, in the same thread."""
+    client = SyncClient(router.address, org="acme")
+
+    def use() -> None:
+        with client, client._lock:
+            client.enqueue("q", "k")
+
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.to_thread(use)
+    assert len(router.of("Enqueue")) == 1
+
+
+LEFT_OPEN = """
+import sys
+import windrow
+
+class Holder:
+    def __init__(self):
+        self.client = windrow.SyncClient(sys.argv[1], org="acme")
+        self.client.enqueue("q", "k")
+
+    def __del__(self):
+        assert sys.is_finalizing()
+        try:
+            self.client.enqueue("q", "k")
+        except windrow.ClientClosed as error:
+            print(error, flush=True)
+        self.client.close()
+        print("closed", flush=True)
+
+# Modules are cleared last, when the client's thread has ended.
+sys.modules["holder"] = Holder()
+"""
+
+
+async def test_a_client_that_is_used_and_closed_while_the_interpreter_shuts_down_does_not_hang(
+    router: FakeRouter,
+) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", LEFT_OPEN, router.address, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        async with asyncio.timeout(WAIT_S):
+            output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    refused, closed = output.decode().splitlines()
+    assert "the interpreter shuts down" in refused
+    assert closed == "closed"
+
+
 def test_it_works_where_a_loop_is_running_in_the_calling_thread() -> None:
     """A loop runs in the calling thread, as in a notebook's cell."""
     addresses: list[str] = []
@@ -135,3 +244,48 @@ async def test_a_forked_process_is_asked_to_make_its_own_client(router: FakeRout
     client._pid -= 1
     with pytest.raises(ClientClosed, match="before a fork"):
         client.enqueue("q", "k")
+
+
+FORKS = """
+import os, sys
+import windrow
+
+def enqueue():
+    with windrow.SyncClient(sys.argv[1], org="acme", timeout=10) as client:
+        return client.enqueue("q", "k").duplicate
+
+def in_child():
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            told = str(enqueue())
+        except windrow.ClientClosed as error:
+            told = str(error)
+        os.write(write, told.encode())
+        os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    print(os.read(read, 1000).decode())
+
+with windrow.SyncClient(sys.argv[1], org="acme") as client:
+    client.enqueue("q", "k")
+    in_child()
+    print(client.enqueue("q", "k").duplicate)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+async def test_a_process_that_was_forked_while_a_client_was_open_is_told_so(router: FakeRouter) -> None:
+    """gRPC would crash there, or never answer."""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", FORKS, router.address, stdout=subprocess.PIPE)
+    try:
+        async with asyncio.timeout(2 * WAIT_S):
+            output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    child, parent = output.decode().splitlines()
+    assert "close every client before the fork" in child
+    assert parent == "False"

@@ -111,6 +111,42 @@ async def test_a_handler_runs_within_middleware_and_timeout_and_in_its_process(c
     assert seen == ["hangs", "isolated", "isolated"]
 
 
+@pytest.mark.parametrize("is_batch", [False, True])
+async def test_a_handler_whose_own_code_cancels_its_task_has_failed_as_in_a_worker(
+    client: Client, is_batch: bool
+) -> None:
+    worker = Worker(client, ["mails"])
+
+    async def cancel(jobs: object) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.Event().wait()
+
+    (worker.batch_handler if is_batch else worker.handler)("cancels")(cancel)
+    failed = await testing.run_job(worker, NewJob("mails", "cancels"))
+    assert (failed.outcome, failed.state) == (AttemptOutcome.NACKED, JobState.SCHEDULED)
+    assert failed.failure is not None
+    assert failed.failure.type == "asyncio.exceptions.CancelledError"
+
+
+async def test_a_test_that_is_cancelled_cancels_the_handler(client: Client) -> None:
+    worker = Worker(client, ["mails"])
+    ended: list[str] = []
+
+    @worker.handler("waits")
+    async def waits(job: Job) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(job.id)
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await testing.run_job(worker, NewJob("mails", "waits"))
+    assert len(ended) == 1
+
+
 async def test_a_job_that_the_worker_would_never_get_is_refused(client: Client) -> None:
     worker = Worker(client, "q")
 

@@ -154,6 +154,55 @@ async def test_jobs_that_follow_one_another_in_a_task_share_no_context_and_no_ca
     assert 1 < len(tasks) < len(jobs)
 
 
+@pytest.mark.parametrize("is_batch", [False, True])
+async def test_a_handler_whose_own_code_cancels_its_task_has_failed(
+    router: FakeRouter, client: Client, is_batch: bool
+) -> None:
+    """An example is a timeout that somebody has built with call_later(). A release would not count the attempt, so the
+    job would run again at once, for ever."""
+    worker = Worker(client, "q")
+
+    async def cancel(jobs: object) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().call_soon(task.cancel)
+        await asyncio.Event().wait()
+
+    (worker.batch_handler if is_batch else worker.handler)("cancels")(cancel)
+    job = router.give("cancels")
+    async with running(worker):
+        await router.until(router.nacks)
+    (nack,) = router.nacks()
+    assert (nack.lease, nack.failure.type) == (job.lease, "asyncio.exceptions.CancelledError")
+    assert "Event().wait()" in nack.failure.stack
+    assert not router.settled("Release")
+
+
+async def test_jobs_are_released_when_all_tasks_of_the_loop_are_cancelled_together(
+    router: FakeRouter, client: Client
+) -> None:
+    """As asyncio.run() does at its end: the tasks of the handlers may be cancelled before run() notices anything."""
+    worker = Worker(client, "q")
+    begun = asyncio.Event()
+
+    @worker.handler("wait")
+    async def wait(job: Job) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    job = router.give("wait")
+    task = asyncio.create_task(worker.run())
+    async with asyncio.timeout(WAIT_S):
+        await begun.wait()
+    (handling,) = (one for one in asyncio.all_tasks() if one.get_name() == f"windrow handlers of {worker.name}")
+    handling.cancel()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopped(task)
+    assert router.settled("Release") == [job.id]
+    assert not router.nacks()
+
+
 @pytest.mark.parametrize("second", ["coroutine", "thread"])
 async def test_a_late_cancellation_of_one_jobs_task_does_not_meet_the_next_job(
     router: FakeRouter, client: Client, second: str

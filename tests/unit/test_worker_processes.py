@@ -122,6 +122,25 @@ async def test_a_process_that_ends_or_hangs_fails_the_attempt_of_its_own_job_onl
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no server that forks processes")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+async def test_the_end_of_a_process_is_seen_even_if_a_process_that_its_handler_forked_goes_on(
+    router: FakeRouter, client: Client
+) -> None:
+    """As the processes of a pool do, when the system has ended the handler's process because there was no memory."""
+    worker = isolating(client, "forks_and_crashes", "add")
+    crashing = router.give("forks_and_crashes")
+    async with running(worker, within_s=PATIENCE_S):
+        ended = await until(router, 1)
+        crashed = ended[crashing.lease]
+        os.kill(int(crashed.log.removeprefix("forked ")), signal.SIGKILL)
+        router.give("add", b"[1]")
+        await until(router, 2)
+    assert (crashed.failure.type, crashed.failure.message) == (
+        "windrow.Crashed",
+        "the handler's process was ended by SIGKILL",
+    )
+
+
 async def test_a_process_need_not_import_the_client_when_it_starts(router: FakeRouter, client: Client) -> None:
     worker = Worker(client, "q", name="w1")
     worker.handler("loaded", isolate="process")(plain_handlers.loaded)

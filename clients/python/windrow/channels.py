@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import time
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,6 +87,22 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
+# The channels of this process that have been connected and not closed.
+_connected: weakref.WeakSet[Channels] = weakref.WeakSet()
+# Whether channels were connected in the parent when it forked this process. A new channel would crash this process or
+# never get an answer: gRPC's threads end at the fork, and what they shared stays as it was.
+_is_broken = False
+
+
+def _on_fork() -> None:
+    global _is_broken
+    _is_broken = _is_broken or bool(_connected)
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_on_fork)
+
+
 class Channels:
     """Connections with the stubs of the services. Calls use them in turn. The first use connects them, and from then
     on they belong to the event loop of that use."""
@@ -120,12 +138,18 @@ class Channels:
 
     def loop(self) -> asyncio.AbstractEventLoop:
         """Returns the running event loop. Connects at the first call. Raises ClientClosed in any other event loop than
-        that of the first call."""
+        that of the first call, and in a process that was forked while clients were open."""
         if self.closed:
             raise ClientClosed(f"this client of {self.address} is closed; make a new one")
         loop = asyncio.get_running_loop()
         if self._loop is None:
+            if _is_broken:
+                raise ClientClosed(
+                    "this process was forked while its parent had a client open, and gRPC does not work in such a "
+                    "process: close every client before the fork, or start processes with spawn or forkserver"
+                )
             self._loop = loop
+            _connected.add(self)
             self._pid = os.getpid()
             self._connect_all(None if self._tls is None else read(self._tls))
         if self._loop is not loop or self._pid != os.getpid():
@@ -152,6 +176,7 @@ class Channels:
             task.cancel()
         for channel in (*channels, *self._leaving):
             await channel.close()
+        _connected.discard(self)
         return True
 
     async def tls_fault(self) -> str | None:

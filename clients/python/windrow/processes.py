@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -110,7 +110,7 @@ class HandlerProcess:
                     # Let other processes start only after this one has imported the handler.
                     connection.poll(_START_S_MAX)
         try:
-            while not isinstance(told := connection.recv(), _Ended):
+            while not isinstance(told := self._received(connection), _Ended):
                 if told is None:
                     # The process has begun.
                     continue
@@ -132,6 +132,15 @@ class HandlerProcess:
         error: BaseException = pickle.loads(told.error)  # noqa: S301 - from a process of ours
         self.error, self.action = error, told.action
         raise error
+
+    def _received(self, connection: Connection) -> _Ended | tuple[bytes, Report | Lines] | None:
+        """Waits for the next message of the process. Raises EOFError if the process ends before it has sent one."""
+        assert self._process is not None
+        # The pipe alone does not tell: a process that the handler has forked may hold the other end open for ever.
+        if connection not in wait([connection, self._process.sentinel]) and not connection.poll():
+            raise EOFError
+        received: _Ended | tuple[bytes, Report | Lines] | None = connection.recv()
+        return received
 
     def kill(self) -> None:
         """Ends the process and a run() that waits for it, which then closes the pipe. Thread-safe."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
@@ -43,8 +45,8 @@ class SyncClient:
     """Client without `await`: arguments, return values and errors are the same.
 
     Any number of threads may share a SyncClient. It also works in notebooks, where an event loop runs in the calling
-    thread. Do not call it from a coroutine: it would block the event loop. After a fork, make a new SyncClient in the
-    child process.
+    thread. Do not call it from a coroutine: it would block the event loop. Close it before a fork, and make a new
+    SyncClient in the child process: gRPC does not work in a process that was forked while a client was open.
     """
 
     # testing.py sets another class.
@@ -78,10 +80,12 @@ class SyncClient:
         )
         self.org = org
         self._owns_loop = True
-        self._loop_of = self._running_loop
+        self._begin = self._begin_call
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        # A signal handler may use the client while this thread holds the lock.
+        self._lock = threading.RLock()
+        # Its event loop runs in the thread.
+        self._runner: asyncio.Runner | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -93,19 +97,23 @@ class SyncClient:
         other._client = client
         other.org = client.org
         other._owns_loop = False
-        other._loop_of = self._loop_of
+        other._begin = self._begin
         return other
 
     def close(self) -> None:
-        """Closes the connections and ends the thread. A second close does nothing."""
-        if not self._owns_loop:
+        """Closes the connections and ends the thread. Calls that are under way raise ClientClosed. A second close does
+        nothing."""
+        # After a fork, another thread of the parent may have held the lock. When the interpreter shuts down, it has
+        # ended the client's thread.
+        if not self._owns_loop or self._pid != os.getpid() or sys.is_finalizing():
             return
         with self._lock:
             self._closed = True
-            loop, thread = self._loop, self._thread
-            self._loop = self._thread = None
-        if loop is None or thread is None or self._pid != os.getpid():
+            runner, thread = self._runner, self._thread
+            self._runner = self._thread = None
+        if runner is None or thread is None:
             return
+        loop = runner.get_loop()
         asyncio.run_coroutine_threadsafe(self._client.close(), loop).result(_CLOSE_S)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(_CLOSE_S)
@@ -199,35 +207,67 @@ class SyncClient:
 
     def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         try:
-            future = asyncio.run_coroutine_threadsafe(work, self._loop_of())
+            future = self._begin(work)
         except BaseException:
             work.close()
             raise
         try:
             return future.result()
+        except CancelledError:
+            if self._client.calls.closed:
+                raise ClientClosed(
+                    f"this SyncClient of {self._client.calls.address} was closed before its call ended"
+                ) from None
+            raise
         except BaseException:
             # Ctrl-C ends the wait. Cancel the call, because nobody would get its result.
             future.cancel()
             raise
 
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
+    def _begin_call(self, work: Coroutine[Any, Any, _Result]) -> Future[_Result]:
+        """Starts a call in the thread. Raises ClientClosed."""
+        if self._pid != os.getpid():
+            # Do not take the lock: another thread of the parent may have held it.
+            raise self._refusal("was made before a fork")
+        if sys.is_finalizing():
+            # Its thread has ended, and a call from __del__ would never end.
+            raise ClientClosed("the interpreter shuts down, and a SyncClient has no thread any more; use atexit")
         with self._lock:
-            if self._closed or self._pid != os.getpid():
-                why = "is closed" if self._closed else "was made before a fork"
-                raise ClientClosed(f"this SyncClient of {self._client.calls.address} {why}; make a new one")
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
+            if self._closed:
+                raise self._refusal("is closed")
+            if self._runner is None:
+                # With a factory, the runner leaves the event loop of this thread alone.
+                runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+                # The runner makes its loop here, before the thread uses it.
+                runner.get_loop()
                 # A daemon thread, so that a program that forgets close() can still exit.
-                self._thread = threading.Thread(
-                    target=_serve, args=(self._loop,), name="windrow-sync-client", daemon=True
-                )
-                self._thread.start()
-            return self._loop
+                thread = threading.Thread(target=_serve, args=(runner,), name="windrow-sync-client", daemon=True)
+                # A signal handler that makes a call now uses the same thread.
+                self._runner, self._thread = runner, thread
+                try:
+                    thread.start()
+                except RuntimeError:
+                    # The process may have no more threads now.
+                    self._runner = self._thread = None
+                    runner.close()
+                    raise
+            # Hold the lock until the call is on its way: the loop runs no call that comes after close() has stopped it.
+            return asyncio.run_coroutine_threadsafe(work, self._runner.get_loop())
+
+    def _refusal(self, why: str) -> ClientClosed:
+        return ClientClosed(f"this SyncClient of {self._client.calls.address} {why}; make a new one")
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()
+def _serve(runner: asyncio.Runner) -> None:
+    # At its end, the runner cancels calls that still run, such as a call in the pause before its next try. Otherwise
+    # their callers would wait for ever.
+    with runner:
+        loop = runner.get_loop()
+        asyncio.set_event_loop(loop)
+        while True:
+            try:
+                loop.run_forever()
+            except (SystemExit, KeyboardInterrupt):
+                # Middleware, or a function that returns tokens, has raised it. The caller gets it; other calls go on.
+                continue
+            break

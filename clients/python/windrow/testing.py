@@ -38,7 +38,7 @@ from windrow.failures import Failure
 from windrow.job_rules import job_faults, org_fault
 from windrow.jobs import AttemptOutcome, Job, JobOptions, JobState, NewJob, new_message, read_new, state_value
 from windrow.leases import HeldLease
-from windrow.outcomes import Done, Failed, Snoozed
+from windrow.outcomes import Action, Done, Failed, Snoozed
 from windrow.payloads import Payload, encode
 from windrow.reports import Progress, Report, Reporter
 from windrow.sync_client import SyncClient
@@ -97,7 +97,6 @@ async def run_job(worker: Worker, job: NewJob, *, attempt: int = 1, checkpoint: 
         raise invalid_argument("queue", f"must be one of the worker's, not {job.queue!r}")
     # This module belongs to the same package as the worker, so it may use what is private there.
     handlers = worker._handlers  # noqa: SLF001
-    batch_handlers = worker._batch_handlers  # noqa: SLF001
     if job.kind not in handlers:
         raise invalid_argument("kind", f"must have a handler, and {job.kind!r} has none")
     told: list[Report] = []
@@ -105,10 +104,15 @@ async def run_job(worker: Worker, job: NewJob, *, attempt: int = 1, checkpoint: 
     held = HeldLease(leased, time.monotonic(), math.inf)
     handlers.open(worker.concurrency)
     try:
-        if gathering := batch_handlers.by_kind.get(job.kind):
-            (action,) = await batch_handlers.run(gathering, [held])
-        else:
-            action = await handlers.run(held)
+        # Like a worker, give the handler a task of its own. Its code may cancel this task: then the attempt has failed.
+        handling = asyncio.create_task(_action(worker, held))
+        try:
+            action = await handling
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            action = handlers.outcome_of(held, error)
     finally:
         handlers.close()
     reported = Report()
@@ -116,6 +120,14 @@ async def run_job(worker: Worker, job: NewJob, *, attempt: int = 1, checkpoint: 
         reported = reported.then(report)
     ended = _result_of(action, leased)
     return replace(ended, log=leased.logged.read()[0], progress=reported.progress, checkpoint=reported.checkpoint)
+
+
+async def _action(worker: Worker, held: HeldLease) -> Action:
+    batch_handlers = worker._batch_handlers  # noqa: SLF001
+    if gathering := batch_handlers.by_kind.get(held.job.kind):
+        (action,) = await batch_handlers.run(gathering, [held])
+        return action
+    return await worker._handlers.run(held)  # noqa: SLF001
 
 
 def _leased(message: job_pb2.NewJob, attempt: int, checkpoint: Payload, reporter: Reporter) -> Job:

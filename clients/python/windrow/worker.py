@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from opentelemetry import metrics
 
@@ -167,6 +167,8 @@ class Worker:
             client=client, declared_by=declares_as or f"worker:{self.queues[0]}", removes=removes_undeclared
         )
         self._loop: asyncio.AbstractEventLoop | None = None
+        # The task of run().
+        self._task: asyncio.Task[Any] | None = None
         self._stops = 0
         self._group: asyncio.TaskGroup | None = None
         self._context = contextvars.Context()
@@ -322,6 +324,7 @@ class Worker:
         self._handlers.open(self.concurrency)
         self._stream.tell_kinds(self._handlers.kinds)
         self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
         self._context = contextvars.copy_context()
         self._on_stop()
         with stopped_by_signals(self.stop):
@@ -486,9 +489,9 @@ class Worker:
             for held, fate in zip(batch, fates, strict=True):
                 self._settle(held, fate)
             await self._settlements.room()
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             for held in batch:
-                self._on_cancelled(held)
+                self._on_cancelled(held, error)
             raise
         except BaseException:
             # This error ends the worker: no other handler may start.
@@ -539,8 +542,8 @@ class Worker:
                         suspended = True
                         self._start_waiting_soon()
                         await self._settlements.room()
-                except asyncio.CancelledError:
-                    self._on_cancelled(held)
+                except asyncio.CancelledError as error:
+                    self._on_cancelled(held, error)
                     raise
                 except BaseException:
                     # This error ends the worker: no other handler may start.
@@ -604,7 +607,7 @@ class Worker:
                 self._settlements.report(held, report)
                 return
 
-    def _on_cancelled(self, held: HeldLease) -> None:
+    def _on_cancelled(self, held: HeldLease, error: asyncio.CancelledError) -> None:
         """Handles a job whose task was cancelled."""
         if held.lost or held.settling:
             return
@@ -614,8 +617,11 @@ class Worker:
             held.lost = True
             held.job.lost.set(LostReason.STOPPED)
             self._leases.drop(held)
-        else:
+        elif self._ending or (self._task is not None and self._task.cancelling()):
             self._settlements.give_back(held)
+        else:
+            # The handler's own code has cancelled the task, and would do so again: this attempt counts.
+            self._settlements.settle(held, self._handlers.outcome_of(held, error))
 
     def _on_place(self) -> None:
         """Starts waiting jobs, because a place may have become free."""
