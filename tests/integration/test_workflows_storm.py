@@ -130,17 +130,20 @@ class Storm:
     def _settle(self, flow: NewWorkflow, name: str, lease: Lease) -> list[Awaitable[object]]:
         if name not in CALLBACKS and luck.random() < 0.2:
             nack = Nack(lease=lease, failure=Failure(permanent=True))
-            return [luck.choice(self.two).store.settle(Settlement.nack(self.org, [nack]))]
+            return [self._answer_to(Settlement.nack(self.org, [nack]))]
         return [self._ack(flow, name, lease) for _ in range(luck.choice((1, 1, 2)))]
 
     async def _ack(self, flow: NewWorkflow, name: str, lease: Lease) -> None:
-        """Repeats an ack until it is answered, also if nobody knows whether an earlier call was done."""
+        answer = await self._answer_to(Settlement.ack(self.org, [lease]))
+        self.ran[f"{flow.id}/{name}"] += answer is Answer.OK
+
+    async def _answer_to(self, settlement: Settlement) -> Answer:
+        """Repeats the call until it is answered, also if nobody knows whether an earlier call was done. Otherwise the
+        job would stay leased for longer than the test lasts."""
         while True:
             with contextlib.suppress(ShardUnavailable):
-                settlement = Settlement.ack(self.org, [lease])
                 (answer,) = await luck.choice(self.two).store.settle(settlement)
-                self.ran[f"{flow.id}/{name}"] += answer is Answer.OK
-                return
+                return answer
 
 
 async def cut_connections(dsn: str, storm: Storm, *, pause_s: float) -> None:
