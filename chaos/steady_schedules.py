@@ -124,14 +124,10 @@ def _copies(count: int, orgs: int) -> str:
 def _ending(end_s: int) -> str:
     """Returns the statement that lets a shard's steady schedules end then. No instant is at the end or after it."""
     return f"""
-    WITH ended AS (
-        UPDATE windrow.schedule
-        SET ends_at = e.at,
-            next_at = CASE WHEN next_at < e.at THEN next_at END,
-            wake_at = CASE WHEN next_at < e.at THEN wake_at END
-        FROM (SELECT to_timestamp({end_s}) AS at) e
-        WHERE name LIKE 'steady-%'
-        RETURNING 1
-    )
-    SELECT count(*) FROM ended
+    UPDATE windrow.schedule
+    SET ends_at = e.at,
+        next_at = CASE WHEN next_at < e.at THEN next_at END,
+        wake_at = CASE WHEN next_at < e.at THEN wake_at END
+    FROM (SELECT to_timestamp({end_s}) AS at) e
+    WHERE name LIKE 'steady-%'
     """

@@ -35,6 +35,11 @@ _NONE_S = 10.0
 _REASON = "replaced by the next run of its schedule"
 
 
+async def have_ended(shards: Sequence[ShardHandle], org: OrgId, job: JobId) -> bool:
+    """Returns whether a job is live on none of these shards. Raises ShardError, TooManyWaiting."""
+    return all([await shard.require_up().store.find_ended([(org, to_hex(job))]) for shard in shards])
+
+
 class Scheduler:
     """`may_fire`: whether the shard's state lets it store jobs. `elsewhere`: the other shards that may have live jobs
     of an org; None: they are not known now. While no schedule is due, the shard is asked every `sweep_s` seconds for
@@ -129,8 +134,7 @@ class Scheduler:
                     if await self._cancel(org, job):
                         known[job] = False
                 elif (others := self._elsewhere(org)) is not None:
-                    ended = [await other.require_up().store.find_ended([(org, to_hex(job))]) for other in others]
-                    known[job] = not all(ended)
+                    known[job] = not await have_ended(others, org, job)
             except (ShardError, TooManyWaiting) as error:
                 _log.debug("a schedule of org %r waits for its job %s: %s", org, job, error)
         return known

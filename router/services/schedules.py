@@ -11,11 +11,11 @@ from typing import Any
 from router.codec import schedules as codec
 from router.codec.convert import STATES, moment
 from router.fleet.fleet import Fleet
+from router.fleet.schedules import have_ended
 from router.fleet.shard_handle import ShardHandle
 from router.gate.calls import ANSWER_HELD_BYTES, unary
 from router.route import by_id
 from shard.errors import ShardError
-from shard.job_id import to_hex
 from shard.placement.slots import Placement
 from shard.queue.coalescer import Coalescer, SingleCall, TooManyWaiting, one_by_one
 from shard.schedule import Overlap, Run, ScheduleName
@@ -146,8 +146,7 @@ class SchedulesService:
 
         async def backfill(member: ShardHandle, placement: Placement) -> schedules_pb2.BackfillScheduleResponse:
             async def ended_elsewhere(job: JobId) -> bool:
-                others = [self._fleet.placed(source).require_up().store for source in placement.sources]
-                return all([await other.find_ended([(org, to_hex(job))]) for other in others])
+                return await have_ended([self._fleet.placed(source) for source in placement.sources], org, job)
 
             admin = member.require_open().schedule_admin
             done = await admin.backfill(

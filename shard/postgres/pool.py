@@ -27,7 +27,7 @@ from shard.postgres import statements
 from shard.postgres.breaker import OVERDUE_S, Breaker, first_line
 from shard.postgres.connection import CONNECT_OPTIONS, CONNECT_S_MAX, Connection, hang_up
 from shard.postgres.multi_host import first_of, only, replaced_by
-from shard.postgres.pooler import REASON, refuse_shared_sessions
+from shard.postgres.pooler import SESSIONS_ARE_SHARED, refuse_shared_sessions
 from shard.postgres.session import LOCK_WAIT_S, QUEUE_SETTINGS, SCAN_SETTINGS, Session
 from shard.postgres.session_pool import SessionPool
 from shard.vocabulary import ShardName
@@ -236,18 +236,21 @@ class Database:
                 # standby has what was committed (I1).
                 connection.unreplicated = False
                 await connection.run(statements.WAIT_FOR_STANDBY, {})
-        except (psycopg.errors.ReadOnlySqlTransaction, psycopg.errors.InternalError_) as error:
-            if not _is_from_standby(error):
-                raise
+        except psycopg.errors.ReadOnlySqlTransaction:
             # The server is a standby. Another connection may lead to the primary; this connection does not.
             await connection.close()
-            if error.sqlstate == "25006":
+            raise
+        except psycopg.errors.InternalError_ as error:
+            # On a standby, a statement that writes no row and only waits for a standby of its own gets this error
+            # (wait_for_standby.sql). Postgres does not translate its text.
+            if "during recovery" not in str(error):
                 raise
+            await connection.close()
             raise psycopg.errors.ReadOnlySqlTransaction(f"the server is a standby: {first_line(error)}") from error
         except psycopg.errors.DuplicatePreparedStatement as error:
             # A connection never uses a name twice, so another client has prepared the statement in this session.
             await connection.close()
-            raise psycopg.OperationalError(REASON) from error
+            raise psycopg.OperationalError(SESSIONS_ARE_SHARED) from error
         except psycopg.errors.InsufficientPrivilege as error:
             raise Misconfigured(
                 f"{what(self.name)}: the role in its DSN lacks a right: {first_line(error)}; make it the owner of the "
@@ -463,12 +466,6 @@ def _ignore() -> None:
 def _connection_lost(error: psycopg.Error) -> bool:
     """Returns whether another connection may succeed: the server went away, restarted, or has become a standby."""
     return _in_doubt(error) or error.sqlstate == "25006"
-
-
-def _is_from_standby(error: psycopg.Error) -> bool:
-    """Returns whether the statement failed because the server is a standby. A statement that writes no row, and only
-    waits for a standby (wait_for_standby.sql), gets an internal error there; Postgres does not translate its text."""
-    return error.sqlstate == "25006" or "during recovery" in str(error)
 
 
 def _in_doubt(error: psycopg.Error) -> bool:

@@ -19,7 +19,7 @@ from shard.postgres.multi_host import only
 
 # How long to wait for a second session. If a pooler has no session left, it has not given our session to anybody.
 _SECOND_S_MAX = 1.0
-REASON = (
+SESSIONS_ARE_SHARED = (
     "its DSN leads to a pooler that gives sessions to others after each transaction; use session mode, or no pooler "
     '(deploy/README.md, "Postgres")'
 )
@@ -49,7 +49,7 @@ async def refuse_shared_sessions(connection: psycopg.AsyncConnection[Any], dsn: 
     except psycopg.Error:
         return
     if shared:
-        raise psycopg.OperationalError(REASON)
+        raise psycopg.OperationalError(SESSIONS_ARE_SHARED)
 
 
 async def _session_of(connection: psycopg.AsyncConnection[Any]) -> int:

@@ -62,7 +62,7 @@ class _Quarantined(NamedTuple):
     kind: str
     trial_id: JobId | None
     trial_at: Micros | None
-    # False: the org is moving away, and the other shard judges.
+    # False: the org is moving away, and the other shard counts this kind.
     is_owned: bool
     # False: the org is moving, and the job of the trial may be on the other shard.
     is_whole: bool

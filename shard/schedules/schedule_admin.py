@@ -25,6 +25,7 @@ from shard.errors import (
     TooManySchedules,
     UnknownSchedule,
 )
+from shard.job_id import to_hex
 from shard.postgres import arrays
 from shard.postgres.connection import Connection
 from shard.postgres.pool import Database
@@ -332,7 +333,7 @@ class ScheduleAdmin:
             if overlap is not Overlap.ALLOW and schedule.last_job is not None:
                 # The job may be on its way to this shard, so this shard is asked last.
                 running = not await ended_elsewhere(schedule.last_job) or not await self._store.find_ended(
-                    [(org, schedule.last_job.replace("-", ""))]
+                    [(org, to_hex(schedule.last_job))]
                 )
             runs, buffered = plan.backfill(new, overlap, running=running, buffered=schedule.buffered)
             rest = [run for one in skipped if (run := await self._rest(connection, schedule, one, new)) is not None]

@@ -12,10 +12,9 @@ import psycopg
 import pytest
 
 from tests.access import id_of
+from tests.checks import ROOT
 from tests.command import Done, windrow
 from tests.conftest import CLUSTER, SHARD
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Shell:

@@ -775,7 +775,7 @@ async def test_while_an_org_moves_its_trial_on_the_source_is_the_only_one(pair: 
     assert await lease_jobs(target, org) == []
     assert await source.settle(Settlement.ack(org, [trial])) == [Answer.OK]
     await mover.finish()
-    # Nobody on the target knows how that trial ended.
+    # The target does not know how that trial ended, and begins another one.
     await target.sweep()
     assert len(await lease_jobs(target, org)) == 1
     await pair.balance()

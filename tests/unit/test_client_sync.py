@@ -171,6 +171,21 @@ async def test_a_signal_handler_may_use_the_client_that_it_interrupts(router: Fa
     assert len(router.of("Enqueue")) == 1
 
 
+async def lines_of(program: str, router: FakeRouter, *, within_s: float) -> list[str]:
+    """Runs a program that uses a client of this router. Returns the lines that it prints."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, router.address, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        async with asyncio.timeout(within_s):
+            output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return output.decode().splitlines()
+
+
 LEFT_OPEN = """
 import sys
 import windrow
@@ -197,17 +212,7 @@ sys.modules["holder"] = Holder()
 async def test_a_client_that_is_used_and_closed_while_the_interpreter_shuts_down_does_not_hang(
     router: FakeRouter,
 ) -> None:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", LEFT_OPEN, router.address, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    try:
-        async with asyncio.timeout(WAIT_S):
-            output, _ = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    refused, closed = output.decode().splitlines()
+    refused, closed = await lines_of(LEFT_OPEN, router, within_s=WAIT_S)
     assert "the interpreter shuts down" in refused
     assert closed == "closed"
 
@@ -278,14 +283,6 @@ with windrow.SyncClient(sys.argv[1], org="acme") as client:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 async def test_a_process_that_was_forked_while_a_client_was_open_is_told_so(router: FakeRouter) -> None:
     """gRPC would crash there, or never answer."""
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", FORKS, router.address, stdout=subprocess.PIPE)
-    try:
-        async with asyncio.timeout(2 * WAIT_S):
-            output, _ = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    child, parent = output.decode().splitlines()
+    child, parent = await lines_of(FORKS, router, within_s=2 * WAIT_S)
     assert "close every client before the fork" in child
     assert parent == "False"

@@ -122,7 +122,6 @@ async def test_a_process_that_ends_or_hangs_fails_the_attempt_of_its_own_job_onl
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no server that forks processes")
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 async def test_the_end_of_a_process_is_seen_even_if_a_process_that_its_handler_forked_goes_on(
     router: FakeRouter, client: Client
 ) -> None:
@@ -141,6 +140,7 @@ async def test_the_end_of_a_process_is_seen_even_if_a_process_that_its_handler_f
     )
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no server that forks processes")
 async def test_a_process_need_not_import_the_client_when_it_starts(router: FakeRouter, client: Client) -> None:
     worker = Worker(client, "q", name="w1")
     worker.handler("loaded", isolate="process")(plain_handlers.loaded)

@@ -97,15 +97,23 @@ async def run_job(worker: Worker, job: NewJob, *, attempt: int = 1, checkpoint: 
         raise invalid_argument("queue", f"must be one of the worker's, not {job.queue!r}")
     # This module belongs to the same package as the worker, so it may use what is private there.
     handlers = worker._handlers  # noqa: SLF001
+    batch_handlers = worker._batch_handlers  # noqa: SLF001
     if job.kind not in handlers:
         raise invalid_argument("kind", f"must have a handler, and {job.kind!r} has none")
     told: list[Report] = []
     leased = _leased(message, attempt, checkpoint, Reporter(lambda _, report: told.append(report)))
     held = HeldLease(leased, time.monotonic(), math.inf)
+
+    async def handle() -> Action:
+        if gathering := batch_handlers.by_kind.get(job.kind):
+            (action,) = await batch_handlers.run(gathering, [held])
+            return action
+        return await handlers.run(held)
+
     handlers.open(worker.concurrency)
     try:
         # Like a worker, give the handler a task of its own. Its code may cancel this task: then the attempt has failed.
-        handling = asyncio.create_task(_action(worker, held))
+        handling = asyncio.create_task(handle())
         try:
             action = await handling
         except asyncio.CancelledError as error:
@@ -120,14 +128,6 @@ async def run_job(worker: Worker, job: NewJob, *, attempt: int = 1, checkpoint: 
         reported = reported.then(report)
     ended = _result_of(action, leased)
     return replace(ended, log=leased.logged.read()[0], progress=reported.progress, checkpoint=reported.checkpoint)
-
-
-async def _action(worker: Worker, held: HeldLease) -> Action:
-    batch_handlers = worker._batch_handlers  # noqa: SLF001
-    if gathering := batch_handlers.by_kind.get(held.job.kind):
-        (action,) = await batch_handlers.run(gathering, [held])
-        return action
-    return await worker._handlers.run(held)  # noqa: SLF001
 
 
 def _leased(message: job_pb2.NewJob, attempt: int, checkpoint: Payload, reporter: Reporter) -> Job:
