@@ -305,6 +305,16 @@ class LeaseEnded(ShardError):
         )
 
 
+class NodeMayWaitForJob(ShardError):
+    """`parent` may wait for the job that waits for `node`."""
+
+    def __init__(self, workflow: str, node: str, parent: str) -> None:
+        super().__init__(
+            f"workflow {workflow}: the job waits for node {node!r}, so this node cannot wait for node {parent!r}. That "
+            "node has not ended and is not among the nodes of this call: it might wait for the job"
+        )
+
+
 class NodeExists(ShardError):
     def __init__(self, workflow: str, node: str) -> None:
         super().__init__(

@@ -143,6 +143,8 @@ class NewNodes:
     # The nodes that a new node waits for, by the position of the new node. They may be nodes that the workflow has
     # already.
     after: Mapping[int, Sequence[tuple[NodeName, OnFailed]]]
+    # If the job is to wait for these nodes: what becomes of it if one of them fails.
+    wait: OnFailed | None = None
 
 
 class AddedNodes(NamedTuple):
@@ -150,6 +152,8 @@ class AddedNodes(NamedTuple):
 
     jobs: Sequence[JobId]
     stored: int
+    # Whether the job that adds them must wait for them.
+    waits: bool = False
 
 
 class WorkflowRecord(NamedTuple):

@@ -64,8 +64,11 @@ def new_workflow(
     )
 
 
-def new_nodes(org: OrgId, flow: NewWorkflow, graph: Graph, **fields: object) -> NewNodes:
-    """Returns nodes to be added to a workflow. Their jobs have these fields of `some_jobs`."""
+def new_nodes(
+    org: OrgId, flow: NewWorkflow, graph: Graph, *, wait: OnFailed | None = None, **fields: object
+) -> NewNodes:
+    """Returns nodes to be added to a workflow. Their jobs have these fields of `some_jobs`. `wait`: the job waits for
+    them, with this policy."""
     return NewNodes(
         workflow=flow.id,
         names=[NodeName(name) for name in graph],
@@ -75,6 +78,7 @@ def new_nodes(org: OrgId, flow: NewWorkflow, graph: Graph, **fields: object) -> 
             for at, after in enumerate(graph.values())
             if after
         },
+        wait=wait,
     )
 
 
@@ -102,7 +106,7 @@ class Flows:
         self, flow: NewWorkflow, adder: str | Lease, graph: Graph, *, epoch: int = 1, **fields: object
     ) -> AddedNodes:
         """Adds nodes from the job of the node with this name, or with this lease."""
-        nodes = new_nodes(self.org, flow, graph, **fields)
+        nodes = new_nodes(self.org, flow, graph, **fields)  # type: ignore[arg-type]
         lease = self.leases[adder] if isinstance(adder, str) else adder
         added = await self.admin.add(nodes, adder=lease, epoch=epoch)
         self.names |= dict(zip(added.jobs, graph, strict=True))

@@ -260,6 +260,8 @@ def status_of(error: BaseException) -> status_pb2.Status:
             return _status(reasons.ERROR_REASON_WORKFLOW_ENDED, str(error))
         case errors.LeaseEnded():
             return _status(reasons.ERROR_REASON_LEASE_ENDED, str(error))
+        case errors.NodeMayWaitForJob():
+            return status_of(InvalidRequest([Violation("nodes", str(error))]))
         case errors.NodeExists():
             return _status(reasons.ERROR_REASON_NODE_EXISTS, str(error))
         case errors.TooManyNodes():

@@ -206,6 +206,7 @@ def new_nodes(request: workflows_pb2.AddNodesRequest, *, trace: str | None) -> t
             for place, at in enumerate(order)
             if nodes[at].after
         },
+        wait=_POLICIES_BY_NUMBER.get(request.on_failed, OnFailed.CANCEL) if request.wait else None,
     )
     return new, [places[node.name] for node in nodes]
 

@@ -19,6 +19,7 @@ from router.route.retry_workflow import retry_of
 from shard.errors import BadIds, LimitReached
 from shard.job_record import ANSWER_BYTES_MAX, JobRecord
 from shard.placement.slots import Placement
+from shard.queue.settle import Settlement, Snooze
 from shard.vocabulary import Answer, JobId, Lease, OrgId
 from shard.workflow import AddedNodes, NewNodes, NewWorkflow, NodeName, WorkflowId
 from shard.workflows.workflow_admin import SKIPPED, parents_from, parents_token
@@ -35,6 +36,9 @@ _RETRY_BYTES = MESSAGE_BYTES_MAX + ANSWER_HELD_BYTES
 # A request with more nodes is checked and converted in a thread. 10,000 nodes take half a second: without the thread,
 # the router process would serve nobody else for that time.
 _NODES_HERE_MAX = 200
+
+# For how long a job that must wait for nodes is given back, if it is on a shard that its org leaves.
+_AWAY_US = 1_000_000
 
 _Nodes = workflows_pb2.StartWorkflowRequest | workflows_pb2.AddNodesRequest
 _Decoded = TypeVar("_Decoded")
@@ -99,7 +103,9 @@ class WorkflowsService:
             return await self._add(member.require_open(), placement, nodes, tag, lease)
 
         added = await self._fleet.write(nodes.jobs.org, add)
-        return workflows_pb2.AddNodesResponse(job_ids=[added.jobs[place] for place in places], added=added.stored)
+        return workflows_pb2.AddNodesResponse(
+            job_ids=[added.jobs[place] for place in places], added=added.stored, waits=added.waits
+        )
 
     async def _add(
         self, member: ShardHandle, placement: Placement, nodes: NewNodes, tag: int, lease: Lease
@@ -116,7 +122,11 @@ class WorkflowsService:
             added = await member.workflows.add(nodes, adder=adder, epoch=placement.epoch)
             if not added.stored:
                 charge.refund()
-            return added
+        if added.waits and holder is not None and holder is not member:
+            # The job cannot wait on the shard that it leaves. It runs again on the other shard, and waits there.
+            snooze = Snooze(lease, _AWAY_US, "waits for nodes that it has added")
+            await holder.require_up().store.settle(Settlement.snooze(nodes.jobs.org, [snooze]))
+        return added
 
     @unary()
     async def GetWorkflow(self, request: workflows_pb2.GetWorkflowRequest) -> workflows_pb2.GetWorkflowResponse:

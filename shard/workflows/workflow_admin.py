@@ -21,6 +21,7 @@ from shard.errors import (
     LeaseEnded,
     NodeEnded,
     NodeExists,
+    NodeMayWaitForJob,
     NotRetryable,
     ShardUnavailable,
     TooManyNodes,
@@ -39,7 +40,7 @@ from shard.queue.coalescer import Coalescer, SingleCall, one_by_one
 from shard.queue.enqueue import SPARSE_ENCODERS, find_refused
 from shard.queue.queue_ids import QUEUES_MAX
 from shard.queue.store import ID_AGE_DAYS_MAX, Store
-from shard.vocabulary import SPARSE_COLUMNS, JobId, Lease, Micros, OrgId, QueueId, QueueName
+from shard.vocabulary import SPARSE_COLUMNS, Failure, JobId, Lease, Micros, OrgId, QueueId, QueueName
 from shard.workflow import (
     EDGES_MAX,
     NODES_MAX,
@@ -51,6 +52,7 @@ from shard.workflow import (
     NodeName,
     NodeRecord,
     NodeState,
+    OnFailed,
     ParentRecord,
     WorkflowId,
     WorkflowRecord,
@@ -68,6 +70,8 @@ _FAULTS_MAX = 100
 # Job.reason of the job of a skipped node.
 SKIPPED = "its node was skipped"
 _LAST_ID = WorkflowId("ffffffff-ffff-7fff-bfff-ffffffffffff")
+# Job.history of a job that waits for nodes.
+_WAITS = Failure(message="waits for nodes that it has added").to_json()
 # Upper bound for the edges of all nodes of one page.
 _PAGE_EDGES_MAX = 20_000
 
@@ -86,9 +90,27 @@ class _Known(NamedTuple):
 
     number: int
     job: JobId
-    has_ended: bool
+    state: str
     is_callback: bool
     added_by: int | None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.has_failed or self.state in ("succeeded", "skipped")
+
+    @property
+    def has_failed(self) -> bool:
+        return self.state in ("failed", "cancelled")
+
+
+class _Size(NamedTuple):
+    """The size and the state of a workflow, in the order of read_size.sql's columns. `edges` may be 0 if nobody needs
+    it."""
+
+    nodes: int
+    edges: int
+    is_cancelled: bool
+    is_paused: bool
 
 
 class _Growth(NamedTuple):
@@ -204,11 +226,13 @@ class WorkflowAdmin:
         return [at for at, name in enumerate(nodes.names) if name not in known]
 
     async def add(self, nodes: NewNodes, *, adder: Lease | int, epoch: int) -> AddedNodes:
-        """Adds nodes to a workflow that runs. Nodes that the same job has added before stay as they are.
+        """Adds nodes to a workflow that runs. Nodes that the same job has added before stay as they are. If the job
+        must wait for the nodes, ends its lease, and blocks the job.
 
         `adder`: the lease of the job that adds the nodes. If that job is on another shard, which has checked its lease,
-        `adder` is the number of the job's node. Raises LeaseEnded, UnknownWorkflow, WorkflowEnded, NodeExists,
-        UnknownNode, TooManyNodes, TooManyQueues."""
+        `adder` is the number of the job's node. Then the caller must give back a job that must wait: it runs again on
+        this shard, and waits. Raises LeaseEnded, UnknownWorkflow, WorkflowEnded, NodeEnded, NodeExists,
+        NodeMayWaitForJob, UnknownNode, TooManyNodes, TooManyQueues."""
         org = nodes.jobs.org
         for _ in range(_TRIES_MAX):
             # Refuse before queues are made, which would be a trace of the org on a shard that does not own its slot.
@@ -221,10 +245,12 @@ class WorkflowAdmin:
                 raise
             queues = sorted(set(nodes.jobs.queues))
             ids = await self._in_turn(org, partial(self._queue_ids, org, queues))
-            added: list[AddedNodes] = []
+            added: list[tuple[AddedNodes, set[QueueId]]] = []
 
             async def act(
-                locked: _Locked, ids: Mapping[QueueName, QueueId] = ids, added: list[AddedNodes] = added
+                locked: _Locked,
+                ids: Mapping[QueueName, QueueId] = ids,
+                added: list[tuple[AddedNodes, set[QueueId]]] = added,
             ) -> None:
                 added[:] = [await self._add(locked, nodes, ids, adder, epoch)]
 
@@ -233,9 +259,12 @@ class WorkflowAdmin:
             except _QueuesChanged:
                 self._store.names.forget()
                 continue
-            if added[0].stored:
-                self._store.jobs_stored(set(ids.values()))
-            return added[0]
+            ((answer, freed_in),) = added
+            if answer.stored:
+                freed_in |= set(ids.values())
+            if freed_in:
+                self._store.jobs_stored(freed_in)
+            return answer
         raise ShardUnavailable(self._database.name, "the ids of its queues keep changing")
 
     async def _add(
@@ -245,10 +274,12 @@ class WorkflowAdmin:
         ids: Mapping[QueueName, QueueId],
         adder: Lease | int,
         epoch: int,
-    ) -> AddedNodes:
+    ) -> tuple[AddedNodes, set[QueueId]]:
         """Adds nodes under the workflow's lock. So either the last end was taken in before, and the workflow has ended,
-        or that end will find these nodes. The end of the job that adds the nodes is taken in under this lock, too."""
+        or that end will find these nodes. The end of the job that adds the nodes is taken in under this lock, too. Also
+        returns the queue in which a job has given up its place because it waits."""
         connection, workflow, org = locked.connection, nodes.workflow, nodes.jobs.org
+        lease = None if isinstance(adder, int) else adder
         if not isinstance(adder, int):
             parameters = _lease_parameters(org, workflow, adder)
             adder = _node_of(await connection.run(statements.FIND_LEASE, parameters), workflow, adder)
@@ -260,9 +291,83 @@ class WorkflowAdmin:
             if name in known and known[name].added_by != adder:
                 raise NodeExists(workflow, name)
         new = [at for at, name in enumerate(nodes.names) if name not in known]
+        if not new and nodes.wait is None:
+            return AddedNodes([known[name].job for name in nodes.names], 0), set()
+        size = await self._size(locked, nodes, new)
+        if nodes.wait is not None:
+            _refuse_cycles(nodes, new, known)
         if new:
-            await self._store_nodes(locked, nodes, new, known, ids, adder, epoch)
-        return AddedNodes([known[name].job for name in nodes.names], len(new))
+            await self._store_nodes(locked, nodes, new, known, ids, adder, size, epoch)
+        waits, freed_in = False, set[QueueId]()
+        if nodes.wait is not None:
+            waits = await self._must_wait(locked, nodes, nodes.wait, known, adder, size)
+            if waits and lease is not None:
+                freed_in = {await self._wait(locked, nodes, known, adder, lease)}
+        return AddedNodes([known[name].job for name in nodes.names], len(new), waits), freed_in
+
+    async def _size(self, locked: _Locked, nodes: NewNodes, new: Sequence[int]) -> _Size:
+        """Returns the size that the workflow has with the nodes at the positions `new`. Raises WorkflowEnded, and
+        TooManyNodes if the workflow has no room for these nodes."""
+        more_edges = sum(len(nodes.after.get(at, ())) for at in new)
+        parameters = {"flow": locked.flow, "edges": more_edges > 0 or nodes.wait is not None}
+        size = _Size._make((await locked.connection.run(statements.READ_SIZE, parameters))[0])
+        if locked.state is not WorkflowState.RUNNING or size.is_cancelled:
+            raise WorkflowEnded(nodes.workflow, "been cancelled" if size.is_cancelled else locked.state.value)
+        if size.nodes + len(new) > NODES_MAX:
+            raise TooManyNodes(nodes.workflow, "nodes", present=size.nodes, more=len(new), bound=NODES_MAX)
+        if size.edges + more_edges > EDGES_MAX:
+            raise TooManyNodes(nodes.workflow, "edges", present=size.edges, more=more_edges, bound=EDGES_MAX)
+        return size._replace(nodes=size.nodes + len(new), edges=size.edges + more_edges)
+
+    async def _must_wait(
+        self,
+        locked: _Locked,
+        nodes: NewNodes,
+        policy: OnFailed,
+        known: Mapping[NodeName, _Known],
+        adder: int,
+        size: _Size,
+    ) -> bool:
+        """Adds edges from the node `adder` to these nodes. Returns whether its job must wait: one of the nodes has not
+        ended, or has failed so that the job is to be cancelled."""
+        waited_for = [known[name] for name in nodes.names]
+        parameters = {
+            "flow": locked.flow,
+            "node": adder,
+            "parents": arrays.numbers(node.number for node in waited_for),
+            "on_failed": policy.value,
+        }
+        more_edges = len(await locked.connection.run(statements.ADD_EDGES, parameters))
+        if size.edges + more_edges > EDGES_MAX:
+            raise TooManyNodes(nodes.workflow, "edges", present=size.edges, more=more_edges, bound=EDGES_MAX)
+        cancels = policy is OnFailed.CANCEL and any(node.has_failed for node in waited_for)
+        return cancels or not all(node.has_ended for node in waited_for)
+
+    async def _wait(
+        self, locked: _Locked, nodes: NewNodes, known: Mapping[NodeName, _Known], adder: int, lease: Lease
+    ) -> QueueId:
+        """Blocks the job of the node `adder`, and ends its lease. Returns the queue of the job."""
+        waited_for = [known[name] for name in nodes.names]
+        parameters = {
+            "flow": locked.flow,
+            "node": adder,
+            "last": max(node.number for node in waited_for),
+            "org_id": locked.org_id,
+            "job": from_hex(lease.job_hex),
+            "lease": lease.number,
+            "failure": _WAITS,
+        }
+        rows = await locked.connection.run(statements.WAIT_FOR_NODES, parameters)
+        if not rows:
+            raise ShardUnavailable(self._database.name, f"job {from_hex(lease.job_hex)} is locked; try again")
+        ((queue_id, blocked),) = rows
+        if not blocked:
+            raise NodeEnded(nodes.workflow, str(adder))
+        # A failure among the ends that were taken in before cancels the job.
+        ended = arrays.numbers(node.number for node in waited_for if node.has_ended)
+        parameters = {"org_id": locked.org_id, "id": nodes.workflow, "flow": locked.flow, "nodes": ended}
+        await locked.connection.run(statements.TELL_AGAIN, parameters)
+        return QueueId(queue_id)
 
     async def _store_nodes(
         self,
@@ -272,23 +377,15 @@ class WorkflowAdmin:
         known: dict[NodeName, _Known],
         ids: Mapping[QueueName, QueueId],
         adder: int,
+        size: _Size,
         epoch: int,
     ) -> None:
-        """Stores the nodes at the positions `new`, and adds them to `known`."""
+        """Stores the nodes at the positions `new`, and adds them to `known`. `size`: the size that
+        the workflow then has."""
         connection, flow, workflow, org = locked.connection, locked.flow, nodes.workflow, nodes.jobs.org
-        more_edges = sum(len(nodes.after.get(at, ())) for at in new)
-        ((count, edge_count, is_cancelled, is_paused),) = await connection.run(
-            statements.READ_SIZE, {"flow": flow, "edges": more_edges > 0}
-        )
-        if locked.state is not WorkflowState.RUNNING or is_cancelled:
-            raise WorkflowEnded(workflow, "been cancelled" if is_cancelled else locked.state.value)
-        if count + len(new) > NODES_MAX:
-            raise TooManyNodes(workflow, "nodes", present=count, more=len(new), bound=NODES_MAX)
-        if edge_count + more_edges > EDGES_MAX:
-            raise TooManyNodes(workflow, "edges", present=edge_count, more=more_edges, bound=EDGES_MAX)
-        numbers = range(count, count + len(new))
+        numbers = range(size.nodes - len(new), size.nodes)
         for number, at in zip(numbers, new, strict=True):
-            known[nodes.names[at]] = _Known(number, job_id_of(workflow, number), False, False, adder)
+            known[nodes.names[at]] = _Known(number, job_id_of(workflow, number), "blocked", False, adder)
         edges: list[Edge] = []
         for number, at in zip(numbers, new, strict=True):
             for parent, policy in nodes.after.get(at, ()):
@@ -314,7 +411,7 @@ class WorkflowAdmin:
             callbacks={},
             added_by=dict.fromkeys(numbers, adder),
         )
-        parameters = _parameters(growth, ids, epoch=epoch, grows=_Growth(flow, is_paused, waits_on))
+        parameters = _parameters(growth, ids, epoch=epoch, grows=_Growth(flow, size.is_paused, waits_on))
         try:
             ((_, _, admitted, _),) = await connection.run(statements.STORE_WORKFLOW, parameters)
         except psycopg.errors.UniqueViolation as error:
@@ -504,6 +601,16 @@ class WorkflowAdmin:
     async def _in_turn(self, org: OrgId, act: Callable[[], Awaitable[_T]]) -> _T:
         answer: _T = await self._calls.submit(SingleCall(org, 1, act))
         return answer
+
+
+def _refuse_cycles(nodes: NewNodes, new: Sequence[int], known: Mapping[NodeName, _Known]) -> None:
+    """Refuses new nodes that wait for a node which may itself wait for the job. Nodes of this call wait only for each
+    other and for nodes that have ended, which wait for nobody. Raises NodeMayWaitForJob."""
+    names = set(nodes.names)
+    for at in new:
+        for parent, _ in nodes.after.get(at, ()):
+            if parent not in names and parent in known and not known[parent].has_ended:
+                raise NodeMayWaitForJob(nodes.workflow, nodes.names[at], parent)
 
 
 def _names_parameters(org: OrgId, workflow: WorkflowId, names: Sequence[NodeName]) -> dict[str, object]:

@@ -107,6 +107,8 @@ class WorkflowsMachine(RuleBasedStateMachine):
         self.callbacks: set[str] = set()
         # The graph that each node has added last.
         self.added: dict[str, Edges] = {}
+        # The graph for which each node has waited last, with the policy of that wait.
+        self.waited: dict[str, tuple[Edges, OnFailed]] = {}
         self.compare()
 
     def teardown(self) -> None:
@@ -207,10 +209,45 @@ class WorkflowsMachine(RuleBasedStateMachine):
             assert self.send(router, adder, self.added[adder]).stored == 0
             self.compare()
 
-    def send(self, router: int, adder: str, new: Edges) -> AddedNodes:
+    @rule(number=st.integers(0, 99), router=st.integers(0, 1), graph=graphs(), draw=st.data())
+    def wait(self, number: int, router: int, graph: Edges, draw: st.DataObject) -> None:
+        """Adds a graph for which the job waits. Each of its nodes may also wait for nodes that have ended."""
+        live = sorted(self.model.free)
+        if not live:
+            return
+        adder, size = live[number % len(live)], len(self.model.edges)
+        policy = draw.draw(st.sampled_from(OnFailed))
+        ended = st.just(dict[str, OnFailed]())
+        if self.model.ended:
+            ended = st.dictionaries(st.sampled_from(sorted(self.model.ended)), st.sampled_from(OnFailed), max_size=3)
+        new = {
+            f"m{size}-{node}": {f"m{size}-{parent}": policy for parent, policy in parents.items()} | draw.draw(ended)
+            for node, parents in graph.items()
+        }
+        assert self.send(router, adder, new, wait=policy).waits
+        del self.routers[0].leases[adder]
+        self.model.free.discard(adder)
+        self.model.edges |= new
+        self.model.edges[adder] = self.model.edges[adder] | dict.fromkeys(new, policy)
+        self.model.settle()
+        self.waited[adder] = (new, policy)
+        self.compare()
+
+    @rule(number=st.integers(0, 99), router=st.integers(0, 1))
+    def wait_again(self, number: int, router: int) -> None:
+        """A job that runs again finds that the nodes have ended, and goes on."""
+        adders = sorted(self.waited.keys() & self.model.free)
+        if adders:
+            adder = adders[number % len(adders)]
+            new, policy = self.waited[adder]
+            added = self.send(router, adder, new, wait=policy)
+            assert (added.stored, added.waits) == (0, False)
+            self.compare()
+
+    def send(self, router: int, adder: str, new: Edges, *, wait: OnFailed | None = None) -> AddedNodes:
         flows, other = self.routers[router], self.routers[0]
         graph = {node: list(parents.items()) for node, parents in new.items()}
-        added = self.do(flows.add(self.flow, other.leases[adder], graph))
+        added = self.do(flows.add(self.flow, other.leases[adder], graph, wait=wait))
         for one in self.routers:
             one.names |= flows.names
             one.added |= flows.added

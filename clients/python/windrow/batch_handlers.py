@@ -30,7 +30,7 @@ from windrow.handlers import (
 )
 from windrow.jobs import Job
 from windrow.leases import HeldLease, log, named
-from windrow.outcomes import DONE, Action, Failed, Outcome, Snoozed, action_of
+from windrow.outcomes import DONE, Action, Failed, Outcome, Released, Snoozed, Waits, action_of
 from windrow.payloads import Payload, named_seconds
 from windrow.tracing import Tracing, fail
 
@@ -128,6 +128,9 @@ class BatchHandlers:
         if not isinstance(error, Outcome) or error.is_failure:
             fail(span, error)
         action, cause = action_of(error, runners=RUNNERS)
+        if isinstance(action, Waits):
+            # One of the jobs waits. The lease of that job has ended, so only the others are given back.
+            action = Released()
         if isinstance(action, Failed):
             self._log_failure(batch, action.failure, cause, frames_of(cause, runners=RUNNERS))
         elif isinstance(action, Snoozed):

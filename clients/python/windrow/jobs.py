@@ -24,7 +24,7 @@ from windrow.reports import Progress, Reporter, read_progress, report_of
 from windrow.v1 import job_pb2, queue_pb2
 
 if TYPE_CHECKING:
-    from windrow.workflows import Added, Nodes
+    from windrow.workflows import Added, FailurePolicy, Nodes, Parent, WorkflowCalls
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _NOBODY = Reporter()
@@ -94,18 +94,29 @@ class WorkflowNode:
 
     workflow_id: str
     node: int
-    # Calls Client.add_nodes with the lease of the job; a Worker sets it.
-    adder: Callable[[WorkflowNode, Nodes], Awaitable[Added]] | None = field(default=None, repr=False, compare=False)
+    # Returns the client and the job for calls about this node; a Worker sets it.
+    caller: Callable[[WorkflowNode], tuple[WorkflowCalls, Job]] | None = field(default=None, repr=False, compare=False)
     # The nodes that were added with this lease, in the order of the calls.
     added: list[Nodes] = field(default_factory=list["Nodes"], repr=False, compare=False)
+
+    # These are no coroutine functions, so that a `def` handler gets the error, and not a coroutine that nobody awaits.
 
     def add(self, nodes: Nodes) -> Awaitable[Added]:
         """Adds nodes to this workflow: see Client.add_nodes. Only an `async def` handler of a Worker can call this, and
         it must await the result. Raises RuntimeError elsewhere."""
-        # This is no coroutine function, so that a `def` handler gets the error, and not a coroutine that nobody awaits.
-        if self.adder is None or not _in_event_loop():
-            raise RuntimeError("only an async handler of a Worker can add nodes here: use add_nodes of a client")
-        return self.adder(self, nodes)
+        client, job = self._calls("add_nodes")
+        return client.add_nodes(job, nodes)
+
+    def wait_for(self, nodes: Nodes, *, on_failed: FailurePolicy | None = None) -> Awaitable[list[Parent]]:
+        """Adds nodes to this workflow, and lets the job wait for them: see Client.wait_for. Only an `async def` handler
+        of a Worker can call this, and it must await the result. Raises RuntimeError elsewhere."""
+        client, job = self._calls("wait_for")
+        return client.wait_for(job, nodes) if on_failed is None else client.wait_for(job, nodes, on_failed=on_failed)
+
+    def _calls(self, method: str) -> tuple[WorkflowCalls, Job]:
+        if self.caller is None or not _in_event_loop():
+            raise RuntimeError(f"only an async handler of a Worker can add nodes here: use {method} of a client")
+        return self.caller(self)
 
 
 class LostReason(enum.Enum):

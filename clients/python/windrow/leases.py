@@ -213,6 +213,11 @@ class Leases:
         else:
             self.lose(held, f"the router answered {answer.name}")
 
+    def end(self, held: HeldLease) -> None:
+        """Forgets a lease that the handler itself has ended. Nothing is to be reported about its job any more."""
+        self.drop(held)
+        held.over = held.lost = True
+
     def lose(self, held: HeldLease, why: str) -> None:
         if self._end(held, LostReason.LEASE_ENDED):
             log.warning("%s: lost the lease of %s: %s", self._worker, named(held.job), why)

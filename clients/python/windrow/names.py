@@ -45,7 +45,7 @@ from windrow.jobs import (
     WorkflowNode,
 )
 from windrow.limits import Limit, LimitMeasure, LimitReached
-from windrow.outcomes import Kill, Retry, Snooze
+from windrow.outcomes import Kill, Retry, Snooze, Waiting
 from windrow.payloads import Payload
 from windrow.processes import Crashed
 from windrow.reports import Progress
@@ -164,6 +164,7 @@ __all__ = [
     "Unauthenticated",
     "Unavailable",
     "Violation",
+    "Waiting",
     "WindrowError",
     "Worker",
     "Workflow",

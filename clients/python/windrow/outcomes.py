@@ -120,6 +120,15 @@ class Released(Action):
             request.releases.append(lease)
 
 
+class Waits(Action):
+    """The job waits for nodes of its workflow. The call that added them has ended the lease, so nothing is sent."""
+
+    verb = "wait"
+
+    def write(self, request: queue_pb2.ConsumeRequest, lease: bytes, log: str) -> None:
+        raise AssertionError("a lease that has ended has no outcome to report")
+
+
 # By far the most frequent outcome, so one object serves for all.
 DONE = Done()
 
@@ -191,6 +200,21 @@ class Snooze(Outcome):
     def action(self) -> Snoozed:
         # Validate again: a subclass may have set a delay that no snooze can carry.
         return Snoozed(after_s=seconds(_checked(self.after)), reason=clipped(str(self), REASON_BYTES_MAX))
+
+
+class Waiting(Outcome):
+    """Raised by wait_for: the lease has ended, and the job waits for nodes of its workflow. A handler lets this pass:
+    what it does after that is dropped. Nothing has failed, and the attempt does not count."""
+
+    def __init__(self, nodes: int) -> None:
+        super().__init__(nodes)
+        self.nodes = nodes
+
+    def __str__(self) -> str:
+        return f"waits for nodes that it has added ({self.nodes:,})"
+
+    def action(self) -> Waits:
+        return Waits()
 
 
 class Kill(Outcome):

@@ -96,7 +96,7 @@ class HandlerProcess:
     def run(self, function: Callable[[Job], Payload], job: Job) -> Payload:
         """Runs a handler, and blocks meanwhile. Raises what the handler raises. Raises Crashed if the process ends."""
         # Pickle the call first, so that the process stays usable if the handler cannot be sent.
-        of = None if job.workflow is None else replace(job.workflow, adder=None)
+        of = None if job.workflow is None else replace(job.workflow, caller=None)
         call = pickle.dumps((function, replace(job, lost=Lost(), reporter=Reporter(), logged=JobLog(), workflow=of)))
         self._jobs += 1
         self.error = self.action = None

@@ -178,6 +178,7 @@ class SyncClient:
     declare_schedules = _blocking(Client.declare_schedules)
     start = _blocking(Client.start)
     add_nodes = _blocking(Client.add_nodes)
+    wait_for = _blocking(Client.wait_for)
     get_workflow = _blocking(Client.get_workflow)
     list_nodes = _blocking(Client.list_nodes)
     list_workflows = _blocking(Client.list_workflows)

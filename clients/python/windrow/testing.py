@@ -38,7 +38,7 @@ from windrow.failures import Failure
 from windrow.job_rules import job_faults, org_fault
 from windrow.jobs import AttemptOutcome, Job, JobOptions, JobState, NewJob, new_message, read_new, state_value
 from windrow.leases import HeldLease
-from windrow.outcomes import Action, Done, Failed, Snoozed
+from windrow.outcomes import Action, Done, Failed, Snoozed, Waits
 from windrow.payloads import Payload, encode
 from windrow.reports import Progress, Report, Reporter
 from windrow.sync_client import SyncClient
@@ -61,9 +61,9 @@ _Response = TypeVar("_Response")
 class AttemptResult:
     """The result of one attempt of a handler."""
 
-    # ACKED; NACKED; or RELEASED by a Snooze, which does not count as an attempt.
+    # ACKED; NACKED; or RELEASED by a Snooze or a Waiting, which do not count as attempts.
     outcome: AttemptOutcome
-    # The job's state after the attempt: SUCCEEDED, DEAD, or SCHEDULED, to run again.
+    # The job's state after the attempt: SUCCEEDED, DEAD, SCHEDULED, to run again, or BLOCKED after a Waiting.
     state: JobState
     # The handler's result, as the bytes that are stored.
     result: bytes = b""
@@ -168,6 +168,8 @@ def _result_of(action: object, job: Job) -> AttemptResult:
             return AttemptResult(
                 outcome=AttemptOutcome.RELEASED, state=JobState.SCHEDULED, after=after, reason=action.reason
             )
+        case Waits():
+            return AttemptResult(outcome=AttemptOutcome.RELEASED, state=JobState.BLOCKED)
         case _:
             raise AssertionError(f"no outcome of a handler: {action!r}")
 

@@ -32,7 +32,7 @@ from windrow.gathering import Gathering
 from windrow.handlers import Handlers, HandlerT, Middleware, Suspended
 from windrow.jobs import Job, LostReason, NewJob, WorkflowNode, read_leased
 from windrow.leases import Connectivity, HeldLease, Leases, log, named
-from windrow.outcomes import DONE, Action
+from windrow.outcomes import DONE, Action, Waits
 from windrow.payloads import Payload, duration, named_seconds
 from windrow.processes import is_handler_process
 from windrow.reports import Report, Reporter
@@ -41,7 +41,6 @@ from windrow.settlements import Backoff, Settlements
 from windrow.signals import stopped_by_signals
 from windrow.unhandled import Unhandled
 from windrow.v1 import job_pb2, queue_pb2
-from windrow.workflows import Added, Nodes
 
 CONCURRENCY_MAX = 1000
 # The contract's limit for one stream.
@@ -402,7 +401,7 @@ class Worker:
         job = read_leased(message, reporter=self._reporter)
         if job.workflow is not None:
             client = self.client.for_org(job.org) if job.org else self.client
-            job.workflow = replace(job.workflow, adder=partial(_add_nodes, client, job.lease))
+            job.workflow = replace(job.workflow, caller=partial(_calls_of, client, job.lease))
         return job
 
     def _take(self, messages: Sequence[job_pb2.LeasedJob], received_at: float) -> None:
@@ -584,6 +583,8 @@ class Worker:
                 held.job.attempt,
                 named(held.job),
             )
+        elif isinstance(fate, Waits):
+            self._leases.end(held)
         else:
             self._settlements.settle(held, fate)
 
@@ -693,7 +694,7 @@ class Worker:
             raise InvalidRequest(f"visibility_window must be 100 ms to 12 h, not {self._window_s} s")
 
 
-async def _add_nodes(client: Client, lease: bytes, of: WorkflowNode, nodes: Nodes) -> Added:
-    """Serves WorkflowNode.add. Takes the lease and not the job: a job that referred to itself would keep its payload
+def _calls_of(client: Client, lease: bytes, of: WorkflowNode) -> tuple[Client, Job]:
+    """Serves WorkflowNode.caller. Takes the lease and not the job: a job that referred to itself would keep its payload
     until the garbage collector runs."""
-    return await client.add_nodes(Job(lease=lease, workflow=of), nodes)
+    return client, Job(lease=lease, workflow=of)

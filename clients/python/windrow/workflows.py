@@ -15,6 +15,7 @@ from windrow.channels import Stub
 from windrow.errors import InvalidRequest, Violation, invalid_argument
 from windrow.ids import uuid7
 from windrow.jobs import Job, JobOptions, NewJob, WorkflowNode, new_message
+from windrow.outcomes import Waiting
 from windrow.payloads import Payload, moment
 from windrow.v1 import workflows_pb2
 
@@ -148,10 +149,7 @@ class Nodes:
             if node.callback is not None:
                 message.callback = _CALLBACK_NUMBERS[node.callback]
             for other, policy in node.waits_for.items():
-                try:
-                    message.after.add(node=names.get(other, other), on_failed=_POLICY_NUMBERS[policy])
-                except KeyError as error:
-                    raise invalid_argument("on_failed", f"must be a FailurePolicy, not {policy!r}") from error
+                message.after.add(node=names.get(other, other), on_failed=_policy_number(policy))
             messages.append(message)
         return messages
 
@@ -285,6 +283,31 @@ class WorkflowCalls:
         Raises InvalidJob, InvalidRequest; FailedPrecondition if the lease or the workflow has ended; AlreadyExists if
         another node has one of the names; NotFound if a node is to wait for a node that does not exist;
         ResourceExhausted if the workflow would have more than 10,000 nodes or 100,000 edges."""
+        request = self._addition(job, nodes)
+        response = await self._ask_workflows(lambda stub: stub.AddNodes, request)
+        ids = dict(zip((node.name for node in nodes.nodes), response.job_ids, strict=True))
+        return Added(job_ids=ids, stored=response.added)
+
+    async def wait_for(
+        self, job: Job, nodes: Nodes, *, on_failed: FailurePolicy = FailurePolicy.CANCEL
+    ) -> list[Parent]:
+        """Adds nodes to the workflow of a leased job like add_nodes, and lets the job wait for them. If all of them
+        have ended, returns them with their results, in the order of `nodes`. Otherwise raises Waiting, which the
+        handler must let pass: the attempt ends without counting, and the handler runs again from its beginning when the
+        nodes have ended. `on_failed` says what becomes of the job if one of the nodes fails.
+
+        The nodes may wait for each other, and for nodes that have ended. Raises what add_nodes raises, and
+        InvalidRequest if one of the nodes is to wait for any other node, because that node might wait for the job."""
+        request = self._addition(job, nodes)
+        request.wait = True
+        request.on_failed = _policy_number(on_failed)
+        response = await self._ask_workflows(lambda stub: stub.AddNodes, request)
+        if response.waits:
+            raise Waiting(len(request.nodes))
+        ended = {parent.name: parent for parent in await self.parents(job)}
+        return [ended[node.name] for node in request.nodes]
+
+    def _addition(self, job: Job, nodes: Nodes) -> workflows_pb2.AddNodesRequest:
         of = job.workflow
         if of is None:
             raise invalid_argument("job", "must be a node of a workflow")
@@ -292,10 +315,7 @@ class WorkflowCalls:
             of.added.append(nodes)
         # Nodes without names get the same names in each attempt, if the calls come in the same order.
         messages = nodes.messages(f"{of.node}.{of.added.index(nodes) + 1}.")
-        request = workflows_pb2.AddNodesRequest(org=self.org, id=of.workflow_id, lease=job.lease, nodes=messages)
-        response = await self._ask_workflows(lambda stub: stub.AddNodes, request)
-        ids = dict(zip((node.name for node in nodes.nodes), response.job_ids, strict=True))
-        return Added(job_ids=ids, stored=response.added)
+        return workflows_pb2.AddNodesRequest(org=self.org, id=of.workflow_id, lease=job.lease, nodes=messages)
 
     async def get_workflow(self, workflow_id: str) -> tuple[WorkflowRecord, dict[NodeState, int]]:
         """Returns a workflow, and how many of its nodes are in each state. Raises NotFound."""
@@ -306,7 +326,8 @@ class WorkflowCalls:
         return _read(response.workflow), counts
 
     async def list_nodes(self, workflow_id: str) -> list[NodeRecord]:
-        """Returns all nodes of a workflow, each after the nodes that it waits for. Raises NotFound."""
+        """Returns all nodes of a workflow, each after the nodes that it waits for, except those that its own job has
+        added. Raises NotFound."""
         nodes: list[NodeRecord] = []
         token = ""
         while True:
@@ -399,6 +420,13 @@ class WorkflowCalls:
         self, method: Callable[[Stub], Method[_Request, _Response]], request: _Request
     ) -> _Response:
         return await self.calls.call(method, request, final=ADMIN_FINAL)
+
+
+def _policy_number(policy: FailurePolicy) -> workflows_pb2.FailurePolicy.ValueType:
+    try:
+        return _POLICY_NUMBERS[policy]
+    except KeyError as error:
+        raise invalid_argument("on_failed", f"must be a FailurePolicy, not {policy!r}") from error
 
 
 def _read(message: workflows_pb2.WorkflowInfo) -> WorkflowRecord:

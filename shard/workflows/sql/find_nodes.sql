@@ -1,5 +1,5 @@
 -- Returns the nodes of a workflow that have one of these names.
-SELECT n.name, n.node, n.job_id::text, n.ended_at IS NOT NULL AS has_ended, n.callback IS NOT NULL AS is_callback, n.added_by
+SELECT n.name, n.node, n.job_id::text, n.state, n.callback IS NOT NULL AS is_callback, n.added_by
 FROM windrow.org o
 JOIN windrow.workflow w ON w.org_id = o.org_id AND w.id = %(id)s::uuid
 CROSS JOIN unnest(%(names)s::text[]) AS x (name)

@@ -133,7 +133,9 @@ class _NodeStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_NodeState.V
     NODE_STATE_UNSPECIFIED: _NodeState.ValueType  # 0
     """Never sent."""
     NODE_STATE_BLOCKED: _NodeState.ValueType  # 1
-    """It waits for other nodes, or, as a callback, for the end of the workflow."""
+    """It waits for other nodes, or, as a callback, for the end of the workflow. Its job may have run before, if it waits
+    for nodes that it has added.
+    """
     NODE_STATE_RELEASED: _NodeState.ValueType  # 2
     """Its job is SCHEDULED, READY or LEASED."""
     NODE_STATE_SUCCEEDED: _NodeState.ValueType  # 3
@@ -151,7 +153,9 @@ class NodeState(_NodeState, metaclass=_NodeStateEnumTypeWrapper):
 NODE_STATE_UNSPECIFIED: NodeState.ValueType  # 0
 """Never sent."""
 NODE_STATE_BLOCKED: NodeState.ValueType  # 1
-"""It waits for other nodes, or, as a callback, for the end of the workflow."""
+"""It waits for other nodes, or, as a callback, for the end of the workflow. Its job may have run before, if it waits
+for nodes that it has added.
+"""
 NODE_STATE_RELEASED: NodeState.ValueType  # 2
 """Its job is SCHEDULED, READY or LEASED."""
 NODE_STATE_SUCCEEDED: NodeState.ValueType  # 3
@@ -308,12 +312,22 @@ class AddNodesRequest(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
+    ON_FAILED_FIELD_NUMBER: _builtins.int
     org: _builtins.str
     """The tenant that owns the workflow. 1 to 128 bytes without control characters."""
     id: _builtins.str
     """The workflow's id: a UUIDv7. LeasedJob.workflow has it."""
     lease: _builtins.bytes
     """LeasedJob.lease of a job of the workflow. 1 to 255 bytes."""
+    wait: _builtins.bool
+    """True: the job waits for these nodes, unless all of them have ended. This call then ends its lease, and the attempt
+    does not count. When the last of the nodes has ended, the job becomes READY, with its checkpoint. It gives up its
+    place in its group meanwhile. These nodes may wait for each other, and for nodes that have ended, but for no others:
+    these might wait for the job.
+    """
+    on_failed: Global___FailurePolicy.ValueType
+    """With `wait`: what becomes of the job if one of these nodes fails. Absent: CANCEL."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewNode]:
         """1 to 1,000 nodes, which together have at most 10,000 edges. None of them may be a callback. They may also wait for
@@ -328,10 +342,12 @@ class AddNodesRequest(_message.Message):
         id: _builtins.str = ...,
         lease: _builtins.bytes = ...,
         nodes: _abc.Iterable[Global___NewNode] | None = ...,
+        wait: _builtins.bool = ...,
+        on_failed: Global___FailurePolicy.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "lease", b"lease", "nodes", b"nodes", "org", b"org"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "lease", b"lease", "nodes", b"nodes", "on_failed", b"on_failed", "org", b"org", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -345,8 +361,11 @@ class AddNodesResponse(_message.Message):
 
     JOB_IDS_FIELD_NUMBER: _builtins.int
     ADDED_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
     added: _builtins.int
     """How many of them were stored now. The others were added before."""
+    waits: _builtins.bool
+    """True: the lease has ended, and the job waits. False: the job goes on with its lease."""
     @_builtins.property
     def job_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The ids of their jobs, in the order of the request's nodes."""
@@ -356,10 +375,11 @@ class AddNodesResponse(_message.Message):
         *,
         job_ids: _abc.Iterable[_builtins.str] | None = ...,
         added: _builtins.int = ...,
+        waits: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "job_ids", b"job_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "job_ids", b"job_ids", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -575,8 +595,9 @@ class NodeInfo(_message.Message):
     CALLBACK_FIELD_NUMBER: _builtins.int
     ENDED_AT_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """Its number. Numbers begin at 0. A node comes after the nodes that it waits for, and a callback after the nodes that
-    were stored with it. Nodes that jobs have added come after the callbacks.
+    """Its number. Numbers begin at 0. A node comes after the nodes that it waits for, except those that its own job has
+    added. A callback comes after the nodes that were stored with it. Nodes that jobs have added come after the
+    callbacks.
     """
     name: _builtins.str
     """What the client calls it."""

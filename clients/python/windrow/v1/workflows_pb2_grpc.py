@@ -110,6 +110,9 @@ class WorkflowsServicer:
         same job has added before stay as they are, so the call may be repeated, also by a later attempt of the job.
         FAILED_PRECONDITION if the lease or the workflow has ended; ALREADY_EXISTS if the workflow has a node of such a
         name that this job has not added.
+
+        With `wait`, the job then waits for these nodes, and runs again when all of them have ended. If they have ended
+        already, the job goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -54,6 +54,9 @@ class WorkflowsStub:
     same job has added before stay as they are, so the call may be repeated, also by a later attempt of the job.
     FAILED_PRECONDITION if the lease or the workflow has ended; ALREADY_EXISTS if the workflow has a node of such a
     name that this job has not added.
+
+    With `wait`, the job then waits for these nodes, and runs again when all of them have ended. If they have ended
+    already, the job goes on.
     """
     GetWorkflow: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.GetWorkflowRequest, _workflows_pb2.GetWorkflowResponse]
     """Returns a workflow and how many of its nodes are in which state."""
@@ -100,6 +103,9 @@ class WorkflowsAsyncStub(WorkflowsStub):
     same job has added before stay as they are, so the call may be repeated, also by a later attempt of the job.
     FAILED_PRECONDITION if the lease or the workflow has ended; ALREADY_EXISTS if the workflow has a node of such a
     name that this job has not added.
+
+    With `wait`, the job then waits for these nodes, and runs again when all of them have ended. If they have ended
+    already, the job goes on.
     """
     GetWorkflow: _aio.UnaryUnaryMultiCallable[_workflows_pb2.GetWorkflowRequest, _workflows_pb2.GetWorkflowResponse]  # type: ignore[assignment]
     """Returns a workflow and how many of its nodes are in which state."""
@@ -155,6 +161,9 @@ class WorkflowsServicer(metaclass=_abc_1.ABCMeta):
         same job has added before stay as they are, so the call may be repeated, also by a later attempt of the job.
         FAILED_PRECONDITION if the lease or the workflow has ended; ALREADY_EXISTS if the workflow has a node of such a
         name that this job has not added.
+
+        With `wait`, the job then waits for these nodes, and runs again when all of them have ended. If they have ended
+        already, the job goes on.
         """
 
     @_abc_1.abstractmethod

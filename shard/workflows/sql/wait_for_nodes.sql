@@ -1,0 +1,43 @@
+-- Ends the live lease of a job, without counting the attempt, and blocks the job until its workflow releases it. The node
+-- waits for the last of its parents that has not ended. If all have ended, it waits for `last`, whose end is appended
+-- once more. Returns the queue of the job, and how many nodes are blocked now: 0 if the node has ended, because its job
+-- was redriven. No row: another session has locked the job, or the lease has ended. Never waits: the caller holds the
+-- lock of the workflow.
+WITH held AS MATERIALIZED (
+    SELECT j.ctid
+    FROM windrow.job j
+    WHERE j.id = %(job)s::uuid AND {{org_of(j)}} = %(org_id)s
+        AND (j.lease = %(lease)s AND j.visible_at > clock_timestamp()) IS TRUE
+    FOR UPDATE SKIP LOCKED
+), node AS (
+    UPDATE windrow.workflow_node n
+    SET
+        state = 'blocked',
+        waits_on = coalesce(
+            (
+                SELECT max(e.parent)
+                -- OFFSET 0 fences: find edges and parents by the node's number, never by scans of all edges.
+                FROM (SELECT e.parent FROM windrow.workflow_edge e WHERE e.flow = n.flow AND e.node = n.node OFFSET 0) e
+                CROSS JOIN LATERAL (
+                    SELECT FROM windrow.workflow_node p
+                    WHERE p.flow = n.flow AND p.node = e.parent AND p.ended_at IS NULL
+                    OFFSET 0
+                ) p
+            ),
+            %(last)s
+        ),
+        -- The job has had its time already: its delay does not count again.
+        run_at = NULL, delay_us = NULL
+    WHERE n.flow = %(flow)s AND n.node = %(node)s AND n.state = 'released'
+    RETURNING n.node
+)
+UPDATE windrow.job j
+SET
+    history = windrow.remember(
+        j.history, j.attempt, j.worker, j.leased_at, clock_timestamp(), 'released', j.lease, %(failure)s::jsonb, j.log
+    ),
+    attempt = j.attempt - 1, run_at = 'infinity', visible_at = 'infinity', group_slot = NULL,
+    lease = NULL, leased_at = NULL, worker = NULL, log = NULL
+FROM held
+WHERE j.ctid = held.ctid
+RETURNING j.queue_id, (SELECT count(*) FROM node) AS blocked

@@ -1,0 +1,583 @@
+"""A job waits for nodes that it adds to its workflow, and runs again when they have ended. Only a job that still has its
+lease can wait. No job waits for ever, even if the last of these nodes ends at the same time (I7, I11)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Generator
+
+import psycopg
+import pytest
+
+import windrow
+import windrow.testing
+from shard.admin.queue_admin import QueueAdmin
+from shard.errors import LeaseEnded, NodeEnded, NodeMayWaitForJob, ShardUnavailable, TooManyNodes, WorkflowEnded
+from shard.postgres.pool import Database
+from shard.queue.settle import Settlement
+from shard.queue.store import Store
+from shard.queue_settings import QueueSettings
+from shard.vocabulary import Answer, OrgId, QueueName
+from shard.workflow import EDGES_MAX, Callback, NewWorkflow, OnFailed
+from tests.conftest import SHARD
+from tests.effort import luck_of, trials
+from tests.integration.test_workflows_calls import until_ended
+from tests.jobs import HOUR_US, lease_jobs
+from tests.pair import A, B, open_pair
+from tests.routers import Routers, running_routers, write_cluster
+from tests.workflows import CANCEL, IGNORE, RUN, Flows, new_nodes
+
+CALLBACKS = {"won": Callback.SUCCESS, "lost": Callback.FAILURE, "over": Callback.END}
+luck = luck_of("jobs that wait")
+
+
+@pytest.fixture
+async def flows(database: Database, store: Store, org: OrgId) -> AsyncGenerator[Flows, None]:
+    opened = Flows(database, org, store=store)
+    yield opened
+    await opened.check()
+
+
+@pytest.fixture
+async def two(module_dsn: str, org: OrgId) -> AsyncGenerator[list[Flows], None]:
+    """The same org, as two routers know it."""
+    databases = [Database(SHARD, module_dsn, connections=4) for _ in range(2)]
+    for database in databases:
+        await database.open()
+    yield [Flows(database, org) for database in databases]
+    for database in databases:
+        await database.close()
+
+
+# ── What a wait does ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_job_runs_again_when_the_nodes_that_it_has_added_have_ended(flows: Flows) -> None:
+    flow = await flows.start({"a": [], "b": ["a"]}, callbacks=CALLBACKS, max_attempts=1)
+    await flows.claim()
+    added = await flows.add(flow, "a", {"x": [], "y": ["x"]}, wait=CANCEL)
+    assert (added.stored, added.waits) == (2, True)
+    assert await flows.states(flow) == {
+        "a": "blocked", "b": "blocked", "x": "released", "y": "blocked", **dict.fromkeys(CALLBACKS, "blocked")
+    }  # fmt: skip
+    assert await flows.claim() == {"x"}
+    await flows.ack("x")
+    assert await flows.claim() == {"y"}
+    await flows.ack("y")
+    # The attempt did not count, and the node that waits for this job goes on waiting.
+    ((job, lease),) = await lease_jobs(flows.store, flows.org, window_us=HOUR_US)
+    assert (flows.name_of(job), job.attempt) == ("a", 1)
+    flows.leases["a"] = lease
+    added = await flows.add(flow, "a", {"x": [], "y": ["x"]}, wait=CANCEL)
+    assert (added.stored, added.waits) == (0, False)
+    await flows.ack("a")
+    assert await flows.run_all() == [{"b"}, {"won", "over"}]
+    assert await flows.state(flow) == "succeeded"
+
+
+async def test_a_job_waits_again_and_again(flows: Flows) -> None:
+    flow = await flows.start({"a": []}, callbacks=CALLBACKS)
+    for at in range(3):
+        assert await flows.claim() == {"a"}
+        for before in range(at):
+            assert not (await flows.add(flow, "a", {f"x{before}": []}, wait=CANCEL)).waits
+        # The new node may wait for those that have ended.
+        after = {f"x{at}": [f"x{before}" for before in range(at)]}
+        assert (await flows.add(flow, "a", after, wait=CANCEL)).waits
+        assert await flows.claim() == {f"x{at}"}
+        await flows.ack(f"x{at}")
+    assert await flows.run_all() == [{"a"}, {"won", "over"}]
+
+
+async def test_nodes_that_a_job_waits_for_wait_for_nodes_that_they_add(flows: Flows) -> None:
+    flow = await flows.start({"a": []}, callbacks=CALLBACKS)
+    await flows.claim()
+    await flows.add(flow, "a", {"x": []}, wait=CANCEL)
+    await flows.claim()
+    await flows.add(flow, "x", {"deep": []}, wait=CANCEL)
+    assert await flows.run_all() == [{"deep"}, {"x"}, {"a"}, {"won", "over"}]
+
+
+@pytest.mark.parametrize(
+    ("policy", "becomes", "ends"),
+    [(CANCEL, "cancelled", "failed"), (IGNORE, "released", "succeeded"), (RUN, "released", "failed")],
+    ids=lambda it: str(it),
+)
+@pytest.mark.parametrize("when", ["before the wait", "the last to end", "not the last to end"])
+async def test_the_policy_says_what_becomes_of_a_job_if_such_a_node_fails(
+    flows: Flows, policy: OnFailed, becomes: str, ends: str, when: str
+) -> None:
+    flow = await flows.start({"a": []}, callbacks=CALLBACKS)
+    await flows.claim()
+    nodes = {"x": [], "y": []}
+    if when == "before the wait":
+        await flows.add(flow, "a", nodes)
+        await flows.claim()
+        await flows.kill("x")
+        await flows.add(flow, "a", nodes, wait=policy)
+    else:
+        await flows.add(flow, "a", nodes, wait=policy)
+        await flows.claim()
+        if when == "the last to end":
+            await flows.ack("y")
+        await flows.kill("x")
+    if "y" in flows.leases:
+        assert (await flows.states(flow))["a"] == ("cancelled" if becomes == "cancelled" else "blocked")
+        await flows.ack("y")
+    assert (await flows.states(flow))["a"] == becomes
+    await flows.run_all()
+    assert await flows.state(flow) == ends
+
+
+async def test_a_failure_that_all_nodes_had_seen_before_the_wait_cancels_the_job(flows: Flows) -> None:
+    flow = await flows.start({"a": []}, callbacks=CALLBACKS)
+    await flows.claim()
+    await flows.add(flow, "a", {"x": [], "y": []})
+    await flows.claim()
+    await flows.kill("y")
+    await flows.ack("x")
+    assert (await flows.add(flow, "a", {"x": [], "y": []}, wait=CANCEL)).waits
+    assert (await flows.states(flow))["a"] == "cancelled"
+    assert await flows.run_all() == [{"lost", "over"}]
+
+
+async def test_a_job_whose_nodes_had_ended_before_the_wait_keeps_its_lease(flows: Flows) -> None:
+    flow = await flows.start({"a": []}, callbacks=CALLBACKS)
+    await flows.claim()
+    await flows.add(flow, "a", {"x": []})
+    await flows.claim()
+    await flows.ack("x")
+    assert not (await flows.add(flow, "a", {"x": []}, wait=CANCEL)).waits
+    parents = await flows.admin.parents(flows.org, flow.id, 0, from_node=0, rows=10)
+    assert [parent.name for parent in parents] == ["x"]
+    await flows.ack("a")
+    assert await flows.run_all() == [{"won", "over"}]
+
+
+async def test_a_job_whose_delay_is_over_is_not_delayed_again(flows: Flows) -> None:
+    flow = await flows.start({"a": []}, delay_us=1)
+    await flows.database.run(b"UPDATE windrow.workflow_node SET delay_us = 3600000000", {})
+    await flows.claim()
+    await flows.add(flow, "a", {"x": []}, wait=CANCEL)
+    assert await flows.run_all() == [{"x"}, {"a"}]
+    assert await flows.state(flow) == "succeeded"
+
+
+async def test_a_job_of_a_paused_workflow_waits_for_the_end_of_the_pause_too(flows: Flows) -> None:
+    flow = await flows.start({"a": []}, callbacks=CALLBACKS)
+    await flows.claim()
+    await flows.add(flow, "a", {"x": []}, wait=CANCEL)
+    await flows.claim()
+    await flows.admin.set_paused(flows.org, flow.id, paused=True, epoch=1)
+    await flows.ack("x")
+    assert await flows.claim() == set()
+    await flows.admin.set_paused(flows.org, flow.id, paused=False, epoch=1)
+    assert await flows.run_all() == [{"a"}, {"won", "over"}]
+
+
+async def test_a_cancel_reaches_a_job_that_waits(flows: Flows) -> None:
+    flow = await flows.start({"a": []}, callbacks=CALLBACKS)
+    await flows.claim()
+    await flows.add(flow, "a", {"x": []}, wait=CANCEL)
+    jobs = await flows.admin.doom(flows.org, flow.id, reason="", epoch=1)
+    assert jobs == [flows.job(flow, "x")]
+    await flows.store.cancel(flows.org, jobs, reason="")
+    assert await flows.run_all() == [{"over"}]
+    assert (await flows.states(flow))["a"] == "cancelled"
+
+
+async def test_a_job_that_waits_gives_its_place_in_its_group_to_the_next_one(flows: Flows) -> None:
+    await QueueAdmin(flows.database).create_queue(flows.org, QueueName("g"), QueueSettings(group_concurrency=1))
+    flow = await flows.start({"a": []}, queue_of=lambda _: "g", group="one")
+    other = await flows.start({"b": []}, queue_of=lambda _: "g", group="one")
+    assert await flows.claim(queue="g") == {"a"}
+    await flows.add(flow, "a", {"x": []}, wait=CANCEL)
+    assert await flows.claim(queue="g") == {"b"}
+    assert await flows.run_all() == [{"x"}]
+    # The job is due, and waits for its turn.
+    assert await flows.claim(queue="g") == set()
+    await flows.ack("b")
+    assert await flows.run_all(queue="g") == [{"a"}]
+    assert (await flows.state(flow), await flows.state(other)) == ("succeeded", "succeeded")
+
+
+# ── Refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_job_that_has_lost_its_lease_waits_for_nothing(flows: Flows) -> None:
+    flow = await flows.start({"a": [], "b": []})
+    await flows.claim()
+    lost, waits = flows.leases["a"], flows.leases["b"]
+    await flows.store.settle(Settlement.release(flows.org, [lost]))
+    with pytest.raises(LeaseEnded):
+        await flows.add(flow, lost, {"x": []}, wait=CANCEL)
+    assert "x" not in await flows.states(flow)
+    # The answer to this call may have been lost. The job waits nevertheless.
+    await flows.add(flow, waits, {"y": []}, wait=CANCEL)
+    with pytest.raises(LeaseEnded):
+        await flows.add(flow, waits, {"y": []}, wait=CANCEL)
+    assert await flows.store.settle(Settlement.ack(flows.org, [waits])) == [Answer.STALE]
+    assert await flows.run_all() == [{"a", "y"}, {"b"}]
+
+
+@pytest.mark.parametrize("parent", ["a", "b", "c"])
+async def test_a_node_that_a_job_waits_for_does_not_wait_for_nodes_that_may_wait_for_the_job(
+    flows: Flows, parent: str
+) -> None:
+    flow = await flows.start({"a": [], "b": ["a"], "c": []})
+    await flows.claim()
+    with pytest.raises(NodeMayWaitForJob, match=f"the job waits for node 'y', so .* cannot wait for node '{parent}'"):
+        await flows.add(flow, "a", {"x": [], "y": ["x", parent]}, wait=CANCEL)
+    assert "x" not in await flows.states(flow)
+    await flows.ack("c")
+    if parent == "c":
+        assert (await flows.add(flow, "a", {"x": [], "y": ["x", parent]}, wait=CANCEL)).waits
+        assert await flows.run_all() == [{"x"}, {"y"}, {"a"}, {"b"}]
+
+
+async def test_a_redriven_job_whose_node_has_ended_waits_for_nothing(flows: Flows) -> None:
+    flow = await flows.start({"a": [], "b": []})
+    await flows.claim()
+    await flows.kill("a")
+    await flows.store.redrive(flows.org, [flows.job(flow, "a")])
+    assert await flows.claim() == {"a"}
+    with pytest.raises(NodeEnded):
+        await flows.add(flow, "a", {"x": []}, wait=CANCEL)
+    assert "x" not in await flows.states(flow)
+    await flows.ack("a", "b")
+
+
+async def test_nobody_waits_in_a_workflow_that_was_cancelled(flows: Flows) -> None:
+    flow = await flows.start({"a": []})
+    await flows.claim()
+    await flows.add(flow, "a", {"x": []})
+    await flows.admin.begin_cancel(flows.org, flow.id, reason="", epoch=1)
+    with pytest.raises(WorkflowEnded):
+        await flows.add(flow, "a", {"x": []}, wait=CANCEL)
+    await flows.ack("a")
+
+
+async def test_edges_of_jobs_that_wait_count_once(flows: Flows) -> None:
+    flow = await flows.start({"a": []})
+    await flows.claim()
+    # Give the workflow so many edges that two are left.
+    await flows.database.run(
+        b"INSERT INTO windrow.workflow_edge SELECT w.flow, 100000 + n, 0, 'cancel' FROM windrow.workflow w, "
+        b"generate_series(1, %(edges)s::integer) n WHERE w.id = %(id)s::uuid",
+        {"id": flow.id, "edges": EDGES_MAX - 2},
+    )
+    with pytest.raises(TooManyNodes, match=f"has {EDGES_MAX - 2:,} edges, and 3 more"):
+        await flows.add(flow, "a", {"x": [], "y": [], "z": []}, wait=CANCEL)
+    for waits in (True, False):
+        assert (await flows.add(flow, "a", {"x": [], "y": []}, wait=CANCEL)).waits is waits
+        await flows.claim()
+        if waits:
+            await flows.ack("x", "y")
+            assert await flows.claim() == {"a"}
+    await flows.ack("a")
+
+
+# ── Under fire ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_job_that_another_session_has_locked_does_not_wait(flows: Flows, module_dsn: str) -> None:
+    """The call holds the lock of the workflow, so it must not wait for that session."""
+    flow = await flows.start({"a": []})
+    await flows.claim()
+    async with await psycopg.AsyncConnection.connect(module_dsn) as session:
+        await session.execute("SELECT FROM windrow.job WHERE id = %s FOR UPDATE", [flows.job(flow, "a")])
+        with pytest.raises(ShardUnavailable, match="is locked; try again"):
+            await flows.add(flow, "a", {"x": []}, wait=CANCEL)
+        await session.rollback()
+    assert "x" not in await flows.states(flow)
+    assert (await flows.add(flow, "a", {"x": []}, wait=CANCEL)).waits
+    assert await flows.run_all() == [{"x"}, {"a"}]
+
+
+@pytest.mark.thorough
+async def test_a_wait_and_the_last_end_never_pass_each_other(two: list[Flows]) -> None:
+    """One router lets a job wait while the other router ends the last node that it waits for."""
+    waited: list[bool] = []
+    for _ in range(trials(100, thorough=2000)):
+        flow = await two[0].start({"a": []}, callbacks=CALLBACKS)
+        await two[0].claim()
+        await two[0].add(flow, "a", {"x": []})
+        await two[0].claim()
+        two[1].leases["x"] = two[0].leases.pop("x")
+
+        async def wait(flow: NewWorkflow = flow) -> bool:
+            await asyncio.sleep(luck.choice((0, 0, 0.001, 0.002)))
+            return (await two[0].add(flow, "a", {"x": []}, wait=CANCEL)).waits
+
+        async def end() -> None:
+            await asyncio.sleep(luck.choice((0, 0.001, 0.002, 0.003)))
+            await two[1].ack("x")
+
+        waits, _ = await asyncio.gather(wait(), end())
+        waited.append(waits)
+        if waits:
+            assert await two[0].claim() == {"a"}
+        await two[0].ack("a")
+        assert await two[0].run_all() == [{"won", "over"}]
+    await two[0].check()
+    assert True in waited
+
+
+async def test_an_ack_and_a_wait_of_the_same_job_never_block_each_other(two: list[Flows]) -> None:
+    outcomes: set[str] = set()
+    for _ in range(trials(60, thorough=1000)):
+        flow = await two[0].start({"a": []})
+        await two[0].claim()
+        lease = two[0].leases.pop("a")
+
+        async def wait(flow: NewWorkflow = flow, lease: object = lease) -> str:
+            try:
+                return "waits" if (await two[0].add(flow, lease, {"x": []}, wait=CANCEL)).waits else "goes on"  # type: ignore[arg-type]
+            except (LeaseEnded, WorkflowEnded, ShardUnavailable) as error:
+                return type(error).__name__
+
+        settling = two[1].store.settle(Settlement.ack(two[1].org, [lease]))
+        outcome, (answer,) = await asyncio.gather(wait(), settling)
+        outcomes.add(outcome)
+        assert (outcome == "waits") == (answer is not Answer.OK)
+        assert await two[0].run_all() == ([{"x"}, {"a"}] if outcome == "waits" else [])
+        assert await two[0].state(flow) == "succeeded"
+    await two[0].check()
+    assert outcomes - {"waits"}
+
+
+async def test_a_job_on_the_shard_that_its_org_leaves_waits_on_the_other_shard(
+    fresh_dsn: str, spare_dsn: str, org: OrgId
+) -> None:
+    async with open_pair(fresh_dsn, spare_dsn) as pair:
+        source, target = Flows(pair.databases[A], org), Flows(pair.databases[B], org)
+        target.names = source.names
+        flow = await source.start({"a": []}, callbacks={"over": Callback.END})
+        await source.claim()
+        move = await pair.begin([org], target=B)
+        mover = pair.mover(move)
+        while (await pair.placement(org))[0] != (B,):
+            assert await mover.step()
+        by = await source.admin.node_of(org, flow.id, source.leases["a"])
+        added = await target.admin.add(new_nodes(org, flow, {"x": []}, wait=CANCEL), adder=by, epoch=move.epoch)
+        target.names[added.jobs[0]] = "x"
+        assert added.waits
+        # The router gives the job back, because only the target can block it.
+        await source.store.settle(Settlement.release(org, [source.leases["a"]]))
+        await mover.finish()
+        assert await target.claim() == {"a", "x"}
+        assert (await target.add(flow, "a", {"x": []}, wait=CANCEL, epoch=move.epoch)).waits
+        await target.ack("x")
+        assert await target.run_all() == [{"a"}, {"over"}]
+        await pair.balance()
+        await target.check()
+
+
+async def test_a_move_takes_a_job_that_waits_along(fresh_dsn: str, spare_dsn: str, org: OrgId) -> None:
+    async with open_pair(fresh_dsn, spare_dsn) as pair:
+        source, target = Flows(pair.databases[A], org), Flows(pair.databases[B], org)
+        target.names = source.names
+        flow = await source.start({"a": []}, callbacks={"over": Callback.END})
+        await source.claim()
+        await source.add(flow, "a", {"x": [], "y": ["x"]}, wait=CANCEL)
+        await source.claim()
+        move = await pair.begin([org], target=B)
+        mover = pair.mover(move)
+        while (await pair.placement(org))[0] != (B,):
+            assert await mover.step()
+        await source.ack("x")
+        await mover.finish()
+        await target.sweep.sweep()
+        assert await target.run_all() == [{"y"}, {"a"}, {"over"}]
+        await pair.balance()
+        await target.check()
+
+
+# ── Through a router ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def routers(module_dsn: str, tmp_path_factory: pytest.TempPathFactory) -> Generator[Routers, None, None]:
+    config = write_cluster(tmp_path_factory.mktemp("waits") / "cluster.toml", {SHARD: module_dsn})
+    with running_routers(config) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(routers: Routers, org: OrgId) -> AsyncGenerator[windrow.Client, None]:
+    async with windrow.Client(routers.address, org=org) as opened:
+        yield opened
+
+
+async def test_a_handler_gets_the_results_of_the_nodes_that_it_waits_for(
+    client: windrow.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = windrow.Worker(client, "crawl")
+    runs: list[int] = []
+
+    @worker.handler("crawl_site")
+    async def crawl_site(job: windrow.Job) -> int:
+        assert job.workflow is not None
+        runs.append(job.attempt)
+        pages = windrow.Nodes()
+        for number in range(3):
+            pages.job("crawl", "fetch", {"page": number})
+        results = await job.workflow.wait_for(pages)
+        return sum(int(page.result) for page in results)
+
+    @worker.handler("fetch")
+    def fetch(job: windrow.Job) -> str:
+        return str(10 + job.json()["page"])
+
+    flow = windrow.Workflow("site")
+    site = flow.job("crawl", "crawl_site", max_attempts=1)
+    flow.job("crawl", "fetch", {"page": 9}, after=site, name="later")
+    with caplog.at_level(logging.WARNING):
+        running = asyncio.create_task(worker.run())
+        started = await client.start(flow)
+        assert (await until_ended(client, started.id)).state is windrow.WorkflowState.SUCCEEDED
+        running.cancel()
+        await asyncio.wait({running})
+    assert runs == [1, 1]
+    (job,) = (await client.get_jobs([started.job_ids["crawl_site"]], include_payload=True)).values()
+    assert job.result == b"33"
+    outcomes = [attempt.outcome for attempt in job.attempts]
+    assert outcomes == [windrow.AttemptOutcome.RELEASED, windrow.AttemptOutcome.ACKED]
+    assert caplog.messages == []
+
+
+async def test_a_def_handler_waits_by_a_client(client: windrow.Client, routers: Routers) -> None:
+    worker = windrow.Worker(client, "crawl")
+    told: list[str] = []
+
+    with windrow.SyncClient(routers.address, org=client.org) as blocking:
+
+        @worker.handler("crawl_site")
+        def crawl_site(job: windrow.Job) -> None:
+            assert job.workflow is not None
+            nodes = windrow.Nodes()
+            nodes.job("crawl", "fetch", name="x")
+            with pytest.raises(RuntimeError, match="use wait_for of a client"):
+                job.workflow.wait_for(nodes)
+            told.extend(one.name for one in blocking.wait_for(job, nodes, on_failed=windrow.IGNORE))
+
+        @worker.handler("fetch")
+        def fetch(_: windrow.Job) -> None:
+            raise windrow.Kill("there is no such page")
+
+        flow = windrow.Workflow()
+        flow.job("crawl", "crawl_site")
+        running = asyncio.create_task(worker.run())
+        started = await client.start(flow)
+        assert (await until_ended(client, started.id)).state is windrow.WorkflowState.SUCCEEDED
+        running.cancel()
+        await asyncio.wait({running})
+    assert told == ["x"]
+
+
+async def test_a_handler_that_swallows_the_wait_runs_again_all_the_same(client: windrow.Client) -> None:
+    worker = windrow.Worker(client, "crawl")
+    results: list[str] = []
+
+    @worker.handler("crawl_site")
+    async def crawl_site(job: windrow.Job) -> str:
+        assert job.workflow is not None
+        nodes = windrow.Nodes()
+        nodes.job("crawl", "fetch")
+        try:
+            await job.workflow.wait_for(nodes)
+        except Exception as error:
+            results.append(str(error))
+        else:
+            results.append("ended")
+        return results[-1]
+
+    @worker.handler("fetch")
+    async def fetch(_: windrow.Job) -> None:
+        pass
+
+    flow = windrow.Workflow()
+    flow.job("crawl", "crawl_site")
+    running = asyncio.create_task(worker.run())
+    started = await client.start(flow)
+    assert (await until_ended(client, started.id)).state is windrow.WorkflowState.SUCCEEDED
+    running.cancel()
+    await asyncio.wait({running})
+    assert results == ["waits for nodes that it has added (1)", "ended"]
+    (job,) = (await client.get_jobs([started.job_ids["crawl_site"]], include_payload=True)).values()
+    assert job.result == b"ended"
+
+
+async def test_a_job_that_waits_says_why_it_does_not_run(client: windrow.Client) -> None:
+    flow = windrow.Workflow()
+    flow.job("q", "k")
+    started = await client.start(flow)
+    (job,) = await client.dequeue("q")
+    nodes = windrow.Nodes()
+    nodes.job("q", "other", name="x")
+    with pytest.raises(windrow.Waiting):
+        await client.wait_for(job, nodes)
+    # Without its answer, the call is repeated with a lease that has ended.
+    with pytest.raises(windrow.FailedPrecondition):
+        await client.wait_for(job, nodes)
+    found = (await client.get_jobs([job.id]))[job.id]
+    assert found.state is windrow.JobState.BLOCKED
+    assert found.attempts[-1].outcome is windrow.AttemptOutcome.RELEASED
+    assert "waits for 1 node: 'x'" in str((await client.explain_job(job.id)).causes[0])
+    nodes.job("q", "other", name="y", after="k")
+    with pytest.raises(windrow.FailedPrecondition):
+        await client.wait_for(job, nodes)
+    (other,) = await client.dequeue("q")
+    await client.ack(other, result="found")
+    (again,) = await client.dequeue("q")
+    assert again.id == started.job_ids["k"]
+    with pytest.raises(windrow.InvalidRequest, match="might wait for the job"):
+        await client.wait_for(again, nodes)
+    only = windrow.Nodes()
+    only.job("q", "other", name="x")
+    (ended,) = await client.wait_for(again, only)
+    assert (ended.name, ended.state, ended.result) == ("x", windrow.NodeState.SUCCEEDED, b"found")
+    await client.ack(again)
+
+
+async def test_a_retry_waits_for_such_nodes_again(client: windrow.Client) -> None:
+    flow = windrow.Workflow()
+    flow.job("q", "k", "a", name="a")
+    started = await client.start(flow)
+
+    async def work(*, dies: str) -> list[str]:
+        seen: list[str] = []
+        while jobs := await client.dequeue("q", max_jobs=1, wait=0):
+            (job,) = jobs
+            seen.append(job.text())
+            nodes = windrow.Nodes()
+            for name in ("x", "y"):
+                nodes.job("q", "k", name, name=name)
+            try:
+                if job.text() == "a":
+                    await client.wait_for(job, nodes)
+            except windrow.Waiting:
+                continue
+            if job.text() == dies:
+                await client.nack(job, permanent=True)
+            else:
+                await client.ack(job)
+        return seen
+
+    assert sorted(await work(dies="x")) == ["a", "x", "y"]
+    assert (await client.get_workflow(started.id))[0].state is windrow.WorkflowState.FAILED
+    retry = await client.retry_workflow(started.id)
+    assert await work(dies="") == ["x", "a"]
+    assert (await client.get_workflow(retry.id))[0].state is windrow.WorkflowState.SUCCEEDED
+
+
+def test_the_outcome_of_a_handler_that_waits_can_be_tested_without_a_router() -> None:
+    worker = windrow.Worker(windrow.testing.RecordingClient(org="acme"), "q")
+
+    @worker.handler("k")
+    async def handler(_: windrow.Job) -> None:
+        raise windrow.Waiting(2)
+
+    result = asyncio.run(windrow.testing.run_job(worker, windrow.NewJob("q", "k")))
+    assert (result.outcome, result.state) == (windrow.AttemptOutcome.RELEASED, windrow.JobState.BLOCKED)
