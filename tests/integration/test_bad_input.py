@@ -709,6 +709,7 @@ def workflow_cases() -> Iterator[Bad]:
         waits = {**node, "after": [{"node": parent}]}
         yield Bad("AddNodes", "nodes[0].after[0].node", why, make(**{**fields, "nodes": [waits]}))
     yield from of("AddNodes", "lease", LEASES)
+    yield from of("AddNodes", "on_failed", {"unknown": 99})
     yield from of("SkipNode", "node", {"empty": "", **texts})
     yield from of("RetryWorkflow", "new_id", IDS)
     yield from of("CancelWorkflow", "reason", {"too long": "x" * 1025, "with NUL": "a\0b"})
@@ -822,7 +823,7 @@ def test_every_rpc_that_takes_input_is_among_the_bad_requests() -> None:
     }
     seen = {(bad.rpc, bad.field.partition("[")[0].partition(".")[0]) for bad in CASES}
     # These fields are booleans, which have no bad values.
-    free = {"independent", "include_payload", "include_dead", "include_finished", "not_killed", "paused"}
+    free = {"independent", "include_payload", "include_dead", "include_finished", "not_killed", "paused", "wait"}
     assert {place for place in takes_input - seen if place[1] not in free} == set()
 
 

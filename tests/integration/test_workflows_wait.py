@@ -1,5 +1,5 @@
-"""A job waits for nodes that it adds to its workflow, and runs again when they have ended. Only a job that still has its
-lease can wait. No job waits for ever, even if the last of these nodes ends at the same time (I7, I11)."""
+"""A job waits for nodes that it adds to its workflow, and runs again when they have ended. Only a job that still has
+its lease can wait. No job waits for ever, even if the last of these nodes ends at the same time (I7, I11)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.integration.test_workflows_calls import until_ended
 from tests.jobs import HOUR_US, lease_jobs
 from tests.pair import A, B, open_pair
 from tests.routers import Routers, running_routers, write_cluster
-from tests.workflows import CANCEL, IGNORE, RUN, Flows, new_nodes
+from tests.workflows import CANCEL, IGNORE, RUN, Flows, Graph, new_nodes
 
 CALLBACKS = {"won": Callback.SUCCESS, "lost": Callback.FAILURE, "over": Callback.END}
 luck = luck_of("jobs that wait")
@@ -110,7 +110,7 @@ async def test_the_policy_says_what_becomes_of_a_job_if_such_a_node_fails(
 ) -> None:
     flow = await flows.start({"a": []}, callbacks=CALLBACKS)
     await flows.claim()
-    nodes = {"x": [], "y": []}
+    nodes: Graph = {"x": [], "y": []}
     if when == "before the wait":
         await flows.add(flow, "a", nodes)
         await flows.claim()
@@ -487,7 +487,7 @@ async def test_a_handler_that_swallows_the_wait_runs_again_all_the_same(client: 
         nodes.job("crawl", "fetch")
         try:
             await job.workflow.wait_for(nodes)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - as users write it
             results.append(str(error))
         else:
             results.append("ended")
