@@ -35,7 +35,7 @@ from shard.postgres.pool import Database
 from shard.queue.store import Store
 from shard.vocabulary import OrgId, ShardName
 from tests.durations import remember, seconds_of_files
-from tests.effort import SEED, THOROUGH, TURN, waiting
+from tests.effort import SEED, THOROUGH, TURN, TURNS, waiting
 from tests.memory import use_memory
 from tests.postgres import EMPTY, SPARE, Server, hash_once, open_server
 
@@ -126,7 +126,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
     elif TURN is not None:
-        left = waiting(((_file_of(item.nodeid), _turns_in(item)) for item in items), int(TURN))
+        left = waiting(map(_turns_in, items), int(TURN))
         config.hook.pytest_deselected(items=[items[place] for place in left])
         items[:] = [item for place, item in enumerate(items) if place not in left]
     if THOROUGH and SEED:
@@ -140,7 +140,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _turns_in(item: pytest.Item) -> int | None:
     mark = item.get_closest_marker("turns")
-    return None if mark is None else int(mark.args[0])
+    return TURNS.get(item.path.parent.name) if mark is None else int(mark.args[0])
 
 
 def _drawn(name: str) -> int:

@@ -4,7 +4,8 @@ By default a test does as many trials as have found mistakes before, so that the
 WINDROW_THOROUGH=1 (`./run test --thorough`) it does many more. WINDROW_SEED varies what is drawn at random; a failed
 test that runs again with the same seed draws the same values.
 
-Some tests take turns: a run of all tests has only a part of them, which WINDROW_TEST_TURN chooses.
+Some tests take turns: a run of all tests has only a part of them, which WINDROW_TEST_TURN chooses. These are the tests
+with the mark `turns`, and those of TURNS.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from collections.abc import Iterable, Iterator
 GENERATORS = os.environ.get("WINDROW_GENERATORS") == "1"
 THOROUGH = os.environ.get("WINDROW_THOROUGH") == "1"
 SEED = os.environ.get("WINDROW_SEED", "")
+# Tests in these folders start whole programs. They take a third of the time of all tests. One in n of them runs at a
+# time, unless a mark says otherwise.
+TURNS = {"e2e": 3, "fault": 3}
 # None: all tests that take turns run.
 TURN = os.environ.get("WINDROW_TEST_TURN")
 
@@ -28,11 +32,12 @@ def trials(usual: int, *, thorough: int) -> int:
     return thorough if THOROUGH else usual
 
 
-def waiting(tests: Iterable[tuple[str, int | None]], turn: int) -> set[int]:
-    """Returns the positions of the tests whose turn is on another day. `tests`: for each test its file, and the n of
-    its mark `turns(n)`, if it has the mark. In each file, one in n of the marked tests has its turn now."""
-    numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
-    return {place for place, (file, n) in enumerate(tests) if n is not None and (next(numbers[file]) + turn) % n}
+def waiting(tests: Iterable[int | None], turn: int) -> set[int]:
+    """Returns the positions of the tests whose turn comes at another time. `tests`: for each test a number n, if it is
+    one of those of which one in n runs at a time; None: it always runs. Tests that follow each other have different
+    turns, so the tests of a file are spread."""
+    numbers: dict[int, Iterator[int]] = defaultdict(itertools.count)
+    return {place for place, n in enumerate(tests) if n is not None and (next(numbers[n]) + turn) % n}
 
 
 def luck_of(name: str) -> random.Random:

@@ -27,8 +27,8 @@ SIDE_BY_SIDE = ("-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorde
 CLIENTS = "tests/e2e/test_generated_clients.py"
 
 HELP = """\
-Without arguments: every check, then every test, several at once. Of tests that take much time and resemble each other,
-each day has some (the mark `turns`).
+Without arguments: every check, then every test, several at once. Of tests that start whole programs, and of those that
+take much time and resemble each other, one in three or so runs, each hour others. `./run test tests` runs them all.
 
 With arguments for pytest: the checks, then those tests one after another, so that -x, -s and --pdb work as in pytest.
 For example: ./run test -k fencing
@@ -118,8 +118,8 @@ def parse(given: Sequence[str]) -> Wanted:
 
 
 def turn_of(now: datetime) -> int:
-    """Returns the number that chooses among the tests that take turns (the mark `turns`). It changes each day."""
-    return now.toordinal()
+    """Returns the number that chooses among the tests that take turns (tests/effort.py). It changes each hour."""
+    return int(now.timestamp()) // 3600
 
 
 def run_tests(arguments: Sequence[str], environ: dict[str, str], beside: subprocess.Popen[bytes] | None = None) -> int:

@@ -17,22 +17,22 @@ def test_without_arguments_everything_runs_side_by_side_and_the_checks_beside_it
     assert (wanted.checks, wanted.arguments) == (True, SIDE_BY_SIDE)
 
 
-def test_only_a_run_of_everything_leaves_tests_to_another_day() -> None:
-    today = datetime(2026, 1, 31, tzinfo=UTC)
-    assert [turn_of(today + timedelta(days=day)) - turn_of(today) for day in range(3)] == [0, 1, 2]
-    assert int(parse([]).environ["WINDROW_TEST_TURN"]) > turn_of(today)
+def test_only_a_run_of_everything_leaves_tests_to_another_hour() -> None:
+    now = datetime(2026, 1, 31, 7, 59, tzinfo=UTC)
+    assert [turn_of(now + timedelta(minutes=minutes)) - turn_of(now) for minutes in (0, 1, 60, 61)] == [0, 1, 1, 2]
+    assert int(parse([]).environ["WINDROW_TEST_TURN"]) > turn_of(now)
     assert "WINDROW_TEST_TURN" not in parse(["tests/e2e"]).environ
 
 
-def test_within_n_days_each_test_that_takes_turns_in_n_has_one() -> None:
-    tests = [("a.py", None), *[("a.py", 3)] * 4, *[("b.py", 3)] * 4, ("b.py", 2), ("a.py", 1)]
-    days = [waiting(tests, turn) for turn in range(739_000, 739_006)]
-    for place, (_, n) in enumerate(tests):
-        runs = [place not in day for day in days]
+def test_within_n_hours_each_test_that_takes_turns_in_n_has_one() -> None:
+    tests = [None, *[3] * 8, 2, 1]
+    hours = [waiting(tests, turn) for turn in range(739_000, 739_006)]
+    for place, n in enumerate(tests):
+        runs = [place not in hour for hour in hours]
         assert sum(runs) == 6 / (n or 1)
         assert runs[:3] == runs[3:] or n == 2
-    # The tests of one file are spread over the days.
-    assert {sum(place not in day for place in range(1, 5)) for day in days} == {1, 2}
+    # Tests that follow each other are spread over the hours.
+    assert {sum(place not in hour for place in range(1, 5)) for hour in hours} == {1, 2}
 
 
 def test_arguments_are_for_pytest_and_tests_run_one_after_another() -> None:
