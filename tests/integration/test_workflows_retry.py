@@ -119,6 +119,26 @@ async def test_the_id_of_another_workflow_is_refused(client: windrow.Client) -> 
     assert (await states(client, started.id))["b"] == "failed"
 
 
+async def test_nodes_that_would_wait_for_each_other_in_the_retry_are_refused(client: windrow.Client) -> None:
+    """b waits for a, and y for b. When y has ended, because it was cancelled, a may wait for a node that waits for y. In
+    the retry y has not ended."""
+    flow = windrow.Workflow()
+    a = flow.job("q", "k", "a", name="a")
+    flow.job("q", "k", "b", name="b", after=a)
+    started = await client.start(flow)
+    (job,) = await client.dequeue("q")
+    y, x = windrow.Nodes(), windrow.Nodes()
+    y.job("q", "k", "y", name="y", after="b")
+    await client.cancel_jobs([(await client.add_nodes(job, y)).job_ids["y"]])
+    x.job("q", "k", "x", name="x", after="y", on_failed=windrow.RUN_ANYWAY)
+    with pytest.raises(windrow.Waiting):
+        await client.wait_for(job, x)
+    await work(client, ["x"])
+    assert await states(client, started.id) == dict.fromkeys("aby", "cancelled") | {"x": "failed"}
+    with pytest.raises(windrow.FailedPrecondition, match="would wait for each other, .*'a'.* 'x', 'y', 'b'"):
+        await client.retry_workflow(started.id)
+
+
 async def test_a_job_that_was_redriven_and_is_live_is_refused(client: windrow.Client) -> None:
     started = await failed(client)
     await client.redrive_jobs([started.job_ids["b"]])
