@@ -26,7 +26,7 @@ from tests.integration.test_workflows_calls import until_ended
 from tests.jobs import HOUR_US, lease_jobs
 from tests.pair import A, B, open_pair
 from tests.routers import Routers, running_routers, write_cluster
-from tests.workflows import CANCEL, IGNORE, RUN, Flows, Graph, new_nodes
+from tests.workflows import CANCEL, IGNORE, RUN, Flows, Graph, new_nodes, set_portion
 
 CALLBACKS = {"won": Callback.SUCCESS, "lost": Callback.FAILURE, "over": Callback.END}
 luck = luck_of("jobs that wait")
@@ -142,6 +142,39 @@ async def test_a_failure_that_all_nodes_had_seen_before_the_wait_cancels_the_job
     assert await flows.run_all() == [{"lost", "over"}]
 
 
+async def test_the_policy_of_the_last_wait_counts(flows: Flows) -> None:
+    """Until now a job whose first wait ignored a failure ran again at once, for ever, if its second wait did not."""
+    for policy, ends in ((CANCEL, "cancelled"), (RUN, "released")):
+        flow = await flows.start({"a": []}, callbacks=CALLBACKS)
+        await flows.claim()
+        await flows.add(flow, "a", {"x": []}, wait=IGNORE)
+        await flows.claim()
+        await flows.kill("x")
+        assert await flows.claim() == {"a"}
+        assert not (await flows.add(flow, "a", {"x": []}, wait=IGNORE)).waits
+        assert (await flows.add(flow, "a", {"x": []}, wait=policy)).waits is (policy is CANCEL)
+        assert (await flows.states(flow))["a"] == ends
+        if policy is RUN:
+            await flows.ack("a")
+        assert await flows.run_all() == [{"lost", "over"}]
+
+
+async def test_a_failure_that_is_still_told_to_other_nodes_cancels_the_job(flows: Flows) -> None:
+    flow = await flows.start({"a": []}, callbacks=CALLBACKS)
+    await flows.claim()
+    await flows.add(flow, "a", {"x": [], **{f"d{number}": ["x"] for number in range(5)}})
+    await flows.claim()
+    await set_portion(flows.database, 2)
+    try:
+        await flows.kill("x")
+        assert (await flows.add(flow, "a", {"x": []}, wait=CANCEL)).waits
+        await flows.sweep.sweep()
+    finally:
+        await set_portion(flows.database, 200)
+    assert (await flows.states(flow))["a"] == "cancelled"
+    assert await flows.run_all() == [{"lost", "over"}]
+
+
 async def test_a_job_whose_nodes_had_ended_before_the_wait_keeps_its_lease(flows: Flows) -> None:
     flow = await flows.start({"a": []}, callbacks=CALLBACKS)
     await flows.claim()
@@ -234,6 +267,31 @@ async def test_a_node_that_a_job_waits_for_does_not_wait_for_nodes_that_may_wait
     if parent == "c":
         assert (await flows.add(flow, "a", {"x": [], "y": ["x", parent]}, wait=CANCEL)).waits
         assert await flows.run_all() == [{"x"}, {"y"}, {"a"}, {"b"}]
+
+
+async def test_a_job_does_not_wait_for_a_node_that_it_has_added_before_and_that_may_wait_for_the_job(
+    flows: Flows,
+) -> None:
+    flow = await flows.start({"a": [], "b": ["a"]})
+    await flows.claim()
+    await flows.add(flow, "a", {"x": ["b"]})
+    with pytest.raises(NodeMayWaitForJob, match="the job waits for node 'x', so .* cannot wait for node 'b'"):
+        await flows.add(flow, "a", {"x": []}, wait=CANCEL)
+    with pytest.raises(NodeMayWaitForJob, match="the job waits for node 'x', so .* cannot wait for node 'b'"):
+        await flows.add(flow, "a", {"x": [], "y": ["x"]}, wait=CANCEL)
+    assert await flows.states(flow) == {"a": "released", "b": "blocked", "x": "blocked"}
+    assert (await flows.add(flow, "a", {"z": []}, wait=CANCEL)).waits
+    assert await flows.run_all() == [{"z"}, {"a"}, {"b"}, {"x"}]
+
+
+async def test_a_job_waits_for_nodes_that_wait_for_each_other_and_for_what_they_have_added(flows: Flows) -> None:
+    flow = await flows.start({"a": []})
+    await flows.claim()
+    await flows.add(flow, "a", {"x": [], "y": ["x"]})
+    assert await flows.claim() == {"x"}
+    assert (await flows.add(flow, "x", {"deep": []}, wait=CANCEL)).waits
+    assert (await flows.add(flow, "a", {"x": [], "y": [], "z": ["y"]}, wait=CANCEL)).waits
+    assert await flows.run_all() == [{"deep"}, {"x"}, {"y"}, {"z"}, {"a"}]
 
 
 async def test_a_redriven_job_whose_node_has_ended_waits_for_nothing(flows: Flows) -> None:
