@@ -326,10 +326,9 @@ class WorkflowAdmin:
         self, locked: _Locked, nodes: NewNodes, new: Sequence[int], known: Mapping[NodeName, _Known]
     ) -> None:
         """Refuses nodes that wait for a node which may itself wait for the job. All nodes of the call, new ones and
-        those that this job has added before, wait only for each other, for nodes that have ended, and for nodes that
-        their own jobs have added and wait for. The latter were checked in this way, too. So the job is not among the
-        nodes for which a node of the call waits, because it is older than what these nodes have added. Raises
-        NodeMayWaitForJob."""
+        those that this job has added before, may wait only for each other, for nodes that have ended, and for nodes
+        that their own jobs have added. The same holds for the latter. So the job is not among the nodes for which they
+        wait: it was there before all of these. Raises NodeMayWaitForJob."""
         names = set(nodes.names)
         for at in new:
             for parent, _ in nodes.after.get(at, ()):

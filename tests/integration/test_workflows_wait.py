@@ -275,9 +275,9 @@ async def test_a_job_does_not_wait_for_a_node_that_it_has_added_before_and_that_
     flow = await flows.start({"a": [], "b": ["a"]})
     await flows.claim()
     await flows.add(flow, "a", {"x": ["b"]})
-    with pytest.raises(NodeMayWaitForJob, match="the job waits for node 'x', so .* cannot wait for node 'b'"):
+    with pytest.raises(NodeMayWaitForJob, match=r"the job waits for node 'x', so .* cannot wait for node 'b'"):
         await flows.add(flow, "a", {"x": []}, wait=CANCEL)
-    with pytest.raises(NodeMayWaitForJob, match="the job waits for node 'x', so .* cannot wait for node 'b'"):
+    with pytest.raises(NodeMayWaitForJob, match=r"the job waits for node 'x', so .* cannot wait for node 'b'"):
         await flows.add(flow, "a", {"x": [], "y": ["x"]}, wait=CANCEL)
     assert await flows.states(flow) == {"a": "released", "b": "blocked", "x": "blocked"}
     assert (await flows.add(flow, "a", {"z": []}, wait=CANCEL)).waits
@@ -503,6 +503,18 @@ async def test_a_handler_gets_the_results_of_the_nodes_that_it_waits_for(
     outcomes = [attempt.outcome for attempt in job.attempts]
     assert outcomes == [windrow.AttemptOutcome.RELEASED, windrow.AttemptOutcome.ACKED]
     assert caplog.messages == []
+
+
+async def test_a_handler_that_waits_for_no_nodes_goes_on(client: windrow.Client) -> None:
+    """How many nodes there are is often known only when the handler runs."""
+    flow = windrow.Workflow()
+    flow.job("q", "k")
+    started = await client.start(flow)
+    (job,) = await client.dequeue("q")
+    assert await client.wait_for(job, windrow.Nodes()) == []
+    assert await client.add_nodes(job, windrow.Nodes()) == windrow.Added(job_ids={}, stored=0)
+    await client.ack(job)
+    assert (await client.get_workflow(started.id))[0].state is windrow.WorkflowState.SUCCEEDED
 
 
 async def test_a_def_handler_waits_by_a_client(client: windrow.Client, routers: Routers) -> None:
