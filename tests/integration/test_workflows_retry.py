@@ -120,8 +120,8 @@ async def test_the_id_of_another_workflow_is_refused(client: windrow.Client) -> 
 
 
 async def test_nodes_that_would_wait_for_each_other_in_the_retry_are_refused(client: windrow.Client) -> None:
-    """b waits for a, and y for b. When y has ended, because it was cancelled, a may wait for a node that waits for y. In
-    the retry y has not ended."""
+    """b waits for a, and y for b. When y has ended, because it was cancelled, a may wait for a node that waits for y.
+    In the retry y has not ended."""
     flow = windrow.Workflow()
     a = flow.job("q", "k", "a", name="a")
     flow.job("q", "k", "b", name="b", after=a)

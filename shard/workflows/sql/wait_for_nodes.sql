@@ -37,6 +37,6 @@ SET
     ),
     attempt = j.attempt - 1, run_at = 'infinity', visible_at = 'infinity', group_slot = NULL,
     lease = NULL, leased_at = NULL, worker = NULL, log = NULL
-FROM held
-WHERE j.ctid = held.ctid
+-- No join here: see claim.sql.
+WHERE j.ctid = ANY (ARRAY(SELECT h.ctid FROM held h))
 RETURNING j.queue_id, (SELECT count(*) FROM node) AS blocked
