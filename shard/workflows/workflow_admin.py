@@ -293,28 +293,30 @@ class WorkflowAdmin:
         new = [at for at, name in enumerate(nodes.names) if name not in known]
         if not new and nodes.wait is None:
             return AddedNodes([known[name].job for name in nodes.names], 0), set()
-        size = await self._size(locked, nodes, new)
+        stored = [known[name] for name in nodes.names if name in known]
+        is_doomed = nodes.wait is OnFailed.CANCEL and any(node.has_failed for node in stored)
+        goes_on = not new and not is_doomed and all(node.has_ended for node in stored)
+        # A job that was redriven may go on after the end of its workflow, because it changes nothing there.
+        size = await self._size(locked, nodes, new, must_run=not goes_on)
         if nodes.wait is not None:
             await self._refuse_cycles(locked, nodes, new, known)
         if new:
             await self._store_nodes(locked, nodes, new, known, ids, adder, size, epoch)
         waits, freed_in = False, set[QueueId]()
         if nodes.wait is not None:
-            waited_for = [known[name] for name in nodes.names]
-            await self._add_edges(locked, nodes, nodes.wait, waited_for, adder, size)
-            is_doomed = nodes.wait is OnFailed.CANCEL and any(node.has_failed for node in waited_for)
-            waits = is_doomed or not all(node.has_ended for node in waited_for)
+            await self._add_edges(locked, nodes, nodes.wait, [known[name] for name in nodes.names], adder, size)
+            waits = not goes_on
             if waits and lease is not None:
                 freed_in = {await self._wait(locked, workflow, adder, lease, is_doomed=is_doomed)}
         return AddedNodes([known[name].job for name in nodes.names], len(new), waits), freed_in
 
-    async def _size(self, locked: _Locked, nodes: NewNodes, new: Sequence[int]) -> _Size:
-        """Returns the size that the workflow has with the nodes at the positions `new`. Raises WorkflowEnded, and
-        TooManyNodes if the workflow has no room for these nodes."""
+    async def _size(self, locked: _Locked, nodes: NewNodes, new: Sequence[int], *, must_run: bool) -> _Size:
+        """Returns the size that the workflow has with the nodes at the positions `new`. Raises WorkflowEnded if the
+        workflow must run and does not, and TooManyNodes if it has no room for these nodes."""
         more_edges = sum(len(nodes.after.get(at, ())) for at in new)
         parameters = {"flow": locked.flow, "edges": more_edges > 0 or nodes.wait is not None}
         size = _Size._make((await locked.connection.run(statements.READ_SIZE, parameters))[0])
-        if locked.state is not WorkflowState.RUNNING or size.is_cancelled:
+        if must_run and (locked.state is not WorkflowState.RUNNING or size.is_cancelled):
             raise WorkflowEnded(nodes.workflow, "been cancelled" if size.is_cancelled else locked.state.value)
         if size.nodes + len(new) > NODES_MAX:
             raise TooManyNodes(nodes.workflow, "nodes", present=size.nodes, more=len(new), bound=NODES_MAX)
@@ -371,9 +373,9 @@ class WorkflowAdmin:
         rows = await locked.connection.run(statements.WAIT_FOR_NODES, parameters)
         if not rows:
             raise ShardUnavailable(self._database.name, f"job {from_hex(lease.job_hex)} is locked; try again")
-        ((queue_id, changed),) = rows
+        ((queue_id, changed, name),) = rows
         if not changed:
-            raise NodeEnded(workflow, str(adder))
+            raise NodeEnded(workflow, name)
         return QueueId(queue_id)
 
     async def _store_nodes(

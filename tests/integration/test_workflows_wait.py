@@ -300,10 +300,29 @@ async def test_a_redriven_job_whose_node_has_ended_waits_for_nothing(flows: Flow
     await flows.kill("a")
     await flows.store.redrive(flows.org, [flows.job(flow, "a")])
     assert await flows.claim() == {"a"}
-    with pytest.raises(NodeEnded):
+    with pytest.raises(NodeEnded, match="node 'a'"):
         await flows.add(flow, "a", {"x": []}, wait=CANCEL)
     assert "x" not in await flows.states(flow)
     await flows.ack("a", "b")
+
+
+async def test_a_redriven_job_goes_on_with_nodes_that_have_ended(flows: Flows) -> None:
+    """Its handler runs from the beginning, also after the end of the workflow."""
+    flow = await flows.start({"a": []}, callbacks=CALLBACKS)
+    await flows.claim()
+    await flows.add(flow, "a", {"x": []}, wait=CANCEL)
+    assert await flows.claim() == {"x"}
+    await flows.ack("x")
+    assert await flows.claim() == {"a"}
+    await flows.kill("a")
+    assert await flows.run_all() == [{"lost", "over"}]
+    await flows.store.redrive(flows.org, [flows.job(flow, "a")])
+    assert await flows.claim() == {"a"}
+    assert not (await flows.add(flow, "a", {"x": []}, wait=CANCEL)).waits
+    with pytest.raises(WorkflowEnded):
+        await flows.add(flow, "a", {"x": [], "y": []}, wait=CANCEL)
+    await flows.ack("a")
+    assert await flows.state(flow) == "failed"
 
 
 async def test_nobody_waits_in_a_workflow_that_was_cancelled(flows: Flows) -> None:

@@ -1,8 +1,8 @@
 -- Ends the live lease of a job, without counting the attempt, and blocks the job until its workflow releases it. The node
 -- waits for the last of its parents that has not ended. If `is_doomed` is true, it waits for none: the next fold cancels
--- the job. Returns the queue of the job, and how many nodes were changed: 0 if the node has ended, because its job was
--- redriven. No row: another session has locked the job, or the lease has ended. Never waits: the caller holds the lock
--- of the workflow.
+-- the job. Returns the queue of the job, how many nodes were changed (0 if the node has ended, because its job was
+-- redriven), and the name of the node. No row: another session has locked the job, or the lease has ended. Never waits:
+-- the caller holds the lock of the workflow.
 WITH held AS MATERIALIZED (
     SELECT j.ctid
     FROM windrow.job j
@@ -39,4 +39,6 @@ SET
     lease = NULL, leased_at = NULL, worker = NULL, log = NULL
 -- No join here: see claim.sql.
 WHERE j.ctid = ANY (ARRAY(SELECT h.ctid FROM held h))
-RETURNING j.queue_id, (SELECT count(*) FROM node) AS blocked
+RETURNING
+    j.queue_id, (SELECT count(*) FROM node) AS changed,
+    (SELECT n.name FROM windrow.workflow_node n WHERE n.flow = %(flow)s AND n.node = %(node)s) AS name
