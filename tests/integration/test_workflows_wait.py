@@ -524,6 +524,57 @@ async def test_a_handler_gets_the_results_of_the_nodes_that_it_waits_for(
     assert caplog.messages == []
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_a_report_that_comes_before_a_wait_is_stored(
+    client: windrow.Client, routers: Routers, is_async: bool
+) -> None:
+    """The second report is sent when the first is answered, and the wait ends the lease. Until now the wait could come
+    before the report."""
+    worker = windrow.Worker(client, "q")
+    checkpoints: list[bytes] = []
+
+    def nodes_of(job: windrow.Job) -> windrow.Nodes:
+        checkpoints.append(job.checkpoint)
+        nodes = windrow.Nodes()
+        nodes.job("q", "leaf")
+        if not job.checkpoint:
+            for done in range(20):
+                job.report(windrow.Progress(done=done), checkpoint=f"{done}")
+        return nodes
+
+    with windrow.SyncClient(routers.address, org=client.org) as blocking:
+
+        async def waits(job: windrow.Job) -> None:
+            assert job.workflow is not None
+            nodes = nodes_of(job)
+            await asyncio.sleep(0)
+            job.report(checkpoint="last")
+            await job.workflow.wait_for(nodes)
+
+        def blocks(job: windrow.Job) -> None:
+            nodes = nodes_of(job)
+            job.report(checkpoint="last")
+            blocking.wait_for(job, nodes)
+
+        worker.handler("k")(waits if is_async else blocks)
+
+        @worker.handler("leaf")
+        async def leaf(_: windrow.Job) -> None:
+            pass
+
+        running = asyncio.create_task(worker.run())
+        for _ in range(trials(20, thorough=500)):
+            flow = windrow.Workflow()
+            flow.job("q", "k")
+            started = await client.start(flow)
+            assert (await until_ended(client, started.id)).state is windrow.WorkflowState.SUCCEEDED
+            assert checkpoints == [b"", b"last"]
+            checkpoints.clear()
+        worker.stop()
+        await running
+
+
 async def test_a_handler_that_waits_for_no_nodes_goes_on(client: windrow.Client) -> None:
     """How many nodes there are is often known only when the handler runs."""
     flow = windrow.Workflow()

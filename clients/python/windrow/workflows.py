@@ -305,6 +305,8 @@ class WorkflowCalls:
         request.on_failed = _policy_number(on_failed)
         if not request.nodes:
             return []
+        # The router takes no report about a lease that has ended.
+        await job.reporter.stored(job.lease)
         response = await self._ask_workflows(lambda stub: stub.AddNodes, request)
         if response.waits:
             raise Waiting(len(request.nodes))
