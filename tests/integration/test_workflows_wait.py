@@ -4,8 +4,9 @@ its lease can wait. No job waits for ever, even if the last of these nodes ends 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Sequence
 
 import psycopg
 import pytest
@@ -399,6 +400,71 @@ async def test_a_wait_and_the_last_end_never_pass_each_other(two: list[Flows]) -
         assert await two[0].run_all() == [{"won", "over"}]
     await two[0].check()
     assert True in waited
+
+
+@pytest.mark.thorough
+async def test_no_job_waits_for_ever_whatever_jobs_add_and_wait_for(flows: Flows) -> None:
+    """Jobs add nodes behind any others, and wait for nodes that they add now or have added before. Whatever is not
+    refused ends, also if folds come in small portions."""
+    for _ in range(trials(8, thorough=300)):
+        await set_portion(flows.database, luck.choice((1, 2, 200)))
+        try:
+            flow = await flows.start(drawn_graph("n", [], luck.randint(1, 5)), callbacks=CALLBACKS)
+            for turn in range(40):
+                await flows.sweep.sweep()
+                await flows.claim(max_jobs=luck.choice((1, 1000)))
+                jobs = sorted(flows.leases.keys() - CALLBACKS.keys())
+                if not jobs:
+                    break
+                await act(flows, flow, luck.choice(jobs), turn)
+            await flows.admin.set_paused(flows.org, flow.id, paused=False, epoch=1)
+            await flows.sweep.sweep()
+            while await flows.claim() or flows.leases:
+                await flows.ack(*flows.leases)
+                await flows.sweep.sweep()
+        finally:
+            await set_portion(flows.database, 200)
+        await flows.check()
+        state, states = await flows.state(flow), await flows.states(flow)
+        ends = {"won": state == "succeeded", "lost": state == "failed", "over": True}
+        assert {name: states[name] == "succeeded" for name in CALLBACKS} == ends, states
+        assert not {"blocked", "released"} & set(states.values()), states
+
+
+def drawn_graph(prefix: str, others: Sequence[str], count: int) -> dict[str, list[tuple[str, OnFailed]]]:
+    """Returns nodes that wait for each other and for some of the others."""
+    graph: dict[str, list[tuple[str, OnFailed]]] = {}
+    for number in range(count):
+        parents = [*others, *graph]
+        chosen = luck.sample(parents, min(len(parents), luck.randint(0, 2)))
+        graph[f"{prefix}{number}"] = [(parent, luck.choice((CANCEL, CANCEL, IGNORE, RUN))) for parent in chosen]
+    return graph
+
+
+async def act(flows: Flows, flow: NewWorkflow, job: str, turn: int) -> None:
+    """Does something with a leased job."""
+    nodes, _ = await flows.admin.nodes(flows.org, flow.id, page_size=1000, page_token="")
+    names = [node.name for node in nodes if node.callback is None]
+    own = [name for name in names if name.rpartition("-")[0] == job]
+    what = luck.choices(("ack", "kill", "add", "wait", "cancel", "pause"), (4, 1, 3, 6, 0.5, 0.5))[0]
+    match what:
+        case "ack":
+            await flows.ack(job)
+        case "kill":
+            await flows.kill(job)
+        case "cancel":
+            name = luck.choice(names)
+            await flows.store.cancel(flows.org, [flows.job(flow, name)], reason="")
+            flows.leases.pop(name, None)
+        case "pause":
+            await flows.admin.set_paused(flows.org, flow.id, paused=luck.random() < 0.5, epoch=1)
+        case _:
+            known = luck.sample(own, luck.randint(0, len(own)))
+            new = drawn_graph(f"{job}-{turn}.", luck.choice((names, known, [])), luck.randint(0 if known else 1, 3))
+            policy = luck.choice((CANCEL, IGNORE, RUN)) if what == "wait" else None
+            with contextlib.suppress(NodeMayWaitForJob):
+                if (await flows.add(flow, job, {**dict.fromkeys(known, ()), **new}, wait=policy)).waits:
+                    del flows.leases[job]
 
 
 async def test_an_ack_and_a_wait_of_the_same_job_never_block_each_other(two: list[Flows]) -> None:
