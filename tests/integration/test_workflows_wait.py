@@ -630,7 +630,7 @@ async def test_a_report_that_comes_before_a_wait_is_stored(
             pass
 
         running = asyncio.create_task(worker.run())
-        for _ in range(trials(20, thorough=500)):
+        for _ in range(trials(20, thorough=100)):
             flow = windrow.Workflow()
             flow.job("q", "k")
             started = await client.start(flow)
