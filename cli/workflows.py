@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -405,11 +406,12 @@ def _print(workflow: workflows_pb2.WorkflowInfo, counts: workflows_pb2.NodeCount
 
 
 def _levels(nodes: Sequence[workflows_pb2.NodeInfo]) -> dict[str, int]:
-    """Returns the length of the longest chain of nodes that each node waits for. In `nodes`, each node must come
-    after the nodes that it waits for."""
+    """Returns the length of the longest chain of nodes that each node waits for."""
+    after = {node.name: [edge.node for edge in node.after] for node in nodes}
     levels: dict[str, int] = {}
-    for node in nodes:
-        levels[node.name] = max((levels[edge.node] + 1 for edge in node.after), default=0)
+    # A node comes after the nodes that it waits for, except those that its own job has added.
+    for name in TopologicalSorter(after).static_order():
+        levels[name] = max((levels[parent] + 1 for parent in after.get(name, ())), default=0)
     return levels
 
 

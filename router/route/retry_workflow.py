@@ -4,8 +4,10 @@ be on any shard (docs/decisions/0065-a-retry-is-a-new-workflow.md)."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
 from router.fleet.fleet import Fleet
@@ -30,6 +32,8 @@ from shard.workflows.workflow_admin import WorkflowAdmin
 _RETRYABLE = (WorkflowState.FAILED, WorkflowState.CANCELLED)
 _DONE = (NodeState.SUCCEEDED.value, NodeState.SKIPPED.value)
 _NODES_AT_ONCE = 1_000
+# The most nodes that an error names.
+_NAMED_MAX = 10
 
 
 class Retry(NamedTuple):
@@ -77,6 +81,15 @@ async def retry_of(
         if trace is not None:
             jobs.traces[at] = trace
     numbers = {node.name: node.number for node in nodes}
+    edges = sorted(
+        Edge(node.number, numbers[parent], OnFailed(policy))
+        for node in nodes
+        for parent, policy in zip(node.after or (), node.policies or (), strict=True)
+    )
+    if cycle := await asyncio.to_thread(_cycle, edges, {node.number for node in running}):
+        names = {node.number: node.name for node in nodes}
+        circle = ", ".join(repr(names[number]) for number in cycle[:_NAMED_MAX])
+        raise NotRetryable(old, f"nodes that run again would wait for each other, each for the next one: {circle}")
     workflow = NewWorkflow(
         id=new,
         name=record.name,
@@ -84,11 +97,7 @@ async def retry_of(
         numbers=[node.number for node in running],
         names=[node.name for node in running],
         jobs=jobs,
-        edges=sorted(
-            Edge(node.number, numbers[parent], OnFailed(policy))
-            for node in nodes
-            for parent, policy in zip(node.after or (), node.policies or (), strict=True)
-        ),
+        edges=edges,
         callbacks={node.number: Callback(node.callback) for node in running if node.callback is not None},
         retry_of=old,
         ended=ended,
@@ -98,6 +107,23 @@ async def retry_of(
         node.job_id for node in running if node.callback is None and records[node.job_id].state == JobState.DEAD.value
     ]
     return Retry(workflow, dead)
+
+
+def _cycle(edges: Sequence[Edge], running: Collection[int]) -> Sequence[int]:
+    """Returns nodes among `running` that wait for each other in a circle, or none. The old workflow had no circle. But
+    in the retry a node may wait for a node again that had ended before: a job waited for nodes which waited for it."""
+    again = [edge for edge in edges if edge.node in running and edge.parent in running]
+    if all(edge.parent < edge.node for edge in again):
+        return ()
+    sorter = TopologicalSorter[int]()
+    for edge in again:
+        sorter.add(edge.node, edge.parent)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        # It has the first node also at its end, and names each node before those that wait for it.
+        return tuple(reversed(error.args[1]))
+    return ()
 
 
 def _as_ended(node: NodeRecord) -> EndedNode:

@@ -293,25 +293,30 @@ class WorkflowAdmin:
         new = [at for at, name in enumerate(nodes.names) if name not in known]
         if not new and nodes.wait is None:
             return AddedNodes([known[name].job for name in nodes.names], 0), set()
-        size = await self._size(locked, nodes, new)
+        stored = [known[name] for name in nodes.names if name in known]
+        is_doomed = nodes.wait is OnFailed.CANCEL and any(node.has_failed for node in stored)
+        goes_on = not new and not is_doomed and all(node.has_ended for node in stored)
+        # A job that was redriven may go on after the end of its workflow, because it changes nothing there.
+        size = await self._size(locked, nodes, new, must_run=not goes_on)
         if nodes.wait is not None:
-            _refuse_cycles(nodes, new, known)
+            await self._refuse_cycles(locked, nodes, new, known)
         if new:
             await self._store_nodes(locked, nodes, new, known, ids, adder, size, epoch)
         waits, freed_in = False, set[QueueId]()
         if nodes.wait is not None:
-            waits = await self._must_wait(locked, nodes, nodes.wait, known, adder, size)
+            await self._add_edges(locked, nodes, nodes.wait, [known[name] for name in nodes.names], adder, size)
+            waits = not goes_on
             if waits and lease is not None:
-                freed_in = {await self._wait(locked, nodes, known, adder, lease)}
+                freed_in = {await self._wait(locked, workflow, adder, lease, is_doomed=is_doomed)}
         return AddedNodes([known[name].job for name in nodes.names], len(new), waits), freed_in
 
-    async def _size(self, locked: _Locked, nodes: NewNodes, new: Sequence[int]) -> _Size:
-        """Returns the size that the workflow has with the nodes at the positions `new`. Raises WorkflowEnded, and
-        TooManyNodes if the workflow has no room for these nodes."""
+    async def _size(self, locked: _Locked, nodes: NewNodes, new: Sequence[int], *, must_run: bool) -> _Size:
+        """Returns the size that the workflow has with the nodes at the positions `new`. Raises WorkflowEnded if the
+        workflow must run and does not, and TooManyNodes if it has no room for these nodes."""
         more_edges = sum(len(nodes.after.get(at, ())) for at in new)
         parameters = {"flow": locked.flow, "edges": more_edges > 0 or nodes.wait is not None}
         size = _Size._make((await locked.connection.run(statements.READ_SIZE, parameters))[0])
-        if locked.state is not WorkflowState.RUNNING or size.is_cancelled:
+        if must_run and (locked.state is not WorkflowState.RUNNING or size.is_cancelled):
             raise WorkflowEnded(nodes.workflow, "been cancelled" if size.is_cancelled else locked.state.value)
         if size.nodes + len(new) > NODES_MAX:
             raise TooManyNodes(nodes.workflow, "nodes", present=size.nodes, more=len(new), bound=NODES_MAX)
@@ -319,18 +324,28 @@ class WorkflowAdmin:
             raise TooManyNodes(nodes.workflow, "edges", present=size.edges, more=more_edges, bound=EDGES_MAX)
         return size._replace(nodes=size.nodes + len(new), edges=size.edges + more_edges)
 
-    async def _must_wait(
-        self,
-        locked: _Locked,
-        nodes: NewNodes,
-        policy: OnFailed,
-        known: Mapping[NodeName, _Known],
-        adder: int,
-        size: _Size,
-    ) -> bool:
-        """Adds edges from the node `adder` to these nodes. Returns whether its job must wait: one of the nodes has not
-        ended, or has failed so that the job is to be cancelled."""
-        waited_for = [known[name] for name in nodes.names]
+    async def _refuse_cycles(
+        self, locked: _Locked, nodes: NewNodes, new: Sequence[int], known: Mapping[NodeName, _Known]
+    ) -> None:
+        """Refuses nodes that wait for a node which may itself wait for the job. All nodes of the call, new ones and
+        those that this job has added before, may wait only for each other, for nodes that have ended, and for nodes
+        that their own jobs have added. The same holds for the latter. So the job is not among the nodes for which they
+        wait: it was there before all of these. Raises NodeMayWaitForJob."""
+        names = set(nodes.names)
+        for at in new:
+            for parent, _ in nodes.after.get(at, ()):
+                if parent not in names and parent in known and not known[parent].has_ended:
+                    raise NodeMayWaitForJob(nodes.workflow, nodes.names[at], parent)
+        open_nodes = [known[name].number for name in nodes.names if name in known and not known[name].has_ended]
+        if open_nodes:
+            parameters = {"flow": locked.flow, "nodes": arrays.numbers(open_nodes)}
+            for node, parent in await locked.connection.run(statements.FIND_OPEN_PARENT, parameters):
+                raise NodeMayWaitForJob(nodes.workflow, node, parent)
+
+    async def _add_edges(
+        self, locked: _Locked, nodes: NewNodes, policy: OnFailed, waited_for: Sequence[_Known], adder: int, size: _Size
+    ) -> None:
+        """Adds edges from the node `adder` to these nodes. Raises TooManyNodes."""
         parameters = {
             "flow": locked.flow,
             "node": adder,
@@ -340,18 +355,16 @@ class WorkflowAdmin:
         more_edges = len(await locked.connection.run(statements.ADD_EDGES, parameters))
         if size.edges + more_edges > EDGES_MAX:
             raise TooManyNodes(nodes.workflow, "edges", present=size.edges, more=more_edges, bound=EDGES_MAX)
-        cancels = policy is OnFailed.CANCEL and any(node.has_failed for node in waited_for)
-        return cancels or not all(node.has_ended for node in waited_for)
 
     async def _wait(
-        self, locked: _Locked, nodes: NewNodes, known: Mapping[NodeName, _Known], adder: int, lease: Lease
+        self, locked: _Locked, workflow: WorkflowId, adder: int, lease: Lease, *, is_doomed: bool
     ) -> QueueId:
-        """Blocks the job of the node `adder`, and ends its lease. Returns the queue of the job."""
-        waited_for = [known[name] for name in nodes.names]
+        """Blocks the job of the node `adder`, and ends its lease. Returns the queue of the job. `is_doomed`: the job
+        will never run again, because a node that it waits for has failed."""
         parameters = {
             "flow": locked.flow,
             "node": adder,
-            "last": max(node.number for node in waited_for),
+            "is_doomed": is_doomed,
             "org_id": locked.org_id,
             "job": from_hex(lease.job_hex),
             "lease": lease.number,
@@ -360,13 +373,9 @@ class WorkflowAdmin:
         rows = await locked.connection.run(statements.WAIT_FOR_NODES, parameters)
         if not rows:
             raise ShardUnavailable(self._database.name, f"job {from_hex(lease.job_hex)} is locked; try again")
-        ((queue_id, blocked),) = rows
-        if not blocked:
-            raise NodeEnded(nodes.workflow, str(adder))
-        # A failure among the ends that were taken in before cancels the job.
-        ended = arrays.numbers(node.number for node in waited_for if node.has_ended)
-        parameters = {"org_id": locked.org_id, "id": nodes.workflow, "flow": locked.flow, "nodes": ended}
-        await locked.connection.run(statements.TELL_AGAIN, parameters)
+        ((queue_id, changed, name),) = rows
+        if not changed:
+            raise NodeEnded(workflow, name)
         return QueueId(queue_id)
 
     async def _store_nodes(
@@ -601,16 +610,6 @@ class WorkflowAdmin:
     async def _in_turn(self, org: OrgId, act: Callable[[], Awaitable[_T]]) -> _T:
         answer: _T = await self._calls.submit(SingleCall(org, 1, act))
         return answer
-
-
-def _refuse_cycles(nodes: NewNodes, new: Sequence[int], known: Mapping[NodeName, _Known]) -> None:
-    """Refuses new nodes that wait for a node which may itself wait for the job. Nodes of this call wait only for each
-    other and for nodes that have ended, which wait for nobody. Raises NodeMayWaitForJob."""
-    names = set(nodes.names)
-    for at in new:
-        for parent, _ in nodes.after.get(at, ()):
-            if parent not in names and parent in known and not known[parent].has_ended:
-                raise NodeMayWaitForJob(nodes.workflow, nodes.names[at], parent)
 
 
 def _names_parameters(org: OrgId, workflow: WorkflowId, names: Sequence[NodeName]) -> dict[str, object]:

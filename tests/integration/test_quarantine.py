@@ -23,6 +23,7 @@ from tests.jobs import MINUTE_US, QUEUE, alter_until, history_of, ids_of, lease_
 from tests.postgres import Server
 from tests.recorder import Recorder
 from tests.routers import PATIENCE_S, running_routers, write_cluster
+from tests.workflows import CANCEL, Flows
 
 AFTER = 3
 
@@ -382,6 +383,28 @@ async def test_a_trial_that_waits_for_a_slot_of_jobs_that_are_set_aside_is_repla
     await store.sweep()
     assert await quarantined(database, org) == {}
     assert len(await lease_jobs(store, org)) == 2
+
+
+async def test_a_trial_that_waits_for_nodes_of_its_own_kind_is_replaced(
+    store: Store, database: Database, org: OrgId
+) -> None:
+    """The nodes are set aside until the trial has ended, and the trial waits for the nodes."""
+    flows = Flows(database, org, store=store)
+    flow = await flows.start({"a": []})
+    await crash(store, database, org, AFTER + 1, "greet")
+    await store.sweep()
+    assert await flows.claim() == set()
+    await pass_pause(database, org)
+    await store.sweep()
+    assert await flows.claim() == {"a"}
+    assert (await flows.add(flow, "a", {"x": []}, wait=CANCEL)).waits
+    assert await flows.claim() == set()
+    await store.sweep()
+    assert await flows.claim() == {"x"}
+    await flows.ack("x")
+    await store.sweep()
+    assert await quarantined(database, org) == {}
+    assert await flows.run_all() == [{"a"}]
 
 
 async def test_jobs_that_are_set_aside_are_counted_cancelled_and_purged(

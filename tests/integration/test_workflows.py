@@ -549,6 +549,11 @@ async def test_acks_cancels_and_alterations_at_the_same_time_deadlock_never(two:
             "it was released, and its job is nowhere to be found",
         ),
         ("DELETE FROM windrow.job WHERE workflow_node LIKE '%/1'", 1, "it is blocked, and its job is not"),
+        (
+            "UPDATE windrow.workflow_node SET state = 'blocked', waits_on = 1 WHERE name = 'a'",
+            0,
+            "it waits for nodes that wait for it",
+        ),
         ("UPDATE windrow.workflow SET open_node = 0", -1, "it is running, and node 1 has not ended"),
         (
             "INSERT INTO windrow.workflow_arrival (org_id, workflow, node, how) "

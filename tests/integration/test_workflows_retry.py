@@ -119,6 +119,54 @@ async def test_the_id_of_another_workflow_is_refused(client: windrow.Client) -> 
     assert (await states(client, started.id))["b"] == "failed"
 
 
+async def test_nodes_that_would_wait_for_each_other_in_the_retry_are_refused(client: windrow.Client) -> None:
+    """b waits for a, and y for b. When y has ended, because it was cancelled, a may wait for a node that waits for y.
+    In the retry y has not ended."""
+    flow = windrow.Workflow()
+    a = flow.job("q", "k", "a", name="a")
+    flow.job("q", "k", "b", name="b", after=a)
+    started = await client.start(flow)
+    (job,) = await client.dequeue("q")
+    y, x = windrow.Nodes(), windrow.Nodes()
+    y.job("q", "k", "y", name="y", after="b")
+    await client.cancel_jobs([(await client.add_nodes(job, y)).job_ids["y"]])
+    x.job("q", "k", "x", name="x", after="y", on_failed=windrow.RUN_ANYWAY)
+    with pytest.raises(windrow.Waiting):
+        await client.wait_for(job, x)
+    await work(client, ["x"])
+    assert await states(client, started.id) == dict.fromkeys("aby", "cancelled") | {"x": "failed"}
+    with pytest.raises(windrow.FailedPrecondition, match=r"would wait for each other, .*'a'.* 'x', 'y', 'b'"):
+        await client.retry_workflow(started.id)
+
+
+async def test_a_job_of_a_retry_does_not_wait_for_nodes_that_wait_for_it_there(client: windrow.Client) -> None:
+    """As before, but a waits for nothing in the old workflow. In the retry, x waits for t, t for y, y for b, and b for
+    a."""
+    flow = windrow.Workflow()
+    a = flow.job("q", "k", "a", name="a")
+    flow.job("q", "k", "b", name="b", after=a)
+    started = await client.start(flow)
+    (job,) = await client.dequeue("q")
+    y, x, t = windrow.Nodes(), windrow.Nodes(), windrow.Nodes()
+    y.job("q", "k", "y", name="y", after="b")
+    await client.cancel_jobs([(await client.add_nodes(job, y)).job_ids["y"]])
+    x.job("q", "k", "x", name="x")
+    await client.add_nodes(job, x)
+    t.job("q", "k", "t", name="t", after="y", on_failed=windrow.RUN_ANYWAY)
+    (other,) = await client.dequeue("q")
+    with pytest.raises(windrow.Waiting):
+        await client.wait_for(other, t)
+    await client.nack(job, permanent=True)
+    await work(client, ["t"])
+    retry = await client.retry_workflow(started.id)
+    (again,) = await client.dequeue("q")
+    with pytest.raises(windrow.InvalidRequest, match=r"waits for node 't', so .* cannot wait for node 'y'"):
+        await client.wait_for(again, x)
+    await client.ack(again)
+    await work(client)
+    assert (await client.get_workflow(retry.id))[0].state is windrow.WorkflowState.SUCCEEDED
+
+
 async def test_a_job_that_was_redriven_and_is_live_is_refused(client: windrow.Client) -> None:
     started = await failed(client)
     await client.redrive_jobs([started.job_ids["b"]])

@@ -4,8 +4,9 @@ its lease can wait. No job waits for ever, even if the last of these nodes ends 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Sequence
 
 import psycopg
 import pytest
@@ -26,7 +27,7 @@ from tests.integration.test_workflows_calls import until_ended
 from tests.jobs import HOUR_US, lease_jobs
 from tests.pair import A, B, open_pair
 from tests.routers import Routers, running_routers, write_cluster
-from tests.workflows import CANCEL, IGNORE, RUN, Flows, Graph, new_nodes
+from tests.workflows import CANCEL, IGNORE, RUN, Flows, Graph, new_nodes, set_portion
 
 CALLBACKS = {"won": Callback.SUCCESS, "lost": Callback.FAILURE, "over": Callback.END}
 luck = luck_of("jobs that wait")
@@ -142,6 +143,39 @@ async def test_a_failure_that_all_nodes_had_seen_before_the_wait_cancels_the_job
     assert await flows.run_all() == [{"lost", "over"}]
 
 
+async def test_the_policy_of_the_last_wait_counts(flows: Flows) -> None:
+    """Until now a job whose first wait ignored a failure ran again at once, for ever, if its second wait did not."""
+    for policy, ends in ((CANCEL, "cancelled"), (RUN, "released")):
+        flow = await flows.start({"a": []}, callbacks=CALLBACKS)
+        await flows.claim()
+        await flows.add(flow, "a", {"x": []}, wait=IGNORE)
+        await flows.claim()
+        await flows.kill("x")
+        assert await flows.claim() == {"a"}
+        assert not (await flows.add(flow, "a", {"x": []}, wait=IGNORE)).waits
+        assert (await flows.add(flow, "a", {"x": []}, wait=policy)).waits is (policy is CANCEL)
+        assert (await flows.states(flow))["a"] == ends
+        if policy is RUN:
+            await flows.ack("a")
+        assert await flows.run_all() == [{"lost", "over"}]
+
+
+async def test_a_failure_that_is_still_told_to_other_nodes_cancels_the_job(flows: Flows) -> None:
+    flow = await flows.start({"a": []}, callbacks=CALLBACKS)
+    await flows.claim()
+    await flows.add(flow, "a", {"x": [], **{f"d{number}": ["x"] for number in range(5)}})
+    await flows.claim()
+    await set_portion(flows.database, 2)
+    try:
+        await flows.kill("x")
+        assert (await flows.add(flow, "a", {"x": []}, wait=CANCEL)).waits
+        await flows.sweep.sweep()
+    finally:
+        await set_portion(flows.database, 200)
+    assert (await flows.states(flow))["a"] == "cancelled"
+    assert await flows.run_all() == [{"lost", "over"}]
+
+
 async def test_a_job_whose_nodes_had_ended_before_the_wait_keeps_its_lease(flows: Flows) -> None:
     flow = await flows.start({"a": []}, callbacks=CALLBACKS)
     await flows.claim()
@@ -236,16 +270,60 @@ async def test_a_node_that_a_job_waits_for_does_not_wait_for_nodes_that_may_wait
         assert await flows.run_all() == [{"x"}, {"y"}, {"a"}, {"b"}]
 
 
+async def test_a_job_does_not_wait_for_a_node_that_it_has_added_before_and_that_may_wait_for_the_job(
+    flows: Flows,
+) -> None:
+    flow = await flows.start({"a": [], "b": ["a"]})
+    await flows.claim()
+    await flows.add(flow, "a", {"x": ["b"]})
+    with pytest.raises(NodeMayWaitForJob, match=r"the job waits for node 'x', so .* cannot wait for node 'b'"):
+        await flows.add(flow, "a", {"x": []}, wait=CANCEL)
+    with pytest.raises(NodeMayWaitForJob, match=r"the job waits for node 'x', so .* cannot wait for node 'b'"):
+        await flows.add(flow, "a", {"x": [], "y": ["x"]}, wait=CANCEL)
+    assert await flows.states(flow) == {"a": "released", "b": "blocked", "x": "blocked"}
+    assert (await flows.add(flow, "a", {"z": []}, wait=CANCEL)).waits
+    assert await flows.run_all() == [{"z"}, {"a"}, {"b"}, {"x"}]
+
+
+async def test_a_job_waits_for_nodes_that_wait_for_each_other_and_for_what_they_have_added(flows: Flows) -> None:
+    flow = await flows.start({"a": []})
+    await flows.claim()
+    await flows.add(flow, "a", {"x": [], "y": ["x"]})
+    assert await flows.claim() == {"x"}
+    assert (await flows.add(flow, "x", {"deep": []}, wait=CANCEL)).waits
+    assert (await flows.add(flow, "a", {"x": [], "y": [], "z": ["y"]}, wait=CANCEL)).waits
+    assert await flows.run_all() == [{"deep"}, {"x"}, {"y"}, {"z"}, {"a"}]
+
+
 async def test_a_redriven_job_whose_node_has_ended_waits_for_nothing(flows: Flows) -> None:
     flow = await flows.start({"a": [], "b": []})
     await flows.claim()
     await flows.kill("a")
     await flows.store.redrive(flows.org, [flows.job(flow, "a")])
     assert await flows.claim() == {"a"}
-    with pytest.raises(NodeEnded):
+    with pytest.raises(NodeEnded, match="node 'a'"):
         await flows.add(flow, "a", {"x": []}, wait=CANCEL)
     assert "x" not in await flows.states(flow)
     await flows.ack("a", "b")
+
+
+async def test_a_redriven_job_goes_on_with_nodes_that_have_ended(flows: Flows) -> None:
+    """Its handler runs from the beginning, also after the end of the workflow."""
+    flow = await flows.start({"a": []}, callbacks=CALLBACKS)
+    await flows.claim()
+    await flows.add(flow, "a", {"x": []}, wait=CANCEL)
+    assert await flows.claim() == {"x"}
+    await flows.ack("x")
+    assert await flows.claim() == {"a"}
+    await flows.kill("a")
+    assert await flows.run_all() == [{"lost", "over"}]
+    await flows.store.redrive(flows.org, [flows.job(flow, "a")])
+    assert await flows.claim() == {"a"}
+    assert not (await flows.add(flow, "a", {"x": []}, wait=CANCEL)).waits
+    with pytest.raises(WorkflowEnded):
+        await flows.add(flow, "a", {"x": [], "y": []}, wait=CANCEL)
+    await flows.ack("a")
+    assert await flows.state(flow) == "failed"
 
 
 async def test_nobody_waits_in_a_workflow_that_was_cancelled(flows: Flows) -> None:
@@ -322,6 +400,71 @@ async def test_a_wait_and_the_last_end_never_pass_each_other(two: list[Flows]) -
         assert await two[0].run_all() == [{"won", "over"}]
     await two[0].check()
     assert True in waited
+
+
+@pytest.mark.thorough
+async def test_no_job_waits_for_ever_whatever_jobs_add_and_wait_for(flows: Flows) -> None:
+    """Jobs add nodes behind any others, and wait for nodes that they add now or have added before. Whatever is not
+    refused ends, also if folds come in small portions."""
+    for _ in range(trials(8, thorough=300)):
+        await set_portion(flows.database, luck.choice((1, 2, 200)))
+        try:
+            flow = await flows.start(drawn_graph("n", [], luck.randint(1, 5)), callbacks=CALLBACKS)
+            for turn in range(40):
+                await flows.sweep.sweep()
+                await flows.claim(max_jobs=luck.choice((1, 1000)))
+                jobs = sorted(flows.leases.keys() - CALLBACKS.keys())
+                if not jobs:
+                    break
+                await act(flows, flow, luck.choice(jobs), turn)
+            await flows.admin.set_paused(flows.org, flow.id, paused=False, epoch=1)
+            await flows.sweep.sweep()
+            while await flows.claim() or flows.leases:
+                await flows.ack(*flows.leases)
+                await flows.sweep.sweep()
+        finally:
+            await set_portion(flows.database, 200)
+        await flows.check()
+        state, states = await flows.state(flow), await flows.states(flow)
+        ends = {"won": state == "succeeded", "lost": state == "failed", "over": True}
+        assert {name: states[name] == "succeeded" for name in CALLBACKS} == ends, states
+        assert not {"blocked", "released"} & set(states.values()), states
+
+
+def drawn_graph(prefix: str, others: Sequence[str], count: int) -> dict[str, list[tuple[str, OnFailed]]]:
+    """Returns nodes that wait for each other and for some of the others."""
+    graph: dict[str, list[tuple[str, OnFailed]]] = {}
+    for number in range(count):
+        parents = [*others, *graph]
+        chosen = luck.sample(parents, min(len(parents), luck.randint(0, 2)))
+        graph[f"{prefix}{number}"] = [(parent, luck.choice((CANCEL, CANCEL, IGNORE, RUN))) for parent in chosen]
+    return graph
+
+
+async def act(flows: Flows, flow: NewWorkflow, job: str, turn: int) -> None:
+    """Does something with a leased job."""
+    nodes, _ = await flows.admin.nodes(flows.org, flow.id, page_size=1000, page_token="")
+    names = [node.name for node in nodes if node.callback is None]
+    own = [name for name in names if name.rpartition("-")[0] == job]
+    what = luck.choices(("ack", "kill", "add", "wait", "cancel", "pause"), (4, 1, 3, 6, 0.5, 0.5))[0]
+    match what:
+        case "ack":
+            await flows.ack(job)
+        case "kill":
+            await flows.kill(job)
+        case "cancel":
+            name = luck.choice(names)
+            await flows.store.cancel(flows.org, [flows.job(flow, name)], reason="")
+            flows.leases.pop(name, None)
+        case "pause":
+            await flows.admin.set_paused(flows.org, flow.id, paused=luck.random() < 0.5, epoch=1)
+        case _:
+            known = luck.sample(own, luck.randint(0, len(own)))
+            new = drawn_graph(f"{job}-{turn}.", luck.choice((names, known, [])), luck.randint(0 if known else 1, 3))
+            policy = luck.choice((CANCEL, IGNORE, RUN)) if what == "wait" else None
+            with contextlib.suppress(NodeMayWaitForJob):
+                if (await flows.add(flow, job, {**dict.fromkeys(known, ()), **new}, wait=policy)).waits:
+                    del flows.leases[job]
 
 
 async def test_an_ack_and_a_wait_of_the_same_job_never_block_each_other(two: list[Flows]) -> None:
@@ -445,6 +588,69 @@ async def test_a_handler_gets_the_results_of_the_nodes_that_it_waits_for(
     outcomes = [attempt.outcome for attempt in job.attempts]
     assert outcomes == [windrow.AttemptOutcome.RELEASED, windrow.AttemptOutcome.ACKED]
     assert caplog.messages == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_a_report_that_comes_before_a_wait_is_stored(
+    client: windrow.Client, routers: Routers, is_async: bool
+) -> None:
+    """The second report is sent when the first is answered, and the wait ends the lease. Until now the wait could come
+    before the report."""
+    worker = windrow.Worker(client, "q")
+    checkpoints: list[bytes] = []
+
+    def nodes_of(job: windrow.Job) -> windrow.Nodes:
+        checkpoints.append(job.checkpoint)
+        nodes = windrow.Nodes()
+        nodes.job("q", "leaf")
+        if not job.checkpoint:
+            for done in range(20):
+                job.report(windrow.Progress(done=done), checkpoint=f"{done}")
+        return nodes
+
+    with windrow.SyncClient(routers.address, org=client.org) as blocking:
+
+        async def waits(job: windrow.Job) -> None:
+            assert job.workflow is not None
+            nodes = nodes_of(job)
+            await asyncio.sleep(0)
+            job.report(checkpoint="last")
+            await job.workflow.wait_for(nodes)
+
+        def blocks(job: windrow.Job) -> None:
+            nodes = nodes_of(job)
+            job.report(checkpoint="last")
+            blocking.wait_for(job, nodes)
+
+        worker.handler("k")(waits if is_async else blocks)
+
+        @worker.handler("leaf")
+        async def leaf(_: windrow.Job) -> None:
+            pass
+
+        running = asyncio.create_task(worker.run())
+        for _ in range(trials(20, thorough=100)):
+            flow = windrow.Workflow()
+            flow.job("q", "k")
+            started = await client.start(flow)
+            assert (await until_ended(client, started.id)).state is windrow.WorkflowState.SUCCEEDED
+            assert checkpoints == [b"", b"last"]
+            checkpoints.clear()
+        worker.stop()
+        await running
+
+
+async def test_a_handler_that_waits_for_no_nodes_goes_on(client: windrow.Client) -> None:
+    """How many nodes there are is often known only when the handler runs."""
+    flow = windrow.Workflow()
+    flow.job("q", "k")
+    started = await client.start(flow)
+    (job,) = await client.dequeue("q")
+    assert await client.wait_for(job, windrow.Nodes()) == []
+    assert await client.add_nodes(job, windrow.Nodes()) == windrow.Added(job_ids={}, stored=0)
+    await client.ack(job)
+    assert (await client.get_workflow(started.id))[0].state is windrow.WorkflowState.SUCCEEDED
 
 
 async def test_a_def_handler_waits_by_a_client(client: windrow.Client, routers: Routers) -> None:

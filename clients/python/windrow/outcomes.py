@@ -203,8 +203,8 @@ class Snooze(Outcome):
 
 
 class Waiting(Outcome):
-    """Raised by wait_for: the lease has ended, and the job waits for nodes of its workflow. A handler lets this pass:
-    what it does after that is dropped. Nothing has failed, and the attempt does not count."""
+    """Raised by wait_for: the lease has ended, and the job waits for nodes of its workflow. A handler must not catch
+    this: its outcome would be dropped. Nothing has failed, and the attempt does not count."""
 
     def __init__(self, nodes: int) -> None:
         super().__init__(nodes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,16 +57,26 @@ class Report:
 
 class Reporter:
     """Takes reports of handlers, and passes each with the lease token to `take`, or to nobody. A copy in another
-    process passes them to nobody."""
+    process passes them to nobody. `when_stored` returns, for a lease token, what `stored` waits for."""
 
-    __slots__ = ("_take",)
+    __slots__ = ("_take", "_when_stored")
 
-    def __init__(self, take: Callable[[bytes, Report], None] | None = None) -> None:
+    def __init__(
+        self,
+        take: Callable[[bytes, Report], None] | None = None,
+        when_stored: Callable[[bytes], Future[None]] | None = None,
+    ) -> None:
         self._take = take
+        self._when_stored = when_stored
 
     def __call__(self, lease: bytes, report: Report) -> None:
         if self._take is not None:
             self._take(lease, report)
+
+    async def stored(self, lease: bytes) -> None:
+        """Waits until no report about this lease is on its way. May be called in any event loop."""
+        if self._when_stored is not None:
+            await asyncio.wrap_future(self._when_stored(lease))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Reporter, ()

@@ -12,6 +12,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 
 from windrow.calls import error_of, patient_pause_s
 from windrow.errors import InvalidRequest, RouterError, WindrowError
@@ -101,6 +102,8 @@ class Settlements:
         # Outcomes of jobs whose report is on its way. They wait until the report is answered: the router settles
         # messages in parallel, and takes no report about a lease that has ended.
         self._after_report: dict[HeldLease, Action] = {}
+        # Those who wait until no report of a job is on its way.
+        self._told: dict[HeldLease, list[Future[None]]] = {}
         # Set whenever there may be something to send.
         self.wake = asyncio.Event()
         # Set while no entry waits to be sent and every sent message has been answered.
@@ -156,6 +159,18 @@ class Settlements:
         else:
             _add_report(entry, report)
         self._notify()
+
+    def when_stored(self, held: HeldLease, stored: Future[None]) -> None:
+        """Ends the future when no report of this job is on its way, or when its lease is lost."""
+        self._told.setdefault(held, []).append(stored)
+        if held not in self._reports or held.lost:
+            self.tell_stored(held)
+
+    def tell_stored(self, held: HeldLease) -> None:
+        """Ends the futures of those who wait for the reports of this job."""
+        for stored in self._told.pop(held, ()):
+            if stored.set_running_or_notify_cancel():
+                stored.set_result(None)
 
     def _queue_report(self, held: HeldLease, report: Report) -> None:
         entry = self._reports[held] = _Entry(held, Extended(report=report))
@@ -228,7 +243,9 @@ class Settlements:
         return bool(entries)
 
     def close(self) -> None:
-        """Cancels the retry timer."""
+        """Cancels the retry timer, and ends all waits for reports."""
+        for held in list(self._told):
+            self.tell_stored(held)
         if self._retry_timer is not None:
             self._retry_timer.cancel()
             self._retry_timer = None
@@ -288,7 +305,9 @@ class Settlements:
         del self._reports[held]
         if entry.later is not None and held in self._leases:
             self._queue_report(held, entry.later)
-        elif held in self._after_report:
+            return
+        self.tell_stored(held)
+        if held in self._after_report:
             self._waiting.append(_Entry(held, self._after_report.pop(held)))
 
     def _is_isolating(self) -> bool:

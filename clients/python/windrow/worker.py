@@ -16,6 +16,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -189,7 +190,7 @@ class Worker:
             take=self._take,
             revoked=self._leases.revoked,
         )
-        self._reporter = Reporter(self._report)
+        self._reporter = Reporter(self._report, self._when_stored)
         # Jobs that have not begun, except the jobs of batch handlers.
         self._waiting: deque[HeldLease] = deque()
         self._running: dict[HeldLease, None] = {}
@@ -401,7 +402,7 @@ class Worker:
         job = read_leased(message, reporter=self._reporter)
         if job.workflow is not None:
             client = self.client.for_org(job.org) if job.org else self.client
-            job.workflow = replace(job.workflow, caller=partial(_calls_of, client, job.lease))
+            job.workflow = replace(job.workflow, caller=partial(_calls_of, client, job.lease, self._reporter))
         return job
 
     def _take(self, messages: Sequence[job_pb2.LeasedJob], received_at: float) -> None:
@@ -608,6 +609,25 @@ class Worker:
                 self._settlements.report(held, report)
                 return
 
+    def _when_stored(self, lease: bytes) -> Future[None]:
+        """Returns a future that ends when no report about this lease is on its way. Thread-safe."""
+        stored = Future[None]()
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(self._on_when_stored, lease, stored)
+        except RuntimeError:
+            # A thread may outlive the worker, whose event loop is then closed.
+            stored.set_result(None)
+        return stored
+
+    def _on_when_stored(self, lease: bytes, stored: Future[None]) -> None:
+        for held in self._running:
+            if held.lease == lease:
+                self._settlements.when_stored(held, stored)
+                return
+        if stored.set_running_or_notify_cancel():
+            stored.set_result(None)
+
     def _on_cancelled(self, held: HeldLease, error: asyncio.CancelledError) -> None:
         """Handles a job whose task was cancelled."""
         if held.lost or held.settling:
@@ -630,6 +650,7 @@ class Worker:
         self._settlements.wake.set()
 
     def _on_lost(self, held: HeldLease) -> None:
+        self._settlements.tell_stored(held)
         if held.task is None:
             with suppress(ValueError):
                 self._waiting_with(held).remove(held)
@@ -694,7 +715,7 @@ class Worker:
             raise InvalidRequest(f"visibility_window must be 100 ms to 12 h, not {self._window_s} s")
 
 
-def _calls_of(client: Client, lease: bytes, of: WorkflowNode) -> tuple[Client, Job]:
+def _calls_of(client: Client, lease: bytes, reporter: Reporter, of: WorkflowNode) -> tuple[Client, Job]:
     """Serves WorkflowNode.caller. Takes the lease and not the job: a job that referred to itself would keep its payload
     until the garbage collector runs."""
-    return client, Job(lease=lease, workflow=of)
+    return client, Job(lease=lease, workflow=of, reporter=reporter)

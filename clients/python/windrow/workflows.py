@@ -284,6 +284,8 @@ class WorkflowCalls:
         another node has one of the names; NotFound if a node is to wait for a node that does not exist;
         ResourceExhausted if the workflow would have more than 10,000 nodes or 100,000 edges."""
         request = self._addition(job, nodes)
+        if not request.nodes:
+            return Added(job_ids={}, stored=0)
         response = await self._ask_workflows(lambda stub: stub.AddNodes, request)
         ids = dict(zip((node.name for node in nodes.nodes), response.job_ids, strict=True))
         return Added(job_ids=ids, stored=response.added)
@@ -292,15 +294,19 @@ class WorkflowCalls:
         self, job: Job, nodes: Nodes, *, on_failed: FailurePolicy = FailurePolicy.CANCEL
     ) -> list[Parent]:
         """Adds nodes to the workflow of a leased job like add_nodes, and lets the job wait for them. If all of them
-        have ended, returns them with their results, in the order of `nodes`. Otherwise raises Waiting, which the
-        handler must let pass: the attempt ends without counting, and the handler runs again from its beginning when the
-        nodes have ended. `on_failed` says what becomes of the job if one of the nodes fails.
+        have ended, or if there are none, returns them with their results, in the order of `nodes`. Otherwise raises
+        Waiting, which the handler must not catch: the attempt ends without counting, and the handler runs again from
+        its beginning when the nodes have ended. `on_failed` says what becomes of the job if one of the nodes fails.
 
         The nodes may wait for each other, and for nodes that have ended. Raises what add_nodes raises, and
-        InvalidRequest if one of the nodes is to wait for any other node, because that node might wait for the job."""
+        InvalidRequest if one of the nodes waits for any other node, because that node might wait for the job."""
         request = self._addition(job, nodes)
         request.wait = True
         request.on_failed = _policy_number(on_failed)
+        if not request.nodes:
+            return []
+        # The router takes no report about a lease that has ended.
+        await job.reporter.stored(job.lease)
         response = await self._ask_workflows(lambda stub: stub.AddNodes, request)
         if response.waits:
             raise Waiting(len(request.nodes))

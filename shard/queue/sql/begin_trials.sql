@@ -1,5 +1,6 @@
 -- Lets through the first job of each kind whose trial is due. Returns the queues of these jobs. A trial whose job waits
--- for a slot of its group is replaced: the jobs that have the slots may be set aside until the trial has ended.
+-- for a slot of its group, or for nodes that it has added, is replaced: the jobs that have the slots, and the jobs of the
+-- nodes, may be set aside until the trial has ended.
 WITH due AS MATERIALIZED (
     SELECT k.queue_id, k.kind
     FROM windrow.quarantine k
@@ -11,8 +12,8 @@ WITH due AS MATERIALIZED (
             OR EXISTS (
                 SELECT
                 FROM windrow.job j
-                WHERE j.id = k.trial_id AND j.queue_id = k.queue_id AND j.group_key IS NOT NULL
-                    AND j.group_slot IS NULL AND NOT isfinite(j.visible_at)
+                WHERE j.id = k.trial_id AND j.queue_id = k.queue_id AND NOT isfinite(j.visible_at)
+                    AND (j.group_key IS NOT NULL AND j.group_slot IS NULL OR {{is_blocked(j)}})
                 OFFSET 0
             )
         )

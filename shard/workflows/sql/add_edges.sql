@@ -1,6 +1,13 @@
--- Lets a node wait for these nodes too. An edge that exists stays as it is. Returns the new edges.
+-- Lets a node wait for these nodes too. If it waits for one of them already, the new policy counts. Returns the new edges.
+WITH parent AS (
+    SELECT p.number FROM unnest(%(parents)s::integer[]) AS p (number)
+), changed AS (
+    UPDATE windrow.workflow_edge e SET on_failed = %(on_failed)s
+    FROM parent p
+    WHERE e.flow = %(flow)s AND e.node = %(node)s AND e.parent = p.number AND e.on_failed <> %(on_failed)s
+)
 INSERT INTO windrow.workflow_edge (flow, node, parent, on_failed)
-SELECT %(flow)s, %(node)s, p.parent, %(on_failed)s
-FROM unnest(%(parents)s::integer[]) AS p (parent)
+SELECT %(flow)s, %(node)s, p.number, %(on_failed)s
+FROM parent p
 ON CONFLICT (flow, node, parent) DO NOTHING
 RETURNING parent

@@ -1,8 +1,8 @@
 -- Finds what is wrong with workflows, in one snapshot: blocked jobs that nothing will release, nodes that wait for the
--- wrong node or whose job is missing, workflows whose last open node is wrong, and ends that were not taken in. Leaves
+-- wrong node or for each other, nodes whose job is missing, workflows whose last open node is wrong, and ends that were not taken in. Leaves
 -- out orgs that move, because their jobs may be on the other shard. Also leaves out the work that one fold has left for
 -- the next fold: nodes that were not told yet of an end, and ends of jobs that the fold has cancelled.
-WITH settled AS MATERIALIZED (
+WITH RECURSIVE settled AS MATERIALIZED (
     SELECT o.org_id, o.org
     FROM windrow.org o
     JOIN windrow.owned_slot s ON s.slot = o.slot AND s.state = 'owned' AND NOT s.arriving
@@ -23,7 +23,7 @@ WITH settled AS MATERIALIZED (
     ) n ON n.job_id = j.id
 ), waiting AS (
     SELECT
-        o.org_id, o.org, w.id::text AS workflow, n.node, n.state, n.job_id, n.waits_on, p.ended_at IS NOT NULL AS parent_ended,
+        o.org_id, o.org, w.flow, w.id::text AS workflow, n.node, n.state, n.job_id, n.waits_on, p.ended_at IS NOT NULL AS parent_ended,
         (
             SELECT max(e.parent)
             FROM windrow.workflow_edge e
@@ -37,6 +37,22 @@ WITH settled AS MATERIALIZED (
     JOIN windrow.workflow w ON w.org_id = o.org_id
     JOIN windrow.workflow_node n ON n.flow = w.flow AND n.state = 'blocked'
     LEFT JOIN windrow.workflow_node p ON p.flow = n.flow AND p.node = n.waits_on
+), chain AS (
+    -- From each node that waits for a node with a greater number, to the node for which that one waits, and so on. Each
+    -- circle has such a node.
+    SELECT w.flow, w.node AS first, w.waits_on AS node
+    FROM waiting w
+    WHERE w.waits_on > w.node
+    UNION
+    SELECT c.flow, c.first, n.waits_on
+    FROM chain c
+    CROSS JOIN LATERAL (
+        SELECT n.waits_on
+        FROM windrow.workflow_node n
+        WHERE n.flow = c.flow AND n.node = c.node AND n.state = 'blocked' AND n.waits_on IS NOT NULL
+        OFFSET 0
+    ) n
+    WHERE c.node <> c.first
 )
 SELECT f.org, f.workflow, f.node, f.what
 FROM (
@@ -54,6 +70,10 @@ FROM (
     SELECT w.org, w.workflow, w.node, 'it waits for node ' || w.waits_on || ' instead of ' || coalesce(w.last_open::text, 'none')
     FROM waiting w
     WHERE w.waits_on IS DISTINCT FROM w.last_open AND NOT w.parent_ended
+    UNION ALL
+    SELECT w.org, w.workflow, w.node, 'it waits for nodes that wait for it'
+    FROM waiting w
+    JOIN chain c ON c.flow = w.flow AND c.first = w.node AND c.node = w.node
     UNION ALL
     SELECT w.org, w.workflow, w.node, 'it is blocked, and its job is not'
     FROM waiting w

@@ -1,8 +1,8 @@
 -- Ends the live lease of a job, without counting the attempt, and blocks the job until its workflow releases it. The node
--- waits for the last of its parents that has not ended. If all have ended, it waits for `last`, whose end is appended
--- once more. Returns the queue of the job, and how many nodes are blocked now: 0 if the node has ended, because its job
--- was redriven. No row: another session has locked the job, or the lease has ended. Never waits: the caller holds the
--- lock of the workflow.
+-- waits for the last of its parents that has not ended. If `is_doomed` is true, it waits for none: the next fold cancels
+-- the job. Returns the queue of the job, how many nodes were changed (0 if the node has ended, because its job was
+-- redriven), and the name of the node. No row: another session has locked the job, or the lease has ended. Never waits:
+-- the caller holds the lock of the workflow.
 WITH held AS MATERIALIZED (
     SELECT j.ctid
     FROM windrow.job j
@@ -12,9 +12,9 @@ WITH held AS MATERIALIZED (
 ), node AS (
     UPDATE windrow.workflow_node n
     SET
-        state = 'blocked',
-        waits_on = coalesce(
-            (
+        state = CASE WHEN %(is_doomed)s THEN 'doomed' ELSE 'blocked' END,
+        waits_on = CASE
+            WHEN NOT %(is_doomed)s THEN (
                 SELECT max(e.parent)
                 -- OFFSET 0 fences: find edges and parents by the node's number, never by scans of all edges.
                 FROM (SELECT e.parent FROM windrow.workflow_edge e WHERE e.flow = n.flow AND e.node = n.node OFFSET 0) e
@@ -23,9 +23,8 @@ WITH held AS MATERIALIZED (
                     WHERE p.flow = n.flow AND p.node = e.parent AND p.ended_at IS NULL
                     OFFSET 0
                 ) p
-            ),
-            %(last)s
-        ),
+            )
+        END,
         -- The job has had its time already: its delay does not count again.
         run_at = NULL, delay_us = NULL
     WHERE n.flow = %(flow)s AND n.node = %(node)s AND n.state = 'released'
@@ -38,6 +37,8 @@ SET
     ),
     attempt = j.attempt - 1, run_at = 'infinity', visible_at = 'infinity', group_slot = NULL,
     lease = NULL, leased_at = NULL, worker = NULL, log = NULL
-FROM held
-WHERE j.ctid = held.ctid
-RETURNING j.queue_id, (SELECT count(*) FROM node) AS blocked
+-- No join here: see claim.sql.
+WHERE j.ctid = ANY (ARRAY(SELECT h.ctid FROM held h))
+RETURNING
+    j.queue_id, (SELECT count(*) FROM node) AS changed,
+    (SELECT n.name FROM windrow.workflow_node n WHERE n.flow = %(flow)s AND n.node = %(node)s) AS name

@@ -323,11 +323,13 @@ class AddNodesRequest(_message.Message):
     wait: _builtins.bool
     """True: the job waits for these nodes, unless all of them have ended. This call then ends its lease, and the attempt
     does not count. When the last of the nodes has ended, the job becomes READY, with its checkpoint. It gives up its
-    place in its group meanwhile. These nodes may wait for each other, and for nodes that have ended, but for no others:
-    these might wait for the job.
+    place in its group meanwhile. These nodes, also those that the job has added before, may wait for each other and for
+    nodes that have ended, but for no other nodes: those might wait for the job.
     """
     on_failed: Global___FailurePolicy.ValueType
-    """With `wait`: what becomes of the job if one of these nodes fails. Absent: CANCEL."""
+    """With `wait`: what becomes of the job if one of these nodes fails. Absent: CANCEL. If the job waits for a node again,
+    the last policy counts.
+    """
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewNode]:
         """1 to 1,000 nodes, which together have at most 10,000 edges. None of them may be a callback. They may also wait for
