@@ -295,7 +295,7 @@ class WorkflowAdmin:
             return AddedNodes([known[name].job for name in nodes.names], 0), set()
         size = await self._size(locked, nodes, new)
         if nodes.wait is not None:
-            _refuse_cycles(nodes, new, known)
+            await self._refuse_cycles(locked, nodes, new, known)
         if new:
             await self._store_nodes(locked, nodes, new, known, ids, adder, size, epoch)
         waits, freed_in = False, set[QueueId]()
@@ -304,6 +304,24 @@ class WorkflowAdmin:
             if waits and lease is not None:
                 freed_in = {await self._wait(locked, nodes, known, adder, lease)}
         return AddedNodes([known[name].job for name in nodes.names], len(new), waits), freed_in
+
+    async def _refuse_cycles(
+        self, locked: _Locked, nodes: NewNodes, new: Sequence[int], known: Mapping[NodeName, _Known]
+    ) -> None:
+        """Refuses nodes that wait for a node which may itself wait for the job. Nodes of this call wait only for each
+        other, for nodes that have ended, which wait for nobody, and for nodes that their own jobs have added to wait
+        for them. Raises NodeMayWaitForJob."""
+        names = set(nodes.names)
+        for at in new:
+            for parent, _ in nodes.after.get(at, ()):
+                if parent not in names and parent in known and not known[parent].has_ended:
+                    raise NodeMayWaitForJob(nodes.workflow, nodes.names[at], parent)
+        # Nodes that are there already may have been added by a call without a wait.
+        old = [known[name].number for name in nodes.names if name in known and not known[name].has_ended]
+        if old:
+            parameters = {"flow": locked.flow, "nodes": arrays.numbers(old)}
+            for name, parent in await locked.connection.run(statements.FIND_OPEN_PARENT, parameters):
+                raise NodeMayWaitForJob(nodes.workflow, name, parent)
 
     async def _size(self, locked: _Locked, nodes: NewNodes, new: Sequence[int]) -> _Size:
         """Returns the size that the workflow has with the nodes at the positions `new`. Raises WorkflowEnded, and
@@ -601,16 +619,6 @@ class WorkflowAdmin:
     async def _in_turn(self, org: OrgId, act: Callable[[], Awaitable[_T]]) -> _T:
         answer: _T = await self._calls.submit(SingleCall(org, 1, act))
         return answer
-
-
-def _refuse_cycles(nodes: NewNodes, new: Sequence[int], known: Mapping[NodeName, _Known]) -> None:
-    """Refuses new nodes that wait for a node which may itself wait for the job. Nodes of this call wait only for each
-    other and for nodes that have ended, which wait for nobody. Raises NodeMayWaitForJob."""
-    names = set(nodes.names)
-    for at in new:
-        for parent, _ in nodes.after.get(at, ()):
-            if parent not in names and parent in known and not known[parent].has_ended:
-                raise NodeMayWaitForJob(nodes.workflow, nodes.names[at], parent)
 
 
 def _names_parameters(org: OrgId, workflow: WorkflowId, names: Sequence[NodeName]) -> dict[str, object]:

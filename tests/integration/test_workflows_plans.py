@@ -118,6 +118,11 @@ def statements_about(one: One) -> Mapping[str, tuple[Statement, Mapping[str, obj
         "find_released": (statements.FIND_RELEASED, named, NODES + 20),
         "find_node": (statements.FIND_NODE, {"flow": one.flow, "name": "n77"}, 10),
         "find_nodes": (statements.FIND_NODES, {**named, "names": arrays.texts(["n77", "n78"])}, 20),
+        "find_open_parent": (
+            statements.FIND_OPEN_PARENT,
+            {"flow": one.flow, "nodes": arrays.numbers([77, 78])},
+            120,
+        ),
         "read_size": (statements.READ_SIZE, {"flow": one.flow, "edges": True}, 6_000),
         "tell_again": (
             statements.TELL_AGAIN,

@@ -236,6 +236,34 @@ async def test_a_node_that_a_job_waits_for_does_not_wait_for_nodes_that_may_wait
         assert await flows.run_all() == [{"x"}, {"y"}, {"a"}, {"b"}]
 
 
+@pytest.mark.parametrize("parent", ["a", "b"])
+async def test_a_job_does_not_wait_for_a_node_that_an_earlier_call_lets_wait_for_the_job(
+    flows: Flows, parent: str
+) -> None:
+    flow = await flows.start({"a": [], "b": ["a"]})
+    await flows.claim()
+    await flows.add(flow, "a", {"x": [], "y": ["x", parent]})
+    refused: list[Graph] = [{"x": [], "y": ["x", parent]}, {"y": []}, {"y": [], "z": ["y"]}]
+    for graph in refused:
+        with pytest.raises(NodeMayWaitForJob, match=f"so this node cannot wait for node '{parent}'"):
+            await flows.add(flow, "a", graph, wait=CANCEL)
+    assert (await flows.add(flow, "a", {"x": []}, wait=CANCEL)).waits
+    assert await flows.run_all() == [{"x"}, {"a"}, *([{"b"}, {"y"}] if parent == "b" else [{"b", "y"}])]
+
+
+async def test_a_job_waits_for_nodes_of_an_earlier_call_that_wait_for_each_other_and_for_nodes_of_their_own(
+    flows: Flows,
+) -> None:
+    flow = await flows.start({"a": [], "b": ["a"], "c": []})
+    await flows.claim()
+    await flows.add(flow, "a", {"x": [], "y": ["x", "c"]})
+    await flows.claim()
+    await flows.add(flow, "x", {"x1": []}, wait=CANCEL)
+    await flows.ack("c")
+    assert (await flows.add(flow, "a", {"x": [], "y": ["x", "c"]}, wait=CANCEL)).waits
+    assert await flows.run_all() == [{"x1"}, {"x"}, {"y"}, {"a"}, {"b"}]
+
+
 async def test_a_redriven_job_whose_node_has_ended_waits_for_nothing(flows: Flows) -> None:
     flow = await flows.start({"a": [], "b": []})
     await flows.claim()
