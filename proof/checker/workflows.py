@@ -27,8 +27,8 @@ _JOBS = {
 # The calls that end a job. A nack ends the job at the last attempt.
 _ENDING = frozenset({Verb.ACK, Verb.NACK, Verb.KILL})
 # Errors that an addition never gets: all jobs choose different names for nodes, and each lease belongs to a node of a
-# workflow that exists. Nor do jobs wait for nodes that may wait for them, which is an invalid request; the Python client
-# names this status otherwise.
+# workflow that exists. Nor do jobs wait for nodes that may wait for them, which is an invalid request. The Python
+# client names this status otherwise.
 _WRONG_CODES = frozenset({"ALREADY_EXISTS", "NOT_FOUND", "INVALID_ARGUMENT", "INVALID_REQUEST"})
 
 

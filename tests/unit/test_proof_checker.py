@@ -1813,6 +1813,22 @@ def test_only_a_job_of_a_workflow_that_was_lost_may_wait_for_ever(was_lost: bool
     assert found(given) == ([] if was_lost else ["I7", "I11"])
 
 
+@pytest.mark.parametrize("stored", [0, 1])
+def test_only_the_finished_job_of_a_node_that_was_known_may_be_missing_after_the_restore(stored: int) -> None:
+    """Job j3 was on the restored shard, and the workflow on another one. A later call names the job once more."""
+    given = workflow_that_grew()
+    first = addition(11.7, jobs={"j1+0": "j3"}, stored=1 - stored)
+    again = addition(SWAPPED_S + 1, jobs={"j1+0": "j3"}, stored=stored)
+    lacking = [row for row in given.rows if row.job != "j3"]
+    given = changed(
+        replace(given, rows=lacking, books=[replace(given.books[0], accepted=2)]),
+        enqueues=[*given.history.enqueues[:2], told(first), told(again)],
+        additions=[first, again],
+    )
+    given = restored(given, backup=lacking, replaced=workflow_that_grew().rows)
+    assert ("I1" in excused(given), "I1" in found(given)) == ((True, False) if not stored else (False, True))
+
+
 @pytest.mark.parametrize("was_lost", [True, False])
 def test_only_an_added_node_that_the_backup_lacks_may_be_missing(was_lost: bool) -> None:
     given = workflow_that_grew()
