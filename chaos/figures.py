@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from chaos.run import Told
 from proof.checker.backup import Backup
 from proof.checker.evidence import Evidence, Placed, State
-from proof.history import Answer, Call, History, Outcome, Verb
+from proof.history import Addition, Answer, Call, History, Outcome, Verb
 from shard.placement.slots import slot_of
 from shard.vocabulary import OrgId
 
@@ -70,7 +70,25 @@ def jobs(evidence: Evidence) -> Mapping[str, int]:
             ),
         ),
         "nodes that jobs have added": sum(len(flow.added) for flow in evidence.flows),
+        **{
+            f"waits for added nodes: {what}": count
+            for what, count in sorted(Counter(map(_wait, seen.additions)).items())
+            if what
+        },
     }
+
+
+def _wait(added: Addition) -> str:
+    """Returns the outcome of a call by which a job waits for the nodes that it adds. Empty: it does not wait."""
+    if not added.wait:
+        return ""
+    match added.call.outcome:
+        case Outcome.OK:
+            return "the job waits" if added.waits else "the nodes have ended"
+        case Outcome.ERROR:
+            return "refused"
+        case Outcome.UNKNOWN:
+            return "not answered"
 
 
 def _answered(of: str, calls: Iterable[tuple[str, bool]]) -> Mapping[str, int]:

@@ -129,10 +129,19 @@ class Addition:
     lease: LeaseKey
     # The names of the new nodes, each with the names of its parents.
     nodes: Mapping[str, Sequence[str]]
+    # Whether the job is to wait for these nodes.
+    wait: bool = False
     # The answer: the id of each node's job, by the node's name, and how many of the nodes were new. Empty: no answer
-    # came.
+    # came, or the Python client did not tell its caller.
     jobs: Mapping[str, str] = field(default_factory=dict[str, str])
     stored: int = 0
+    # The answer: whether the lease has ended, because the job waits.
+    waits: bool = False
+
+    @property
+    def may_end_lease(self) -> bool:
+        """Returns whether this call has ended the lease, or may have done so without an answer."""
+        return self.waits or (self.wait and self.call.outcome is Outcome.UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,9 +256,11 @@ def asked_to_start(*, job: str, queue: str, workflow: str, after: Sequence[str])
     return asked_to_store(job=job, queue=queue, delay_s=delay_s) | {"workflow": workflow, "after": list(after)}
 
 
-def asked_to_add(*, workflow: str, lease: bytes, nodes: Mapping[str, Sequence[str]]) -> dict[str, object]:
-    """Returns new nodes of a running workflow as a line records them."""
-    return {"workflow": workflow, "lease": lease.hex(), "nodes": nodes}
+def asked_to_add(
+    *, workflow: str, lease: bytes, nodes: Mapping[str, Sequence[str]], wait: bool = False
+) -> dict[str, object]:
+    """Returns new nodes of a running workflow as a line records them. `wait`: whether the job is to wait for them."""
+    return {"workflow": workflow, "lease": lease.hex(), "nodes": nodes, "wait": wait}
 
 
 def payload_of(org: str, job: str, padding: int) -> bytes:
@@ -357,7 +368,14 @@ def _enqueues(call: Call, told: _Tale) -> Iterator[Enqueue]:
 
 def _addition(call: Call, told: _Tale) -> Addition:
     asked, answered = told.begun["asked"], (told.ended or {}).get("answered") or {}
-    return Addition(call=call, workflow=asked["workflow"], lease=_key(asked["lease"]), nodes=asked["nodes"], **answered)
+    return Addition(
+        call=call,
+        workflow=asked["workflow"],
+        lease=_key(asked["lease"]),
+        nodes=asked["nodes"],
+        wait=asked["wait"],
+        **answered,
+    )
 
 
 def _added_jobs(added: Addition) -> Iterator[Enqueue]:

@@ -1,4 +1,4 @@
-"""Adds nodes to the workflows of jobs that a worker has."""
+"""Adds nodes to the workflows of jobs that a worker has. Some of the jobs then wait for these nodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import random
 
 from proof.clients import calls
-from proof.clients.fates import draw_added
+from proof.clients.fates import draw_added, waits_for_added
 from proof.clients.site import Orders, Site
 from proof.history import leased
 from windrow.v1 import job_pb2
@@ -36,17 +36,31 @@ class Adder:
         node = str(leased(lease=job.lease, attempt=job.attempt, payload=job.payload)["job"])
         if luck.random() < _LATE:
             after_s = self._site.window_s * luck.uniform(*_LATE_WINDOWS)
-            self._group.create_task(self._add_late(org, job, draw_added(node, luck), after_s))
+            self._group.create_task(self._add_late(org, job, node, draw_added(node, luck), after_s))
             return True
         # Several calls, each of which may name other nodes than the call before.
-        for _ in range(luck.randint(1, _CALLS_MAX)):
+        for left in reversed(range(luck.randint(1, _CALLS_MAX))):
             nodes = draw_added(node, luck)
+            if not nodes:
+                return False
+            wait = not left and waits_for_added(node)
             try_s = luck.choice((calls.TRY_S, calls.TRY_S, luck.uniform(0.0, _HASTY_S)))
-            if not nodes or not await self._calls.add_nodes(org, job, nodes, try_s=try_s):
-                break
+            match await self._calls.add_nodes(org, job, nodes, wait=wait, try_s=try_s):
+                case calls.Added.WAITS:
+                    return True
+                case calls.Added.UNKNOWN:
+                    # The lease may have ended.
+                    if wait:
+                        return True
+                case calls.Added.REFUSED:
+                    return False
+                case calls.Added.GOES_ON:
+                    pass
         return False
 
-    async def _add_late(self, org: str, job: job_pb2.LeasedJob, nodes: dict[str, list[str]], after_s: float) -> None:
+    async def _add_late(
+        self, org: str, job: job_pb2.LeasedJob, node: str, nodes: dict[str, list[str]], after_s: float
+    ) -> None:
         await self._orders.pause(after_s)
         if nodes and not self._orders.calm.is_set():
-            await self._calls.add_nodes(org, job, nodes)
+            await self._calls.add_nodes(org, job, nodes, wait=waits_for_added(node))

@@ -11,7 +11,7 @@ import random
 
 import windrow
 from proof.clients import calls
-from proof.clients.fates import NACK_DELAY_S_MAX, Fate, draw, draw_added
+from proof.clients.fates import NACK_DELAY_S_MAX, Fate, draw, draw_added, waits_for_added
 from proof.clients.site import QUEUE, Orders, Site, main
 from proof.history import Outcome, Recorder, Verb, asked_to_add, leased, payload_of
 
@@ -52,6 +52,11 @@ def _worker(
             # The worker stops, and releases the jobs that it interrupts.
             about_to(Verb.RELEASE)
             raise
+        except windrow.WindrowError as error:
+            # It is unknown whether the job waits. If it does, this nack changes nothing.
+            after_s = luck.uniform(0.0, NACK_DELAY_S_MAX)
+            about_to(Verb.NACK, after_s)
+            raise windrow.Retry("chaos", after=after_s) from error
         match fate:
             case Fate.NACK:
                 after_s = luck.uniform(0.0, NACK_DELAY_S_MAX)
@@ -70,7 +75,8 @@ def _worker(
 async def _add(
     job: windrow.Job, workflow: windrow.WorkflowNode, org: str, recorder: Recorder, luck: random.Random
 ) -> None:
-    """Adds nodes to the job's workflow, if any are drawn for this job."""
+    """Adds nodes to the job's workflow, if any are drawn for this job. Raises Waiting if the job then waits for them,
+    and WindrowError if that is unknown."""
     node = str(leased(lease=job.lease, attempt=job.attempt, payload=job.payload)["job"])
     added = draw_added(node, luck)
     if not added:
@@ -78,15 +84,26 @@ async def _add(
     nodes = windrow.Nodes()
     for name, after in added.items():
         nodes.job(QUEUE, "work", payload_of(org, name, 0), name=name, after=after, on_failed=windrow.RUN_ANYWAY)
-    asked = asked_to_add(workflow=workflow.workflow_id, lease=job.lease, nodes=added)
+    wait = waits_for_added(node)
+    asked = asked_to_add(workflow=workflow.workflow_id, lease=job.lease, nodes=added, wait=wait)
     number = recorder.begin(Verb.ADD, org, asked)
     try:
-        done = await workflow.add(nodes)
+        if wait:
+            parents = await workflow.wait_for(nodes, on_failed=windrow.RUN_ANYWAY)
+            answered: dict[str, object] = {"jobs": {parent.name: parent.job_id for parent in parents}}
+        else:
+            done = await workflow.add(nodes)
+            answered = {"jobs": dict(done.job_ids), "stored": done.stored}
+    except windrow.Waiting:
+        recorder.end(number, Outcome.OK, answered={"waits": True})
+        raise
     except windrow.WindrowError as error:
         # Tries before the last one may have been executed.
         recorder.end(number, Outcome.UNKNOWN, code=calls.error_code(error))
+        if wait:
+            raise
     else:
-        recorder.end(number, Outcome.OK, answered={"jobs": dict(done.job_ids), "stored": done.stored})
+        recorder.end(number, Outcome.OK, answered=answered)
 
 
 async def _work(site: Site, orders: Orders) -> None:

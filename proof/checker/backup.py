@@ -75,13 +75,15 @@ class Backup:
         return key in self._lost_keys
 
     def promises(self, enqueue: Enqueue) -> bool:
-        """Returns whether the job in this answer must exist. It may be missing if the backup may lack it, or if a dedup
-        key on another shard still names a job that has moved to this shard since then and is lost."""
+        """Returns whether the job in this answer must exist. It may be missing if the backup may lack it. It may also
+        be lost if another shard still names it: a dedup key, after the job has moved to this shard; or a node of a
+        workflow that had been added before, and whose finished job stayed on this shard when the workflow left."""
         elsewhere = (
             enqueue.duplicate
             and bool(enqueue.key)
             and Key(enqueue.call.org, enqueue.queue, enqueue.key, enqueue.answered or "") not in self._keys
         )
+        elsewhere |= enqueue.duplicate and enqueue.call.verb is Verb.ADD
         return self.came_after(enqueue.call) and not elsewhere
 
     # ── What was done to jobs ────────────────────────────────────────────────────────────────────────────────────────

@@ -27,8 +27,9 @@ from itertools import pairwise
 
 from proof.checker.backup import Backup, answered_ok, books_have, latest_by_job
 from proof.checker.evidence import Evidence, Row, State, Violation
+from proof.checker.moves import Moves
 from proof.checker.workflows import by_operators
-from proof.history import ENDED, Answer, Call, Cancel, Delivery, LeaseKey, Settle, Verb
+from proof.history import ENDED, Answer, Call, Cancel, Delivery, LeaseKey, Outcome, Settle, Verb
 
 # Outcomes in a job's history, and the calls that lead to each.
 _OUTCOMES = {"acked": (Verb.ACK,), "nacked": (Verb.NACK, Verb.KILL), "released": (Verb.RELEASE,)}
@@ -38,14 +39,22 @@ _CLOCK_S = 0.05
 
 def check(evidence: Evidence) -> Iterator[Violation]:
     history = evidence.history
+    moves = Moves(evidence)
     settles: defaultdict[LeaseKey, list[Settle]] = defaultdict(list)
     for settle in history.settles:
         settles[settle.lease].append(settle)
     for added in history.additions:
         # Like an extend, an addition succeeds only if it finds the lease live.
-        if added.jobs:
+        if added.call.outcome is Outcome.OK:
             call = replace(added.call, verb=Verb.EXTEND)
             settles[added.lease].append(Settle(call=call, lease=added.lease, answer=Answer.OK))
+        # Like a release, a wait ends the lease, and the attempt does not count. While the org moves, the router first
+        # stores the nodes on one shard and then ends the lease on the other, where it may have ended by itself
+        # meanwhile.
+        if added.may_end_lease:
+            call = replace(added.call, verb=Verb.RELEASE)
+            answer = Answer.OK if added.waits and not moves.may_move(call) else None
+            settles[added.lease].append(Settle(call=call, lease=added.lease, answer=answer))
     cancels: defaultdict[str, list[Cancel]] = defaultdict(list)
     for cancel in history.cancels:
         cancels[cancel.job].append(cancel)

@@ -52,6 +52,8 @@ def _late(evidence: Evidence, calm_s: float) -> Iterator[Violation]:
     settles: defaultdict[LeaseKey, list[Settle]] = defaultdict(list)
     for settle in history.settles:
         settles[settle.lease].append(settle)
+    # Leases of jobs that may then have waited for nodes. Nobody knows when these jobs were due again.
+    waited = {one.lease for one in history.additions if one.may_end_lease}
     came: defaultdict[str, list[float]] = defaultdict(list)
     of_jobs: defaultdict[str, list[Delivery]] = defaultdict(list)
     for delivery in sorted(history.deliveries, key=lambda one: one.received_s):
@@ -67,7 +69,7 @@ def _late(evidence: Evidence, calm_s: float) -> Iterator[Violation]:
                 if waited_s > evidence.late_s_max:
                     what = f"job {job} of {delivery.call.org} waited {waited_s:.1f} s, while no job of the org came"
                     yield Violation(invariant="I7", what=what)
-            due_s = _due_again_s(delivery, settles)
+            due_s = float("inf") if delivery.lease in waited else _due_again_s(delivery, settles)
 
 
 def _before(came: Mapping[str, Sequence[float]], delivery: Delivery) -> float:

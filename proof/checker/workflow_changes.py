@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from proof.checker.backup import Backup
 from proof.checker.evidence import ChangeKind, Evidence, Flow, OperatedFlow, Release, Row, Violation
 from proof.checker.schedule_terms import CLOCK_US, certain_pauses
+from proof.history import Addition, Outcome
 
 _TAKEN_OVER = frozenset({"succeeded", "skipped"})
 
@@ -32,6 +33,10 @@ def check(evidence: Evidence) -> Iterator[Violation]:
     for addition in evidence.history.additions:
         after |= addition.nodes
     added = {name for one in evidence.history.additions for name in one.nodes}
+    waits: defaultdict[str, list[Addition]] = defaultdict(list)
+    for addition in evidence.history.additions:
+        if addition.wait and addition.call.outcome is Outcome.OK:
+            waits[addition.workflow].append(addition)
     for one in evidence.operated:
         for flow in stored[one.workflow]:
             yield from _changed(one, flow, releases[one.workflow], rows, excused=_excused(backup, flow))
@@ -46,7 +51,8 @@ def check(evidence: Evidence) -> Iterator[Violation]:
             for old in stored[one.workflow]:
                 for flow in retries:
                     excused = _excused(backup, flow) or _excused(backup, old)
-                    yield from _retried(evidence, old, flow, rows, after, added, excused=excused)
+                    edges = after | _edges_of_waits(old, waits[old.workflow], after)
+                    yield from _retried(evidence, old, flow, rows, edges, added, excused=excused)
     cancelled = {one.workflow for one in evidence.operated if one.cancelling_s is not None}
     retried = {one.retry: one.workflow for one in evidence.operated if one.retry}
     for flow in evidence.flows:
@@ -87,6 +93,19 @@ def _changed(
     for job in sorted(flow.nodes.keys() - flow.callbacks):
         if any(leased_us > answered_us + CLOCK_US for row in rows.get(job, ()) for leased_us in _leases(row)):
             yield _wrong(flow, f"job {job} was leased after the workflow had been cancelled", excused=excused)
+
+
+def _edges_of_waits(
+    old: Flow, waits: Sequence[Addition], after: Mapping[str, Sequence[str]]
+) -> dict[str, Sequence[str]]:
+    """Returns, for each node whose job has waited for nodes that it had added, the names of all nodes that it waits
+    for. A retry of the workflow repeats these edges."""
+    edges: dict[str, Sequence[str]] = {}
+    for wait in waits:
+        name = old.names.get(wait.lease.job)
+        if name is not None:
+            edges[name] = [*edges.get(name, after.get(name, ())), *wait.nodes]
+    return edges
 
 
 def _leases(row: Row) -> list[int]:

@@ -1,6 +1,6 @@
 """Checks I11: an end of a node counts once, so no node runs before its parents have ended, and no node waits for ever.
 That also holds for nodes that jobs add to their workflow: each acknowledged node is there once, and callbacks wait for
-it.
+it. A job that waits for nodes that it has added does not come again before they have ended.
 
 Clients only start workflows whose nodes run even if their parents failed. Clients record a settle or a cancel before
 they make the call. So a node has come too early if it arrives before any such call for one of its parents. A job's
@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from proof.checker.backup import Backup, latest_by_job
 from proof.checker.evidence import Evidence, Flow, Row, State, Violation
-from proof.history import Addition, Call, Cancel, Enqueue, Verb
+from proof.checker.moves import Moves
+from proof.history import Addition, Call, Cancel, Enqueue, LeaseKey, Outcome, Verb
 
 # The state that a node's job must have, by the state of the node.
 _JOBS = {
@@ -26,8 +27,9 @@ _JOBS = {
 # The calls that end a job. A nack ends the job at the last attempt.
 _ENDING = frozenset({Verb.ACK, Verb.NACK, Verb.KILL})
 # Errors that an addition never gets: all jobs choose different names for nodes, and each lease belongs to a node of a
-# workflow that exists.
-_WRONG_CODES = frozenset({"ALREADY_EXISTS", "NOT_FOUND"})
+# workflow that exists. Nor do jobs wait for nodes that may wait for them, which is an invalid request. The Python
+# client names this status otherwise.
+_WRONG_CODES = frozenset({"ALREADY_EXISTS", "NOT_FOUND", "INVALID_ARGUMENT", "INVALID_REQUEST"})
 
 
 def check(evidence: Evidence) -> Iterator[Violation]:
@@ -89,17 +91,31 @@ def added_names(evidence: Evidence) -> dict[str, set[str]]:
     return dict(names)
 
 
-def by_operators(evidence: Evidence) -> Iterator[tuple[Flow, Cancel]]:
-    """Yields the cancels that operators caused: of the jobs of cancelled workflows, and of dead callbacks of cancelled
-    workflows that were then retried."""
+def by_operators(evidence: Evidence) -> Iterator[tuple[str, Cancel]]:
+    """Yields the cancels that operators caused, each with the name of the node: of the jobs of cancelled workflows, and
+    of dead callbacks of cancelled workflows that were then retried. If the tables lack the workflow, which `check`
+    reports, these are the jobs that clients know."""
     operated = {one.workflow: one for one in evidence.operated if one.cancelling_s is not None}
+    known: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for flow in evidence.flows:
         one = operated.get(flow.workflow)
-        if one is not None and one.cancelling_s is not None:
-            call = Call(client="operator", verb=Verb.CANCEL, org=flow.org, began_s=one.cancelling_s)
+        if one is not None:
             for job, state in flow.nodes.items():
                 if job not in flow.callbacks or (one.retry and state == "failed"):
-                    yield flow, Cancel(call=call, job=job, answer=None)
+                    known[flow.workflow][job] = flow.added.get(job, job)
+    lost = operated.keys() - {flow.workflow for flow in evidence.flows}
+    for enqueue in evidence.history.enqueues:
+        if enqueue.workflow in lost:
+            known[enqueue.workflow][enqueue.job] = enqueue.job
+    for addition in evidence.history.additions:
+        if addition.workflow in lost:
+            known[addition.workflow] |= {job: name for name, job in addition.jobs.items()}
+    for workflow, names in known.items():
+        one = operated[workflow]
+        assert one.cancelling_s is not None
+        call = Call(client="operator", verb=Verb.CANCEL, org=one.org, began_s=one.cancelling_s)
+        for job, name in names.items():
+            yield name, Cancel(call=call, job=job, answer=None)
 
 
 def _was_changed(backup: Backup, job: str) -> bool:
@@ -113,10 +129,17 @@ def _too_early(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
     ends = [
         *((names.get(one.lease, one.lease.job), one.call) for one in history.settles if one.call.verb in _ENDING),
         *((one.job, one.call) for one in history.cancels),
-        *((flow.added.get(cancel.job, cancel.job), cancel.call) for flow, cancel in by_operators(evidence)),
+        *((name, cancel.call) for name, cancel in by_operators(evidence)),
     ]
     for name, call in ends:
         ended_s[name] = min(call.began_s, ended_s.get(name, call.began_s))
+    # Nobody knows when the lease of the last attempt expired.
+    names_of = {delivery.lease.job: delivery.payload_job for delivery in history.deliveries}
+    failed = {job for flow in evidence.flows for job, state in flow.nodes.items() if state == "failed"}
+    for row in evidence.rows:
+        is_dead = row.state is State.DEAD or row.job in failed
+        if is_dead and row.past and row.past[-1].outcome == "expired":
+            ended_s[names_of.get(row.job, row.job)] = float("-inf")
     after = {one.job: one.after for one in history.enqueues if one.after}
     for addition in history.additions:
         after |= addition.nodes
@@ -136,6 +159,44 @@ def _too_early(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
             if delivery.received_s < ended_s.get(parent, float("inf")):
                 what = f"node {name} came to {delivery.call.client} before node {parent}, which it waits for, had ended"
                 yield Violation(invariant="I11", what=what, excused=is_excused)
+    yield from _waited_too_short(evidence, backup, ended_s)
+
+
+def _waited_too_short(evidence: Evidence, backup: Backup, ended_s: Mapping[str, float]) -> Iterator[Violation]:
+    """Yields jobs that went on before the nodes had ended for which they had to wait. `ended_s`: for each node, the
+    beginning of the first call that may have ended it."""
+    rows = latest_by_job(evidence.rows, lambda row: row.departing or backup.is_second(row))
+    deliveries = {delivery.lease: delivery for delivery in evidence.history.deliveries}
+    moves = Moves(evidence)
+    for one in evidence.history.additions:
+        if not one.wait or one.call.outcome is not Outcome.OK or one.call.ended_s is None:
+            continue
+        job = one.lease.job
+        went_on: list[tuple[float, str]] = []
+        if not one.waits:
+            went_on.append((one.call.ended_s, f"was told in {one.call.client} to go on"))
+        elif job in rows and not moves.may_move(one.call):
+            # While the org moves, the job may be given back, and run again on the other shard, where it waits.
+            for lease in _later_leases(rows[job], one.lease):
+                if lease in deliveries:
+                    again = deliveries[lease]
+                    went_on.append((again.received_s, f"came to {again.call.client}"))
+        for name in one.nodes:
+            for at_s, how in went_on:
+                if at_s < ended_s.get(name, float("inf")):
+                    what = f"job {job}, which waits for node {name}, {how} before that node had ended"
+                    excused = any(_was_changed(backup, other) for other in (job, *one.jobs.values()))
+                    yield Violation(invariant="I11", what=what, excused=excused)
+
+
+def _later_leases(row: Row, lease: LeaseKey) -> list[LeaseKey]:
+    """Returns the leases of a job after this one. None, if the job's history does not tell."""
+    numbers = [past.lease for past in row.past]
+    if lease.number not in numbers:
+        return []
+    if row.lease is not None and row.lease not in numbers:
+        numbers.append(row.lease)
+    return [LeaseKey(row.job, number) for number in numbers[numbers.index(lease.number) + 1 :]]
 
 
 def _unfinished(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -49,6 +50,18 @@ _OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.keepalive_timeout_ms", 3000),
     ("grpc.max_receive_message_length", -1),
 )
+
+
+class Added(enum.Enum):
+    """What a call that adds nodes did to the job that adds them."""
+
+    # The job goes on with its lease.
+    GOES_ON = enum.auto()
+    # The lease has ended, and the job waits for the nodes.
+    WAITS = enum.auto()
+    # Nothing was done.
+    REFUSED = enum.auto()
+    UNKNOWN = enum.auto()
 
 
 def connect(address: str) -> grpc.aio.Channel:
@@ -142,19 +155,27 @@ class Calls:
             await asyncio.sleep(_PAUSE_S)
 
     async def add_nodes(
-        self, org: str, job: job_pb2.LeasedJob, nodes: Mapping[str, Sequence[str]], *, try_s: float = TRY_S
-    ) -> bool:
+        self,
+        org: str,
+        job: job_pb2.LeasedJob,
+        nodes: Mapping[str, Sequence[str]],
+        *,
+        wait: bool = False,
+        try_s: float = TRY_S,
+    ) -> Added:
         """Adds nodes to the job's workflow, in one try. `nodes`: the names of the new nodes, each with the names of its
-        parents. Returns whether a further call may make sense."""
+        parents. With `wait`, the job waits for the nodes."""
         workflow = job.workflow.workflow_id
-        request = workflows_pb2.AddNodesRequest(org=org, id=workflow, lease=job.lease)
+        request = workflows_pb2.AddNodesRequest(org=org, id=workflow, lease=job.lease, wait=wait)
+        if wait:
+            request.on_failed = workflows_pb2.FAILURE_POLICY_RUN
         for name, after in nodes.items():
             node = request.nodes.add(name=name)
             node.job.template.queue, node.job.template.kind = QUEUE, "work"
             node.job.template.payload = payload_of(org, name, 0)
             for other in after:
                 node.after.add(node=other, on_failed=workflows_pb2.FAILURE_POLICY_RUN)
-        asked = asked_to_add(workflow=workflow, lease=job.lease, nodes=nodes)
+        asked = asked_to_add(workflow=workflow, lease=job.lease, nodes=nodes, wait=wait)
         number = self._recorder.begin(Verb.ADD, org, asked)
         stub = self._next(self._workflows)
         try:
@@ -162,10 +183,11 @@ class Calls:
         except grpc.aio.AioRpcError as error:
             outcome, code = outcome_of(error)
             self._recorder.end(number, outcome, code=code)
-            return outcome is Outcome.UNKNOWN
+            return Added.UNKNOWN if outcome is Outcome.UNKNOWN else Added.REFUSED
         jobs = dict(zip(nodes, response.job_ids, strict=True))
-        self._recorder.end(number, Outcome.OK, answered={"jobs": jobs, "stored": response.added})
-        return True
+        answered = {"jobs": jobs, "stored": response.added, "waits": response.waits}
+        self._recorder.end(number, Outcome.OK, answered=answered)
+        return Added.WAITS if response.waits else Added.GOES_ON
 
     def _settle(
         self, stub: queue_pb2_grpc.QueueAsyncStub, verb: Verb, org: str, leases: Sequence[bytes], span_s: float

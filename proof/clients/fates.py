@@ -31,9 +31,11 @@ _WEIGHTS = {
 NACK_DELAY_S_MAX = 2.0
 # The share of a workflow's jobs that add nodes, how many nodes such a job adds at most, and how many generations of
 # added nodes there are at most.
-_ADDERS = 0.6
+_ADDERS = 0.5
 _ADDED_MAX = 3
 _GENERATIONS_MAX = 2
+# The share of these jobs that wait for the nodes that they add.
+_WAITERS = 0.3
 
 
 def draw(luck: random.Random, *, calm: bool) -> Fate:
@@ -52,11 +54,17 @@ def pick_org(luck: random.Random, orgs: list[str]) -> str:
 def draw_added(node: str, luck: random.Random) -> dict[str, list[str]]:
     """Returns the names of the nodes that the job of `node` adds to its workflow, each with the names of its parents.
     The nodes are the same in each attempt of the job; `luck` only draws how many of them a call names. Empty: the job
-    adds no nodes."""
+    adds no nodes. If the job waits for its nodes, none of them waits for the job, whichever call stores it first."""
     own = random.Random(node)
     added: dict[str, list[str]] = {}
     if node.count("+") < _GENERATIONS_MAX and own.random() < _ADDERS:
         for number in range(own.randint(1, _ADDED_MAX)):
-            before = [node, *added]
+            before = [*added] if waits_for_added(node) else [node, *added]
             added[f"{node}+{number}"] = own.sample(before, own.randint(0, min(2, len(before))))
     return dict(list(added.items())[: luck.randint(1, _ADDED_MAX)])
+
+
+def waits_for_added(node: str) -> bool:
+    """Returns whether the job of `node`, if it adds nodes, waits for them with its last call. The same in each attempt
+    of the job."""
+    return random.Random(f"{node} waits").random() < _WAITERS

@@ -1472,6 +1472,19 @@ def test_only_a_workflow_that_had_left_after_the_backup_may_be_there_twice(had_l
     assert (found(given), excused(given)) == (([], ["I3"]) if had_left else (["I3"], []))
 
 
+def test_a_node_whose_last_lease_expired_has_ended() -> None:
+    given = workflow_of_two()
+    given = changed(given, settles=given.history.settles[1:])
+    given = replace(given, flows=[flow_of_two(state="failed", j1="failed")])
+
+    def dead(outcome: str) -> Evidence:
+        row = replace(succeeded("j1", state=State.DEAD, history=[past(1, outcome, 1, 2)]), lease=None)
+        return replace(given, rows=[row, *given.rows[1:]])
+
+    assert found(dead("expired")) == []
+    assert "I11" in found(dead("nacked"))
+
+
 def test_a_stranded_node_is_found() -> None:
     given = workflow_of_two()
     stranded = replace(given, flows=[flow_of_two(state="running", j2="blocked")])
@@ -1647,10 +1660,130 @@ def test_an_addition_whose_lease_had_ended_is_found() -> None:
     assert found(changed(given, enqueues=given.history.enqueues[:2], additions=[refused])) == []
 
 
-@pytest.mark.parametrize("code", ["ALREADY_EXISTS", "NOT_FOUND"])
+@pytest.mark.parametrize("code", ["ALREADY_EXISTS", "NOT_FOUND", "INVALID_ARGUMENT"])
 def test_an_addition_that_is_refused_as_if_it_were_of_others_is_found(code: str) -> None:
     given = workflow_that_grew()
     assert found(changed(given, additions=[*given.history.additions, addition(11.9, code=code)])) == ["I11"]
+
+
+# ── Jobs that wait for nodes that they have added ────────────────────────────────────────────────────────────────────
+
+
+def job_that_waits(
+    again_s: float = 12.6, *, outcome: Outcome = Outcome.OK, waits: bool = True, ended_as: str = "released"
+) -> Evidence:
+    """Job j1 came with lease 8, and added node j1+0, whose job is j3, to wait for it. It came again at `again_s` with
+    lease 1, by a stream. Job j3 was acked at 12.4."""
+    given = workflow_that_grew()
+    jobs = {"j1+0": "j3"} if outcome is Outcome.OK else {}
+    wait = addition(11.2, jobs=jobs, stored=len(jobs), lease=LeaseKey("j1", 8))
+    wait = replace(
+        wait, call=replace(wait.call, outcome=outcome), nodes={"j1+0": []}, wait=True, waits=waits and bool(jobs)
+    )
+    _, over, added = given.history.deliveries
+    _, over_ack, added_ack = given.history.settles
+    return changed(
+        replace(given, rows=[succeeded("j1", history=[past(8, ended_as, 1, 2)]), *given.rows[1:]]),
+        enqueues=[*given.history.enqueues[:2], *([told(wait)] if jobs else [])],
+        additions=[wait],
+        deliveries=[
+            delivery("j1", 11.0, lease=8),
+            added,
+            delivery("j1", again_s, lease=1, client="w2", of=Verb.CONSUME),
+            replace(over, received_s=13.2),
+        ],
+        settles=[added_ack, settle(Verb.ACK, "j1", 12.9, lease=1), replace(over_ack, call=call(Verb.ACK, 13.5))],
+    )
+
+
+def moving(given: Evidence, *, began_s: float, ended_s: float, slot: int = SLOT) -> Evidence:
+    """The slot moved between these times."""
+    at_rest = [placed("s1", "s1", 1, slot=one) for one in {SLOT, slot}]
+    steps = [("s1", "s1 s2", began_s), ("s2", "s1 s2", began_s), ("s2", "s2", ended_s)]
+    moved = [placed(writes, reads, 2, slot=slot, at_s=at_s) for writes, reads, at_s in steps]
+    return replace(given, placed=[*at_rest, *moved])
+
+
+def about_waits(given: Evidence) -> list[str]:
+    """Returns the violations that are not about slots."""
+    return [one for one in found(given) if one != "I6"]
+
+
+def test_a_job_that_waits_for_an_added_node_passes_whether_an_answer_came_or_not() -> None:
+    assert found(job_that_waits()) == []
+    assert found(job_that_waits(outcome=Outcome.UNKNOWN)) == []
+
+
+def test_a_job_that_comes_again_before_a_node_that_it_waits_for_has_ended_is_found() -> None:
+    assert found(job_that_waits(12.3)) == ["I11"]
+    # The answer was lost, so the call may not have been executed.
+    assert found(job_that_waits(12.3, outcome=Outcome.UNKNOWN)) == []
+
+
+def test_a_job_that_is_told_to_go_on_before_a_node_that_it_waits_for_has_ended_is_found() -> None:
+    given = job_that_waits(waits=False, ended_as="expired")
+    (wait,) = given.history.additions
+    assert found(given) == ["I11"]
+    ended = changed(given, additions=[replace(wait, lease=LeaseKey("j1", 1), call=call(Verb.ADD, 12.8))])
+    assert found(ended) == []
+
+
+def test_a_job_that_waits_while_its_org_moves_may_come_again_and_wait_on_the_other_shard() -> None:
+    given = job_that_waits(12.3)
+    assert about_waits(moving(given, began_s=10.0, ended_s=11.25)) == []
+    assert about_waits(moving(given, began_s=11.25, ended_s=14.0)) == []
+    assert about_waits(moving(given, began_s=12.0, ended_s=14.0)) == ["I11"]
+    # The slot is that of another org, or the own slot of this org.
+    other = moving(given, began_s=10.0, ended_s=14.0, slot=SLOTS)
+    assert about_waits(other) == ["I11"]
+    assert about_waits(replace(other, pins={ORG: SLOTS})) == []
+    # The lease may have ended by itself before the router ended it there.
+    expired = job_that_waits(ended_as="expired")
+    assert found(expired) == ["I2"]
+    assert about_waits(moving(expired, began_s=11.0, ended_s=14.0)) == []
+
+
+def test_a_wait_that_was_answered_ends_the_lease() -> None:
+    given = job_that_waits()
+    acked = settle(Verb.ACK, "j1", 11.5, lease=8, answer=Answer.STALE)
+    assert found(changed(given, settles=[*given.history.settles, acked])) == []
+    extended = settle(Verb.EXTEND, "j1", 11.5, lease=8)
+    assert found(changed(given, settles=[*given.history.settles, extended])) == ["I2"]
+    # Nobody gave the job back.
+    added = replace(given.history.additions[0], wait=False, waits=False)
+    assert found(changed(given, additions=[added])) == ["I2"]
+
+
+def test_a_wait_that_was_refused_ends_no_lease() -> None:
+    given = job_that_waits(outcome=Outcome.ERROR, waits=False)
+    assert found(given) == ["I2"]
+    assert found(job_that_waits(outcome=Outcome.ERROR, waits=False, ended_as="expired")) == []
+
+
+@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.UNKNOWN])
+def test_a_job_that_waits_is_due_when_the_nodes_have_ended(outcome: Outcome) -> None:
+    late = job_that_waits(CALM_S + 50, outcome=outcome)
+    late = changed(
+        late,
+        deliveries=[*late.history.deliveries[:3], replace(late.history.deliveries[3], received_s=CALM_S + 51)],
+        settles=[
+            late.history.settles[0],
+            settle(Verb.ACK, "j1", CALM_S + 50.5, lease=1),
+            replace(late.history.settles[2], call=call(Verb.ACK, CALM_S + 52)),
+        ],
+    )
+    assert found(late) == []
+    # If it does not wait, it is due at the end of its lease.
+    refused = changed(late, additions=[])
+    assert "I7" in found(refused)
+
+
+def test_only_a_backup_excuses_a_job_that_does_not_wait() -> None:
+    given = job_that_waits(12.3)
+    lost = [live("j1"), *given.rows[1:]]
+    assert (found(given), excused(given)) == (["I11"], [])
+    given = restored(given, backup=lost, replaced=given.rows)
+    assert (found(given), excused(given)) == ([], ["I11"])
 
 
 def test_a_job_of_an_added_node_may_be_there_although_its_workflow_was_lost() -> None:
@@ -1678,6 +1811,22 @@ def test_only_a_job_of_a_workflow_that_was_lost_may_wait_for_ever(was_lost: bool
     given = replace(given, restored=restore)
     # If the workflow is there, its callback must not have come before job j3 had ended.
     assert found(given) == ([] if was_lost else ["I7", "I11"])
+
+
+@pytest.mark.parametrize("stored", [0, 1])
+def test_only_the_finished_job_of_a_node_that_was_known_may_be_missing_after_the_restore(stored: int) -> None:
+    """Job j3 was on the restored shard, and the workflow on another one. A later call names the job once more."""
+    given = workflow_that_grew()
+    first = addition(11.7, jobs={"j1+0": "j3"}, stored=1 - stored)
+    again = addition(SWAPPED_S + 1, jobs={"j1+0": "j3"}, stored=stored)
+    lacking = [row for row in given.rows if row.job != "j3"]
+    given = changed(
+        replace(given, rows=lacking, books=[replace(given.books[0], accepted=2)]),
+        enqueues=[*given.history.enqueues[:2], told(first), told(again)],
+        additions=[first, again],
+    )
+    given = restored(given, backup=lacking, replaced=workflow_that_grew().rows)
+    assert ("I1" in excused(given), "I1" in found(given)) == ((True, False) if not stored else (False, True))
 
 
 @pytest.mark.parametrize("was_lost", [True, False])
@@ -2395,6 +2544,31 @@ def test_a_retry_that_has_not_ended_or_runs_in_another_order_is_found() -> None:
 def test_a_retry_that_nobody_asked_for_is_found() -> None:
     given = a_retry()
     assert "I11" in found(replace(given, operated=[replace(given.operated[0], retry="", retried=False)]))
+
+
+def test_a_job_of_a_retry_that_does_not_wait_as_before_is_found() -> None:
+    """In the old workflow job j2 added node j3 to wait for it. In the retry, j2 runs again before j3."""
+    given = a_retry()
+    wait = addition(9.0, jobs={"j3": "j3"}, lease=LeaseKey("j2", 7))
+    wait = replace(wait, nodes={"j3": []}, wait=True)
+    whats = [one.what for one in check(changed(given, additions=[wait]))]
+    assert [what for what in whats if "was leased before" in what] == [
+        "workflow v on s1: node j2 was leased before node j3, which it waits for, had ended"
+    ]
+    lost = replace(wait, call=replace(wait.call, outcome=Outcome.UNKNOWN), jobs={})
+    assert found(changed(given, additions=[lost])) == []
+
+
+def test_the_jobs_of_a_cancelled_workflow_that_the_backup_lacks_may_be_cancelled() -> None:
+    """The workflow arrived after the backup, and its finished jobs stayed on another shard."""
+    given = replace(a_cancelled_workflow(), flows=[])
+    given = restored(given, backup=given.rows, replaced=given.rows)
+    restore = given.restored
+    assert restore is not None
+    restore = replace(restore, replaced=replace(restore.replaced, flows=frozenset({"w"})))
+    given = replace(given, restored=restore)
+    assert (found(given), excused(given)) == ([], ["I1"])
+    assert set(found(replace(given, operated=[]))) == {"I2", "I11"}
 
 
 def test_a_node_of_a_retry_that_was_taken_over_may_wait_for_one_that_runs_again() -> None:

@@ -47,6 +47,28 @@ def test_an_addition_is_read_as_it_was_written_and_its_jobs_are_stored_ones(tmp_
     assert second.stored == 1
 
 
+def test_a_wait_is_read_with_what_is_known_of_the_lease(tmp_path: Path) -> None:
+    def begin(*, wait: bool) -> int:
+        return recorder.begin(Verb.ADD, "acme", asked_to_add(workflow="w", lease=LEASE, nodes={"a": []}, wait=wait))
+
+    with Recorder(tmp_path, "worker-1.0") as recorder:
+        begin(wait=False)
+        begin(wait=True)
+        recorder.end(begin(wait=True), Outcome.ERROR, code="FAILED_PRECONDITION")
+        recorder.end(begin(wait=True), Outcome.OK, answered={"waits": True})
+        recorder.end(begin(wait=True), Outcome.OK, answered={"jobs": {"a": "j1"}, "stored": 0, "waits": False})
+    history = read(tmp_path)
+    assert [(one.wait, one.waits, one.may_end_lease) for one in history.additions] == [
+        (False, False, False),
+        (True, False, True),
+        (True, False, False),
+        (True, True, True),
+        (True, False, False),
+    ]
+    # The Python client does not say which jobs are waited for.
+    assert [one.answered for one in history.enqueues] == ["j1"]
+
+
 def test_a_call_that_was_planned_is_late_since_it_was_due(tmp_path: Path) -> None:
     with Recorder(tmp_path, "producer-1.0") as recorder:
         began_s = time.monotonic()
