@@ -280,9 +280,15 @@ class WorkflowAdmin:
         returns the queue in which a job has given up its place because it waits."""
         connection, workflow, org = locked.connection, nodes.workflow, nodes.jobs.org
         lease = None if isinstance(adder, int) else adder
+        has_waited = False
         if not isinstance(adder, int):
             parameters = _lease_parameters(org, workflow, adder)
-            adder = _node_of(await connection.run(statements.FIND_LEASE, parameters), workflow, adder)
+            rows = await connection.run(statements.FIND_LEASE, parameters)
+            if not rows and nodes.wait is not None:
+                # The answer of an earlier call, which has ended the lease, may have been lost.
+                rows = await connection.run(statements.FIND_WAIT, parameters)
+                has_waited = bool(rows)
+            adder = _node_of(rows, workflow, adder)
         parents = {parent for after in nodes.after.values() for parent, _ in after}
         parameters = _names_parameters(org, workflow, sorted({*nodes.names, *parents}))
         rows = await connection.run(statements.FIND_NODES, parameters)
@@ -291,8 +297,11 @@ class WorkflowAdmin:
             if name in known and known[name].added_by != adder:
                 raise NodeExists(workflow, name)
         new = [at for at, name in enumerate(nodes.names) if name not in known]
-        if not new and nodes.wait is None:
-            return AddedNodes([known[name].job for name in nodes.names], 0), set()
+        if has_waited and new:
+            assert lease is not None
+            raise LeaseEnded(from_hex(lease.job_hex), workflow)
+        if has_waited or (not new and nodes.wait is None):
+            return AddedNodes([known[name].job for name in nodes.names], 0, has_waited), set()
         stored = [known[name] for name in nodes.names if name in known]
         is_doomed = nodes.wait is OnFailed.CANCEL and any(node.has_failed for node in stored)
         goes_on = not new and not is_doomed and all(node.has_ended for node in stored)

@@ -129,6 +129,11 @@ def statements_about(one: One) -> Mapping[str, tuple[Statement, Mapping[str, obj
             {**named, "job": "01890000-0000-7000-8000-000000000000", "lease": 1},
             20,
         ),
+        "find_wait": (
+            statements.FIND_WAIT,
+            {**named, "job": "01890000-0000-7000-8000-000000000000", "lease": 1},
+            20,
+        ),
         "find_open_parent": (
             statements.FIND_OPEN_PARENT,
             {"flow": one.flow, "nodes": arrays.numbers([150, 151])},

@@ -367,7 +367,9 @@ class AddNodesResponse(_message.Message):
     added: _builtins.int
     """How many of them were stored now. The others were added before."""
     waits: _builtins.bool
-    """True: the lease has ended, and the job waits. False: the job goes on with its lease."""
+    """True: the lease has ended, and the job waits. A repeated call with the same lease gets this answer for as long as the
+    job waits. False: the job goes on with its lease.
+    """
     @_builtins.property
     def job_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The ids of their jobs, in the order of the request's nodes."""
