@@ -235,16 +235,7 @@ class WorkflowAdmin:
         NodeMayWaitForJob, UnknownNode, TooManyNodes, TooManyQueues."""
         org = nodes.jobs.org
         for _ in range(_TRIES_MAX):
-            # Refuse before queues are made, which would be a trace of the org on a shard that does not own its slot.
-            await self._in_turn(org, partial(self._refuse_unowned, org, epoch))
-            try:
-                await self.get(org, nodes.workflow)
-            except UnknownWorkflow:
-                # The workflow may have moved away with its org meanwhile.
-                await self._in_turn(org, partial(self._refuse_unowned, org, epoch))
-                raise
-            queues = sorted(set(nodes.jobs.queues))
-            ids = await self._in_turn(org, partial(self._queue_ids, org, queues))
+            ids = await self._in_turn(org, partial(self._queues_for, nodes, epoch))
             added: list[tuple[AddedNodes, set[QueueId]]] = []
 
             async def act(
@@ -266,6 +257,17 @@ class WorkflowAdmin:
                 self._store.jobs_stored(freed_in)
             return answer
         raise ShardUnavailable(self._database.name, "the ids of its queues keep changing")
+
+    async def _queues_for(self, nodes: NewNodes, epoch: int) -> dict[QueueName, QueueId]:
+        """Returns the ids of the nodes' queues, and makes the queues that do not exist. Refuses first what cannot be
+        stored, because a queue would be a trace of the org on a shard that does not own its slot."""
+        org = nodes.jobs.org
+        await self._refuse_unowned(org, epoch)
+        if not await self._database.run(statements.GET_WORKFLOW, {"org": org, "id": nodes.workflow}):
+            # The workflow may have moved away with its org meanwhile.
+            await self._refuse_unowned(org, epoch)
+            raise UnknownWorkflow(org, nodes.workflow)
+        return await self._queue_ids(org, sorted(set(nodes.jobs.queues)))
 
     async def _add(
         self,
