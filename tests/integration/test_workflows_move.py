@@ -12,7 +12,7 @@ import pytest
 from shard.errors import LeaseEnded, NotOwned, UnknownWorkflow
 from shard.queue.settle import Settlement
 from shard.vocabulary import Answer, OrgId
-from shard.workflow import Callback, WorkflowId, WorkflowRecord
+from shard.workflow import Callback
 from tests.pair import A, B, Died, Fate, Pair, deaths, mortal_mover, open_pair
 from tests.workflows import IGNORE, Flows, Graph, chain, fan_in, new_nodes, new_workflow, set_portion
 
@@ -220,19 +220,18 @@ async def test_an_addition_to_a_workflow_that_moves_away_meanwhile_is_sent_on(
     source, _ = both(pair, org)
     flow = await source.start({"a": []})
     await source.claim()
-    find, looks = source.admin.get, 0
+    refuse, checks = getattr(source.admin, "_refuse_unowned"), 0  # noqa: B009
 
-    async def move_first(org: OrgId, workflow: WorkflowId) -> WorkflowRecord:
-        nonlocal looks
-        looks += 1
-        move = await pair.begin([org], target=B)
-        mover = pair.mover(move)
+    async def then_move(org: OrgId, epoch: int) -> None:
+        nonlocal checks
+        checks += 1
+        await refuse(org, epoch)
+        mover = pair.mover(await pair.begin([org], target=B))
         while (await pair.placement(org))[0] != (B,):
             assert await mover.step()
-        return await find(org, workflow)
 
     # The workflow leaves the shard after the check that the shard owns the slot, and before the look at the workflow.
-    monkeypatch.setattr(source.admin, "get", move_first)
+    monkeypatch.setattr(source.admin, "_refuse_unowned", then_move)
     with pytest.raises(NotOwned):
         await source.add(flow, "a", {"x": []})
-    assert looks == 1
+    assert checks == 2
