@@ -256,6 +256,8 @@ def status_of(error: BaseException) -> status_pb2.Status:
             return _status(reasons.ERROR_REASON_NODE_NOT_FOUND, str(error))
         case errors.NodeEnded():
             return _status(reasons.ERROR_REASON_NODE_ENDED, str(error))
+        case errors.NotSignalled():
+            return _status(reasons.ERROR_REASON_NOT_SIGNALLED, str(error))
         case errors.WorkflowEnded():
             return _status(reasons.ERROR_REASON_WORKFLOW_ENDED, str(error))
         case errors.LeaseEnded():

@@ -101,6 +101,8 @@ def _node_violations(nodes: Sequence[workflows_pb2.NewNode], *, adds: bool) -> l
             callbacks += 1
             if node.after:
                 violations.append(Violation(f"nodes[{at}].after", "must be empty: the node is a callback"))
+        if node.signal:
+            violations += _signal_violations(at, node)
     if callbacks > CALLBACKS_MAX:
         violations.append(Violation("nodes", f"must have at most {CALLBACKS_MAX} callbacks, not {callbacks:,}"))
     if callbacks == len(nodes):
@@ -120,6 +122,20 @@ def _node_violations(nodes: Sequence[workflows_pb2.NewNode], *, adds: bool) -> l
             seen.add(edge.node)
             if len(violations) >= _VIOLATIONS_MAX:
                 return violations
+    return violations
+
+
+def _signal_violations(at: int, node: workflows_pb2.NewNode) -> list[Violation]:
+    job = node.job
+    violations: list[Violation] = []
+    if node.callback:
+        violations.append(Violation(f"nodes[{at}].signal", "must not be set: the node is a callback"))
+    if job.WhichOneof("when") != "delay":
+        why = "must be set: the node waits for a signal, and this says for how long"
+        violations.append(Violation(f"nodes[{at}].job.delay", why))
+    for field, is_set in (("expires_at", job.HasField("expires_at")), ("template.group", bool(job.template.group))):
+        if is_set:
+            violations.append(Violation(f"nodes[{at}].job.{field}", "must not be set: the node waits for a signal"))
     return violations
 
 
@@ -183,6 +199,7 @@ def new_workflow(request: workflows_pb2.StartWorkflowRequest, *, trace: str | No
         callbacks={
             number: _CALLBACKS_BY_NUMBER[nodes[at].callback] for number, at in enumerate(order) if nodes[at].callback
         },
+        signals={number for number, at in enumerate(order) if nodes[at].signal},
     )
     return new, [numbers[node.name] for node in nodes]
 
@@ -206,6 +223,7 @@ def new_nodes(request: workflows_pb2.AddNodesRequest, *, trace: str | None) -> t
             for place, at in enumerate(order)
             if nodes[at].after
         },
+        signals={place for place, at in enumerate(order) if nodes[at].signal},
     )
     return new, [places[node.name] for node in nodes]
 
@@ -250,6 +268,7 @@ def node(record: NodeRecord) -> workflows_pb2.NodeInfo:
         if record.callback is None
         else _CALLBACKS[Callback(record.callback)],
         ended_at=None if record.ended_at is None else timestamp(record.ended_at),
+        signal=record.is_signal,
     )
 
 
