@@ -394,13 +394,15 @@ class Store:
         async def act(free: Sequence[JobId]) -> dict[JobId, Answer]:
             parameters = {"org": org, "id": job_id, "node": str(node), "payload": payload}
             rows = await partitions.finish(self._database, statements.SIGNAL, parameters)
-            for what, freed_in in rows:
-                outcomes.append(what)
-                if what == "taken":
-                    self.on_settled([to_hex(job_id)])
-                if freed_in:
-                    self.on_visible(set(freed_in))
-            return {job_id: Answer.DEPARTING if what == "departing" else Answer.OK for what, _ in rows}
+            if not rows:
+                return {}
+            ((what, freed_in),) = rows
+            outcomes.append(what)
+            if what == "taken":
+                self.on_settled([to_hex(job_id)])
+            if freed_in:
+                self.on_visible(set(freed_in))
+            return {job_id: Answer.DEPARTING if what == "departing" else Answer.OK}
 
         (answer,) = await self._change(
             org, [job_id], act, {"succeeded": Answer.OK, "cancelled": Answer.CANCELLED, "dead": Answer.STALE}

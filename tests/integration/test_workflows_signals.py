@@ -21,7 +21,7 @@ from tests.effort import luck_of, trials
 from tests.jobs import HOUR_US, QUEUE, job_id
 from tests.pair import A, B, Pair, open_pair
 from tests.timemachine import make_due
-from tests.workflows import CANCEL, IGNORE, RUN, SIGNAL_US, Flows, set_portion
+from tests.workflows import CANCEL, IGNORE, RUN, SIGNAL_US, Flows, Graph, set_portion
 
 CALLBACKS = {"won": Callback.SUCCESS, "lost": Callback.FAILURE, "over": Callback.END}
 # Somebody approves what "build" has made.
@@ -132,9 +132,7 @@ async def test_early_signals_are_taken_in_portion_by_portion(flows: Flows, datab
     await set_portion(database, 3)
     try:
         names = [f"s{at}" for at in range(10)]
-        flow = await flows.start(
-            {"build": [], **{name: ["build"] for name in names}, "deploy": names}, signals=names
-        )
+        flow = await flows.start({"build": [], **{name: ["build"] for name in names}, "deploy": names}, signals=names)
         for name in names:
             assert await flows.signal(flow, name)
         await flows.claim()
@@ -190,9 +188,7 @@ async def test_a_node_behind_a_failure_is_cancelled_with_its_signal(flows: Flows
 
 
 @pytest.mark.parametrize("policy", [IGNORE, RUN])
-async def test_an_early_signal_counts_if_the_failure_before_it_does_not_cancel(
-    flows: Flows, policy: OnFailed
-) -> None:
+async def test_an_early_signal_counts_if_the_failure_before_it_does_not_cancel(flows: Flows, policy: OnFailed) -> None:
     flow = await flows.start({"build": [], "approve": [("build", policy)], "deploy": ["approve"]}, signals=["approve"])
     assert await flows.signal(flow, "approve")
     await flows.claim()
@@ -243,7 +239,7 @@ async def test_a_job_adds_nodes_that_wait_for_signals(flows: Flows) -> None:
 async def test_without_a_signal_in_time_the_node_fails(
     flows: Flows, database: Database, policy: OnFailed, runs: list[set[str]], state: str
 ) -> None:
-    graph = {"build": [], "approve": ["build"], "deploy": [("approve", policy)]}
+    graph: Graph = {"build": [], "approve": ["build"], "deploy": [("approve", policy)]}
     flow = await flows.start(graph, signals=["approve"], callbacks=CALLBACKS)
     await flows.run_all()
     assert await make_due(database, flows.org) == 1
@@ -502,17 +498,18 @@ def both(pair: Pair, org: OrgId) -> tuple[Flows, Flows]:
 async def test_a_move_takes_nodes_that_wait_along(pair: Pair, org: OrgId) -> None:
     source, target = both(pair, org)
     released = await source.start({"approve": [], "deploy": ["approve"]}, signals=["approve"])
-    blocked, early = [await source.start(RELEASE, signals=["approve"]) for _ in range(2)]
-    assert await source.signal(early, "approve", b"early")
+    blocked = await source.start(RELEASE, signals=["approve"])
+    early = await source.start({"make": [], "sign": ["make"], "ship": ["sign"]}, signals=["sign"])
+    assert await source.signal(early, "sign", b"early")
     await pair.move([org], target=B)
     assert await target.signal(released, "approve")
-    assert not await target.signal(early, "approve")
+    assert not await target.signal(early, "sign")
     nodes, _ = await target.admin.nodes(org, blocked.id, page_size=10, page_token="")
     assert [node.is_signal for node in nodes] == [False, True, False]
-    assert await target.run_all() == [{"deploy", "build"}, {"deploy"}]
+    assert await target.run_all() == [{"deploy", "build", "make"}, {"ship"}]
     assert (await target.states(blocked))["approve"] == "released"
     assert await target.state(early) == "succeeded"
-    assert await job_of(target, early, "approve") == ("succeeded", b"early", None)
+    assert await job_of(target, early, "sign") == ("succeeded", b"early", None)
     await make_due(target.database, org)
     assert await target.claim() == set()
     assert await target.state(blocked) == "failed"
@@ -523,7 +520,9 @@ async def test_a_move_takes_nodes_that_wait_along(pair: Pair, org: OrgId) -> Non
 @pytest.mark.parametrize("early", [False, True])
 async def test_a_signal_finds_a_job_that_is_still_on_the_source(pair: Pair, org: OrgId, early: bool) -> None:
     source, target = both(pair, org)
-    graph = {"build": [], "approve": ["build"], "deploy": ["approve"]} if early else {"approve": [], "deploy": ["approve"]}
+    graph = (
+        {"build": [], "approve": ["build"], "deploy": ["approve"]} if early else {"approve": [], "deploy": ["approve"]}
+    )
     flow = await source.start(graph, signals=["approve"])
     await source.claim()
     move = await pair.begin([org], target=B)
