@@ -52,6 +52,8 @@ def new_workflow(
     ids = [job_id_of(workflow, number) for number in range(len(names))]
     jobs = some_jobs(org, ids=ids, **fields)  # type: ignore[arg-type]
     jobs.queues = [QueueName(queue_of(name)) for name in names]
+    for name in signals:
+        jobs.groups.pop(numbers[name], None)
     jobs.delay_us |= dict.fromkeys((numbers[name] for name in signals), SIGNAL_US)
     edges = [
         Edge(numbers[name], numbers[other], policy)
