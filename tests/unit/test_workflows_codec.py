@@ -189,8 +189,11 @@ def test_nodes_that_wait_for_signals_are_known_by_their_numbers() -> None:
     flow, numbers = codec.new_workflow(request(last, first), trace=None)
     assert flow.signals == {numbers[1]} == {0}
     assert flow.jobs.delay_us == {0: 3_600_000_000}
+    assert flow.jobs.priorities == {0: 1}
+    first.job.template.priority = 7
     more, places = codec.new_nodes(added(last, first), trace=None)
     assert more.signals == {places[1]} == {0}
+    assert more.jobs.priorities == {0: 7}
     plain, _ = codec.new_workflow(request(last, node("s", delay=hour)), trace=None)
     assert plain.signals == set()
     assert plain.digest != flow.digest

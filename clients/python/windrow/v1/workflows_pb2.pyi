@@ -212,7 +212,8 @@ class NewNode(_message.Message):
     """True: the node waits for SignalNode. Its job never runs. `job.delay` is required: it says for how long the node
     waits, counted from its release. If no signal has come by then, the next consumer of the job's queue (or the
     archiver) that finds the job cancels it, so the node has failed. `job` must have no `run_at`, no `expires_at` and no
-    group, and the node must not be a callback.
+    group, and the node must not be a callback. A priority that is absent is 1, so that the end of its time is found
+    before other jobs of the queue are leased.
     """
     @_builtins.property
     def job(self) -> _job_pb2.NewJob:
