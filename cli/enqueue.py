@@ -131,8 +131,7 @@ def enqueue(
         )
     if batch is not None and not lines:
         raise typer.BadParameter("it is for --lines; a single job has --id", param_hint="'--batch'")
-    if file is not None and payload is not None:
-        raise typer.BadParameter("give the payload or --file, not both", param_hint="'PAYLOAD' / '--file'")
+    refuse_two_payloads(payload, file)
     if lines and payload not in (None, "-"):
         raise typer.BadParameter("with --lines the payloads come from --file or standard input", param_hint="'PAYLOAD'")
     if dedup_window is not None and not dedup_key:
@@ -182,7 +181,7 @@ def enqueue(
             (batch_id,) = values.job_ids([batch]) if batch else _new_ids(1)
             _enqueue_lines(router, org, pattern, _lines(file), batch_id, as_json=as_json)
         else:
-            pattern.template.payload = _payload(payload, file)
+            pattern.template.payload = payload_of(payload, file)
             (pattern.id,) = values.job_ids([job_id]) if job_id else _new_ids(1)
             try:
                 results = _store(router, org, [pattern], ids_given=job_id is not None)
@@ -327,14 +326,22 @@ def _known(result: queue_pb2.EnqueueResult) -> str:
     return f"{result.id} existed already" + (f" and is {state_name(result.state)}" if result.state else "")
 
 
-def _payload(text: str | None, file: Path | None) -> bytes:
+def refuse_two_payloads(text: str | None, file: Path | None) -> None:
+    if file is not None and text is not None:
+        raise typer.BadParameter("give the payload or --file, not both", param_hint="'PAYLOAD' / '--file'")
+
+
+def payload_of(
+    text: str | None, file: Path | None, *, bytes_max: int = _PAYLOAD_BYTES_MAX, into: str = "a job"
+) -> bytes:
+    """Returns the payload that a command was given. Raises BadParameter if it does not fit."""
     if file is not None:
         payload = opened(file, lambda: file.read_bytes())
     else:
         payload = sys.stdin.buffer.read() if text == "-" else (text or "").encode(errors="surrogateescape")
-    if len(payload) > _PAYLOAD_BYTES_MAX:
+    if len(payload) > bytes_max:
         raise typer.BadParameter(
-            f"it has {len(payload):,} bytes; at most {_PAYLOAD_BYTES_MAX:,} fit into a job", param_hint="'PAYLOAD'"
+            f"it has {len(payload):,} bytes; at most {bytes_max:,} fit into {into}", param_hint="'PAYLOAD'"
         )
     return payload
 

@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+import typer
+
+from cli import values
 from cli.calls import as_typed
 from cli.exits import CommandFailed, ExitCode, RequestRefused
 from cli.input_file import opened
@@ -33,6 +36,8 @@ _OPTIONS = {
     "attributes": "attributes",
 }
 _FIELDS = {option: name for name, option in _OPTIONS.items()}
+# What a node that waits for a signal calls the fields of its job.
+_FIELDS_OF_SIGNALS = {"delay": "timeout"}
 # Checks a value. Returns what the value must be. None: the value is right.
 _Rule: TypeAlias = Callable[[Any], str | None]
 
@@ -73,7 +78,8 @@ def _told(file: Path | None, flow: Workflow, field: str, description: str) -> st
     # job.template.queue is "queue" in the file, and after[0].node is "after".
     parts = [part.partition("[")[0] for part in found[2].split(".")]
     name = next((part for part in parts if part not in ("job", "template", "")), "")
-    fault = f"{_FIELDS.get(name, name)}: {description}" if name else description
+    names = _FIELDS_OF_SIGNALS if node.is_signal else _FIELDS
+    fault = f"{names.get(name, name)}: {description}" if name else description
     return f"{_where(file)}: {_label(int(found[1]), '' if node.is_unnamed else node.name)}: {fault}"
 
 
@@ -102,16 +108,34 @@ def _parsed(content: bytes) -> Any:
 
 def _add(flow: Workflow, document: Any) -> Node:
     """Adds a node of the file. Raises _Fault."""
-    node = _given(document, _RULES, "queue", "kind", closed=True)
+    is_signal = isinstance(document, dict) and bool(cast("dict[str, Any]", document).get("signal"))
+    node = _given(document, _RULES, "queue", "timeout" if is_signal else "kind", closed=True)
+    for name in _NOT_OF_SIGNALS if is_signal else ("timeout",):
+        if name in node:
+            what = "a node that waits for a signal has none" if is_signal else "only a node with signal has one"
+            raise _Fault(f"{name}: must not be given: {what}")
     payload = document.get("payload", "")
     content = payload if isinstance(payload, str) else json.dumps(payload)
     if (fault := _text(content)) is not None:
         raise _Fault(f"payload: must be {fault}, not {_shown(content)}")
+    if is_signal:
+        added = flow.signal(
+            node.get("name", ""),
+            node["queue"],
+            timeout=values.duration(node["timeout"]),
+            payload=content.encode(),
+            attributes=node.get("attributes"),
+        )
+        return _after(added, node)
     options = {option: node[name] for name, option in _OPTIONS.items() if name in node}
     add = {None: flow.job, "on_success": flow.on_success, "on_failure": flow.on_failure, "on_end": flow.on_end}
     added = add[node.get("callback")](
         node["queue"], node["kind"], content.encode(), name=node.get("name", ""), **options
     )
+    return _after(added, node)
+
+
+def _after(added: Node, node: Mapping[str, Any]) -> Node:
     # The router finds names that no node has: here they cannot be found, because a node may name later nodes.
     return added.after(*node.get("after", []), on_failed=FailurePolicy(node.get("on_failed", "cancel")))
 
@@ -176,6 +200,13 @@ def _delay(value: Any) -> str | None:
     return None if is_number and 0 <= value <= _DELAY_S_MAX else f"a number of seconds from 0 to {_DELAY_S_MAX:,}"
 
 
+def _duration(value: Any) -> str | None:
+    try:
+        return None if isinstance(value, str) and values.duration(value) else "a duration, such as 3d or 1h30m"
+    except typer.BadParameter:
+        return "a duration, such as 3d or 1h30m"
+
+
 def _names(value: Any) -> str | None:
     names: list[Any] = value if isinstance(value, list) else [None]
     return None if all(_text(name) is None for name in names) else "an array of names of nodes"
@@ -199,4 +230,8 @@ _RULES: Mapping[str, _Rule] = {
     "delay_s": _delay,
     "group": _text,
     "attributes": _labels,
+    "signal": lambda value: None if isinstance(value, bool) else "true or false",
+    "timeout": _duration,
 }
+# The fields of a node that do not go with `signal`.
+_NOT_OF_SIGNALS = ("kind", "callback", "priority", "max_attempts", "delay_s", "group")

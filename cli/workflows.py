@@ -25,6 +25,7 @@ _COUNTS = ("blocked", "released", "succeeded", "failed", "cancelled", "skipped")
 # More nodes of one level than this are drawn as one line if they are alike. A node shows no more than this many of the
 # nodes that it waits for.
 _ALIKE_MAX = 3
+_SIGNAL_BYTES_MAX = 64 * 1024
 # The characters that have a meaning in a label of Mermaid, which may contain HTML.
 _MERMAID_SIGNS = frozenset('"#&<>')
 
@@ -75,7 +76,9 @@ def start(
 
     FILE has {"name": ..., "nodes": [...]}. A node has "queue" and "kind". It may also have "name", "payload" (a text,
     or any other JSON), "after" (names of nodes), "on_failed" (cancel, ignore or run), "callback" (on_success,
-    on_failure or on_end), "priority", "max_attempts", "delay_s", "group" and "attributes".
+    on_failure or on_end), "priority", "max_attempts", "delay_s", "group" and "attributes". A node that waits for
+    `windrow workflows signal` has "signal": true, "queue" and "timeout" (such as "3d"), and may have "name", "payload",
+    "after", "on_failed" and "attributes".
 
     Exit code 5: another workflow has this id.
     """
@@ -232,6 +235,51 @@ def skip(
 
 
 @app.command()
+def signal(
+    org: options.Org,
+    workflow_id: _Id,
+    node: Annotated[str, typer.Argument(metavar="NODE", help="The node's name.", show_default=False)],
+    payload: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PAYLOAD",
+            help="The node's result, default empty; - reads it from standard input.",
+            show_default=False,
+        ),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", metavar="FILE", show_default=False, help="Read the payload from a file."),
+    ] = None,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Gives a signal to a node that waits for one.
+
+    The node ends when the nodes that it waits for have ended, too. PAYLOAD, at most 64 KiB, is its result. The first
+    signal counts: a later one changes nothing, and the command says so.
+
+    Exit code 5: the node waits for no signal, or has ended without one.
+    """
+    from cli.calls import connect
+    from cli.enqueue import payload_of, refuse_two_payloads
+    from windrow.v1 import workflows_pb2
+
+    refuse_two_payloads(payload, file)
+    content = payload_of(payload, file, bytes_max=_SIGNAL_BYTES_MAX, into="a signal")
+    with connect(address, timeout) as router:
+        request = workflows_pb2.SignalNodeRequest(org=org, id=workflow_id, node=node, payload=content)
+        accepted = router.call(router.workflows.SignalNode, request).accepted
+    if as_json:
+        output.say_json([{"org": org, "id": workflow_id, "node": node, "accepted": accepted}])
+    elif accepted:
+        output.say(f"node {node!r} has its signal")
+    else:
+        output.say(f"node {node!r} had a signal before: nothing was changed")
+
+
+@app.command()
 def retry(
     org: options.Org,
     workflow_id: _Id,
@@ -363,6 +411,7 @@ def _node_json(node: workflows_pb2.NodeInfo) -> dict[str, object]:
         "after": {edge.node: _policy(edge) for edge in node.after},
         "callback": _callback(node),
         "ended_at": time_json(node, "ended_at"),
+        "signal": node.signal,
     }
 
 
@@ -433,14 +482,15 @@ def _drawn(nodes: Sequence[workflows_pb2.NodeInfo]) -> Iterator[list[str]]:
         at += len(alike)
         indent = "  " * levels[node.name] + ("└ " if levels[node.name] else "")
         more = f" … {alike[-1].name} ({len(alike):,} nodes)" if len(alike) > 1 else ""
-        yield [f"{indent}{node.name}{more}", _node_state(node), _after(node), "" if more else node.job_id]
+        name = f"signal: {node.name}" if node.signal else node.name
+        yield [f"{indent}{name}{more}", _node_state(node), _after(node), "" if more else node.job_id]
     for node in nodes:
         if node.callback:
             yield [f"{_callback(node)}: {node.name}", _node_state(node), "", node.job_id]
 
 
 def _sort(node: workflows_pb2.NodeInfo, levels: Mapping[str, int]) -> tuple[object, ...]:
-    return levels[node.name], node.state, [(edge.node, edge.on_failed) for edge in node.after]
+    return levels[node.name], node.state, node.signal, [(edge.node, edge.on_failed) for edge in node.after]
 
 
 def _after(node: workflows_pb2.NodeInfo) -> str:
@@ -455,7 +505,7 @@ def _mermaid(nodes: Sequence[workflows_pb2.NodeInfo]) -> Iterator[str]:
     yield "flowchart TD"
     for node in nodes:
         label = f"{_mermaid_text(node.name)}<br/>{_node_state(node)}"
-        shape = (f'(["{label}"])') if node.callback else f'["{label}"]'
+        shape = f'(["{label}"])' if node.callback else f'{{{{"{label}"}}}}' if node.signal else f'["{label}"]'
         yield f"    n{node.number}{shape}"
     for node in nodes:
         for edge in node.after:
@@ -474,7 +524,7 @@ def _dot(nodes: Sequence[workflows_pb2.NodeInfo]) -> Iterator[str]:
     yield "digraph workflow {"
     for node in nodes:
         label = json.dumps(f"{node.name}\n{_node_state(node)}", ensure_ascii=False)
-        shape = "ellipse" if node.callback else "box"
+        shape = "ellipse" if node.callback else "hexagon" if node.signal else "box"
         yield f"    n{node.number} [label={label}, shape={shape}];"
     for node in nodes:
         for edge in node.after:

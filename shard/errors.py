@@ -28,6 +28,7 @@ ShardError
 ├── WorkflowExists        make another id: the org has a workflow with this id and other content
 ├── UnknownNode           name another node: the workflow has no node of this name
 ├── NodeEnded             nothing to do: the node has ended
+├── NotSignalled          nothing to do: the node takes no signal, or no longer takes one
 ├── WorkflowEnded         start another workflow
 ├── LeaseEnded            nothing to do: another consumer may have the job, or nobody will run it any more
 ├── NodeExists            give the new node another name
@@ -288,6 +289,13 @@ class UnknownNode(ShardError):
 class NodeEnded(ShardError):
     def __init__(self, workflow: str, node: str) -> None:
         super().__init__(f"node {node!r} of workflow {workflow} has ended")
+
+
+class NotSignalled(ShardError):
+    """`why`: a clause about the node."""
+
+    def __init__(self, workflow: str, node: str, why: str) -> None:
+        super().__init__(f"node {node!r} of workflow {workflow} takes no signal: {why}")
 
 
 class WorkflowEnded(ShardError):

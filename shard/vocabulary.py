@@ -79,6 +79,14 @@ class Answer(enum.Enum):
     DEPARTING = "departing"
 
 
+class Signalled(NamedTuple):
+    """The result of a signal for a job. `is_first`: this signal counts. False: the job had a signal before, if the
+    answer is OK."""
+
+    answer: Answer
+    is_first: bool
+
+
 class Known(NamedTuple):
     """A known job that an enqueue found instead of storing a duplicate. `differs`: it has the id that was sent, but
     another queue, kind or payload."""

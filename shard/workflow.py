@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple, NewType
 from uuid import UUID
@@ -107,6 +107,7 @@ class EndedNode(NamedTuple):
     job_id: JobId
     # SUCCEEDED or SKIPPED.
     state: NodeState
+    is_signal: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +131,8 @@ class NewWorkflow:
     ended: Sequence[EndedNode] = ()
     # For each node that a job has added, also if it has ended, the node of that job. Both are numbers.
     added_by: Mapping[int, int] = field(default_factory=dict[int, int])
+    # The numbers of the nodes in `numbers` that wait for signals.
+    signals: Set[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +148,8 @@ class NewNodes:
     after: Mapping[int, Sequence[tuple[NodeName, OnFailed]]]
     # If the job is to wait for these nodes: what becomes of it if one of them fails.
     wait: OnFailed | None = None
+    # The positions of the nodes that wait for signals.
+    signals: Set[int] = frozenset()
 
 
 class AddedNodes(NamedTuple):
@@ -187,6 +192,17 @@ class NodeRecord(NamedTuple):
     delay_us: int | None
     # The node whose job added it. None: it was stored with the workflow.
     added_by: int | None
+    # Whether it waits, or waited, for a signal.
+    is_signal: bool
+
+
+class SignalNode(NamedTuple):
+    """A node that is to get a signal."""
+
+    number: int
+    job_id: JobId
+    # True: it had its signal, and has ended.
+    has_succeeded: bool
 
 
 class ParentRecord(NamedTuple):

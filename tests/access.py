@@ -101,8 +101,15 @@ def new_node(name: str, *after: str) -> workflows_pb2.NewNode:
     return workflows_pb2.NewNode(name=name, job=job, after=[workflows_pb2.WorkflowEdge(node=one) for one in after])
 
 
+def signal_node(name: str) -> workflows_pb2.NewNode:
+    node = new_node(name)
+    node.job.delay.FromSeconds(3600)
+    node.signal = True
+    return node
+
+
 def new_workflow(org: str, workflow: str) -> workflows_pb2.StartWorkflowRequest:
-    nodes = [new_node("first"), new_node("second", "first")]
+    nodes = [new_node("first"), new_node("second", "first"), signal_node("approved")]
     return workflows_pb2.StartWorkflowRequest(org=org, id=workflow, nodes=nodes)
 
 
@@ -193,6 +200,9 @@ REQUESTS: Mapping[str, Callable[[Target], Message]] = {
     "windrow.v1.Workflows/ResumeWorkflow": lambda it: workflows_pb2.ResumeWorkflowRequest(org=it.org, id=it.workflow),
     "windrow.v1.Workflows/SkipNode": lambda it: workflows_pb2.SkipNodeRequest(
         org=it.org, id=it.workflow, node="second"
+    ),
+    "windrow.v1.Workflows/SignalNode": lambda it: workflows_pb2.SignalNodeRequest(
+        org=it.org, id=it.workflow, node="approved"
     ),
     "windrow.v1.Workflows/RetryWorkflow": lambda it: workflows_pb2.RetryWorkflowRequest(
         org=it.org, id=it.cancelled_workflow, new_id=job_id()

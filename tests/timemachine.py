@@ -36,7 +36,12 @@ async def make_due(database: Database, org: OrgId) -> int:
     """Makes every scheduled job due. Returns the number of jobs."""
     rows = await database.run(
         b"""
-        UPDATE windrow.job j SET visible_at = now(), run_at = now() FROM windrow.queue q
+        UPDATE windrow.job j
+        SET
+            visible_at = now(), run_at = now(),
+            -- The job of a node that waits for a signal expires when it becomes due.
+            expires_at = CASE WHEN j.workflow_node > '' AND j.expires_at = j.run_at THEN now() ELSE j.expires_at END
+        FROM windrow.queue q
         WHERE q.queue_id = j.queue_id AND q.org = %(org)s AND j.lease IS NULL AND j.visible_at > now()
             -- A job that waits for a slot of its group is due.
             AND j.visible_at < 'infinity'

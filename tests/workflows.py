@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+from shard.errors import NotSignalled
 from shard.postgres.pool import Database
 from shard.queue.settle import Nack, Settlement
 from shard.queue.store import Store
@@ -17,6 +18,7 @@ from shard.workflow import (
     NewNodes,
     NewWorkflow,
     NodeName,
+    NodeOf,
     OnFailed,
     WorkflowId,
     job_id_of,
@@ -26,6 +28,8 @@ from shard.workflows.sweep import WorkflowSweep
 from shard.workflows.workflow_admin import WorkflowAdmin
 from tests.jobs import HOUR_US, QUEUE, job_id, lease_jobs, some_jobs
 
+# For how long nodes wait for their signals.
+SIGNAL_US = 2 * HOUR_US
 CANCEL, IGNORE, RUN = OnFailed.CANCEL, OnFailed.IGNORE, OnFailed.RUN
 # The nodes for which each node waits. A node stands after all nodes for which it waits.
 Graph = Mapping[str, Sequence[str | tuple[str, OnFailed]]]
@@ -38,15 +42,19 @@ def new_workflow(
     callbacks: Mapping[str, Callback] | None = None,
     workflow: WorkflowId | None = None,
     queue_of: Callable[[str], str] = lambda _: QUEUE,
+    signals: Collection[str] = (),
     **fields: object,
 ) -> NewWorkflow:
-    """Returns a workflow whose jobs have these fields of `some_jobs`."""
+    """Returns a workflow whose jobs have these fields of `some_jobs`. The nodes `signals` wait for signals."""
     workflow = workflow or WorkflowId(job_id())
     names = [*graph, *(callbacks or {})]
     numbers = {name: at for at, name in enumerate(names)}
     ids = [job_id_of(workflow, number) for number in range(len(names))]
     jobs = some_jobs(org, ids=ids, **fields)  # type: ignore[arg-type]
     jobs.queues = [QueueName(queue_of(name)) for name in names]
+    for name in signals:
+        jobs.groups.pop(numbers[name], None)
+    jobs.delay_us |= dict.fromkeys((numbers[name] for name in signals), SIGNAL_US)
     edges = [
         Edge(numbers[name], numbers[other], policy)
         for name, after in graph.items()
@@ -55,24 +63,35 @@ def new_workflow(
     return NewWorkflow(
         id=workflow,
         name="test",
-        digest=hashlib.sha256(repr((sorted(graph.items()), fields)).encode()).digest(),
+        digest=hashlib.sha256(repr((sorted(graph.items()), sorted(signals), fields)).encode()).digest(),
         numbers=range(len(names)),
         names=[NodeName(name) for name in names],
         jobs=jobs,
         edges=sorted(edges),
         callbacks={numbers[name]: callback for name, callback in (callbacks or {}).items()},
+        signals={numbers[name] for name in signals},
     )
 
 
 def new_nodes(
-    org: OrgId, flow: NewWorkflow, graph: Graph, *, wait: OnFailed | None = None, **fields: object
+    org: OrgId,
+    flow: NewWorkflow,
+    graph: Graph,
+    *,
+    wait: OnFailed | None = None,
+    signals: Collection[str] = (),
+    **fields: object,
 ) -> NewNodes:
-    """Returns nodes to be added to a workflow. Their jobs have these fields of `some_jobs`. `wait`: the job waits for
-    them, with this policy."""
+    """Returns nodes to be added to a workflow. Their jobs have these fields of `some_jobs`. The nodes `signals` wait
+    for signals. `wait`: the job waits for the nodes, with this policy."""
+    waiting = {at for at, name in enumerate(graph) if name in signals}
+    jobs = some_jobs(org, ids=[JobId("")] * len(graph), **fields)  # type: ignore[arg-type]
+    jobs.delay_us |= dict.fromkeys(waiting, SIGNAL_US)
     return NewNodes(
         workflow=flow.id,
         names=[NodeName(name) for name in graph],
-        jobs=some_jobs(org, ids=[JobId("")] * len(graph), **fields),  # type: ignore[arg-type]
+        jobs=jobs,
+        signals=waiting,
         after={
             at: [(NodeName(one), CANCEL) if isinstance(one, str) else (NodeName(one[0]), one[1]) for one in after]
             for at, after in enumerate(graph.values())
@@ -142,6 +161,15 @@ class Flows:
         """Cancels jobs of nodes."""
         ids = [self.job(flow, name) for name in names]
         assert await self.store.cancel(self.org, ids, reason="by hand") == [Answer.OK] * len(ids)
+
+    async def signal(self, flow: NewWorkflow, name: str, payload: bytes = b"yes", *, at: Store | None = None) -> bool:
+        """Gives a signal to a node, as a router does. `at`: the store of the shard that has the job. Returns whether
+        the signal counts."""
+        node = await self.admin.find_signal(self.org, flow.id, NodeName(name))
+        signalled = await (at or self.store).signal(self.org, node.job_id, NodeOf(flow.id, node.number), payload)
+        if signalled.answer is not Answer.OK:
+            raise NotSignalled(flow.id, name, signalled.answer.value)
+        return signalled.is_first
 
     def job(self, flow: NewWorkflow, name: str) -> JobId:
         return self.added.get((flow.id, name)) or JobId(flow.jobs.ids[list(flow.names).index(NodeName(name))])

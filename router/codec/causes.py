@@ -31,6 +31,8 @@ from windrow.v1.cause_pb2 import Cause
 
 # The reason of a job that was cancelled because its expires_at had passed (expire_unrun.sql, expire_waiting.sql).
 EXPIRED_REASON = "past its expires_at"
+# The same, if the job waited for a signal.
+UNSIGNALLED_REASON = "no signal came in time"
 _KINDS_MAX = 20
 
 
@@ -78,7 +80,10 @@ def of_job(facts: JobFacts, shard: ShardName, around: Surroundings) -> admin_pb2
         found = [_on_its_way(shard, around), *([_dead(record)] if state is JobState.DEAD else [])]
     elif facts.live is not None:
         state = _state(facts.live)
-        found, runs_at = _of_live(record, facts.live, facts.group, facts.quarantine, around)
+        if _awaits_signal(record, facts.signal):
+            found = _signal(record, facts.live, facts.signal, around)
+        else:
+            found, runs_at = _of_live(record, facts.live, facts.group, facts.quarantine, around)
     elif state is JobState.DEAD:
         found = [_dead(record)]
     elif state is JobState.BLOCKED:
@@ -241,6 +246,30 @@ def _blocked(record: JobRecord, blocked: BlockedFacts | None) -> Cause:
     return Cause(blocked=message)
 
 
+def _awaits_signal(record: JobRecord, node: BlockedFacts | None) -> bool:
+    """Returns whether a live job waits for a signal ({{awaits_signal}} in shard/postgres/sql_loader.py). `node` None:
+    its workflow is on another shard."""
+    expires_when_due = record.workflow_node is not None and record.expires_at == record.run_at
+    return expires_when_due and (node is None or node.is_signal)
+
+
+def _signal(record: JobRecord, live: LiveFacts, node: BlockedFacts | None, around: Surroundings) -> list[Cause]:
+    """Returns why a job waits for a signal. A consumer must find it when its time is over, so whatever holds the queue
+    holds the end of the node, too."""
+    assert record.workflow_node is not None
+    assert record.expires_at is not None
+    signal = causes.SignalCause(
+        workflow_id=NodeOf.parse(record.workflow_node).workflow,
+        node="" if node is None else node.node,
+        until=convert.timestamp(record.expires_at),
+    )
+    return [
+        Cause(signal=signal),
+        *_holding(live.gives_jobs, None, live.consumers, live.now, around),
+        *_moving(around),
+    ]
+
+
 def _ahead(live: LiveFacts) -> Cause:
     more_urgent = min(live.more_urgent, COUNTED_MAX)
     return Cause(
@@ -273,7 +302,7 @@ def _finished(record: JobRecord, state: JobState) -> list[Cause]:
         at=None if record.finished_at is None else convert.timestamp(record.finished_at),
         reason=record.reason or "",
     )
-    expired = record.expires_at is not None and record.reason == EXPIRED_REASON
+    expired = record.expires_at is not None and record.reason in (EXPIRED_REASON, UNSIGNALLED_REASON)
     return [*([_expired(record.expires_at)] if expired and record.expires_at else []), Cause(finished=finished)]
 
 

@@ -60,6 +60,7 @@ CODES: dict[reasons.ErrorReason.ValueType, int] = {
     reasons.ERROR_REASON_LEASE_ENDED: code_pb2.FAILED_PRECONDITION,
     reasons.ERROR_REASON_NODE_EXISTS: code_pb2.ALREADY_EXISTS,
     reasons.ERROR_REASON_TOO_MANY_NODES: RESOURCE_EXHAUSTED,
+    reasons.ERROR_REASON_NOT_SIGNALLED: code_pb2.FAILED_PRECONDITION,
     reasons.ERROR_REASON_NOT_RETRYABLE: code_pb2.FAILED_PRECONDITION,
     reasons.ERROR_REASON_SHARD_NOT_FOUND: code_pb2.NOT_FOUND,
     reasons.ERROR_REASON_SHARD_UNAVAILABLE: code_pb2.UNAVAILABLE,
@@ -256,6 +257,8 @@ def status_of(error: BaseException) -> status_pb2.Status:
             return _status(reasons.ERROR_REASON_NODE_NOT_FOUND, str(error))
         case errors.NodeEnded():
             return _status(reasons.ERROR_REASON_NODE_ENDED, str(error))
+        case errors.NotSignalled():
+            return _status(reasons.ERROR_REASON_NOT_SIGNALLED, str(error))
         case errors.WorkflowEnded():
             return _status(reasons.ERROR_REASON_WORKFLOW_ENDED, str(error))
         case errors.LeaseEnded():

@@ -4,7 +4,7 @@ check: that the nodes and edges of a new workflow make a graph without cycles. P
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from graphlib import CycleError, TopologicalSorter
 
 from router.codec import convert
@@ -12,7 +12,7 @@ from router.codec.convert import timestamp
 from router.codec.status import InvalidRequest, Violation
 from router.codec.validate import enqueue_violations, violations_of
 from shard.job_record import JobRecord
-from shard.vocabulary import JobId, OrgId, ShardName
+from shard.vocabulary import JobId, NewJobs, OrgId, ShardName
 from shard.workflow import (
     ADDED_EDGES_MAX,
     ADDED_NODES_MAX,
@@ -101,6 +101,8 @@ def _node_violations(nodes: Sequence[workflows_pb2.NewNode], *, adds: bool) -> l
             callbacks += 1
             if node.after:
                 violations.append(Violation(f"nodes[{at}].after", "must be empty: the node is a callback"))
+        if node.signal:
+            violations += _signal_violations(at, node)
     if callbacks > CALLBACKS_MAX:
         violations.append(Violation("nodes", f"must have at most {CALLBACKS_MAX} callbacks, not {callbacks:,}"))
     if callbacks == len(nodes):
@@ -120,6 +122,20 @@ def _node_violations(nodes: Sequence[workflows_pb2.NewNode], *, adds: bool) -> l
             seen.add(edge.node)
             if len(violations) >= _VIOLATIONS_MAX:
                 return violations
+    return violations
+
+
+def _signal_violations(at: int, node: workflows_pb2.NewNode) -> list[Violation]:
+    job = node.job
+    violations: list[Violation] = []
+    if node.callback:
+        violations.append(Violation(f"nodes[{at}].signal", "must not be set: the node is a callback"))
+    if job.WhichOneof("when") != "delay":
+        why = "must be set: the node waits for a signal, and this says for how long"
+        violations.append(Violation(f"nodes[{at}].job.delay", why))
+    for field, is_set in (("expires_at", job.HasField("expires_at")), ("template.group", bool(job.template.group))):
+        if is_set:
+            violations.append(Violation(f"nodes[{at}].job.{field}", "must not be set: the node waits for a signal"))
     return violations
 
 
@@ -167,6 +183,8 @@ def new_workflow(request: workflows_pb2.StartWorkflowRequest, *, trace: str | No
     workflow = WorkflowId(request.id)
     jobs = convert.new_jobs(OrgId(request.org), [nodes[at].job for at in order], trace=trace)
     jobs.ids = [job_id_of(workflow, number) for number in range(len(order))]
+    signals = {number for number, at in enumerate(order) if nodes[at].signal}
+    _put_first(jobs, signals)
     edges = [
         Edge(number, numbers[edge.node], _POLICIES_BY_NUMBER.get(edge.on_failed, OnFailed.CANCEL))
         for number, at in enumerate(order)
@@ -183,6 +201,7 @@ def new_workflow(request: workflows_pb2.StartWorkflowRequest, *, trace: str | No
         callbacks={
             number: _CALLBACKS_BY_NUMBER[nodes[at].callback] for number, at in enumerate(order) if nodes[at].callback
         },
+        signals=signals,
     )
     return new, [numbers[node.name] for node in nodes]
 
@@ -194,10 +213,13 @@ def new_nodes(request: workflows_pb2.AddNodesRequest, *, trace: str | None) -> t
     nodes = list(request.nodes)
     order = _ordered(nodes)
     places = {nodes[at].name: place for place, at in enumerate(order)}
+    jobs = convert.new_jobs(OrgId(request.org), [nodes[at].job for at in order], trace=trace)
+    signals = {place for place, at in enumerate(order) if nodes[at].signal}
+    _put_first(jobs, signals)
     new = NewNodes(
         workflow=WorkflowId(request.id),
         names=[NodeName(nodes[at].name) for at in order],
-        jobs=convert.new_jobs(OrgId(request.org), [nodes[at].job for at in order], trace=trace),
+        jobs=jobs,
         after={
             place: [
                 (NodeName(edge.node), _POLICIES_BY_NUMBER.get(edge.on_failed, OnFailed.CANCEL))
@@ -207,8 +229,16 @@ def new_nodes(request: workflows_pb2.AddNodesRequest, *, trace: str | None) -> t
             if nodes[at].after
         },
         wait=_POLICIES_BY_NUMBER.get(request.on_failed, OnFailed.CANCEL) if request.wait else None,
+        signals=signals,
     )
     return new, [places[node.name] for node in nodes]
+
+
+def _put_first(jobs: NewJobs, signals: Set[int]) -> None:
+    """Gives priority 1 to the jobs of nodes that wait for signals, unless they have another one. A claim that finds
+    such a job ends it, and does not hand it out. So no job waits for it, and it should not wait behind a backlog."""
+    for at in signals:
+        jobs.priorities.setdefault(at, 1)
 
 
 def wanted_state(number: int) -> WorkflowState | None:
@@ -251,6 +281,7 @@ def node(record: NodeRecord) -> workflows_pb2.NodeInfo:
         if record.callback is None
         else _CALLBACKS[Callback(record.callback)],
         ended_at=None if record.ended_at is None else timestamp(record.ended_at),
+        signal=record.is_signal,
     )
 
 

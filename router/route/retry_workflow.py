@@ -102,6 +102,7 @@ async def retry_of(
         retry_of=old,
         ended=ended,
         added_by={node.number: node.added_by for node in nodes if node.added_by is not None},
+        signals={node.number for node in running if node.is_signal},
     )
     dead = [
         node.job_id for node in running if node.callback is None and records[node.job_id].state == JobState.DEAD.value
@@ -127,7 +128,7 @@ def _cycle(edges: Sequence[Edge], running: Collection[int]) -> Sequence[int]:
 
 
 def _as_ended(node: NodeRecord) -> EndedNode:
-    return EndedNode(node.number, node.name, node.job_id, NodeState(node.state))
+    return EndedNode(node.number, node.name, node.job_id, NodeState(node.state), node.is_signal)
 
 
 async def _nodes(workflows: WorkflowAdmin, org: OrgId, workflow: WorkflowId) -> list[NodeRecord]:

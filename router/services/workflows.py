@@ -16,13 +16,13 @@ from router.gate.calls import ANSWER_HELD_BYTES, unary
 from router.gate.tracing import current_trace
 from router.route import by_id
 from router.route.retry_workflow import retry_of
-from shard.errors import BadIds, LimitReached
+from shard.errors import BadIds, LimitReached, NotSignalled, UnknownJob
 from shard.job_record import ANSWER_BYTES_MAX, JobRecord
 from shard.placement.slots import Placement
 from shard.queue.settle import Settlement, Snooze
 from shard.vocabulary import Answer, JobId, Lease, OrgId
-from shard.workflow import AddedNodes, NewNodes, NewWorkflow, NodeName, WorkflowId
-from shard.workflows.workflow_admin import SKIPPED, parents_from, parents_token
+from shard.workflow import AddedNodes, NewNodes, NewWorkflow, NodeName, NodeOf, WorkflowId
+from shard.workflows.workflow_admin import SKIPPED, UNSIGNALLED, parents_from, parents_token
 from windrow.v1 import workflows_pb2
 
 _PAGE_DEFAULT = 100
@@ -196,6 +196,26 @@ class WorkflowsService:
         job = await self._fleet.write(org, skip)
         await self._cancel(org, [job], SKIPPED)
         return workflows_pb2.SkipNodeResponse(workflow=await self._info(org, workflow))
+
+    @unary()
+    async def SignalNode(self, request: workflows_pb2.SignalNodeRequest) -> workflows_pb2.SignalNodeResponse:
+        org, workflow, name = OrgId(request.org), WorkflowId(request.id), NodeName(request.node)
+        node = await self._fleet.read(org, lambda member: member.workflows.find_signal(org, workflow, name))
+        of, is_first = NodeOf(workflow, node.number), False
+
+        async def signal(member: ShardHandle, _: Sequence[int]) -> list[Answer]:
+            nonlocal is_first
+            signalled = await member.store.signal(org, node.job_id, of, request.payload)
+            is_first = is_first or signalled.is_first
+            return [signalled.answer]
+
+        # While the org moves, the job may still be on the shard that the workflow has left.
+        (answer,) = await by_id.decide(self._fleet, org, [node.job_id], signal)
+        if answer is Answer.NOT_FOUND and not node.has_succeeded:
+            raise UnknownJob(org, node.job_id)
+        if answer in (Answer.CANCELLED, Answer.STALE):
+            raise NotSignalled(workflow, name, UNSIGNALLED)
+        return workflows_pb2.SignalNodeResponse(accepted=is_first)
 
     @unary(answer_bytes=_RETRY_BYTES)
     async def RetryWorkflow(self, request: workflows_pb2.RetryWorkflowRequest) -> workflows_pb2.RetryWorkflowResponse:

@@ -27,6 +27,9 @@ Text that several statements share is written only here, and is included by its 
     {{is_due(j)}}        whether the row j of windrow.job is due: it is visible, or it waits for a group slot, or
                          is set aside
     {{is_blocked(j)}}    whether the row j waits for other nodes of its workflow
+    {{awaits_signal(j)}}  whether the row j is the released job of a node that waits for a signal: it is due when it
+                         expires, so it never runs
+    {{expiry_reason(e)}}  the reason of the job e, which is cancelled because it has expired
     {{is_paused(w)}}     whether the workflow w releases no jobs until its pause ends
     {{is_set_aside(j)}}  whether the row j is set aside, because its kind is quarantined
     {{is_later(j)}}      whether the row j becomes visible later, by its time or at the end of its lease
@@ -106,6 +109,8 @@ def _type_of(column: str) -> str:
 
 
 _CANCELLED_RUN_AT = "CASE WHEN {0}.run_at = 'infinity' THEN now() ELSE {0}.run_at END"
+# Also true of an ordinary node that is to expire at the moment of its run_at. Such a job never runs either.
+_AWAITS_SIGNAL = "({0}.workflow_node > '' AND {0}.expires_at = {0}.run_at)"
 _EXPRESSIONS = {
     "cancelled_run_at": _CANCELLED_RUN_AT,
     "cancelled_columns": ", ".join(
@@ -139,6 +144,8 @@ _EXPRESSIONS = {
     "gives_jobs": GIVES_JOBS,
     "is_due": "({0}.visible_at <= now() OR {0}.visible_at = 'infinity' AND {0}.run_at < 'infinity')",
     "is_blocked": "{0}.run_at = 'infinity'",
+    "awaits_signal": _AWAITS_SIGNAL,
+    "expiry_reason": f"CASE WHEN {_AWAITS_SIGNAL} THEN 'no signal came in time' ELSE 'past its expires_at' END",
     # A workflow may end in a pause. Then it is paused while a callback waits for the end of the pause.
     "is_paused": (
         "({0}.paused_at IS NOT NULL AND ({0}.ended_at IS NULL OR EXISTS "

@@ -51,10 +51,11 @@ class GroupFacts(NamedTuple):
 
 
 class BlockedFacts(NamedTuple):
-    """What a blocked job waits for, in the order of explain_blocked.sql's columns."""
+    """What the job of a node waits for, in the order of explain_blocked.sql's columns."""
 
-    # The name of its node.
+    # The name of its node, and whether the node waits for a signal.
     node: str
+    is_signal: bool
     # Whether its workflow is paused.
     paused: bool
     # The names of some nodes that it waits for and that have not ended. None: there is no such node.
@@ -115,6 +116,8 @@ class JobFacts(NamedTuple):
     blocked: BlockedFacts | None = None
     # Only for a live job whose kind is quarantined, unless the job is the trial of its kind.
     quarantine: QuarantineFacts | None = None
+    # Only for a job that may wait for a signal.
+    signal: BlockedFacts | None = None
 
 
 class QueueFacts(NamedTuple):
@@ -193,7 +196,7 @@ async def read_quarantines(
 
 
 async def read_blocked(database: Database, org: OrgId, of: NodeOf) -> BlockedFacts | None:
-    """Returns the facts about the nodes for which the job of this node waits. None: this shard does not have the
+    """Returns the facts about what the job of this node waits for. None: this shard does not have the
     workflow. Raises ShardUnavailable."""
     parameters = {"org": org, "workflow": of.workflow, "node": of.node, "left_max": COUNTED_MAX + 1}
     for row in await database.run(statements.EXPLAIN_BLOCKED, parameters):

@@ -32,7 +32,7 @@ from shard.queue.claim_floor import GUARD_US, Floors
 from shard.queue.coalescer import Coalescer, InFlight, SingleCall, TooManyWaiting, one_by_one
 from shard.queue.consumers_seen import ConsumersSeen
 from shard.queue.enqueue import Enqueuer
-from shard.queue.explain import JobFacts, QuarantineFacts, QueueFacts
+from shard.queue.explain import BlockedFacts, JobFacts, QuarantineFacts, QueueFacts
 from shard.queue.groups import Groups
 from shard.queue.pending_enqueue import NOTHING_HANDED, Call, Handover
 from shard.queue.quarantine import Quarantine
@@ -56,6 +56,7 @@ from shard.vocabulary import (
     QueueId,
     QueueName,
     ShardName,
+    Signalled,
 )
 from shard.workflow import NodeOf
 
@@ -377,6 +378,40 @@ class Store:
         )
         return answers
 
+    async def signal(self, org: OrgId, job_id: JobId, node: NodeOf, payload: bytes) -> Signalled:
+        """Gives a signal to the job of this node, which must be a node that waits for one. Its first signal is the
+        result of the job. The answer is CANCELLED if the job was cancelled before, DEPARTING if it is on its way to
+        another shard. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
+        self.clock.check()
+        signalled: Signalled = await self._single_calls.submit(
+            SingleCall(org, 1, partial(self._signal, org, job_id, node, payload))
+        )
+        return signalled
+
+    async def _signal(self, org: OrgId, job_id: JobId, node: NodeOf, payload: bytes) -> Signalled:
+        outcomes: list[str] = []
+
+        async def act(free: Sequence[JobId]) -> dict[JobId, Answer]:
+            parameters = {"org": org, "id": job_id, "node": str(node), "payload": payload}
+            rows = await partitions.finish(self._database, statements.SIGNAL, parameters)
+            if not rows:
+                return {}
+            ((what, freed_in),) = rows
+            outcomes.append(what)
+            if what == "taken":
+                self.on_settled([to_hex(job_id)])
+            if freed_in:
+                self.on_visible(set(freed_in))
+            return {job_id: Answer.DEPARTING if what == "departing" else Answer.OK}
+
+        (answer,) = await self._change(
+            org, [job_id], act, {"succeeded": Answer.OK, "cancelled": Answer.CANCELLED, "dead": Answer.STALE}
+        )
+        if "repeated" in outcomes:
+            # The commit of the earlier signal may still be waiting for the standby.
+            await self._database.run(postgres_statements.WAIT_FOR_STANDBY, {})
+        return Signalled(answer, is_first="taken" in outcomes)
+
     async def _cancel(self, org: OrgId, ids: Sequence[JobId], *, reason: str) -> list[Answer]:
         async def act(free: Sequence[JobId]) -> dict[JobId, Answer]:
             rows = await partitions.finish(
@@ -528,6 +563,10 @@ class Store:
             if JobState(record.state) is JobState.BLOCKED and record.workflow_node is not None:
                 of = NodeOf.parse(record.workflow_node)
                 return JobFacts(record, blocked=await explain.read_blocked(self._database, org, of))
+            signal: BlockedFacts | None = None
+            if record.workflow_node is not None and record.expires_at == record.run_at:
+                # A job that waits for a signal, as {{awaits_signal}} says.
+                signal = await explain.read_blocked(self._database, org, NodeOf.parse(record.workflow_node))
             floors = self._late_floors(org, record.queue)
             live, departing = await explain.read_live(self._database, org, record.queue, job_id, floors=floors)
             if departing or (live is None and JobState(record.state) is JobState.DEAD):
@@ -540,7 +579,7 @@ class Store:
                 group = await explain.read_group(self._database, org, record.queue, job_id) if live.waits else None
                 found = await explain.read_quarantines(self._database, org, record.queue, record.kind)
                 quarantine = next((one for one in found if one.trial_id != job_id), None)
-                return JobFacts(record, live, group=group, quarantine=quarantine)
+                return JobFacts(record, live, group=group, quarantine=quarantine, signal=signal)
         raise ShardUnavailable(self.name, f"job {job_id} of org {org!r} kept changing during the call; try again")
 
     async def explain_queue(self, org: OrgId, queue: QueueName) -> QueueFacts:

@@ -18,6 +18,7 @@ LIST_WORKFLOWS = _load("list_workflows")
 LIST_NODES = _load("list_nodes")
 LIST_PARENTS = _load("list_parents")
 FIND_RETRY = _load("find_retry")
+FIND_SIGNAL = _load("find_signal")
 
 BEGIN_CHANGE = _load("begin_change")
 FIND_FLOW = _load("find_flow")

@@ -23,6 +23,7 @@ from shard.errors import (
     NodeExists,
     NodeMayWaitForJob,
     NotRetryable,
+    NotSignalled,
     ShardUnavailable,
     TooManyNodes,
     TooManyQueues,
@@ -54,6 +55,7 @@ from shard.workflow import (
     NodeState,
     OnFailed,
     ParentRecord,
+    SignalNode,
     WorkflowId,
     WorkflowRecord,
     WorkflowState,
@@ -69,6 +71,8 @@ _TRIES_MAX = 6
 _FAULTS_MAX = 100
 # Job.reason of the job of a skipped node.
 SKIPPED = "its node was skipped"
+# Why a node whose job was cancelled takes no signal.
+UNSIGNALLED = "no signal came in time, or it was cancelled"
 _LAST_ID = WorkflowId("ffffffff-ffff-7fff-bfff-ffffffffffff")
 # Job.history of a job that waits for nodes.
 _WAITS = Failure(message="waits for nodes that it has added").to_json()
@@ -430,6 +434,7 @@ class WorkflowAdmin:
             edges=edges,
             callbacks={},
             added_by=dict.fromkeys(numbers, adder),
+            signals={number for number, at in zip(numbers, new, strict=True) if at in nodes.signals},
         )
         parameters = _parameters(growth, ids, epoch=epoch, grows=_Growth(flow, size.is_paused, waits_on))
         try:
@@ -502,6 +507,27 @@ class WorkflowAdmin:
         """Returns the parents of a node, ordered by number, from the number `from_node` on."""
         parameters = {"org": org, "id": workflow, "node": node, "from_node": from_node, "rows": rows}
         return list(map(ParentRecord._make, await self._read(org, statements.LIST_PARENTS, parameters)))
+
+    async def find_signal(self, org: OrgId, workflow: WorkflowId, node: NodeName) -> SignalNode:
+        """Returns a node that has had its signal, or may still get it. Raises UnknownWorkflow, UnknownNode,
+        NotSignalled."""
+        rows = await self._read(org, statements.FIND_SIGNAL, {"org": org, "id": workflow, "name": node})
+        if not rows:
+            raise UnknownWorkflow(org, workflow)
+        ((number, job, state, is_signal, flow_state, is_cancelled),) = rows
+        if number is None:
+            raise UnknownNode(org, workflow, node)
+        if not is_signal:
+            raise NotSignalled(workflow, node, "it is no node that waits for a signal")
+        if state == "skipped":
+            raise NotSignalled(workflow, node, "it was skipped")
+        if state != "succeeded" and (is_cancelled or WorkflowState(flow_state) is WorkflowState.CANCELLED):
+            raise NotSignalled(workflow, node, "the workflow was cancelled")
+        if state == "doomed":
+            raise NotSignalled(workflow, node, "a node that it waits for has failed")
+        if state in ("failed", "cancelled"):
+            raise NotSignalled(workflow, node, UNSIGNALLED)
+        return SignalNode(number, JobId(job), has_succeeded=state == "succeeded")
 
     async def check(self) -> list[Fault]:
         """Returns the faults of the workflows of this shard, at most 100. Reads all open workflows."""
@@ -658,6 +684,8 @@ def _parameters(
     ended_added_by = {
         at: workflow.added_by[node.number] for at, node in enumerate(workflow.ended) if node.number in workflow.added_by
     }
+    signals = {at: 1 for number, at in positions.items() if number in workflow.signals}
+    ended_signals = {at: 1 for at, node in enumerate(workflow.ended) if node.is_signal}
     plain = count + len(workflow.ended) - len(callbacks)
     # Nodes that were added have higher numbers than the callbacks.
     nodes = min(workflow.callbacks, default=plain)
@@ -680,6 +708,7 @@ def _parameters(
         "ended_jobs": arrays.plain(node.job_id for node in workflow.ended),
         "ended_states": arrays.plain(node.state.value for node in workflow.ended),
         "ended_added_by": arrays.sparse_numbers(ended_added_by, len(workflow.ended)),
+        "ended_signals": arrays.sparse_numbers(ended_signals, len(workflow.ended)),
         "numbers": arrays.numbers(workflow.numbers),
         "lane_ids": arrays.numbers(ids.values()),
         "lane_queues": arrays.names(ids),
@@ -688,6 +717,7 @@ def _parameters(
         "callbacks": arrays.sparse_texts(callbacks, count),
         "waits_on": arrays.sparse_numbers(waits_on, count),
         "added_by": arrays.sparse_numbers(added_by, count),
+        "signals": arrays.sparse_numbers(signals, count),
         "queue_ids": arrays.numbers(ids[queue] for queue in jobs.queues),
         "kinds": arrays.names(jobs.kinds),
         "payloads": arrays.blobs(jobs.payloads),

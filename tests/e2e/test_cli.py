@@ -1207,6 +1207,38 @@ def test_a_node_that_waits_for_an_unknown_one_is_named_with_its_file(windrow: Wi
     assert f"{flow}: node 'clean': after: names no node of the workflow: 'laod'" in done.err
 
 
+def test_a_node_that_waits_for_a_signal_is_drawn_and_gets_it(windrow: Windrow, tmp_path: Path) -> None:
+    flow = tmp_path / "flow.json"
+    waits = {"name": "approved", "signal": True, "queue": "q", "timeout": "3d"}
+    flow.write_text(json.dumps({"nodes": [waits, {"queue": "q", "kind": "deploy", "after": ["approved"]}]}))
+    started = windrow("workflows", "start", "signalled", str(flow)).out.strip()
+    shown = windrow("workflows", "show", "signalled", started).out
+    assert re.search(r"signal: approved +released", shown)
+    assert (
+        'n0{{"approved<br/>released"}}' in windrow("workflows", "show", "signalled", started, "--format", "mermaid").out
+    )
+    assert "shape=hexagon" in windrow("workflows", "show", "signalled", started, "--format", "dot").out
+    (document,) = windrow("workflows", "show", "signalled", started, "--json").documents
+    assert [node["signal"] for node in document["graph"]] == [True, False]
+    job = document["graph"][0]["job_id"]
+    assert "waits for a signal until" in windrow("jobs", "why", "signalled", job).out
+    payload = tmp_path / "payload"
+    payload.write_bytes(b'{"by": "ann"}')
+    done = windrow("workflows", "signal", "signalled", started, "approved", "--file", str(payload))
+    assert (done.code, done.out) == (0, "node 'approved' has its signal\n")
+    again = windrow("workflows", "signal", "signalled", started, "approved", "no", "--json")
+    assert again.documents == [{"org": "signalled", "id": started, "node": "approved", "accepted": False}]
+    assert "had a signal before" in windrow("workflows", "signal", "signalled", started, "approved").out
+    refused = windrow("workflows", "signal", "signalled", started, "deploy")
+    assert (refused.code, "it is no node that waits for a signal" in refused.err) == (5, True)
+    assert windrow("workflows", "signal", "signalled", started, "nobody").code == 4
+    payload.write_bytes(bytes(64 * 1024 + 1))
+    large = windrow("workflows", "signal", "signalled", started, "approved", "--file", str(payload))
+    assert (large.code, "at most 65,536 fit into a signal" in large.err) == (2, True)
+    both = windrow("workflows", "signal", "signalled", started, "approved", "x", "--file", str(payload))
+    assert (both.code, "not both" in both.err) == (2, True)
+
+
 def test_a_schedule_without_a_time_to_come_is_told_of(windrow: Windrow) -> None:
     create = ["schedules", "create", "late"]
     past = windrow(*create, "once", "q", "k", "--at", "2020-01-01T00:00:00Z", "--json")

@@ -42,10 +42,19 @@ def random_flow() -> windrow.Workflow:
         nodes = [flow.job("work", "node", name=f"{level}-{at}") for at in range(WIDTH)]
         for node in nodes:
             node.after(*luck.sample(before, min(len(before), luck.randint(1, 3))))
-        before = nodes
+        signal = flow.signal(f"{level}-signal", "work", timeout=3600, after=luck.sample(before, min(len(before), 1)))
+        before = [*nodes, signal]
     flow.on_success("work", "callback", name="won")
     flow.on_end("work", "callback", name="over")
     return flow
+
+
+async def give_signals(client: windrow.Client, flow: windrow.Workflow) -> None:
+    """Gives each signal, early or in time, and then once more."""
+    names = [node.name for node in flow.nodes if node.is_signal]
+    for name in luck.sample(names, len(names)):
+        await client.signal(flow.id, name, name)
+        assert not await client.signal(flow.id, name, "too late")
 
 
 @pytest.mark.turns(3)
@@ -65,8 +74,10 @@ async def test_a_kill_strands_no_node_and_doubles_no_callback(
         running = asyncio.create_task(worker.run())
         flows = [random_flow() for _ in range(FLOWS)]
         started = await asyncio.gather(*(client.start(flow) for flow in flows))
+        signalling = asyncio.gather(*(give_signals(client, flow) for flow in flows))
         await asyncio.sleep(0.1)
         await kill(cluster)
+        await signalling
 
         async def have_ended() -> bool:
             states = [(await client.get_workflow(flow.id))[0].state for flow in flows]
@@ -80,10 +91,17 @@ async def test_a_kill_strands_no_node_and_doubles_no_callback(
         first = {job: at for at, job in reversed(list(enumerate(ended)))}
         for flow, one in zip(flows, started, strict=True):
             states = Counter(node.state for node in await client.list_nodes(flow.id))
-            assert states == {windrow.NodeState.SUCCEEDED: LEVELS * WIDTH + 2}
+            assert states == {windrow.NodeState.SUCCEEDED: LEVELS * (WIDTH + 1) + 2}
+            signals = {node.name: one.job_ids[node.name] for node in flow.nodes if node.is_signal}
+            jobs = await client.get_jobs(signals.values(), include_payload=True)
+            assert {name: jobs[job].result for name, job in signals.items()} == {
+                name: name.encode() for name in signals
+            }
+            assert signals.values() & first.keys() == set(), "no worker gets such a job"
             for node in flow.nodes:
                 for parent in node.waits_for:
-                    assert first[one.job_ids[parent]] < first[one.job_ids[node.name]]
+                    if parent not in signals and node.name not in signals:
+                        assert first[one.job_ids[parent]] < first[one.job_ids[node.name]]
         worker.stop()
         await running
     async with grpc.aio.insecure_channel(cluster.address) as channel:

@@ -132,6 +132,7 @@ NAMING: dict[str, Callable[[Target], Message]] = {
             *("Schedules/DeleteSchedule", "Schedules/PauseSchedule", "Schedules/ResumeSchedule"),
             *("Schedules/TriggerSchedule", "Schedules/BackfillSchedule", "Schedules/PreviewSchedule"),
             *("Workflows/GetWorkflow", "Workflows/CancelWorkflow", "Workflows/PauseWorkflow", "Workflows/SkipNode"),
+            "Workflows/SignalNode",
             *("Workflows/ResumeWorkflow", "Workflows/ListParents", "Workflows/RetryWorkflow", "Workflows/AddNodes"),
         )
     },

@@ -688,6 +688,7 @@ def workflow_cases() -> Iterator[Bad]:
         "PauseWorkflow": (workflows_pb2.PauseWorkflowRequest, good),
         "ResumeWorkflow": (workflows_pb2.ResumeWorkflowRequest, good),
         "SkipNode": (workflows_pb2.SkipNodeRequest, {**good, "node": "first"}),
+        "SignalNode": (workflows_pb2.SignalNodeRequest, {**good, "node": "first"}),
         "RetryWorkflow": (workflows_pb2.RetryWorkflowRequest, {**good, "new_id": SECOND_JOB}),
         "ListParents": (workflows_pb2.ListParentsRequest, good),
     }
@@ -711,6 +712,8 @@ def workflow_cases() -> Iterator[Bad]:
     yield from of("AddNodes", "lease", LEASES)
     yield from of("AddNodes", "on_failed", {"unknown": 99})
     yield from of("SkipNode", "node", {"empty": "", **texts})
+    yield from of("SignalNode", "node", {"empty": "", **texts})
+    yield from of("SignalNode", "payload", {"too long": bytes(64 * 1024 + 1)})
     yield from of("RetryWorkflow", "new_id", IDS)
     yield from of("CancelWorkflow", "reason", {"too long": "x" * 1025, "with NUL": "a\0b"})
     yield from of("ListWorkflows", "state", {"unknown": 99})

@@ -20,6 +20,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc import error_details_pb2
 
+import windrow
 from tests.jobs import job_id, job_message
 from tests.moves import Moving, Shards, begin_move, begin_move_of, open_shards, pin
 from tests.postgres import Server
@@ -34,7 +35,7 @@ from tests.routers import (
     violated_fields,
     write_cluster,
 )
-from windrow.v1 import admin_pb2, job_pb2, queue_pb2, schedules_pb2
+from windrow.v1 import admin_pb2, job_pb2, queue_pb2, schedules_pb2, workflows_pb2
 
 QUEUE = "mail"
 OK, STALE, NOT_FOUND = job_pb2.JOB_ANSWER_OK, job_pb2.JOB_ANSWER_STALE, job_pb2.JOB_ANSWER_NOT_FOUND
@@ -513,6 +514,37 @@ def test_a_cancel_of_a_job_on_its_way_waits_for_it(cluster: Cluster, thread: Thr
     assert cancelling.result(PATIENCE_S) == [OK, NOT_FOUND, OK]
     move.finish()
     assert states(cluster.near, org, jobs[0].id, jobs[1].id) == ["CANCELLED s2", "CANCELLED s2"]
+    cluster.near.books("s1", "s2")
+
+
+def test_a_signal_for_a_job_on_its_way_waits_for_it(cluster: Cluster, thread: ThreadPoolExecutor) -> None:
+    org, flow = cluster.org(), windrow.Workflow()
+    flow.job(QUEUE, "deploy", after=flow.signal("approved", QUEUE, timeout=3600))
+    early = flow.signal("early", QUEUE, after="deploy", timeout=3600)
+    flow.job(QUEUE, "tell", after=early)
+    cluster.near.workflows.StartWorkflow(flow.request(org), timeout=PATIENCE_S)
+
+    def signal(both: Stubs, node: str, payload: bytes) -> bool:
+        request = workflows_pb2.SignalNodeRequest(org=org, id=flow.id, node=node, payload=payload)
+        return both.workflows.SignalNode(request, timeout=PATIENCE_S).accepted
+
+    move = cluster.begin(org)
+    move.switch()
+    # The workflow is on s2, and the jobs are on s1.
+    assert signal(cluster.near, "early", b"first")
+    assert not signal(cluster.far, "early", b"second")
+    move.depart()
+    signalling = thread.submit(signal, cluster.near, "approved", b"yes")
+    until(lambda: signalling.running(), "the signal is under way")
+    move.take()
+    assert signalling.result(PATIENCE_S)
+    move.finish()
+    assert not signal(cluster.far, "approved", b"no")
+    assert not signal(cluster.far, "early", b"third")
+    request = workflows_pb2.ListNodesRequest(org=org, id=flow.id)
+    nodes = cluster.near.workflows.ListNodes(request, timeout=PATIENCE_S).nodes
+    found = {node.name: workflows_pb2.NodeState.Name(node.state).removeprefix("NODE_STATE_") for node in nodes}
+    assert found == {"approved": "SUCCEEDED", "deploy": "RELEASED", "early": "BLOCKED", "tell": "BLOCKED"}
     cluster.near.books("s1", "s2")
 
 

@@ -574,6 +574,28 @@ async def test_a_blocked_job_whose_node_has_ended_at_home_runs_again(pair: Pair,
     await home.check()
 
 
+async def test_a_blocked_job_whose_node_waits_for_a_signal_at_home_never_runs(pair: Pair) -> None:
+    org = LOST_ORG
+    await run(pair)
+    home = Flows(pair.databases[A], org)
+    epoch = (await pair.known()).placement(org).epoch
+    flow = await home.start({"a": [], "b": ["a"]}, epoch=epoch, signals=["b"])
+    lost = home.job(flow, "b")
+    assert await home.run_all() == [{"a"}]
+    await pair.databases[A].run(b"DELETE FROM windrow.job WHERE id = %(id)s::uuid", {"id": lost})
+    await stray(pair, some_jobs(org, ids=[lost]))
+    await pair.databases[B].run(
+        b"UPDATE windrow.job SET run_at = 'infinity', visible_at = 'infinity', workflow_node = %(node)s "
+        b"WHERE id = %(id)s::uuid",
+        {"id": lost, "node": f"{flow.id}/1"},
+    )
+    assert counts(await run(pair)) == (1, 0)
+    assert await home.claim() == set()
+    await home.check()
+    assert await home.signal(flow, "b")
+    assert await home.state(flow) == "succeeded"
+
+
 async def test_a_job_that_has_finished_where_its_org_lives_never_runs_again(pair: Pair) -> None:
     org = LOST_ORG
     await run(pair)

@@ -57,6 +57,7 @@ from shard.vocabulary import (
     QueueName,
     Slot,
 )
+from shard.workflow import NodeOf, WorkflowId
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs
 from tests.recorder import Recorder, Run
@@ -272,6 +273,7 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
         "enqueue plain handed": (queue_statements.ENQUEUE_PLAIN, {**plain_handed[1], "ids": fresh["ids"]}),
         "enqueue while live": (queue_statements.ENQUEUE, enqueue_live),
         "alter": (queue_statements.ALTER, {**recorder.last(queue_statements.ALTER)[1], "priority": 2}),
+        "signal": (queue_statements.SIGNAL, {"org": org, "id": waiting.ids[0], "node": "no node", "payload": b"yes"}),
         "redrive": (queue_statements.REDRIVE, {"org": org, "ids": arrays.plain(dead)}),
         "find_known": find_known,
         "find_known while live": recorder.last(queue_statements.FIND_KNOWN),
@@ -418,6 +420,7 @@ PAGES_A_JOB = {
     "enqueue while live": 30,
     "alter": 40,
     "redrive": 40,
+    "signal": 40,
     "find_known": 30,
     "find_known while live": 30,
     "describe_known": 30,
@@ -545,6 +548,8 @@ async def test_a_call_by_id_reads_no_row_of_another_org_so_its_time_does_not_tel
         assert set(await store.cancel(org, ids, reason="")) == {Answer.NOT_FOUND}
         assert set(await store.alter(org, ids, Alteration(priority=1))) == {Answer.NOT_FOUND}
         assert set(await store.redrive(org, ids)) == {Answer.NOT_FOUND}
+        node = NodeOf(WorkflowId(ids[0]), 0)
+        assert (await store.signal(org, ids[0], node, b"")).answer is Answer.NOT_FOUND
         named = [Lease(job_hex=one.replace("-", ""), number=7) for one in ids]
         for settlement in (
             Settlement.extend(org, named, window_us=HOUR_US),
@@ -554,7 +559,7 @@ async def test_a_call_by_id_reads_no_row_of_another_org_so_its_time_does_not_tel
         ):
             assert set(await store.settle(settlement)) == {Answer.NOT_FOUND}
         await row_locks.of_jobs(recorder).find([(org, lease.job_hex) for lease in named])
-        names = ("GET_JOBS", "CANCEL", "ALTER", "REDRIVE", *OF_LEASES)
+        names = ("GET_JOBS", "CANCEL", "ALTER", "REDRIVE", "SIGNAL", *OF_LEASES)
         return {name: recorder.last(getattr(queue_statements, name)) for name in names}
 
     of_owner, of_nobody = await runs_for(theirs), await runs_for(unknown)

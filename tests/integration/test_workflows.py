@@ -561,6 +561,11 @@ async def test_acks_cancels_and_alterations_at_the_same_time_deadlock_never(two:
             0,
             "its end was not taken in",
         ),
+        (
+            "UPDATE windrow.workflow_node SET is_signal = true WHERE name = 'a'",
+            0,
+            "it waits for a signal, and its job would run",
+        ),
     ],
 )
 async def test_a_check_finds_what_is_wrong(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncGenerator, Generator, Sequence
+from datetime import timedelta
 
 import grpc
 import pytest
@@ -409,3 +410,111 @@ def test_the_parents_of_another_orgs_node_are_not_told(router: Stubs, org: OrgId
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
     purged = router.admin.PurgeQueue(admin_pb2.PurgeQueueRequest(org=org, queue="q"), timeout=PATIENCE_S)
     assert purged.cancelled == 2
+
+
+async def until_released(client: windrow.Client, workflow: str, name: str) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            states = {node.name: node.state for node in await client.list_nodes(workflow)}
+            if states[name] is windrow.NodeState.RELEASED:
+                return
+            await asyncio.sleep(0.02)
+
+
+# ── Signals ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_workflow_waits_for_a_signal_and_passes_its_payload_on(
+    client: windrow.Client, routers: Routers
+) -> None:
+    worker = windrow.Worker(client, "ci")
+    seen: list[object] = []
+
+    @worker.handler("build", "signal")
+    async def build(job: windrow.Job) -> None:
+        seen.append(job.kind)
+
+    @worker.handler("deploy")
+    async def deploy(job: windrow.Job) -> None:
+        (parent,) = await client.parents(job)
+        seen.append((parent.name, parent.state.value, parent.result))
+
+    flow = windrow.Workflow("release")
+    built = flow.job("ci", "build")
+    approved = flow.signal("approved", "ci", after=built, timeout=timedelta(days=3), payload="who may do so")
+    flow.job("ci", "deploy", after=approved)
+    running = asyncio.create_task(worker.run())
+    started = await client.start(flow)
+    await until_released(client, started.id, "approved")
+    cause = (await client.explain_job(started.job_ids["approved"])).causes[0]
+    assert cause.name == "signal"
+    assert str(cause).startswith(f"node 'approved' of workflow {flow.id} waits for a signal until ")
+    watched = asyncio.create_task(client.wait(started.job_ids["approved"], timeout=PATIENCE_S))
+    with windrow.SyncClient(routers.address, org=client.org) as blocking:
+        assert await asyncio.to_thread(blocking.signal, started.id, "approved", {"by": "ann"})
+    assert (await asyncio.wait_for(watched, PATIENCE_S)).result == b'{"by":"ann"}'
+    assert (await until_ended(client, started.id)).state is windrow.WorkflowState.SUCCEEDED
+    assert not await client.signal(started.id, "approved", {"by": "bob"})
+    assert seen == ["build", ("approved", "succeeded", b'{"by":"ann"}')]
+    assert [node.is_signal for node in await client.list_nodes(started.id)] == [False, True, False]
+    for name in ("build", "nobody"):
+        with pytest.raises(windrow.FailedPrecondition if name == "build" else windrow.NotFound):
+            await client.signal(started.id, name)
+    with pytest.raises(windrow.NotFound):
+        await client.signal(uuid7(), "approved")
+    with pytest.raises(windrow.InvalidRequest, match="payload"):
+        await client.signal(started.id, "approved", bytes(64 * 1024 + 1))
+    with pytest.raises(windrow.InvalidRequest, match="payload"):
+        await client.signal(started.id, "approved", float("nan"))
+    running.cancel()
+    await asyncio.wait({running})
+
+
+async def test_a_worker_that_waits_for_jobs_ends_a_node_whose_time_is_over(client: windrow.Client) -> None:
+    worker = windrow.Worker(client, "ci")
+    seen: list[str] = []
+    has_mourned = asyncio.Event()
+
+    @worker.handler("mourn", "signal")
+    async def mourn(job: windrow.Job) -> None:
+        seen.append(job.kind)
+        has_mourned.set()
+
+    flow = windrow.Workflow()
+    flow.job("ci", "deploy", after=flow.signal("approved", "ci", timeout=0.2))
+    flow.on_failure("ci", "mourn")
+    running = asyncio.create_task(worker.run())
+    started = await client.start(flow)
+    assert (await until_ended(client, started.id)).state is windrow.WorkflowState.FAILED
+    await asyncio.wait_for(has_mourned.wait(), PATIENCE_S)
+    assert seen == ["mourn"]
+    (job,) = (await client.get_jobs([started.job_ids["approved"]])).values()
+    assert (job.state, job.reason, job.attempts) == (windrow.JobState.CANCELLED, "no signal came in time", [])
+    causes = (await client.explain_job(started.job_ids["approved"])).causes
+    assert [cause.name for cause in causes] == ["expired", "finished"]
+    with pytest.raises(windrow.FailedPrecondition, match="no signal came in time") as refused:
+        await client.signal(started.id, "approved")
+    assert refused.value.reason == "NOT_SIGNALLED"
+    running.cancel()
+    await asyncio.wait({running})
+
+
+async def test_a_node_whose_queue_nobody_consumes_says_so(client: windrow.Client) -> None:
+    flow = windrow.Workflow()
+    flow.signal("approved", "nobody", timeout=3600)
+    started = await client.start(flow)
+    explained = await client.explain_job(started.job_ids["approved"])
+    assert [cause.name for cause in explained.causes] == ["signal", "no_consumer"]
+    assert explained.state is windrow.JobState.SCHEDULED
+
+
+def test_another_org_gives_no_signal(router: Stubs, org: OrgId, other_org: OrgId) -> None:
+    flow = windrow.Workflow()
+    flow.signal("approved", "q", timeout=3600)
+    router.workflows.StartWorkflow(flow.request(org), timeout=PATIENCE_S)
+    request = pb.SignalNodeRequest(org=other_org, id=flow.id, node="approved")
+    with pytest.raises(grpc.RpcError) as refused:
+        router.workflows.SignalNode(request, timeout=PATIENCE_S)
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+    request.org = org
+    assert router.workflows.SignalNode(request, timeout=PATIENCE_S).accepted

@@ -117,6 +117,7 @@ def statements_about(one: One) -> Mapping[str, tuple[Statement, Mapping[str, obj
         ),
         "find_released": (statements.FIND_RELEASED, named, NODES + 20),
         "find_node": (statements.FIND_NODE, {"flow": one.flow, "name": "n77"}, 10),
+        "find_signal": (statements.FIND_SIGNAL, {**named, "name": "n77"}, 20),
         "find_nodes": (statements.FIND_NODES, {**named, "names": arrays.texts(["n77", "n78"])}, 20),
         "read_size": (statements.READ_SIZE, {"flow": one.flow, "edges": True}, 6_000),
         "tell_again": (

@@ -376,3 +376,34 @@ async def test_ten_thousand_nodes_are_retried(client: windrow.Client) -> None:
     _, counts = await client.get_workflow(retry.id)
     assert (counts[windrow.NodeState.RELEASED], counts[windrow.NodeState.BLOCKED]) == (1, 9_999)
     await client.cancel_workflow(retry.id)
+
+
+async def test_nodes_that_had_their_signals_are_taken_over_and_the_others_wait_again(client: windrow.Client) -> None:
+    flow = windrow.Workflow()
+    first = flow.signal("first", "q", timeout=3600)
+    second = flow.signal("second", "q", timeout=3600)
+    early = flow.signal("early", "q", after=second, timeout=7200)
+    flow.job("q", "k", "last", name="last", after=[first, early])
+    started = await client.start(flow)
+    assert await client.signal(started.id, "first", b"yes")
+    assert await client.signal(started.id, "early", b"too early")
+    await client.cancel_jobs([started.job_ids["second"]])
+    assert await states(client, started.id) == {
+        "first": "succeeded", "second": "cancelled", "early": "cancelled", "last": "cancelled"
+    }  # fmt: skip
+    retry = await client.retry_workflow(started.id)
+    assert await states(client, retry.id) == {
+        "first": "succeeded", "second": "released", "early": "blocked", "last": "blocked"
+    }  # fmt: skip
+    nodes = await client.list_nodes(retry.id)
+    assert [node.is_signal for node in nodes] == [True, True, True, False]
+    seen: list[str] = []
+    await work(client, seen=seen)
+    assert seen == []
+    (job,) = (await client.get_jobs([nodes[1].job_id])).values()
+    assert (job.state, job.expires_at) == (windrow.JobState.SCHEDULED, job.run_at)
+    assert not await client.signal(retry.id, "first")
+    assert await client.signal(retry.id, "second")
+    assert await client.signal(retry.id, "early")
+    (last,) = await client.dequeue("q")
+    assert {parent.name: parent.result for parent in await client.parents(last)} == {"first": b"yes", "early": b""}

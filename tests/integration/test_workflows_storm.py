@@ -1,6 +1,6 @@
-"""Everything at once on the workflows of one org: two routers ack, fail, cancel, skip, pause, resume, alter and add
-nodes, while connections are cut. Each node runs after its parents, each callback once and after all nodes, nothing is
-stranded, and no two sessions deadlock (I11)."""
+"""Everything at once on the workflows of one org: two routers ack, fail, cancel, skip, signal, pause, resume, alter and
+add nodes, while connections are cut. Each node runs after its parents, each callback once and after all nodes, nothing
+is stranded, and no two sessions deadlock (I11)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from functools import partial
 import psycopg
 import pytest
 
-from shard.errors import LeaseEnded, NodeEnded, ShardUnavailable, WorkflowEnded
+from shard.errors import LeaseEnded, NodeEnded, NotSignalled, ShardUnavailable, WorkflowEnded
 from shard.postgres.pool import Database
 from shard.queue.settle import Nack, Settlement
 from shard.vocabulary import Alteration, Answer, Failure, JobId, Lease, OrgId
@@ -58,6 +58,8 @@ class Storm:
         self.two = two
         self.org = org
         self.ran: Counter[str] = Counter()
+        # How many signals of each node were told that they count.
+        self.firsts: Counter[str] = Counter()
         self.had_round = asyncio.Event()
         # For each added node the nodes for which it waits, also if nobody knows whether the node was added.
         self.added: dict[str, list[str]] = {}
@@ -84,6 +86,8 @@ class Storm:
         await flows.learn(flow)
         for queue in QUEUES:
             await flows.claim(queue=queue)
+        signals = {flow.names[number] for number in flow.signals}
+        assert not flows.leases.keys() & signals, "no worker gets the job of a node that waits for a signal"
         states = await flows.states(flow)
         parents: dict[str, list[str]] = {**{name: [] for name in flow.names}, **self.added}
         open_nodes = {name for name, state in states.items() if state not in ENDED} - CALLBACKS.keys()
@@ -105,6 +109,11 @@ class Storm:
         if luck.random() < 0.3:
             node = luck.choice(flow.names[: -len(CALLBACKS)])
             calls.append(other.admin.skip(self.org, flow.id, node, epoch=1))
+        for name in sorted(signals):
+            if luck.random() < 0.3:
+                calls += [self._signal(flow, name) for _ in range(luck.choice((1, 1, 2)))]
+            if luck.random() < 0.1:
+                calls.append(other.store.alter(self.org, [other.job(flow, name)], Alteration(delay_us=0)))
         if luck.random() < 0.3:
             calls.append(other.admin.set_paused(self.org, flow.id, paused=luck.random() < 0.7, epoch=1))
         if luck.random() < 0.03:
@@ -126,6 +135,10 @@ class Storm:
         self.added |= {node: [name for name, _ in after] for node, after in graph.items()}
         with contextlib.suppress(LeaseEnded, WorkflowEnded, ShardUnavailable):
             await luck.choice(self.two).add(flow, lease, graph, queue=luck.choice(QUEUES))
+
+    async def _signal(self, flow: NewWorkflow, name: str) -> None:
+        with contextlib.suppress(NotSignalled, ShardUnavailable):
+            self.firsts[f"{flow.id}/{name}"] += await luck.choice(self.two).signal(flow, name)
 
     def _settle(self, flow: NewWorkflow, name: str, lease: Lease) -> list[Awaitable[object]]:
         if name not in CALLBACKS and luck.random() < 0.2:
@@ -180,10 +193,12 @@ async def test_whatever_happens_at_once_strands_nothing(
     for _ in range(trials(8, thorough=400)):
         storm.added.clear()
         queues = {f"n{at}": luck.choice(QUEUES) for at in range(NODES_MAX)}
+        graph = random_graph()
         flow = new_workflow(
             org,
-            random_graph(),
+            graph,
             callbacks=CALLBACKS,
+            signals=luck.sample(sorted(graph), min(len(graph), luck.choice((0, 1, 3)))),
             group="g" if luck.random() < 0.3 else None,
             queue_of=partial(queue_of, queues),
         )
@@ -193,6 +208,7 @@ async def test_whatever_happens_at_once_strands_nothing(
             sweeps = asyncio.create_task(sweep(two[1]))
             await storm.run(flow)
             sweeps.cancel()
+        assert max(storm.firsts.values(), default=0) <= 1
     if cutter is not None:
         cutter.cancel()
     while True:

@@ -656,6 +656,34 @@ async def test_a_handler_that_waits_for_no_nodes_goes_on(client: windrow.Client)
     assert (await client.get_workflow(started.id))[0].state is windrow.WorkflowState.SUCCEEDED
 
 
+async def test_a_handler_waits_for_a_signal(client: windrow.Client) -> None:
+    worker = windrow.Worker(client, "ci")
+    is_asked = asyncio.Event()
+
+    @worker.handler("deploy")
+    async def deploy(job: windrow.Job) -> bytes:
+        assert job.workflow is not None
+        approval = windrow.Nodes()
+        approval.signal("approved", "ci", timeout=3600)
+        try:
+            (approved,) = await job.workflow.wait_for(approval)
+        finally:
+            is_asked.set()
+        return approved.result
+
+    flow = windrow.Workflow()
+    flow.job("ci", "deploy")
+    running = asyncio.create_task(worker.run())
+    started = await client.start(flow)
+    await is_asked.wait()
+    assert await client.signal(started.id, "approved", "by ann")
+    assert (await until_ended(client, started.id)).state is windrow.WorkflowState.SUCCEEDED
+    running.cancel()
+    await asyncio.wait({running})
+    (job,) = (await client.get_jobs([started.job_ids["deploy"]], include_payload=True)).values()
+    assert job.result == b"by ann"
+
+
 async def test_a_def_handler_waits_by_a_client(client: windrow.Client, routers: Routers) -> None:
     worker = windrow.Worker(client, "crawl")
     told: list[str] = []

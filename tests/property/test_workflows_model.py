@@ -15,8 +15,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
+from shard.errors import NotSignalled
 from shard.postgres.pool import Database
-from shard.vocabulary import Answer, OrgId
+from shard.vocabulary import Alteration, Answer, Lease, OrgId
 from shard.workflow import AddedNodes, Callback, NewWorkflow, NodeName, OnFailed
 from tests.conftest import SHARD
 from tests.effort import trials
@@ -50,6 +51,9 @@ class Model:
     ended: dict[str, str] = field(default_factory=dict[str, str])
     # Nodes whose jobs are live and wait for no other node.
     free: set[str] = field(default_factory=set[str])
+    # The nodes that wait for signals, and those of them that have had one.
+    signals: set[str] = field(default_factory=set[str])
+    signalled: set[str] = field(default_factory=set[str])
     cancelled: bool = False
 
     def settle(self) -> None:
@@ -68,8 +72,21 @@ class Model:
                     self.ended[node] = "cancelled"
                     changed = True
                 elif all(parent in self.ended for parent in parents):
-                    self.free.add(node)
+                    if node in self.signalled:
+                        self.ended[node] = "succeeded"
+                    else:
+                        self.free.add(node)
                     changed = True
+
+    @property
+    def running(self) -> set[str]:
+        """The nodes whose jobs a worker gets."""
+        return self.free - self.signals
+
+    def signal(self, node: str) -> None:
+        self.signalled.add(node)
+        if node in self.free:
+            self.end(node, "succeeded")
 
     def end(self, node: str, how: str) -> None:
         self.free.discard(node)
@@ -95,14 +112,16 @@ class WorkflowsMachine(RuleBasedStateMachine):
     # Whether a fold takes in small portions.
     portions: ClassVar[bool]
 
-    @initialize(edges=graphs())
-    def begin(self, edges: Edges) -> None:
+    @initialize(edges=graphs(), marks=st.sets(st.integers(0, NODES_MAX - 1), max_size=3))
+    def begin(self, edges: Edges, marks: set[int]) -> None:
         org = OrgId(f"workflows-model-{next(_numbers)}")
         self.routers = [Flows(self.database, org) for _ in range(2)]
-        self.model = Model(edges=edges)
+        self.model = Model(edges=edges, signals={f"n{mark}" for mark in marks} & edges.keys())
         self.model.settle()
         graph = {node: list(parents.items()) for node, parents in edges.items()}
-        self.flow: NewWorkflow = self.do(self.routers[0].start(graph, callbacks=CALLBACKS))
+        self.flow: NewWorkflow = self.do(
+            self.routers[0].start(graph, callbacks=CALLBACKS, signals=sorted(self.model.signals))
+        )
         self.routers[1].know(self.flow)
         self.callbacks: set[str] = set()
         # The graph that each node has added last.
@@ -127,7 +146,7 @@ class WorkflowsMachine(RuleBasedStateMachine):
             self.do(self.routers[1].sweep.sweep())
         taken = self.do(first.claim())
         self.callbacks |= taken & CALLBACKS.keys()
-        assert first.leases.keys() - CALLBACKS.keys() == self.model.free
+        assert first.leases.keys() - CALLBACKS.keys() == self.model.running
         states = self.do(first.states(self.flow))
         told = {node: state for node, state in states.items() if node not in CALLBACKS}
         assert {node for node, state in told.items() if state == "released"} == self.model.free
@@ -149,7 +168,7 @@ class WorkflowsMachine(RuleBasedStateMachine):
         router=st.integers(0, 1),
     )
     def end(self, number: int, how: str, router: int) -> None:
-        live = sorted(self.model.free)
+        live = sorted(self.model.running)
         if not live:
             return
         node = live[number % len(live)]
@@ -182,10 +201,51 @@ class WorkflowsMachine(RuleBasedStateMachine):
         self.model.end(node, "cancelled" if how == "cancel" else "skipped")
         self.compare()
 
+    @rule(number=st.integers(0, 99), router=st.integers(0, 1))
+    def signal(self, number: int, router: int) -> None:
+        """Gives a signal, early, in time or again. Too late a signal is refused."""
+        if not self.model.signals:
+            return
+        node = sorted(self.model.signals)[number % len(self.model.signals)]
+        is_first = node not in self.model.signalled
+        if node in self.model.ended and self.model.ended[node] != "succeeded":
+            with pytest.raises(NotSignalled):
+                self.do(self.routers[router].signal(self.flow, node))
+        else:
+            assert self.do(self.routers[router].signal(self.flow, node)) is is_first
+            self.model.signal(node)
+        self.compare()
+
+    @rule(number=st.integers(0, 99), how=st.sampled_from(("cancel", "skip", "time")))
+    def end_waiting(self, number: int, how: str) -> None:
+        """Ends a node that waits for its signal, in another way."""
+        waiting = sorted(self.model.free & self.model.signals)
+        if not waiting:
+            return
+        node = waiting[number % len(waiting)]
+        flows = self.routers[1]
+        if how == "cancel":
+            self.do(flows.cancel(self.flow, node))
+        elif how == "skip":
+            job = self.do(flows.admin.skip(flows.org, self.flow.id, NodeName(node), epoch=1))
+            self.do(flows.store.cancel(flows.org, [job], reason="skipped"))
+        else:
+            job = flows.job(self.flow, node)
+            assert self.do(flows.store.alter(flows.org, [job], Alteration(delay_us=0))) == [Answer.OK]
+            self.routers[0].leases |= self.do(self.leased_by(flows))
+        self.model.end(node, "skipped" if how == "skip" else "cancelled")
+        self.compare()
+
+    async def leased_by(self, flows: Flows) -> dict[str, Lease]:
+        """Claims for another router."""
+        self.callbacks |= await flows.claim() & CALLBACKS.keys()
+        leases, flows.leases = flows.leases, {}
+        return leases
+
     @rule(number=st.integers(0, 99), router=st.integers(0, 1), graph=graphs(), draw=st.data())
     def add(self, number: int, router: int, graph: Edges, draw: st.DataObject) -> None:
         """Adds a graph. Each of its nodes may also wait for nodes that the workflow had before."""
-        live = sorted(self.model.free)
+        live = sorted(self.model.running)
         if not live:
             return
         adder, size = live[number % len(live)], len(self.model.edges)
@@ -203,7 +263,7 @@ class WorkflowsMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 99), router=st.integers(0, 1))
     def add_again(self, number: int, router: int) -> None:
         """A repeated call adds nothing."""
-        adders = sorted(self.added.keys() & self.model.free)
+        adders = sorted(self.added.keys() & self.model.running)
         if adders:
             adder = adders[number % len(adders)]
             assert self.send(router, adder, self.added[adder]).stored == 0
@@ -212,7 +272,7 @@ class WorkflowsMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 99), router=st.integers(0, 1), graph=graphs(), draw=st.data())
     def wait(self, number: int, router: int, graph: Edges, draw: st.DataObject) -> None:
         """Adds a graph for which the job waits. Each of its nodes may also wait for nodes that have ended."""
-        live = sorted(self.model.free)
+        live = sorted(self.model.running)
         if not live:
             return
         adder, size = live[number % len(live)], len(self.model.edges)
@@ -236,7 +296,7 @@ class WorkflowsMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 99), router=st.integers(0, 1))
     def wait_again(self, number: int, router: int) -> None:
         """A job that runs again finds that the nodes have ended, and goes on."""
-        adders = sorted(self.waited.keys() & self.model.free)
+        adders = sorted(self.waited.keys() & self.model.running)
         if adders:
             adder = adders[number % len(adders)]
             new, policy = self.waited[adder]
@@ -255,7 +315,7 @@ class WorkflowsMachine(RuleBasedStateMachine):
 
     @rule()
     def end_all_at_once(self) -> None:
-        nodes = sorted(self.model.free)
+        nodes = sorted(self.model.running)
         if nodes:
             self.do(self.routers[0].ack(*nodes))
             for node in nodes:

@@ -61,6 +61,7 @@ RAISED: dict[str, Callable[[], BaseException]] = {
     "NODE_EXISTS": lambda: errors.NodeExists("019a9f5e", "load"),
     "TOO_MANY_NODES": lambda: errors.TooManyNodes("019a9f5e", "nodes", present=9_999, more=2, bound=10_000),
     "NODE_ENDED": lambda: errors.NodeEnded("019a9f5e", "load"),
+    "NOT_SIGNALLED": lambda: errors.NotSignalled("019a9f5e", "load", "it was skipped"),
     "NOT_RETRYABLE": lambda: errors.NotRetryable("019a9f5e", "it has succeeded"),
     "LIMIT_REACHED": lambda: errors.LimitReached(
         ACME,

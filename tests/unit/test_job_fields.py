@@ -112,6 +112,7 @@ def test_other_inserts_of_jobs_copy_whole_rows() -> None:
         ' INTO windrow.cold SELECT * FROM {}", day.name)',
         # `names` has the names of the columns, which the function reads from the catalog.
         " INTO windrow.finished (' || names || ', run_at, state, reason, finished_at, retention) '",
+        " INTO windrow.finished (' || names || ', run_at, state, lease, result, finished_at, retention) '",
     }
 
 

@@ -77,6 +77,15 @@ def test_a_file_that_has_no_workflow_is_named_with_what_it_has(file: Path, conte
         ({"attributes": {"a": 1}}, 'attributes: must be an object whose values are texts, not {"a": 1}'),
         ({"attributes": []}, "attributes: must be an object whose values are texts, not []"),
         ({"payload": "\ud800"}, "payload: must be a text without halves of characters, not"),
+        ({"timeout": "3d"}, "timeout: must not be given: only a node with signal has one"),
+        ({"signal": "yes"}, "timeout: is missing"),
+        ({"signal": True}, "timeout: is missing"),
+        ({"signal": True, "timeout": "soon"}, 'timeout: must be a duration, such as 3d or 1h30m, not "soon"'),
+        ({"signal": True, "timeout": 3}, "timeout: must be a duration, such as 3d or 1h30m, not 3"),
+        ({"signal": True, "timeout": "0"}, 'timeout: must be a duration, such as 3d or 1h30m, not "0"'),
+        ({"signal": 1, "timeout": "3d"}, "signal: must be true or false, not 1"),
+        ({"signal": True, "timeout": "3d"}, "kind: must not be given: a node that waits for a signal has none"),
+        ({"kind": None, "signal": True, "timeout": "3d", "delay_s": 1}, "delay_s: must not be given: a node that"),
         ({"prioriti": 1}, '"prioriti": is no field of a node: those are queue, kind, name, payload, after,'),
     ],
 )
@@ -145,3 +154,16 @@ def test_all_fields_of_a_node_become_those_of_its_job(file: Path) -> None:
     assert (second.job.template.group, dict(second.job.template.attributes)) == ("g", {"a": "b"})
     assert second.job.delay.ToTimedelta() == timedelta(seconds=1.5)
     assert (first.job.template.payload, bool(third.callback)) == (b"", True)
+
+
+def test_a_node_that_waits_for_a_signal_has_a_time_limit_and_no_kind(file: Path) -> None:
+    waits = {"name": "approved", "signal": True, "queue": "deploy", "timeout": "3d", "after": ["k"], "payload": "why"}
+    file.write_text(json.dumps({"nodes": [NODE, waits, {**NODE, "after": ["approved"], "signal": False}]}))
+    flow = workflow_file.read(file, "")
+    first, second, third = flow.request("acme").nodes
+    assert (first.signal, second.signal, third.signal) == (False, True, False)
+    assert (second.name, second.job.template.queue, second.job.template.payload) == ("approved", "deploy", b"why")
+    assert second.job.delay.ToTimedelta() == timedelta(days=3)
+    assert [edge.node for edge in second.after] == ["k"]
+    refusal = RequestRefused([("nodes[1].job.delay", "must be less")], particulars=[])
+    assert workflow_file.refused(refusal, file, flow).particulars == [f"{file}: node 'approved': timeout: must be less"]

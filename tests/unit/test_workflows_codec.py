@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from router.codec import workflows as codec
 from router.codec.status import InvalidRequest
@@ -170,3 +174,57 @@ def test_faults_of_added_nodes_are_told_with_their_places() -> None:
     # As many nodes as may be added in one call may be a chain.
     chain = [node("n0", "there"), *(node(f"n{at}", f"n{at - 1}") for at in range(1, ADDED_NODES_MAX))]
     codec.new_nodes(added(*chain), trace=None)
+
+
+def waiting(name: str, **fields: object) -> pb.NewNode:
+    """A node that waits for a signal."""
+    made = node(name, **fields)  # type: ignore[arg-type]
+    made.signal = True
+    return made
+
+
+def test_nodes_that_wait_for_signals_are_known_by_their_numbers() -> None:
+    hour = Duration(seconds=3600)
+    last, first = node("last", "s"), waiting("s", delay=hour)
+    flow, numbers = codec.new_workflow(request(last, first), trace=None)
+    assert flow.signals == {numbers[1]} == {0}
+    assert flow.jobs.delay_us == {0: 3_600_000_000}
+    assert flow.jobs.priorities == {0: 1}
+    first.job.template.priority = 7
+    more, places = codec.new_nodes(added(last, first), trace=None)
+    assert more.signals == {places[1]} == {0}
+    assert more.jobs.priorities == {0: 7}
+    plain, _ = codec.new_workflow(request(last, node("s", delay=hour)), trace=None)
+    assert plain.signals == set()
+    assert plain.digest != flow.digest
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_a_node_that_waits_for_a_signal_has_a_time_limit_and_nothing_that_only_a_job_that_runs_needs(
+    add: bool,
+) -> None:
+    hour, late = Duration(seconds=3600), Timestamp(seconds=round(time.time()) + 7200)
+    grouped = waiting("s", delay=hour)
+    grouped.job.template.group = "g"
+    faults = [
+        (waiting("s"), "nodes[1].job.delay", "must be set"),
+        (waiting("s", run_at=Timestamp(seconds=1)), "nodes[1].job.delay", "must be set"),
+        (waiting("s", delay=hour, expires_at=late), "nodes[1].job.expires_at", "must not be set"),
+        (grouped, "nodes[1].job.template.group", "must not be set"),
+    ]
+    if not add:
+        callback = waiting("s", delay=hour, callback=pb.CALLBACK_ON_END)
+        faults.append((callback, "nodes[1].signal", "must not be set: the node is a callback"))
+
+    def check(fault: pb.NewNode) -> None:
+        if add:
+            codec.new_nodes(added(node("a"), fault), trace=None)
+        else:
+            codec.new_workflow(request(node("a"), fault), trace=None)
+
+    for fault, field, words in faults:
+        with pytest.raises(InvalidRequest) as refused:
+            check(fault)
+        first = refused.value.violations[0]
+        assert first.field == field
+        assert first.description.startswith(words)

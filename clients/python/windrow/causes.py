@@ -286,6 +286,11 @@ def _blocked(of: _Figures) -> str:
     return f"{where} waits for {least}{of['left']:,} {'node' if of['left'] == 1 else 'nodes'}: {names}"
 
 
+def _signal(of: _Figures) -> str:
+    where = f"node {of['node']!r}" if of["node"] else "a node"
+    return f"{where} of workflow {of['workflow_id']} waits for a signal until {_time(of['until'])}"
+
+
 _SENTENCES: Mapping[str, Callable[[_Figures], str]] = {
     "finished": _finished,
     "dead": _dead,
@@ -316,6 +321,7 @@ _SENTENCES: Mapping[str, Callable[[_Figures], str]] = {
     "backlog": _backlog,
     "group": _group,
     "blocked": _blocked,
+    "signal": _signal,
     "group_backlog": _group_backlog,
     "quarantine": _quarantine,
     "start_limit": _start_limit,

@@ -186,6 +186,7 @@ class SyncClient:
     pause_workflow = _blocking(Client.pause_workflow)
     resume_workflow = _blocking(Client.resume_workflow)
     skip_node = _blocking(Client.skip_node)
+    signal = _blocking(Client.signal)
     retry_workflow = _blocking(Client.retry_workflow)
     parents = _blocking(Client.parents)
     set_limit = _blocking(Client.set_limit)

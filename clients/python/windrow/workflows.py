@@ -12,14 +12,16 @@ from google.protobuf.message import Message
 
 from windrow.calls import ADMIN_FINAL, Calls, Method
 from windrow.channels import Stub
-from windrow.errors import InvalidRequest, Violation, invalid_argument
+from windrow.errors import InvalidRequest, Span, Violation, invalid_argument
 from windrow.ids import uuid7
 from windrow.jobs import Job, JobOptions, NewJob, WorkflowNode, new_message
 from windrow.outcomes import Waiting
-from windrow.payloads import Payload, moment
+from windrow.payloads import Payload, encode, moment
 from windrow.v1 import workflows_pb2
 
 _PAGE_MAX = 1000
+# The kind of the jobs of nodes that wait for signals. No handler gets these jobs.
+SIGNAL_KIND = "signal"
 
 _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response")
@@ -86,6 +88,8 @@ class Node:
     callback: Callback | None = None
     # Whether nobody has given it a name.
     is_unnamed: bool = field(default=False, repr=False)
+    # Whether it waits for Client.signal.
+    is_signal: bool = False
     # The nodes that it waits for, by name.
     waits_for: dict[str, FailurePolicy] = field(default_factory=dict[str, FailurePolicy], repr=False)
 
@@ -128,12 +132,33 @@ class Nodes:
         node = self._add(NewJob(queue, kind, payload, **options), name, None)
         return node.after(*([after] if isinstance(after, Node | str) else after), on_failed=on_failed)
 
-    def _add(self, job: NewJob, name: str, callback: Callback | None) -> Node:
+    def signal(
+        self,
+        name: str,
+        queue: str,
+        *,
+        timeout: Span,
+        after: Node | str | Iterable[Node | str] = (),
+        on_failed: FailurePolicy = FailurePolicy.CANCEL,
+        payload: Payload = b"",
+        attributes: Mapping[str, str] | None = None,
+    ) -> Node:
+        """Adds a node that waits for Client.signal, after other nodes. Nodes that wait for it find the payload of the
+        signal with Client.parents.
+
+        `timeout`: for how long it waits, counted from the end of the last node that it waits for. If no signal has come
+        by then, the node fails. `queue`: its job never runs, but is in this queue, and a worker of this queue finds
+        that the time is over. `payload` and `attributes` are those of this job, for people."""
+        job = NewJob(queue, SIGNAL_KIND, payload, delay=timeout, attributes=attributes)
+        node = self._add(job, name, None, is_signal=True)
+        return node.after(*([after] if isinstance(after, Node | str) else after), on_failed=on_failed)
+
+    def _add(self, job: NewJob, name: str, callback: Callback | None, *, is_signal: bool = False) -> Node:
         is_unnamed = not name
         if is_unnamed:
             count = self._names[job.kind] = self._names.get(job.kind, 0) + 1
             name = job.kind if count == 1 else f"{job.kind}-{count}"
-        node = Node(name, job, callback, is_unnamed)
+        node = Node(name, job, callback, is_unnamed, is_signal)
         self._nodes.append(node)
         return node
 
@@ -145,7 +170,7 @@ class Nodes:
             job = new_message(node.job)
             # The router makes the job's id from the workflow's id.
             job.ClearField("id")
-            message = workflows_pb2.NewNode(name=names.get(node.name, node.name), job=job)
+            message = workflows_pb2.NewNode(name=names.get(node.name, node.name), job=job, signal=node.is_signal)
             if node.callback is not None:
                 message.callback = _CALLBACK_NUMBERS[node.callback]
             for other, policy in node.waits_for.items():
@@ -244,6 +269,8 @@ class NodeRecord:
     after: Mapping[str, FailurePolicy]
     callback: Callback | None
     ended_at: datetime | None
+    # Whether it waits, or waited, for a signal.
+    is_signal: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +280,7 @@ class Parent:
     name: str
     job_id: str
     state: NodeState
-    # What its handler returned, as bytes.
+    # What its handler returned, or the payload of its signal, as bytes.
     result: bytes
     # Why it failed or was cancelled.
     reason: str
@@ -389,6 +416,20 @@ class WorkflowCalls:
         request = workflows_pb2.SkipNodeRequest(org=self.org, id=workflow_id, node=node)
         return _read((await self._ask_workflows(lambda stub: stub.SkipNode, request)).workflow)
 
+    async def signal(self, workflow_id: str, node: str, payload: Payload = b"") -> bool:
+        """Gives a signal to a node that waits for one (Nodes.signal). The payload, at most 64 KiB, becomes the
+        node's result. The node ends when the nodes that it waits for have ended, too. The first signal counts: returns
+        False if there was one before, perhaps by an earlier try of this call whose answer was lost.
+
+        Raises NotFound. Raises FailedPrecondition if the node waits for no signal, or has ended without one: none came
+        in time, or it was cancelled or skipped."""
+        try:
+            content = encode(payload)
+        except (TypeError, ValueError) as error:
+            raise invalid_argument("payload", str(error)) from error
+        request = workflows_pb2.SignalNodeRequest(org=self.org, id=workflow_id, node=node, payload=content)
+        return (await self._ask_workflows(lambda stub: stub.SignalNode, request)).accepted
+
     async def retry_workflow(self, workflow_id: str, *, new_id: str = "") -> WorkflowRecord:
         """Starts a failed or cancelled workflow once more, as a new workflow. The new workflow takes over the nodes
         that have succeeded or were skipped, and runs the other nodes again. Returns the new workflow.
@@ -458,6 +499,7 @@ def _read_node(message: workflows_pb2.NodeInfo) -> NodeRecord:
         after={edge.node: _POLICIES.get(edge.on_failed, FailurePolicy.UNKNOWN) for edge in message.after},
         callback=_CALLBACKS.get(message.callback, Callback.UNKNOWN) if message.callback else None,
         ended_at=moment(message.ended_at) if message.HasField("ended_at") else None,
+        is_signal=message.signal,
     )
 
 

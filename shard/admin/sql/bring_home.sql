@@ -13,22 +13,21 @@ WITH lane AS MATERIALIZED (
     WHERE s.state = 'owned' AND s.epoch <= %(epoch)s
 ), arrived AS MATERIALIZED (
     SELECT
-        lane.queue_id AS here, d.*,
-        -- The stray copy of the job is blocked, but its node was released here, or has ended here. Such a job becomes
-        -- due now, because nothing else would release it. So it runs again, like other jobs whose ends were lost.
-        CASE
-            WHEN {{is_blocked(d)}} AND EXISTS (
-                SELECT
-                FROM windrow.workflow w
-                JOIN windrow.workflow_node n ON n.flow = w.flow AND n.node = substr(d.workflow_node, 38)::integer
-                WHERE w.org_id = lane.queue_id & 4294967295 AND w.id = left(d.workflow_node, 36)::uuid
-                    AND n.job_id = d.id AND n.state NOT IN ('blocked', 'due', 'doomed')
-                OFFSET 0
-            ) THEN now()
-            ELSE d.run_at
-        END AS due
+        lane.queue_id AS here, d.*, coalesce(n.due, d.run_at) AS due,
+        CASE WHEN n.is_signal THEN n.due ELSE d.expires_at END AS expires
     FROM lane
     CROSS JOIN LATERAL unnest(lane.jobs::windrow.departing[]) d
+    -- The stray copy of the job is blocked, but its node was released here, or has ended here. Such a job becomes due
+    -- now, because nothing else would release it. So it runs again, like other jobs whose ends were lost. If its node
+    -- waits for a signal, it waits again.
+    LEFT JOIN LATERAL (
+        SELECT n.is_signal, now() + CASE WHEN n.is_signal THEN coalesce(n.delay_us, 0) ELSE 0 END * interval '1 us' AS due
+        FROM windrow.workflow w
+        JOIN windrow.workflow_node n ON n.flow = w.flow AND n.node = substr(d.workflow_node, 38)::integer
+        WHERE {{is_blocked(d)}} AND w.org_id = lane.queue_id & 4294967295 AND w.id = left(d.workflow_node, 36)::uuid
+            AND n.job_id = d.id AND n.state NOT IN ('blocked', 'due', 'doomed')
+        OFFSET 0
+    ) n ON true
     WHERE (SELECT count(*) FROM lane) = cardinality(%(queues)s::text[]) AND d.id = ANY (%(ids)s::uuid[])
 ), live AS (
     INSERT INTO windrow.job (
@@ -36,7 +35,7 @@ WITH lane AS MATERIALIZED (
         {{kept_content}}, history
     )
     SELECT
-        a.id, a.here, a.enqueued_at, a.due, a.due, a.expires_at, a.priority, a.attempt, a.max_attempts,
+        a.id, a.here, a.enqueued_at, a.due, a.due, a.expires, a.priority, a.attempt, a.max_attempts,
         -- Leave out the live key: a job that was enqueued here in the meantime may have the same key.
         {{unkeyed_content(a)}}, a.history
     FROM arrived a

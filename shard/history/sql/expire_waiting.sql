@@ -18,7 +18,7 @@ WITH ended AS (
     )
     SELECT
         e.id, e.queue_id, e.enqueued_at, {{cancelled_run_at(e)}}, e.expires_at, e.priority, e.attempt, e.max_attempts,
-        {{kept_content(e)}}, {{history_with_lost(e)}}, 'cancelled', 'past its expires_at',
+        {{kept_content(e)}}, {{history_with_lost(e)}}, 'cancelled', {{expiry_reason(e)}},
         {{finish_time}}, {{retention_of(e)}}
     FROM ended e
     RETURNING 1

@@ -19,9 +19,11 @@ WITH given AS MATERIALIZED (
     SELECT made.flow, g.node_rows, g.edge_rows FROM given g JOIN made ON made.org_id = g.here AND made.id = g.id
 ), node AS (
     INSERT INTO windrow.workflow_node (
-        flow, node, name, job_id, callback, run_at, delay_us, waits_on, state, ended_at, added_by
+        flow, node, name, job_id, callback, run_at, delay_us, waits_on, state, ended_at, added_by, is_signal
     )
-    SELECT p.flow, d.node, d.name, d.job_id, d.callback, d.run_at, d.delay_us, d.waits_on, d.state, d.ended_at, d.added_by
+    SELECT
+        p.flow, d.node, d.name, d.job_id, d.callback, d.run_at, d.delay_us, d.waits_on, d.state, d.ended_at, d.added_by,
+        d.is_signal
     FROM placed p
     CROSS JOIN LATERAL unnest(p.node_rows::windrow.workflow_node[]) d
 )

@@ -11,7 +11,7 @@ INSERT INTO windrow.finished (
 )
 SELECT
     e.id, e.queue_id, e.enqueued_at, e.run_at, e.expires_at, e.priority, e.attempt - 1, e.max_attempts,
-    {{kept_content(e)}}, e.history, 'cancelled', 'past its expires_at',
+    {{kept_content(e)}}, e.history, 'cancelled', {{expiry_reason(e)}},
     {{finish_time}},
     {{retention_of(e)}}
 FROM ended e

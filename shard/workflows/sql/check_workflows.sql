@@ -107,6 +107,16 @@ FROM (
     JOIN windrow.workflow w ON w.org_id = o.org_id
     JOIN windrow.workflow_node n ON n.flow = w.flow AND n.state = 'released'
     WHERE NOT EXISTS (SELECT FROM windrow.job j WHERE j.id = n.job_id AND {{org_of(j)}} = o.org_id)
+    UNION ALL
+    SELECT o.org, w.id::text, n.node, 'it waits for a signal, and its job would run'
+    FROM settled o
+    JOIN windrow.workflow w ON w.org_id = o.org_id
+    JOIN windrow.workflow_node n ON n.flow = w.flow AND n.state = 'released' AND n.is_signal
+    WHERE EXISTS (
+        SELECT
+        FROM windrow.job j
+        WHERE j.id = n.job_id AND {{org_of(j)}} = o.org_id AND (j.visible_at >= j.expires_at) IS NOT TRUE
+    )
 ) f
 ORDER BY f.org, f.workflow, f.node
 LIMIT %(rows)s

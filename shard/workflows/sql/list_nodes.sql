@@ -2,7 +2,7 @@
 -- parents.
 SELECT
     n.node, n.name, n.job_id::text, n.state, n.callback, n.ended_at, e.after, e.policies, n.run_at,
-    n.delay_us, n.added_by
+    n.delay_us, n.added_by, n.is_signal
 FROM windrow.org o
 JOIN windrow.workflow w ON w.org_id = o.org_id AND w.id = %(id)s::uuid
 CROSS JOIN LATERAL (

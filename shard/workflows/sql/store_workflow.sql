@@ -31,21 +31,23 @@ WITH clock AS (
     SELECT made.flow FROM made UNION ALL SELECT grown.flow FROM grown
 ), incoming AS (
     SELECT
-        target.flow, n.node, n.name, n.id, n.callback, n.waits_on, n.added_by, n.queue_id, n.priority, n.max_attempts,
+        target.flow, n.node, n.name, n.id, n.callback, n.waits_on, n.added_by, n.signal IS NOT NULL AS is_signal, n.queue_id, n.priority, n.max_attempts,
         timestamptz 'epoch' + n.run_at_us * interval '1 us' AS run_at, n.delay_us,
         timestamptz 'epoch' + n.expires_at_us * interval '1 us' AS expires_at,
         n.waits_on IS NULL AND n.callback IS NULL AND NOT %(is_paused)s AS is_free, {{new_job_values(n)}}
     FROM target
     CROSS JOIN unnest(
         %(numbers)s::integer[], %(names)s::text[], %(ids)s::uuid[], %(callbacks)s::text[], %(waits_on)s::integer[],
-        %(added_by)s::integer[], %(queue_ids)s::bigint[], %(priorities)s::smallint[], %(max_attempts)s::smallint[],
+        %(added_by)s::integer[], %(signals)s::integer[], %(queue_ids)s::bigint[], %(priorities)s::smallint[], %(max_attempts)s::smallint[],
         %(run_at_us)s::bigint[], %(delay_us)s::bigint[], %(expires_at_us)s::bigint[], {{new_job_arrays}}
     ) AS n (
-        node, name, id, callback, waits_on, added_by, queue_id, priority, max_attempts, run_at_us, delay_us, expires_at_us,
+        node, name, id, callback, waits_on, added_by, signal, queue_id, priority, max_attempts, run_at_us, delay_us, expires_at_us,
         {{job_content}}
     )
 ), node AS (
-    INSERT INTO windrow.workflow_node (flow, node, name, job_id, callback, run_at, delay_us, waits_on, state, added_by)
+    INSERT INTO windrow.workflow_node (
+        flow, node, name, job_id, callback, run_at, delay_us, waits_on, state, added_by, is_signal
+    )
     SELECT
         i.flow, i.node, i.name, i.id, i.callback, i.run_at, i.delay_us, i.waits_on,
         CASE
@@ -54,16 +56,16 @@ WITH clock AS (
             WHEN i.waits_on IS NULL AND i.callback IS NULL THEN 'due'
             ELSE 'blocked'
         END,
-        i.added_by
+        i.added_by, i.is_signal
     FROM incoming i
 ), ended AS (
-    INSERT INTO windrow.workflow_node (flow, node, name, job_id, state, ended_at, added_by)
-    SELECT made.flow, e.node, e.name, e.job_id, e.state, now(), e.added_by
+    INSERT INTO windrow.workflow_node (flow, node, name, job_id, state, ended_at, added_by, is_signal)
+    SELECT made.flow, e.node, e.name, e.job_id, e.state, now(), e.added_by, e.signal IS NOT NULL
     FROM made
     CROSS JOIN unnest(
         %(ended_nodes)s::integer[], %(ended_names)s::text[], %(ended_jobs)s::uuid[], %(ended_states)s::text[],
-        %(ended_added_by)s::integer[]
-    ) AS e (node, name, job_id, state, added_by)
+        %(ended_added_by)s::integer[], %(ended_signals)s::integer[]
+    ) AS e (node, name, job_id, state, added_by, signal)
 ), edge AS (
     INSERT INTO windrow.workflow_edge (flow, node, parent, on_failed)
     SELECT target.flow, e.node, e.parent, e.on_failed
@@ -75,7 +77,9 @@ WITH clock AS (
         id, queue_id, priority, max_attempts, {{job_content}}, run_at, visible_at, expires_at, workflow_node
     )
     SELECT
-        i.id, i.queue_id, coalesce(i.priority, 5), i.max_attempts, {{job_content(i)}}, due.at, due.at, i.expires_at,
+        i.id, i.queue_id, coalesce(i.priority, 5), i.max_attempts, {{job_content(i)}}, due.at, due.at,
+        -- See 0030_signals.sql: a job that waits for a signal never runs.
+        CASE WHEN i.is_signal THEN nullif(due.at, 'infinity') ELSE i.expires_at END,
         %(id)s::uuid::text || '/' || i.node
     FROM incoming i
     CROSS JOIN LATERAL (

@@ -58,6 +58,7 @@ class Cause(_message.Message):
     START_LIMIT_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_LIMIT_FIELD_NUMBER: _builtins.int
     BLOCKED_FIELD_NUMBER: _builtins.int
+    SIGNAL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def finished(self) -> Global___FinishedCause:
         """The job has ended, and nothing will run it again."""
@@ -158,6 +159,10 @@ class Cause(_message.Message):
     def blocked(self) -> Global___BlockedCause:
         """The job is BLOCKED: it waits for other nodes of its workflow."""
 
+    @_builtins.property
+    def signal(self) -> Global___SignalCause:
+        """The job's node waits for a signal. The job itself never runs."""
+
     def __init__(
         self,
         *,
@@ -186,12 +191,13 @@ class Cause(_message.Message):
         start_limit: Global___StartLimitCause | None = ...,
         in_flight_limit: Global___InFlightLimitCause | None = ...,
         blocked: Global___BlockedCause | None = ...,
+        signal: Global___SignalCause | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["backing_off", b"backing_off", "backlog", b"backlog", "blocked", b"blocked", "cause", b"cause", "dead", b"dead", "due", b"due", "empty", b"empty", "expired", b"expired", "fair_share", b"fair_share", "finished", b"finished", "group", b"group", "group_backlog", b"group_backlog", "in_flight", b"in_flight", "in_flight_limit", b"in_flight_limit", "jobs_ahead", b"jobs_ahead", "kind_not_taken", b"kind_not_taken", "leased", b"leased", "moving", b"moving", "no_consumer", b"no_consumer", "out_of_attempts", b"out_of_attempts", "paused", b"paused", "quarantine", b"quarantine", "router_share", b"router_share", "scheduled", b"scheduled", "shard_down", b"shard_down", "start_limit", b"start_limit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["backing_off", b"backing_off", "backlog", b"backlog", "blocked", b"blocked", "cause", b"cause", "dead", b"dead", "due", b"due", "empty", b"empty", "expired", b"expired", "fair_share", b"fair_share", "finished", b"finished", "group", b"group", "group_backlog", b"group_backlog", "in_flight", b"in_flight", "in_flight_limit", b"in_flight_limit", "jobs_ahead", b"jobs_ahead", "kind_not_taken", b"kind_not_taken", "leased", b"leased", "moving", b"moving", "no_consumer", b"no_consumer", "out_of_attempts", b"out_of_attempts", "paused", b"paused", "quarantine", b"quarantine", "router_share", b"router_share", "scheduled", b"scheduled", "shard_down", b"shard_down", "signal", b"signal", "start_limit", b"start_limit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backing_off", b"backing_off", "backlog", b"backlog", "blocked", b"blocked", "cause", b"cause", "dead", b"dead", "due", b"due", "empty", b"empty", "expired", b"expired", "fair_share", b"fair_share", "finished", b"finished", "group", b"group", "group_backlog", b"group_backlog", "in_flight", b"in_flight", "in_flight_limit", b"in_flight_limit", "jobs_ahead", b"jobs_ahead", "kind_not_taken", b"kind_not_taken", "leased", b"leased", "moving", b"moving", "no_consumer", b"no_consumer", "out_of_attempts", b"out_of_attempts", "paused", b"paused", "quarantine", b"quarantine", "router_share", b"router_share", "scheduled", b"scheduled", "shard_down", b"shard_down", "start_limit", b"start_limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backing_off", b"backing_off", "backlog", b"backlog", "blocked", b"blocked", "cause", b"cause", "dead", b"dead", "due", b"due", "empty", b"empty", "expired", b"expired", "fair_share", b"fair_share", "finished", b"finished", "group", b"group", "group_backlog", b"group_backlog", "in_flight", b"in_flight", "in_flight_limit", b"in_flight_limit", "jobs_ahead", b"jobs_ahead", "kind_not_taken", b"kind_not_taken", "leased", b"leased", "moving", b"moving", "no_consumer", b"no_consumer", "out_of_attempts", b"out_of_attempts", "paused", b"paused", "quarantine", b"quarantine", "router_share", b"router_share", "scheduled", b"scheduled", "shard_down", b"shard_down", "signal", b"signal", "start_limit", b"start_limit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_cause: _TypeAlias = _typing.Literal["finished", "dead", "expired", "out_of_attempts", "leased", "scheduled", "backing_off", "shard_down", "moving", "paused", "no_consumer", "kind_not_taken", "router_share", "jobs_ahead", "due", "empty", "in_flight", "backlog", "group", "group_backlog", "quarantine", "fair_share", "start_limit", "in_flight_limit", "blocked"]  # noqa: Y015
+    _WhichOneofReturnType_cause: _TypeAlias = _typing.Literal["finished", "dead", "expired", "out_of_attempts", "leased", "scheduled", "backing_off", "shard_down", "moving", "paused", "no_consumer", "kind_not_taken", "router_share", "jobs_ahead", "due", "empty", "in_flight", "backlog", "group", "group_backlog", "quarantine", "fair_share", "start_limit", "in_flight_limit", "blocked", "signal"]  # noqa: Y015
     _WhichOneofArgType_cause: _TypeAlias = _typing.Literal["cause", b"cause"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_cause) -> _WhichOneofReturnType_cause | None: ...
 
@@ -1062,3 +1068,37 @@ class BlockedCause(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BlockedCause: _TypeAlias = BlockedCause  # noqa: Y015
+
+@_typing.final
+class SignalCause(_message.Message):
+    """Why the job of a node that waits for a signal has not ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKFLOW_ID_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    UNTIL_FIELD_NUMBER: _builtins.int
+    workflow_id: _builtins.str
+    """The workflow's id."""
+    node: _builtins.str
+    """The job's node, as in SignalNodeRequest. Empty: the org moves, and the shard of the job does not know the name."""
+    @_builtins.property
+    def until(self) -> _timestamp_pb2.Timestamp:
+        """Until when the node waits. If no signal came by then, the next consumer of the queue, or the archiver, that finds
+        the job cancels it.
+        """
+
+    def __init__(
+        self,
+        *,
+        workflow_id: _builtins.str = ...,
+        node: _builtins.str = ...,
+        until: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["until", b"until"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "until", b"until", "workflow_id", b"workflow_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SignalCause: _TypeAlias = SignalCause  # noqa: Y015

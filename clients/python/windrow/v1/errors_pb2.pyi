@@ -111,6 +111,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """ALREADY_EXISTS. The workflow has a node of this name that this job has not added. Nothing was done."""
     ERROR_REASON_TOO_MANY_NODES: _ErrorReason.ValueType  # 58
     """RESOURCE_EXHAUSTED without RetryInfo. The workflow has no room for so many nodes or edges. Nothing was done."""
+    ERROR_REASON_NOT_SIGNALLED: _ErrorReason.ValueType  # 59
+    """FAILED_PRECONDITION. The node waits for no signal, or has ended in another way or is about to. Nothing was done."""
     ERROR_REASON_SHARD_NOT_FOUND: _ErrorReason.ValueType  # 9
     """NOT_FOUND. The cluster has no shard of this name."""
     ERROR_REASON_SHARD_UNAVAILABLE: _ErrorReason.ValueType  # 10
@@ -246,6 +248,8 @@ ERROR_REASON_NODE_EXISTS: ErrorReason.ValueType  # 57
 """ALREADY_EXISTS. The workflow has a node of this name that this job has not added. Nothing was done."""
 ERROR_REASON_TOO_MANY_NODES: ErrorReason.ValueType  # 58
 """RESOURCE_EXHAUSTED without RetryInfo. The workflow has no room for so many nodes or edges. Nothing was done."""
+ERROR_REASON_NOT_SIGNALLED: ErrorReason.ValueType  # 59
+"""FAILED_PRECONDITION. The node waits for no signal, or has ended in another way or is about to. Nothing was done."""
 ERROR_REASON_SHARD_NOT_FOUND: ErrorReason.ValueType  # 9
 """NOT_FOUND. The cluster has no shard of this name."""
 ERROR_REASON_SHARD_UNAVAILABLE: ErrorReason.ValueType  # 10

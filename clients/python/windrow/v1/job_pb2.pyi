@@ -37,7 +37,7 @@ class _JobStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobState.Val
     """Never sent. ListJobs refuses it."""
     JOB_STATE_SCHEDULED: _JobState.ValueType  # 1
     """Waits for its run_at. It becomes READY at that time. CancelJobs or PurgeQueue move it to CANCELLED, and so does the
-    archiver if its expires_at has passed.
+    archiver if its expires_at has passed. SignalNode moves the job of a node that waits for a signal to SUCCEEDED.
     """
     JOB_STATE_READY: _JobState.ValueType  # 2
     """May be dequeued now. Dequeue moves it to LEASED; or to DEAD if its last lease expired and no attempt is left; or to
@@ -49,7 +49,7 @@ class _JobStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobState.Val
     Release to READY; CancelJobs to CANCELLED. It becomes READY when the deadline passes.
     """
     JOB_STATE_SUCCEEDED: _JobState.ValueType  # 4
-    """Finished by an Ack. Final; the job is deleted at the end of its retention."""
+    """Finished by an Ack, or by SignalNode. Final; the job is deleted at the end of its retention."""
     JOB_STATE_DEAD: _JobState.ValueType  # 5
     """Out of attempts, or an attempt failed permanently. RedriveJobs moves it to READY; CancelJobs, or PurgeQueue with
     include_dead, to CANCELLED. The archiver moves it to CANCELLED after 90 days, unless configured otherwise.
@@ -73,7 +73,7 @@ JOB_STATE_UNSPECIFIED: JobState.ValueType  # 0
 """Never sent. ListJobs refuses it."""
 JOB_STATE_SCHEDULED: JobState.ValueType  # 1
 """Waits for its run_at. It becomes READY at that time. CancelJobs or PurgeQueue move it to CANCELLED, and so does the
-archiver if its expires_at has passed.
+archiver if its expires_at has passed. SignalNode moves the job of a node that waits for a signal to SUCCEEDED.
 """
 JOB_STATE_READY: JobState.ValueType  # 2
 """May be dequeued now. Dequeue moves it to LEASED; or to DEAD if its last lease expired and no attempt is left; or to
@@ -85,7 +85,7 @@ JOB_STATE_LEASED: JobState.ValueType  # 3
 Release to READY; CancelJobs to CANCELLED. It becomes READY when the deadline passes.
 """
 JOB_STATE_SUCCEEDED: JobState.ValueType  # 4
-"""Finished by an Ack. Final; the job is deleted at the end of its retention."""
+"""Finished by an Ack, or by SignalNode. Final; the job is deleted at the end of its retention."""
 JOB_STATE_DEAD: JobState.ValueType  # 5
 """Out of attempts, or an attempt failed permanently. RedriveJobs moves it to READY; CancelJobs, or PurgeQueue with
 include_dead, to CANCELLED. The archiver moves it to CANCELLED after 90 days, unless configured otherwise.

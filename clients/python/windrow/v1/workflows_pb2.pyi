@@ -5,7 +5,8 @@ Workflows: graphs of jobs of one org.
 
 A node of a workflow is an ordinary job. If it waits for other nodes, it is BLOCKED until they have ended; the
 transaction that ends the last of these nodes releases it. A node ends once: when its job has SUCCEEDED, is DEAD or
-CANCELLED, or when it is skipped. A job that is redriven after that runs, and changes nothing in its workflow.
+CANCELLED, or when it is skipped. A job that is redriven after that runs, and changes nothing in its workflow. A node
+may also wait for a signal from outside: its job never runs.
 
 The errors are those of admin.proto: also NOT_FOUND for an unknown workflow or node, ALREADY_EXISTS and
 FAILED_PRECONDITION. As in queue.proto, the metadata `windrow-org` may name the org too.
@@ -204,11 +205,19 @@ class NewNode(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
     CALLBACK_FIELD_NUMBER: _builtins.int
+    SIGNAL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Names it in edges and in answers: unique in the workflow. 1 to 128 bytes without control characters."""
     callback: Global___Callback.ValueType
     """Not in AddNodes. If set, the node is a callback, and has no `after`: its job is stored now, and released when the
     workflow ends in this way, or cancelled if it ends in another way.
+    """
+    signal: _builtins.bool
+    """True: the node waits for SignalNode. Its job never runs. `job.delay` is required: it says for how long the node
+    waits, counted from its release. If no signal has come by then, the next consumer of the job's queue (or the
+    archiver) that finds the job cancels it, so the node has failed. `job` must have no `run_at`, no `expires_at` and no
+    group, and the node must not be a callback. A priority that is absent is 1, so that the end of its time is found
+    before other jobs of the queue are leased.
     """
     @_builtins.property
     def job(self) -> _job_pb2.NewJob:
@@ -227,10 +236,11 @@ class NewNode(_message.Message):
         job: _job_pb2.NewJob | None = ...,
         after: _abc.Iterable[Global___WorkflowEdge] | None = ...,
         callback: Global___Callback.ValueType = ...,
+        signal: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "callback", b"callback", "job", b"job", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "callback", b"callback", "job", b"job", "name", b"name", "signal", b"signal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -598,6 +608,7 @@ class NodeInfo(_message.Message):
     AFTER_FIELD_NUMBER: _builtins.int
     CALLBACK_FIELD_NUMBER: _builtins.int
     ENDED_AT_FIELD_NUMBER: _builtins.int
+    SIGNAL_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Its number. Numbers begin at 0. A node comes after the nodes that it waits for, except those that its own job has
     added. A callback comes after the nodes that were stored with it. Nodes that jobs have added come after the
@@ -611,6 +622,8 @@ class NodeInfo(_message.Message):
     """How far it is."""
     callback: Global___Callback.ValueType
     """Set if it is a callback."""
+    signal: _builtins.bool
+    """True: it waits, or waited, for a signal."""
     @_builtins.property
     def after(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkflowEdge]:
         """What it waits for."""
@@ -629,10 +642,11 @@ class NodeInfo(_message.Message):
         after: _abc.Iterable[Global___WorkflowEdge] | None = ...,
         callback: Global___Callback.ValueType = ...,
         ended_at: _timestamp_pb2.Timestamp | None = ...,
+        signal: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ended_at", b"ended_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "callback", b"callback", "ended_at", b"ended_at", "job_id", b"job_id", "name", b"name", "number", b"number", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "callback", b"callback", "ended_at", b"ended_at", "job_id", b"job_id", "name", b"name", "number", b"number", "signal", b"signal", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -937,6 +951,62 @@ class SkipNodeResponse(_message.Message):
 Global___SkipNodeResponse: _TypeAlias = SkipNodeResponse  # noqa: Y015
 
 @_typing.final
+class SignalNodeRequest(_message.Message):
+    """A signal for a node."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORG_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    PAYLOAD_FIELD_NUMBER: _builtins.int
+    org: _builtins.str
+    """The tenant that owns the workflow. 1 to 128 bytes without control characters."""
+    id: _builtins.str
+    """The workflow's id: a UUIDv7."""
+    node: _builtins.str
+    """The node's name."""
+    payload: _builtins.bytes
+    """The result of the node's job, in any encoding: opaque to Windrow. 0 to 64 KiB."""
+    def __init__(
+        self,
+        *,
+        org: _builtins.str = ...,
+        id: _builtins.str = ...,
+        node: _builtins.str = ...,
+        payload: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "node", b"node", "org", b"org", "payload", b"payload"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SignalNodeRequest: _TypeAlias = SignalNodeRequest  # noqa: Y015
+
+@_typing.final
+class SignalNodeResponse(_message.Message):
+    """What became of the signal."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    accepted: _builtins.bool
+    """True: this signal counts. False: the node had a signal before, perhaps by an earlier try of this call."""
+    def __init__(
+        self,
+        *,
+        accepted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SignalNodeResponse: _TypeAlias = SignalNodeResponse  # noqa: Y015
+
+@_typing.final
 class RetryWorkflowRequest(_message.Message):
     """Names a workflow that is to be started once more."""
 
@@ -1056,7 +1126,7 @@ class ParentInfo(_message.Message):
     state: Global___NodeState.ValueType
     """How it has ended."""
     result: _builtins.bytes
-    """The result with which a consumer acked its job; at most 64 KiB. Empty: there is none, or the job was deleted at the
+    """The result with which a consumer acked its job, or the payload of its signal; at most 64 KiB. Empty: there is none, or the job was deleted at the
     end of its retention.
     """
     reason: _builtins.str

@@ -80,6 +80,11 @@ class WorkflowsStub:
                 request_serializer=windrow_dot_v1_dot_workflows__pb2.SkipNodeRequest.SerializeToString,
                 response_deserializer=windrow_dot_v1_dot_workflows__pb2.SkipNodeResponse.FromString,
                 _registered_method=True)
+        self.SignalNode = channel.unary_unary(
+                '/windrow.v1.Workflows/SignalNode',
+                request_serializer=windrow_dot_v1_dot_workflows__pb2.SignalNodeRequest.SerializeToString,
+                response_deserializer=windrow_dot_v1_dot_workflows__pb2.SignalNodeResponse.FromString,
+                _registered_method=True)
         self.RetryWorkflow = channel.unary_unary(
                 '/windrow.v1.Workflows/RetryWorkflow',
                 request_serializer=windrow_dot_v1_dot_workflows__pb2.RetryWorkflowRequest.SerializeToString,
@@ -169,6 +174,16 @@ class WorkflowsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SignalNode(self, request, context):
+        """Gives a signal to a node that waits for one (NewNode.signal), with a payload that becomes the result of its job. The
+        node then ends as SUCCEEDED, as soon as the nodes that it waits for have ended. The first signal counts: later ones,
+        also repeated calls, change nothing. FAILED_PRECONDITION if the node waits for no signal, or has ended in another
+        way or is about to: no signal came in time, or it was cancelled or skipped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RetryWorkflow(self, request, context):
         """Runs a failed or cancelled workflow once more, as a new workflow. The new workflow has the same nodes, edges and
         callbacks, takes over the nodes that have succeeded or were skipped, and runs the others again. The dead jobs of
@@ -235,6 +250,11 @@ def add_WorkflowsServicer_to_server(servicer, server):
                     servicer.SkipNode,
                     request_deserializer=windrow_dot_v1_dot_workflows__pb2.SkipNodeRequest.FromString,
                     response_serializer=windrow_dot_v1_dot_workflows__pb2.SkipNodeResponse.SerializeToString,
+            ),
+            'SignalNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.SignalNode,
+                    request_deserializer=windrow_dot_v1_dot_workflows__pb2.SignalNodeRequest.FromString,
+                    response_serializer=windrow_dot_v1_dot_workflows__pb2.SignalNodeResponse.SerializeToString,
             ),
             'RetryWorkflow': grpc.unary_unary_rpc_method_handler(
                     servicer.RetryWorkflow,
@@ -491,6 +511,33 @@ class Workflows:
             '/windrow.v1.Workflows/SkipNode',
             windrow_dot_v1_dot_workflows__pb2.SkipNodeRequest.SerializeToString,
             windrow_dot_v1_dot_workflows__pb2.SkipNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SignalNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/windrow.v1.Workflows/SignalNode',
+            windrow_dot_v1_dot_workflows__pb2.SignalNodeRequest.SerializeToString,
+            windrow_dot_v1_dot_workflows__pb2.SignalNodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

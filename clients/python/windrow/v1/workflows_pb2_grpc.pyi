@@ -5,7 +5,8 @@ Workflows: graphs of jobs of one org.
 
 A node of a workflow is an ordinary job. If it waits for other nodes, it is BLOCKED until they have ended; the
 transaction that ends the last of these nodes releases it. A node ends once: when its job has SUCCEEDED, is DEAD or
-CANCELLED, or when it is skipped. A job that is redriven after that runs, and changes nothing in its workflow.
+CANCELLED, or when it is skipped. A job that is redriven after that runs, and changes nothing in its workflow. A node
+may also wait for a signal from outside: its job never runs.
 
 The errors are those of admin.proto: also NOT_FOUND for an unknown workflow or node, ALREADY_EXISTS and
 FAILED_PRECONDITION. As in queue.proto, the metadata `windrow-org` may name the org too.
@@ -76,6 +77,12 @@ class WorkflowsStub:
     """Ends a node as if it had succeeded, and cancels its job. Does nothing if it was skipped before; FAILED_PRECONDITION
     if it has ended otherwise.
     """
+    SignalNode: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.SignalNodeRequest, _workflows_pb2.SignalNodeResponse]
+    """Gives a signal to a node that waits for one (NewNode.signal), with a payload that becomes the result of its job. The
+    node then ends as SUCCEEDED, as soon as the nodes that it waits for have ended. The first signal counts: later ones,
+    also repeated calls, change nothing. FAILED_PRECONDITION if the node waits for no signal, or has ended in another
+    way or is about to: no signal came in time, or it was cancelled or skipped.
+    """
     RetryWorkflow: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.RetryWorkflowRequest, _workflows_pb2.RetryWorkflowResponse]
     """Runs a failed or cancelled workflow once more, as a new workflow. The new workflow has the same nodes, edges and
     callbacks, takes over the nodes that have succeeded or were skipped, and runs the others again. The dead jobs of
@@ -124,6 +131,12 @@ class WorkflowsAsyncStub(WorkflowsStub):
     SkipNode: _aio.UnaryUnaryMultiCallable[_workflows_pb2.SkipNodeRequest, _workflows_pb2.SkipNodeResponse]  # type: ignore[assignment]
     """Ends a node as if it had succeeded, and cancels its job. Does nothing if it was skipped before; FAILED_PRECONDITION
     if it has ended otherwise.
+    """
+    SignalNode: _aio.UnaryUnaryMultiCallable[_workflows_pb2.SignalNodeRequest, _workflows_pb2.SignalNodeResponse]  # type: ignore[assignment]
+    """Gives a signal to a node that waits for one (NewNode.signal), with a payload that becomes the result of its job. The
+    node then ends as SUCCEEDED, as soon as the nodes that it waits for have ended. The first signal counts: later ones,
+    also repeated calls, change nothing. FAILED_PRECONDITION if the node waits for no signal, or has ended in another
+    way or is about to: no signal came in time, or it was cancelled or skipped.
     """
     RetryWorkflow: _aio.UnaryUnaryMultiCallable[_workflows_pb2.RetryWorkflowRequest, _workflows_pb2.RetryWorkflowResponse]  # type: ignore[assignment]
     """Runs a failed or cancelled workflow once more, as a new workflow. The new workflow has the same nodes, edges and
@@ -224,6 +237,18 @@ class WorkflowsServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_workflows_pb2.SkipNodeResponse, _abc.Awaitable[_workflows_pb2.SkipNodeResponse]]:
         """Ends a node as if it had succeeded, and cancels its job. Does nothing if it was skipped before; FAILED_PRECONDITION
         if it has ended otherwise.
+        """
+
+    @_abc_1.abstractmethod
+    def SignalNode(
+        self,
+        request: _workflows_pb2.SignalNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_workflows_pb2.SignalNodeResponse, _abc.Awaitable[_workflows_pb2.SignalNodeResponse]]:
+        """Gives a signal to a node that waits for one (NewNode.signal), with a payload that becomes the result of its job. The
+        node then ends as SUCCEEDED, as soon as the nodes that it waits for have ended. The first signal counts: later ones,
+        also repeated calls, change nothing. FAILED_PRECONDITION if the node waits for no signal, or has ended in another
+        way or is about to: no signal came in time, or it was cancelled or skipped.
         """
 
     @_abc_1.abstractmethod
