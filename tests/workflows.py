@@ -193,7 +193,7 @@ class Flows:
     async def check(self) -> None:
         """Asserts that nothing is wrong with the workflows of this org."""
         faults = [fault for fault in await self.admin.check() if fault.org == self.org]
-        assert faults == []
+        assert not faults, faults
 
 
 def fan_in(width: int) -> dict[str, list[str]]:

@@ -1,7 +1,8 @@
 -- Finds what is wrong with workflows, in one snapshot: blocked jobs that nothing will release, nodes that wait for the
--- wrong node or for each other, nodes whose job is missing, workflows whose last open node is wrong, and ends that were not taken in. Leaves
--- out orgs that move, because their jobs may be on the other shard. Also leaves out the work that one fold has left for
--- the next fold: nodes that were not told yet of an end, and ends of jobs that the fold has cancelled.
+-- wrong node or for each other, nodes whose job is missing, workflows whose last open node is wrong, jobs that wait for a
+-- signal and would run, and ends that were not taken in. Leaves out orgs that move, because their jobs may be on the
+-- other shard. Also leaves out the work that one fold has left for the next fold: nodes that were not told yet of an end,
+-- and ends of jobs that the fold itself has ended.
 WITH RECURSIVE settled AS MATERIALIZED (
     SELECT o.org_id, o.org
     FROM windrow.org o
@@ -23,7 +24,8 @@ WITH RECURSIVE settled AS MATERIALIZED (
     ) n ON n.job_id = j.id
 ), waiting AS (
     SELECT
-        o.org_id, o.org, w.flow, w.id::text AS workflow, n.node, n.state, n.job_id, n.waits_on, p.ended_at IS NOT NULL AS parent_ended,
+        o.org_id, o.org, w.flow, w.id::text AS workflow, n.node, n.state, n.job_id, n.waits_on,
+        p.ended_at IS NOT NULL AS parent_ended,
         (
             SELECT max(e.parent)
             FROM windrow.workflow_edge e
@@ -98,9 +100,12 @@ FROM (
         SELECT w.flow FROM windrow.workflow w WHERE w.org_id = a.org_id AND w.id = a.workflow OFFSET 0
     ) w ON true
     LEFT JOIN LATERAL (
-        SELECT n.ended_at, n.state FROM windrow.workflow_node n WHERE n.flow = w.flow AND n.node = a.node OFFSET 0
+        SELECT n.ended_at, n.state, n.is_signal
+        FROM windrow.workflow_node n
+        WHERE n.flow = w.flow AND n.node = a.node
+        OFFSET 0
     ) n ON true
-    WHERE n.ended_at IS NULL AND n.state IS DISTINCT FROM 'doomed'
+    WHERE n.ended_at IS NULL AND (n.state = 'doomed' OR n.state = 'due' AND n.is_signal) IS NOT TRUE
     UNION ALL
     SELECT o.org, w.id::text, n.node, 'it was released, and its job is nowhere to be found'
     FROM settled o

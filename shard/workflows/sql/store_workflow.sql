@@ -31,17 +31,20 @@ WITH clock AS (
     SELECT made.flow FROM made UNION ALL SELECT grown.flow FROM grown
 ), incoming AS (
     SELECT
-        target.flow, n.node, n.name, n.id, n.callback, n.waits_on, n.added_by, n.signal IS NOT NULL AS is_signal, n.queue_id, n.priority, n.max_attempts,
+        target.flow, n.node, n.name, n.id, n.callback, n.waits_on, n.added_by, n.signal IS NOT NULL AS is_signal,
+        n.queue_id, n.priority, n.max_attempts,
         timestamptz 'epoch' + n.run_at_us * interval '1 us' AS run_at, n.delay_us,
         timestamptz 'epoch' + n.expires_at_us * interval '1 us' AS expires_at,
         n.waits_on IS NULL AND n.callback IS NULL AND NOT %(is_paused)s AS is_free, {{new_job_values(n)}}
     FROM target
     CROSS JOIN unnest(
         %(numbers)s::integer[], %(names)s::text[], %(ids)s::uuid[], %(callbacks)s::text[], %(waits_on)s::integer[],
-        %(added_by)s::integer[], %(signals)s::integer[], %(queue_ids)s::bigint[], %(priorities)s::smallint[], %(max_attempts)s::smallint[],
+        %(added_by)s::integer[], %(signals)s::integer[], %(queue_ids)s::bigint[], %(priorities)s::smallint[],
+        %(max_attempts)s::smallint[],
         %(run_at_us)s::bigint[], %(delay_us)s::bigint[], %(expires_at_us)s::bigint[], {{new_job_arrays}}
     ) AS n (
-        node, name, id, callback, waits_on, added_by, signal, queue_id, priority, max_attempts, run_at_us, delay_us, expires_at_us,
+        node, name, id, callback, waits_on, added_by, signal, queue_id, priority, max_attempts, run_at_us, delay_us,
+        expires_at_us,
         {{job_content}}
     )
 ), node AS (

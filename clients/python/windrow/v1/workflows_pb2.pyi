@@ -1126,8 +1126,8 @@ class ParentInfo(_message.Message):
     state: Global___NodeState.ValueType
     """How it has ended."""
     result: _builtins.bytes
-    """The result with which a consumer acked its job, or the payload of its signal; at most 64 KiB. Empty: there is none, or the job was deleted at the
-    end of its retention.
+    """The result with which a consumer acked its job, or the payload of its signal; at most 64 KiB. Empty: there is none,
+    or the job was deleted at the end of its retention.
     """
     reason: _builtins.str
     """Why it failed or was cancelled, for people: Job.reason."""
