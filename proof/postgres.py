@@ -22,12 +22,13 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from tenacity import retry, retry_if_exception_message, stop_after_delay, wait_fixed
 
 from embedded import Cluster, EmbeddedError
-from proof.processes import family
+from proof.processes import family, runs
 from proof.proxy import Proxy, postgres_answered
 
 _WAIT_S_MAX = 60.0
 _START_S_MAX = 120.0
 _LOOK_S = 0.1
+_DEATH_LOOK_S = 0.01
 _ANSWER_S_MAX = 10
 # Try again, because a connection that was being made may be established after all others were terminated.
 _TRIES_MAX = 3
@@ -78,9 +79,13 @@ class Node:
         return family(self.cluster.pid)
 
     def kill(self) -> float:
-        """Kills the whole server, so that no backend finishes its work. Returns the time of the kill, by the monotonic
-        clock."""
-        return self._signal(signal.SIGKILL)
+        """Kills the whole server, so that no backend finishes its work, and waits until it has ended: a server that
+        still runs is not started. Returns the time of the kill, by the monotonic clock."""
+        processes = self.processes()
+        killed_s = self._signal(signal.SIGKILL)
+        while any(map(runs, processes)):
+            time.sleep(_DEATH_LOOK_S)
+        return killed_s
 
     def freeze(self) -> None:
         self._signal(signal.SIGSTOP)

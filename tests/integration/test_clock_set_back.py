@@ -215,5 +215,5 @@ async def test_the_time_is_recorded_once_a_second_at_most_and_never_an_earlier_o
 def test_every_statement_that_finishes_jobs_minds_the_latest_time() -> None:
     texts = [path.read_text() for path in SHARD_SOURCES.glob("*/sql/*.sql")]
     finishing = [text for text in texts if "INSERT INTO windrow.finished (" in text]
-    assert len(finishing) == 7
+    assert len(finishing) == 8
     assert all("{{finish_time}}" in text for text in finishing)
