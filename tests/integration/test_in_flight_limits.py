@@ -33,9 +33,10 @@ class Cluster:
     far: Routers
 
     def leased(self, org: str) -> int:
+        # Not now(): that is earlier than the snapshot, so leases that have expired would count beside their successors.
         statement = """
             SELECT count(*) FROM windrow.job JOIN windrow.queue USING (queue_id)
-            WHERE org = %s AND lease IS NOT NULL AND visible_at > now()
+            WHERE org = %s AND lease IS NOT NULL AND visible_at > clock_timestamp()
         """
         with psycopg.connect(self.dsn, autocommit=True) as connection:
             row: tuple[Any, ...] | None = connection.execute(statement, [org]).fetchone()
