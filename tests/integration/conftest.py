@@ -1,4 +1,4 @@
-"""Databases that record the statements that are sent to them."""
+"""Databases that record the statements that are sent to them, and the workflows of an org."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
+from shard.postgres.pool import Database
+from shard.queue.store import Store
+from shard.vocabulary import OrgId
 from tests.conftest import SHARD
 from tests.recorder import Recorder
+from tests.workflows import Flows
 
 
 @pytest.fixture
@@ -25,3 +29,22 @@ async def recorder(module_dsn: str) -> AsyncGenerator[Recorder, None]:
     await opened.open()
     yield opened
     await opened.close()
+
+
+@pytest.fixture
+async def flows(database: Database, store: Store, org: OrgId) -> AsyncGenerator[Flows, None]:
+    """The workflows of the org. After the test, nothing may be wrong with them."""
+    opened = Flows(database, org, store=store)
+    yield opened
+    await opened.check()
+
+
+@pytest.fixture
+async def two(module_dsn: str, org: OrgId) -> AsyncGenerator[list[Flows], None]:
+    """The same org, as two routers know it."""
+    databases = [Database(SHARD, module_dsn, connections=4) for _ in range(2)]
+    for database in databases:
+        await database.open()
+    yield [Flows(database, org) for database in databases]
+    for database in databases:
+        await database.close()

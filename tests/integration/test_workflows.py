@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from uuid import uuid4
 
 import psycopg
@@ -17,10 +17,8 @@ from shard.history import erasure
 from shard.history.days import expire_waiting
 from shard.postgres.pool import Database
 from shard.queue.settle import Settlement
-from shard.queue.store import Store
 from shard.vocabulary import Alteration, Answer, JobId, OrgId, QueueName
 from shard.workflow import Callback, Fault, NodeName, WorkflowId
-from tests.conftest import SHARD
 from tests.effort import luck_of, trials
 from tests.jobs import HOUR_US, QUEUE, job_id
 from tests.timemachine import make_due, until_blocked
@@ -30,24 +28,6 @@ DIAMOND = {"a": [], "b": ["a"], "c": ["a"], "d": ["b", "c"]}
 CALLBACKS = {"won": Callback.SUCCESS, "lost": Callback.FAILURE, "over": Callback.END}
 PATIENCE_S = 30.0
 luck = luck_of("workflows")
-
-
-@pytest.fixture
-async def flows(database: Database, store: Store, org: OrgId) -> AsyncGenerator[Flows, None]:
-    opened = Flows(database, org, store=store)
-    yield opened
-    await opened.check()
-
-
-@pytest.fixture
-async def two(module_dsn: str, org: OrgId) -> AsyncGenerator[list[Flows], None]:
-    """The same org, as two routers know it."""
-    databases = [Database(SHARD, module_dsn, connections=4) for _ in range(2)]
-    for database in databases:
-        await database.open()
-    yield [Flows(database, org) for database in databases]
-    for database in databases:
-        await database.close()
 
 
 # ── Order ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -5,18 +5,13 @@ adds the nodes once. Callbacks wait for added nodes, even if the last end and an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 
 import psycopg
 import pytest
 
 from shard.errors import LeaseEnded, NodeExists, TooManyNodes, UnknownNode, WorkflowEnded
-from shard.postgres.pool import Database
 from shard.queue.settle import Settlement
-from shard.queue.store import Store
-from shard.vocabulary import OrgId
 from shard.workflow import EDGES_MAX, NODES_MAX, Callback
-from tests.conftest import SHARD
 from tests.effort import luck_of, trials
 from tests.jobs import lease_jobs
 from tests.timemachine import until_blocked
@@ -24,24 +19,6 @@ from tests.workflows import CANCEL, IGNORE, RUN, Flows
 
 CALLBACKS = {"won": Callback.SUCCESS, "lost": Callback.FAILURE, "over": Callback.END}
 luck = luck_of("added nodes")
-
-
-@pytest.fixture
-async def flows(database: Database, store: Store, org: OrgId) -> AsyncGenerator[Flows, None]:
-    opened = Flows(database, org, store=store)
-    yield opened
-    await opened.check()
-
-
-@pytest.fixture
-async def two(module_dsn: str, org: OrgId) -> AsyncGenerator[list[Flows], None]:
-    """The same org, as two routers know it."""
-    databases = [Database(SHARD, module_dsn, connections=4) for _ in range(2)]
-    for database in databases:
-        await database.open()
-    yield [Flows(database, org) for database in databases]
-    for database in databases:
-        await database.close()
 
 
 # ── What an addition does ────────────────────────────────────────────────────────────────────────────────────────────

@@ -13,10 +13,8 @@ from shard.admin.queue_admin import QueueAdmin
 from shard.errors import NotSignalled, RowLocked, UnknownNode, UnknownWorkflow
 from shard.history.days import expire_waiting
 from shard.postgres.pool import Database
-from shard.queue.store import Store
 from shard.vocabulary import Alteration, Answer, JobId, OrgId, QueueName
 from shard.workflow import Callback, NewWorkflow, NodeName, OnFailed, WorkflowId
-from tests.conftest import SHARD
 from tests.effort import luck_of, trials
 from tests.jobs import HOUR_US, QUEUE, job_id
 from tests.pair import A, B, Pair, open_pair
@@ -27,24 +25,6 @@ CALLBACKS = {"won": Callback.SUCCESS, "lost": Callback.FAILURE, "over": Callback
 # Somebody approves what "build" has made.
 RELEASE = {"build": [], "approve": ["build"], "deploy": ["approve"]}
 luck = luck_of("signals")
-
-
-@pytest.fixture
-async def flows(database: Database, store: Store, org: OrgId) -> AsyncGenerator[Flows, None]:
-    opened = Flows(database, org, store=store)
-    yield opened
-    await opened.check()
-
-
-@pytest.fixture
-async def two(module_dsn: str, org: OrgId) -> AsyncGenerator[list[Flows], None]:
-    """The same org, as two routers know it."""
-    databases = [Database(SHARD, module_dsn, connections=4) for _ in range(2)]
-    for database in databases:
-        await database.open()
-    yield [Flows(database, org) for database in databases]
-    for database in databases:
-        await database.close()
 
 
 async def waiting(flows: Flows) -> NewWorkflow:

@@ -15,9 +15,7 @@ import windrow
 import windrow.testing
 from shard.admin.queue_admin import QueueAdmin
 from shard.errors import LeaseEnded, NodeEnded, NodeMayWaitForJob, ShardUnavailable, TooManyNodes, WorkflowEnded
-from shard.postgres.pool import Database
 from shard.queue.settle import Settlement
-from shard.queue.store import Store
 from shard.queue_settings import QueueSettings
 from shard.vocabulary import Answer, OrgId, QueueName
 from shard.workflow import EDGES_MAX, Callback, NewWorkflow, OnFailed
@@ -31,24 +29,6 @@ from tests.workflows import CANCEL, IGNORE, RUN, Flows, Graph, new_nodes, set_po
 
 CALLBACKS = {"won": Callback.SUCCESS, "lost": Callback.FAILURE, "over": Callback.END}
 luck = luck_of("jobs that wait")
-
-
-@pytest.fixture
-async def flows(database: Database, store: Store, org: OrgId) -> AsyncGenerator[Flows, None]:
-    opened = Flows(database, org, store=store)
-    yield opened
-    await opened.check()
-
-
-@pytest.fixture
-async def two(module_dsn: str, org: OrgId) -> AsyncGenerator[list[Flows], None]:
-    """The same org, as two routers know it."""
-    databases = [Database(SHARD, module_dsn, connections=4) for _ in range(2)]
-    for database in databases:
-        await database.open()
-    yield [Flows(database, org) for database in databases]
-    for database in databases:
-        await database.close()
 
 
 # ── What a wait does ─────────────────────────────────────────────────────────────────────────────────────────────────
