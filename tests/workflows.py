@@ -27,6 +27,7 @@ from shard.workflow import (
 from shard.workflows.sweep import WorkflowSweep
 from shard.workflows.workflow_admin import WorkflowAdmin
 from tests.jobs import HOUR_US, QUEUE, job_id, lease_jobs, some_jobs
+from tests.pair import A, B, Pair
 
 # For how long nodes wait for their signals.
 SIGNAL_US = 2 * HOUR_US
@@ -194,6 +195,13 @@ class Flows:
         """Asserts that nothing is wrong with the workflows of this org."""
         faults = [fault for fault in await self.admin.check() if fault.org == self.org]
         assert not faults, faults
+
+
+def both(pair: Pair, org: OrgId) -> tuple[Flows, Flows]:
+    """Returns the workflows of the same org on both shards. Both know the names of the same nodes."""
+    source, target = Flows(pair.databases[A], org), Flows(pair.databases[B], org)
+    target.names = source.names
+    return source, target
 
 
 def fan_in(width: int) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""Databases that record the statements that are sent to them, and the workflows of an org."""
+"""Databases that record the statements that are sent to them, two shards, and the workflows of an org."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from shard.postgres.pool import Database
 from shard.queue.store import Store
 from shard.vocabulary import OrgId
 from tests.conftest import SHARD
+from tests.pair import Pair, open_pair
 from tests.recorder import Recorder
 from tests.workflows import Flows
 
@@ -48,3 +49,9 @@ async def two(module_dsn: str, org: OrgId) -> AsyncGenerator[list[Flows], None]:
     yield [Flows(database, org) for database in databases]
     for database in databases:
         await database.close()
+
+
+@pytest.fixture
+async def pair(fresh_dsn: str, spare_dsn: str) -> AsyncGenerator[Pair, None]:
+    async with open_pair(fresh_dsn, spare_dsn) as opened:
+        yield opened

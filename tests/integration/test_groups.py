@@ -20,18 +20,12 @@ from shard.vocabulary import Alteration, Answer, Claimed, Failure, JobId, Lease,
 from tests.conftest import SHARD
 from tests.effort import luck_of, trials
 from tests.jobs import HOUR_US, QUEUE, at_once, ids_of, lease_jobs, some_jobs
-from tests.pair import A, B, Pair, open_pair
+from tests.pair import A, B, Pair
 from tests.timemachine import end_leases, make_due, until_blocked
 
 PATIENCE_S = 30.0
 PERMANENT = Failure(permanent=True)
 luck = luck_of("groups")
-
-
-@pytest.fixture
-async def pair(fresh_dsn: str, spare_dsn: str) -> AsyncGenerator[Pair, None]:
-    async with open_pair(fresh_dsn, spare_dsn) as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -4,12 +4,10 @@ is added to NewJobs, JobRecord, Claimed or ColdJob is compared too, without a ch
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from archiver import export
 from archiver.export_location import ExportLocation
@@ -23,7 +21,7 @@ from shard.queue.settle import Nack, Settlement
 from shard.vocabulary import JOB_CONTENT, Answer, Failure, JobId, JobState, NewJobs, OrgId, QueueName, ShardName
 from tests.conftest import CLUSTER
 from tests.jobs import fullest_job, job_id, lease_jobs
-from tests.pair import A, B, Pair, open_pair
+from tests.pair import A, B, Pair
 from tests.timemachine import age_finished, reach_expiry
 
 # Fields of a record that change while the job lives, or that do not belong to the job.
@@ -35,12 +33,6 @@ CHANGING = {
 RENEWED = {"expires_at", "live_key"}
 # age_finished changes the first two.
 AGED = {"id", "enqueued_at"} | RENEWED
-
-
-@pytest.fixture
-async def pair(fresh_dsn: str, spare_dsn: str) -> AsyncGenerator[Pair, None]:
-    async with open_pair(fresh_dsn, spare_dsn) as opened:
-        yield opened
 
 
 def content(job: NewJobs) -> dict[str, object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -26,17 +26,11 @@ from shard.retry_policy import Fixed, to_json
 from shard.vocabulary import Answer, Failure, JobId, Lease, OrgId, Outcome, QueueId, QueueName, ShardName
 from tests import timemachine
 from tests.jobs import HOUR_US, QUEUE, ids_of, lease_jobs, some_jobs
-from tests.pair import A, B, Died, Fate, Pair, deaths, mortal_mover, open_pair
+from tests.pair import A, B, Died, Fate, Pair, deaths, mortal_mover
 from tests.routers import PATIENCE_S
 
 OTHER = QueueName("other")
 PAUSED, RESUMED = QueueSettings(paused=True), QueueSettings(paused=False)
-
-
-@pytest.fixture
-async def pair(fresh_dsn: str, spare_dsn: str) -> AsyncGenerator[Pair, None]:
-    async with open_pair(fresh_dsn, spare_dsn) as opened:
-        yield opened
 
 
 async def lease_one(pair: Pair, shard: ShardName, org: OrgId, queue: str) -> tuple[JobId, Lease]:

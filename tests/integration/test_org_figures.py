@@ -27,7 +27,7 @@ from tests.balancers import until
 from tests.command import windrow
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, ids_of, job_id, job_message, lease_jobs, some_jobs
-from tests.pair import A, B, Pair, open_pair
+from tests.pair import A, B, Pair
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, Stubs, running_routers, stubs, write_cluster
 from windrow.v1 import cluster_pb2, queue_pb2
@@ -41,12 +41,6 @@ async def fresh_books(fresh_dsn: str) -> AsyncGenerator[QueueAdmin]:
     await opened.open()
     yield QueueAdmin(opened)
     await opened.close()
-
-
-@pytest.fixture
-async def pair(fresh_dsn: str, spare_dsn: str) -> AsyncGenerator[Pair, None]:
-    async with open_pair(fresh_dsn, spare_dsn) as opened:
-        yield opened
 
 
 async def populate(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 
 import pytest
 
@@ -22,17 +22,11 @@ from shard.queue.settle import Settlement
 from shard.queue_settings import QueueSettings
 from shard.vocabulary import JobId, NewJobs, OrgId, QueueName, ShardName, Slot
 from tests.jobs import QUEUE, ids_of, lease_jobs, some_jobs
-from tests.pair import A, B, Died, Fate, Mortal, Pair, deaths, mortal_mover, open_pair
+from tests.pair import A, B, Died, Fate, Mortal, Pair, deaths, mortal_mover
 from tests.timemachine import NO_HURRY, until_blocked
 
 EU = WithLabel("region", "eu")
 PAUSED, RESUMED = QueueSettings(paused=True), QueueSettings(paused=False)
-
-
-@pytest.fixture
-async def pair(fresh_dsn: str, spare_dsn: str) -> AsyncGenerator[Pair, None]:
-    async with open_pair(fresh_dsn, spare_dsn) as opened:
-        yield opened
 
 
 def neighbour_of(org: OrgId) -> OrgId:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -16,16 +16,10 @@ from shard.schedule import CatchUp, Overlap, RunOutcome, ScheduleName, ScheduleS
 from shard.schedules import due_schedules
 from shard.vocabulary import Micros, OrgId
 from tests.conftest import SHARD
-from tests.pair import A, B, Died, Fate, Mortal, Pair, deaths, mortal_mover, open_pair
+from tests.pair import A, B, Died, Fate, Mortal, Pair, deaths, mortal_mover
 from tests.schedules import DAILY, HOUR_US, Shard, jobs_of
 
 RUNS = 3
-
-
-@pytest.fixture
-async def pair(fresh_dsn: str, spare_dsn: str) -> AsyncGenerator[Pair, None]:
-    async with open_pair(fresh_dsn, spare_dsn) as opened:
-        yield opened
 
 
 async def make_due(shard: Shard, org: OrgId, count: int) -> list[ScheduleName]:

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 
 from shard.errors import LeaseEnded, NotOwned, UnknownWorkflow
+from shard.postgres.pool import Database
+from shard.queue.enqueue import find_refused
 from shard.queue.settle import Settlement
 from shard.vocabulary import Answer, OrgId
 from shard.workflow import Callback
-from tests.pair import A, B, Died, Fate, Pair, deaths, mortal_mover, open_pair
-from tests.workflows import IGNORE, Flows, Graph, chain, fan_in, new_nodes, new_workflow, set_portion
+from shard.workflows import workflow_admin
+from tests.pair import A, B, Died, Fate, Pair, deaths, mortal_mover
+from tests.workflows import IGNORE, Graph, both, chain, fan_in, new_nodes, new_workflow, set_portion
 
 GRAPH: Graph = {"a": [], "b": [], "c": ["a"], "d": ["c", ("b", IGNORE)], "e": ["b"]}
-
-
-@pytest.fixture
-async def pair(fresh_dsn: str, spare_dsn: str) -> AsyncGenerator[Pair, None]:
-    async with open_pair(fresh_dsn, spare_dsn) as opened:
-        yield opened
-
-
-def both(pair: Pair, org: OrgId) -> tuple[Flows, Flows]:
-    source, target = Flows(pair.databases[A], org), Flows(pair.databases[B], org)
-    # Both know the names of the same nodes.
-    target.names = source.names
-    return source, target
 
 
 async def test_a_move_takes_whole_workflows_and_back(pair: Pair, org: OrgId) -> None:
@@ -220,18 +210,20 @@ async def test_an_addition_to_a_workflow_that_moves_away_meanwhile_is_sent_on(
     source, _ = both(pair, org)
     flow = await source.start({"a": []})
     await source.claim()
-    refuse, checks = getattr(source.admin, "_refuse_unowned"), 0  # noqa: B009
+    checks = 0
 
-    async def then_move(org: OrgId, epoch: int) -> None:
+    async def then_move(database: Database, callers: Sequence[tuple[OrgId, int]]) -> Mapping[int, NotOwned]:
         nonlocal checks
         checks += 1
-        await refuse(org, epoch)
-        mover = pair.mover(await pair.begin([org], target=B))
-        while (await pair.placement(org))[0] != (B,):
-            assert await mover.step()
+        refused = await find_refused(database, callers)
+        if checks == 1:
+            mover = pair.mover(await pair.begin([org], target=B))
+            while (await pair.placement(org))[0] != (B,):
+                assert await mover.step()
+        return refused
 
     # The workflow leaves the shard after the check that the shard owns the slot, and before the look at the workflow.
-    monkeypatch.setattr(source.admin, "_refuse_unowned", then_move)
+    monkeypatch.setattr(workflow_admin, "find_refused", then_move)
     with pytest.raises(NotOwned):
         await source.add(flow, "a", {"x": []})
     assert checks == 2

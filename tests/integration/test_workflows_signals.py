@@ -4,7 +4,7 @@ node, whatever happens to it."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import psycopg
 import pytest
@@ -17,9 +17,9 @@ from shard.vocabulary import Alteration, Answer, JobId, OrgId, QueueName
 from shard.workflow import Callback, NewWorkflow, NodeName, OnFailed, WorkflowId
 from tests.effort import luck_of, trials
 from tests.jobs import HOUR_US, QUEUE, job_id
-from tests.pair import A, B, Pair, open_pair
+from tests.pair import B, Pair
 from tests.timemachine import make_due
-from tests.workflows import CANCEL, IGNORE, RUN, SIGNAL_US, Flows, Graph, set_portion
+from tests.workflows import CANCEL, IGNORE, RUN, SIGNAL_US, Flows, Graph, both, set_portion
 
 CALLBACKS = {"won": Callback.SUCCESS, "lost": Callback.FAILURE, "over": Callback.END}
 # Somebody approves what "build" has made.
@@ -461,18 +461,6 @@ async def test_an_ordinary_job_keeps_its_expiry_when_it_is_altered(flows: Flows)
 
 
 # ── Moves ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.fixture
-async def pair(fresh_dsn: str, spare_dsn: str) -> AsyncGenerator[Pair, None]:
-    async with open_pair(fresh_dsn, spare_dsn) as opened:
-        yield opened
-
-
-def both(pair: Pair, org: OrgId) -> tuple[Flows, Flows]:
-    source, target = Flows(pair.databases[A], org), Flows(pair.databases[B], org)
-    target.names = source.names
-    return source, target
 
 
 async def test_a_move_takes_nodes_that_wait_along(pair: Pair, org: OrgId) -> None:

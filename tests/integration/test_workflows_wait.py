@@ -23,9 +23,9 @@ from tests.conftest import SHARD
 from tests.effort import luck_of, trials
 from tests.integration.test_workflows_calls import until_ended
 from tests.jobs import HOUR_US, lease_jobs
-from tests.pair import A, B, open_pair
+from tests.pair import B, Pair
 from tests.routers import Routers, running_routers, write_cluster
-from tests.workflows import CANCEL, IGNORE, RUN, Flows, Graph, new_nodes, set_portion
+from tests.workflows import CANCEL, IGNORE, RUN, Flows, Graph, both, new_nodes, set_portion
 
 CALLBACKS = {"won": Callback.SUCCESS, "lost": Callback.FAILURE, "over": Callback.END}
 luck = luck_of("jobs that wait")
@@ -473,51 +473,45 @@ async def test_an_ack_and_a_wait_of_the_same_job_never_block_each_other(two: lis
     assert outcomes - {"waits"}
 
 
-async def test_a_job_on_the_shard_that_its_org_leaves_waits_on_the_other_shard(
-    fresh_dsn: str, spare_dsn: str, org: OrgId
-) -> None:
-    async with open_pair(fresh_dsn, spare_dsn) as pair:
-        source, target = Flows(pair.databases[A], org), Flows(pair.databases[B], org)
-        target.names = source.names
-        flow = await source.start({"a": []}, callbacks={"over": Callback.END})
-        await source.claim()
-        move = await pair.begin([org], target=B)
-        mover = pair.mover(move)
-        while (await pair.placement(org))[0] != (B,):
-            assert await mover.step()
-        by = await source.admin.node_of(org, flow.id, source.leases["a"])
-        added = await target.admin.add(new_nodes(org, flow, {"x": []}, wait=CANCEL), adder=by, epoch=move.epoch)
-        target.names[added.jobs[0]] = "x"
-        assert added.waits
-        # The router gives the job back, because only the target can block it.
-        await source.store.settle(Settlement.release(org, [source.leases["a"]]))
-        await mover.finish()
-        assert await target.claim() == {"a", "x"}
-        assert (await target.add(flow, "a", {"x": []}, wait=CANCEL, epoch=move.epoch)).waits
-        await target.ack("x")
-        assert await target.run_all() == [{"a"}, {"over"}]
-        await pair.balance()
-        await target.check()
+async def test_a_job_on_the_shard_that_its_org_leaves_waits_on_the_other_shard(pair: Pair, org: OrgId) -> None:
+    source, target = both(pair, org)
+    flow = await source.start({"a": []}, callbacks={"over": Callback.END})
+    await source.claim()
+    move = await pair.begin([org], target=B)
+    mover = pair.mover(move)
+    while (await pair.placement(org))[0] != (B,):
+        assert await mover.step()
+    by = await source.admin.node_of(org, flow.id, source.leases["a"])
+    added = await target.admin.add(new_nodes(org, flow, {"x": []}, wait=CANCEL), adder=by, epoch=move.epoch)
+    target.names[added.jobs[0]] = "x"
+    assert added.waits
+    # The router gives the job back, because only the target can block it.
+    await source.store.settle(Settlement.release(org, [source.leases["a"]]))
+    await mover.finish()
+    assert await target.claim() == {"a", "x"}
+    assert (await target.add(flow, "a", {"x": []}, wait=CANCEL, epoch=move.epoch)).waits
+    await target.ack("x")
+    assert await target.run_all() == [{"a"}, {"over"}]
+    await pair.balance()
+    await target.check()
 
 
-async def test_a_move_takes_a_job_that_waits_along(fresh_dsn: str, spare_dsn: str, org: OrgId) -> None:
-    async with open_pair(fresh_dsn, spare_dsn) as pair:
-        source, target = Flows(pair.databases[A], org), Flows(pair.databases[B], org)
-        target.names = source.names
-        flow = await source.start({"a": []}, callbacks={"over": Callback.END})
-        await source.claim()
-        await source.add(flow, "a", {"x": [], "y": ["x"]}, wait=CANCEL)
-        await source.claim()
-        move = await pair.begin([org], target=B)
-        mover = pair.mover(move)
-        while (await pair.placement(org))[0] != (B,):
-            assert await mover.step()
-        await source.ack("x")
-        await mover.finish()
-        await target.sweep.sweep()
-        assert await target.run_all() == [{"y"}, {"a"}, {"over"}]
-        await pair.balance()
-        await target.check()
+async def test_a_move_takes_a_job_that_waits_along(pair: Pair, org: OrgId) -> None:
+    source, target = both(pair, org)
+    flow = await source.start({"a": []}, callbacks={"over": Callback.END})
+    await source.claim()
+    await source.add(flow, "a", {"x": [], "y": ["x"]}, wait=CANCEL)
+    await source.claim()
+    move = await pair.begin([org], target=B)
+    mover = pair.mover(move)
+    while (await pair.placement(org))[0] != (B,):
+        assert await mover.step()
+    await source.ack("x")
+    await mover.finish()
+    await target.sweep.sweep()
+    assert await target.run_all() == [{"y"}, {"a"}, {"over"}]
+    await pair.balance()
+    await target.check()
 
 
 # ── Through a router ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1749,7 +1749,7 @@ def test_a_wait_that_was_answered_ends_the_lease() -> None:
     assert found(changed(given, settles=[*given.history.settles, acked])) == []
     extended = settle(Verb.EXTEND, "j1", 11.5, lease=8)
     assert found(changed(given, settles=[*given.history.settles, extended])) == ["I2"]
-    # Nobody gave the job back.
+    # Without the wait, the job was not given back.
     added = replace(given.history.additions[0], wait=False, waits=False)
     assert found(changed(given, additions=[added])) == ["I2"]
 
