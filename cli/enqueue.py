@@ -12,7 +12,7 @@ import typer
 
 from cli import options, output, values
 from cli.exits import CommandFailed, ExitCode, RequestRefused
-from cli.input_file import opened
+from cli.input_file import opened, payload_of, refuse_two_payloads
 
 if TYPE_CHECKING:
     from cli.calls import Router
@@ -35,10 +35,7 @@ def enqueue(
             show_default=False,
         ),
     ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option("--file", metavar="FILE", show_default=False, help="Read the payload from a file."),
-    ] = None,
+    file: options.PayloadFile = None,
     lines: Annotated[
         bool,
         typer.Option("--lines", help="Store one job per line of --file or standard input; skips blank lines."),
@@ -181,7 +178,7 @@ def enqueue(
             (batch_id,) = values.job_ids([batch]) if batch else _new_ids(1)
             _enqueue_lines(router, org, pattern, _lines(file), batch_id, as_json=as_json)
         else:
-            pattern.template.payload = payload_of(payload, file)
+            pattern.template.payload = payload_of(payload, file, bytes_max=_PAYLOAD_BYTES_MAX, into="a job")
             (pattern.id,) = values.job_ids([job_id]) if job_id else _new_ids(1)
             try:
                 results = _store(router, org, [pattern], ids_given=job_id is not None)
@@ -324,26 +321,6 @@ def _known(result: queue_pb2.EnqueueResult) -> str:
     from cli.messages import state_name
 
     return f"{result.id} existed already" + (f" and is {state_name(result.state)}" if result.state else "")
-
-
-def refuse_two_payloads(text: str | None, file: Path | None) -> None:
-    if file is not None and text is not None:
-        raise typer.BadParameter("give the payload or --file, not both", param_hint="'PAYLOAD' / '--file'")
-
-
-def payload_of(
-    text: str | None, file: Path | None, *, bytes_max: int = _PAYLOAD_BYTES_MAX, into: str = "a job"
-) -> bytes:
-    """Returns the payload that a command was given. Raises BadParameter if it does not fit."""
-    if file is not None:
-        payload = opened(file, lambda: file.read_bytes())
-    else:
-        payload = sys.stdin.buffer.read() if text == "-" else (text or "").encode(errors="surrogateescape")
-    if len(payload) > bytes_max:
-        raise typer.BadParameter(
-            f"it has {len(payload):,} bytes; at most {bytes_max:,} fit into {into}", param_hint="'PAYLOAD'"
-        )
-    return payload
 
 
 def _lines(file: Path | None) -> Iterator[bytes]:

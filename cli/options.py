@@ -135,6 +135,10 @@ Listen: TypeAlias = Annotated[
         help="The address that the routers listen on.",
     ),
 ]
+PayloadFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--file", metavar="FILE", show_default=False, help="Read the payload from a file."),
+]
 Delay: TypeAlias = Annotated[
     timedelta | None,
     typer.Option(

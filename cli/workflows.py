@@ -13,6 +13,7 @@ import typer
 
 from cli import options, output, values
 from cli.exits import RequestRefused
+from cli.input_file import payload_of, refuse_two_payloads
 from cli.layout import App
 from cli.output import Column
 
@@ -247,10 +248,7 @@ def signal(
             show_default=False,
         ),
     ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option("--file", metavar="FILE", show_default=False, help="Read the payload from a file."),
-    ] = None,
+    file: options.PayloadFile = None,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
@@ -263,7 +261,6 @@ def signal(
     Exit code 5: the node waits for no signal, or has ended without one.
     """
     from cli.calls import connect
-    from cli.enqueue import payload_of, refuse_two_payloads
     from windrow.v1 import workflows_pb2
 
     refuse_two_payloads(payload, file)

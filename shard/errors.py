@@ -31,6 +31,7 @@ ShardError
 ├── NotSignalled          nothing to do: the node takes no signal, or no longer takes one
 ├── WorkflowEnded         start another workflow
 ├── LeaseEnded            nothing to do: another consumer may have the job, or nobody will run it any more
+├── NodeMayWaitForJob     wait for this node later, or not at all: it waits for a node that may wait for the job
 ├── NodeExists            give the new node another name
 ├── TooManyNodes          start another workflow, or let one job do the work of several
 ├── NotRetryable          retry another workflow, or start a new one

@@ -73,6 +73,12 @@ class JobRecord(NamedTuple):
     # checkpoint are missing.
     whole: bool = True
 
+    @property
+    def may_await_signal(self) -> bool:
+        """Whether it is the released job of a node that waits for a signal, as {{awaits_signal}} says
+        (shard/postgres/sql_loader.py)."""
+        return self.workflow_node is not None and self.expires_at == self.run_at
+
     def attempts(self) -> list[Attempt]:
         """Returns the ended attempts, oldest first. The latest attempt may not be in the history: an ack adds no entry
         for an attempt that logged nothing, and only the next claim adds an entry for an expired lease. The attempt is

@@ -133,7 +133,7 @@ def _too_early(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
     ]
     for name, call in ends:
         ended_s[name] = min(call.began_s, ended_s.get(name, call.began_s))
-    # Nobody knows when the lease of the last attempt expired.
+    # The time at which the lease of the last attempt expired is not known.
     names_of = {delivery.lease.job: delivery.payload_job for delivery in history.deliveries}
     failed = {job for flow in evidence.flows for job, state in flow.nodes.items() if state == "failed"}
     for row in evidence.rows:

@@ -80,7 +80,8 @@ def of_job(facts: JobFacts, shard: ShardName, around: Surroundings) -> admin_pb2
         found = [_on_its_way(shard, around), *([_dead(record)] if state is JobState.DEAD else [])]
     elif facts.live is not None:
         state = _state(facts.live)
-        if _awaits_signal(record, facts.signal):
+        # Without these facts, the workflow is on another shard.
+        if record.may_await_signal and (facts.signal is None or facts.signal.is_signal):
             found = _signal(record, facts.live, facts.signal, around)
         else:
             found, runs_at = _of_live(record, facts.live, facts.group, facts.quarantine, around)
@@ -244,13 +245,6 @@ def _blocked(record: JobRecord, blocked: BlockedFacts | None) -> Cause:
         message.waits_for.extend(blocked.waits_for or ())
         message.left, message.at_least = min(blocked.left, COUNTED_MAX), blocked.left > COUNTED_MAX
     return Cause(blocked=message)
-
-
-def _awaits_signal(record: JobRecord, node: BlockedFacts | None) -> bool:
-    """Returns whether a live job waits for a signal ({{awaits_signal}} in shard/postgres/sql_loader.py). `node` None:
-    its workflow is on another shard."""
-    expires_when_due = record.workflow_node is not None and record.expires_at == record.run_at
-    return expires_when_due and (node is None or node.is_signal)
 
 
 def _signal(record: JobRecord, live: LiveFacts, node: BlockedFacts | None, around: Surroundings) -> list[Cause]:

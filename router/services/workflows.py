@@ -22,7 +22,7 @@ from shard.placement.slots import Placement
 from shard.queue.settle import Settlement, Snooze
 from shard.vocabulary import Answer, JobId, Lease, OrgId
 from shard.workflow import AddedNodes, NewNodes, NewWorkflow, NodeName, NodeOf, WorkflowId
-from shard.workflows.workflow_admin import SKIPPED, UNSIGNALLED, parents_from, parents_token
+from shard.workflows.workflow_admin import SKIPPED, UNSIGNALLED, WAITS, parents_from, parents_token
 from windrow.v1 import workflows_pb2
 
 _PAGE_DEFAULT = 100
@@ -124,7 +124,7 @@ class WorkflowsService:
                 charge.refund()
         if added.waits and holder is not None and holder is not member:
             # The job cannot wait on the shard that it leaves. It runs again on the other shard, and waits there.
-            snooze = Snooze(lease, _AWAY_US, "waits for nodes that it has added")
+            snooze = Snooze(lease, _AWAY_US, WAITS)
             await holder.require_up().store.settle(Settlement.snooze(nodes.jobs.org, [snooze]))
         return added
 

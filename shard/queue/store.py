@@ -564,8 +564,7 @@ class Store:
                 of = NodeOf.parse(record.workflow_node)
                 return JobFacts(record, blocked=await explain.read_blocked(self._database, org, of))
             signal: BlockedFacts | None = None
-            if record.workflow_node is not None and record.expires_at == record.run_at:
-                # A job that waits for a signal, as {{awaits_signal}} says.
+            if record.may_await_signal and record.workflow_node is not None:
                 signal = await explain.read_blocked(self._database, org, NodeOf.parse(record.workflow_node))
             floors = self._late_floors(org, record.queue)
             live, departing = await explain.read_live(self._database, org, record.queue, job_id, floors=floors)

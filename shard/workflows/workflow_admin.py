@@ -74,8 +74,8 @@ SKIPPED = "its node was skipped"
 # Why a node whose job was cancelled takes no signal.
 UNSIGNALLED = "no signal came in time, or it was cancelled"
 _LAST_ID = WorkflowId("ffffffff-ffff-7fff-bfff-ffffffffffff")
-# Job.history of a job that waits for nodes.
-_WAITS = Failure(message="waits for nodes that it has added").to_json()
+# Why the history of a job that waits for nodes says that the job was given back.
+WAITS = "waits for nodes that it has added"
 # Upper bound for the edges of all nodes of one page.
 _PAGE_EDGES_MAX = 20_000
 
@@ -383,7 +383,7 @@ class WorkflowAdmin:
             "org_id": locked.org_id,
             "job": from_hex(lease.job_hex),
             "lease": lease.number,
-            "failure": _WAITS,
+            "failure": Failure(message=WAITS).to_json(),
         }
         rows = await locked.connection.run(statements.WAIT_FOR_NODES, parameters)
         if not rows:
