@@ -334,8 +334,12 @@ class OrgPool:
             if result.jobs:
                 self._deliver(member, request, result, permit)
             is_short = len(result.jobs) < wanted and not result.cut
-            if in_flight is not None and is_short and await member.room.hold_if_full(request.org, queues, in_flight):
-                request.queues.difference_update(queues)
+            if in_flight is not None and is_short:
+                if await member.room.hold_if_full(request.org, queues, in_flight):
+                    request.queues.difference_update(queues)
+                else:
+                    # Another request of the org may have found these queues full before, and have taken them out.
+                    request.queues.update(queues)
             is_more = is_more or result.cut or len(result.jobs) == wanted < room
         return is_more or request.got == request.jobs
 

@@ -13,7 +13,7 @@ import asyncio
 import heapq
 import logging
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shard.errors import ShardError
 from shard.queue.queue_walk import Found, name_id_of
@@ -97,8 +97,8 @@ class ReadyOrgs:
 
     def walk_again(self) -> None:
         """Hints may have been lost: walks over all queues from the beginning."""
-        for name in self._names.values():
-            name.after, name.walked = None, False
+        # New objects, because a step that runs now sets the fields of the old ones when it ends.
+        self._names = {queue: replace(name, after=None, walked=False) for queue, name in self._names.items()}
         self._find_names = bool(self._names)
         self._others.clear()
         if self._names:

@@ -214,7 +214,8 @@ class WaitRoom:
                     self._full.pop(key, None)
                 elif (awaited := self._queues.get(key)) is not None:
                     awaited.backlog = True
-        return is_full
+        # Meanwhile a lease may have ended, or another caller may have found room. Neither wakes a consumer again.
+        return is_full and all(key in self._full for key in keys)
 
     def is_full(self, org: OrgId, queue: QueueName) -> bool:
         """Returns whether a limit of jobs in flight holds the jobs of this queue back."""
