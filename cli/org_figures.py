@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _PAGE_MAX = 1000
 SORT_HELP = "Largest first; backlog is ready and scheduled, in-flight is leased, rate is in and out."
-_COUNTS = ("ready", "scheduled", "leased", "dead")
+_COUNTS = ("scheduled", "ready", "leased", "dead")
 
 
 class Sort(enum.StrEnum):

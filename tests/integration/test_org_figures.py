@@ -254,7 +254,7 @@ def test_the_command_lists_them(cluster: tuple[Stubs, str]) -> None:
     done = windrow("orgs", "list", "--limit", "2", "--max-age", "0s", "--address", address)
     assert (done.code, [line.split()[:3] for line in done.lines]) == (
         0,
-        [["org", "ready", "scheduled"], ["org-19", "20", "0"], ["org-18", "19", "0"]],
+        [["org", "scheduled", "ready"], ["org-19", "0", "20"], ["org-18", "0", "19"]],
     )
     assert "there are more orgs" in done.err
     (one,) = windrow("orgs", "list", "--search", "ORG-07", "--json", "--address", address).documents
