@@ -24,6 +24,8 @@ from shard.workflow import (
     job_id_of,
     node_state,
 )
+from shard.workflows.additions import NodeAdder
+from shard.workflows.calls import WorkflowCalls
 from shard.workflows.sweep import WorkflowSweep
 from shard.workflows.workflow_admin import WorkflowAdmin
 from tests.jobs import HOUR_US, QUEUE, job_id, lease_jobs, some_jobs
@@ -110,7 +112,9 @@ class Flows:
         self.org = org
         self.store = store or Store(database)
         self.sweep = WorkflowSweep(database, self.store)
-        self.admin = WorkflowAdmin(database, self.store, self.sweep)
+        calls = WorkflowCalls(database, self.store)
+        self.admin = WorkflowAdmin(database, self.store, calls, self.sweep)
+        self.adder = NodeAdder(database, self.store, calls)
         # For each job the name of its node, and for each added node its job.
         self.names: dict[str, str] = {}
         self.added: dict[tuple[WorkflowId, str], JobId] = {}
@@ -128,7 +132,7 @@ class Flows:
         """Adds nodes from the job of the node with this name, or with this lease."""
         nodes = new_nodes(self.org, flow, graph, **fields)  # type: ignore[arg-type]
         lease = self.leases[adder] if isinstance(adder, str) else adder
-        added = await self.admin.add(nodes, adder=lease, epoch=epoch)
+        added = await self.adder.add(nodes, adder=lease, epoch=epoch)
         self.names |= dict(zip(added.jobs, graph, strict=True))
         self.added |= {(flow.id, name): job for job, name in zip(added.jobs, graph, strict=True)}
         return added

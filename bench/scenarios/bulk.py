@@ -116,9 +116,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
                         claims = await _claims(plan, queue, other)
                     took_s = time.perf_counter() - began_s
                     cancelled = await asyncio.to_thread(_cancelled, dsn, large) - before
-                    samples.append(
-                        Sample(round=turn, beside=beside, claims=claims, cancelled=cancelled, took_s=took_s)
-                    )
+                    samples.append(Sample(round=turn, beside=beside, claims=claims, cancelled=cancelled, took_s=took_s))
                     ordered = sorted(claims)
                     which = "beside the cancel" if beside else "undisturbed"
                     bench.say(

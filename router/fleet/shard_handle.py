@@ -33,6 +33,8 @@ from shard.queue.store import Store
 from shard.schedules.due_schedules import DueSchedules
 from shard.schedules.schedule_admin import ScheduleAdmin
 from shard.vocabulary import OrgId, ShardName
+from shard.workflows.additions import NodeAdder
+from shard.workflows.calls import WorkflowCalls
 from shard.workflows.sweep import Left, WorkflowSweep
 from shard.workflows.workflow_admin import WorkflowAdmin
 
@@ -138,7 +140,9 @@ class ShardHandle:
 
         self.schedule_admin = ScheduleAdmin(self._admin_database, self.store, schedule_changed)
         self._workflow_sweep: WorkflowSweep = WorkflowSweep(self._queue_database, self.store)
-        self.workflows = WorkflowAdmin(self._queue_database, self.store, self._workflow_sweep)
+        workflow_calls = WorkflowCalls(self._queue_database, self.store)
+        self.workflows = WorkflowAdmin(self._queue_database, self.store, workflow_calls, self._workflow_sweep)
+        self.node_adder = NodeAdder(self._queue_database, self.store, workflow_calls)
         self.ends: EndWaits = EndWaits(self.store, self._doorbell)
         self._keeping: asyncio.Task[None] | None = None
         # The task that switches to the entry's new DSN.

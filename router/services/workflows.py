@@ -22,7 +22,9 @@ from shard.placement.slots import Placement
 from shard.queue.settle import Settlement, Snooze
 from shard.vocabulary import Answer, JobId, Lease, OrgId
 from shard.workflow import AddedNodes, NewNodes, NewWorkflow, NodeName, NodeOf, WorkflowId
-from shard.workflows.workflow_admin import SKIPPED, UNSIGNALLED, WAITS, parents_from, parents_token
+from shard.workflows.additions import WAITS
+from shard.workflows.page_tokens import parents_from, parents_token
+from shard.workflows.workflow_admin import SKIPPED, UNSIGNALLED
 from windrow.v1 import workflows_pb2
 
 _PAGE_DEFAULT = 100
@@ -114,12 +116,12 @@ class WorkflowsService:
         holder = self._fleet.by_tag(tag)
         if holder is not None and holder is not member:
             # The org has moved since the job was leased, and leased jobs stay where they are.
-            adder = await holder.require_up().workflows.node_of(nodes.jobs.org, nodes.workflow, lease)
+            adder = await holder.require_up().node_adder.node_of(nodes.jobs.org, nodes.workflow, lease)
         # Nodes that were added before cost nothing.
-        new = nodes.jobs.only(await member.workflows.unknown(nodes))
+        new = nodes.jobs.only(await member.node_adder.unknown(nodes))
         charge = await self._fleet.limits.charge(member.store, new, independent=False)
         with charge:
-            added = await member.workflows.add(nodes, adder=adder, epoch=placement.epoch)
+            added = await member.node_adder.add(nodes, adder=adder, epoch=placement.epoch)
             if not added.stored:
                 charge.refund()
         if added.waits and holder is not None and holder is not member:

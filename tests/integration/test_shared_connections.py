@@ -16,6 +16,7 @@ from shard.postgres.pool import Database
 from shard.queue.store import Store
 from shard.vocabulary import OrgId
 from shard.workflow import WorkflowId
+from shard.workflows.calls import WorkflowCalls
 from shard.workflows.sweep import WorkflowSweep
 from shard.workflows.workflow_admin import WorkflowAdmin
 from tests.conftest import SHARD
@@ -91,7 +92,7 @@ async def test_changes_of_unknown_workflows_need_no_more_connections_than_they_h
     database = Database(SHARD, fresh_dsn, connections=3)
     await database.open()
     store, workflow = Store(database), WorkflowId(job_id())
-    workflows = WorkflowAdmin(database, store, WorkflowSweep(database, store))
+    workflows = WorkflowAdmin(database, store, WorkflowCalls(database, store), WorkflowSweep(database, store))
     try:
         async with await psycopg.AsyncConnection.connect(fresh_dsn) as holder:
             await holder.execute(

@@ -15,7 +15,7 @@ from shard.queue.enqueue import find_refused
 from shard.queue.settle import Settlement
 from shard.vocabulary import Answer, OrgId
 from shard.workflow import Callback
-from shard.workflows import workflow_admin
+from shard.workflows import calls
 from tests.pair import A, B, Died, Fate, Pair, deaths, mortal_mover
 from tests.workflows import IGNORE, Graph, both, chain, fan_in, new_nodes, new_workflow, set_portion
 
@@ -111,15 +111,15 @@ async def test_a_job_on_the_source_adds_nodes_on_the_target(pair: Pair, org: Org
         await target.add(flow, source.leases["a"], {"x": []}, epoch=move.epoch)
     with pytest.raises(NotOwned):
         await source.add(flow, "a", {"x": []})
-    by = await source.admin.node_of(org, flow.id, source.leases["a"])
-    again = await target.admin.add(new_nodes(org, flow, {"w": ["a"]}), adder=by, epoch=move.epoch)
+    by = await source.adder.node_of(org, flow.id, source.leases["a"])
+    again = await target.adder.add(new_nodes(org, flow, {"w": ["a"]}), adder=by, epoch=move.epoch)
     assert again.stored == 0
-    added = await target.admin.add(new_nodes(org, flow, {"x": ["a", "w"]}), adder=by, epoch=move.epoch)
+    added = await target.adder.add(new_nodes(org, flow, {"x": ["a", "w"]}), adder=by, epoch=move.epoch)
     target.names[added.jobs[0]] = "x"
     acked = source.leases["a"]
     await source.ack("a", "b")
     with pytest.raises(LeaseEnded):
-        await source.admin.node_of(org, flow.id, acked)
+        await source.adder.node_of(org, flow.id, acked)
     await mover.finish()
     await target.sweep.sweep()
     assert await target.run_all() == [{"w"}, {"x"}, {"over"}]
@@ -223,7 +223,7 @@ async def test_an_addition_to_a_workflow_that_moves_away_meanwhile_is_sent_on(
         return refused
 
     # The workflow leaves the shard after the check that the shard owns the slot, and before the look at the workflow.
-    monkeypatch.setattr(workflow_admin, "find_refused", then_move)
+    monkeypatch.setattr(calls, "find_refused", then_move)
     with pytest.raises(NotOwned):
         await source.add(flow, "a", {"x": []})
     assert checks == 2

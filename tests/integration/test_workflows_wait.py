@@ -481,8 +481,8 @@ async def test_a_job_on_the_shard_that_its_org_leaves_waits_on_the_other_shard(p
     mover = pair.mover(move)
     while (await pair.placement(org))[0] != (B,):
         assert await mover.step()
-    by = await source.admin.node_of(org, flow.id, source.leases["a"])
-    added = await target.admin.add(new_nodes(org, flow, {"x": []}, wait=CANCEL), adder=by, epoch=move.epoch)
+    by = await source.adder.node_of(org, flow.id, source.leases["a"])
+    added = await target.adder.add(new_nodes(org, flow, {"x": []}, wait=CANCEL), adder=by, epoch=move.epoch)
     target.names[added.jobs[0]] = "x"
     assert added.waits
     # The router gives the job back, because only the target can block it.
