@@ -155,7 +155,7 @@ def list_workflows(
     if as_json:
         output.say_json(map(_json, found))
     elif not found:
-        output.note(f"org {org!r} has no such workflows")
+        output.note(f"org {org!r} has no {'workflows' if state is None else f'{state.value} workflows'}")
     else:
         columns = [Column(title="workflow"), Column(title="name"), Column(title="state", coloured=True)]
         columns += [Column(title="nodes", right=True), Column(title="started"), Column(title="ended")]
