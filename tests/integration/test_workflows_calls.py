@@ -369,6 +369,7 @@ async def test_a_dequeued_job_adds_nodes_by_the_client_until_its_lease_has_ended
 ) -> None:
     flow = windrow.Workflow()
     flow.job("q", "k")
+    flow.on_end("q", "tell")
     await client.start(flow)
     (job,) = await client.dequeue("q")
     assert job.workflow is not None
@@ -390,6 +391,10 @@ async def test_a_dequeued_job_adds_nodes_by_the_client_until_its_lease_has_ended
     nobody.job("q", "k", name="y", after="nobody")
     with pytest.raises(windrow.NotFound, match="has no node 'nobody'"):
         await client.add_nodes(job, nobody)
+    after_callback = windrow.Nodes()
+    after_callback.job("q", "k", name="y", after="tell")
+    with pytest.raises(windrow.NotFound, match="'tell' that a node can wait for: it is a callback"):
+        await client.add_nodes(job, after_callback)
     await client.ack(job)
     late = windrow.Nodes()
     late.job("q", "k", name="late")
