@@ -51,7 +51,7 @@ def read(file: Path | None, workflow_id: str) -> Workflow:
     content = sys.stdin.buffer.read() if file is None else opened(file, lambda: file.read_bytes(), hint="FILE")
     try:
         document = _parsed(content)
-        fields = _given(document, {"name": _text, "nodes": _array}, "nodes")
+        fields = _given(document, {"name": _text, "nodes": _array}, "nodes", what="a workflow")
         flow = Workflow(fields.get("name", ""), id=workflow_id)
     except _Fault as fault:
         raise _failed(file, str(fault)) from fault
@@ -109,7 +109,7 @@ def _parsed(content: bytes) -> Any:
 def _add(flow: Workflow, document: Any) -> Node:
     """Adds a node of the file. Raises _Fault."""
     is_signal = isinstance(document, dict) and bool(cast("dict[str, Any]", document).get("signal"))
-    node = _given(document, _RULES, "queue", "timeout" if is_signal else "kind", closed=True)
+    node = _given(document, _RULES, "queue", "timeout" if is_signal else "kind", what="a node")
     for name in _NOT_OF_SIGNALS if is_signal else ("timeout",):
         if name in node:
             what = "a node that waits for a signal has none" if is_signal else "only a node with signal has one"
@@ -140,14 +140,14 @@ def _after(added: Node, node: Mapping[str, Any]) -> Node:
     return added.after(*node.get("after", []), on_failed=FailurePolicy(node.get("on_failed", "cancel")))
 
 
-def _given(document: Any, rules: Mapping[str, _Rule], *required: str, closed: bool = False) -> dict[str, Any]:
-    """Returns the fields that an object has, after checking them. A field that is null counts as absent. `closed`: the
-    object must have no other fields. Raises _Fault."""
+def _given(document: Any, rules: Mapping[str, _Rule], *required: str, what: str) -> dict[str, Any]:
+    """Returns the fields that an object has, after checking them. A field that is null counts as absent. `what`: the
+    kind of object. Raises _Fault, also if the object has other fields."""
     if not isinstance(document, dict):
         raise _Fault(f"must be an object with {' and '.join(map(_shown, required))}, not {_shown(document)}")
     fields = cast("dict[str, Any]", document)
-    if closed and (unknown := sorted(set(fields) - {*rules})):
-        raise _Fault(f"{_shown(unknown[0])}: is no field of a node: those are {', '.join(rules)}")
+    if unknown := sorted(set(fields) - {*rules}):
+        raise _Fault(f"{_shown(unknown[0])}: is no field of {what}: those are {', '.join(rules)}")
     given = {name: value for name, value in fields.items() if name in rules and value is not None}
     for name in required:
         if name not in given:

@@ -155,7 +155,7 @@ def list_workflows(
     if as_json:
         output.say_json(map(_json, found))
     elif not found:
-        output.note(f"org {org!r} has no such workflows")
+        output.note(f"org {org!r} has no {'workflows' if state is None else f'{state.value} workflows'}")
     else:
         columns = [Column(title="workflow"), Column(title="name"), Column(title="state", coloured=True)]
         columns += [Column(title="nodes", right=True), Column(title="started"), Column(title="ended")]
@@ -479,11 +479,16 @@ def _drawn(nodes: Sequence[workflows_pb2.NodeInfo]) -> Iterator[list[str]]:
         at += len(alike)
         indent = "  " * levels[node.name] + ("└ " if levels[node.name] else "")
         more = f" … {alike[-1].name} ({len(alike):,} nodes)" if len(alike) > 1 else ""
-        name = f"signal: {node.name}" if node.signal else node.name
-        yield [f"{indent}{name}{more}", _node_state(node), _after(node), "" if more else node.job_id]
+        yield [f"{indent}{_title(node)}{more}", _node_state(node), _after(node), "" if more else node.job_id]
     for node in nodes:
         if node.callback:
-            yield [f"{_callback(node)}: {node.name}", _node_state(node), "", node.job_id]
+            yield [_title(node), _node_state(node), "", node.job_id]
+
+
+def _title(node: workflows_pb2.NodeInfo) -> str:
+    """Returns a node's name, after what the node is if it is no ordinary one."""
+    what = _callback(node) or ("signal" if node.signal else None)
+    return node.name if what is None else f"{what}: {node.name}"
 
 
 def _sort(node: workflows_pb2.NodeInfo, levels: Mapping[str, int]) -> tuple[object, ...]:
@@ -501,7 +506,7 @@ def _mermaid(nodes: Sequence[workflows_pb2.NodeInfo]) -> Iterator[str]:
     numbers = {node.name: node.number for node in nodes}
     yield "flowchart TD"
     for node in nodes:
-        label = f"{_mermaid_text(node.name)}<br/>{_node_state(node)}"
+        label = f"{_mermaid_text(_title(node))}<br/>{_node_state(node)}"
         shape = f'(["{label}"])' if node.callback else f'{{{{"{label}"}}}}' if node.signal else f'["{label}"]'
         yield f"    n{node.number}{shape}"
     for node in nodes:
@@ -520,7 +525,7 @@ def _dot(nodes: Sequence[workflows_pb2.NodeInfo]) -> Iterator[str]:
     numbers = {node.name: node.number for node in nodes}
     yield "digraph workflow {"
     for node in nodes:
-        label = json.dumps(f"{node.name}\n{_node_state(node)}", ensure_ascii=False)
+        label = json.dumps(f"{_title(node)}\n{_node_state(node)}", ensure_ascii=False)
         shape = "ellipse" if node.callback else "hexagon" if node.signal else "box"
         yield f"    n{node.number} [label={label}, shape={shape}];"
     for node in nodes:

@@ -283,8 +283,11 @@ class WorkflowExists(ShardError):
 
 
 class UnknownNode(ShardError):
-    def __init__(self, org: OrgId, workflow: str, node: str) -> None:
-        super().__init__(f"workflow {workflow} of org {org!r} has no node {node!r}")
+    """`is_callback`: the workflow has a callback of this name, for which no node can wait."""
+
+    def __init__(self, org: OrgId, workflow: str, node: str, *, is_callback: bool = False) -> None:
+        ending = " that a node can wait for: it is a callback, which runs after the workflow" if is_callback else ""
+        super().__init__(f"workflow {workflow} of org {org!r} has no node {node!r}{ending}")
 
 
 class NodeEnded(ShardError):

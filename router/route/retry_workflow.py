@@ -51,7 +51,9 @@ async def retry_of(
     does not answer."""
     record = await workflows.get(org, old)
     if WorkflowState(record.state) not in _RETRYABLE:
-        raise NotRetryable(old, "it has succeeded" if record.ended_at is not None else "it runs")
+        raise NotRetryable(
+            old, "it has succeeded" if record.ended_at is not None else "it still runs: wait for its end, or cancel it"
+        )
     nodes = await _nodes(workflows, org, old)
     ended = [_as_ended(node) for node in nodes if node.state in _DONE and node.callback is None]
     again = [node for node in nodes if node.callback is not None or node.state not in _DONE]

@@ -286,7 +286,7 @@ class NodeAdder:
         for number, at in zip(numbers, new, strict=True):
             for parent, policy in nodes.after.get(at, ()):
                 if parent not in known or known[parent].is_callback:
-                    raise UnknownNode(org, workflow, parent)
+                    raise UnknownNode(org, workflow, parent, is_callback=parent in known)
                 edges.append(Edge(number, known[parent].number, policy))
         edges.sort()
         ended = {node.number for node in known.values() if node.has_ended}

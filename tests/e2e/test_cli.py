@@ -1207,6 +1207,11 @@ def test_a_node_that_waits_for_an_unknown_one_is_named_with_its_file(windrow: Wi
     assert f"{flow}: node 'clean': after: names no node of the workflow: 'laod'" in done.err
 
 
+def test_an_org_without_workflows_is_told_so_with_the_state_that_was_asked_for(windrow: Windrow) -> None:
+    assert windrow("workflows", "list", "nobody").err == "org 'nobody' has no workflows\n"
+    assert windrow("workflows", "list", "nobody", "--state", "failed").err == "org 'nobody' has no failed workflows\n"
+
+
 def test_a_node_that_waits_for_a_signal_is_drawn_and_gets_it(windrow: Windrow, tmp_path: Path) -> None:
     flow = tmp_path / "flow.json"
     waits = {"name": "approved", "signal": True, "queue": "q", "timeout": "3d"}
@@ -1215,7 +1220,8 @@ def test_a_node_that_waits_for_a_signal_is_drawn_and_gets_it(windrow: Windrow, t
     shown = windrow("workflows", "show", "signalled", started).out
     assert re.search(r"signal: approved +released", shown)
     assert (
-        'n0{{"approved<br/>released"}}' in windrow("workflows", "show", "signalled", started, "--format", "mermaid").out
+        'n0{{"signal: approved<br/>released"}}'
+        in windrow("workflows", "show", "signalled", started, "--format", "mermaid").out
     )
     assert "shape=hexagon" in windrow("workflows", "show", "signalled", started, "--format", "dot").out
     (document,) = windrow("workflows", "show", "signalled", started, "--json").documents

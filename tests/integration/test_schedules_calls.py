@@ -313,6 +313,20 @@ async def test_what_is_put_twice_is_changed_once_and_only_if_it_differs(client: 
     assert (put.schedule.note, put.paused, put.created_at) == ("b", True, made[0].created_at)
 
 
+async def test_a_declared_schedule_that_is_refused_is_named(client: windrow.Client) -> None:
+    worker = windrow.Worker(client, "mail", declares_as="app")
+
+    @worker.every("0 0 1 1 *")
+    async def good(_: windrow.Job) -> None: ...
+
+    @worker.every("61 0 1 1 *")
+    async def bad(_: windrow.Job) -> None: ...
+
+    with pytest.raises(windrow.InvalidRequest, match=r"spec\.cron: its field 1") as refused:
+        await asyncio.wait_for(worker.run(), PATIENCE_S)
+    assert refused.value.__notes__[0] == "This is about the schedule 'bad'."
+
+
 async def test_a_worker_declares_its_schedules_and_names_those_that_it_no_longer_declares(
     client: windrow.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

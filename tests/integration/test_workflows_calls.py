@@ -119,6 +119,57 @@ async def test_a_bad_graph_is_refused_with_its_fault(client: windrow.Client) -> 
     assert await client.list_workflows() == []
 
 
+async def test_a_node_that_cannot_be_sent_is_named_by_its_place_in_the_workflow(client: windrow.Client) -> None:
+    flow = windrow.Workflow()
+    flow.job("q", "k")
+    flow.job("q", "k", priority=0)
+    with pytest.raises(windrow.InvalidJob, match=r"^nodes\[1\]\.job\.template\.priority: must be 1 to 9") as refused:
+        await client.start(flow)
+    assert [violation.field for violation in refused.value.violations] == ["nodes[1].job.template.priority"]
+    with pytest.raises(windrow.InvalidRequest, match=r"^timeout: '3d' is neither"):
+        flow.signal("approved", "q", timeout="3d")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    wrong = windrow.Workflow()
+    wrong.job("q", "k", after="k", on_failed="ignore")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    with pytest.raises(windrow.InvalidRequest, match=r"must be windrow\.CANCEL, IGNORE or RUN_ANYWAY, not 'ignore'"):
+        await client.start(wrong)
+    assert await client.list_workflows() == []
+
+
+async def test_a_node_of_another_workflow_is_refused_although_a_node_here_has_its_name(client: windrow.Client) -> None:
+    other, flow = windrow.Workflow("other"), windrow.Workflow("flow")
+    there, _ = other.job("q", "fetch"), flow.job("q", "fetch")
+    with pytest.raises(
+        windrow.InvalidRequest, match="after: node 'fetch' is of another Workflow or Nodes than node 'k'"
+    ):
+        flow.job("q", "k", after=there)
+    first, second = windrow.Nodes(), windrow.Nodes()
+    with pytest.raises(windrow.InvalidRequest, match="give its name"):
+        second.job("q", "k", after=[first.job("q", "fetch")])
+
+
+async def test_only_a_leased_job_of_a_workflow_adds_nodes_and_is_told_so(client: windrow.Client) -> None:
+    flow = windrow.Workflow()
+    flow.job("q", "k", name="last", after=flow.job("q", "k", name="first"))
+    started = await client.start(flow)
+    (record,) = (await client.get_jobs([started.job_ids["last"]])).values()
+    nodes = windrow.Nodes()
+    node = nodes.job("q", "k")
+    for call in (client.add_nodes, client.wait_for):
+        with pytest.raises(windrow.InvalidRequest, match=r"job: must be the Job that .* got, not a JobRecord"):
+            await call(record, nodes)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    # Anybody may read the results.
+    assert [parent.name for parent in await client.parents(record)] == ["first"]
+    (job,) = await client.dequeue("q")
+    for call in (client.add_nodes, client.wait_for):
+        with pytest.raises(windrow.InvalidRequest, match=r"nodes: must be a windrow\.Nodes, not a list"):
+            await call(job, [node])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    await client.enqueue("alone", "k")
+    (alone,) = await client.dequeue("alone")
+    with pytest.raises(windrow.InvalidRequest, match=f"job: {alone.id} is in no workflow: start it as"):
+        await client.wait_for(alone, nodes)
+    assert len(await client.list_nodes(started.id)) == 2
+
+
 async def test_a_blocked_job_says_what_it_waits_for(client: windrow.Client) -> None:
     flow = windrow.Workflow()
     parents = [flow.job("q", "k", name=f"p{number}") for number in range(12)]
@@ -286,7 +337,7 @@ async def test_a_def_handler_that_would_add_nodes_in_vain_is_told_so(client: win
     await until_ended(client, started.id)
     running.cancel()
     await asyncio.wait({running})
-    assert told == ["only an async handler of a Worker can add nodes here: use add_nodes of a client"]
+    assert told == ["only an async handler of a Worker can do this by job.workflow: use add_nodes of a client"]
 
 
 async def test_a_worker_leaves_no_job_of_a_workflow_to_the_garbage_collector(client: windrow.Client) -> None:
@@ -318,6 +369,7 @@ async def test_a_dequeued_job_adds_nodes_by_the_client_until_its_lease_has_ended
 ) -> None:
     flow = windrow.Workflow()
     flow.job("q", "k")
+    flow.on_end("q", "tell")
     await client.start(flow)
     (job,) = await client.dequeue("q")
     assert job.workflow is not None
@@ -339,6 +391,10 @@ async def test_a_dequeued_job_adds_nodes_by_the_client_until_its_lease_has_ended
     nobody.job("q", "k", name="y", after="nobody")
     with pytest.raises(windrow.NotFound, match="has no node 'nobody'"):
         await client.add_nodes(job, nobody)
+    after_callback = windrow.Nodes()
+    after_callback.job("q", "k", name="y", after="tell")
+    with pytest.raises(windrow.NotFound, match="'tell' that a node can wait for: it is a callback"):
+        await client.add_nodes(job, after_callback)
     await client.ack(job)
     late = windrow.Nodes()
     late.job("q", "k", name="late")

@@ -80,7 +80,7 @@ async def failed(client: windrow.Client, dies: Sequence[str] = ("b",)) -> windro
 
 async def test_a_workflow_that_runs_or_has_succeeded_is_refused(client: windrow.Client) -> None:
     started = await client.start(diamond())
-    with pytest.raises(windrow.FailedPrecondition, match="cannot be retried: it runs"):
+    with pytest.raises(windrow.FailedPrecondition, match="cannot be retried: it still runs"):
         await client.retry_workflow(started.id)
     await work(client)
     with pytest.raises(windrow.FailedPrecondition, match="cannot be retried: it has succeeded"):

@@ -48,6 +48,7 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path) -> 
         (b"{}", "nodes: is missing"),
         (b'{"nodes": {}}', "nodes: must be an array, not {}"),
         (b'{"name": 1, "nodes": []}', "name: must be a text, not 1"),
+        (b'{"nodes": [], "org": "acme"}', '"org": is no field of a workflow: those are name, nodes'),
         (b'{"nodes": [1]}', 'nodes[0]: must be an object with "queue" and "kind", not 1'),
     ],
 )

@@ -115,7 +115,9 @@ class WorkflowNode:
 
     def _calls(self, method: str) -> tuple[WorkflowCalls, Job]:
         if self.caller is None or not _in_event_loop():
-            raise RuntimeError(f"only an async handler of a Worker can add nodes here: use {method} of a client")
+            raise RuntimeError(
+                f"only an async handler of a Worker can do this by job.workflow: use {method} of a client"
+            )
         return self.caller(self)
 
 

@@ -289,7 +289,11 @@ class ScheduleCalls:
                 if found.schedule.declared_by != declared_by:
                     keeper = found.schedule.declared_by or "nobody in code"
                     raise _invalid("name", f"{name!r} is a schedule that is kept by {keeper}: take another name")
-            await self.put_schedule(name, replace(schedule, declared_by=declared_by), job)
+            try:
+                await self.put_schedule(name, replace(schedule, declared_by=declared_by), job)
+            except InvalidRequest as error:
+                error.add_note(f"This is about the schedule {name!r}.")
+                raise
         stale = [
             record.name for record in await self.list_schedules(declared_by=declared_by) if record.name not in names
         ]

@@ -12,11 +12,11 @@ from google.protobuf.message import Message
 
 from windrow.calls import ADMIN_FINAL, Calls, Method
 from windrow.channels import Stub
-from windrow.errors import InvalidRequest, Span, Violation, invalid_argument
+from windrow.errors import InvalidJob, InvalidRequest, Span, Violation, invalid_argument, renamed
 from windrow.ids import uuid7
-from windrow.jobs import Job, JobOptions, NewJob, WorkflowNode, new_message
+from windrow.jobs import Job, JobOptions, JobRecord, NewJob, WorkflowNode, new_message
 from windrow.outcomes import Waiting
-from windrow.payloads import Payload, encode, moment
+from windrow.payloads import Payload, encode, moment, named_seconds
 from windrow.v1 import workflows_pb2
 
 _PAGE_MAX = 1000
@@ -85,6 +85,8 @@ class Node:
 
     name: str
     job: NewJob = field(repr=False)
+    # Nodes of one Workflow or Nodes have the same mark. A reference to that object itself would be a cycle.
+    mark: object = field(repr=False)
     callback: Callback | None = None
     # Whether nobody has given it a name.
     is_unnamed: bool = field(default=False, repr=False)
@@ -94,7 +96,16 @@ class Node:
     waits_for: dict[str, FailurePolicy] = field(default_factory=dict[str, FailurePolicy], repr=False)
 
     def after(self, *nodes: Node | str, on_failed: FailurePolicy = FailurePolicy.CANCEL) -> Node:
-        """Lets this node wait for these nodes of its workflow too, given as nodes or by name. Returns this node."""
+        """Lets this node wait for these nodes of its workflow too, given as nodes or by name. Returns this node. Raises
+        InvalidRequest for a node of another Workflow or Nodes."""
+        for node in nodes:
+            # Its name may be that of another node here, or may still get a prefix there.
+            if isinstance(node, Node) and node.mark is not self.mark:
+                raise invalid_argument(
+                    "after",
+                    f"node {node.name!r} is of another Workflow or Nodes than node {self.name!r}: to wait for a node "
+                    "that the workflow has already, give its name",
+                )
         self.waits_for.update((node if isinstance(node, str) else node.name, on_failed) for node in nodes)
         return self
 
@@ -105,6 +116,7 @@ class Nodes:
     def __init__(self) -> None:
         self._nodes: list[Node] = []
         self._names: dict[str, int] = {}
+        self._mark = object()
 
     @property
     def nodes(self) -> Sequence[Node]:
@@ -148,7 +160,8 @@ class Nodes:
 
         `timeout`: for how long it waits, counted from the end of the last node that it waits for. If no signal has come
         by then, the node fails. `queue`: its job never runs, but is in this queue, and a worker of this queue finds
-        that the time is over. `payload` and `attributes` are those of this job, for people."""
+        that the time is over. `payload` and `attributes` are those of this job, for people. Raises InvalidRequest."""
+        named_seconds("timeout", timeout)
         job = NewJob(queue, SIGNAL_KIND, payload, delay=timeout, attributes=attributes)
         node = self._add(job, name, None, is_signal=True)
         return node.after(*([after] if isinstance(after, Node | str) else after), on_failed=on_failed)
@@ -158,7 +171,7 @@ class Nodes:
         if is_unnamed:
             count = self._names[job.kind] = self._names.get(job.kind, 0) + 1
             name = job.kind if count == 1 else f"{job.kind}-{count}"
-        node = Node(name, job, callback, is_unnamed, is_signal)
+        node = Node(name, job, self._mark, callback, is_unnamed, is_signal)
         self._nodes.append(node)
         return node
 
@@ -166,8 +179,13 @@ class Nodes:
         """Returns the nodes for a request. `prefix` is put before default names. Raises InvalidJob, InvalidRequest."""
         names = {node.name: f"{prefix}{node.name}" for node in self._nodes if node.is_unnamed}
         messages: list[workflows_pb2.NewNode] = []
-        for node in self._nodes:
-            job = new_message(node.job)
+        for at, node in enumerate(self._nodes):
+            try:
+                job = new_message(node.job)
+            except InvalidJob as error:
+                # Name the field as a router does.
+                places = {field: field.replace("jobs[0]", f"nodes[{at}].job") for field, _ in error.violations}
+                raise renamed(error, places) from error
             # The router makes the job's id from the workflow's id.
             job.ClearField("id")
             message = workflows_pb2.NewNode(name=names.get(node.name, node.name), job=job, signal=node.is_signal)
@@ -341,9 +359,18 @@ class WorkflowCalls:
         return [ended[node.name] for node in request.nodes]
 
     def _addition(self, job: Job, nodes: Nodes) -> workflows_pb2.AddNodesRequest:
+        if not isinstance(job, Job):
+            raise invalid_argument(
+                "job", f"must be the Job that a handler or Client.dequeue got, not a {type(job).__name__}"
+            )
+        if not isinstance(nodes, Nodes):
+            raise invalid_argument("nodes", f"must be a windrow.Nodes, not a {type(nodes).__name__}")
         of = job.workflow
         if of is None:
-            raise invalid_argument("job", "must be a node of a workflow")
+            raise invalid_argument(
+                "job",
+                f"{job.id} is in no workflow: start it as the only node of a windrow.Workflow to let it add nodes",
+            )
         if nodes not in of.added:
             of.added.append(nodes)
         # Nodes without names get the same names in each attempt, if the calls come in the same order.
@@ -440,10 +467,10 @@ class WorkflowCalls:
         request = workflows_pb2.RetryWorkflowRequest(org=self.org, id=workflow_id, new_id=new_id or uuid7())
         return _read((await self._ask_workflows(lambda stub: stub.RetryWorkflow, request)).workflow)
 
-    async def parents(self, job: Job | WorkflowNode) -> list[Parent]:
+    async def parents(self, job: Job | JobRecord | WorkflowNode) -> list[Parent]:
         """Returns the nodes that the node of this job waited for, with the results of their jobs. Returns an empty list
-        if the job is in no workflow."""
-        of = job.workflow if isinstance(job, Job) else job
+        if the job is in no workflow, or if its node is a callback."""
+        of = job if isinstance(job, WorkflowNode) else job.workflow
         return [] if of is None else [parent async for parent in self._parents(of)]
 
     async def _parents(self, of: WorkflowNode) -> AsyncIterator[Parent]:
@@ -473,7 +500,7 @@ def _policy_number(policy: FailurePolicy) -> workflows_pb2.FailurePolicy.ValueTy
     try:
         return _POLICY_NUMBERS[policy]
     except KeyError as error:
-        raise invalid_argument("on_failed", f"must be a FailurePolicy, not {policy!r}") from error
+        raise invalid_argument("on_failed", f"must be windrow.CANCEL, IGNORE or RUN_ANYWAY, not {policy!r}") from error
 
 
 def _read(message: workflows_pb2.WorkflowInfo) -> WorkflowRecord:
