@@ -19,7 +19,7 @@ from windrow.errors import InvalidJob, Span, Violation, WindrowError, invalid_ar
 from windrow.failures import Failure, read_failure
 from windrow.ids import nth_id, uuid7
 from windrow.job_log import JobLog
-from windrow.payloads import Payload, duration, encode, moment, timestamp
+from windrow.payloads import Payload, checked_text, duration, encode, moment, no_unicode, timestamp
 from windrow.reports import Progress, Reporter, read_progress, report_of
 from windrow.v1 import job_pb2, queue_pb2
 
@@ -506,6 +506,7 @@ def listed_ids(ids: Iterable[str], name: str = "ids") -> list[str]:
     for at, one in enumerate(listed):
         if not isinstance(one, str):
             raise invalid_argument(f"{name}[{at}]", f"must be a str, not {_shown(one)}")
+        checked_text(f"{name}[{at}]", one)
     return listed
 
 
@@ -613,7 +614,7 @@ def _invalid(job: object, at: int, error: Exception) -> InvalidJob:
         try:
             write(NewJob(**fields), job_pb2.NewJob())
         except (TypeError, ValueError) as found:
-            path, fault = f"jobs[{at}].{_PATHS.get(name, name)}", _type_fault(name, value) or str(found)
+            path, fault = f"jobs[{at}].{_PATHS.get(name, name)}", _type_fault(name, value) or _value_fault(found)
             return InvalidJob(f"{path}: {fault}", [Violation(path, fault)])
     path = f"jobs[{at}]"
     return InvalidJob(f"{path}: {error}", [Violation(path, str(error))])
@@ -632,6 +633,10 @@ def _type_fault(name: str, value: object) -> str:
             if not (isinstance(key, str) and isinstance(text, str)):
                 return f"key and value must both be str, not {_shown(key)}: {_shown(text)}"
     return ""
+
+
+def _value_fault(error: Exception) -> str:
+    return no_unicode(error) if isinstance(error, UnicodeEncodeError) else str(error)
 
 
 def _shown(value: object) -> str:

@@ -34,7 +34,7 @@ from windrow.handlers import Handlers, HandlerT, Middleware, Suspended
 from windrow.jobs import Job, LostReason, NewJob, WorkflowNode, read_leased
 from windrow.leases import Connectivity, HeldLease, Leases, log, named
 from windrow.outcomes import DONE, Action, Waits
-from windrow.payloads import Payload, duration, named_seconds
+from windrow.payloads import Payload, checked_text, duration, named_seconds
 from windrow.processes import is_handler_process
 from windrow.reports import Report, Reporter
 from windrow.schedules import Schedule
@@ -707,6 +707,8 @@ class Worker:
         for queue in self.queues:
             if not isinstance(queue, str):
                 raise InvalidRequest(f"queues must be names of queues, not {queue!r}")
+            checked_text("queues", queue)
+        checked_text("name", self.name)
         if not 1 <= self.concurrency <= CONCURRENCY_MAX:
             raise InvalidRequest(f"concurrency must be 1 to {CONCURRENCY_MAX:,}, not {self.concurrency}")
         if not 0 <= self.prefetch <= PREFETCH_MAX:
