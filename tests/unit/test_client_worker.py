@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -673,6 +673,24 @@ async def test_a_handler_that_takes_no_job_fails_its_job_and_not_the_worker(rout
     (nack,) = router.nacks()
     assert nack.failure.type == "TypeError"
     assert "takes 0 positional arguments" in nack.failure.message
+
+
+async def test_a_handler_that_sets_a_field_of_its_job_fails_its_attempt_and_not_the_worker(
+    router: FakeRouter, client: Client
+) -> None:
+    worker = Worker(client, "q")
+
+    @worker.handler("sets")
+    async def sets(job: Job) -> None:
+        setattr(job, job.text(), None)
+
+    names = [field.name for field in fields(Job)]
+    for name in names:
+        router.give("sets", name.encode())
+    async with running(worker):
+        await router.until(lambda: len(router.nacks()) == len(names))
+    messages = {nack.failure.message for nack in router.nacks()}
+    assert messages == {f"cannot assign to field {name!r}" for name in names}
 
 
 async def test_threads_and_the_worker_see_the_same_sign_that_a_job_is_lost() -> None:

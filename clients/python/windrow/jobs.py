@@ -11,7 +11,7 @@ import enum
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
@@ -294,8 +294,8 @@ def newly_stored(ids: Iterable[str]) -> list[Enqueued]:
     return results
 
 
-# Not frozen: to make a frozen object takes several times as long, and a worker makes a Job for each job that it gets.
-@dataclass(slots=True, kw_only=True, unsafe_hash=True)
+# Frozen, because a worker still needs the job when its handler has ended.
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A leased job. Every field has a default, so that the test of a handler can easily make a Job."""
 
@@ -347,7 +347,7 @@ class Job:
                 try:
                     return object.__getattribute__(self, "lost")
                 except AttributeError:
-                    self.lost = lost = Lost()
+                    object.__setattr__(self, "lost", lost := Lost())
                     return lost
 
     def log(self, text: str) -> None:
@@ -681,10 +681,16 @@ def read_retry(message: job_pb2.RetryPolicy) -> RetryPolicy | None:
             return None
 
 
+class _Unfrozen:
+    """A Job whose fields can be set. It becomes a Job when its class is set."""
+
+    __slots__ = tuple(field.name for field in fields(Job))
+
+
 def read_leased(message: job_pb2.LeasedJob, *, reporter: Reporter = _NOBODY) -> Job:
-    # Set the fields one by one: passing so many arguments would take as long as reading them. `lost` is made when it is
-    # first used.
-    job = _new(Job)
+    # Set the fields one by one: passing so many arguments would take as long as reading them, and to set the fields of
+    # a frozen object takes several times as long. `lost` is made when it is first used.
+    job: Any = _new(_Unfrozen)
     job.lease = message.lease
     job.id = message.id
     job.queue = message.queue
@@ -711,7 +717,8 @@ def read_leased(message: job_pb2.LeasedJob, *, reporter: Reporter = _NOBODY) -> 
     job.workflow = read_workflow_node(message.workflow) if message.HasField("workflow") else None
     job.reporter = reporter
     job.logged = JobLog()
-    return job
+    job.__class__ = Job
+    return cast("Job", job)
 
 
 def read_new(message: job_pb2.NewJob) -> NewJob:

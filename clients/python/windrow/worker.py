@@ -402,7 +402,8 @@ class Worker:
         job = read_leased(message, reporter=self._reporter)
         if job.workflow is not None:
             client = self.client.for_org(job.org) if job.org else self.client
-            job.workflow = replace(job.workflow, caller=partial(_calls_of, client, job.lease, self._reporter))
+            caller = partial(_calls_of, client, job.lease, self._reporter)
+            return replace(job, workflow=replace(job.workflow, caller=caller))
         return job
 
     def _take(self, messages: Sequence[job_pb2.LeasedJob], received_at: float) -> None:
