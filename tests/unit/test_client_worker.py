@@ -1197,6 +1197,36 @@ async def test_a_thread_that_never_ends_keeps_the_process_until_one_more_signal(
     assert not router.settled("Release")
 
 
+INTERRUPTED = """
+import sys, windrow
+
+worker = windrow.Worker(windrow.Client(sys.argv[1], org="acme"), "q")
+
+@worker.handler("one")
+async def one(job):
+    raise KeyboardInterrupt
+
+@worker.batch_handler("many", max_jobs=2)
+async def many(jobs):
+    raise KeyboardInterrupt
+
+windrow.run(worker)
+"""
+
+
+@pytest.mark.parametrize("kind", ["one", "many"])
+async def test_a_handler_that_is_interrupted_ends_the_worker_which_gives_its_jobs_back(
+    router: FakeRouter, kind: str
+) -> None:
+    jobs = [router.give(kind), router.give(kind)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", INTERRUPTED, router.address, cwd=CHECKOUT, stderr=asyncio.subprocess.DEVNULL
+    )
+    async with asyncio.timeout(3 * WAIT_S):
+        assert await process.wait() == -signal.SIGINT
+    assert sorted(router.settled("Release")) == sorted(job.id for job in jobs)
+
+
 async def test_a_signal_stops_a_worker_of_the_main_thread(router: FakeRouter, client: Client) -> None:
     worker = Worker(client, "q")
     before = signal.getsignal(signal.SIGTERM)

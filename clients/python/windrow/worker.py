@@ -70,6 +70,11 @@ class AllOrgs(enum.Enum):
 ALL = AllOrgs.ALL
 
 
+class _Interrupted(Exception):
+    """An `async def` has raised KeyboardInterrupt, which is the cause of this error. A task that ends with a
+    KeyboardInterrupt ends the event loop at once, before the worker can give its jobs back."""
+
+
 class Worker:
     """Runs handlers for the jobs of 1 to 64 queues.
 
@@ -115,7 +120,8 @@ class Worker:
     than 64 KiB is dropped: the job succeeds without it, and the worker logs a WARNING. A handler that raises nacks the
     job. Retry(after=...), Snooze(after=...) and Kill("why") set the outcome; after any other exception the retry policy
     decides. The exception's type, message (8 KiB) and traceback (the newest frames, 32 KiB) are stored with the
-    attempt. sys.exit() in a handler also ends only the attempt, not the worker.
+    attempt. sys.exit() in a handler also ends only the attempt, not the worker. A KeyboardInterrupt in an `async def`
+    ends the worker, as Ctrl-C would: the worker releases its jobs, and run() raises it.
 
     If the worker has no handler for the kind of a job, its program may be of an older release. So it snoozes the job
     for 5 s to 5 min, longer each time; the attempt does not count. A WARNING says so once a minute, and the counter
@@ -332,6 +338,8 @@ class Worker:
                 await self._serve()
             except BaseExceptionGroup as group:
                 cause = only_cause(group)
+                if isinstance(cause, _Interrupted) and cause.__cause__ is not None:
+                    raise cause.__cause__ from None
                 of = f"org {self.client.org!r}" if self._orgs is None else "all orgs"
                 cause.add_note(f"worker {self.name} of {of} has ended with this error")
                 raise cause from None
@@ -494,10 +502,14 @@ class Worker:
             for held in batch:
                 self._on_cancelled(held, error)
             raise
-        except BaseException:
+        except BaseException as error:
             # This error ends the worker: no other handler may start.
             self._ending = True
-            raise
+            if not isinstance(error, KeyboardInterrupt):
+                raise
+            for held in batch:
+                self._on_cancelled(held, error)
+            raise _Interrupted from error
         finally:
             for held in batch:
                 # The batch refers to all its leases. Break the cycle, so that the garbage collector need not.
@@ -546,10 +558,13 @@ class Worker:
                 except asyncio.CancelledError as error:
                     self._on_cancelled(held, error)
                     raise
-                except BaseException:
+                except BaseException as error:
                     # This error ends the worker: no other handler may start.
                     self._ending = True
-                    raise
+                    if not isinstance(error, KeyboardInterrupt):
+                        raise
+                    self._on_cancelled(held, error)
+                    raise _Interrupted from error
                 finally:
                     held.task = None
                     del self._running[held]
@@ -629,8 +644,8 @@ class Worker:
         if stored.set_running_or_notify_cancel():
             stored.set_result(None)
 
-    def _on_cancelled(self, held: HeldLease, error: asyncio.CancelledError) -> None:
-        """Handles a job whose task was cancelled."""
+    def _on_cancelled(self, held: HeldLease, error: BaseException) -> None:
+        """Handles a job whose task was cancelled, or whose handler was interrupted."""
         if held.lost or held.settling:
             return
         if held.thread is not None:
