@@ -216,7 +216,7 @@ class NewJob:
     - `run_at` (a datetime with a time zone) or `delay` (s, or timedelta; from when the job is stored): when the job may
       run, at most 3,650 days ahead. Default: at once.
     - `expires_at` (a datetime with a time zone, at most 7,300 days ahead): a job that is not leased by then is
-      cancelled. Default: never.
+      cancelled, also if this time has passed already. Default: never.
     - `max_attempts`: 1 to 1,000. The job is dead after this many attempts without success. Default: the queue's
       setting, or 20 if the queue has none.
     - `max_runtime` (s, or timedelta; 1 s to 30 days): how long one attempt may take; then its lease ends. Default: as
