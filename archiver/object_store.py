@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import io
 import os
+import tempfile
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -71,6 +72,12 @@ class Files:
                     },
                     retry_config={"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=_RETRY_S_MAX)},
                 )
+
+    def check(self) -> None:
+        """Checks that files can be made in the directory. A bucket is not asked."""
+        if self._folder is not None:
+            with self.failures(""), tempfile.TemporaryFile(dir=self._folder):
+                pass
 
     def name(self, path: str) -> str:
         """Returns the full path or URL of a file, as people and DuckDB write it."""

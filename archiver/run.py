@@ -24,6 +24,7 @@ from shard.vocabulary import OrgId, ShardName
 
 if TYPE_CHECKING:
     from archiver.export import Exported
+    from archiver.object_store import Files
 
 # The time for each kind of small step; a backlog is left to later passes. Steps for whole days have no such limit: a
 # day may take long, but there are few days.
@@ -170,17 +171,30 @@ async def _drop(summary: Pass, database: Database, day: Day, exports: _Exports |
         summary.not_exported.append(f"{day.name} stays: {error}")
 
 
-async def _export(
-    summary: Pass, database: Database, day: Day, exports: _Exports, stop: asyncio.Event
-) -> Mapping[OrgId, int] | None:
-    """Exports a day. Returns how many jobs each org has in the export, or None if the export was told to stop. Raises
-    ExportFailed."""
+async def check_export(location: ExportLocation) -> None:
+    """Checks that exports can be written to this location. A bucket is not asked. Raises ExportFailed."""
+    files = await _open_files(location)
+    await asyncio.to_thread(files.check)
+
+
+async def _open_files(location: ExportLocation) -> Files:
+    """Opens a location for writing. Raises ExportFailed."""
     try:
         # Import only when needed: the library is large.
         from archiver import export
     except ModuleNotFoundError as error:
         raise NotInstalled(error.name) from error
-    files = await export.open_files(exports.location)
+    return await export.open_files(location)
+
+
+async def _export(
+    summary: Pass, database: Database, day: Day, exports: _Exports, stop: asyncio.Event
+) -> Mapping[OrgId, int] | None:
+    """Exports a day. Returns how many jobs each org has in the export, or None if the export was told to stop. Raises
+    ExportFailed."""
+    files = await _open_files(exports.location)
+    from archiver import export
+
     try:
         exported = await export.export_day(files, database, day, cluster=exports.cluster, stop=stop)
     except export.Stopped:

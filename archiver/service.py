@@ -10,8 +10,9 @@ from collections.abc import AsyncGenerator, Mapping
 from datetime import UTC, datetime
 
 from archiver import reporting
+from archiver.errors import ExportFailed
 from archiver.reporting import Listener
-from archiver.run import AnotherArchives, Pass, pass_over
+from archiver.run import AnotherArchives, Pass, check_export, pass_over
 from archiver.settings import settings_of
 from shard.admin import audit
 from shard.errors import ShardError
@@ -35,6 +36,7 @@ async def archive(
     after each pass of a shard."""
     # This machine's clock decides when to start a pass. The shard's clock decides what is due then (I8).
     last = datetime.now(UTC)
+    await _check_export(cluster)
     following, stopped = (
         asyncio.create_task(next_usable(file, cluster, judge=settings_of)),
         asyncio.create_task(stop.wait()),
@@ -45,6 +47,7 @@ async def archive(
             await asyncio.wait({following, stopped}, timeout=max(0.0, wait_s), return_when=asyncio.FIRST_COMPLETED)
             if following.done():
                 cluster = following.result()
+                await _check_export(cluster)
                 following = asyncio.create_task(next_usable(file, cluster, judge=settings_of))
             elif not stop.is_set():
                 last = datetime.now(UTC)
@@ -54,6 +57,18 @@ async def archive(
         for task in (following, stopped):
             task.cancel()
         await asyncio.wait({following, stopped})
+
+
+async def _check_export(cluster: Cluster) -> None:
+    """Logs an error if no export can be written. Otherwise this would be noticed with the first day that is exported,
+    perhaps in weeks."""
+    location = settings_of(cluster).export
+    if location is None:
+        return
+    try:
+        await check_export(location)
+    except ExportFailed as error:
+        _log.error("no job can be exported, so no day is dropped: %s", error)
 
 
 async def archive_once(cluster: Cluster, *, stop: asyncio.Event) -> Mapping[ShardName, Pass | Exception]:

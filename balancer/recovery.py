@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shard.admin import strays
@@ -131,10 +131,16 @@ async def slots_behind(shard: Database, known: Catalog) -> dict[Slot, move_steps
 
 
 async def check_databases(
-    shards: Mapping[ShardName, Database], catalog_database: Database, *, cluster: str
+    shards: Mapping[ShardName, Database],
+    catalog_database: Database,
+    *,
+    cluster: str,
+    named: Collection[ShardName],
+    catalog_at: ShardName,
 ) -> dict[ShardName, list[Finding]]:
-    """Returns the findings of `windrow doctor` about databases that routers refuse, about shards that lost history, and
-    about a catalog that lost history. Raises ShardError if the catalog cannot be read."""
+    """Returns the findings of `windrow doctor` about databases that routers refuse, about shards that lost history,
+    about a catalog that lost history, and about slots on shards that are not `named` in the cluster file. `catalog_at`:
+    under which name the database of the catalog is reported. Raises ShardError if the catalog cannot be read."""
     try:
         known = (
             await catalog.look(catalog_database)
@@ -157,7 +163,19 @@ async def check_databases(
         except ShardError:
             # Other checks report that the shard does not answer.
             continue
+    if known is not None and (gone := sorted(known.catalog.holdings().keys() - set(named))):
+        found.setdefault(catalog_at, []).append(_unnamed(gone))
     return found
+
+
+def _unnamed(shards: Sequence[ShardName]) -> Finding:
+    return Finding(
+        severity=Severity.CRITICAL,
+        about="catalog",
+        what=f"slots live on {', '.join(shards)}, which the cluster file does not name",
+        why="the jobs of these slots cannot be reached, and no router starts with this file",
+        fix="-- put it back into the cluster file; before a shard leaves the file, drain it with state = 'draining'",
+    )
 
 
 def _refused(error: Misconfigured) -> Finding:

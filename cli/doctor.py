@@ -121,13 +121,17 @@ async def _check_databases(cluster: Cluster, names: Collection[ShardName]) -> di
     from balancer.recovery import check_databases
     from balancer.shards import open_shards
     from shard.errors import ShardError
+    from shard.vocabulary import CATALOG
 
+    shard_at = {entry.dsn: entry.name for entry in cluster.shards}
     async with open_shards(cluster) as shards:
         try:
             return await check_databases(
                 {name: database for name, database in shards.databases.items() if name in names},
                 shards.catalog,
                 cluster=cluster.name,
+                named=[entry.name for entry in cluster.shards],
+                catalog_at=shard_at.get(cluster.catalog_dsn, CATALOG),
             )
         except ShardError:
             return {}

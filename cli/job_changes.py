@@ -403,6 +403,9 @@ def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions:
             _report({change.done: 0, "skipped": 0}, as_json=how.as_json)
         if total == 0 and not client.list_queues():
             output.note(no_queues(org))
+        if total == 0:
+            for hint in values.fields_among(found.attributes):
+                output.note(hint)
 
 
 def _change_named(client: SyncClient, change: _Change, ids: Sequence[str], *, as_json: bool) -> None:

@@ -49,6 +49,13 @@ States = Annotated[
     ),
 ]
 
+QueueOrNone = Annotated[str, typer.Argument(metavar="QUEUE", help="Only jobs of this queue.", show_default=False)]
+SameQueue = Annotated[
+    str,
+    typer.Option(
+        "--queue", metavar="QUEUE", show_default=False, help="The queue, as for the commands that change jobs."
+    ),
+]
 OneId = Annotated[str, typer.Argument(metavar="ID", help="The job's id.", show_default=False)]
 
 app = App(help="Shows and changes jobs, and runs dead and finished ones again.")
@@ -231,7 +238,8 @@ def why(
 @app.command("list")
 def list_jobs(
     org: options.Org,
-    queue: Annotated[str, typer.Argument(metavar="QUEUE", help="Only jobs of this queue.", show_default=False)] = "",
+    queue: QueueOrNone = "",
+    same_queue: SameQueue = "",
     states: States = None,
     kind: options.Kind = "",
     where: options.Where = None,
@@ -251,14 +259,17 @@ def list_jobs(
     from cli.calls import connect
     from cli.messages import job_json
 
+    queue = _only_queue(queue, same_queue)
     wanted = _wanted(org, queue, kind, where, made_after, made_before)
     wanted.include_payload = payload
     found: list[job_pb2.Job] = []
+    shown = 0
     more: list[str] = []
     away: set[str] = set()
     with connect(address, timeout) as router:
         for state in states or _UNFINISHED:
             for page, is_cut in _pages(router, wanted, state, limit=limit, away=away):
+                shown += len(page)
                 if as_json:
                     output.say_json(job_json(job, payloads=payload) for job in page)
                 else:
@@ -269,6 +280,9 @@ def list_jobs(
         _print_jobs(found, queues=not queue)
     elif not as_json:
         output.note(f"no such jobs in queue {queue!r} of org {org!r}" if queue else f"org {org!r} has no such jobs")
+    if not shown:
+        for hint in values.fields_among(wanted.attributes):
+            output.note(hint)
     if State.ALL in more:
         output.note("there are more: raise --limit")
     elif more:
@@ -279,7 +293,8 @@ def list_jobs(
 @app.command()
 def count(
     org: options.Org,
-    queue: Annotated[str, typer.Argument(metavar="QUEUE", help="Only jobs of this queue.", show_default=False)] = "",
+    queue: QueueOrNone = "",
+    same_queue: SameQueue = "",
     states: States = None,
     kind: options.Kind = "",
     where: options.Where = None,
@@ -299,6 +314,7 @@ def count(
     from cli.calls import connect_client
     from windrow import JobFilter, JobState
 
+    queue = _only_queue(queue, same_queue)
     wanted = states or _UNFINISHED
     found = JobFilter(
         queue=queue,
@@ -317,6 +333,15 @@ def count(
         output.say_json([{"count": counted}])
     else:
         output.say(str(counted))
+    if not counted:
+        for hint in values.fields_among(found.attributes):
+            output.note(hint)
+
+
+def _only_queue(queue: str, same_queue: str) -> str:
+    if queue and same_queue:
+        raise typer.BadParameter("the queue is given twice: as QUEUE and by --queue", param_hint="'--queue'")
+    return queue or same_queue
 
 
 def _wanted(

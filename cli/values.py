@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -25,6 +25,9 @@ _ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-
 _DAYS = re.compile(r"([0-9]{1,4})d")
 _RETENTIONS = {"none": 0, "7y": 2557}
 _FACTOR = re.compile(r"([x~])(\d+(?:\.\d+)?)")
+
+# Fields of a job that users look for with --where, and the options that select jobs by them.
+_FIELD_OPTIONS = {"queue": "--queue", "kind": "--kind", "state": "--state", "priority": ""}
 
 
 def duration(value: str | timedelta) -> timedelta:
@@ -142,6 +145,14 @@ def attributes(pairs: Iterable[str], *, option: str = "--attribute") -> dict[str
             raise typer.BadParameter(f"{key!r} is given twice", param_hint=f"'{option}'")
         found[key] = value
     return found
+
+
+def fields_among(keys: Iterable[str]) -> Iterator[str]:
+    """Yields a hint for each key of --where that is the name of a job's field, for a command that has found no job."""
+    for key in keys:
+        if (option := _FIELD_OPTIONS.get(key)) is not None:
+            instead = f"use {option}" if option else "no option selects jobs by it"
+            yield f"--where {key}=… means an attribute named {key!r}, not the job's {key}: {instead}"
 
 
 def job_ids(values: Iterable[str], *, instead: str = "") -> list[str]:

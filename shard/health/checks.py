@@ -121,6 +121,14 @@ def judge_server(server: Server) -> Iterator[Finding]:
                 fix=comment(f"after what holds a snapshot has ended; as a superuser, in database {database}")
                 + "VACUUM (FREEZE);",
             )
+    if server.other_owner is not None:
+        yield Finding(
+            severity=Severity.CRITICAL,
+            about="privilege",
+            what=f"role {server.role} lacks the rights of {server.other_owner}, which owns what is in schema windrow",
+            why="routers and the archiver cannot create the partitions of coming days or drop old ones, nor migrate",
+            fix=f"{comment('as a superuser')}GRANT {server.other_owner} TO {server.role};",
+        )
     if not server.sees_others:
         yield Finding(
             severity=Severity.NOTICE,

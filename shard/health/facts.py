@@ -60,6 +60,8 @@ class Server(NamedTuple):
     oldest: str
     multixact_age: int
     multixact_oldest: str
+    # An owner of the schema, or of something in it, whose rights this role does not have. None: there is none.
+    other_owner: str | None = None
 
 
 class Setting(NamedTuple):

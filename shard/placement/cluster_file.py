@@ -46,7 +46,7 @@ from psycopg import ProgrammingError
 from psycopg.conninfo import conninfo_to_dict
 
 from shard.lease_token import shard_tag
-from shard.placement.dsn_encryption import may_be_plain_text
+from shard.placement.dsn_encryption import may_be_plain_text, names_host
 from shard.vocabulary import CATALOG, ShardName
 
 _T = TypeVar("_T")
@@ -308,11 +308,13 @@ def _only_dsn(table: Mapping[str, Any], others: set[str], where: str, environ: M
     insecure: object = table.get(_INSECURE, False)
     if not isinstance(insecure, bool):
         raise ClusterFileError(f"{where}: {_INSECURE} must be true or false, not {insecure!r}")
-    mode = None if insecure else may_be_plain_text(conninfo_to_dict(dsn), environ)
+    parsed = conninfo_to_dict(dsn)
+    mode = None if insecure else may_be_plain_text(parsed, environ)
     if mode is not None:
         # Show neither the DSN nor its host, because the host may be a part of a password that was not escaped.
+        leads = "leads" if names_host(parsed, environ) else "has a service file, which is not read here and may lead"
         raise ClusterFileError(
-            f"{where}: the DSN leads to another machine, and its sslmode ({mode}) allows plain text: passwords and "
+            f"{where}: the DSN {leads} to another machine, and its sslmode ({mode}) allows plain text: passwords and "
             "jobs could be read on the way. Add sslmode=verify-full and sslrootcert (require encrypts, too, but trusts "
             "any server), or set insecure = true here if nobody else can reach that network"
         )

@@ -25,12 +25,16 @@ def may_be_plain_text(dsn: Mapping[str, Any], environ: Mapping[str, str]) -> str
     return mode or "unknown, in a service file"
 
 
+def names_host(dsn: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
+    """Returns whether a parsed DSN names its host, so that no service file decides where it leads."""
+    return bool(dsn.get("hostaddr") or dsn.get("host") or not _service(dsn, environ))
+
+
 def _leaves_this_machine(dsn: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
-    # libpq connects to `hostaddr` if there is one.
-    named = dsn.get("hostaddr") or dsn.get("host")
-    if not named and _service(dsn, environ):
+    if not names_host(dsn, environ):
         return True
-    named = named or environ.get("PGHOSTADDR") or environ.get("PGHOST") or ""
+    # libpq connects to `hostaddr` if there is one.
+    named = dsn.get("hostaddr") or dsn.get("host") or environ.get("PGHOSTADDR") or environ.get("PGHOST") or ""
     return not all(map(_is_here, str(named).split(",")))
 
 

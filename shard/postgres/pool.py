@@ -236,17 +236,17 @@ class Database:
                 # standby has what was committed (I1).
                 connection.unreplicated = False
                 await connection.run(statements.WAIT_FOR_STANDBY, {})
-        except psycopg.errors.ReadOnlySqlTransaction:
-            # The server is a standby. Another connection may lead to the primary; this connection does not.
+        except psycopg.errors.ReadOnlySqlTransaction as error:
+            # Another connection may lead to the primary; this connection does not.
             await connection.close()
-            raise
+            raise _standby(error) from error
         except psycopg.errors.InternalError_ as error:
             # On a standby, a statement that writes no row and only waits for a standby of its own gets this error
             # (wait_for_standby.sql). Postgres does not translate its text.
             if "during recovery" not in str(error):
                 raise
             await connection.close()
-            raise psycopg.errors.ReadOnlySqlTransaction(f"the server is a standby: {first_line(error)}") from error
+            raise _standby(error) from error
         except psycopg.errors.DuplicatePreparedStatement as error:
             # A connection never uses a name twice, so another client has prepared the statement in this session.
             await connection.close()
@@ -457,6 +457,13 @@ def too_new(migration: int) -> str:
 
 def _replaced(newer: str) -> str:
     return f"a server that still takes writes has been replaced by {newer}; stop the old one"
+
+
+def _standby(error: psycopg.Error) -> psycopg.errors.ReadOnlySqlTransaction:
+    # Sessions turn default_transaction_read_only off, so only a standby refuses writes.
+    return psycopg.errors.ReadOnlySqlTransaction(
+        f"the server is a standby: {first_line(error)}; target_session_attrs=read-write in the DSN finds the primary"
+    )
 
 
 def _ignore() -> None:

@@ -129,6 +129,26 @@ async def test_it_passes_on_schedule_by_the_file_as_it_is_and_keeps_the_one_befo
     assert (books.archived, books.balanced) == (2, True)
 
 
+async def test_a_directory_that_no_export_can_be_written_to_is_reported_at_the_start(
+    field: Field, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "a file"
+    place.write_text("")
+    cluster = field.write(f"[archiver]\nschedule = '1d'\nexport = '{place}'\n", s1={})
+    stop = asyncio.Event()
+    running = asyncio.create_task(service.archive(WatchedFile(field.config), cluster, stop=stop))
+
+    async def errors() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+
+    try:
+        (error,) = await until(errors, bool)
+    finally:
+        stop.set()
+        await running
+    assert error.startswith(f"no job can be exported, so no day is dropped: {place}: ")
+
+
 class Sink(metrics_service_pb2_grpc.MetricsServiceServicer):
     """Receives metrics, as a collector does."""
 

@@ -20,7 +20,7 @@ import shard.postgres.connection
 import shard.postgres.session_pool
 from embedded import Cluster
 from shard.errors import ShardUnavailable
-from shard.postgres import arrays, statements
+from shard.postgres import arrays, schema, statements
 from shard.postgres.connection import Connection
 from shard.postgres.pool import Database
 from shard.postgres.session import Session
@@ -519,12 +519,15 @@ async def test_after_closing_callers_are_told_so_and_no_connection_is_left(modul
             pass
 
 
-async def test_a_read_that_needs_a_standby_of_its_own_says_that_the_server_is_a_standby() -> None:
+async def test_a_standby_that_is_written_to_is_named_with_what_finds_the_primary() -> None:
     with Cluster("left", ephemeral=True) as primary, Cluster("right", ephemeral=True, standby_of=primary) as standby:
         database = Database(SHARD, standby.dsn, connections=1)
         await database.open()
         try:
-            with pytest.raises(ShardUnavailable, match="the server is a standby"):
+            told = "the server is a standby: .*; target_session_attrs=read-write in the DSN finds the primary"
+            with pytest.raises(ShardUnavailable, match=told):
                 await database.run(statements.WAIT_FOR_STANDBY, {})
+            with pytest.raises(ShardUnavailable, match=told):
+                await schema.migrate(database, cluster="main")
         finally:
             await database.close()

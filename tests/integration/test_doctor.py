@@ -407,6 +407,40 @@ def test_a_role_that_may_not_use_the_schema_is_told_what_it_lacks(ward: Ward) ->
     assert (code, "permission denied for schema windrow" in out + err) == (3, True)
 
 
+def test_a_role_that_may_only_change_rows_is_given_the_rights_of_the_owner(ward: Ward) -> None:
+    role = f"rows_{ward.database}"
+    run(
+        ward.superuser_dsn,
+        f"DROP ROLE IF EXISTS {role}",
+        f"CREATE ROLE {role} LOGIN PASSWORD 'rows'",
+        f"GRANT USAGE ON SCHEMA windrow TO {role}",
+        f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA windrow TO {role}",
+    )
+    ward.file.write_text(ward.file.read_text().replace(ward.dsn, make_conninfo(ward.dsn, user=role, password="rows")))
+
+    def lacking() -> Findings:
+        return [one for one in ward.findings("privilege") if "lacks the rights of" in one["finding"]]
+
+    (finding,) = lacking()
+    assert finding["severity"] == "critical"
+    assert finding["finding"].startswith(f"role {role} lacks the rights of ")
+    ward.paste(finding, superuser=True)
+    assert not lacking()
+
+
+def test_slots_on_a_shard_that_the_file_no_longer_names_are_reported(ward: Ward) -> None:
+    ward.make_ill("UPDATE windrow.placement SET writes = '{s2}', reads = '{s2}' WHERE slot < 7")
+    code, document = ward.examine()
+    assert code == 1
+    (finding,) = [one for one in document["findings"] if one["about"] == "catalog"]
+    assert finding["finding"] == "slots live on s2, which the cluster file does not name"
+    assert "put it back into the cluster file" in finding["fix"]
+    with ward.file.open("a") as file:
+        file.write(f'[[shard]]\nname = "s2"\ndsn = "{NOWHERE}"\n')
+    _, out, _ = ward.windrow("--shard", SHARD)
+    assert "slots live on" not in out
+
+
 def test_a_terminal_is_never_told_what_a_session_calls_itself(ward: Ward) -> None:
     with psycopg.connect(ward.dsn, application_name="a[red]b") as evil:
         evil.isolation_level = IsolationLevel.REPEATABLE_READ

@@ -618,6 +618,44 @@ async def test_a_report_that_comes_before_a_wait_is_stored(
         await running
 
 
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_lines_that_come_before_a_wait_are_stored(
+    client: windrow.Client, routers: Routers, is_async: bool
+) -> None:
+    worker = windrow.Worker(client, "q")
+
+    def nodes_of(job: windrow.Job) -> windrow.Nodes:
+        job.log(f"attempt {job.attempt} begins")
+        nodes = windrow.Nodes()
+        nodes.job("q", "leaf")
+        return nodes
+
+    with windrow.SyncClient(routers.address, org=client.org) as blocking:
+
+        async def waits(job: windrow.Job) -> None:
+            assert job.workflow is not None
+            await job.workflow.wait_for(nodes_of(job))
+
+        def blocks(job: windrow.Job) -> None:
+            blocking.wait_for(job, nodes_of(job))
+
+        worker.handler("k")(waits if is_async else blocks)
+
+        @worker.handler("leaf")
+        async def leaf(_: windrow.Job) -> None:
+            pass
+
+        flow = windrow.Workflow()
+        flow.job("q", "k")
+        running = asyncio.create_task(worker.run())
+        started = await client.start(flow)
+        assert (await until_ended(client, started.id)).state is windrow.WorkflowState.SUCCEEDED
+        worker.stop()
+        await running
+    (job,) = (await client.get_jobs(started.job_ids.values())).values()
+    assert [attempt.log for attempt in job.attempts] == ["attempt 1 begins", "attempt 1 begins"]
+
+
 async def test_a_handler_that_waits_for_no_nodes_goes_on(client: windrow.Client) -> None:
     """How many nodes there are is often known only when the handler runs."""
     flow = windrow.Workflow()

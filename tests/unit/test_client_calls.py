@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import time
+from collections.abc import Callable
 from typing import Any, cast
 
 import grpc
@@ -25,6 +26,7 @@ from windrow import (
     InvalidJob,
     InvalidRequest,
     Job,
+    JobFilter,
     JobState,
     LimitMeasure,
     NewJob,
@@ -38,6 +40,7 @@ from windrow import (
     Unavailable,
     Violation,
     WindrowError,
+    Worker,
     uuid7,
 )
 from windrow.calls import ADMIN_FINAL, FINAL, CallFailure, patient_pause_s, pause_s
@@ -566,3 +569,28 @@ async def test_one_id_in_place_of_a_list_of_ids_is_refused_with_what_to_write(na
         with pytest.raises(InvalidRequest, match=r"^ids\[1\]: must be a str, not 7$"):
             await call([one, 7], **options)
         assert not router.requests
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda client: client.for_org("a\ud800"), "org"),
+        (lambda client: client.dequeue(["emails", "a\ud800"]), r"queues\[1\]"),
+        (lambda client: client.dequeue("emails", worker="a\ud800"), "worker"),
+        (lambda client: client.get_jobs(["a\ud800"]), r"ids\[0\]"),
+        (lambda client: client.find_job("a\ud800", "key"), "queue"),
+        (lambda client: client.find_job("emails", "a\ud800"), "dedup_key"),
+        (lambda client: client.wait("a\ud800", timeout=1), "id"),
+        (lambda client: client.ack(Job(), result="a\ud800"), "result: a result"),
+        (lambda client: client.extend(Job(), checkpoint="a\ud800"), "a checkpoint"),
+        (lambda client: client.count_jobs(JobFilter(kind="a\ud800")), "kind"),
+        (lambda client: client.count_jobs(JobFilter(attributes={"a": "a\ud800"})), r"attributes\['a'\]"),
+        (lambda client: Worker(client, ["a\ud800"]), "queues"),
+        (lambda client: Worker(client, "emails", name="a\ud800"), "name"),
+    ],
+)
+async def test_a_text_with_a_lone_surrogate_is_refused_with_its_argument_and_its_text(
+    client: Client, call: Callable[[Client], Any], name: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=rf"^{name}:? must not have lone surrogates.*, not 'a\\ud800'$"):
+        await call(client)

@@ -106,6 +106,12 @@ def test_what_has_no_form_on_the_wire_is_refused_by_its_path(options: dict[str, 
         ({"priority": 0}, "template.priority: must be 1 to 9, not 0; leave it out for the default"),
         ({"max_attempts": 0}, "template.max_attempts: must be 1 to 1,000, not 0; leave it out for the default"),
         ({"priority": "x" * 1000}, "template.priority: must be an int, not '" + "x" * 99 + "…"),
+        (
+            {"dedup_key": "a\ud800"},
+            "dedup.key: must not have lone surrogates, which UTF-8 cannot encode, not",
+        ),
+        ({"attributes": {"a": "b\udc80"}}, "template.attributes: must not have lone surrogates, which UTF-8 cannot"),
+        ({"payload": {"a": "\ud800"}}, "template.payload: a payload must not have lone surrogates"),
     ],
 )
 def test_a_field_of_the_wrong_type_or_zero_is_refused_with_its_value_and_what_it_may_be(

@@ -286,3 +286,33 @@ async def test_a_process_that_was_forked_while_a_client_was_open_is_told_so(rout
     child, parent = await lines_of(FORKS, router, within_s=2 * WAIT_S)
     assert "close every client before the fork" in child
     assert parent == "False"
+
+
+FORKS_AT_ONCE = """
+import os, sys, threading
+import windrow
+
+def linger():
+    with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as name:
+        name.write("grpc_shutdown")
+    lingering.set()
+    threading.Event().wait(0.2)
+    ended.append(True)
+
+lingering, ended = threading.Event(), []
+with windrow.SyncClient(sys.argv[1], org="acme") as client:
+    client.enqueue("q", "k")
+threading.Thread(target=linger).start()
+lingering.wait()
+child = os.fork()
+if child == 0:
+    print(bool(ended), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells which threads there are")
+async def test_a_fork_after_a_close_waits_for_grpcs_last_threads(router: FakeRouter) -> None:
+    """In a process that is forked while they end, calls may never end."""
+    assert await lines_of(FORKS_AT_ONCE, router, within_s=2 * WAIT_S) == ["True"]

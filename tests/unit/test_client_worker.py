@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -675,6 +675,24 @@ async def test_a_handler_that_takes_no_job_fails_its_job_and_not_the_worker(rout
     assert "takes 0 positional arguments" in nack.failure.message
 
 
+async def test_a_handler_that_sets_a_field_of_its_job_fails_its_attempt_and_not_the_worker(
+    router: FakeRouter, client: Client
+) -> None:
+    worker = Worker(client, "q")
+
+    @worker.handler("sets")
+    async def sets(job: Job) -> None:
+        setattr(job, job.text(), None)
+
+    names = [field.name for field in fields(Job)]
+    for name in names:
+        router.give("sets", name.encode())
+    async with running(worker):
+        await router.until(lambda: len(router.nacks()) == len(names))
+    messages = {nack.failure.message for nack in router.nacks()}
+    assert messages == {f"cannot assign to field {name!r}" for name in names}
+
+
 async def test_threads_and_the_worker_see_the_same_sign_that_a_job_is_lost() -> None:
     for _ in range(50):
         job = read_leased(job_pb2.LeasedJob(id="i"))
@@ -1177,6 +1195,36 @@ async def test_a_thread_that_never_ends_keeps_the_process_until_one_more_signal(
             process.kill()
             await process.wait()
     assert not router.settled("Release")
+
+
+INTERRUPTED = """
+import sys, windrow
+
+worker = windrow.Worker(windrow.Client(sys.argv[1], org="acme"), "q")
+
+@worker.handler("one")
+async def one(job):
+    raise KeyboardInterrupt
+
+@worker.batch_handler("many", max_jobs=2)
+async def many(jobs):
+    raise KeyboardInterrupt
+
+windrow.run(worker)
+"""
+
+
+@pytest.mark.parametrize("kind", ["one", "many"])
+async def test_a_handler_that_is_interrupted_ends_the_worker_which_gives_its_jobs_back(
+    router: FakeRouter, kind: str
+) -> None:
+    jobs = [router.give(kind), router.give(kind)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", INTERRUPTED, router.address, cwd=CHECKOUT, stderr=asyncio.subprocess.DEVNULL
+    )
+    async with asyncio.timeout(3 * WAIT_S):
+        assert await process.wait() == -signal.SIGINT
+    assert sorted(router.settled("Release")) == sorted(job.id for job in jobs)
 
 
 async def test_a_signal_stops_a_worker_of_the_main_thread(router: FakeRouter, client: Client) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
+import re
 import sys
 import time
 import weakref
@@ -92,6 +94,27 @@ _connected: weakref.WeakSet[Channels] = weakref.WeakSet()
 # Whether channels were connected in the parent when it forked this process. A new channel would crash this process or
 # never get an answer: gRPC's threads end at the fork, and what they shared stays as it was.
 _is_broken = False
+# When this process closed its last connected channels; monotonic seconds.
+_closed_at_s = -math.inf
+# After the last channel is closed, gRPC's threads need a moment to end: milliseconds, or more on a busy machine.
+_THREADS_END_S_MAX = 1.0
+_THREAD = re.compile(rb"event_engine|lifeguard|grpc_|resolver")
+_THREAD_NAMES = Path("/proc/self/task")
+
+
+def _before_fork() -> None:
+    """Waits until gRPC's threads have ended, if the last channel has just been closed. Only Linux tells."""
+    while not _connected and time.monotonic() < _closed_at_s + _THREADS_END_S_MAX and _has_grpc_thread():
+        time.sleep(0.001)
+
+
+def _has_grpc_thread() -> bool:
+    for name in _THREAD_NAMES.glob("*/comm"):
+        # The thread may have ended meanwhile.
+        with contextlib.suppress(OSError):
+            if _THREAD.match(name.read_bytes()):
+                return True
+    return False
 
 
 def _on_fork() -> None:
@@ -100,7 +123,7 @@ def _on_fork() -> None:
 
 
 if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_on_fork)
+    os.register_at_fork(before=_before_fork, after_in_child=_on_fork)
 
 
 class Channels:
@@ -177,6 +200,8 @@ class Channels:
         for channel in (*channels, *self._leaving):
             await channel.close()
         _connected.discard(self)
+        global _closed_at_s
+        _closed_at_s = time.monotonic()
         return True
 
     async def tls_fault(self) -> str | None:

@@ -63,6 +63,7 @@ from windrow.payloads import (
     NOTE_BYTES_MAX,
     REASON_BYTES_MAX,
     Payload,
+    checked_text,
     clipped,
     duration,
     encode_result,
@@ -354,12 +355,13 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
             # The router would read 0 as the default, which is 1. But a caller that passes the number of its free places
             # wants no job if it has none.
             raise invalid_argument("max_jobs", f"must be 1 to 1,000, not {max_jobs}")
+        listed = [queues] if isinstance(queues, str) else queues
         request = queue_pb2.DequeueRequest(
             org=self.org,
-            queues=[queues] if isinstance(queues, str) else queues,
+            queues=[checked_text(f"queues[{at}]", queue) for at, queue in enumerate(listed)],
             max_jobs=max_jobs,
             visibility_window=_span("visibility_window", visibility_window),
-            worker=worker,
+            worker=checked_text("worker", worker),
         )
         wait_s = named_seconds("wait", wait)
         if not 0 <= wait_s <= WAIT_S_MAX:
@@ -582,7 +584,10 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         """Looks a job up by its dedup key. Returns the job of which an enqueue with this key would be a duplicate now,
         or None. If one job has the key while it is live and another job has it for a window, returns the former."""
         request = queue_pb2.FindJobRequest(
-            org=self.org, queue=queue, dedup_key=dedup_key, include_payload=include_payload
+            org=self.org,
+            queue=checked_text("queue", queue),
+            dedup_key=checked_text("dedup_key", dedup_key),
+            include_payload=include_payload,
         )
         response = await self.calls.call(lambda stub: stub.FindJob, request)
         return read_record(response.job, with_payload=include_payload) if response.HasField("job") else None
@@ -593,7 +598,7 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
 
         `timeout` (s, or timedelta): how long to wait. Raises DeadlineExceeded when this time is over. Raises NotFound
         if this org has no such job."""
-        request = queue_pb2.WaitJobRequest(org=self.org, id=id, include_payload=True)
+        request = queue_pb2.WaitJobRequest(org=self.org, id=checked_text("id", id), include_payload=True)
         timeout_s = named_seconds("timeout", timeout)
         deadline = time.monotonic() + timeout_s
         left_s = timeout_s
@@ -726,7 +731,7 @@ def _checked_org(org: str) -> str:
         raise InvalidRequest("org is empty: every job belongs to an org")
     if not isinstance(org, str):
         raise InvalidRequest(f"org must be a str, not {org!r}")
-    return org
+    return checked_text("org", org)
 
 
 def _span(name: str, span: Span) -> Duration:

@@ -16,7 +16,7 @@ from windrow.admin import AdminCalls, set_time, state_number
 from windrow.errors import InvalidRequest, Span, Unavailable, invalid_argument
 from windrow.job_rules import JOBS_MAX
 from windrow.jobs import Answer, JobRecord, JobState, answers, listed_ids
-from windrow.payloads import duration, timestamp
+from windrow.payloads import checked_text, duration, timestamp
 from windrow.v1 import admin_pb2, queue_pb2
 
 _PAGE_MAX = 1000
@@ -59,9 +59,13 @@ class JobFilter:
     not_killed: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("queue", "kind"):
+            checked_text(name, getattr(self, name))
         for key, value in self.attributes.items():
             if not isinstance(value, str):
                 raise invalid_argument(f"attributes[{key!r}]", f"must be a text, not {value!r}")
+            checked_text("attributes", key)
+            checked_text(f"attributes[{key!r}]", value)
         for name in _TIMES:
             try:
                 if getattr(self, name) is not None:

@@ -11,7 +11,7 @@ import enum
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
@@ -19,7 +19,7 @@ from windrow.errors import InvalidJob, Span, Violation, WindrowError, invalid_ar
 from windrow.failures import Failure, read_failure
 from windrow.ids import nth_id, uuid7
 from windrow.job_log import JobLog
-from windrow.payloads import Payload, duration, encode, moment, timestamp
+from windrow.payloads import Payload, checked_text, duration, encode, moment, no_unicode, timestamp
 from windrow.reports import Progress, Reporter, read_progress, report_of
 from windrow.v1 import job_pb2, queue_pb2
 
@@ -218,7 +218,7 @@ class NewJob:
     - `run_at` (a datetime with a time zone) or `delay` (s, or timedelta; from when the job is stored): when the job may
       run, at most 3,650 days ahead. Default: at once.
     - `expires_at` (a datetime with a time zone, at most 7,300 days ahead): a job that is not leased by then is
-      cancelled. Default: never.
+      cancelled, also if this time has passed already. Default: never.
     - `max_attempts`: 1 to 1,000. The job is dead after this many attempts without success. Default: the queue's
       setting, or 20 if the queue has none.
     - `max_runtime` (s, or timedelta; 1 s to 30 days): how long one attempt may take; then its lease ends. Default: as
@@ -296,8 +296,8 @@ def newly_stored(ids: Iterable[str]) -> list[Enqueued]:
     return results
 
 
-# Not frozen: to make a frozen object takes several times as long, and a worker makes a Job for each job that it gets.
-@dataclass(slots=True, kw_only=True, unsafe_hash=True)
+# Frozen, because a worker still needs the job when its handler has ended.
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A leased job. Every field has a default, so that the test of a handler can easily make a Job."""
 
@@ -349,7 +349,7 @@ class Job:
                 try:
                     return object.__getattribute__(self, "lost")
                 except AttributeError:
-                    self.lost = lost = Lost()
+                    object.__setattr__(self, "lost", lost := Lost())
                     return lost
 
     def log(self, text: str) -> None:
@@ -508,6 +508,7 @@ def listed_ids(ids: Iterable[str], name: str = "ids") -> list[str]:
     for at, one in enumerate(listed):
         if not isinstance(one, str):
             raise invalid_argument(f"{name}[{at}]", f"must be a str, not {_shown(one)}")
+        checked_text(f"{name}[{at}]", one)
     return listed
 
 
@@ -615,7 +616,7 @@ def _invalid(job: object, at: int, error: Exception) -> InvalidJob:
         try:
             write(NewJob(**fields), job_pb2.NewJob())
         except (TypeError, ValueError) as found:
-            path, fault = f"jobs[{at}].{_PATHS.get(name, name)}", _type_fault(name, value) or str(found)
+            path, fault = f"jobs[{at}].{_PATHS.get(name, name)}", _type_fault(name, value) or _value_fault(found)
             return InvalidJob(f"{path}: {fault}", [Violation(path, fault)])
     path = f"jobs[{at}]"
     return InvalidJob(f"{path}: {error}", [Violation(path, str(error))])
@@ -634,6 +635,10 @@ def _type_fault(name: str, value: object) -> str:
             if not (isinstance(key, str) and isinstance(text, str)):
                 return f"key and value must both be str, not {_shown(key)}: {_shown(text)}"
     return ""
+
+
+def _value_fault(error: Exception) -> str:
+    return no_unicode(error) if isinstance(error, UnicodeEncodeError) else str(error)
 
 
 def _shown(value: object) -> str:
@@ -678,10 +683,16 @@ def read_retry(message: job_pb2.RetryPolicy) -> RetryPolicy | None:
             return None
 
 
+class _Unfrozen:
+    """A Job whose fields can be set. It becomes a Job when its class is set."""
+
+    __slots__ = tuple(field.name for field in fields(Job))
+
+
 def read_leased(message: job_pb2.LeasedJob, *, reporter: Reporter = _NOBODY) -> Job:
-    # Set the fields one by one: passing so many arguments would take as long as reading them. `lost` is made when it is
-    # first used.
-    job = _new(Job)
+    # Set the fields one by one: passing so many arguments would take as long as reading them, and to set the fields of
+    # a frozen object takes several times as long. `lost` is made when it is first used.
+    job: Any = _new(_Unfrozen)
     job.lease = message.lease
     job.id = message.id
     job.queue = message.queue
@@ -708,7 +719,8 @@ def read_leased(message: job_pb2.LeasedJob, *, reporter: Reporter = _NOBODY) -> 
     job.workflow = read_workflow_node(message.workflow) if message.HasField("workflow") else None
     job.reporter = reporter
     job.logged = JobLog()
-    return job
+    job.__class__ = Job
+    return cast("Job", job)
 
 
 def read_new(message: job_pb2.NewJob) -> NewJob:

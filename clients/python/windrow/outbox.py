@@ -39,7 +39,7 @@ from windrow.client import Client
 from windrow.errors import TRANSIENT, DeadlineExceeded, InvalidJob, InvalidRequest, Violation, WindrowError
 from windrow.job_rules import age_fault, job_faults, org_fault
 from windrow.jobs import NewJob, enqueue_request
-from windrow.payloads import duration
+from windrow.payloads import checked_text, duration
 from windrow.signals import stopped_by_signals
 from windrow.tracing import trace_context
 from windrow.v1 import job_pb2, queue_pb2
@@ -126,7 +126,7 @@ def add(
     added. Some faults, such as too many queues of an org, can only be found by a router: the relay sets such a job
     aside.
     """
-    request = enqueue_request(org, jobs)
+    request = enqueue_request(checked_text("org", org), jobs)
     _refuse_faults(request)
     context = trace_context(trace.get_current_span().get_span_context())
     if context is not None:

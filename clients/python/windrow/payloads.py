@@ -16,6 +16,8 @@ from windrow.errors import Span, invalid_argument
 FAILURE_TYPE_BYTES_MAX, FAILURE_MESSAGE_BYTES_MAX, FAILURE_STACK_BYTES_MAX = 256, 8192, 32768
 RESULT_BYTES_MAX = 65536
 CHECKPOINT_BYTES_MAX, NOTE_BYTES_MAX, REASON_BYTES_MAX = 65536, 1024, 1024
+# How many characters an error shows on either side of a lone surrogate.
+_SHOWN_CHARS = 20
 
 Payload: TypeAlias = bytes | bytearray | memoryview | str | Mapping[str, Any] | Sequence[Any] | int | float | None
 """Bytes are sent as they are, str as UTF-8, and anything else as JSON: None becomes `null`."""
@@ -26,12 +28,14 @@ def encode(value: Payload, *, what: str = "payload") -> bytes:
     names the value in the error."""
     if isinstance(value, bytes):
         return value
-    if isinstance(value, str):
-        return value.encode()
     if isinstance(value, bytearray | memoryview):
         return bytes(value)
     try:
+        if isinstance(value, str):
+            return value.encode()
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a {what} {no_unicode(error)}") from error
     except TypeError as error:
         raise TypeError(_no_json(what, value, str(error))) from error
     except RecursionError as error:
@@ -45,6 +49,22 @@ def _no_json(what: str, value: object, why: str) -> str:
     if what == "result" and isinstance(value, BaseException):
         why = "an exception is no result: raise it, or nack the job with it"
     return f"a {what} is bytes, str, or what JSON can hold, and this {type(value).__name__} is none of them: {why}"
+
+
+def no_unicode(error: UnicodeEncodeError) -> str:
+    """Returns why a str cannot be sent, with the part of it that cannot be encoded."""
+    text, at = error.object, error.start
+    near = text[max(0, at - _SHOWN_CHARS) : at + _SHOWN_CHARS]
+    return f"must not have lone surrogates, which UTF-8 cannot encode, not {near!r}"
+
+
+def checked_text(name: str, text: str) -> str:
+    """Returns an argument that is a str. Raises InvalidRequest, which names the argument, if it is no Unicode text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise invalid_argument(name, no_unicode(error)) from error
+    return text
 
 
 def encode_result(value: Payload) -> bytes:

@@ -74,7 +74,8 @@ class Reporter:
             self._take(lease, report)
 
     async def stored(self, lease: bytes) -> None:
-        """Waits until no report about this lease is on its way. May be called in any event loop."""
+        """Waits until the lines that the handler has logged are stored, and no report about this lease is on its way.
+        May be called in any event loop."""
         if self._when_stored is not None:
             await asyncio.wrap_future(self._when_stored(lease))
 

@@ -161,7 +161,10 @@ class Settlements:
         self._notify()
 
     def when_stored(self, held: HeldLease, stored: Future[None]) -> None:
-        """Ends the future when no report of this job is on its way, or when its lease is lost."""
+        """Ends the future when all lines that the handler has logged are sent, and no report of this job is on its way,
+        or when its lease is lost."""
+        if held.job.logged.count > held.lines_told:
+            self.report(held, Report())
         self._told.setdefault(held, []).append(stored)
         if held not in self._reports or held.lost:
             self.tell_stored(held)

@@ -34,7 +34,7 @@ from windrow.handlers import Handlers, HandlerT, Middleware, Suspended
 from windrow.jobs import Job, LostReason, NewJob, WorkflowNode, read_leased
 from windrow.leases import Connectivity, HeldLease, Leases, log, named
 from windrow.outcomes import DONE, Action, Waits
-from windrow.payloads import Payload, duration, named_seconds
+from windrow.payloads import Payload, checked_text, duration, named_seconds
 from windrow.processes import is_handler_process
 from windrow.reports import Report, Reporter
 from windrow.schedules import Schedule
@@ -68,6 +68,11 @@ class AllOrgs(enum.Enum):
 
 
 ALL = AllOrgs.ALL
+
+
+class _Interrupted(Exception):
+    """An `async def` has raised KeyboardInterrupt, which is the cause of this error. A task that ends with a
+    KeyboardInterrupt ends the event loop at once, before the worker can give its jobs back."""
 
 
 class Worker:
@@ -115,7 +120,8 @@ class Worker:
     than 64 KiB is dropped: the job succeeds without it, and the worker logs a WARNING. A handler that raises nacks the
     job. Retry(after=...), Snooze(after=...) and Kill("why") set the outcome; after any other exception the retry policy
     decides. The exception's type, message (8 KiB) and traceback (the newest frames, 32 KiB) are stored with the
-    attempt. sys.exit() in a handler also ends only the attempt, not the worker.
+    attempt. sys.exit() in a handler also ends only the attempt, not the worker. A KeyboardInterrupt in an `async def`
+    ends the worker, as Ctrl-C would: the worker releases its jobs, and run() raises it.
 
     If the worker has no handler for the kind of a job, its program may be of an older release. So it snoozes the job
     for 5 s to 5 min, longer each time; the attempt does not count. A WARNING says so once a minute, and the counter
@@ -332,6 +338,8 @@ class Worker:
                 await self._serve()
             except BaseExceptionGroup as group:
                 cause = only_cause(group)
+                if isinstance(cause, _Interrupted) and cause.__cause__ is not None:
+                    raise cause.__cause__ from None
                 of = f"org {self.client.org!r}" if self._orgs is None else "all orgs"
                 cause.add_note(f"worker {self.name} of {of} has ended with this error")
                 raise cause from None
@@ -402,7 +410,8 @@ class Worker:
         job = read_leased(message, reporter=self._reporter)
         if job.workflow is not None:
             client = self.client.for_org(job.org) if job.org else self.client
-            job.workflow = replace(job.workflow, caller=partial(_calls_of, client, job.lease, self._reporter))
+            caller = partial(_calls_of, client, job.lease, self._reporter)
+            return replace(job, workflow=replace(job.workflow, caller=caller))
         return job
 
     def _take(self, messages: Sequence[job_pb2.LeasedJob], received_at: float) -> None:
@@ -493,10 +502,14 @@ class Worker:
             for held in batch:
                 self._on_cancelled(held, error)
             raise
-        except BaseException:
+        except BaseException as error:
             # This error ends the worker: no other handler may start.
             self._ending = True
-            raise
+            if not isinstance(error, KeyboardInterrupt):
+                raise
+            for held in batch:
+                self._on_cancelled(held, error)
+            raise _Interrupted from error
         finally:
             for held in batch:
                 # The batch refers to all its leases. Break the cycle, so that the garbage collector need not.
@@ -545,10 +558,13 @@ class Worker:
                 except asyncio.CancelledError as error:
                     self._on_cancelled(held, error)
                     raise
-                except BaseException:
+                except BaseException as error:
                     # This error ends the worker: no other handler may start.
                     self._ending = True
-                    raise
+                    if not isinstance(error, KeyboardInterrupt):
+                        raise
+                    self._on_cancelled(held, error)
+                    raise _Interrupted from error
                 finally:
                     held.task = None
                     del self._running[held]
@@ -628,8 +644,8 @@ class Worker:
         if stored.set_running_or_notify_cancel():
             stored.set_result(None)
 
-    def _on_cancelled(self, held: HeldLease, error: asyncio.CancelledError) -> None:
-        """Handles a job whose task was cancelled."""
+    def _on_cancelled(self, held: HeldLease, error: BaseException) -> None:
+        """Handles a job whose task was cancelled, or whose handler was interrupted."""
         if held.lost or held.settling:
             return
         if held.thread is not None:
@@ -707,6 +723,8 @@ class Worker:
         for queue in self.queues:
             if not isinstance(queue, str):
                 raise InvalidRequest(f"queues must be names of queues, not {queue!r}")
+            checked_text("queues", queue)
+        checked_text("name", self.name)
         if not 1 <= self.concurrency <= CONCURRENCY_MAX:
             raise InvalidRequest(f"concurrency must be 1 to {CONCURRENCY_MAX:,}, not {self.concurrency}")
         if not 0 <= self.prefetch <= PREFETCH_MAX:

@@ -7,7 +7,15 @@ SELECT
     pg_has_role('pg_read_all_stats', 'USAGE') AS sees_others,
     (SELECT sum(s.numbackends) FROM pg_stat_database s)::integer AS connections,
     {{connections_max}} AS connections_max,
-    age(x.datfrozenxid), quote_ident(x.datname), mxid_age(m.datminmxid), quote_ident(m.datname)
+    age(x.datfrozenxid), quote_ident(x.datname), mxid_age(m.datminmxid), quote_ident(m.datname),
+    -- An owner of the schema, or of something in it, whose rights this role does not have.
+    (
+        SELECT quote_ident(pg_get_userbyid(w.owner)) FROM (
+            SELECT n.nspowner AS owner FROM pg_namespace n WHERE n.nspname = 'windrow'
+            UNION ALL
+            SELECT c.relowner FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = 'windrow'
+        ) w WHERE NOT pg_has_role(w.owner, 'USAGE') LIMIT 1
+    ) AS other_owner
 FROM pg_database d
 -- The database with the oldest ids counts, whichever database of the server it is.
 CROSS JOIN (

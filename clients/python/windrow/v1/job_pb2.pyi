@@ -512,7 +512,8 @@ class NewJob(_message.Message):
     @_builtins.property
     def expires_at(self) -> _timestamp_pb2.Timestamp:
         """After this time the job is not leased any more: the Dequeue or the archiver that finds it cancels it. A lease that
-        has begun goes on. At most 7,300 days ahead. Absent: never.
+        has begun goes on. May have passed already, as in a retry of an Enqueue: the job is then stored, and never runs. At
+        most 7,300 days ahead. Absent: never.
         """
 
     @_builtins.property
