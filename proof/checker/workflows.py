@@ -26,6 +26,8 @@ _JOBS = {
 }
 # The calls that end a job. A nack ends the job at the last attempt.
 _ENDING = frozenset({Verb.ACK, Verb.NACK, Verb.KILL})
+# The system may adjust the shard's wall clock now and then.
+_CLOCK_S = 0.05
 # Errors that an addition never gets: all jobs choose different names for nodes, and each lease belongs to a node of a
 # workflow that exists. Nor do jobs wait for nodes that may wait for them, which is an invalid request. The Python
 # client names this status otherwise.
@@ -140,6 +142,7 @@ def _too_early(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
         is_dead = row.state is State.DEAD or row.job in failed
         if is_dead and row.past and row.past[-1].outcome == "expired":
             ended_s[names_of.get(row.job, row.job)] = float("-inf")
+    _add_signals(evidence, backup, ended_s)
     after = {one.job: one.after for one in history.enqueues if one.after}
     for addition in history.additions:
         after |= addition.nodes
@@ -160,6 +163,32 @@ def _too_early(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
                 what = f"node {name} came to {delivery.call.client} before node {parent}, which it waits for, had ended"
                 yield Violation(invariant="I11", what=what, excused=is_excused)
     yield from _waited_too_short(evidence, backup, ended_s)
+
+
+def _add_signals(evidence: Evidence, backup: Backup, ended_s: dict[str, float]) -> None:
+    """Adds the earliest times at which nodes may have ended that wait for signals. Such a node does not end before the
+    nodes that it waits for, even if its signal came early. Its time begins with the end of these nodes."""
+    history = evidence.history
+    signalled_s: dict[str, float] = {}
+    for signal in history.signals:
+        if signal.call.outcome is not Outcome.ERROR:
+            signalled_s[signal.node] = min(signal.call.began_s, signalled_s.get(signal.node, float("inf")))
+    names = {job: name for flow in evidence.flows for job, name in flow.names.items()}
+    rows = [*evidence.rows, *backup.lost_rows]
+    unsignalled = {names.get(row.job, row.job) for row in rows if row.unsignalled_us is not None}
+    # If a retry is lost, the names of its nodes are not known.
+    stored = {flow.workflow for flow in evidence.flows}
+    unknown = {one.workflow for one in evidence.operated if one.retry and one.retry not in stored}
+    slack_s = _CLOCK_S + history.drift_s
+    # The nodes of a start come after those that they wait for.
+    for one in history.enqueues:
+        if one.timeout_s is None:
+            continue
+        parents_s = max((ended_s.get(parent, float("inf")) for parent in one.after), default=float("-inf"))
+        ends_s = [max(signalled_s.get(one.job, float("inf")), parents_s)]
+        if one.job in unsignalled or one.workflow in unknown:
+            ends_s.append(max(one.call.began_s, parents_s) + one.timeout_s - slack_s)
+        ended_s[one.job] = min([*ends_s, ended_s.get(one.job, float("inf"))])
 
 
 def _waited_too_short(evidence: Evidence, backup: Backup, ended_s: Mapping[str, float]) -> Iterator[Violation]:
