@@ -470,6 +470,20 @@ async def test_a_workflow_waits_for_a_signal_and_passes_its_payload_on(
     await asyncio.wait({running})
 
 
+async def test_a_blocked_node_says_whether_it_has_its_signal_already(client: windrow.Client) -> None:
+    flow = windrow.Workflow("release")
+    flow.signal("approved", "ci", after=flow.job("ci", "build"), timeout=timedelta(days=3))
+    started = await client.start(flow)
+
+    async def why() -> str:
+        (cause,) = (await client.explain_job(started.job_ids["approved"])).causes
+        return str(cause)
+
+    assert await why() == f"node 'approved' of workflow {flow.id} waits for 1 node: 'build'"
+    assert await client.signal(flow.id, "approved")
+    assert await why() == f"node 'approved' of workflow {flow.id} has its signal, and waits for 1 node: 'build'"
+
+
 async def test_a_worker_that_waits_for_jobs_ends_a_node_whose_time_is_over(client: windrow.Client) -> None:
     worker = windrow.Worker(client, "ci")
     seen: list[str] = []
