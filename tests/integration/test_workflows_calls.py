@@ -522,6 +522,28 @@ async def test_a_node_whose_queue_nobody_consumes_says_so(client: windrow.Client
     assert explained.state is windrow.JobState.SCHEDULED
 
 
+async def test_a_job_that_waited_for_a_signal_is_not_restored(client: windrow.Client) -> None:
+    flow = windrow.Workflow()
+    flow.signal("signalled", "ci", timeout=3600)
+    flow.signal("cancelled", "ci", timeout=3600)
+    flow.signal("too late", "ci", timeout=0.01)
+    flow.signal("early", "ci", after=flow.job("ci", "build"), timeout=3600)
+    jobs = (await client.start(flow)).job_ids
+    assert await client.signal(flow.id, "signalled")
+    assert await client.signal(flow.id, "early")
+    await client.cancel_jobs([jobs["cancelled"]])
+    (build,) = await client.dequeue("ci", wait=PATIENCE_S)
+    await client.ack([build])
+    async with asyncio.timeout(PATIENCE_S):
+        while (await client.get_jobs([jobs["too late"]]))[jobs["too late"]].state is not windrow.JobState.CANCELLED:
+            await client.dequeue("ci", wait=0.05)
+    names = ("signalled", "cancelled", "too late", "early", "build")
+    restored = await client.restore_jobs([jobs[name] for name in names])
+    refused = windrow.RestoreRefusal.SIGNAL
+    assert [one.refusal for one in restored] == [refused, refused, refused, refused, None]
+    assert [job.kind for job in await client.dequeue("ci", max_jobs=10)] == ["build"]
+
+
 def test_another_org_gives_no_signal(router: Stubs, org: OrgId, other_org: OrgId) -> None:
     flow = windrow.Workflow()
     flow.signal("approved", "q", timeout=3600)
