@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from proof.checker.backup import Backup, latest_by_job
 from proof.checker.evidence import Evidence, Row, State, Violation
 from proof.checker.schedule_terms import CLOCK_US
-from proof.checker.workflows import by_operators
+from proof.checker.workflows import by_operators, lost_jobs
 from proof.history import Answer, Outcome, Signal
 
 # Errors that a signal never gets: it is given to a node that exists and waits for one.
@@ -40,6 +40,8 @@ def check(evidence: Evidence) -> Iterator[Violation]:
         released_us[release.job] = min(release.began_us, released_us.get(release.job, release.began_us))
     moved = backup.lost_flows | backup.second_flows
     restored = {job for flow in evidence.flows if flow.workflow in moved for job in flow.nodes}
+    restored |= {job for job, one in lost_jobs(evidence).items() if one.workflow in moved}
+    restored |= {job for job, signals in given.items() if any(one.workflow in moved for one in signals)}
     for delivery in history.deliveries:
         if delivery.lease.job in timeouts_s:
             yield _wrong(delivery.lease.job, f"came to {delivery.call.client}, although it waits for a signal")
@@ -98,7 +100,8 @@ def _timeouts(evidence: Evidence) -> dict[str, float]:
     workflow."""
     by_name = {one.job: one.timeout_s for one in evidence.history.enqueues if one.timeout_s is not None}
     of_flows = {job: name for flow in evidence.flows for job, name in flow.names.items() if name in by_name}
-    return by_name | {job: by_name[name] for job, name in of_flows.items()}
+    of_lost = {job: one.node for job, one in lost_jobs(evidence).items() if one.node in by_name}
+    return by_name | {job: by_name[name] for job, name in (of_flows | of_lost).items()}
 
 
 def _by_job(evidence: Evidence) -> dict[str, list[Signal]]:

@@ -54,6 +54,7 @@ from proof.history import (
 )
 from shard.placement.slots import SLOTS, slot_of
 from shard.vocabulary import OrgId
+from shard.workflow import WorkflowId, job_id_of
 
 ORG, OTHER, QUEUE, SHARD = "acme", "evil", "load", "s1"
 CALM_S, LATE_S_MAX = 100.0, 10.0
@@ -1801,6 +1802,45 @@ def test_a_job_of_an_added_node_may_be_there_although_its_workflow_was_lost() ->
     assert found(replace(given, restored=restore)) == []
 
 
+def test_only_a_job_of_a_workflow_that_was_lost_may_be_there_although_no_answer_named_it() -> None:
+    """The workflow and its retry arrived after the backup, and their finished jobs stayed on another shard. Nobody was
+    told the ids of the jobs of the retry, or of the node that job 0 of the workflow had added."""
+    flow, retry, other = "0198d2c4-7a11-7abc-8def-0123456789ab", "0198d2c4-7a22-7abc-8def-000000000000", "w"
+    first = job_id_of(WorkflowId(flow), 0)
+    given = whole_life(first)
+    start = replace(given.history.enqueues[0], call=call(Verb.START, 10.0), workflow=flow)
+    wait = replace(addition(11.5, lease=LeaseKey(first, 1)), workflow=flow, nodes={f"{first}+0": []})
+    jobs = [job_id_of(WorkflowId(one), number) for one, number in ((flow, 1), (retry, 0), (retry, 1))]
+    rows = [*given.rows, *(succeeded(job, lease=2) for job in jobs)]
+    given = changed(
+        replace(given, rows=rows, books=[replace(given.books[0], accepted=4)]),
+        enqueues=[start],
+        additions=[wait],
+        deliveries=[
+            *given.history.deliveries,
+            *(
+                delivery(job, 13.0, lease=2, payload_job=name)
+                for job, name in ((jobs[0], f"{first}+0"), (jobs[1], first), (jobs[2], f"{first}+0"))
+            ),
+        ],
+        settles=[*given.history.settles, *(settle(Verb.ACK, job, 13.5, lease=2) for job in jobs)],
+    )
+    asked = OperatedFlow(workflow=flow, org=ORG, retry=retry)
+    assert set(found(replace(given, operated=[asked]))) == {"I1"}
+    # Who cancels the workflow cancels the node that was added, too.
+    cancelled = [replace(row, state=State.CANCELLED, lease=None) if row.job == jobs[0] else row for row in rows]
+    by_operator = replace(asked, cancelling_s=12.0)
+    kept = changed(
+        given,
+        deliveries=[one for one in given.history.deliveries if one.lease.job != jobs[0]],
+        settles=[one for one in given.history.settles if one.lease.job != jobs[0]],
+    )
+    assert "I2" not in found(replace(kept, rows=cancelled, operated=[by_operator]))
+    assert "I2" in found(replace(kept, rows=cancelled, operated=[asked]))
+    # Nobody asked for this retry.
+    assert set(found(replace(given, operated=[replace(asked, retry=other)]))) == {"I1", "I3", "I4"}
+
+
 @pytest.mark.parametrize("was_lost", [True, False])
 def test_only_a_job_of_a_workflow_that_was_lost_may_wait_for_ever(was_lost: bool) -> None:
     """The workflow arrived after the backup, and the jobs followed later."""
@@ -2614,9 +2654,8 @@ def a_signalled_workflow(*signals: Signal, **fields: Any) -> Evidence:
     waits for job j1. `fields`: of the row of job j1."""
     given = workflow_of_two()
     waiting, second = given.history.enqueues
-    row = replace(
-        succeeded("j1"), lease=None, leased_at_us=None, stored_us=1000 * SECOND_US, **({"signal": "yes"} | fields)
-    )
+    of_row: dict[str, Any] = {"signal": "yes", **fields}
+    row = replace(succeeded("j1"), lease=None, leased_at_us=None, stored_us=1000 * SECOND_US, **of_row)
     state = "succeeded" if row.state is State.SUCCEEDED else "failed"
     return changed(
         replace(given, rows=[row, given.rows[1]], flows=[flow_of_two(state, j1=str(row.state))]),
