@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from chaos.run import Told
 from proof.checker.backup import Backup
 from proof.checker.evidence import Evidence, Placed, State
-from proof.history import Addition, Answer, Call, History, Outcome, Verb
+from proof.history import Addition, Answer, Call, History, Outcome, Signal, Verb
 from shard.placement.slots import slot_of
 from shard.vocabulary import OrgId
 
@@ -75,6 +75,9 @@ def jobs(evidence: Evidence) -> Mapping[str, int]:
             for what, count in sorted(Counter(map(_wait, seen.additions)).items())
             if what
         },
+        **{f"signals: {what}": count for what, count in sorted(Counter(map(_signal, seen.signals)).items())},
+        "nodes that a signal ended": sum(row.signal is not None for row in evidence.rows),
+        "nodes that no signal reached in time": sum(row.unsignalled_us is not None for row in evidence.rows),
     }
 
 
@@ -85,6 +88,17 @@ def _wait(added: Addition) -> str:
     match added.call.outcome:
         case Outcome.OK:
             return "the job waits" if added.waits else "the nodes have ended"
+        case Outcome.ERROR:
+            return "refused"
+        case Outcome.UNKNOWN:
+            return "not answered"
+
+
+def _signal(signal: Signal) -> str:
+    """Returns the outcome of one try to give a signal."""
+    match signal.call.outcome:
+        case Outcome.OK:
+            return "the first" if signal.is_first else "not the first"
         case Outcome.ERROR:
             return "refused"
         case Outcome.UNKNOWN:

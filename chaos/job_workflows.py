@@ -1,4 +1,5 @@
-"""The operators of a run, who start workflows, and pause, resume, cancel and retry them while they run.
+"""The operators of a run, who start workflows, give them signals, and pause, resume, cancel and retry them while they
+run.
 
 Each call is repeated until it is answered, and each try is recorded: the checker must know which tries were not
 answered, because routers may execute them later. Operators leave the producers' workflows alone.
@@ -43,14 +44,15 @@ class JobWorkflows:
 
     def __init__(
         self,
-        stubs: Sequence[workflows_pb2_grpc.WorkflowsAsyncStub],
+        channels: Sequence[grpc.aio.Channel],
         orgs: Sequence[str],
         recorder: Recorder,
         *,
         seed: int,
         end_s: float,
     ) -> None:
-        self._stubs = stubs
+        self._stubs = [workflows_pb2_grpc.WorkflowsStub(channel) for channel in channels]
+        self._calls = calls.Calls(channels, recorder)
         self._orgs = list(orgs)
         self._recorder = recorder
         self._seed = seed
@@ -61,7 +63,7 @@ class JobWorkflows:
         """Starts and changes workflows until the time is over."""
         async with asyncio.TaskGroup() as group:
             for number in range(_OPERATORS):
-                group.create_task(self._operate(random.Random(f"{self._seed}/workflows/{number}")))
+                group.create_task(self._operate(group, random.Random(f"{self._seed}/workflows/{number}")))
 
     async def resume(self) -> None:
         """Ends all pauses that may be left. Called after all faults are healed."""
@@ -73,7 +75,7 @@ class JobWorkflows:
     def seen(self) -> list[OperatedFlow]:
         return [one.seen for one in self._all]
 
-    async def _operate(self, luck: random.Random) -> None:
+    async def _operate(self, group: asyncio.TaskGroup, luck: random.Random) -> None:
         while time.time() < self._end_s:
             org = pick_org(luck, self._orgs)
             flow, asked = flows.draw(org, luck)
@@ -81,6 +83,7 @@ class JobWorkflows:
             self._all.append(one)
             if not await one.start(self._recorder, asked):
                 return
+            self._give_signals(group, org, flow.id, flow, luck)
             await asyncio.sleep(luck.uniform(0.0, _RUNS_S_MAX))
             if luck.random() < 0.5:
                 await one.pause()
@@ -91,6 +94,19 @@ class JobWorkflows:
             await one.cancel()
             if luck.random() < 0.7:
                 await one.retry()
+                if one.seen.retried:
+                    self._give_signals(group, org, one.seen.retry, flow, luck)
+
+    def _give_signals(
+        self, group: asyncio.TaskGroup, org: str, workflow: str, flow: windrow.Workflow, luck: random.Random
+    ) -> None:
+        """Begins to give signals to the nodes of `flow` in this workflow, which is `flow` or a retry of it."""
+        for signal in flows.draw_signals(flow, luck):
+            group.create_task(self._signal(org, workflow, signal))
+
+    async def _signal(self, org: str, workflow: str, signal: flows.Signal) -> None:
+        await asyncio.sleep(signal.after_s)
+        await self._calls.signal(org, workflow, signal.node, signal.payload)
 
 
 @asynccontextmanager
@@ -100,9 +116,8 @@ async def open_workflows(
     """Yields operators who work for this many seconds."""
     async with AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(calls.connect(address)) for _ in range(_CHANNELS)]
-        stubs = [workflows_pb2_grpc.WorkflowsStub(channel) for channel in channels]
         recorder = stack.enter_context(Recorder(histories, "operator"))
-        yield JobWorkflows(stubs, orgs, recorder, seed=seed, end_s=time.time() + seconds)
+        yield JobWorkflows(channels, orgs, recorder, seed=seed, end_s=time.time() + seconds)
 
 
 class _Operated:

@@ -229,8 +229,8 @@ def restore(
     """Stores copies of finished and dead jobs as new jobs that are due now; the old jobs stay as they are.
 
     A copy has the old job's queue, kind, payload, attributes, priority and retry policy. Its attribute
-    windrow.restored_from is the old job's id. Exit code 1: a job is neither finished nor dead; 4: the org has no such
-    job.
+    windrow.restored_from is the old job's id. Jobs of nodes that waited for signals are refused, because they never
+    run. Exit code 1: a job is neither finished nor dead, or is refused; 4: the org has no such job.
     """
     from cli.calls import connect
     from cli.messages import restore_answer
@@ -257,9 +257,10 @@ def restore(
                     "live": "is live",
                     "not_found": "not found",
                     "bad_id": "not restored: this machine's clock and the shard's are too far apart",
+                    "signal": "not restored: its node waited for a signal, and such a job never runs",
                 }
                 output.say("\n".join(f"{job_id}  {words[answer]}{new_id}" for job_id, answer, new_id in found))
-    if answers & {"live", "bad_id"}:
+    if answers & {"live", "bad_id", "signal"}:
         raise typer.Exit(ExitCode.NO)
     if "not_found" in answers:
         raise typer.Exit(ExitCode.NOT_FOUND)

@@ -39,6 +39,7 @@ _RESTORE_REFUSALS = {
     admin_pb2.RESTORE_REFUSAL_NOT_FOUND: "not_found",
     admin_pb2.RESTORE_REFUSAL_LIVE: "live",
     admin_pb2.RESTORE_REFUSAL_BAD_NEW_ID: "bad_id",
+    admin_pb2.RESTORE_REFUSAL_SIGNAL: "signal",
 }
 
 

@@ -33,6 +33,8 @@ class Verb(enum.StrEnum):
     START = "start"
     # A job adds nodes to its workflow.
     ADD = "add"
+    # Gives a signal to a node of a workflow.
+    SIGNAL = "signal"
     DEQUEUE = "dequeue"
     CONSUME = "consume"
     ACK = "ack"
@@ -113,6 +115,8 @@ class Enqueue:
     # The workflow that the job is in, and the jobs that the job waits for. Empty: the job is in no workflow.
     workflow: str = ""
     after: Sequence[str] = ()
+    # For how long the job's node waits for a signal. None: it does not wait for a signal, and the job runs.
+    timeout_s: float | None = None
     # The id in the answer: the id of this job, or of another job with the same dedup key. None: no answer came.
     answered: str | None = None
     duplicate: bool = False
@@ -142,6 +146,19 @@ class Addition:
     def may_end_lease(self) -> bool:
         """Returns whether this call has ended the lease, or may have done so without an answer."""
         return self.waits or (self.wait and self.call.outcome is Outcome.UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signal:
+    """One try to give a signal to a node of a workflow."""
+
+    call: Call
+    workflow: str
+    # The name of the node.
+    node: str
+    payload: str
+    # Whether the answer says that this signal counts.
+    is_first: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +212,7 @@ class History:
     calls: Sequence[Call] = ()
     enqueues: Sequence[Enqueue] = ()
     additions: Sequence[Addition] = ()
+    signals: Sequence[Signal] = ()
     deliveries: Sequence[Delivery] = ()
     settles: Sequence[Settle] = ()
     cancels: Sequence[Cancel] = ()
@@ -250,10 +268,14 @@ def asked_to_store(*, job: str, queue: str, key: str = "", delay_s: float = 0.0)
     return {"job": job, "queue": queue, "key": key, "delay_s": delay_s}
 
 
-def asked_to_start(*, job: str, queue: str, workflow: str, after: Sequence[str]) -> dict[str, object]:
-    """Returns a node of a new workflow as a line records it."""
-    delay_s = math.inf if after else 0.0
-    return asked_to_store(job=job, queue=queue, delay_s=delay_s) | {"workflow": workflow, "after": list(after)}
+def asked_to_start(
+    *, job: str, queue: str, workflow: str, after: Sequence[str], timeout_s: float | None = None
+) -> dict[str, object]:
+    """Returns a node of a new workflow as a line records it. `timeout_s`: for how long it waits for a signal, if it
+    does."""
+    delay_s = math.inf if after or timeout_s is not None else 0.0
+    of_flow = {"workflow": workflow, "after": list(after), "timeout_s": timeout_s}
+    return asked_to_store(job=job, queue=queue, delay_s=delay_s) | of_flow
 
 
 def asked_to_add(
@@ -261,6 +283,11 @@ def asked_to_add(
 ) -> dict[str, object]:
     """Returns new nodes of a running workflow as a line records them. `wait`: whether the job is to wait for them."""
     return {"workflow": workflow, "lease": lease.hex(), "nodes": nodes, "wait": wait}
+
+
+def asked_to_signal(*, workflow: str, node: str, payload: str) -> dict[str, object]:
+    """Returns a signal as a line records it."""
+    return {"workflow": workflow, "node": node, "payload": payload}
 
 
 def payload_of(org: str, job: str, padding: int) -> bytes:
@@ -272,6 +299,7 @@ def read(folder: Path) -> History:
     calls: list[Call] = []
     enqueues: list[Enqueue] = []
     additions: list[Addition] = []
+    signals: list[Signal] = []
     deliveries: list[Delivery] = []
     settles: list[Settle] = []
     cancels: list[Cancel] = []
@@ -287,6 +315,8 @@ def read(folder: Path) -> History:
                 case Verb.ADD:
                     additions.append(added := _addition(call, told))
                     enqueues += _added_jobs(added)
+                case Verb.SIGNAL:
+                    signals.append(_signal(call, told))
                 case Verb.DEQUEUE | Verb.CONSUME:
                     deliveries += _deliveries(call, told)
                 case Verb.CANCEL:
@@ -301,6 +331,7 @@ def read(folder: Path) -> History:
         calls=calls,
         enqueues=enqueues,
         additions=additions,
+        signals=signals,
         deliveries=deliveries,
         settles=settles,
         cancels=cancels,
@@ -361,6 +392,7 @@ def _enqueues(call: Call, told: _Tale) -> Iterator[Enqueue]:
             delay_s=asked["delay_s"],
             workflow=asked.get("workflow", ""),
             after=asked.get("after", ()),
+            timeout_s=asked.get("timeout_s"),
             answered=None if answer is None else answer["job"],
             duplicate=answer is not None and answer["duplicate"],
         )
@@ -376,6 +408,11 @@ def _addition(call: Call, told: _Tale) -> Addition:
         wait=asked["wait"],
         **answered,
     )
+
+
+def _signal(call: Call, told: _Tale) -> Signal:
+    answered = (told.ended or {}).get("answered") or {}
+    return Signal(call=call, **told.begun["asked"], **answered)
 
 
 def _added_jobs(added: Addition) -> Iterator[Enqueue]:

@@ -35,10 +35,10 @@ FROM chaos.run
 """
 _NOTE_RELEASES = """
 DO $do$ BEGIN
-    CREATE TABLE chaos.release (workflow uuid, job_id uuid, at timestamptz);
+    CREATE TABLE chaos.release (workflow uuid, job_id uuid, at timestamptz, began_at timestamptz);
     CREATE FUNCTION chaos.note_release() RETURNS trigger LANGUAGE plpgsql AS $note$ BEGIN
         INSERT INTO chaos.release
-        SELECT w.id, n.job_id, clock_timestamp()
+        SELECT w.id, n.job_id, clock_timestamp(), now()
         FROM news n
         JOIN olds o ON o.flow = n.flow AND o.node = n.node AND o.state <> 'released'
         JOIN windrow.workflow w ON w.flow = n.flow
@@ -49,7 +49,12 @@ DO $do$ BEGIN
         FOR EACH STATEMENT EXECUTE FUNCTION chaos.note_release();
 END $do$
 """
-_RELEASES = "SELECT workflow::text, job_id::text, (extract(epoch FROM at) * 1000000)::bigint FROM chaos.release"
+_RELEASES = """
+SELECT
+    workflow::text, job_id::text, (extract(epoch FROM at) * 1000000)::bigint,
+    (extract(epoch FROM began_at) * 1000000)::bigint
+FROM chaos.release
+"""
 _PLACED, _OWNED = "writes, reads, epoch", "state, epoch, chunk, arriving"
 
 

@@ -29,14 +29,20 @@ _STATES = {
     job_pb2.JOB_STATE_CANCELLED: State.CANCELLED,
 }
 _COLUMNS = (
-    "j.id::text, q.org, q.queue, j.dedup_key, j.lease, (extract(epoch FROM j.leased_at) * 1000000)::bigint, j.history, "
-    "j.scheduled_run, j.attributes->>'terms'"
+    # A signal ends a job with lease 0, which is no lease.
+    "j.id::text, q.org, q.queue, j.dedup_key, nullif(j.lease, 0), (extract(epoch FROM j.leased_at) * 1000000)::bigint, "
+    "j.history, j.scheduled_run, j.attributes->>'terms', (extract(epoch FROM j.enqueued_at) * 1000000)::bigint"
 )
+_SIGNALS = (
+    "CASE WHEN j.lease = 0 THEN convert_from(j.result, 'UTF8') END, "
+    "CASE WHEN j.reason = 'no signal came in time' THEN (extract(epoch FROM j.finished_at) * 1000000)::bigint END"
+)
+_NO_SIGNALS = "NULL::text, NULL::bigint"
 _ROWS = f"""
-SELECT {_COLUMNS}, 'live', false FROM windrow.job j JOIN windrow.queue q USING (queue_id)
-UNION ALL SELECT {_COLUMNS}, 'dead', false FROM windrow.dead j JOIN windrow.queue q USING (queue_id)
-UNION ALL SELECT {_COLUMNS}, j.state, false FROM windrow.finished j JOIN windrow.queue q USING (queue_id)
-UNION ALL SELECT {_COLUMNS}, CASE WHEN j.reason IS NULL THEN 'live' ELSE 'dead' END, true
+SELECT {_COLUMNS}, 'live', false, {_NO_SIGNALS} FROM windrow.job j JOIN windrow.queue q USING (queue_id)
+UNION ALL SELECT {_COLUMNS}, 'dead', false, {_NO_SIGNALS} FROM windrow.dead j JOIN windrow.queue q USING (queue_id)
+UNION ALL SELECT {_COLUMNS}, j.state, false, {_SIGNALS} FROM windrow.finished j JOIN windrow.queue q USING (queue_id)
+UNION ALL SELECT {_COLUMNS}, CASE WHEN j.reason IS NULL THEN 'live' ELSE 'dead' END, true, {_NO_SIGNALS}
     FROM windrow.departing j JOIN windrow.queue q USING (queue_id)
 """
 _FLOWS = """
@@ -129,7 +135,9 @@ def keys_in(dsn: str) -> frozenset[Key]:
 
 def rows_in(dsn: str, shard: str) -> Iterator[Row]:
     """Yields a row for each job in a shard's database."""
-    for job, org, queue, key, lease, leased_at_us, history, run, terms, state, departing in ask(dsn, _ROWS):
+    for row in ask(dsn, _ROWS):
+        job, org, queue, key, lease, leased_at_us, history, run, terms, stored_us, state, departing, *ended = row
+        signal, unsignalled_us = ended
         entries = json.loads(history) if isinstance(history, str) else history
         yield Row(
             job=job,
@@ -151,6 +159,9 @@ def rows_in(dsn: str, shard: str) -> Iterator[Row]:
             ],
             departing=departing,
             run=None if run is None else _run_name(run, terms),
+            stored_us=stored_us,
+            signal=signal,
+            unsignalled_us=unsignalled_us,
         )
 
 

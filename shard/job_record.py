@@ -79,6 +79,13 @@ class JobRecord(NamedTuple):
         (shard/postgres/sql_loader.py)."""
         return self.workflow_node is not None and self.expires_at == self.run_at
 
+    @property
+    def awaited_signal(self) -> bool:
+        """Whether this job, which has ended, belongs to a node that waited for a signal: the signal has ended it
+        without a lease, or it was released. A job that was cancelled before its release does not tell."""
+        was_signalled = self.state == "succeeded" and self.leased_at is None
+        return self.workflow_node is not None and (was_signalled or self.may_await_signal)
+
     def attempts(self) -> list[Attempt]:
         """Returns the ended attempts, oldest first. The latest attempt may not be in the history: an ack adds no entry
         for an attempt that logged nothing, and only the next claim adds an entry for an expired lease. The attempt is

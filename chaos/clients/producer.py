@@ -1,6 +1,6 @@
 """`python -m chaos.clients.producer`: enqueues jobs one by one, several at once, in batches, with dedup keys, for
-later, or as workflows. Repeats a call after an error that leaves its outcome open. Sometimes enqueues an acknowledged
-job again, looks it up or cancels it."""
+later, or as workflows, some of whose nodes then get signals. Repeats a call after an error that leaves its outcome
+open. Sometimes enqueues an acknowledged job again, looks it up or cancels it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+
+import grpc
 
 import windrow
 from chaos.clients import flows
@@ -31,10 +33,11 @@ _BIG_BYTES = 20_000
 
 
 class Producer:
-    def __init__(self, site: Site, orders: Orders, recorder: Recorder) -> None:
+    def __init__(self, site: Site, orders: Orders, channel: grpc.aio.Channel, recorder: Recorder) -> None:
         self._site = site
         self._orders = orders
         self._orgs = list(site.orgs)
+        self._calls = calls.Calls([channel], recorder)
         self._recorder = recorder
         self._client = windrow.Client(
             site.address, org=self._orgs[0], timeout=_TIMEOUT_S, try_timeout=_TRY_S, channels=3, create_spans=False
@@ -137,9 +140,16 @@ class Producer:
                 raise AssertionError(f"workflow {flow.id} has other jobs than expected: {jobs}")
             answered = [{"job": job, "duplicate": started.duplicate} for job in jobs]
             self._recorder.end(number, Outcome.OK, answered=answered)
-            if luck.random() < 0.2:
-                await self._cancel(org, luck.choice(jobs))
+            async with asyncio.TaskGroup() as group:
+                for signal in flows.draw_signals(flow, luck):
+                    group.create_task(self._signal(org, flow.id, signal))
+                if luck.random() < 0.2:
+                    group.create_task(self._cancel(org, luck.choice(jobs)))
             return
+
+    async def _signal(self, org: str, workflow: str, signal: flows.Signal) -> None:
+        await self._orders.pause(signal.after_s)
+        await self._calls.signal(org, workflow, signal.node, signal.payload)
 
     async def _one(self, org: str, jobs: Sequence[windrow.NewJob]) -> Sequence[windrow.Enqueued]:
         (job,) = jobs
@@ -207,8 +217,9 @@ def _delay(luck: random.Random) -> float | None:
 
 
 async def _work(site: Site, orders: Orders) -> None:
-    with site.recorder() as recorder:
-        await Producer(site, orders, recorder).run()
+    async with calls.connect(site.address) as channel:
+        with site.recorder() as recorder:
+            await Producer(site, orders, channel, recorder).run()
 
 
 if __name__ == "__main__":

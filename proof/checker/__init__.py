@@ -18,6 +18,7 @@ from proof.checker import (
     progress,
     refusal,
     schedules,
+    signals,
     stored,
     workflow_changes,
     workflows,
@@ -64,4 +65,5 @@ def examine(evidence: Evidence) -> list[Violation]:
         *schedules.check(evidence),
         *workflows.check(evidence),
         *workflow_changes.check(evidence),
+        *signals.check(evidence),
     ]

@@ -19,6 +19,8 @@ _OWN_CODES: Mapping[Verb, frozenset[str]] = {
     Verb.CONSUME: frozenset({"DEADLINE_EXCEEDED", "WRITE_FAILED"}),
     # The client gave up the call very early, or the lease or the workflow had ended.
     Verb.ADD: frozenset({"DEADLINE_EXCEEDED", "FAILED_PRECONDITION"}),
+    # The node may have ended without a signal.
+    Verb.SIGNAL: frozenset({"FAILED_PRECONDITION"}),
 }
 
 

@@ -57,6 +57,12 @@ class Row:
     departing: bool = False
     # The run of a schedule that stored the job. None: no schedule stored it.
     run: RunName | None = None
+    # The time at which the job was stored.
+    stored_us: int = 0
+    # The signal with which the job of a node succeeded. None: no signal ended the job.
+    signal: str | None = None
+    # The time at which the job was cancelled because no signal had come in time. None: it was not cancelled for that.
+    unsignalled_us: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +188,8 @@ class Release(NamedTuple):
     workflow: str
     job: str
     at_us: int
+    # The time at which the transaction of the release began.
+    began_us: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

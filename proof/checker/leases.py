@@ -80,7 +80,7 @@ def check(evidence: Evidence) -> Iterator[Violation]:
     for row in evidence.rows:
         yield from _in_order(row)
         yield from _unasked(row, settles, read)
-        if row.state is State.CANCELLED and not cancels[row.job]:
+        if row.state is State.CANCELLED and row.unsignalled_us is None and not cancels[row.job]:
             yield _violation(f"job {row.job} was cancelled on {row.shard}, and nobody said so")
     # The replaced database did not give the answers that came after its replacement.
     before = {

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from proof.checker.backup import Backup
 from proof.checker.evidence import Evidence, Key, Row, Violation
-from proof.checker.workflows import added_names
+from proof.checker.workflows import added_names, lost_jobs
 from proof.history import Answer, Call, Enqueue, Outcome
 
 
@@ -123,7 +123,7 @@ def _doubled(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
             # The replaced database may have given one of the two answers, and the backup the other.
             once_each = len(calls) == 2 and before <= 1 and after <= 1
             yield Violation(invariant="I3", what=what, excused=backup.lacks(job) and once_each)
-    asked = {enqueue.job for enqueue in enqueues} | added_names(evidence).keys()
+    asked = {enqueue.job for enqueue in enqueues} | added_names(evidence).keys() | lost_jobs(evidence).keys()
     for row in evidence.rows:
         # schedules.py checks the jobs of schedules.
         if row.job not in asked and row.run is None:

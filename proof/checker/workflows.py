@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from proof.checker.backup import Backup, latest_by_job
 from proof.checker.evidence import Evidence, Flow, Row, State, Violation
 from proof.checker.moves import Moves
 from proof.history import Addition, Call, Cancel, Enqueue, LeaseKey, Outcome, Verb
+from shard.workflow import WorkflowId, job_id_of
 
 # The state that a node's job must have, by the state of the node.
 _JOBS = {
@@ -26,6 +28,10 @@ _JOBS = {
 }
 # The calls that end a job. A nack ends the job at the last attempt.
 _ENDING = frozenset({Verb.ACK, Verb.NACK, Verb.KILL})
+# The system may adjust the shard's wall clock now and then.
+_CLOCK_S = 0.05
+# How many characters of an id are its time.
+_TIME = 13
 # Errors that an addition never gets: all jobs choose different names for nodes, and each lease belongs to a node of a
 # workflow that exists. Nor do jobs wait for nodes that may wait for them, which is an invalid request. The Python
 # client names this status otherwise.
@@ -85,10 +91,53 @@ def added_names(evidence: Evidence) -> dict[str, set[str]]:
             names[job].add(name)
     there = {flow.workflow for flow in evidence.flows}
     lost = {name for workflow, name in asked if workflow not in there}
+    jobs = lost_jobs(evidence)
+    for job, lost_job in jobs.items():
+        if lost_job.node:
+            names[job].add(lost_job.node)
+    added = {name for _, name in asked}
     for delivery in evidence.history.deliveries:
-        if delivery.payload_job in lost:
+        if delivery.payload_job in lost or (delivery.lease.job in jobs and delivery.payload_job in added):
             names[delivery.lease.job].add(delivery.payload_job)
     return dict(names)
+
+
+class LostJob(NamedTuple):
+    """A job of a workflow that the tables lack."""
+
+    workflow: str
+    # The name of its node. Empty: a job of the workflow has added the node, so only its number is known.
+    node: str
+
+
+def lost_jobs(evidence: Evidence) -> dict[str, LostJob]:
+    """Returns the jobs in the tables that belong to workflows that the tables lack, by their ids. Such a job stayed on
+    another shard, or came from there later. No client learns the ids of all jobs of a retry, or of nodes that jobs
+    add."""
+    there = {flow.workflow for flow in evidence.flows}
+    started: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    for enqueue in evidence.history.enqueues:
+        if enqueue.call.verb is Verb.START:
+            started[enqueue.workflow][enqueue.job] = None
+    added: defaultdict[str, set[str]] = defaultdict(set)
+    for addition in evidence.history.additions:
+        added[addition.workflow].update(addition.nodes)
+    # A retry repeats the numbers of the nodes.
+    origins = {workflow: workflow for workflow in (*started, *added)}
+    origins |= {one.retry: one.workflow for one in evidence.operated if one.retry}
+    # The time in a job's id is the time in the id of its workflow.
+    by_time: defaultdict[str, set[str]] = defaultdict(set)
+    for row in evidence.rows:
+        by_time[row.job[:_TIME]].add(row.job)
+    lost: dict[str, LostJob] = {}
+    for workflow, origin in origins.items():
+        if workflow and workflow not in there and by_time[workflow[:_TIME]]:
+            names = [*started[origin], *([""] * (len(added[origin]) + len(added[workflow])))]
+            for number, name in enumerate(names):
+                job = job_id_of(WorkflowId(workflow), number)
+                if job in by_time[workflow[:_TIME]]:
+                    lost[job] = LostJob(workflow, name)
+    return lost
 
 
 def by_operators(evidence: Evidence) -> Iterator[tuple[str, Cancel]]:
@@ -110,6 +159,9 @@ def by_operators(evidence: Evidence) -> Iterator[tuple[str, Cancel]]:
     for addition in evidence.history.additions:
         if addition.workflow in lost:
             known[addition.workflow] |= {job: name for name, job in addition.jobs.items()}
+    for job, lost_job in lost_jobs(evidence).items():
+        if lost_job.workflow in lost:
+            known[lost_job.workflow].setdefault(job, lost_job.node or job)
     for workflow, names in known.items():
         one = operated[workflow]
         assert one.cancelling_s is not None
@@ -140,6 +192,7 @@ def _too_early(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
         is_dead = row.state is State.DEAD or row.job in failed
         if is_dead and row.past and row.past[-1].outcome == "expired":
             ended_s[names_of.get(row.job, row.job)] = float("-inf")
+    _add_signals(evidence, backup, ended_s)
     after = {one.job: one.after for one in history.enqueues if one.after}
     for addition in history.additions:
         after |= addition.nodes
@@ -160,6 +213,32 @@ def _too_early(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
                 what = f"node {name} came to {delivery.call.client} before node {parent}, which it waits for, had ended"
                 yield Violation(invariant="I11", what=what, excused=is_excused)
     yield from _waited_too_short(evidence, backup, ended_s)
+
+
+def _add_signals(evidence: Evidence, backup: Backup, ended_s: dict[str, float]) -> None:
+    """Adds the earliest times at which nodes may have ended that wait for signals. Such a node does not end before the
+    nodes that it waits for, even if its signal came early. Its time begins with the end of these nodes."""
+    history = evidence.history
+    signalled_s: dict[str, float] = {}
+    for signal in history.signals:
+        if signal.call.outcome is not Outcome.ERROR:
+            signalled_s[signal.node] = min(signal.call.began_s, signalled_s.get(signal.node, float("inf")))
+    names = {job: name for flow in evidence.flows for job, name in flow.names.items()}
+    rows = [*evidence.rows, *backup.lost_rows]
+    unsignalled = {names.get(row.job, row.job) for row in rows if row.unsignalled_us is not None}
+    # If a retry is lost, the names of its nodes are not known.
+    stored = {flow.workflow for flow in evidence.flows}
+    unknown = {one.workflow for one in evidence.operated if one.retry and one.retry not in stored}
+    slack_s = _CLOCK_S + history.drift_s
+    # The nodes of a start come after those that they wait for.
+    for one in history.enqueues:
+        if one.timeout_s is None:
+            continue
+        parents_s = max((ended_s.get(parent, float("inf")) for parent in one.after), default=float("-inf"))
+        ends_s = [max(signalled_s.get(one.job, float("inf")), parents_s)]
+        if one.job in unsignalled or one.workflow in unknown:
+            ends_s.append(max(one.call.began_s, parents_s) + one.timeout_s - slack_s)
+        ended_s[one.job] = min([*ends_s, ended_s.get(one.job, float("inf"))])
 
 
 def _waited_too_short(evidence: Evidence, backup: Backup, ended_s: Mapping[str, float]) -> Iterator[Violation]:

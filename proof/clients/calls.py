@@ -14,7 +14,17 @@ from google.protobuf.duration_pb2 import Duration
 
 import windrow
 from proof.clients.site import QUEUE
-from proof.history import Answer, Outcome, Recorder, Verb, asked_to_add, asked_to_store, leased, payload_of
+from proof.history import (
+    Answer,
+    Outcome,
+    Recorder,
+    Verb,
+    asked_to_add,
+    asked_to_signal,
+    asked_to_store,
+    leased,
+    payload_of,
+)
 from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc, workflows_pb2, workflows_pb2_grpc
 
 _Stub = TypeVar("_Stub")
@@ -114,7 +124,7 @@ def error_code(error: windrow.WindrowError) -> str:
 
 
 class Calls:
-    """The unary calls of one worker process."""
+    """The unary calls of one process."""
 
     def __init__(self, channels: Sequence[grpc.aio.Channel], recorder: Recorder) -> None:
         self._stubs = [queue_pb2_grpc.QueueStub(channel) for channel in channels]
@@ -188,6 +198,24 @@ class Calls:
         answered = {"jobs": jobs, "stored": response.added, "waits": response.waits}
         self._recorder.end(number, Outcome.OK, answered=answered)
         return Added.WAITS if response.waits else Added.GOES_ON
+
+    async def signal(self, org: str, workflow: str, node: str, payload: str) -> None:
+        """Gives a signal to a node of a workflow. Repeats the call until it is answered, a few times at most."""
+        asked = asked_to_signal(workflow=workflow, node=node, payload=payload)
+        request = workflows_pb2.SignalNodeRequest(org=org, id=workflow, node=node, payload=payload.encode())
+        for _ in range(_TRIES_MAX):
+            number = self._recorder.begin(Verb.SIGNAL, org, asked)
+            try:
+                response = await self._next(self._workflows).SignalNode(request, timeout=TRY_S)
+            except grpc.aio.AioRpcError as error:
+                outcome, code = outcome_of(error)
+                self._recorder.end(number, outcome, code=code)
+                if outcome is Outcome.ERROR:
+                    return
+                await asyncio.sleep(_PAUSE_S)
+            else:
+                self._recorder.end(number, Outcome.OK, answered={"is_first": response.accepted})
+                return
 
     def _settle(
         self, stub: queue_pb2_grpc.QueueAsyncStub, verb: Verb, org: str, leases: Sequence[bytes], span_s: float

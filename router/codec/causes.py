@@ -243,6 +243,7 @@ def _blocked(record: JobRecord, blocked: BlockedFacts | None) -> Cause:
     if blocked is not None:
         message.node, message.paused = blocked.node, blocked.paused and not blocked.left
         message.waits_for.extend(blocked.waits_for or ())
+        message.has_signal = blocked.has_signal
         message.left, message.at_least = min(blocked.left, COUNTED_MAX), blocked.left > COUNTED_MAX
     return Cause(blocked=message)
 

@@ -25,6 +25,7 @@ class Refusal(Enum):
     NOT_FOUND = auto()
     LIVE = auto()
     NEW_ID = auto()
+    SIGNAL = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,9 @@ async def restore(
                 restored[at] = Refusal.NOT_FOUND
             elif JobState(records[old].state) in LIVE:
                 restored[at] = Refusal.LIVE
+            elif records[old].awaited_signal:
+                # Its copy would be in no workflow, so a worker would get it.
+                restored[at] = Refusal.SIGNAL
             else:
                 ended[at] = records[old]
         while ended:

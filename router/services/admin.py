@@ -41,6 +41,7 @@ _REFUSALS = {
     Refusal.NOT_FOUND: admin_pb2.RESTORE_REFUSAL_NOT_FOUND,
     Refusal.LIVE: admin_pb2.RESTORE_REFUSAL_LIVE,
     Refusal.NEW_ID: admin_pb2.RESTORE_REFUSAL_BAD_NEW_ID,
+    Refusal.SIGNAL: admin_pb2.RESTORE_REFUSAL_SIGNAL,
 }
 
 

@@ -56,6 +56,8 @@ class BlockedFacts(NamedTuple):
     # The name of its node, and whether the node waits for a signal.
     node: str
     is_signal: bool
+    # Whether the node, which is blocked, has its signal already.
+    has_signal: bool
     # Whether its workflow is paused.
     paused: bool
     # The names of some nodes that it waits for and that have not ended. None: there is no such node.

@@ -36,7 +36,8 @@ from tests.command import windrow
 from tests.jobs import job_id, job_message
 from tests.postgres import Server, kill
 from tests.routers import PATIENCE_S, Routers, Stubs, detail, running_routers, stubs, until, write_cluster
-from windrow.v1 import access_pb2, admin_pb2, cluster_pb2, limits_pb2, queue_pb2
+from windrow import Workflow
+from windrow.v1 import access_pb2, admin_pb2, cluster_pb2, limits_pb2, queue_pb2, workflows_pb2
 
 QUEUE = "mail"
 _numbers = itertools.count(1)
@@ -346,6 +347,18 @@ def test_every_method_that_changes_something_is_in_the_log(cluster: Audited, nam
     assert by_method["CancelJobs"] == ({"ok": 1}, {"ids": [one], "reason": "no longer wanted"})
     assert by_method["UpdateQueue"][1] == {"config": {"max_attempts": 3}, "update_mask": "maxAttempts"}
     assert by_method["RestoreJobs"][0] == {"ok": 1, "refused": 0}
+
+
+def test_a_signal_is_not_in_the_log_and_a_skip_of_its_node_is(cluster: Audited, name: str) -> None:
+    flow = Workflow()
+    flow.signal("approved", QUEUE, timeout=3600)
+    flow.signal("paid", QUEUE, timeout=3600)
+    workflows = cluster.stubs.workflows
+    workflows.StartWorkflow(flow.request(name), timeout=PATIENCE_S)
+    signal = workflows_pb2.SignalNodeRequest(org=name, id=flow.id, node="approved", payload=b"by ann")
+    assert workflows.SignalNode(signal, timeout=PATIENCE_S).accepted
+    workflows.SkipNode(workflows_pb2.SkipNodeRequest(org=name, id=flow.id, node="paid"), timeout=PATIENCE_S)
+    assert [method for method, *_ in cluster.ended(name)] == ["windrow.v1.Workflows/SkipNode"]
 
 
 def test_every_read_of_the_whole_cluster_is_counted_in_one_row_a_minute(cluster: Audited) -> None:

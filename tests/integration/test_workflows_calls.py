@@ -526,6 +526,20 @@ async def test_a_workflow_waits_for_a_signal_and_passes_its_payload_on(
     await asyncio.wait({running})
 
 
+async def test_a_blocked_node_says_whether_it_has_its_signal_already(client: windrow.Client) -> None:
+    flow = windrow.Workflow("release")
+    flow.signal("approved", "ci", after=flow.job("ci", "build"), timeout=timedelta(days=3))
+    started = await client.start(flow)
+
+    async def why() -> str:
+        (cause,) = (await client.explain_job(started.job_ids["approved"])).causes
+        return str(cause)
+
+    assert await why() == f"node 'approved' of workflow {flow.id} waits for 1 node: 'build'"
+    assert await client.signal(flow.id, "approved")
+    assert await why() == f"node 'approved' of workflow {flow.id} has its signal, and waits for 1 node: 'build'"
+
+
 async def test_a_worker_that_waits_for_jobs_ends_a_node_whose_time_is_over(client: windrow.Client) -> None:
     worker = windrow.Worker(client, "ci")
     seen: list[str] = []
@@ -562,6 +576,28 @@ async def test_a_node_whose_queue_nobody_consumes_says_so(client: windrow.Client
     explained = await client.explain_job(started.job_ids["approved"])
     assert [cause.name for cause in explained.causes] == ["signal", "no_consumer"]
     assert explained.state is windrow.JobState.SCHEDULED
+
+
+async def test_a_job_that_waited_for_a_signal_is_not_restored(client: windrow.Client) -> None:
+    flow = windrow.Workflow()
+    flow.signal("signalled", "ci", timeout=3600)
+    flow.signal("cancelled", "ci", timeout=3600)
+    flow.signal("too late", "ci", timeout=0.01)
+    flow.signal("early", "ci", after=flow.job("ci", "build"), timeout=3600)
+    jobs = (await client.start(flow)).job_ids
+    assert await client.signal(flow.id, "signalled")
+    assert await client.signal(flow.id, "early")
+    await client.cancel_jobs([jobs["cancelled"]])
+    (build,) = await client.dequeue("ci", wait=PATIENCE_S)
+    await client.ack([build])
+    async with asyncio.timeout(PATIENCE_S):
+        while (await client.get_jobs([jobs["too late"]]))[jobs["too late"]].state is not windrow.JobState.CANCELLED:
+            await client.dequeue("ci", wait=0.05)
+    names = ("signalled", "cancelled", "too late", "early", "build")
+    restored = await client.restore_jobs([jobs[name] for name in names])
+    refused = windrow.RestoreRefusal.SIGNAL
+    assert [one.refusal for one in restored] == [refused, refused, refused, refused, None]
+    assert [job.kind for job in await client.dequeue("ci", max_jobs=10)] == ["build"]
 
 
 def test_another_org_gives_no_signal(router: Stubs, org: OrgId, other_org: OrgId) -> None:

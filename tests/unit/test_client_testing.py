@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ from windrow import (
     JobState,
     Kill,
     NewJob,
+    Nodes,
     Payload,
     Progress,
     Retry,
@@ -128,6 +130,67 @@ async def test_a_handler_whose_own_code_cancels_its_task_has_failed_as_in_a_work
     assert (failed.outcome, failed.state) == (AttemptOutcome.NACKED, JobState.SCHEDULED)
     assert failed.failure is not None
     assert failed.failure.type == "asyncio.exceptions.CancelledError"
+
+
+async def test_a_job_that_waits_for_nodes_goes_on_with_the_results_of_the_test(client: Client) -> None:
+    worker = Worker(client, "crawl")
+
+    @worker.handler("crawl_site")
+    async def crawl_site(job: Job) -> list[object]:
+        assert job.workflow is not None
+        pages = Nodes()
+        for number in range(2):
+            pages.job("crawl", "fetch", {"page": number}, name=f"page {number}")
+        found = await job.workflow.wait_for(pages)
+        approval = Nodes()
+        approval.signal("approved", "crawl", timeout=60)
+        (approved,) = await job.workflow.wait_for(approval)
+        assert (await job.workflow.add(pages)).stored == 0
+        return [*(int(page.result) for page in found), approved.name, approved.state.value, approved.result.decode()]
+
+    async def run(**results: Payload) -> testing.AttemptResult:
+        job = NewJob("crawl", "crawl_site")
+        return await testing.run_job(
+            worker, job, results={name.replace("_", " "): one for name, one in results.items()}
+        )
+
+    for waits in (await run(), await run(page_0=3)):
+        assert (waits.outcome, waits.state) == (AttemptOutcome.RELEASED, JobState.BLOCKED)
+        assert {name: (job.kind, job.payload) for name, job in waits.added.items()} == {
+            "page 0": ("fetch", b'{"page":0}'),
+            "page 1": ("fetch", b'{"page":1}'),
+        }
+    assert [*(await run(page_0=3, page_1=4)).added] == ["page 0", "page 1", "approved"]
+    done = await run(page_0=3, page_1=4, approved={"by": "ann"})
+    assert (done.state, json.loads(done.result)) == (
+        JobState.SUCCEEDED,
+        [3, 4, "approved", "succeeded", '{"by":"ann"}'],
+    )
+
+
+async def test_a_job_without_results_is_in_no_workflow(client: Client) -> None:
+    worker = Worker(client, "q")
+
+    @worker.handler("looks")
+    async def looks(job: Job) -> bool:
+        return job.workflow is None
+
+    assert (await testing.run_job(worker, NewJob("q", "looks"))).result == b"true"
+
+
+async def test_a_node_that_a_router_would_refuse_is_refused(client: Client) -> None:
+    worker = Worker(client, "q")
+
+    @worker.handler("adds")
+    async def adds(job: Job) -> None:
+        assert job.workflow is not None
+        more = Nodes()
+        more.job("q", "bad", priority=10)
+        await job.workflow.add(more)
+
+    failed = await testing.run_job(worker, NewJob("q", "adds"), results={})
+    assert failed.failure is not None
+    assert "priority" in failed.failure.message
 
 
 async def test_a_test_that_is_cancelled_cancels_the_handler(client: Client) -> None:

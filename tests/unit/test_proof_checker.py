@@ -49,10 +49,12 @@ from proof.history import (
     Lookup,
     Outcome,
     Settle,
+    Signal,
     Verb,
 )
 from shard.placement.slots import SLOTS, slot_of
 from shard.vocabulary import OrgId
+from shard.workflow import WorkflowId, job_id_of
 
 ORG, OTHER, QUEUE, SHARD = "acme", "evil", "load", "s1"
 CALM_S, LATE_S_MAX = 100.0, 10.0
@@ -953,6 +955,8 @@ def test_an_orderly_restart_that_shows_unavailable_passes() -> None:
         # The lease of the addition had ended, or the client gave the call up.
         failed(Verb.ADD, 21.0, "FAILED_PRECONDITION"),
         failed(Verb.ADD, 21.0, "DEADLINE_EXCEEDED"),
+        # The node had failed without a signal.
+        failed(Verb.SIGNAL, 21.0, "FAILED_PRECONDITION"),
         # These calls began before or after the restart.
         failed(Verb.ACK, 12.0, "CANCELLED"),
         failed(Verb.ACK, 26.0, "CANCELLED"),
@@ -1798,6 +1802,45 @@ def test_a_job_of_an_added_node_may_be_there_although_its_workflow_was_lost() ->
     assert found(replace(given, restored=restore)) == []
 
 
+def test_only_a_job_of_a_workflow_that_was_lost_may_be_there_although_no_answer_named_it() -> None:
+    """The workflow and its retry arrived after the backup, and their finished jobs stayed on another shard. Nobody was
+    told the ids of the jobs of the retry, or of the node that job 0 of the workflow had added."""
+    flow, retry, other = "0198d2c4-7a11-7abc-8def-0123456789ab", "0198d2c4-7a22-7abc-8def-000000000000", "w"
+    first = job_id_of(WorkflowId(flow), 0)
+    given = whole_life(first)
+    start = replace(given.history.enqueues[0], call=call(Verb.START, 10.0), workflow=flow)
+    wait = replace(addition(11.5, lease=LeaseKey(first, 1)), workflow=flow, nodes={f"{first}+0": []})
+    jobs = [job_id_of(WorkflowId(one), number) for one, number in ((flow, 1), (retry, 0), (retry, 1))]
+    rows = [*given.rows, *(succeeded(job, lease=2) for job in jobs)]
+    given = changed(
+        replace(given, rows=rows, books=[replace(given.books[0], accepted=4)]),
+        enqueues=[start],
+        additions=[wait],
+        deliveries=[
+            *given.history.deliveries,
+            *(
+                delivery(job, 13.0, lease=2, payload_job=name)
+                for job, name in ((jobs[0], f"{first}+0"), (jobs[1], first), (jobs[2], f"{first}+0"))
+            ),
+        ],
+        settles=[*given.history.settles, *(settle(Verb.ACK, job, 13.5, lease=2) for job in jobs)],
+    )
+    asked = OperatedFlow(workflow=flow, org=ORG, retry=retry)
+    assert set(found(replace(given, operated=[asked]))) == {"I1"}
+    # Who cancels the workflow cancels the node that was added, too.
+    cancelled = [replace(row, state=State.CANCELLED, lease=None) if row.job == jobs[0] else row for row in rows]
+    by_operator = replace(asked, cancelling_s=12.0)
+    kept = changed(
+        given,
+        deliveries=[one for one in given.history.deliveries if one.lease.job != jobs[0]],
+        settles=[one for one in given.history.settles if one.lease.job != jobs[0]],
+    )
+    assert "I2" not in found(replace(kept, rows=cancelled, operated=[by_operator]))
+    assert "I2" in found(replace(kept, rows=cancelled, operated=[asked]))
+    # Nobody asked for this retry.
+    assert set(found(replace(given, operated=[replace(asked, retry=other)]))) == {"I1", "I3", "I4"}
+
+
 @pytest.mark.parametrize("was_lost", [True, False])
 def test_only_a_job_of_a_workflow_that_was_lost_may_wait_for_ever(was_lost: bool) -> None:
     """The workflow arrived after the backup, and the jobs followed later."""
@@ -2591,3 +2634,167 @@ def test_only_the_dead_jobs_of_a_workflow_that_is_cancelled_or_retried_are_cance
     what = "workflow w on s1: the node of job j2 has failed, and the job is cancelled"
     assert what not in [violation.what for violation in check(cancelled)]
     assert what in [violation.what for violation in check(untouched)]
+
+
+# ── Nodes that wait for signals ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def signal(
+    at_s: float, *, payload: str = "yes", is_first: bool = True, node: str = "j1", workflow: str = "w", code: str = ""
+) -> Signal:
+    """A signal for job j1, which is answered OK unless there is a code."""
+    outcome = {"": Outcome.OK, "UNAVAILABLE": Outcome.UNKNOWN}.get(code, Outcome.ERROR)
+    made = replace(call(Verb.SIGNAL, at_s), outcome=outcome, code=code)
+    is_first = is_first and outcome is Outcome.OK
+    return Signal(call=made, workflow=workflow, node=node, payload=payload, is_first=is_first)
+
+
+def a_signalled_workflow(*signals: Signal, **fields: Any) -> Evidence:
+    """Job j1 waits for a signal for 5 s, from 1000 s by the shard's clock, which is 10 s by that of the clients. Job j2
+    waits for job j1. `fields`: of the row of job j1."""
+    given = workflow_of_two()
+    waiting, second = given.history.enqueues
+    of_row: dict[str, Any] = {"signal": "yes", **fields}
+    row = replace(succeeded("j1"), lease=None, leased_at_us=None, stored_us=1000 * SECOND_US, **of_row)
+    state = "succeeded" if row.state is State.SUCCEEDED else "failed"
+    return changed(
+        replace(given, rows=[row, given.rows[1]], flows=[flow_of_two(state, j1=str(row.state))]),
+        enqueues=[replace(waiting, timeout_s=5.0, delay_s=math.inf), second],
+        signals=signals,
+        deliveries=given.history.deliveries[1:],
+        settles=given.history.settles[1:],
+    )
+
+
+def an_unsignalled_workflow(*signals: Signal, at_s: float = 1005.0, came_s: float = 15.2) -> Evidence:
+    """No signal came for job j1 until this time, and then job j2 came."""
+    given = a_signalled_workflow(*signals, state=State.CANCELLED, signal=None, unsignalled_us=round(at_s * SECOND_US))
+    return changed(
+        given, deliveries=[delivery("j2", came_s, lease=2)], settles=[settle(Verb.ACK, "j2", came_s + 1, lease=2)]
+    )
+
+
+def test_a_node_that_ends_with_its_first_signal_passes() -> None:
+    assert found(a_signalled_workflow(signal(12.0), signal(12.5, payload="no", is_first=False))) == []
+    # The answer to the signal that counts was lost, or the signals came at the same time.
+    lost, second = signal(12.0, code="UNAVAILABLE"), signal(12.3, is_first=False)
+    assert found(a_signalled_workflow(lost, second)) == []
+    assert found(a_signalled_workflow(signal(12.05), signal(12.0, payload="no", is_first=False))) == []
+
+
+def test_a_node_that_a_signal_ended_otherwise_than_it_was_answered_is_found() -> None:
+    no, later = signal(12.0, payload="no", is_first=False), signal(12.5)
+    # Nobody gave this signal, or another one was the first.
+    for signals in ([], [replace(no, is_first=True), replace(later, is_first=False)], [no, later]):
+        assert "I11" in found(a_signalled_workflow(*signals)), signals
+    assert found(a_signalled_workflow(signal(12.0), signal(12.05))) == ["I11"]
+    assert found(a_signalled_workflow(signal(12.0, code="FAILED_PRECONDITION"), signal(12.0))) == ["I11"]
+
+
+def test_a_node_that_succeeded_without_a_signal_is_found() -> None:
+    assert "I11" in found(a_signalled_workflow(signal(12.0), signal=None))
+
+
+def test_a_job_that_ends_with_a_signal_although_it_waits_for_none_is_found() -> None:
+    given = a_signalled_workflow(signal(12.0))
+    waiting, second = given.history.enqueues
+    assert "I11" in found(changed(given, enqueues=[replace(waiting, timeout_s=None), second]))
+
+
+def test_a_node_that_fails_without_a_signal_once_its_time_is_over_passes() -> None:
+    assert found(an_unsignalled_workflow()) == []
+    assert found(an_unsignalled_workflow(signal(16.0, code="FAILED_PRECONDITION"))) == []
+    assert found(an_unsignalled_workflow(signal(12.0, code="UNAVAILABLE"))) == []
+
+
+def test_a_node_that_fails_too_early_or_although_it_had_its_signal_is_found() -> None:
+    assert found(an_unsignalled_workflow(at_s=1004.9)) == ["I11"]
+    for is_first in (True, False):
+        assert found(an_unsignalled_workflow(signal(12.0, is_first=is_first))) == ["I11"]
+    # Its time began with its release, as did the transaction.
+    given = an_unsignalled_workflow()
+    for began_s, expected in ((1000.0, []), (1003.0, ["I11"])):
+        release = Release("w", "j1", 1004 * SECOND_US, round(began_s * SECOND_US))
+        assert found(replace(given, releases=[release])) == expected
+
+
+def test_a_node_that_is_cancelled_with_its_signal_although_nobody_cancelled_it_is_found() -> None:
+    given = a_signalled_workflow(signal(12.0), state=State.CANCELLED, signal=None)
+    assert "I11" in found(given)
+    # An early signal is kept, but does not keep the job from being cancelled.
+    cancelled = Cancel(call=call(Verb.CANCEL, 12.5), job="j1", answer=Answer.OK)
+    assert found(changed(given, cancels=[cancelled])) == []
+
+
+def test_a_job_that_waits_for_a_signal_and_comes_to_a_consumer_is_found() -> None:
+    given = a_signalled_workflow(signal(12.0))
+    came = delivery("j1", 11.5, lease=1, of=Verb.CONSUME)
+    assert found(changed(given, deliveries=[*given.history.deliveries, came])) == ["I11"]
+    assert "I11" in found(a_signalled_workflow(signal(12.0), state=State.DEAD, signal=None))
+
+
+def test_a_node_that_comes_before_the_signal_that_it_waits_for_is_found() -> None:
+    assert found(a_signalled_workflow(signal(13.1))) == ["I11"]
+    assert found(a_signalled_workflow(signal(12.0, code="FAILED_PRECONDITION"), signal(13.1))) == ["I11", "I11"]
+    # The time of the node was over at 15 s.
+    assert found(an_unsignalled_workflow(came_s=14.9)) == ["I11"]
+
+
+@pytest.mark.parametrize(("acked_s", "is_found"), [(12.8, False), (13.1, True)])
+def test_a_node_that_an_early_signal_ended_before_the_nodes_that_it_waits_for_is_found(
+    acked_s: float, is_found: bool
+) -> None:
+    """Job j2 waits for the signal of job j1, and job j1 waits for job j0."""
+    given = a_signalled_workflow(signal(10.5))
+    waiting, second = given.history.enqueues
+    given = changed(
+        replace(
+            given,
+            rows=[*given.rows, succeeded("j0")],
+            books=[replace(given.books[0], accepted=3)],
+            flows=[flow_of_two(j0="succeeded")],
+        ),
+        enqueues=[replace(enqueue("j0", 9.0), workflow="w"), replace(waiting, after=["j0"]), second],
+        deliveries=[delivery("j0", 11.0, lease=1), *given.history.deliveries],
+        settles=[settle(Verb.ACK, "j0", acked_s, lease=1), *given.history.settles],
+    )
+    assert found(given) == ["I11"] * is_found
+
+
+@pytest.mark.parametrize("code", ["NOT_FOUND", "INVALID_ARGUMENT"])
+def test_a_signal_that_is_refused_as_if_its_node_waited_for_none_is_found(code: str) -> None:
+    assert found(a_signalled_workflow(signal(12.0), signal(12.5, code=code))) == ["I11"]
+
+
+def test_a_signal_ends_the_node_of_the_workflow_that_it_names_also_in_a_retry() -> None:
+    """In workflow w, which was cancelled, node j2 waited for a signal. In its retry v, job r2 has this node."""
+    given = a_retry()
+    first, waiting, callback = given.history.enqueues
+    rows = [replace(row, signal="yes", lease=None) if row.job == "r2" else row for row in given.rows]
+    given = changed(
+        replace(given, rows=rows),
+        enqueues=[first, replace(waiting, timeout_s=5.0), callback],
+        deliveries=[one for one in given.history.deliveries if one.lease.job != "r2"],
+    )
+
+    def about_signals(workflow: str) -> list[str]:
+        signals = [signal(10.5, node="j2", workflow=workflow)]
+        return [one.what for one in check(changed(given, signals=signals)) if "signal" in one.what]
+
+    assert about_signals("v") == []
+    assert about_signals("w") == ["job r2 succeeded with the signal 'yes', which nobody gave"]
+
+
+def test_a_node_whose_time_was_over_before_a_backup_was_restored_that_lacks_it_has_ended() -> None:
+    given = an_unsignalled_workflow()
+    lost = restored(replace(given, rows=given.rows[1:]), replaced=given.rows)
+    assert "I11" not in found(lost)
+    assert "I11" in found(restored(replace(given, rows=given.rows[1:]), replaced=given.rows[1:]))
+
+
+def test_only_a_backup_excuses_a_signal_that_has_no_effect() -> None:
+    given = an_unsignalled_workflow(signal(12.0))
+    kept = [live("j1"), *given.rows[1:]]
+    given = restored(given, backup=kept, replaced=[succeeded("j1"), *given.rows[1:]])
+    assert "I11" not in found(given)
+    assert "I11" in excused(given)

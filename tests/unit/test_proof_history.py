@@ -6,7 +6,19 @@ import math
 import time
 from pathlib import Path
 
-from proof.history import Answer, LeaseKey, Outcome, Recorder, Verb, asked_to_add, leased, payload_of, read
+from proof.history import (
+    Answer,
+    LeaseKey,
+    Outcome,
+    Recorder,
+    Verb,
+    asked_to_add,
+    asked_to_signal,
+    asked_to_start,
+    leased,
+    payload_of,
+    read,
+)
 from shard.lease_token import token, token_prefix
 from shard.vocabulary import JobId, ShardName
 
@@ -67,6 +79,28 @@ def test_a_wait_is_read_with_what_is_known_of_the_lease(tmp_path: Path) -> None:
     ]
     # The Python client does not say which jobs are waited for.
     assert [one.answered for one in history.enqueues] == ["j1"]
+
+
+def test_a_signal_is_read_with_what_it_was_told(tmp_path: Path) -> None:
+    asked = asked_to_signal(workflow="w", node=JOB, payload="yes")
+    with Recorder(tmp_path, "producer-1.0") as recorder:
+        node = asked_to_start(job=JOB, queue="load", workflow="w", after=[], timeout_s=5.0)
+        recorder.begin(Verb.START, "acme", [node])
+        recorder.begin(Verb.SIGNAL, "acme", asked)
+        for is_first in (True, False):
+            recorder.end(recorder.begin(Verb.SIGNAL, "acme", asked), Outcome.OK, answered={"is_first": is_first})
+        recorder.end(recorder.begin(Verb.SIGNAL, "acme", asked), Outcome.ERROR, code="FAILED_PRECONDITION")
+    history = read(tmp_path)
+    assert [(one.call.outcome, one.is_first) for one in history.signals] == [
+        (Outcome.UNKNOWN, False),
+        (Outcome.OK, True),
+        (Outcome.OK, False),
+        (Outcome.ERROR, False),
+    ]
+    assert {(one.workflow, one.node, one.payload) for one in history.signals} == {("w", JOB, "yes")}
+    (waiting,) = history.enqueues
+    # The job is not due before it ends.
+    assert (waiting.timeout_s, waiting.delay_s) == (5.0, math.inf)
 
 
 def test_a_call_that_was_planned_is_late_since_it_was_due(tmp_path: Path) -> None:

@@ -134,6 +134,8 @@ class RestoreRefusal(enum.Enum):
     LIVE = "live"
     # The time in the new id is too old, or too far in the future.
     BAD_NEW_ID = "bad_new_id"
+    # The job belongs to a node of a workflow that waited for a signal. Such a job never runs.
+    SIGNAL = "signal"
     UNKNOWN = "unknown"
 
 

@@ -277,6 +277,8 @@ def _in_flight_limit(of: _Figures) -> str:
 
 def _blocked(of: _Figures) -> str:
     where = f"node {of['node']!r} of workflow {of['workflow_id']}"
+    if of["has_signal"]:
+        where += " has its signal, and"
     if of["paused"]:
         return f"{where} waits because the workflow is paused"
     if not of["left"]:

@@ -18,9 +18,9 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
@@ -35,15 +35,26 @@ from windrow.calls import FINAL, Calls, Method, error_of
 from windrow.client import Client
 from windrow.errors import Violation, invalid_argument
 from windrow.failures import Failure
+from windrow.ids import uuid7
 from windrow.job_rules import job_faults, org_fault
-from windrow.jobs import AttemptOutcome, Job, JobOptions, JobState, NewJob, new_message, read_new, state_value
+from windrow.jobs import (
+    AttemptOutcome,
+    Job,
+    JobOptions,
+    JobState,
+    NewJob,
+    WorkflowNode,
+    new_message,
+    read_new,
+    state_value,
+)
 from windrow.leases import HeldLease
 from windrow.outcomes import Action, Done, Failed, Snoozed, Waits
 from windrow.payloads import Payload, encode
 from windrow.reports import Progress, Report, Reporter
 from windrow.sync_client import SyncClient
 from windrow.tokens import Metadata
-from windrow.v1 import job_pb2, queue_pb2
+from windrow.v1 import job_pb2, queue_pb2, workflows_pb2
 from windrow.worker import Worker
 
 if TYPE_CHECKING:
@@ -77,9 +88,19 @@ class AttemptResult:
     log: str = ""
     progress: Progress | None = None
     checkpoint: bytes | None = None
+    # The jobs of the nodes that the handler has added with job.workflow, also of those that it waits for, by the names
+    # of the nodes. Their payloads are bytes.
+    added: Mapping[str, NewJob] = field(default_factory=dict[str, NewJob])
 
 
-async def run_job(worker: Worker, job: NewJob, *, attempt: int = 1, checkpoint: Payload = None) -> AttemptResult:
+async def run_job(
+    worker: Worker,
+    job: NewJob,
+    *,
+    attempt: int = 1,
+    checkpoint: Payload = None,
+    results: Mapping[str, Payload] | None = None,
+) -> AttemptResult:
     """Runs the worker's handler for this job, as a running worker does: through its middleware, in a thread or process
     if it needs one, and within its timeout. A batch handler gets a batch with this job alone. Needs no router; of the
     worker's client only the org and the tracing count.
@@ -87,6 +108,10 @@ async def run_job(worker: Worker, job: NewJob, *, attempt: int = 1, checkpoint: 
     `attempt`: the number of the attempt. If the last of the job's `max_attempts` (20 by default) fails, the job is
     DEAD. `checkpoint`: what an earlier attempt has reported. A test without an event loop writes
     asyncio.run(run_job(...)).
+
+    `results`: the results of nodes that have succeeded, by name. If it is given, the job is a node of a workflow:
+    job.workflow.add adds nodes, and job.workflow.wait_for returns nodes that all have results here. Otherwise the
+    attempt ends, and the job is BLOCKED: call run_job again with the results, and the handler runs from its beginning.
 
     An error of the handler is in the result. Raises InvalidJob for a job that a router would refuse. Raises
     InvalidRequest if the worker does not take jobs of its queue or has no handler for its kind."""
@@ -100,8 +125,15 @@ async def run_job(worker: Worker, job: NewJob, *, attempt: int = 1, checkpoint: 
     batch_handlers = worker._batch_handlers  # noqa: SLF001
     if job.kind not in handlers:
         raise invalid_argument("kind", f"must have a handler, and {job.kind!r} has none")
+    encoded = {name: encode(result, what=f"result of node {name!r}") for name, result in (results or {}).items()}
     told: list[Report] = []
     leased = _leased(message, attempt, checkpoint, Reporter(lambda _, report: told.append(report)))
+    flow = _FlowClient(org=worker.client.org)
+    if results is not None:
+        _flow_calls(flow.calls).results = encoded
+        leased.workflow = WorkflowNode(
+            workflow_id=uuid7(), node=0, caller=lambda of: (flow, Job(lease=leased.lease, workflow=of))
+        )
     held = HeldLease(leased, time.monotonic(), math.inf)
 
     async def handle() -> Action:
@@ -127,7 +159,13 @@ async def run_job(worker: Worker, job: NewJob, *, attempt: int = 1, checkpoint: 
     for report in told:
         reported = reported.then(report)
     ended = _result_of(action, leased)
-    return replace(ended, log=leased.logged.read()[0], progress=reported.progress, checkpoint=reported.checkpoint)
+    return replace(
+        ended,
+        log=leased.logged.read()[0],
+        progress=reported.progress,
+        checkpoint=reported.checkpoint,
+        added=_flow_calls(flow.calls).added,
+    )
 
 
 def _leased(message: job_pb2.NewJob, attempt: int, checkpoint: Payload, reporter: Reporter) -> Job:
@@ -233,6 +271,61 @@ class _Recorder(Calls):
         )
         state = state_value(JobState.SCHEDULED if waits else JobState.READY)
         return queue_pb2.EnqueueResult(id=known.id, duplicate=True, state=state, differs=differs)
+
+
+class _FlowCalls(_Recorder):
+    """Answers the calls of a job about its workflow as a router does, if those of its nodes that have results have
+    ended."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.results: Mapping[str, bytes] = {}
+        self.added: dict[str, NewJob] = {}
+
+    async def call(self, method: Any, request: Message, **options: Any) -> Any:
+        match request:
+            case workflows_pb2.AddNodesRequest():
+                return self._add(request)
+            case workflows_pb2.ListParentsRequest():
+                return workflows_pb2.ListParentsResponse(
+                    parents=[
+                        workflows_pb2.ParentInfo(
+                            name=name,
+                            job_id=job.id or "",
+                            state=workflows_pb2.NODE_STATE_SUCCEEDED,
+                            result=self.results[name],
+                        )
+                        for name, job in self.added.items()
+                        if name in self.results
+                    ]
+                )
+            case _:
+                return await super().call(method, request, **options)
+
+    def _add(self, request: workflows_pb2.AddNodesRequest) -> workflows_pb2.AddNodesResponse:
+        new = [node for node in request.nodes if node.name not in self.added]
+        for at, node in enumerate(new):
+            # The router makes the ids of these jobs.
+            node.job.id = uuid7()
+            if faults := list(job_faults(node.job)):
+                raise error_of(_refusal(at, faults))
+        self.added |= {node.name: read_new(node.job) for node in new}
+        return workflows_pb2.AddNodesResponse(
+            job_ids=[self.added[node.name].id or "" for node in request.nodes],
+            added=len(new),
+            waits=request.wait and any(node.name not in self.results for node in request.nodes),
+        )
+
+
+class _FlowClient(Client):
+    """The client that adds nodes for a job that run_job runs."""
+
+    _calls_class = _FlowCalls
+
+
+def _flow_calls(calls: Calls) -> _FlowCalls:
+    assert isinstance(calls, _FlowCalls)
+    return calls
 
 
 class RecordingClient(Client):

@@ -1,7 +1,12 @@
--- Returns what the job of a node waits for: its node, whether the node waits for a signal, whether its workflow is
--- paused, the names of some nodes that it waits for and that have not ended, and how many such nodes there are, counted up
--- to left_max. No row: the workflow or the node is not on this shard.
-SELECT n.name, n.is_signal, w.paused_at IS NOT NULL AS paused, open.names[1:10] AS names, coalesce(open.count, 0) AS count
+-- Returns what the job of a node waits for: its node, whether the node waits for a signal, whether the blocked job of
+-- such a node has its signal already, whether its workflow is paused, the names of some nodes that it waits for and that
+-- have not ended, and how many such nodes there are, counted up to left_max. No row: the workflow or the node is not on
+-- this shard.
+SELECT
+    n.name, n.is_signal,
+    n.is_signal AND EXISTS (SELECT FROM windrow.job j WHERE j.id = n.job_id AND j.checkpoint IS NOT NULL) AS has_signal,
+    w.paused_at IS NOT NULL AS paused, open.names[1:10] AS names,
+    coalesce(open.count, 0) AS count
 FROM windrow.org o
 JOIN windrow.workflow w ON w.org_id = o.org_id AND w.id = %(workflow)s::uuid
 JOIN windrow.workflow_node n ON n.flow = w.flow AND n.node = %(node)s

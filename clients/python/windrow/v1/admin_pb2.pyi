@@ -49,6 +49,8 @@ class _RestoreRefusalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Restor
     """The job is SCHEDULED, READY or LEASED."""
     RESTORE_REFUSAL_BAD_NEW_ID: _RestoreRefusal.ValueType  # 3
     """The time in `new_id` is too old, or too far in the future: make another id."""
+    RESTORE_REFUSAL_SIGNAL: _RestoreRefusal.ValueType  # 4
+    """The job belongs to a node of a workflow that waited for a signal. Such a job never runs, but its copy would."""
 
 class RestoreRefusal(_RestoreRefusal, metaclass=_RestoreRefusalEnumTypeWrapper):
     """Why a job was not restored."""
@@ -61,6 +63,8 @@ RESTORE_REFUSAL_LIVE: RestoreRefusal.ValueType  # 2
 """The job is SCHEDULED, READY or LEASED."""
 RESTORE_REFUSAL_BAD_NEW_ID: RestoreRefusal.ValueType  # 3
 """The time in `new_id` is too old, or too far in the future: make another id."""
+RESTORE_REFUSAL_SIGNAL: RestoreRefusal.ValueType  # 4
+"""The job belongs to a node of a workflow that waited for a signal. Such a job never runs, but its copy would."""
 Global___RestoreRefusal: _TypeAlias = RestoreRefusal  # noqa: Y015
 
 @_typing.final

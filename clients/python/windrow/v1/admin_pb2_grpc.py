@@ -217,7 +217,8 @@ class AdminServicer:
 
     def RestoreJobs(self, request, context):
         """Stores finished and dead jobs once more, as new jobs of their queues that are due now. The old jobs do not change
-        (to run a dead job itself again, use RedriveJobs). The call may be repeated if it names the new ids.
+        (to run a dead job itself again, use RedriveJobs). The call may be repeated if it names the new ids. Jobs of nodes that
+        waited for signals are refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -81,7 +81,8 @@ class AdminStub:
     """
     RestoreJobs: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RestoreJobsRequest, _admin_pb2.RestoreJobsResponse]
     """Stores finished and dead jobs once more, as new jobs of their queues that are due now. The old jobs do not change
-    (to run a dead job itself again, use RedriveJobs). The call may be repeated if it names the new ids.
+    (to run a dead job itself again, use RedriveJobs). The call may be repeated if it names the new ids. Jobs of nodes that
+    waited for signals are refused.
     """
     RedriveQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RedriveQueueRequest, _admin_pb2.RedriveQueueResponse]
     """Makes the dead jobs of a queue ready again, with all their attempts, in the order in which they died: at most
@@ -160,7 +161,8 @@ class AdminAsyncStub(AdminStub):
     """
     RestoreJobs: _aio.UnaryUnaryMultiCallable[_admin_pb2.RestoreJobsRequest, _admin_pb2.RestoreJobsResponse]  # type: ignore[assignment]
     """Stores finished and dead jobs once more, as new jobs of their queues that are due now. The old jobs do not change
-    (to run a dead job itself again, use RedriveJobs). The call may be repeated if it names the new ids.
+    (to run a dead job itself again, use RedriveJobs). The call may be repeated if it names the new ids. Jobs of nodes that
+    waited for signals are refused.
     """
     RedriveQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.RedriveQueueRequest, _admin_pb2.RedriveQueueResponse]  # type: ignore[assignment]
     """Makes the dead jobs of a queue ready again, with all their attempts, in the order in which they died: at most
@@ -302,7 +304,8 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.RestoreJobsResponse, _abc.Awaitable[_admin_pb2.RestoreJobsResponse]]:
         """Stores finished and dead jobs once more, as new jobs of their queues that are due now. The old jobs do not change
-        (to run a dead job itself again, use RedriveJobs). The call may be repeated if it names the new ids.
+        (to run a dead job itself again, use RedriveJobs). The call may be repeated if it names the new ids. Jobs of nodes that
+        waited for signals are refused.
         """
 
     @_abc_1.abstractmethod

@@ -1035,6 +1035,7 @@ class BlockedCause(_message.Message):
     LEFT_FIELD_NUMBER: _builtins.int
     AT_LEAST_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
+    HAS_SIGNAL_FIELD_NUMBER: _builtins.int
     workflow_id: _builtins.str
     """The workflow's id."""
     node: _builtins.str
@@ -1045,6 +1046,8 @@ class BlockedCause(_message.Message):
     """True: there are more."""
     paused: _builtins.bool
     """True: nothing holds the node, but the workflow is paused."""
+    has_signal: _builtins.bool
+    """True: the node waits for a signal, too, and has got it already. So it ends when nothing else holds it."""
     @_builtins.property
     def waits_for(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The names of nodes that it waits for and that have not ended, at most 10. Empty: it is a callback, and waits for
@@ -1060,10 +1063,11 @@ class BlockedCause(_message.Message):
         left: _builtins.int = ...,
         at_least: _builtins.bool = ...,
         paused: _builtins.bool = ...,
+        has_signal: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_least", b"at_least", "left", b"left", "node", b"node", "paused", b"paused", "waits_for", b"waits_for", "workflow_id", b"workflow_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_least", b"at_least", "has_signal", b"has_signal", "left", b"left", "node", b"node", "paused", b"paused", "waits_for", b"waits_for", "workflow_id", b"workflow_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
