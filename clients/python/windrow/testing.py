@@ -131,9 +131,9 @@ async def run_job(
     flow = _FlowClient(org=worker.client.org)
     if results is not None:
         _flow_calls(flow.calls).results = encoded
-        leased.workflow = WorkflowNode(
-            workflow_id=uuid7(), node=0, caller=lambda of: (flow, Job(lease=leased.lease, workflow=of))
-        )
+        lease = leased.lease
+        node = WorkflowNode(workflow_id=uuid7(), node=0, caller=lambda of: (flow, Job(lease=lease, workflow=of)))
+        leased = replace(leased, workflow=node)
     held = HeldLease(leased, time.monotonic(), math.inf)
 
     async def handle() -> Action:
