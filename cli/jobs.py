@@ -49,13 +49,6 @@ States = Annotated[
     ),
 ]
 
-QueueOrNone = Annotated[str, typer.Argument(metavar="QUEUE", help="Only jobs of this queue.", show_default=False)]
-SameQueue = Annotated[
-    str,
-    typer.Option(
-        "--queue", metavar="QUEUE", show_default=False, help="The queue, as for the commands that change jobs."
-    ),
-]
 OneId = Annotated[str, typer.Argument(metavar="ID", help="The job's id.", show_default=False)]
 
 app = App(help="Shows and changes jobs, and runs dead and finished ones again.")
@@ -238,8 +231,7 @@ def why(
 @app.command("list")
 def list_jobs(
     org: options.Org,
-    queue: QueueOrNone = "",
-    same_queue: SameQueue = "",
+    queue: Annotated[str, typer.Argument(metavar="QUEUE", help="Only jobs of this queue.", show_default=False)] = "",
     states: States = None,
     kind: options.Kind = "",
     where: options.Where = None,
@@ -259,7 +251,6 @@ def list_jobs(
     from cli.calls import connect
     from cli.messages import job_json
 
-    queue = _only_queue(queue, same_queue)
     wanted = _wanted(org, queue, kind, where, made_after, made_before)
     wanted.include_payload = payload
     found: list[job_pb2.Job] = []
@@ -293,8 +284,7 @@ def list_jobs(
 @app.command()
 def count(
     org: options.Org,
-    queue: QueueOrNone = "",
-    same_queue: SameQueue = "",
+    queue: Annotated[str, typer.Argument(metavar="QUEUE", help="Only jobs of this queue.", show_default=False)] = "",
     states: States = None,
     kind: options.Kind = "",
     where: options.Where = None,
@@ -314,7 +304,6 @@ def count(
     from cli.calls import connect_client
     from windrow import JobFilter, JobState
 
-    queue = _only_queue(queue, same_queue)
     wanted = states or _UNFINISHED
     found = JobFilter(
         queue=queue,
@@ -336,12 +325,6 @@ def count(
     if not counted:
         for hint in values.fields_among(found.attributes):
             output.note(hint)
-
-
-def _only_queue(queue: str, same_queue: str) -> str:
-    if queue and same_queue:
-        raise typer.BadParameter("the queue is given twice: as QUEUE and by --queue", param_hint="'--queue'")
-    return queue or same_queue
 
 
 def _wanted(

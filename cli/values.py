@@ -27,7 +27,7 @@ _RETENTIONS = {"none": 0, "7y": 2557}
 _FACTOR = re.compile(r"([x~])(\d+(?:\.\d+)?)")
 
 # Fields of a job that users look for with --where, and the options that select jobs by them.
-_FIELD_OPTIONS = {"queue": "--queue", "kind": "--kind", "state": "--state", "priority": ""}
+_FIELD_OPTIONS = {"queue": "QUEUE or --queue", "kind": "--kind", "state": "--state", "priority": ""}
 
 
 def duration(value: str | timedelta) -> timedelta:
