@@ -1,9 +1,11 @@
-"""CONTRIBUTING.md tells where each function of the database is defined."""
+"""Functions of the database: CONTRIBUTING.md tells where each is defined, and what they repeat of the code is equal."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+from shard.vocabulary import RETENTION_DEFAULT
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -15,3 +17,13 @@ def test_the_newest_migration_that_defines_each_function_is_listed() -> None:
         newest |= dict.fromkeys(defined, migration.name)
     page = (ROOT / "CONTRIBUTING.md").read_text()
     assert dict(re.findall(r"^\| `(\w+)` \| .+ \| `(\d+_\w+\.sql)` \|$", page, re.MULTILINE)) == newest
+
+
+def test_functions_that_finish_jobs_know_the_default_retention() -> None:
+    """If this fails because the default has changed: a new migration must replace these functions."""
+    found: dict[str, str] = {}
+    for migration in sorted((ROOT / "shard/postgres/migrations").glob("*.sql")):
+        for name, body in re.findall(r"FUNCTION windrow\.(\w+)(.*?)\$\$;", migration.read_text(), re.DOTALL):
+            if numbers := re.findall(r"q\.kept IS NOT NULL\), (\d+)\)", body):
+                found[name] = numbers[0]
+    assert found == dict.fromkeys(("cancel_blocked", "succeed_signalled"), str(RETENTION_DEFAULT))
