@@ -45,7 +45,7 @@ class Fate(StrEnum):
     DELETED = "deleted"
     # Its org lives elsewhere, and no shard there knows it: `recover` moves it there.
     MOVED = "moved"
-    # It will run, perhaps once more: it may have ended after the point of recovery.
+    # It will run, perhaps for the second time, because it may have ended after the point of recovery.
     MAY_RUN_AGAIN = "may_run_again"
     STAYS_DEAD = "stays_dead"
 

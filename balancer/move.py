@@ -195,7 +195,7 @@ class Mover:
         """Hands over the jobs that were exported before. If there are none, exports and hands over all free jobs. If
         there are no free jobs either, puts empty slots to rest. If no slot is empty, waits."""
         if not self._cleared:
-            # The switch has happened: until then, routers read these on the source.
+            # Only now, after the switch: before it, routers read schedules and workflows on the source.
             await move_steps.delete_schedules(source, move.slots, epoch=move.epoch)
             await move_steps.delete_workflows(source, move.slots, epoch=move.epoch)
             self._cleared = True

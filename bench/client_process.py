@@ -157,8 +157,8 @@ class Client:
         return began_s, draining.result()
 
     async def settle(self, *, total: int) -> float | None:
-        """Waits until the database has no unfinished jobs left. Returns the time at which that was, or None if the
-        first look found no such jobs."""
+        """Waits until the database has no unfinished jobs left. Returns the time at which none were left, or
+        None if there were none at the first look."""
         first = True
         until_s = time.monotonic() + _SETTLE_S_MAX
         while left := await self._system.left():

@@ -38,8 +38,8 @@ _Response = TypeVar("_Response")
 # The contract's limit on the items of a page.
 _PAGE_MAX = 1000
 _DETAILS = "grpc-status-details-bin"
-# _WITHIN: submessages of requests, which options do not name. _TYPED: fields, or paths of fields, whose option or
-# argument has another name.
+# _WITHIN: the fields that hold submessages. The names of options leave these out. _TYPED: fields, or paths of fields,
+# whose option or argument has another name.
 _WITHIN = ("jobs", "template", "dedup", "acks", "nacks", "extends", "snoozes", "failure", "config", "spec", "job")
 _TYPED = {
     "org": "ORG",

@@ -400,7 +400,8 @@ def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions:
         if not how.dry_run and total != 0:
             total = _change_found(client, change, found, how, total)
         elif not how.dry_run:
-            # The preview found no job. If jobs meet the conditions by now, the user has not confirmed their change.
+            # The preview found no job. Since then, jobs may have come to meet the conditions, but the user has not
+            # confirmed a change of these.
             _report({change.done: 0, "skipped": 0}, as_json=how.as_json)
         if total == 0 and not client.list_queues():
             output.note(no_queues(org))

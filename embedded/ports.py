@@ -15,7 +15,8 @@ from embedded.folders import read_json, write_file
 
 HOST = "127.0.0.1"
 
-# These ports are below the range of outgoing connections, which could take a port while its cluster is stopped.
+# These ports are below the range that the system uses for outgoing connections. Such a connection could otherwise take
+# the port of a cluster while the cluster is stopped.
 _PORTS = range(20_000, 32_000)
 _PORT_TRIES = 100
 

@@ -60,7 +60,7 @@ class RunCause(enum.Enum):
     """Why a run was decided."""
 
     SCHEDULE = "schedule"
-    # The run is late, or was decided together with later runs: no router could store it in time.
+    # No router could store the run in time, so it is late, or was decided together with later runs.
     CATCH_UP = "catch_up"
     TRIGGER = "trigger"
     BACKFILL = "backfill"

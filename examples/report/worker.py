@@ -1,4 +1,4 @@
-"""Works the nodes of reports. Any number of workers may run, and between two nodes no worker has to run.
+"""Runs the nodes of report workflows. Any number of workers may run, and no worker has to stay between two nodes.
 
 python -m examples.report.worker acme
 """

@@ -1,8 +1,8 @@
-"""Checks that routers refuse a shard whose database went back in time until an operator accepts the loss, and that they
-refuse no other shard.
+"""Checks two things. If a shard's database went back in time, routers refuse the shard until an operator accepts the
+loss. And routers refuse no other shard.
 
-The check covers the time in which all routers knew of marks that the backup lacks, the backup's database could be
-reached, and nobody had begun to accept the loss. There was no other fault in this time.
+The check covers the time when all of this was true: all routers knew of marks that the backup lacks, the backup's
+database could be reached, and nobody had begun to accept the loss. There was no other fault in this time.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _orgs(evidence: Evidence, restored: Restored) -> tuple[set[str], set[str]]:
     for org in {call.org for call in evidence.history.calls}:
         by_hash = slot_of(OrgId(org))
         own = by_slot.get(evidence.pins.get(org, by_hash), [])
-        # If the org got a slot of its own only later, its hash slot counts.
+        # If the org got a slot of its own only after the database was replaced, its hash slot counts.
         slots = own if own and own[0].at_s < restored.swapped_s else by_slot.get(by_hash, [])
         before = [now for now in slots if now.at_s < restored.swapped_s]
         meanwhile = [now for now in slots if restored.swapped_s <= now.at_s < restored.accepting_s]

@@ -15,7 +15,7 @@ from proof.checker.evidence import Change, ChangeKind, Schedule, Terms
 FOREVER_US = 1 << 62
 # The system may adjust the machine's clock now and then.
 CLOCK_US = 50_000
-# A shard may forget a run that is not among this many newest runs.
+# A shard keeps at least this many of the newest runs, and may forget older ones.
 RUNS_KEPT = 20
 
 

@@ -33,7 +33,7 @@ _ACCRUE_S = 0.05
 _ACCRUE_LEASE_S = 0.000_05
 # If more orgs than this are remembered, the schedule looks for orgs that it can forget.
 _IDLE_KEPT = 1_000
-# How many idle orgs are remembered at most, and how many estimates and leases.
+# At most this many idle orgs, estimates and leases are remembered.
 _ORGS_MAX = 100_000
 _ESTIMATES_MAX = 10_000
 _LEASES_MAX = 200_000

@@ -445,7 +445,7 @@ class WaitRoom:
             if left_s <= 0:
                 self._wake(key, 1)
             else:
-                # The consumer that takes the job and finds no more asks for a new probe.
+                # When the consumer has taken the job and finds no other job, it asks for a new probe.
                 awaited.due_timer = loop.call_later(left_s, self._fall_due, key)
 
     def _fall_due(self, key: _Key) -> None:

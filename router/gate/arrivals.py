@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Mapping
 
-# The least bytes of a call in addition to its message: the headers of two frames, HEADERS and DATA.
+# The smallest overhead of a call, in bytes: the headers of two frames, HEADERS and DATA.
 CALL_BYTES = 18
-# The least bytes of a message in addition to its content: gRPC's prefix. A client may put many messages into one frame.
+# The smallest overhead of a message, in bytes: gRPC's prefix. A client may put many messages into one frame.
 MESSAGE_BYTES = 5
 
 

@@ -13,8 +13,8 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
-# The number of connections that are served at a time. One more closes the oldest, so that a scrape is served beside
-# connections that say nothing.
+# The number of connections that are served at a time. If one more comes, the oldest is closed, so that a
+# scrape is served even if all other connections are silent.
 CONNECTIONS_MAX = 16
 # How long the server waits for the next bytes of a request, and for the client to take the next bytes of an answer.
 _SILENCE_S = 10.0

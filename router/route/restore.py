@@ -48,7 +48,8 @@ async def restore(
     remaining = list(dict.fromkeys(ids))
     while remaining:
         records = await look_up(fleet, org, remaining)
-        # Jobs that did not fit into this batch come next. The loop ends, since each shard returns at least one in full.
+        # Jobs that did not fit into this batch come next. The loop ends, because each shard returns at least one job in
+        # full each time.
         remaining = [old for old in remaining if old in records and not records[old].whole]
         waiting = set(remaining)
         ended: dict[int, JobRecord] = {}

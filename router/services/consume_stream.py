@@ -381,8 +381,9 @@ class Stream:
             await self._to_write.wait()
 
     def _next_rest(self) -> tuple[queue_pb2.ConsumeResponse, int]:
-        """Returns a message without jobs: as many answers as fit in addition to the jobs, and the announcement. Removes
-        these answers from those that wait. Also returns how many bytes the answered messages hold in the buffer."""
+        """Returns a message that has no jobs yet: the announcement, if there is one, and as many answers as leave room
+        for the jobs. Removes these answers from those that wait. Also returns how many bytes the answered messages hold
+        in the buffer."""
         rest = queue_pb2.ConsumeResponse(draining=self._announcing)
         self._announcing = False
         held, room = 0, _SETTLED_BYTES_MAX

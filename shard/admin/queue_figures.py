@@ -56,7 +56,7 @@ async def measure(database: Database, *, max_age_us: int) -> list[QueueFigures]:
 
 
 def share_of(named_max: int) -> int:
-    """Returns how many of so many named queues may be of one org while others have queues."""
+    """Returns how many of the `named_max` named queues may belong to one org, if other orgs have queues too."""
     return max(1, named_max // _SHARES)
 
 

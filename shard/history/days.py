@@ -119,9 +119,9 @@ async def turn_cold(database: Database, day: Day) -> Aged:
 
 
 async def drop(database: Database, day: Day, *, exported: Mapping[OrgId, int] | None = None) -> Aged:
-    """Drops a cold day. Before that, moves the jobs of orgs under legal hold to the partition of held jobs. Ids that
-    enqueues may still repeat stay known (I3). `exported` says how many jobs each org has in the day's export. None: the
-    day is not compared with an export. Raises InUse, NotExported, ShardUnavailable."""
+    """Drops a cold day. Before that, moves the jobs of orgs under legal hold to the partition of held jobs. If an
+    enqueue may still repeat an id, the id stays known (I3). `exported` says how many jobs each org has in the day's
+    export. None: the day is not compared with an export. Raises InUse, NotExported, ShardUnavailable."""
     for _ in range(_TRIES):
         async with _transaction(database) as connection:
             if exported is not None:

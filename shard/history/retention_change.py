@@ -26,8 +26,8 @@ async def read(database: Database, org: OrgId) -> dict[QueueName, int]:
 
 
 async def apply(database: Database, org: OrgId, retentions: Mapping[QueueName, int]) -> int:
-    """Gives all finished jobs of these queues on this shard the retention that `retentions` has for their queue, in
-    days. Returns how many jobs had another retention before. If the call is interrupted, call it again. Raises
+    """Sets the retention of all finished jobs of these queues on this shard. `retentions`: the days, for each queue.
+    Returns how many jobs had another retention before. If the call is interrupted, call it again. Raises
     ShardUnavailable."""
     parameters = {"org": org, "queues": arrays.names(retentions), "days": arrays.numbers(retentions.values())}
     jobs = 0

@@ -63,7 +63,7 @@ async def migrate(database: Database, *, cluster: str | None) -> list[Migration]
 
 async def pending(database: Database) -> list[Migration] | None:
     """Returns the migrations of this release that have not been run on this database, or None if it has no schema yet.
-    Changes nothing. Raises ShardUnavailable. Raises Misconfigured if `migrate` would."""
+    Changes nothing. Raises ShardUnavailable. Raises Misconfigured in the cases in which `migrate` raises it."""
     async with database.transaction() as connection:
         if not await _has_table(connection):
             return None

@@ -47,8 +47,8 @@ class Lost(NamedTuple):
     paused: bool
     # The first instant that was not decided at the point of recovery.
     next_at: Micros | None
-    # The instants that would be skipped, from `first` through `through` (None: only `first`), and how many waiting runs
-    # would be skipped.
+    # The instants that would be skipped: `first` to `through`, both included; only `first` if `through` is None.
+    # `buffered`: how many waiting runs would be skipped.
     first: Micros | None
     through: Micros | None
     buffered: int

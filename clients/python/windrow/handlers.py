@@ -44,7 +44,7 @@ RUNNERS = frozenset(
 )
 # How many characters of a failure a line of the log shows.
 SUMMARY_CHARS_MAX = 200
-# A handler is stopped before its job's max_runtime ends: earlier by a tenth of max_runtime, but at most by this.
+# A handler is stopped a little before its job's max_runtime ends: a tenth of max_runtime before, but at most this much.
 _MARGIN_S_MAX = 1.0
 
 

@@ -182,7 +182,7 @@ class ExponentialRetry:
 RetryPolicy = FixedRetry | ExponentialRetry
 
 
-# How many attributes a NewJob has if it was made without options: queue, kind, payload and id.
+# How many attributes the Python object of a NewJob has if it was made without options: queue, kind, payload and id.
 _PLAIN_FIELDS = 4
 
 

@@ -39,7 +39,7 @@ class _Entry:
     # The entry may be why a whole message was refused: send it in a message of its own.
     alone = False
     sent = False
-    # What the handler has reported after this entry was sent. Only an entry with a report has a later one.
+    # What the handler has reported after this entry was sent. None if the entry itself carries no report.
     later: Report | None = None
 
     def __init__(self, held: HeldLease, action: Action, *, bare: bool = False) -> None:

@@ -74,7 +74,7 @@ class AttemptResult:
 
     # ACKED; NACKED; or RELEASED by a Snooze or a Waiting, which do not count as attempts.
     outcome: AttemptOutcome
-    # The job's state after the attempt: SUCCEEDED, DEAD, SCHEDULED, to run again, or BLOCKED after a Waiting.
+    # The job's state after the attempt: SUCCEEDED; DEAD; SCHEDULED if it is to run again; BLOCKED after a Waiting.
     state: JobState
     # The handler's result, as the bytes that are stored.
     result: bytes = b""

@@ -688,7 +688,7 @@ class Worker:
                 while self._running and self._stops < 2:
                     self._changed.clear()
                     await self._changed.wait()
-        # Count no threads, because they cannot be cancelled: _on_cancelled() logs each of them.
+        # Leave out handlers in threads: these cannot be cancelled, and _on_cancelled() logs each of them.
         if cancelled := sum(held.thread is None for held in self._running):
             log.warning("%s: cancelling handlers that did not finish in time: %d", self.name, cancelled)
         for held in self._running:

@@ -26,7 +26,7 @@ WITH chosen AS (
     SET
         priority = coalesce(%(priority)s::smallint, j.priority),
         attributes = nullif(coalesce(%(attributes)s::jsonb, j.attributes), '{}'),
-        -- A job that waits for a group slot has no time (infinity). It keeps its run_at, which is its place among the
+        -- While a job waits for a group slot, its visible_at is infinity. It keeps its run_at, which is its place among the
         -- waiting jobs.
         run_at = coalesce(nullif(c.due, 'infinity'), j.run_at),
         visible_at = CASE
