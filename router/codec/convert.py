@@ -21,10 +21,11 @@ from shard.lease_token import MalformedLease, parse_token
 from shard.placement.cluster_file import ShardState
 from shard.queue.explain import COUNTED_MAX, QuarantineFacts
 from shard.queue_settings import QueueSettings
-from shard.schedule import RunCause, ScheduledRun
+from shard.schedule import RunCause, ScheduledRun, Template
 from shard.vocabulary import (
     GROUP_CONCURRENCY_DEFAULT,
     MAX_ATTEMPTS_DEFAULT,
+    PRIORITY_DEFAULT,
     RETENTION_DEFAULT,
     Alteration,
     Answer,
@@ -360,6 +361,25 @@ def job(record: JobRecord, shard: ShardName) -> job_pb2.Job:
             failure=None if attempt.failure is None else failure_message(attempt.failure),
             log=attempt.log,
         )
+    return message
+
+
+def template_message(stored: Template) -> job_pb2.JobTemplate:
+    """Returns a template as it was given, but with the default priority filled in."""
+    values = cast("Mapping[str, str | None]", stored)
+    message = job_pb2.JobTemplate(
+        queue=str(values["queue"]),
+        kind=str(values["kind"]),
+        payload=cast("bytes", stored["payload"] or b""),
+        attributes=json.loads(values["attributes"] or "{}"),
+        priority=cast("int", stored["priority"] or PRIORITY_DEFAULT),
+        max_attempts=cast("int", stored["max_attempts"] or 0),
+        group=values["group_key"] or "",
+    )
+    if values["retry"] is not None:
+        message.retry.CopyFrom(policy_message(retry_policy.from_json(values["retry"])))
+    if stored["max_runtime_us"] is not None:
+        message.max_runtime.CopyFrom(duration(cast("int", stored["max_runtime_us"])))
     return message
 
 

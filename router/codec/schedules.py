@@ -3,7 +3,6 @@ protovalidate cannot check. Pure."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
@@ -14,7 +13,6 @@ from router.codec import convert
 from router.codec.convert import ALL_FIELDS, RUN_CAUSES, duration, micros, moment, timestamp
 from router.codec.status import InvalidRequest, Violation
 from router.codec.validate import violations_of
-from shard import retry_policy
 from shard.schedule import (
     TEMPLATE_COLUMNS,
     CatchUp,
@@ -28,7 +26,7 @@ from shard.schedule import (
     Timing,
 )
 from shard.schedules import calendar
-from shard.vocabulary import JOB_CONTENT, PRIORITY_DEFAULT, SPARSE_COLUMNS, JobId, Micros, OrgId, ShardName
+from shard.vocabulary import JOB_CONTENT, SPARSE_COLUMNS, JobId, Micros, OrgId, ShardName
 from windrow.v1 import job_pb2, schedules_pb2
 
 PAYLOAD_BYTES_MAX = 65_536
@@ -200,31 +198,12 @@ def spec_message(stored: ScheduleSpec) -> schedules_pb2.ScheduleSpec:
     return message
 
 
-def template_message(stored: Template) -> job_pb2.JobTemplate:
-    """Returns a template as it was given, but with the default priority filled in."""
-    values = cast("Mapping[str, str | None]", stored)
-    message = job_pb2.JobTemplate(
-        queue=str(values["queue"]),
-        kind=str(values["kind"]),
-        payload=cast("bytes", stored["payload"] or b""),
-        attributes=json.loads(values["attributes"] or "{}"),
-        priority=cast("int", stored["priority"] or PRIORITY_DEFAULT),
-        max_attempts=cast("int", stored["max_attempts"] or 0),
-        group=values["group_key"] or "",
-    )
-    if values["retry"] is not None:
-        message.retry.CopyFrom(convert.policy_message(retry_policy.from_json(values["retry"])))
-    if stored["max_runtime_us"] is not None:
-        message.max_runtime.CopyFrom(duration(cast("int", stored["max_runtime_us"])))
-    return message
-
-
 def info(schedule: ScheduleRecord, upcoming: Sequence[Micros], shard: ShardName) -> schedules_pb2.ScheduleInfo:
     message = schedules_pb2.ScheduleInfo(
         org=schedule.org,
         name=schedule.name,
         spec=spec_message(schedule.spec),
-        job=template_message(schedule.template),
+        job=convert.template_message(schedule.template),
         paused=schedule.paused_at is not None,
         created_at=timestamp(schedule.created_at),
         next=map(timestamp, upcoming),

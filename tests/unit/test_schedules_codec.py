@@ -9,6 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from router.codec import convert
 from router.codec import schedules as codec
 from shard.schedule import RunCause, ScheduledRun, ScheduleName, ScheduleSpec, Timing, spec_of, spec_values
 from shard.vocabulary import Micros
@@ -45,7 +46,7 @@ def test_a_job_of_a_schedule_has_every_field_of_its_template() -> None:
     assert {field.name for field, _ in FULL_JOB.ListFields()} == {
         field.name for field in job_pb2.JobTemplate.DESCRIPTOR.fields
     }
-    assert codec.template_message(codec.template(FULL_JOB)) == FULL_JOB
+    assert convert.template_message(codec.template(FULL_JOB)) == FULL_JOB
 
 
 def test_a_spec_is_stored_and_read_with_every_field() -> None:
