@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from router.codec import fast_write
 from router.codec.fast_write import Delivery
-from router.fleet.org_pools import OrgPools
+from router.fleet.all_orgs import AllOrgs
 from router.fleet.shares import Share, deal
 from router.fleet.siblings.asks import Promise
 from router.fleet.siblings.siblings import Siblings
@@ -25,7 +25,7 @@ from shard.vocabulary import PRIORITY_DEFAULT, Lease, NewJobs, OrgId, QueueName
 class Handovers:
     """Finds consumers for the new jobs of one shard."""
 
-    def __init__(self, store: Store, room: WaitRoom, pools: OrgPools, siblings: Siblings, starts: Starts) -> None:
+    def __init__(self, store: Store, room: WaitRoom, pools: AllOrgs, siblings: Siblings, starts: Starts) -> None:
         self.store = store
         self._room = room
         self._pools = pools

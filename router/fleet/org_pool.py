@@ -12,13 +12,14 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from router.buffer import Account
 from router.codec import fast_write
 from router.codec.fast_write import Delivery
 from router.fair.schedule import Schedule
 from router.fleet.buckets import Bucket
+from router.fleet.shard_handle import ShardHandle
 from router.fleet.shares import Share, deal
 from router.fleet.starts import Permit, Starts, hold_s, look_again_s
 from router.fleet.waiter import AwaitedQueue, Waiter
@@ -26,9 +27,6 @@ from shard.errors import RowLocked, ShardUnavailable
 from shard.lease_token import lease_of
 from shard.queue.claim import ClaimResult, bytes_most
 from shard.vocabulary import Lease, OrgId, QueueName, ShardName
-
-if TYPE_CHECKING:
-    from router.fleet.shard_handle import ShardHandle
 
 _log = logging.getLogger(__name__)
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from router.fair.schedule import WEIGHT_DEFAULT
 from router.fleet.org_pool import OrgPool, PoolConsumer
+from router.fleet.shard_handle import ShardHandle
 from router.fleet.shares import Share
 from router.fleet.starts import Starts
 from router.fleet.waiter import Waiter, Watcher
 from shard.admin.weights import Weights
+from shard.queue.store import Store
 from shard.vocabulary import Lease, OrgId, QueueName, ShardName
-
-if TYPE_CHECKING:
-    from router.fleet.shard_handle import ShardHandle
 
 # How long a pool without consumers stays: streams end from time to time, and their consumers come back.
 _KEPT_S = 60.0
@@ -121,11 +119,11 @@ class OrgPools:
         for pool in self._by_queue.get(queue, ()):
             yield from pool.consumers
 
-    def note(self, member: ShardHandle) -> None:
-        """Notes that all consumers of the pools were seen (shard/queue/consumers_seen.py)."""
+    def note(self, store: Store) -> None:
+        """Notes on a shard that all consumers of the pools were seen (shard/queue/consumers_seen.py)."""
         for pool in self._pools.values():
             for consumer in pool.consumers:
-                member.store.consumers_seen.note(None, consumer.queues, consumer.kinds)
+                store.consumers_seen.note(None, consumer.queues, consumer.kinds)
 
     # ── Jobs ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from shard.errors import ClockSetBack, ShardError
 from shard.job_id import to_hex
@@ -18,9 +18,6 @@ from shard.queue.coalescer import TooManyWaiting
 from shard.queue.store import Store
 from shard.schedules.due_schedules import BATCH_MAX, DueSchedules, Needed
 from shard.vocabulary import Answer, JobId, OrgId
-
-if TYPE_CHECKING:
-    from router.fleet.shard_handle import ShardHandle
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +32,22 @@ _NONE_S = 10.0
 _REASON = "replaced by the next run of its schedule"
 
 
-async def have_ended(shards: Sequence[ShardHandle], org: OrgId, job: JobId) -> bool:
+class OtherShard(Protocol):
+    """Another shard that may have jobs of an org (router/fleet/shard_handle.py)."""
+
+    @property
+    def store(self) -> Store: ...
+
+    def require_up(self) -> OtherShard:
+        """Returns the shard. Raises ShardUnavailable while it does not answer."""
+        ...
+
+    def require_writable(self) -> OtherShard:
+        """Returns the shard. Raises ShardUnavailable if it does not answer or takes no changes."""
+        ...
+
+
+async def have_ended(shards: Sequence[OtherShard], org: OrgId, job: JobId) -> bool:
     """Returns whether a job is live on none of these shards. Raises ShardError, TooManyWaiting."""
     return all([await shard.require_up().store.find_ended([(org, to_hex(job))]) for shard in shards])
 
@@ -52,7 +64,7 @@ class Scheduler:
         *,
         sweep_s: float,
         may_fire: Callable[[], bool],
-        elsewhere: Callable[[OrgId], Sequence[ShardHandle] | None],
+        elsewhere: Callable[[OrgId], Sequence[OtherShard] | None],
     ) -> None:
         self._due = due
         self._store = store

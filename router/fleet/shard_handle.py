@@ -8,9 +8,9 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Self
 
+from router.fleet.all_orgs import AllOrgs
 from router.fleet.end_waits import EndWaits
 from router.fleet.handover import Handovers
-from router.fleet.org_pools import OrgPools
 from router.fleet.periodic import attempt, every
 from router.fleet.ready_orgs import ReadyOrgs
 from router.fleet.schedules import Scheduler
@@ -72,7 +72,7 @@ class ShardHandle:
         revoked: Callable[[ShardName, Sequence[Revocation]], None],
         siblings: Siblings,
         elsewhere: Callable[[OrgId, ShardName], Sequence[ShardHandle] | None],
-        pools: OrgPools,
+        pools: AllOrgs,
         starts: Starts,
     ) -> None:
         # The shard's entry in the current cluster file.
@@ -299,7 +299,7 @@ class ShardHandle:
             self._workflow_sweep.left(workflows)
 
     async def _note_consumers(self) -> None:
-        self._pools.note(self)
+        self._pools.note(self.store)
         await self.room.note_waiters()
 
     async def _check_schema(self) -> None:

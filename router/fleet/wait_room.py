@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from router.fleet.org_pools import OrgPools
+from router.fleet.all_orgs import AllOrgs
 from router.fleet.ready_orgs import ReadyOrgs
 from router.fleet.waiter import AwaitedQueue, Waiter, Watcher
 from shard.errors import ShardError, ShardUnavailable
@@ -49,7 +49,7 @@ class WaitRoom:
     `pools` has the consumers of all orgs, and `ready_orgs` finds jobs for them."""
 
     def __init__(
-        self, store: Store, doorbell: Doorbell, pools: OrgPools, ready_orgs: ReadyOrgs, *, sweep_s: float
+        self, store: Store, doorbell: Doorbell, pools: AllOrgs, ready_orgs: ReadyOrgs, *, sweep_s: float
     ) -> None:
         # Whether the shard's state lets it give jobs. If not, consumers stay in the room but take no jobs.
         self.gives = True
