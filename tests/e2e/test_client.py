@@ -49,7 +49,7 @@ from windrow import (
     outbox,
     uuid7,
 )
-from windrow.jobs import enqueue_request
+from windrow.new_jobs import enqueue_request
 
 HOUR = timedelta(hours=1)
 

@@ -30,7 +30,8 @@ from windrow import (
 from windrow.client import _enqueued
 from windrow.errors import from_code, shifted
 from windrow.failures import Failure, stack_of
-from windrow.jobs import batch_requests, enqueue_request, read_leased, read_record
+from windrow.jobs import read_leased, read_record
+from windrow.new_jobs import batch_requests, enqueue_request
 from windrow.payloads import clipped, duration, encode, encode_result, moment, timestamp
 from windrow.v1 import job_pb2, queue_pb2
 

@@ -11,7 +11,7 @@ import pytest
 from router.codec.validate import enqueue_violations, violations_of
 from windrow import ExponentialRetry, FixedRetry, InvalidJob, InvalidRequest, NewJob, outbox
 from windrow.job_rules import job_faults, org_fault
-from windrow.jobs import enqueue_request
+from windrow.new_jobs import enqueue_request
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
 DAY_S = 86_400

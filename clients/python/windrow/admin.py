@@ -17,17 +17,9 @@ from windrow.causes import JobExplanation, QueueExplanation, read_job, read_queu
 from windrow.channels import Stub
 from windrow.errors import AlreadyExists, InvalidRequest, Span, Unavailable, invalid_argument, renamed
 from windrow.ids import uuid7
-from windrow.jobs import (
-    JobRecord,
-    JobState,
-    RetryPolicy,
-    listed_ids,
-    read_record,
-    read_retry,
-    retry_message,
-    state_value,
-)
+from windrow.jobs import JobRecord, JobState, listed_ids, read_record, state_value
 from windrow.limits import Limit, LimitMeasure, measure_number, read_limit
+from windrow.new_jobs import RetryPolicy, read_retry, retry_message
 from windrow.payloads import duration, moment, timestamp
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, limits_pb2
 

@@ -9,7 +9,8 @@ from itertools import islice
 from windrow.errors import InvalidRequest, invalid_argument, shifted
 from windrow.ids import nth_id
 from windrow.job_rules import JOBS_MAX
-from windrow.jobs import Enqueued, NewJob, batch_requests
+from windrow.jobs import Enqueued
+from windrow.new_jobs import NewJob, batch_requests
 from windrow.v1 import queue_pb2
 
 # Calls are small, so that the progress is visible, and the jobs need not all be in memory.

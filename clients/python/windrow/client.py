@@ -1,5 +1,6 @@
 """The asyncio client, with one method for each call of the queue service. Its other methods are in admin.py (the admin
-service), job_changes.py (changes of stored jobs), schedules.py and workflows.py. calls.py has retries and connections.
+service), job_changes.py (changes of stored jobs), schedules.py and workflow_calls.py. calls.py has retries and
+connections.
 """
 
 from __future__ import annotations
@@ -46,19 +47,16 @@ from windrow.jobs import (
     Answer,
     Enqueued,
     Job,
-    JobOptions,
     JobRecord,
-    NewJob,
     answers,
-    enqueue_request,
     listed_ids,
-    new_message,
     newly_stored,
     read_leased,
     read_record,
     state_of,
 )
 from windrow.limits import LIMIT_REACHED
+from windrow.new_jobs import JobOptions, NewJob, enqueue_request, new_message
 from windrow.payloads import (
     NOTE_BYTES_MAX,
     REASON_BYTES_MAX,
@@ -76,7 +74,7 @@ from windrow.tls import Tls
 from windrow.tokens import Token, tokens_of
 from windrow.tracing import Tracing
 from windrow.v1 import job_pb2, queue_pb2, server_pb2
-from windrow.workflows import WorkflowCalls
+from windrow.workflow_calls import WorkflowCalls
 
 ADDRESS_DEFAULT = "127.0.0.1:7419"
 ADDRESS_VARIABLE = "WINDROW_ADDRESS"

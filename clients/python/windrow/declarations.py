@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from windrow.calls import patient_pause_s
 from windrow.client import Client
 from windrow.errors import DeadlineExceeded, ResourceExhausted, Unavailable, invalid_argument
-from windrow.jobs import NewJob
+from windrow.new_jobs import NewJob
 from windrow.schedules import Schedule
 
 _log = logging.getLogger("windrow.worker")

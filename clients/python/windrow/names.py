@@ -30,21 +30,17 @@ from windrow.jobs import (
     Attempt,
     AttemptOutcome,
     Enqueued,
-    ExponentialRetry,
-    FixedRetry,
     Job,
-    JobOptions,
     JobRecord,
     JobState,
     Lost,
     LostReason,
-    NewJob,
-    RetryPolicy,
     RunCause,
     ScheduledRun,
     WorkflowNode,
 )
 from windrow.limits import Limit, LimitMeasure, LimitReached
+from windrow.new_jobs import ExponentialRetry, FixedRetry, JobOptions, NewJob, RetryPolicy
 from windrow.outcomes import Kill, Retry, Snooze, Waiting
 from windrow.payloads import Payload
 from windrow.processes import Crashed

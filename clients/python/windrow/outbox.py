@@ -38,7 +38,7 @@ from windrow.calls import patient_pause_s
 from windrow.client import Client
 from windrow.errors import TRANSIENT, DeadlineExceeded, InvalidJob, InvalidRequest, Violation, WindrowError
 from windrow.job_rules import age_fault, job_faults, org_fault
-from windrow.jobs import NewJob, enqueue_request
+from windrow.new_jobs import NewJob, enqueue_request
 from windrow.payloads import checked_text, duration
 from windrow.signals import stopped_by_signals
 from windrow.tracing import trace_context

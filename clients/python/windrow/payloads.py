@@ -18,6 +18,7 @@ RESULT_BYTES_MAX = 65536
 CHECKPOINT_BYTES_MAX, NOTE_BYTES_MAX, REASON_BYTES_MAX = 65536, 1024, 1024
 # How many characters an error shows on either side of a lone surrogate.
 _SHOWN_CHARS = 20
+_SHOWN_CHARS_MAX = 100
 
 Payload: TypeAlias = bytes | bytearray | memoryview | str | Mapping[str, Any] | Sequence[Any] | int | float | None
 """Bytes are sent as they are, str as UTF-8, and anything else as JSON: None becomes `null`."""
@@ -56,6 +57,12 @@ def no_unicode(error: UnicodeEncodeError) -> str:
     text, at = error.object, error.start
     near = text[max(0, at - _SHOWN_CHARS) : at + _SHOWN_CHARS]
     return f"must not have lone surrogates, which UTF-8 cannot encode, not {near!r}"
+
+
+def shown(value: object) -> str:
+    """Returns a value as an error shows it. Shortens a long one."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS_MAX else text[:_SHOWN_CHARS_MAX] + "…"
 
 
 def checked_text(name: str, text: str) -> str:

@@ -16,7 +16,8 @@ from windrow.calls import ADMIN_FINAL, Calls, Method
 from windrow.channels import Stub
 from windrow.errors import AlreadyExists, InvalidRequest, NotFound, Span, Violation, invalid_argument
 from windrow.ids import uuid7
-from windrow.jobs import JobState, NewJob, RunCause, new_message, read_new, read_run_cause, state_of
+from windrow.jobs import JobState, RunCause, read_run_cause, state_of
+from windrow.new_jobs import NewJob, new_message, read_new
 from windrow.payloads import duration, moment, timestamp
 from windrow.v1 import job_pb2, schedules_pb2
 

@@ -19,7 +19,7 @@ from windrow.batches import Batch, calls_of, progress
 from windrow.calls import TRY_S
 from windrow.client import Client, Middleware
 from windrow.errors import ClientClosed, Span
-from windrow.jobs import NewJob
+from windrow.new_jobs import NewJob
 from windrow.tls import Tls
 from windrow.tokens import Token
 

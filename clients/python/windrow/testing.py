@@ -37,18 +37,9 @@ from windrow.errors import Violation, invalid_argument
 from windrow.failures import Failure
 from windrow.ids import uuid7
 from windrow.job_rules import job_faults, org_fault
-from windrow.jobs import (
-    AttemptOutcome,
-    Job,
-    JobOptions,
-    JobState,
-    NewJob,
-    WorkflowNode,
-    new_message,
-    read_new,
-    state_value,
-)
+from windrow.jobs import AttemptOutcome, Job, JobState, WorkflowNode, state_value
 from windrow.leases import HeldLease
+from windrow.new_jobs import JobOptions, NewJob, new_message, read_new
 from windrow.outcomes import Action, Done, Failed, Snoozed, Waits
 from windrow.payloads import Payload, encode
 from windrow.reports import Progress, Report, Reporter

@@ -31,8 +31,9 @@ from windrow.declarations import Declarations
 from windrow.errors import InvalidRequest, Span
 from windrow.gathering import Gathering
 from windrow.handlers import Handlers, HandlerT, Middleware, Suspended
-from windrow.jobs import Job, LostReason, NewJob, WorkflowNode, read_leased
+from windrow.jobs import Job, LostReason, WorkflowNode, read_leased
 from windrow.leases import Connectivity, HeldLease, Leases, log, named
+from windrow.new_jobs import NewJob
 from windrow.outcomes import DONE, Action, Waits
 from windrow.payloads import Payload, checked_text, duration, named_seconds
 from windrow.processes import is_handler_process

@@ -1,30 +1,21 @@
-"""Workflows, which are graphs of jobs: how a program makes one, the methods of Client for them, and their answers."""
+"""Workflows, which are graphs of jobs, as the user sees them, and their conversion from and to protobuf. No I/O."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TypeVar, Unpack
+from typing import Unpack
 
-from google.protobuf.message import Message
-
-from windrow.calls import ADMIN_FINAL, Calls, Method
-from windrow.channels import Stub
 from windrow.errors import InvalidJob, InvalidRequest, Span, Violation, invalid_argument, renamed
 from windrow.ids import uuid7
-from windrow.jobs import Job, JobOptions, JobRecord, NewJob, WorkflowNode, new_message
-from windrow.outcomes import Waiting
-from windrow.payloads import Payload, encode, moment, named_seconds
+from windrow.new_jobs import JobOptions, NewJob, new_message
+from windrow.payloads import Payload, moment, named_seconds
 from windrow.v1 import workflows_pb2
 
-_PAGE_MAX = 1000
 # The kind of the jobs of nodes that wait for signals. No handler gets these jobs.
 SIGNAL_KIND = "signal"
-
-_Request = TypeVar("_Request", bound=Message)
-_Response = TypeVar("_Response")
 
 
 class FailurePolicy(enum.Enum):
@@ -192,7 +183,7 @@ class Nodes:
             if node.callback is not None:
                 message.callback = _CALLBACK_NUMBERS[node.callback]
             for other, policy in node.waits_for.items():
-                message.after.add(node=names.get(other, other), on_failed=_policy_number(policy))
+                message.after.add(node=names.get(other, other), on_failed=policy_number(policy))
             messages.append(message)
         return messages
 
@@ -304,206 +295,23 @@ class Parent:
     reason: str
 
 
-class WorkflowCalls:
-    """The workflows of one org."""
-
-    org: str
-    calls: Calls
-
-    async def start(self, workflow: Workflow) -> Started:
-        """Stores a workflow with all its jobs, at most 10,000 (16 MiB). The call may be repeated: the workflow is
-        stored once. Raises InvalidJob. Raises InvalidRequest, for example for a cycle. Raises AlreadyExists if another
-        workflow has its id."""
-        request = workflow.request(self.org)
-        response = await self._ask_workflows(lambda stub: stub.StartWorkflow, request)
-        ids = dict(zip((node.name for node in workflow.nodes), response.job_ids, strict=True))
-        return Started(id=workflow.id, duplicate=response.duplicate, job_ids=ids)
-
-    async def add_nodes(self, job: Job, nodes: Nodes) -> Added:
-        """Adds nodes to the workflow of a leased job: the workflow's callbacks then wait for these nodes too. Stores
-        all of them, or none. If this job has added a name before, also in an earlier attempt, the node of that name
-        stays as it is. So a handler should choose names that are the same in each attempt, or add nodes in the same
-        order. One call takes at most 1,000 nodes, with at most 10,000 edges; a handler may call it again and again.
-
-        Raises InvalidJob, InvalidRequest; FailedPrecondition if the lease or the workflow has ended; AlreadyExists if
-        another node has one of the names; NotFound if a node is to wait for a node that does not exist;
-        ResourceExhausted if the workflow would have more than 10,000 nodes or 100,000 edges."""
-        request = self._addition(job, nodes)
-        if not request.nodes:
-            return Added(job_ids={}, stored=0)
-        response = await self._ask_workflows(lambda stub: stub.AddNodes, request)
-        ids = dict(zip((node.name for node in nodes.nodes), response.job_ids, strict=True))
-        return Added(job_ids=ids, stored=response.added)
-
-    async def wait_for(
-        self, job: Job, nodes: Nodes, *, on_failed: FailurePolicy = FailurePolicy.CANCEL
-    ) -> list[Parent]:
-        """Adds nodes to the workflow of a leased job like add_nodes, and lets the job wait for them. If all of them
-        have ended, or if there are none, returns them with their results, in the order of `nodes`. Otherwise raises
-        Waiting, which the handler must not catch: the attempt ends without counting, and the handler runs again from
-        its beginning when the nodes have ended. `on_failed` says what becomes of the job if one of the nodes fails.
-
-        The nodes may wait for each other, and for nodes that have ended. Raises what add_nodes raises, and
-        InvalidRequest if one of the nodes waits for any other node, because that node might wait for the job."""
-        request = self._addition(job, nodes)
-        request.wait = True
-        request.on_failed = _policy_number(on_failed)
-        if not request.nodes:
-            return []
-        # The router takes no report about a lease that has ended.
-        await job.reporter.stored(job.lease)
-        response = await self._ask_workflows(lambda stub: stub.AddNodes, request)
-        if response.waits:
-            raise Waiting(len(request.nodes))
-        ended = {parent.name: parent for parent in await self.parents(job)}
-        return [ended[node.name] for node in request.nodes]
-
-    def _addition(self, job: Job, nodes: Nodes) -> workflows_pb2.AddNodesRequest:
-        if not isinstance(job, Job):
-            raise invalid_argument(
-                "job", f"must be the Job that a handler or Client.dequeue got, not a {type(job).__name__}"
-            )
-        if not isinstance(nodes, Nodes):
-            raise invalid_argument("nodes", f"must be a windrow.Nodes, not a {type(nodes).__name__}")
-        of = job.workflow
-        if of is None:
-            raise invalid_argument(
-                "job",
-                f"{job.id} is in no workflow: start it as the only node of a windrow.Workflow to let it add nodes",
-            )
-        if nodes not in of.added:
-            of.added.append(nodes)
-        # Nodes without names get the same names in each attempt, if the calls come in the same order.
-        messages = nodes.messages(f"{of.node}.{of.added.index(nodes) + 1}.")
-        return workflows_pb2.AddNodesRequest(org=self.org, id=of.workflow_id, lease=job.lease, nodes=messages)
-
-    async def get_workflow(self, workflow_id: str) -> tuple[WorkflowRecord, dict[NodeState, int]]:
-        """Returns a workflow, and how many of its nodes are in each state. Raises NotFound."""
-        request = workflows_pb2.GetWorkflowRequest(org=self.org, id=workflow_id)
-        response = await self._ask_workflows(lambda stub: stub.GetWorkflow, request)
-        known = [state for state in NodeState if state is not NodeState.UNKNOWN]
-        counts: dict[NodeState, int] = {state: getattr(response.counts, state.value) for state in known}
-        return _read(response.workflow), counts
-
-    async def list_nodes(self, workflow_id: str) -> list[NodeRecord]:
-        """Returns all nodes of a workflow, each after the nodes that it waits for, except those that its own job has
-        added. Raises NotFound."""
-        nodes: list[NodeRecord] = []
-        token = ""
-        while True:
-            request = workflows_pb2.ListNodesRequest(
-                org=self.org, id=workflow_id, page_size=_PAGE_MAX, page_token=token
-            )
-            response = await self._ask_workflows(lambda stub: stub.ListNodes, request)
-            nodes += map(_read_node, response.nodes)
-            token = response.next_page_token
-            if not token:
-                return nodes
-
-    async def list_workflows(self, *, state: WorkflowState | None = None, limit: int = 1000) -> list[WorkflowRecord]:
-        """Returns the newest workflows of the org, at most `limit`. `state`: only workflows in this state."""
-        number = workflows_pb2.WORKFLOW_STATE_UNSPECIFIED
-        if state is not None:
-            try:
-                number = _STATE_NUMBERS[state]
-            except KeyError as error:
-                raise invalid_argument("state", f"must be a WorkflowState, not {state!r}") from error
-        found: list[WorkflowRecord] = []
-        token = ""
-        while len(found) < limit:
-            request = workflows_pb2.ListWorkflowsRequest(
-                org=self.org, state=number, page_size=min(limit - len(found), _PAGE_MAX), page_token=token
-            )
-            response = await self._ask_workflows(lambda stub: stub.ListWorkflows, request)
-            found += map(_read, response.workflows)
-            token = response.next_page_token
-            if not token:
-                break
-        return found
-
-    async def cancel_workflow(self, workflow_id: str, *, reason: str = "") -> WorkflowRecord:
-        """Cancels all jobs of a workflow that have not ended. Running handlers are told, as by cancel_jobs. Raises
-        NotFound."""
-        request = workflows_pb2.CancelWorkflowRequest(org=self.org, id=workflow_id, reason=reason)
-        return _read((await self._ask_workflows(lambda stub: stub.CancelWorkflow, request)).workflow)
-
-    async def pause_workflow(self, workflow_id: str) -> WorkflowRecord:
-        """Releases no more jobs of a workflow until resume_workflow. Raises NotFound."""
-        request = workflows_pb2.PauseWorkflowRequest(org=self.org, id=workflow_id)
-        return _read((await self._ask_workflows(lambda stub: stub.PauseWorkflow, request)).workflow)
-
-    async def resume_workflow(self, workflow_id: str) -> WorkflowRecord:
-        """Ends the pause of a workflow. Raises NotFound."""
-        request = workflows_pb2.ResumeWorkflowRequest(org=self.org, id=workflow_id)
-        return _read((await self._ask_workflows(lambda stub: stub.ResumeWorkflow, request)).workflow)
-
-    async def skip_node(self, workflow_id: str, node: str) -> WorkflowRecord:
-        """Ends a node as if it had succeeded, and cancels its job. Raises NotFound. Raises FailedPrecondition if the
-        node has ended, also if the first try of this call skipped it and its answer was lost."""
-        request = workflows_pb2.SkipNodeRequest(org=self.org, id=workflow_id, node=node)
-        return _read((await self._ask_workflows(lambda stub: stub.SkipNode, request)).workflow)
-
-    async def signal(self, workflow_id: str, node: str, payload: Payload = b"") -> bool:
-        """Gives a signal to a node that waits for one (Nodes.signal). The payload, at most 64 KiB, becomes the
-        node's result. The node ends when the nodes that it waits for have ended, too. The first signal counts: returns
-        False if there was one before, perhaps by an earlier try of this call whose answer was lost.
-
-        Raises NotFound. Raises FailedPrecondition if the node waits for no signal, or has ended without one: none came
-        in time, or it was cancelled or skipped."""
-        try:
-            content = encode(payload)
-        except (TypeError, ValueError) as error:
-            raise invalid_argument("payload", str(error)) from error
-        request = workflows_pb2.SignalNodeRequest(org=self.org, id=workflow_id, node=node, payload=content)
-        return (await self._ask_workflows(lambda stub: stub.SignalNode, request)).accepted
-
-    async def retry_workflow(self, workflow_id: str, *, new_id: str = "") -> WorkflowRecord:
-        """Starts a failed or cancelled workflow once more, as a new workflow. The new workflow takes over the nodes
-        that have succeeded or were skipped, and runs the other nodes again. Returns the new workflow.
-
-        `new_id`: the id of the new workflow, a UUIDv7, so that the call may be repeated; default: a new one. Raises
-        NotFound. Raises FailedPrecondition if the workflow runs, has succeeded or was retried already, or if a job that
-        is to run again is live, or no longer exists."""
-        request = workflows_pb2.RetryWorkflowRequest(org=self.org, id=workflow_id, new_id=new_id or uuid7())
-        return _read((await self._ask_workflows(lambda stub: stub.RetryWorkflow, request)).workflow)
-
-    async def parents(self, job: Job | JobRecord | WorkflowNode) -> list[Parent]:
-        """Returns the nodes that the node of this job waited for, with the results of their jobs. Returns an empty list
-        if the job is in no workflow, or if its node is a callback."""
-        of = job if isinstance(job, WorkflowNode) else job.workflow
-        return [] if of is None else [parent async for parent in self._parents(of)]
-
-    async def _parents(self, of: WorkflowNode) -> AsyncIterator[Parent]:
-        token = ""
-        while True:
-            request = workflows_pb2.ListParentsRequest(org=self.org, id=of.workflow_id, node=of.node, page_token=token)
-            response = await self._ask_workflows(lambda stub: stub.ListParents, request)
-            for message in response.parents:
-                yield Parent(
-                    name=message.name,
-                    job_id=message.job_id,
-                    state=_NODE_STATES.get(message.state, NodeState.UNKNOWN),
-                    result=message.result,
-                    reason=message.reason,
-                )
-            token = response.next_page_token
-            if not token:
-                return
-
-    async def _ask_workflows(
-        self, method: Callable[[Stub], Method[_Request, _Response]], request: _Request
-    ) -> _Response:
-        return await self.calls.call(method, request, final=ADMIN_FINAL)
-
-
-def _policy_number(policy: FailurePolicy) -> workflows_pb2.FailurePolicy.ValueType:
+def policy_number(policy: FailurePolicy) -> workflows_pb2.FailurePolicy.ValueType:
+    """Raises InvalidRequest, which names the argument on_failed."""
     try:
         return _POLICY_NUMBERS[policy]
     except KeyError as error:
         raise invalid_argument("on_failed", f"must be windrow.CANCEL, IGNORE or RUN_ANYWAY, not {policy!r}") from error
 
 
-def _read(message: workflows_pb2.WorkflowInfo) -> WorkflowRecord:
+def state_number(state: WorkflowState) -> workflows_pb2.WorkflowState.ValueType:
+    """Raises InvalidRequest, which names the argument state."""
+    try:
+        return _STATE_NUMBERS[state]
+    except KeyError as error:
+        raise invalid_argument("state", f"must be a WorkflowState, not {state!r}") from error
+
+
+def read_workflow(message: workflows_pb2.WorkflowInfo) -> WorkflowRecord:
     return WorkflowRecord(
         id=message.id,
         name=message.name,
@@ -517,7 +325,7 @@ def _read(message: workflows_pb2.WorkflowInfo) -> WorkflowRecord:
     )
 
 
-def _read_node(message: workflows_pb2.NodeInfo) -> NodeRecord:
+def read_node(message: workflows_pb2.NodeInfo) -> NodeRecord:
     return NodeRecord(
         number=message.number,
         name=message.name,
@@ -527,6 +335,16 @@ def _read_node(message: workflows_pb2.NodeInfo) -> NodeRecord:
         callback=_CALLBACKS.get(message.callback, Callback.UNKNOWN) if message.callback else None,
         ended_at=moment(message.ended_at) if message.HasField("ended_at") else None,
         is_signal=message.signal,
+    )
+
+
+def read_parent(message: workflows_pb2.ParentInfo) -> Parent:
+    return Parent(
+        name=message.name,
+        job_id=message.job_id,
+        state=_NODE_STATES.get(message.state, NodeState.UNKNOWN),
+        result=message.result,
+        reason=message.reason,
     )
 
 
