@@ -152,9 +152,10 @@ def main(given: Sequence[str]) -> int:
         if code and wanted.said:
             print(wanted.said, flush=True)
         return code
-    # At the lowest priority, the checks take only the time of the cores that the tests leave. The tests run even if a
-    # check fails, so that one run tells everything that is wrong.
-    checking = subprocess.Popen([sys.executable, "-m", "tests.checks"], cwd=ROOT, preexec_fn=lambda: os.nice(19))
+    # At a lower priority, the checks leave most of the time to the tests. At the lowest one they would hardly get on
+    # while other programs keep the cores busy. The tests run even if a check fails, so that one run tells everything
+    # that is wrong.
+    checking = subprocess.Popen([sys.executable, "-m", "tests.checks"], cwd=ROOT, preexec_fn=lambda: os.nice(5))
     if "-n" not in wanted.arguments:
         # Somebody watches the output of these tests, so nothing else may be printed meanwhile.
         checking.wait()
