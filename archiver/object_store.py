@@ -167,7 +167,7 @@ class Files:
         except FileNotFoundError as error:
             raise NoSuchFile(f"{where}: there is no such file") from error
         except (BaseError, OSError, ValueError) as error:
-            # The part after this is meant for developers of the library.
+            # What follows "Debug source:" is meant for developers of the library.
             message = " ".join(str(error).partition("Debug source:")[0].split())
             if _NO_KEYS in message:
                 message = (

@@ -95,8 +95,8 @@ class Controller:
         self._planned: Sequence[Transfer] = ()
         self._running: dict[int, _RunningMove] = {}
         self._paused: dict[int, _Pause] = {}
-        # As of the latest pass, the shards that nothing may move to, because they have stray jobs of the slots that are
-        # to move there.
+        # As of the latest pass, the shards to which no slot may move, because they still have stray jobs of slots that
+        # are to move there.
         self._with_strays: set[ShardName] = set()
         self._woken = asyncio.Event()
         self._ending = False

@@ -37,7 +37,7 @@ class Spent:
     worker_s: float
     router_s: float
     postgres_s: float
-    # The time of this process.
+    # The CPU time of this process.
     own_s: float
     machine_s: float
 

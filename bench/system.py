@@ -61,7 +61,7 @@ class System(Protocol):
         ...
 
     async def enqueue(self, payloads: Sequence[bytes]) -> None:
-        """Stores these jobs by one call of the system; if there are several jobs, by its bulk call. Their transaction
+        """Stores these jobs with one call: the system's bulk call if there are several jobs. Their transaction
         has committed when this returns. Several tasks call this at the same time."""
         ...
 

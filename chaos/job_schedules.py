@@ -110,7 +110,7 @@ async def open_schedules(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Drawn:
-    """Terms of a schedule, and the same terms as fields of a request."""
+    """The terms of a schedule, in our own form and as the fields of a request."""
 
     terms: Terms
     spec: schedules_pb2.ScheduleSpec

@@ -146,7 +146,7 @@ def _figure_json(name: str, figure: Figure) -> tuple[str, object]:
 
 
 def bytes_json(name: str, data: bytes) -> dict[str, str | None]:
-    """Returns bytes as text, or as base64 with another key if they are not UTF-8."""
+    """Returns bytes as text under the key `name`; if they are not UTF-8, as base64 under another key."""
     try:
         return {name: data.decode()}
     except UnicodeDecodeError:

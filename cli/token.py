@@ -13,7 +13,7 @@ from cli.exits import CommandFailed, ExitCode
 
 _VARIABLE = "WINDROW_TOKEN"
 _BYTES_MAX = 16 * 1024
-# The file of this run of the command.
+# The file with the token for this run of the command. None: it is in the environment variable, if anywhere.
 _file: Path | None = None
 
 

@@ -28,8 +28,8 @@ _DEBIAN = Path("/usr/lib/postgresql")
 
 # Clusters start in parallel, and all use the same copy of 40 MB.
 _copying = threading.Lock()
-# What programs answered to --version, by account. Each start of a cluster looks for the programs, and a large process
-# takes 15 ms to start a program as another account. Failures are not kept: their cause may be removed.
+# The output of `--version` of each program, by program and account. Each start of a cluster looks for the programs, and
+# a large process takes 15 ms to start a program as another account. Failures are not kept: their cause may be removed.
 _answers: dict[tuple[Path, Account | None], str] = {}
 
 

@@ -256,7 +256,7 @@ class Recorder:
 
 
 def leased(*, lease: bytes, attempt: int, payload: bytes) -> dict[str, object]:
-    """Returns a received job as a line records it."""
+    """Returns a received job in the form in which a line of the history records it."""
     # Record only what identifies the job, because payloads are padded.
     org, _, rest = payload.partition(b" ")
     job, _, _ = rest.partition(b" ")

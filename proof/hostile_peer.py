@@ -400,8 +400,8 @@ async def leave_answers_unread(
     ends: bool = True,
     enough: Callable[[Seen], object] | None = None,
 ) -> list[Seen]:
-    """Makes `calls` calls, spread over the connections, and stays for `seconds` without taking an answer, or until a
-    connection has seen `enough`.
+    """Makes `calls` calls, spread over the connections, and takes no answer. Stays for `seconds`, or until a connection
+    has seen `enough`, if that is earlier.
 
     If `ends` is False, the requests stay open. This is for Consume, whose first ConsumeRequest is `message`.
     """

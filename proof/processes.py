@@ -48,8 +48,8 @@ async def start(
 
 @contextlib.asynccontextmanager
 async def serving(module: str, *arguments: str, order: str = "") -> AsyncGenerator[tuple[Process, str], None]:
-    """Runs this module in a process during the scope. Yields the process, and what it printed after `ready`. Raises
-    ProcessFailed. `order`: a line that the process gets on its input at its start."""
+    """Runs the module `module` in a process while the context is open. Yields the process, and what it printed after
+    `ready`. Raises ProcessFailed. `order`: a line that the process gets on its input at its start."""
     process = await start(module, *arguments)
     try:
         assert process.stdin is not None

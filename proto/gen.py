@@ -24,9 +24,9 @@ PACKAGE = "windrow/v1"
 TARGETS = {PACKAGE: PROTO.parent / "clients" / "python" / PACKAGE, "router/keda": PROTO.parent / "router" / "keda"}
 RULES = "buf/validate/validate.proto"
 CONFIG = PROTO / PACKAGE / "service_config.json"
-# The unary calls that are safe to repeat, whatever the request contains. Enqueue is not safe: it would store jobs
-# without an id once more. Changes by Admin are not repeated, because routers run them at most once. A repeated
-# RedriveJobs may redrive a job that has died again meanwhile.
+# The unary calls that are safe to repeat, whatever the request contains. Enqueue is not safe: if jobs have
+# no id, a repeat would store them a second time. Calls of Admin that change something are not repeated: they are to run
+# at most once. A repeated RedriveJobs, for example, may redrive a job that has died again meanwhile.
 REPEATABLE = re.compile(
     r"windrow\.v1\.(Queue/(?!Enqueue$)|(Admin|Cluster|Schedules|Workflows)/(Explain|Get|List|Preview))"
 )

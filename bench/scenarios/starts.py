@@ -76,7 +76,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """Jobs a second of the whole life of jobs under these limits."""
+    """How many jobs a second are enqueued, delivered and acked under these limits."""
 
     limits: str
     run: int

@@ -41,7 +41,7 @@ def make_worker(org: str, *, window_s: float, slow_s: float) -> windrow.Worker:
 
     @worker.handler("write_report")
     async def write_report(job: windrow.Job) -> dict[str, list[int]]:
-        """Puts the sums of all projects together. A node's name says whose they are."""
+        """Puts the sums of all projects together. The name of each parent says to which project its sums belong."""
         return {parent.name: json.loads(parent.result) for parent in await client.parents(job)}
 
     @worker.handler("raise_alarm")

@@ -381,7 +381,7 @@ class Evidence:
     answer_s_max: float = 2.0
     # The largest resident memory that was seen for each router process, by process id.
     resident_bytes: Mapping[int, int] = field(default_factory=dict[int, int])
-    # The bound for it. None: no bound was given.
+    # The bound for the resident memory. None: no bound was given.
     resident_bytes_max: int | None = None
     # From this time on every due job must be delivered on time: faults are over, and earlier leases have ended. None:
     # deliveries are not checked.

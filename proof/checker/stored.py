@@ -72,7 +72,8 @@ def _overlooked(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
 
 
 def _found(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
-    """Yields the jobs that a router does not find exactly once, or finds in another state than that in the tables."""
+    """Yields a violation for each job that a router finds never or more than once, or in another state than the tables
+    say."""
     if evidence.found is None:
         return
     rows: defaultdict[str, list[Row]] = defaultdict(list)

@@ -230,7 +230,7 @@ def _add_signals(evidence: Evidence, backup: Backup, ended_s: dict[str, float]) 
     stored = {flow.workflow for flow in evidence.flows}
     unknown = {one.workflow for one in evidence.operated if one.retry and one.retry not in stored}
     slack_s = _CLOCK_S + history.drift_s
-    # The nodes of a start come after those that they wait for.
+    # The history lists each node of a started workflow after the nodes that it waits for.
     for one in history.enqueues:
         if one.timeout_s is None:
             continue

@@ -449,7 +449,8 @@ class Fleet:
     def _marked(self, marks: Mapping[ShardName, Mark]) -> None:
         """Takes over the marks that the catalog has confirmed."""
         for name, mark in marks.items():
-            # A look at the catalog that began before this router's last confirmation may miss a few marks.
+            # If this look at the catalog began before this router last confirmed a mark, it may miss the newest few
+            # marks.
             if name in self._marks and self._marks[name].number - mark.number > _MARKS_LESS_MAX:
                 _log.error(
                     "the catalog knows mark %d of shard %r, and knew %d: was it restored from a backup? See "

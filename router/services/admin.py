@@ -261,7 +261,7 @@ class AdminService:
         """Makes a change of a queue on the shards from which jobs of the queue are still moving."""
         for name in placement.sources:
             source = self._fleet.placed(name).require_writable()
-            # The source may not have this queue, or may have finished its move by now.
+            # The source may not have this queue, or the org's move may have ended by now.
             with contextlib.suppress(NotOwned, UnknownQueue):
                 await change(source)
 

@@ -175,8 +175,8 @@ class QueueAdmin:
     async def _create_queue(self, org: OrgId, queue: QueueName, settings: QueueSettings, epoch: int) -> QueueRecord:
         self._clock.check()
         existing = await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue})
-        # Refuse an org whose slot is not owned here before creating the queue, too. Otherwise the queue would exist
-        # here, and a repeated call on the slot's new shard would fail because the queue exists already.
+        # Refuse an org whose slot is not owned here already now, before the queue is created. Otherwise the queue would
+        # exist here, and a repeated call on the slot's new shard would fail because the queue exists already.
         await self._refuse_unowned(org, epoch)
         if existing:
             raise QueueExists(org, queue)
@@ -234,8 +234,8 @@ class QueueAdmin:
             # This may be the first queue with this retention, so create its partitions.
             await partitions.make_ahead(self._database)
         if settings.group_concurrency is not None or "group_concurrency" in reset:
-            # If the number has become larger, more jobs of each group may be leased: give them their group slots now.
-            # If this call is interrupted, sweeps continue it.
+            # If the queue's group_concurrency was raised, more jobs of each group may be leased: give them their group
+            # slots now. If this call is interrupted, sweeps continue it.
             for number in (await QueueIds(self._database).find([(org, queue)])).values():
                 await Groups(self._database).fill_queue(number)
         return _record(rows[0])

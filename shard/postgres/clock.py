@@ -20,7 +20,7 @@ from shard.vocabulary import Micros
 
 _log = logging.getLogger(__name__)
 
-# A smaller step is harmless: lookups begin two hours before a job was made.
+# A clock that is set back by less does no harm: lookups begin two hours before a job was made.
 BEHIND_S_MAX = 60.0
 
 

@@ -78,7 +78,7 @@ class Enqueuer:
         return -(-(now_us - self._horizon_us) // 1000), (now_us + _HOUR_US) // 1000
 
     def _outside(self, ids: Sequence[str], now_us: int) -> list[int]:
-        """Returns the positions of ids that were made outside these bounds."""
+        """Returns the positions of ids whose time lies outside the bounds (`_bounds_ms`)."""
         oldest_ms, newest_ms = self._bounds_ms(now_us)
         return [at for at, job_id in enumerate(ids) if not oldest_ms <= made_at_ms(job_id) <= newest_ms]
 

@@ -22,7 +22,8 @@ from shard.vocabulary import Answer, Failure, JobId, Lease, OrgId, Outcome, Prog
 
 _NO_TEXTS: Mapping[int, str] = {}
 # This many bytes of payloads and results weigh as much as one job. So a statement takes at most 4 MiB of payloads and
-# results, or a single call. The other calls wait, and other orgs get their share of the next statement.
+# results; a single call with more gets a statement of its own. The other calls wait, and other orgs get their share of
+# the next statement.
 BYTES_PER_WEIGHT = 4 * 1024
 
 

@@ -54,7 +54,7 @@ class Wake(NamedTuple):
     times, which both come from the shard's clock."""
 
     now: Micros
-    # None: not before a schedule is changed.
+    # The time of the next look. None: there is none until a schedule is changed.
     at: Micros | None
 
 

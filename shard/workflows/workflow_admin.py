@@ -248,8 +248,8 @@ class WorkflowAdmin:
             parameters = {"org_id": locked.org_id, "id": workflow, "node": number}
             await locked.connection.run(statements.APPEND_SKIP, parameters)
             if state != "released":
-                # The job is cancelled in this transaction, because nothing else would find it later. It is cancelled
-                # after the skip, because the first end of a node counts.
+                # The job is cancelled in this transaction, because nothing else would find it later. The skip
+                # comes first, because only the first end of a node counts.
                 parameters = {"org_id": locked.org_id, "job_id": job, "reason": SKIPPED}
                 ((cancelled,),) = await locked.connection.run(statements.CANCEL_BLOCKED_JOB, parameters)
                 if not cancelled:

@@ -1,9 +1,9 @@
-"""What the server of multiprocessing imports before it forks the processes of handlers (processes.py). Nothing else
-imports this module.
+"""The module that the server of multiprocessing imports before it forks the processes of handlers (processes.py).
+Nothing else imports this module.
 
 The server has imported the whole client, which a handler's module imports too (`from windrow import Job`). So a process
-needs a twentieth of the CPU time to start, and shares the memory of the imports with the other processes. The server
-has one thread and has made no gRPC channel: it is safe to fork.
+starts with a twentieth of the CPU time that it would need to import the client itself, and shares the memory of the
+imports with the other processes. The server has one thread and has made no gRPC channel: it is safe to fork.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ class LimitMeasure(enum.Enum):
     JOBS = "jobs"
     # The bytes of payloads, and of attributes as JSON.
     BYTES = "bytes"
-    # Leases that begin in an interval. Such a limit refuses nothing: jobs wait until it has room.
+    # Leases that begin in an interval. A limit of this measure refuses nothing: jobs wait until it has room.
     STARTS = "starts"
-    # Jobs that are leased at a time. Such a limit refuses nothing: jobs wait until a lease ends.
+    # Jobs that are leased at a time. A limit of this measure refuses nothing: jobs wait until a lease ends.
     IN_FLIGHT = "in_flight"
     # Jobs that have not ended, and the bytes of their payloads and attributes.
     BACKLOG = "backlog"
@@ -31,9 +31,9 @@ class LimitMeasure(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """How much may be enqueued, or how many jobs may start, in each interval; after a pause, the whole amount may be
-    used at once. A limit without an interval says how many jobs may be leased at a time, or how large the backlog may
-    be."""
+    """How much may be enqueued, or how many jobs may start, in each interval; after an idle time, the whole amount may
+    be used at once. A limit without an interval says how many jobs may be leased at a time, or how large the backlog
+    may be."""
 
     # Empty: the default for each org.
     org: str

@@ -150,8 +150,9 @@ class Nodes:
         signal with Client.parents.
 
         `timeout`: for how long it waits, counted from the end of the last node that it waits for. If no signal has come
-        by then, the node fails. `queue`: its job never runs, but is in this queue, and a worker of this queue finds
-        that the time is over. `payload` and `attributes` are those of this job, for people. Raises InvalidRequest."""
+        by then, the node fails. `queue`: the queue of the node's job. The job never runs, but a worker of this queue
+        finds that the time is over. `payload` and `attributes` are those of this job, for people. Raises
+        InvalidRequest."""
         named_seconds("timeout", timeout)
         job = NewJob(queue, SIGNAL_KIND, payload, delay=timeout, attributes=attributes)
         node = self._add(job, name, None, is_signal=True)

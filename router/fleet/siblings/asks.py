@@ -1,5 +1,5 @@
-"""Asks one sibling for places at its consumers, for jobs that are enqueued here; and tells the sibling which jobs were
-leased to these consumers."""
+"""Asks one sibling whether its consumers have room for jobs that are enqueued here, and tells the sibling which jobs
+were leased to them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Promise:
     takers: Sequence[tuple[Taker, Sequence[int]]]
     # An insert may begin until then, by time.monotonic.
     until_s: float
-    # Takes for each taker the jobs that were leased to it, in the order of its positions; None: no job was leased to
-    # it.
+    # Is called once, with the jobs that were leased to each taker, in the order of `takers`. None: no job was leased to
+    # that taker.
     end: Callable[[Sequence[Delivery | None]], None]
 
 
@@ -105,8 +105,8 @@ class Asks:
         return oldest is None or not oldest.promise.done()
 
     def ask(self, key: QueueKey, jobs: NewJobs, positions: Sequence[int]) -> Asked | None:
-        """Asks for places for the jobs at these positions; the first of them get places first. Returns None if the
-        org's asks are about too many jobs already, or if the memory is not free."""
+        """Asks for places for the jobs at these positions, in this order of preference. Returns None if the org's open
+        requests cover too many jobs already, or if there is not enough free memory."""
         sizes: list[int] = []
         room = _ASK_BYTES_MAX
         for at in positions[:_ASK_JOBS_MAX]:

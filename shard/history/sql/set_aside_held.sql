@@ -15,7 +15,7 @@ WITH held AS MATERIALIZED (
         AND c.finished_at < %(past)s::date::timestamp AT TIME ZONE 'UTC'
     RETURNING held.org_id
 ), counted AS MATERIALIZED (
-    -- Jobs that were added to the day after the books were read are left to the next try.
+    -- If jobs were added to this day after its books had been read, the next try handles them.
     SELECT moved.org_id, count(*) AS jobs FROM moved GROUP BY 1
 ), struck AS (
     UPDATE windrow.archived a SET jobs = a.jobs - counted.jobs
