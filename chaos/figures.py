@@ -85,20 +85,19 @@ def _wait(added: Addition) -> str:
     """Returns the outcome of a call by which a job waits for the nodes that it adds. Empty: it does not wait."""
     if not added.wait:
         return ""
-    match added.call.outcome:
-        case Outcome.OK:
-            return "the job waits" if added.waits else "the nodes have ended"
-        case Outcome.ERROR:
-            return "refused"
-        case Outcome.UNKNOWN:
-            return "not answered"
+    return _outcome(added.call, "the job waits" if added.waits else "the nodes have ended")
 
 
 def _signal(signal: Signal) -> str:
     """Returns the outcome of one try to give a signal."""
-    match signal.call.outcome:
+    return _outcome(signal.call, "the first" if signal.is_first else "not the first")
+
+
+def _outcome(call: Call, succeeded: str) -> str:
+    """Returns the outcome of a call; `succeeded`: if it was answered OK."""
+    match call.outcome:
         case Outcome.OK:
-            return "the first" if signal.is_first else "not the first"
+            return succeeded
         case Outcome.ERROR:
             return "refused"
         case Outcome.UNKNOWN:

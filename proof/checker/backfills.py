@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from proof.checker.evidence import Backfill, Run, Schedule
-from proof.checker.schedule_terms import CLOCK_US, FOREVER_US, RUNS_KEPT, between, multiples
+from proof.checker.evidence import CLOCK_US, Backfill, Run, Schedule
+from proof.checker.schedule_terms import FOREVER_US, RUNS_KEPT, between, multiples
 
 # A backfill stores instants that were skipped for these reasons.
 UNDECIDED = frozenset({"catch_up", "pause"})

@@ -9,6 +9,10 @@ from typing import NamedTuple
 
 from proof.history import History
 
+# The system may adjust the wall clocks of the machine now and then by so much.
+CLOCK_S = 0.05
+CLOCK_US = round(CLOCK_S * 1e6)
+
 
 class State(enum.StrEnum):
     """The state of a job as its row says it. LIVE: blocked, scheduled, ready or leased."""

@@ -26,15 +26,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 from proof.checker.backup import Backup, answered_ok, books_have, latest_by_job
-from proof.checker.evidence import Evidence, Row, State, Violation
+from proof.checker.evidence import CLOCK_S, Evidence, Row, State, Violation
 from proof.checker.moves import Moves
 from proof.checker.workflows import by_operators
 from proof.history import ENDED, Answer, Call, Cancel, Delivery, LeaseKey, Outcome, Settle, Verb
 
 # Outcomes in a job's history, and the calls that lead to each.
 _OUTCOMES = {"acked": (Verb.ACK,), "nacked": (Verb.NACK, Verb.KILL), "released": (Verb.RELEASE,)}
-# The system may adjust the shard's wall clock now and then.
-_CLOCK_S = 0.05
 
 
 def check(evidence: Evidence) -> Iterator[Violation]:
@@ -69,7 +67,7 @@ def check(evidence: Evidence) -> Iterator[Violation]:
     for lease, times in Counter(delivery.lease for delivery in history.deliveries).items():
         if times > 1:
             yield _violation(f"lease {lease.number} of job {lease.job} was given out {times} times")
-    slack_s = _CLOCK_S + history.drift_s
+    slack_s = CLOCK_S + history.drift_s
     for job, of_job in deliveries.items():
         yield from _overlaps(of_job, settles, cancels[job], backup, slack_s=slack_s)
         yield from _after_the_end(of_job, settles, cancels[job], backup)

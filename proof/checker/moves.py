@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from proof.checker.evidence import Evidence
+from proof.checker.evidence import CLOCK_S, Evidence
 from proof.history import Call
 from shard.placement.slots import slot_of
 from shard.vocabulary import OrgId
-
-# The system may adjust the wall clock of the journal now and then.
-_CLOCK_S = 0.05
 
 
 class Moves:
@@ -18,7 +15,7 @@ class Moves:
 
     def __init__(self, evidence: Evidence) -> None:
         self._pins = evidence.pins
-        self._slack_s = _CLOCK_S + evidence.history.drift_s
+        self._slack_s = CLOCK_S + evidence.history.drift_s
         # For each slot the times at which its moves began, and ended if they have.
         self._spans: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for now in evidence.placed:

@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from proof.checker.evidence import Change, ChangeKind, Schedule, Terms
+from proof.checker.evidence import CLOCK_US, Change, ChangeKind, Schedule, Terms
 
 FOREVER_US = 1 << 62
-# The system may adjust the machine's clock now and then.
-CLOCK_US = 50_000
 # A shard keeps at least this many of the newest runs, and may forget older ones.
 RUNS_KEPT = 20
 

@@ -11,12 +11,11 @@ which its job was stored.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from proof.checker.backup import Backup, latest_by_job
-from proof.checker.evidence import Evidence, Row, State, Violation
-from proof.checker.schedule_terms import CLOCK_US
-from proof.checker.workflows import by_operators, lost_jobs
+from proof.checker.evidence import CLOCK_US, Evidence, Row, State, Violation
+from proof.checker.workflows import LostJob, by_operators, lost_jobs
 from proof.history import Answer, Outcome, Signal
 
 # Errors that a signal never gets: it is given to a node that exists and waits for one.
@@ -28,7 +27,8 @@ _REFUSED = "FAILED_PRECONDITION"
 def check(evidence: Evidence) -> Iterator[Violation]:
     history = evidence.history
     backup = Backup(evidence)
-    timeouts_s = _timeouts(evidence)
+    lost = lost_jobs(evidence)
+    timeouts_s = _timeouts(evidence, lost)
     given = _by_job(evidence)
     rows = latest_by_job(evidence.rows, lambda row: row.departing or backup.is_second(row))
     cancelled = {
@@ -40,7 +40,7 @@ def check(evidence: Evidence) -> Iterator[Violation]:
         released_us[release.job] = min(release.began_us, released_us.get(release.job, release.began_us))
     moved = backup.lost_flows | backup.second_flows
     restored = {job for flow in evidence.flows if flow.workflow in moved for job in flow.nodes}
-    restored |= {job for job, one in lost_jobs(evidence).items() if one.workflow in moved}
+    restored |= {job for job, one in lost.items() if one.workflow in moved}
     restored |= {job for job, signals in given.items() if any(one.workflow in moved for one in signals)}
     for delivery in history.deliveries:
         if delivery.lease.job in timeouts_s:
@@ -95,12 +95,12 @@ def _wrong_end(row: Row, signals: Sequence[Signal], *, until_us: int, was_cancel
         yield "was cancelled, and a signal was answered OK"
 
 
-def _timeouts(evidence: Evidence) -> dict[str, float]:
+def _timeouts(evidence: Evidence, lost: Mapping[str, LostJob]) -> dict[str, float]:
     """Returns for how long nodes wait for signals, by the ids of their jobs. A retry repeats the nodes of its
     workflow."""
     by_name = {one.job: one.timeout_s for one in evidence.history.enqueues if one.timeout_s is not None}
     of_flows = {job: name for flow in evidence.flows for job, name in flow.names.items() if name in by_name}
-    of_lost = {job: one.node for job, one in lost_jobs(evidence).items() if one.node in by_name}
+    of_lost = {job: one.node for job, one in lost.items() if one.node in by_name}
     return by_name | {job: by_name[name] for job, name in (of_flows | of_lost).items()}
 
 

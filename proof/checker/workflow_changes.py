@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from proof.checker.backup import Backup
-from proof.checker.evidence import ChangeKind, Evidence, Flow, OperatedFlow, Release, Row, Violation
-from proof.checker.schedule_terms import CLOCK_US, certain_pauses
+from proof.checker.evidence import CLOCK_US, ChangeKind, Evidence, Flow, OperatedFlow, Release, Row, Violation
+from proof.checker.schedule_terms import certain_pauses
 from proof.history import Addition, Outcome
 
 _TAKEN_OVER = frozenset({"succeeded", "skipped"})

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from proof.checker.backup import Backup, latest_by_job
-from proof.checker.evidence import Evidence, Flow, Row, State, Violation
+from proof.checker.evidence import CLOCK_S, Evidence, Flow, Row, State, Violation
 from proof.checker.moves import Moves
 from proof.history import Addition, Call, Cancel, Enqueue, LeaseKey, Outcome, Verb
 from shard.workflow import WorkflowId, job_id_of
@@ -28,8 +28,6 @@ _JOBS = {
 }
 # The calls that end a job. A nack ends the job at the last attempt.
 _ENDING = frozenset({Verb.ACK, Verb.NACK, Verb.KILL})
-# The system may adjust the shard's wall clock now and then.
-_CLOCK_S = 0.05
 # How many characters of an id are its time.
 _TIME = 13
 # Errors that an addition never gets: all jobs choose different names for nodes, and each lease belongs to a node of a
@@ -229,7 +227,7 @@ def _add_signals(evidence: Evidence, backup: Backup, ended_s: dict[str, float]) 
     # If a retry is lost, the names of its nodes are not known.
     stored = {flow.workflow for flow in evidence.flows}
     unknown = {one.workflow for one in evidence.operated if one.retry and one.retry not in stored}
-    slack_s = _CLOCK_S + history.drift_s
+    slack_s = CLOCK_S + history.drift_s
     # The history lists each node of a started workflow after the nodes that it waits for.
     for one in history.enqueues:
         if one.timeout_s is None:

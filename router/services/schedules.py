@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
 
 from router.codec import schedules as codec
 from router.codec.convert import STATES, moment
@@ -17,7 +16,7 @@ from router.gate.calls import ANSWER_HELD_BYTES, unary
 from router.route import by_id
 from shard.errors import ShardError
 from shard.placement.slots import Placement
-from shard.queue.coalescer import Coalescer, SingleCall, TooManyWaiting, one_by_one
+from shard.queue.coalescer import SingleCall, TooManyWaiting, single_calls
 from shard.schedule import Overlap, Run, ScheduleName
 from shard.schedules import calendar
 from shard.schedules.schedule_admin import Found
@@ -37,14 +36,7 @@ class SchedulesService:
         self._fleet = fleet
         # A thread computes previews, one at a time, and orgs take turns. 100 instants of a rare date take 25 ms:
         # without the thread, the router process would serve nobody else for that time.
-        self._previews = Coalescer[SingleCall, Any](
-            one_by_one,
-            weight=lambda call: call.weight,
-            key=lambda call: call.org,
-            on_timeout=lambda: TooManyWaiting("earlier previews of schedules take long; try again"),
-            acts_max=1,
-            weight_max=1,
-        )
+        self._previews = single_calls(lambda: TooManyWaiting("earlier previews of schedules take long; try again"))
 
     @unary(codec.check_create)
     async def CreateSchedule(

@@ -27,7 +27,7 @@ from shard.postgres import partitions
 from shard.postgres import statements as postgres_statements
 from shard.postgres.clock import ShardClock
 from shard.postgres.pool import Database
-from shard.queue.coalescer import Coalescer, SingleCall, one_by_one
+from shard.queue.coalescer import SingleCall, single_calls
 from shard.queue.enqueue import find_refused
 from shard.queue.groups import Groups
 from shard.queue.queue_ids import QUEUES_MAX, QueueIds
@@ -145,25 +145,12 @@ class QueueAdmin:
         self._queue_ids = QueueIds(database)
         # One scan runs at a time, and the orgs take turns. So quick statements find a free connection while a scan
         # runs.
-        self._scans = Coalescer[SingleCall, Any](
-            one_by_one,
-            weight=lambda call: call.weight,
-            key=lambda call: call.org,
-            on_timeout=lambda: ShardUnavailable(self.name, "earlier counts and lists take long"),
-            acts_max=1,
-            weight_max=1,
-            wait_s=_SCAN_WAIT_S_MAX,
+        self._scans = single_calls(
+            lambda: ShardUnavailable(self.name, "earlier counts and lists take long"), wait_s=_SCAN_WAIT_S_MAX
         )
         # Calls about queues run one at a time, and the orgs take turns, so that one org's calls do not hold up the
         # calls of other orgs (I4).
-        self._calls = Coalescer[SingleCall, Any](
-            one_by_one,
-            weight=lambda call: call.weight,
-            key=lambda call: call.org,
-            on_timeout=lambda: ShardUnavailable(self.name, "earlier calls about queues take long"),
-            acts_max=1,
-            weight_max=1,
-        )
+        self._calls = single_calls(lambda: ShardUnavailable(self.name, "earlier calls about queues take long"))
 
     async def create_queue(
         self, org: OrgId, queue: QueueName, settings: QueueSettings, *, epoch: int = FIRST_EPOCH

@@ -31,6 +31,8 @@ _EXTRA_ACT_AFTER_S = 0.020
 _IDLE_ITERATION_S = 0.000_060
 # The longest time that a first act waits for a busy event loop.
 _BUSY_S_MAX = 0.002
+# How long a call waits for its act, unless the coalescer says otherwise.
+_WAIT_S = 5.0
 
 Call = TypeVar("Call")
 Result = TypeVar("Result")
@@ -41,9 +43,9 @@ class TooManyWaiting(Exception):
 
 
 class SingleCall(NamedTuple):
-    """A call that shares no statement with others and runs by itself. A Coalescer with `one_by_one` as its act runs
-    such calls, so that one org's calls leave connections for the calls of other orgs (I4). `org`: None if the call is
-    about no org."""
+    """A call that shares no statement with others and runs by itself. A Coalescer of `single_calls`, or another one
+    with `one_by_one` as its act, runs such calls, so that one org's calls leave connections for the calls of other orgs
+    (I4). `org`: None if the call is about no org."""
 
     org: OrgId | None
     weight: int
@@ -121,7 +123,7 @@ class Coalescer(Generic[Call, Result]):
         on_timeout: Callable[[], Exception],
         acts_max: int = 2,
         in_flight: InFlight | None = None,
-        wait_s: float = 5.0,
+        wait_s: float = _WAIT_S,
         weight_max: int = 1000,
         calls_max: int = 1000,
         waiting_max: int = 50_000,
@@ -357,3 +359,18 @@ class Coalescer(Generic[Call, Result]):
             span.add_link(spans[0].get_span_context())
         with trace.use_span(spans[0]):
             return await self._act(calls)
+
+
+def single_calls(
+    on_timeout: Callable[[], Exception], *, acts_max: int = 1, wait_s: float = _WAIT_S
+) -> Coalescer[SingleCall, Any]:
+    """Returns a coalescer in which each call has an act of its own, and the orgs take turns."""
+    return Coalescer(
+        one_by_one,
+        weight=lambda call: call.weight,
+        key=lambda call: call.org,
+        on_timeout=on_timeout,
+        acts_max=acts_max,
+        wait_s=wait_s,
+        weight_max=1,
+    )

@@ -29,7 +29,7 @@ from shard.job_id import to_hex
 from shard.postgres import arrays
 from shard.postgres.connection import Connection
 from shard.postgres.pool import Database
-from shard.queue.coalescer import Coalescer, SingleCall, one_by_one
+from shard.queue.coalescer import SingleCall, single_calls
 from shard.queue.enqueue import find_refused
 from shard.queue.queue_ids import QUEUES_MAX
 from shard.queue.store import Store
@@ -99,14 +99,7 @@ class ScheduleAdmin:
         self._store = store
         self._changed = changed
         # Runs one call after another, and serves the orgs in turn (I4).
-        self._calls = Coalescer[SingleCall, Any](
-            one_by_one,
-            weight=lambda call: call.weight,
-            key=lambda call: call.org,
-            on_timeout=lambda: ShardUnavailable(database.name, "earlier calls about schedules take long"),
-            acts_max=1,
-            weight_max=1,
-        )
+        self._calls = single_calls(lambda: ShardUnavailable(database.name, "earlier calls about schedules take long"))
 
     async def create(
         self, org: OrgId, name: ScheduleName, spec: ScheduleSpec, template: Template, *, paused: bool, epoch: int

@@ -19,7 +19,7 @@ from shard.placement import statements as placement_statements
 from shard.postgres import arrays, partitions
 from shard.postgres.connection import Connection
 from shard.postgres.pool import Database
-from shard.queue.coalescer import Coalescer, SingleCall, one_by_one
+from shard.queue.coalescer import SingleCall, single_calls
 from shard.queue.enqueue import find_refused
 from shard.queue.queue_ids import QUEUES_MAX
 from shard.queue.store import Store
@@ -47,13 +47,8 @@ class WorkflowCalls:
         self._database = database
         self._store = store
         # Serves the orgs in turn (I4). At most three acts run at the same time, and each uses one connection at a time.
-        self._calls = Coalescer[SingleCall, Any](
-            one_by_one,
-            weight=lambda call: call.weight,
-            key=lambda call: call.org,
-            on_timeout=lambda: ShardUnavailable(database.name, "earlier calls about workflows take long"),
-            acts_max=2,
-            weight_max=1,
+        self._calls = single_calls(
+            lambda: ShardUnavailable(database.name, "earlier calls about workflows take long"), acts_max=2
         )
 
     async def in_turn(self, org: OrgId, act: Callable[[], Awaitable[_T]]) -> _T:

@@ -1827,7 +1827,7 @@ def test_only_a_job_of_a_workflow_that_was_lost_may_be_there_although_no_answer_
     )
     asked = OperatedFlow(workflow=flow, org=ORG, retry=retry)
     assert set(found(replace(given, operated=[asked]))) == {"I1"}
-    # Who cancels the workflow cancels the node that was added, too.
+    # A cancel of the workflow also cancels the node that was added.
     cancelled = [replace(row, state=State.CANCELLED, lease=None) if row.job == jobs[0] else row for row in rows]
     by_operator = replace(asked, cancelling_s=12.0)
     kept = changed(
