@@ -88,7 +88,7 @@ class Quarantine:
         self, org: OrgId, jobs: Sequence[Claimed], ending: Collection[JobId], *, lease: int
     ) -> set[JobId]:
         """Looks at jobs that were just leased under this lease number. Records crashes, and sets aside the jobs whose
-        kind is quarantined. Returns the jobs that it has set aside. `ending`: the jobs that are about to be marked dead
+        kind is quarantined. Returns the jobs that keep their lease. `ending`: the jobs that are about to be marked dead
         or cancelled, because they have no attempt left or are past their expires_at."""
         rows: list[tuple[str]] = await self._database.run(
             statements.CONTAIN,

@@ -142,6 +142,7 @@ class Store:
             self.quarantine,
             lambda revocations: self.on_revoked(revocations),
             lambda queues: self.on_visible(queues),
+            self.release_soon,
         )
 
         def overdue() -> ShardUnavailable:
