@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
 from shard.errors import ShardUnavailable
-from shard.postgres.pool import SHARED_LOCK_WAIT_S, Database
+from shard.postgres.pool import SHARED_LOCK_WAIT_S, Database, Rows
 from shard.vocabulary import ShardName
 
 Run = tuple[bytes, Mapping[str, object]]
@@ -29,7 +28,7 @@ class Recorder(Database):
         self._failing: dict[bytes, tuple[int, Exception]] = {}
         self._before: dict[bytes, Callable[[], Awaitable[object]]] = {}
 
-    async def run(self, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
+    async def run(self, statement: bytes, parameters: Mapping[str, object]) -> Rows:
         self.runs.append((statement, dict(parameters)))
         if statement in self._before:
             await self._before.pop(statement)()

@@ -59,7 +59,7 @@ class ShardClock:
 
 async def accept(database: Database) -> tuple[Micros, Micros]:
     """Confirms that the shard's clock is right, whatever it has shown before. Returns its present time, and the latest
-    time that was recorded before. Raises ShardUnavailable."""
+    time that was recorded before. Raises InDoubt, ShardUnavailable."""
     ((now, latest, _),) = await database.run(statements.ACCEPT_CLOCK, {})
     return Micros(now), Micros(latest)
 

@@ -203,7 +203,10 @@ class Statement(bytes):
     # The name of the statement's file. It differs from `name` if several statements come from one file.
     file: str
     # True if the statement may run again after a lost connection, when nobody knows whether the first run committed.
-    # Most statements may: they name the ids or the lease that they change.
+    # Most statements may: they name the ids or the lease that they change. The answer to the caller must then be as
+    # good as that of the first run. So a statement returns what holds after it rather than what it has changed, or its
+    # caller looks at Rows.ran_before (shard/postgres/pool.py). Only hints may be lost (Database.hints_lost), and counts
+    # for reports.
     repeatable: bool
     # True if the statement serves calls of several orgs at once. It then waits only briefly for a row lock, and changes
     # nothing if it does not get the lock (shard/queue/row_locks.py).
