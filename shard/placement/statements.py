@@ -10,8 +10,8 @@ from shard.postgres.sql_loader import load
 
 _load = partial(load, Path(__file__).parent / "sql")
 
-INSERT_NAMES = _load("insert_names", shared=True)
-INSERT_QUEUES = _load("insert_queues", shared=True)
+INSERT_NAMES = _load("insert_names", short_lock_wait=True)
+INSERT_QUEUES = _load("insert_queues", short_lock_wait=True)
 
 LOCATE_DATABASE = _load("locate_database")
 

@@ -3,8 +3,8 @@
 Every statement runs in a transaction of its own (autocommit), so it is done completely or not at all. After a lost
 connection, the pool tries a statement again a few times. Nearly every statement of the queue may be repeated, because
 it names the ids or the lease that it changes; Rows.ran_before then tells the caller. If a statement may not be
-repeated, the caller gets InDoubt, because the statement may have been done. A server that does not answer gets no statements until it answers again
-(shard/postgres/breaker.py).
+repeated, the caller gets InDoubt, because the statement may have been done. A server that does not answer gets no
+statements until it answers again (shard/postgres/breaker.py).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from shard.vocabulary import ShardName
 
 _AnyConnection = TypeVar("_AnyConnection", bound=psycopg.AsyncConnection[Any])
 _TRACER = trace.get_tracer("windrow.shard")
-# How long a shared statement waits for a lock. The time is short, because two shared statements may need the same row,
-# and each of them delays many calls.
-SHARED_LOCK_WAIT_S = 0.2
+# How long a statement with `short_lock_wait` waits for a lock. Such a statement serves many calls, and all of them wait
+# meanwhile.
+SHORT_LOCK_WAIT_S = 0.2
 # The pause between two tries to connect while the server still answers on other connections.
 _RECONNECT_S = 0.5
 # How long a probe tries to connect to each server. This is the smallest value that libpq accepts. The breaker may send
@@ -84,7 +84,7 @@ class Database:
         connections: int = 4,
         kept: int = 1,
         wait_s: float = 5.0,
-        shared_lock_wait_s: float = SHARED_LOCK_WAIT_S,
+        short_lock_wait_s: float = SHORT_LOCK_WAIT_S,
         may_scan: bool = False,
         patience: float = 1.0,
     ) -> None:
@@ -110,7 +110,7 @@ class Database:
         # told of what it has made visible or ended (I7).
         self.hints_lost: Callable[[], None] = _ignore
         self._wait_s = wait_s
-        self._shared_lock_wait_s = shared_lock_wait_s
+        self._short_lock_wait_s = short_lock_wait_s
         self._tries = connections + 2
         self._may_scan = may_scan
         self._settings: LiteralString = SCAN_SETTINGS if may_scan else QUEUE_SETTINGS
@@ -169,10 +169,10 @@ class Database:
 
     async def run(self, statement: bytes, parameters: Mapping[str, object]) -> Rows:
         """Runs one statement in a transaction of its own. Returns its rows. Raises ShardUnavailable, DiskFull,
-        Misconfigured. Raises RowLocked if a shared statement does not get a lock within a moment; the statement has
-        then done nothing."""
-        shared = getattr(statement, "shared", False)
-        lock_wait_s = self._shared_lock_wait_s if shared else LOCK_WAIT_S
+        Misconfigured. Raises RowLocked if a statement with `short_lock_wait` does not get a lock within a moment; it
+        has then done nothing."""
+        short_lock_wait = getattr(statement, "short_lock_wait", False)
+        lock_wait_s = self._short_lock_wait_s if short_lock_wait else LOCK_WAIT_S
         indexed = getattr(statement, "indexed", False)
         writes = getattr(statement, "writes", True)
         ran_before = False
@@ -195,7 +195,7 @@ class Database:
                     if not tries_left:
                         raise
                 except (psycopg.OperationalError, psycopg.errors.ReadOnlySqlTransaction) as error:
-                    if shared and isinstance(error, psycopg.errors.LockNotAvailable):
+                    if short_lock_wait and isinstance(error, psycopg.errors.LockNotAvailable):
                         raise RowLocked(self.name, "something that this needs") from error
                     ran_before = ran_before or _in_doubt(error)
                     if not getattr(statement, "repeatable", True) and _in_doubt(error):

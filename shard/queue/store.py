@@ -424,7 +424,7 @@ class Store:
         is_first = "taken" in outcomes
         if answer is Answer.OK and ran_before and not is_first:
             # The run whose answer was lost may have been the first. Then the job has the payload of this signal.
-            records = await self._get(org, [job_id], include_payload=False, bytes_max=ANSWER_BYTES_MAX)
+            records = await self._get(org, [job_id], include_payload=True, bytes_max=ANSWER_BYTES_MAX)
             is_first = any(payload in (record.result, record.checkpoint) for record in records)
         return Signalled(answer, is_first=is_first)
 
@@ -692,25 +692,36 @@ class Store:
         queues = list({*self._floors.to_sweep(), *awaited})
         await self.names.prove(queues)
         due = await self._look(queues)
+        ready: set[QueueId] = set()
         if due.groups_wait:
-            for queue in await self._groups.sweep(queues):
-                due.first[queue] = due.now
+            ready |= await self._unless_locked(self._groups.sweep(queues))
         if due.ages:
-            await self._move_aged(queues)
+            await self._unless_locked(self._move_aged(queues))
         if due.quarantines:
-            for queue in await self.quarantine.sweep():
-                due.first[queue] = due.now
+            ready |= await self._unless_locked(self.quarantine.sweep())
         else:
             self.quarantine.forget()
+        due.first.update(dict.fromkeys(ready, due.now))
         return due
 
-    async def _move_aged(self, queues: Sequence[QueueId]) -> None:
-        """Moves jobs to priority 1 that have been ready for long. They were ready before, so nobody has to be woken."""
+    async def _unless_locked(self, step: Awaitable[set[QueueId]]) -> set[QueueId]:
+        """Does a step of a sweep. If another session holds a lock that the step needs, leaves it to the next sweep: the
+        other steps must not wait for that."""
+        try:
+            return await step
+        except RowLocked as error:
+            _log.info("a part of a sweep is left to the next one: %s", error)
+            return set()
+
+    async def _move_aged(self, queues: Sequence[QueueId]) -> set[QueueId]:
+        """Moves jobs to priority 1 that have been ready for long. They were ready before, so nobody has to be woken:
+        returns no queues."""
         for at in range(0, len(queues), _PROBE_QUEUES_MAX):
             part = queues[at : at + _PROBE_QUEUES_MAX]
             floors = [floor for queue in part for floor in self._floors.late(queue)]
             parameters = {"queue_ids": arrays.numbers(part), "floors_us": arrays.numbers(floors), "jobs_max": _AGED_MAX}
             await self._database.run(statements.MOVE_AGED, parameters)
+        return set()
 
     async def _look(self, queues: list[QueueId]) -> Due:
         """Looks into these queues, as part of a sweep."""

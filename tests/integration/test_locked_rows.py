@@ -176,7 +176,7 @@ async def test_one_verb_learns_from_another_that_a_job_is_locked(
 async def test_a_lock_that_is_held_for_a_moment_is_waited_for(
     module_dsn: str, database: Database, org: OrgId, verb: str
 ) -> None:
-    patient = Database(SHARD, module_dsn, shared_lock_wait_s=30.0)
+    patient = Database(SHARD, module_dsn, short_lock_wait_s=30.0)
     await patient.open()
     try:
         store, act = Store(patient), ACTS[verb]
@@ -381,4 +381,4 @@ def test_statements_that_take_turns_on_a_connection_wait_alike() -> None:
         statements.PROBE,
         statements.SWEEP,
     )
-    assert all(one.shared for one in hot)
+    assert all(one.short_lock_wait for one in hot)
