@@ -76,5 +76,6 @@ FROM (
     FROM visited v
     LEFT JOIN LATERAL (SELECT o.slot FROM windrow.org o WHERE o.org_id = v.org_id OFFSET 0) o ON true
     LEFT JOIN LATERAL (SELECT s.state FROM windrow.owned_slot s WHERE s.slot = o.slot OFFSET 0) s ON true
+    OFFSET 0
 ) f
 WHERE f.is_unfolded OR f.place = %(rows)s
