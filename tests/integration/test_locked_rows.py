@@ -14,7 +14,7 @@ import pytest
 from shard.admin.queue_admin import QueueAdmin
 from shard.errors import RowLocked
 from shard.postgres.pool import Database
-from shard.queue import statements
+from shard.queue import row_locks, statements
 from shard.queue.settle import Nack, Settlement
 from shard.queue.store import Store
 from shard.vocabulary import Answer, JobId, Lease, OrgId
@@ -368,6 +368,34 @@ async def test_where_nothing_is_locked_nobody_looks_for_locks(recorder: Recorder
     assert recorder.count(statements.FIND_LOCKED_JOBS, since=before) == 2
     assert await store.settle(Settlement.ack(org, leases[1:2])) == [OK]
     assert recorder.count(statements.FIND_LOCKED_JOBS, since=before) == 2
+
+
+async def test_a_job_that_is_deleted_while_locks_are_looked_for_is_not_locked(
+    fresh_dsn: str, fresh_database: Database, org: OrgId
+) -> None:
+    store = Store(fresh_database)
+    (lease,) = await held_by(store, org)
+    # The look takes its snapshot, and then waits here before it looks at the job.
+    await fresh_database.run(
+        b"""
+        CREATE OR REPLACE FUNCTION windrow.org_ids(orgs text[]) RETURNS integer[]
+        LANGUAGE plpgsql STABLE SET lock_timeout = 0 AS $$
+        BEGIN
+            PERFORM pg_advisory_xact_lock(4711);
+            RETURN array_agg((SELECT o.org_id FROM windrow.org o WHERE o.org = n.org) ORDER BY n.position)
+                FROM unnest(orgs) WITH ORDINALITY AS n (org, position);
+        END
+        $$
+        """,
+        {},
+    )
+    async with forgotten(fresh_dsn, "SELECT pg_advisory_xact_lock(4711)") as session:
+        looking = asyncio.create_task(row_locks.of_jobs(fresh_database).find([(org, lease.job_hex)]))
+        await until_blocked(fresh_database)
+        async with await psycopg.AsyncConnection.connect(fresh_dsn) as other:
+            await other.execute("DELETE FROM windrow.job")
+        await session.rollback()
+        assert await looking == set()
 
 
 def test_statements_that_take_turns_on_a_connection_wait_alike() -> None:
