@@ -431,8 +431,8 @@ class ClocksDiffer(Misconfigured):
 
     def __init__(self, shard: ShardName, *, shows: str, here: str) -> None:
         super().__init__(
-            f"{what(shard)}: its clock shows {shows}, and the clock of this machine shows {here}; nothing is deleted by "
-            "its clock before the wrong clock is corrected"
+            f"{what(shard)}: its clock shows {shows}, and the clock of this machine shows {here}; nothing is deleted "
+            "by its clock before the wrong clock is corrected"
         )
 
 

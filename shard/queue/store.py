@@ -459,9 +459,7 @@ class Store:
         stale = dict.fromkeys(("blocked", *live, "succeeded"), Answer.STALE)
         return await self._change(org, ids, act, {"cancelled": Answer.CANCELLED, **stale}, changed_in=live)
 
-    async def _show(
-        self, statement: Statement, parameters: Mapping[str, object], ids: Sequence[JobId]
-    ) -> _Changed:
+    async def _show(self, statement: Statement, parameters: Mapping[str, object], ids: Sequence[JobId]) -> _Changed:
         """Runs a statement that may make jobs visible, and notifies the wait room about their queues."""
         rows = await self._database.run(statement, {**parameters, "ids": arrays.plain(ids)})
         self.on_visible({queue_id for _, queue_id in rows if queue_id is not None})

@@ -369,7 +369,6 @@ async def test_a_limit_whose_removal_is_cut_is_told_as_removed(
 async def test_a_first_signal_that_is_cut_is_the_first(
     store: Store, proxy: Proxy, fresh_database: Database, moment: Moment, is_early: bool
 ) -> None:
-    await store.enqueue(some_jobs(ORG))
     flows = Flows(fresh_database, ORG)
     flow = await flows.start({"build": [], "approve": ["build"]}, signals=["approve"])
     if not is_early:

@@ -16,7 +16,7 @@ import pytest
 
 from shard.admin.queue_admin import QueueAdmin
 from shard.errors import ClockSetBack
-from shard.postgres import clock
+from shard.postgres import clock, partitions
 from shard.postgres.pool import Database
 from shard.queue.settle import Nack, Settlement
 from shard.queue.store import Store
@@ -105,6 +105,7 @@ async def test_a_job_finishes_on_a_shard_whose_clock_was_days_ahead(
     """The router that finishes it has not noticed yet that the clock was set back."""
     store = Store(shard)
     _, leases = await held_by(store, org)
+    await partitions.make_ahead(shard)
     before = await partitions_of(shard)
     set_clock.set(RIGHT + ahead)
     await store.clock.record()

@@ -363,11 +363,13 @@ async def test_where_nothing_is_locked_nobody_looks_for_locks(recorder: Recorder
     async with locked_job(module_dsn, leases[1]):
         with pytest.raises(RowLocked):
             await store.settle(Settlement.ack(org, leases[1:2]))
+    # A second look confirms that the job is locked.
+    assert recorder.count(statements.FIND_LOCKED_JOBS, since=before) == 2
     # The store looks once more, for any job of the org.
     assert await store.settle(Settlement.ack(org, leases[2:])) == [OK]
-    assert recorder.count(statements.FIND_LOCKED_JOBS, since=before) == 2
+    assert recorder.count(statements.FIND_LOCKED_JOBS, since=before) == 3
     assert await store.settle(Settlement.ack(org, leases[1:2])) == [OK]
-    assert recorder.count(statements.FIND_LOCKED_JOBS, since=before) == 2
+    assert recorder.count(statements.FIND_LOCKED_JOBS, since=before) == 3
 
 
 async def test_a_job_that_is_deleted_while_locks_are_looked_for_is_not_locked(
