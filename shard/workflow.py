@@ -1,7 +1,7 @@
 """A workflow: a graph of jobs of one org. Pure: no I/O.
 
 Functions in the shard's database decide what becomes of a workflow when a node ends
-(shard/postgres/migrations/0019_workflows.sql).
+(shard/postgres/functions/fold_portion.sql).
 """
 
 from __future__ import annotations

@@ -1,9 +1,17 @@
 """A shard's schema: forward-only numbered migrations (migrations/), and the identity of the shard's database. Both are
-checked, and made if necessary, on the first connection to a database."""
+checked, and made if necessary, on the first connection to a database.
+
+functions/ has the current text of each database function. A migration installs texts from there by lines like
+"-- INSTALL functions/NAME.sql DIGEST". The digest is the SHA-256 of the file when the migration was written, so whoever
+changes the file must write a new migration that installs it (tests/unit/test_database_functions.py). A new database
+gets the current text from the first such line already. So a migration that changes what a function returns, or which
+arguments it has, drops it IF EXISTS before the line. A file stays as long as a migration names it.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +23,8 @@ from shard.postgres import partitions, statements
 from shard.postgres.pool import Database, too_new
 
 _FILES = Path(__file__).parent / "migrations"
+_FUNCTIONS = Path(__file__).parent / "functions"
+_INSTALL = re.compile(rb"^-- INSTALL functions/(\w+)\.sql ([0-9a-f]{64})$", re.MULTILINE)
 # The advisory lock of processes that migrate a shard. Any number, but the same in every release.
 _LOCK = 0x77696E64_6D696772
 
@@ -25,11 +35,27 @@ Connection = AsyncConnection[tuple[Any, ...]]
 class Migration:
     number: int
     name: str
+    # The content of its file.
     script: bytes
 
     @property
     def checksum(self) -> str:
+        """The digest of its file alone: the texts of the functions that it installs may change later."""
         return hashlib.sha256(self.script).hexdigest()
+
+    @property
+    def installs(self) -> dict[str, str]:
+        """The functions that it installs, and the digests of their files when it was written."""
+        return {name.decode(): digest.decode() for name, digest in _INSTALL.findall(self.script)}
+
+    @property
+    def statements(self) -> bytes:
+        """What it runs: its script, with the texts of the functions that it installs."""
+        if not self.installs:
+            return self.script
+        texts = _INSTALL.sub(lambda line: (_FUNCTIONS / f"{line[1].decode()}.sql").read_bytes(), self.script)
+        # In a new database, a text may name columns that only a later migration adds.
+        return b"SET LOCAL check_function_bodies = off;\n" + texts
 
     @property
     def breaking(self) -> bool:
@@ -113,7 +139,7 @@ async def _next(database: Database) -> Migration | None:
             # and after a timeout every process that starts would begin again.
             await connection.execute("SET LOCAL statement_timeout = 0")
             # A script has several statements. Only the simple protocol, without prepared statements, can run it.
-            await connection.execute(migration.script, prepare=False)
+            await connection.execute(migration.statements, prepare=False)
             await connection.execute(
                 statements.RECORD_MIGRATION,
                 {

@@ -1,9 +1,9 @@
 """Continues the folds that have left work in workflows of one shard, and forgets old workflows.
 
-The transaction that ends a job also takes in that end (windrow.fold_at_commit), but releases and cancels at most one
-portion of jobs (windrow.fold_portion; CONTRIBUTING.md tells where such functions are). If work is left, the transaction
-notifies the routers. Sweeps find the work of which no notification tells: jobs that were locked when they were to be
-released, and what moves and killed processes have left (I7).
+The transaction that ends a job also takes in that end (shard/postgres/functions/fold_at_commit.sql), but releases and
+cancels at most one portion of jobs (fold_portion.sql). If work is left, the transaction notifies the routers. Sweeps
+find the work of which no notification tells: jobs that were locked when they were to be released, and what moves and
+killed processes have left (I7).
 """
 
 from __future__ import annotations

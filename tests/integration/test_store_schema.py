@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import psycopg
 import pytest
@@ -28,6 +30,11 @@ from tests.postgres import EMPTY, Server
 
 S2 = ShardName("s2")
 _numbers = itertools.count(1)
+_FUNCTIONS = b"""
+SELECT p.oid::regprocedure::text, pg_get_functiondef(p.oid)
+FROM pg_proc p
+WHERE p.pronamespace = 'windrow'::regnamespace
+"""
 
 
 @asynccontextmanager
@@ -76,6 +83,34 @@ async def test_processes_that_start_do_not_wait_for_locks_when_nothing_is_to_be_
 async def test_migrations_are_numbered_without_a_gap() -> None:
     numbers = [migration.number for migration in schema.migrations()]
     assert numbers == list(range(1, len(numbers) + 1))
+
+
+async def test_each_function_of_the_database_is_that_of_its_file(fresh_dsn: str) -> None:
+    with psycopg.connect(fresh_dsn) as connection:
+        before: dict[str, str] = dict(connection.execute(_FUNCTIONS).fetchall())
+        for path in schema._FUNCTIONS.glob("*.sql"):
+            names = set(re.findall(r"^CREATE OR REPLACE FUNCTION windrow\.(\w+)", path.read_text(), re.MULTILINE))
+            assert names == {path.stem}
+            connection.execute(path.read_bytes(), prepare=False)
+        assert dict(connection.execute(_FUNCTIONS).fetchall()) == before
+    files = {path.stem for path in schema._FUNCTIONS.glob("*.sql")}
+    assert {name.partition("(")[0].removeprefix("windrow.") for name in before} == files
+
+
+async def test_a_new_database_accepts_texts_of_functions_that_name_what_later_migrations_add(
+    fresh_dsn: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "later.sql").write_text(
+        "CREATE OR REPLACE FUNCTION windrow.later() RETURNS integer LANGUAGE sql AS 'SELECT a FROM windrow.added';\n"
+    )
+    ours = schema.migrations()
+    installs = Migration(number=9000, name="first", script=b"-- INSTALL functions/later.sql " + b"0" * 64)
+    adds = Migration(number=9001, name="second", script=b"CREATE TABLE windrow.added AS SELECT 7 AS a")
+    monkeypatch.setattr(schema, "migrations", lambda: [*ours, installs, adds])
+    monkeypatch.setattr(schema, "_FUNCTIONS", tmp_path)
+    async with opened(fresh_dsn) as database:
+        assert await schema.migrate(database, cluster=CLUSTER) == [installs, adds]
+        assert await database.run(b"SELECT windrow.later()", {}) == [(7,)]
 
 
 async def test_a_migration_may_take_longer_than_a_call(fresh_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:

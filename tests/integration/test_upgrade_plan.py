@@ -35,7 +35,7 @@ def reported(dsn: str, migration: Migration) -> dict[str, object]:
     again, because Postgres counts scans for some time after their transaction."""
     with psycopg.connect(dsn) as connection:
         before = {oid: (str(root), node) for oid, root, _, node in connection.execute(_TABLES).fetchall()}
-        connection.execute(migration.script, prepare=False)
+        connection.execute(migration.statements, prepare=False)
         locks: dict[str, int] = {}
         for oid, mode in connection.execute(_LOCKS).fetchall():
             if oid in before and mode in _MODES:

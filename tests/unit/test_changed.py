@@ -21,7 +21,8 @@ def test_a_statement_touches_the_tests_of_the_module_that_runs_it(repository: Re
 
 
 def test_a_migration_touches_all_of_its_room(repository: Repository) -> None:
-    assert "shard.postgres.schema" in repository.modules_of("shard/postgres/migrations/0001_queue.sql")
+    for file in ("migrations/0001_queue.sql", "functions/org_ids.sql"):
+        assert "shard.postgres.schema" in repository.modules_of(f"shard/postgres/{file}")
 
 
 def test_a_module_that_is_started_as_a_program_touches_who_starts_it(repository: Repository) -> None:

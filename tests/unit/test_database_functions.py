@@ -1,28 +1,37 @@
-"""Functions of the database: CONTRIBUTING.md tells where each is defined, and what they repeat of the code is equal."""
+"""Functions of the database: what installs their texts, and what they repeat of the code."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 
+from shard.postgres import schema
+from shard.postgres.schema import Migration
 from shard.vocabulary import RETENTION_DEFAULT
 
-ROOT = Path(__file__).resolve().parents[2]
+FUNCTIONS = Path(schema.__file__).parent / "functions"
 
 
-def test_the_newest_migration_that_defines_each_function_is_listed() -> None:
+def test_the_newest_migration_that_installs_a_function_installs_its_current_text() -> None:
+    """If this fails because a file has changed: a new migration must install it."""
     newest: dict[str, str] = {}
-    for migration in sorted((ROOT / "shard/postgres/migrations").glob("*.sql")):
-        defined = re.findall(r"^CREATE (?:OR REPLACE )?FUNCTION windrow\.(\w+)", migration.read_text(), re.MULTILINE)
-        newest |= dict.fromkeys(defined, migration.name)
-    page = (ROOT / "CONTRIBUTING.md").read_text()
-    assert dict(re.findall(r"^\| `(\w+)` \| .+ \| `(\d+_\w+\.sql)` \|$", page, re.MULTILINE)) == newest
+    for migration in schema.migrations():
+        assert len(migration.installs) == migration.script.count(b"-- INSTALL"), migration.name
+        newest |= migration.installs
+    assert newest == {name: hashlib.sha256((FUNCTIONS / f"{name}.sql").read_bytes()).hexdigest() for name in newest}
+
+
+def test_a_migration_keeps_its_checksum_when_the_text_of_a_function_that_it_installs_changes() -> None:
+    script = b"SELECT 1;\n-- INSTALL functions/fold_room.sql " + b"0" * 64 + b"\nSELECT 2;\n"
+    migration = Migration(number=9000, name="installs", script=script)
+    text = (FUNCTIONS / "fold_room.sql").read_bytes()
+    assert migration.checksum == hashlib.sha256(script).hexdigest()
+    assert migration.statements == (b"SET LOCAL check_function_bodies = off;\nSELECT 1;\n" + text + b"\nSELECT 2;\n")
 
 
 def test_one_function_knows_the_default_retention() -> None:
     """If this fails because the default has changed: a new migration must replace this function."""
-    newest: dict[str, str] = {}
-    for migration in sorted((ROOT / "shard/postgres/migrations").glob("*.sql")):
-        newest |= re.findall(r"FUNCTION windrow\.(\w+)(.*?)\$\$;", migration.read_text(), re.DOTALL)
-    found = {name: numbers for name, body in newest.items() if (numbers := re.findall(r"IS NOT NULL\), (\d+)\)", body))}
+    texts = {file.stem: file.read_text() for file in FUNCTIONS.glob("*.sql")}
+    found = {name: numbers for name, text in texts.items() if (numbers := re.findall(r"IS NOT NULL\), (\d+)\)", text))}
     assert found == {"kept_days": [str(RETENTION_DEFAULT)]}
