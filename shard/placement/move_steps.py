@@ -202,18 +202,22 @@ async def carry_arrivals(source: Database, target: Database, slots: Sequence[Slo
     rows = await source.run(statements.READ_ARRIVALS, {"slots": arrays.numbers(slots), "epoch": epoch})
     arrivals = list(map(Arrival._make, rows))
     for batch in _batches(arrivals):
+        of_batch = {
+            "orgs": arrays.texts([one.org for one in batch]),
+            "workflows": arrays.plain(one.workflow for one in batch),
+        }
         told = await target.run(
             statements.WRITE_ARRIVALS,
-            {
-                "orgs": arrays.texts([one.org for one in batch]),
-                "workflows": arrays.plain(one.workflow for one in batch),
+            of_batch
+            | {
                 "nodes": arrays.numbers(one.node for one in batch),
                 "hows": arrays.names(one.how for one in batch),
             },
         )
         org_ids, ids = arrays.numbers(org_id for org_id, _ in told), arrays.plain(id_ for _, id_ in told)
         await partitions.finish(target, statements.FOLD_WORKFLOWS, {"org_ids": org_ids, "ids": ids})
-        await source.run(statements.DELETE_ARRIVALS, {"numbers": arrays.numbers(one.number for one in batch)})
+        numbers = arrays.numbers(one.number for one in batch)
+        await source.run(statements.DELETE_ARRIVALS, of_batch | {"numbers": numbers})
     return len(arrivals)
 
 

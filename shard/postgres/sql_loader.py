@@ -153,7 +153,7 @@ _EXPRESSIONS = {
     # A workflow may end in a pause. Then it is paused while a callback waits for the end of the pause.
     "is_paused": (
         "({0}.paused_at IS NOT NULL AND ({0}.ended_at IS NULL OR EXISTS "
-        "(SELECT FROM windrow.workflow_node n WHERE n.flow = {0}.flow AND n.state = 'due')))"
+        "(SELECT FROM windrow.workflow_node n WHERE n.flow = {0}.flow AND n.is_left AND n.state = 'due')))"
     ),
     # The same condition as in the index job_set_aside.
     "is_set_aside": (

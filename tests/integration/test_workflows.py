@@ -16,9 +16,10 @@ from shard.errors import IdsOutsideHorizon, NodeEnded, UnknownNode, UnknownWorkf
 from shard.history import erasure
 from shard.history.days import expire_waiting
 from shard.postgres.pool import Database
+from shard.postgres.schema import Connection
 from shard.queue.settle import Settlement
 from shard.vocabulary import Alteration, Answer, JobId, OrgId, QueueName
-from shard.workflow import Callback, Fault, NodeName, WorkflowId
+from shard.workflow import Callback, Fault, NewWorkflow, NodeName, WorkflowId
 from tests.effort import luck_of, trials
 from tests.jobs import HOUR_US, QUEUE, job_id
 from tests.timemachine import make_due, until_blocked
@@ -560,3 +561,46 @@ async def test_a_check_finds_what_is_wrong(
             await session.execute(f"ALTER TABLE windrow.{table} DISABLE TRIGGER USER".encode())
         await session.execute(damage.encode())
     assert Fault(org, flow.id, node, what) in await flows.admin.check()
+
+
+# ── What an end writes ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def end(connection: Connection, flows: Flows, flow: NewWorkflow, *names: str) -> None:
+    """Ends the jobs of these nodes in the transaction of the connection."""
+    await connection.execute(
+        b"SELECT windrow.cancel_blocked(array_agg(j.ctid), array_agg('ended'::text)) FROM windrow.job j "
+        b"WHERE j.id = ANY (%s::uuid[])",
+        [[flows.job(flow, name) for name in names]],
+    )
+
+
+async def test_an_end_writes_its_node_without_its_indexes_and_releases_the_next_one_with_one_write(
+    database: Database, flows: Flows
+) -> None:
+    flow = await flows.start({"a": [], "b": [("a", IGNORE)]})
+    written = (
+        b"SELECT n_tup_upd - n_tup_hot_upd, n_tup_hot_upd FROM pg_stat_xact_user_tables WHERE relname = 'workflow_node'"
+    )
+    async with database.transaction() as connection:
+        ((indexed, heap_only),) = await (await connection.execute(written)).fetchall()
+        await end(connection, flows, flow, "a")
+        await connection.execute(b"SET CONSTRAINTS ALL IMMEDIATE")
+        assert await (await connection.execute(written)).fetchall() == [(indexed + 1, heap_only + 1)]
+    assert await flows.states(flow) == {"a": "cancelled", "b": "released"}
+
+
+async def test_the_first_end_that_is_not_rolled_back_lets_the_transaction_fold(
+    database: Database, flows: Flows
+) -> None:
+    flow = await flows.start({"a": [], "b": [], "c": [], "d": [("b", IGNORE), ("c", IGNORE)]})
+    async with database.transaction() as connection:
+        await connection.execute(b"SAVEPOINT before")
+        await end(connection, flows, flow, "a")
+        await connection.execute(b"ROLLBACK TO before")
+        await end(connection, flows, flow, "b")
+        await connection.execute(b"RELEASE before")
+        await end(connection, flows, flow, "c")
+        cursor = await connection.execute(b"SELECT a.is_first FROM windrow.workflow_arrival a ORDER BY a.number")
+        assert await cursor.fetchall() == [(True,), (False,)]
+    assert await flows.states(flow) == {"a": "released", "b": "cancelled", "c": "cancelled", "d": "released"}

@@ -1,2 +1,6 @@
 -- Deletes the ends of nodes of which the target has been told.
-DELETE FROM windrow.workflow_arrival a WHERE a.number = ANY (%(numbers)s::bigint[])
+DELETE FROM windrow.workflow_arrival a
+USING
+    unnest(%(orgs)s::text[], %(workflows)s::uuid[], %(numbers)s::bigint[]) AS n (org, workflow, number),
+    LATERAL (SELECT o.org_id FROM windrow.org o WHERE o.org = n.org OFFSET 0) o
+WHERE a.org_id = o.org_id AND a.workflow = n.workflow AND a.number = n.number

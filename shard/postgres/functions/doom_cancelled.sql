@@ -1,7 +1,8 @@
 -- Dooms up to `room` nodes of cancelled workflows that were not released, and returns how many. If more are left, a
--- sweep finds these nodes, or the ends of their jobs. The caller holds the locks of the workflows.
+-- sweep finds these nodes, or the ends of their jobs. The caller holds the locks of the workflows. Called by
+-- fold_portion, whose settings count.
 CREATE OR REPLACE FUNCTION windrow.doom_cancelled(flows bigint[], room integer) RETURNS integer
-LANGUAGE plpgsql VOLATILE SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     doomed integer;
 BEGIN
@@ -14,7 +15,7 @@ BEGIN
         CROSS JOIN LATERAL (
             SELECT b.flow, b.node FROM windrow.workflow_node b WHERE b.flow = f.flow AND b.waits_on IS NOT NULL
             UNION ALL
-            SELECT b.flow, b.node FROM windrow.workflow_node b WHERE b.flow = f.flow AND b.state = 'due'
+            SELECT b.flow, b.node FROM windrow.workflow_node b WHERE b.flow = f.flow AND b.is_left AND b.state = 'due'
         ) b
         LIMIT room
     ) d

@@ -17,7 +17,7 @@ BEGIN
             WHERE EXISTS (
                 SELECT FROM windrow.workflow_arrival a WHERE a.org_id = n.org_id AND a.workflow = n.workflow OFFSET 0
             ) OR EXISTS (
-                SELECT FROM windrow.workflow_node d WHERE d.flow = w.flow AND d.state IN ('due', 'doomed') OFFSET 0
+                SELECT FROM windrow.workflow_node d WHERE d.flow = w.flow AND d.is_left OFFSET 0
             )
         ) l
         GROUP BY l.part;

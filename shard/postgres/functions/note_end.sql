@@ -14,8 +14,11 @@ BEGIN
     IF noted IS NULL OR strpos(noted, entry) = 0 THEN
         PERFORM set_config('windrow.workflows_noted', concat(noted, entry), true);
     END IF;
-    INSERT INTO windrow.workflow_arrival (org_id, workflow, node, how)
-    VALUES (org, left(NEW.workflow_node, 36)::uuid, substr(NEW.workflow_node, 38)::integer, TG_ARGV[0]);
+    INSERT INTO windrow.workflow_arrival (org_id, workflow, node, how, is_first)
+    VALUES (
+        org, left(NEW.workflow_node, 36)::uuid, substr(NEW.workflow_node, 38)::integer, TG_ARGV[0],
+        coalesce(noted, '') = ''
+    );
     RETURN NULL;
 END
 $$;

@@ -1,14 +1,18 @@
--- Tells the nodes that wait for these ended nodes, and their workflows. An end of which more nodes than `room` are to
--- be told is appended again. Returns how many nodes were told, more than `room` if some are left. The caller holds the
--- locks of the workflows.
+-- Tells the nodes that wait for these ended nodes, and their workflows. Returns how many nodes were told, more than
+-- `room` if some are left; up to which nodes failures have come; and the ctids of the nodes whose last parent has
+-- ended. These are still blocked: the caller releases them. The caller holds the locks of the workflows. Called by
+-- fold_portion, whose settings count.
 CREATE OR REPLACE FUNCTION windrow.pass_on_ends(
-    flows bigint[], nodes integer[], states text[], reached integer[], room integer
-) RETURNS integer
-LANGUAGE plpgsql VOLATILE SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+    flows bigint[], nodes integer[], states text[], INOUT reached integer[], room integer,
+    OUT told integer, OUT ready tid[]
+)
+LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
+    waiting tid[];
+    -- How many edges the waiting nodes may have together.
+    edges_max bigint;
     ended bigint[];
     failed integer := 0;
-    told integer;
     -- Workflows with nodes that will never run, but are not marked as doomed yet.
     unready bigint[] := '{}';
 BEGIN
@@ -68,38 +72,45 @@ BEGIN
     -- A node looks at one of its parents at a time, from the last one down. So a parent that nobody looks at costs
     -- nothing here, and each edge is looked at once. Workflows in `unready` must wait: a node that has no further
     -- parent to look at is released, whatever has become of its other parents.
-    WITH waiting AS MATERIALIZED (
-        SELECT c.*, row_number() OVER () AS turn, (count(*) OVER () - 1) * c.waits_on AS edges_max
-        FROM (
-            SELECT c.flow, c.node, c.waits_on
-            FROM unnest(flows, nodes) AS x (flow, node)
-            JOIN windrow.workflow_node c ON c.flow = x.flow AND c.waits_on = x.node
-            WHERE x.flow <> ALL (unready)
-            LIMIT room + 1
+    SELECT array_agg(c.ctid), count(*), (count(*) - 1) * max(c.waits_on) INTO waiting, told, edges_max
+    FROM (
+        SELECT c.ctid, c.waits_on
+        FROM unnest(flows, nodes) AS x (flow, node)
+        -- OFFSET 0 fences: find the nodes that wait for this one, never by a scan of all nodes that wait.
+        CROSS JOIN LATERAL (
+            SELECT c.ctid, c.waits_on
+            FROM windrow.workflow_node c
+            WHERE c.flow = x.flow AND c.waits_on = x.node
+            OFFSET 0
         ) c
-    ), weighed AS MATERIALIZED (
-        SELECT
-            w.*,
-            -- Twenty-five edges cost about as much as the release of a job. They are only counted if they may be many.
-            sum(
-                1 + CASE
-                    WHEN w.edges_max > 25 * room THEN (
-                        SELECT count(*)
-                        FROM windrow.workflow_edge e
-                        WHERE e.flow = w.flow AND e.node = w.node AND e.parent < w.waits_on
-                    ) / 25
-                    ELSE 0
-                END
-            ) OVER (ORDER BY w.turn) AS cost
-        FROM waiting w
-    ), looking AS MATERIALIZED (
-        SELECT w.* FROM weighed w WHERE w.cost <= room OR w.turn = 1
-    ), moved AS (
-        UPDATE windrow.workflow_node n
-        SET waits_on = m.next, state = CASE WHEN m.next IS NULL THEN 'due' ELSE 'blocked' END
+        WHERE x.flow <> ALL (unready)
+        LIMIT room + 1
+    ) c;
+    IF edges_max > 25 * room THEN
+        -- Twenty-five edges cost about as much as the release of a job. They are only counted if they may be many.
+        SELECT array_agg(w.at), CASE WHEN count(*) < cardinality(waiting) THEN room + 1 ELSE max(w.cost) END
+        INTO waiting, told
         FROM (
             SELECT
-                c.flow, c.node,
+                w.at, w.turn,
+                sum(
+                    1 + (
+                        SELECT count(*)
+                        FROM windrow.workflow_edge e
+                        WHERE e.flow = c.flow AND e.node = c.node AND e.parent < c.waits_on
+                    ) / 25
+                ) OVER (ORDER BY w.turn) AS cost
+            FROM unnest(waiting) WITH ORDINALITY AS w (at, turn)
+            JOIN windrow.workflow_node c ON c.ctid = w.at
+        ) w
+        WHERE w.cost <= room OR w.turn = 1;
+    ELSIF told > room THEN
+        waiting := waiting[:room];
+    END IF;
+    IF told > 0 THEN
+        WITH next AS MATERIALIZED (
+            SELECT
+                c.ctid,
                 (
                     SELECT e.parent
                     FROM windrow.workflow_edge e
@@ -107,69 +118,64 @@ BEGIN
                     WHERE e.flow = c.flow AND e.node = c.node AND e.parent < c.waits_on AND p.ended_at IS NULL
                     ORDER BY e.parent DESC
                     LIMIT 1
-                ) AS next
-            FROM looking c
-        ) m
-        WHERE n.flow = m.flow AND n.node = m.node
-    )
-    SELECT CASE WHEN count(*) < (SELECT count(*) FROM waiting) THEN room + 1 ELSE coalesce(max(l.cost), 0) END INTO told
-    FROM looking l;
-    IF told > room OR unready <> '{}' THEN
-        INSERT INTO windrow.workflow_arrival (org_id, workflow, node, how, reached)
-        SELECT w.org_id, w.id, x.node, x.state, x.reached
-        FROM unnest(flows, nodes, states, reached) AS x (flow, node, state, reached)
-        JOIN windrow.workflow w ON w.flow = x.flow
-        WHERE EXISTS (
-            SELECT FROM windrow.workflow_node c WHERE c.flow = x.flow AND c.waits_on = x.node OFFSET 0
-        ) OR x.state IN ('failed', 'cancelled') AND EXISTS (
-            SELECT
-            FROM windrow.workflow_edge e
-            WHERE e.flow = x.flow AND e.parent = x.node AND e.node > x.reached AND e.on_failed = 'cancel'
-            OFFSET 0
-        );
+                ) AS parent
+            FROM unnest(waiting) AS w (at)
+            JOIN windrow.workflow_node c ON c.ctid = w.at
+        ), moved AS (
+            UPDATE windrow.workflow_node n SET waits_on = c.parent
+            FROM next c
+            WHERE n.ctid = c.ctid AND c.parent IS NOT NULL
+        )
+        SELECT array_agg(c.ctid) INTO ready FROM next c WHERE c.parent IS NULL;
     END IF;
-    -- A workflow looks at one of its nodes at a time, too.
-    WITH looked AS MATERIALIZED (
-        SELECT
-            w.flow,
-            (
-                SELECT n.node
-                FROM windrow.workflow_node n
-                WHERE n.flow = w.flow AND n.node < w.open_node AND n.ended_at IS NULL AND n.callback IS NULL
-                ORDER BY n.node DESC
-                LIMIT 1
-            ) AS next
-        FROM unnest(flows, nodes) AS x (flow, node)
-        JOIN windrow.workflow w ON w.flow = x.flow AND w.open_node = x.node
-    ), moved AS (
-        UPDATE windrow.workflow w
-        SET
-            open_node = l.next,
-            ended_at = CASE WHEN l.next IS NULL THEN clock_timestamp() END,
-            state = CASE
-                WHEN l.next IS NOT NULL THEN 'running'
-                WHEN w.cancelled_at IS NOT NULL THEN 'cancelled'
-                WHEN EXISTS (
-                    SELECT
+    -- A workflow looks at one of its nodes at a time, too. This finds those that may look at one of these nodes.
+    SELECT array_agg(w.flow) INTO ended
+    FROM (SELECT DISTINCT x.flow FROM unnest(flows) AS x (flow)) x
+    CROSS JOIN LATERAL (SELECT w.flow, w.open_node FROM windrow.workflow w WHERE w.flow = x.flow OFFSET 0) w
+    WHERE w.open_node = ANY (pass_on_ends.nodes);
+    IF ended IS NOT NULL THEN
+        WITH looked AS MATERIALIZED (
+            SELECT
+                w.flow,
+                (
+                    SELECT n.node
                     FROM windrow.workflow_node n
-                    WHERE n.flow = w.flow AND n.callback IS NULL AND n.state IN ('failed', 'cancelled')
-                        -- A failure that all nodes after it ignore does not count.
-                        AND coalesce(
-                            (
-                                SELECT bool_or(e.on_failed <> 'ignore')
-                                FROM windrow.workflow_edge e
-                                WHERE e.flow = n.flow AND e.parent = n.node
-                            ),
-                            true
-                        )
-                ) THEN 'failed'
-                ELSE 'succeeded'
-            END
-        FROM looked l
-        WHERE w.flow = l.flow
-        RETURNING w.flow, w.ended_at
-    )
-    SELECT array_agg(m.flow) INTO ended FROM moved m WHERE m.ended_at IS NOT NULL;
+                    WHERE n.flow = w.flow AND n.node < w.open_node AND n.ended_at IS NULL AND n.callback IS NULL
+                    ORDER BY n.node DESC
+                    LIMIT 1
+                ) AS next
+            FROM unnest(flows, nodes) AS x (flow, node)
+            JOIN windrow.workflow w ON w.flow = x.flow AND w.open_node = x.node
+        ), moved AS (
+            UPDATE windrow.workflow w
+            SET
+                open_node = l.next,
+                ended_at = CASE WHEN l.next IS NULL THEN clock_timestamp() END,
+                state = CASE
+                    WHEN l.next IS NOT NULL THEN 'running'
+                    WHEN w.cancelled_at IS NOT NULL THEN 'cancelled'
+                    WHEN EXISTS (
+                        SELECT
+                        FROM windrow.workflow_node n
+                        WHERE n.flow = w.flow AND n.callback IS NULL AND n.state IN ('failed', 'cancelled')
+                            -- A failure that all nodes after it ignore does not count.
+                            AND coalesce(
+                                (
+                                    SELECT bool_or(e.on_failed <> 'ignore')
+                                    FROM windrow.workflow_edge e
+                                    WHERE e.flow = n.flow AND e.parent = n.node
+                                ),
+                                true
+                            )
+                    ) THEN 'failed'
+                    ELSE 'succeeded'
+                END
+            FROM looked l
+            WHERE w.flow = l.flow
+            RETURNING w.flow, w.ended_at
+        )
+        SELECT array_agg(m.flow) INTO ended FROM moved m WHERE m.ended_at IS NOT NULL;
+    END IF;
     IF ended IS NOT NULL THEN
         UPDATE windrow.workflow_node n
         SET state = CASE
@@ -181,6 +187,6 @@ BEGIN
         JOIN windrow.workflow w ON w.flow = f.flow
         WHERE n.flow = f.flow AND n.node >= w.nodes AND n.state = 'blocked';
     END IF;
-    RETURN failed + told;
+    told := told + failed;
 END
 $$;

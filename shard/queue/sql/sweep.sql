@@ -10,7 +10,7 @@ SELECT now() AS now, array_agg(first.queue_id) AS queue_ids, array_agg(first.pri
         WHERE j.group_key IS NOT NULL AND j.group_slot IS NULL AND NOT isfinite(j.visible_at) AND isfinite(j.run_at)
     ) AS groups_wait,
     EXISTS (SELECT FROM windrow.workflow_arrival)
-        OR EXISTS (SELECT FROM windrow.workflow_node n WHERE n.state IN ('due', 'doomed')) AS workflows_wait,
+        OR EXISTS (SELECT FROM windrow.workflow_node n WHERE n.is_left) AS workflows_wait,
     EXISTS (
         SELECT FROM windrow.queue a
         WHERE a.queue_id = ANY (%(queue_ids)s::bigint[]) AND a.ageing_seconds IS NOT NULL

@@ -30,7 +30,7 @@ WITH RECURSIVE arrived AS (
     (
         SELECT 1 AS place, n.flow
         FROM windrow.workflow_node n
-        WHERE n.state IN ('due', 'doomed') AND n.flow > %(after_flow)s
+        WHERE n.is_left AND n.flow > %(after_flow)s
         ORDER BY n.flow
         LIMIT 1
     )
@@ -40,7 +40,7 @@ WITH RECURSIVE arrived AS (
     CROSS JOIN LATERAL (
         SELECT n.flow
         FROM windrow.workflow_node n
-        WHERE n.state IN ('due', 'doomed') AND n.flow > u.flow
+        WHERE n.is_left AND n.flow > u.flow
         ORDER BY n.flow
         LIMIT 1
     ) n
@@ -70,7 +70,7 @@ FROM (
                     WHERE j.id = n.job_id AND {{org_of(j)}} = v.org_id AND {{is_blocked(j)}}
                     OFFSET 0
                 ) j
-                WHERE n.flow = v.flow AND n.state IN ('due', 'doomed') AND (n.state = 'doomed' OR v.paused_at IS NULL)
+                WHERE n.flow = v.flow AND n.is_left AND (n.state = 'doomed' OR v.paused_at IS NULL)
             )
         END AS is_unfolded
     FROM visited v

@@ -7,7 +7,7 @@ WITH gone AS (
         FROM windrow.workflow old
         WHERE old.ended_at <= now() - %(days)s * interval '1 day'
             AND NOT EXISTS (
-                SELECT FROM windrow.workflow_node n WHERE n.flow = old.flow AND n.state IN ('due', 'doomed') OFFSET 0
+                SELECT FROM windrow.workflow_node n WHERE n.flow = old.flow AND n.is_left OFFSET 0
             )
         ORDER BY old.ended_at
         LIMIT %(rows)s
