@@ -82,8 +82,8 @@ _RULES = {
 }
 # The fields in which 0 means the default. The descriptions of their ranges begin with 1.
 _DEFAULT_IF_ZERO = {"priority", "max_attempts"}
-# The encoded size of a field, tag included, by the length of its text, bytes or message. An empty field takes nothing.
-# A length beyond this list raises IndexError, and protovalidate checks the request.
+# _FIELD[n] is the encoded size of a field, tag included, whose text, bytes or message has n bytes. An empty field takes
+# nothing. If n is beyond the list, an IndexError is raised; it is caught, and protovalidate checks the request instead.
 _FIELD = [0, *(1 + 1 + n for n in range(1, 1 << 7)), *(1 + 2 + n for n in range(1 << 7, 1 << 14))]
 _ID_BYTES = _FIELD[_UUID7_CHARS]
 

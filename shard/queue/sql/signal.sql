@@ -15,7 +15,7 @@ WITH ended AS (
     )
     SELECT
         e.id, e.queue_id, e.enqueued_at, e.run_at, e.expires_at, e.priority,
-        -- The lease of such a claim does not count as an attempt.
+        -- If the job has a lease, a claim found it expired. That claim has counted an attempt; do not count it.
         e.attempt - CASE WHEN e.lease IS NULL THEN 0 ELSE 1 END, e.max_attempts, {{kept_content(e)}}, e.history, 'succeeded',
         -- No lease has the number 0.
         0, %(payload)b::bytea, {{finish_time}}, {{retention_of(e)}}
