@@ -137,8 +137,8 @@ class JobRecord(NamedTuple):
 
 
 def as_new(org: OrgId, records: Sequence[JobRecord], ids: Sequence[JobId]) -> NewJobs:
-    """Returns new jobs with these ids that equal the old ones, as they were stored (`as_stored`). They are due at once.
-    They have no dedup keys, traces and expiry times: those of the old jobs no longer apply."""
+    """Returns new jobs with these ids and the content of the old jobs, as that was stored (`as_stored`). The new jobs
+    are due at once. They have no dedup keys, traces and expiry times: those of the old jobs no longer apply."""
     jobs = NewJobs(org=org, ids=list(ids), queues=[record.queue for record in records])
     columns = {array: name for name, array in JOB_CONTENT.items() if name not in NOT_REPEATED}
     columns |= {"priorities": "priority", "max_attempts": "max_attempts"}

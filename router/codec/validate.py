@@ -308,8 +308,8 @@ def check_ack(request: queue_pb2.AckRequest) -> None:
 
 
 def _fit(acks: Sequence[queue_pb2.Ack]) -> bool:
-    """Returns whether there are not too many acks, no result is too large, and no ack has a log: only `check` knows
-    what logs may contain. There must be at least one ack."""
+    """Returns whether these acks (at least one) need no `check`: there are not too many of them, and none has a result
+    that is too large or any log, because only `check` knows what logs may contain."""
     return (
         len(acks) <= _JOBS_MAX
         and max([len(ack.result) for ack in acks]) <= _RESULT_BYTES_MAX

@@ -67,7 +67,7 @@ async def ask_readers(
 async def _ask_all(
     fleet: Fleet, placement: Placement, ask: Callable[[ShardHandle], Awaitable[_T]], *, finished: bool
 ) -> tuple[Asked[_T], ShardUnavailable | UnknownQueue | None]:
-    """Also returns the error of a shard that gave no answer, or None."""
+    """Returns the answers of the shards, and the error of a shard that gave none (None: all shards gave an answer)."""
     asked = Asked[_T]([], [], placement)
     refusal: ShardUnavailable | UnknownQueue | None = None
     for name in _names(placement, finished=finished):

@@ -385,8 +385,9 @@ def answers(values: Sequence[int]) -> list[Answer]:
 
 
 def listed_ids(ids: Iterable[str], name: str = "ids") -> list[str]:
-    """Returns a call's argument as a list. Raises InvalidRequest. One id is refused: a type checker takes a text for a
-    sequence of texts, and the router would be asked for 36 jobs with ids of one letter."""
+    """Returns a call's argument as a list. Raises InvalidRequest, also if the argument is a single id and not a list:
+    type checkers allow that mistake, because a text is a sequence of texts, and each of its 36 letters would be sent as
+    an id."""
     if isinstance(ids, str):
         raise invalid_argument(name, f"must be a list of ids, not one id: write [{shown(ids)}]")
     listed = list(ids)
