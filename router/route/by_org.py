@@ -162,7 +162,8 @@ async def count_readers(fleet: Fleet, wanted: WantedCount, *, page_token: str) -
     while True:
         several = len(_names(fleet.placement(wanted.org), finished=finished)) > 1
         asked = await ask_readers(fleet, wanted.org, partial(ask, with_ids=several), finished=finished)
-        # If neither holds, a move has begun meanwhile, and a job may be on two shards: count again, with ids.
+        # If several shards have answered without ids, a move has begun meanwhile, and a job may be on two shards: count
+        # again, with ids.
         if several or len(asked.answers) == 1:
             return merged_counts([part for _, part in asked.answers]), asked.unavailable
 

@@ -15,7 +15,7 @@ from shard.errors import BadIds
 from shard.job_record import ANSWER_BYTES_MAX, JobRecord, as_new
 from shard.vocabulary import LIVE, JobId, JobState, OrgId
 
-# The attribute of the new job that holds the old job's id (docs/internals.md documents it).
+# The attribute in which a new job holds the id of its old job (docs/internals.md documents it).
 RESTORED_FROM = "windrow.restored_from"
 
 

@@ -87,7 +87,8 @@ class _Taker:
     # or the batch had no room for its jobs.
     again: bool = True
     error: Exception | None = None
-    # The queues in which statements that reached their limit of bytes have locked rows without leasing them.
+    # The queues in which a statement has locked rows that it then did not lease, because it had reached its limit of
+    # bytes.
     cut: set[QueueId] = field(default_factory=set[QueueId])
 
     @property

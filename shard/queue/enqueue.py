@@ -379,7 +379,7 @@ def _without_shared_ids(calls: Sequence[PendingEnqueue]) -> Sequence[PendingEnqu
 
 
 def _digest(jobs: NewJobs, at: int) -> str:
-    """Returns the digest of a job that describe_known.sql compares."""
+    """Returns a job's digest, which describe_known.sql compares with the digest of a known job."""
     return hashlib.sha256(f"{jobs.queues[at]} {jobs.kinds[at]} ".encode() + jobs.payloads[at]).hexdigest()
 
 

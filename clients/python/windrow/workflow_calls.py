@@ -121,8 +121,8 @@ class WorkflowCalls:
         return read_workflow(response.workflow), counts
 
     async def list_nodes(self, workflow_id: str) -> list[NodeRecord]:
-        """Returns all nodes of a workflow, each after the nodes that it waits for, except those that its own job has
-        added. Raises NotFound."""
+        """Returns all nodes of a workflow. Each comes after the nodes that it waits for, but before nodes that its own
+        job has added. Raises NotFound."""
         nodes: list[NodeRecord] = []
         token = ""
         while True:
