@@ -291,7 +291,8 @@ def _server(
             # random.
             ("grpc.max_metadata_size", METADATA_BYTES_MAX),
             ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
-            # These and the limit of streams are settings of HTTP/2, which a client must acknowledge.
+            # How long a client may take to acknowledge the settings of HTTP/2: the largest size of metadata, and the
+            # largest number of streams.
             ("grpc.http2.settings_timeout", 10_000),
             # No compression: a message of 16 KiB could become one of 16 MiB. The memory watch, which compares the sizes
             # of messages with the bytes received by sockets, would count such a connection as having delivered far more

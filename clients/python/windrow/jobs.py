@@ -101,7 +101,8 @@ class WorkflowNode:
     # The nodes that were added with this lease, in the order of the calls.
     added: list[Nodes] = field(default_factory=list[Nodes], repr=False, compare=False)
 
-    # These are no coroutine functions, so that a `def` handler gets the error, and not a coroutine that nobody awaits.
+    # These methods are no coroutine functions, so that a `def` handler gets the error, and not a coroutine that nobody
+    # awaits.
 
     def add(self, nodes: Nodes) -> Awaitable[Added]:
         """Adds nodes to this workflow: see Client.add_nodes. Only an `async def` handler of a Worker can call this, and

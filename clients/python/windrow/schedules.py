@@ -60,7 +60,7 @@ class RunOutcome(enum.Enum):
     """What became of a run."""
 
     STORED = "stored"
-    # It waits until the job of an earlier run has ended.
+    # The run waits until the job of an earlier run has ended.
     BUFFERED = "buffered"
     SKIPPED = "skipped"
     UNKNOWN = "unknown"

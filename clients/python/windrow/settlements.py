@@ -34,7 +34,7 @@ UNANSWERED_MAX = 2
 
 
 class _Entry:
-    # These are the values of most entries. An object stores a value only if it differs.
+    # The class has the values of most entries. An entry stores only the values that differ from these.
 
     # The entry may be why a whole message was refused: send it in a message of its own.
     alone = False
