@@ -82,7 +82,8 @@ class JobRecord(NamedTuple):
     @property
     def awaited_signal(self) -> bool:
         """Whether this job, which has ended, belongs to a node that waited for a signal: the signal has ended it
-        without a lease, or it was released. A job that was cancelled before its release does not tell."""
+        without a lease, or it was released. The record of a job that was cancelled before its release does not show
+        this."""
         was_signalled = self.state == "succeeded" and self.leased_at is None
         return self.workflow_node is not None and (was_signalled or self.may_await_signal)
 

@@ -1,7 +1,8 @@
 """What sibling processes tell each other, as bytes. Pure.
 
 A frame begins with the sizes of its two parts, each in four bytes. Then come the head, in JSON, and the encoded jobs
-that the outcomes in the head are about. It carries everything that one process has to tell another at that moment.
+that the outcomes in the head are about. A frame carries what one process has to tell another at one moment, as far as
+it fits: see `take`.
 """
 
 from __future__ import annotations
