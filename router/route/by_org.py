@@ -251,6 +251,6 @@ def _sum(counts: Sequence[QueueCounts]) -> QueueCounts:
         cancelled=sum(part.cancelled for part in counts),
         oldest_ready_age_us=max(ages, default=None),
         next_due=min(dues, default=None),
-        # The shards may disagree, so `summed` sets it from its `paused`.
+        # The shards may disagree about this. `summed` sets it, from its argument `paused`.
         paused=False,
     )
