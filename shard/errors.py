@@ -148,7 +148,7 @@ class BadIds(ShardError):
     positions: list[int]
 
     def about(self, job_id: str) -> str:
-        """Returns why this id is not accepted; it is one of those at `positions`."""
+        """Returns why this id, one of those at `positions`, is not accepted."""
         return str(self)
 
 

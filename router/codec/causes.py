@@ -40,7 +40,7 @@ _KINDS_MAX = 20
 class Waiting:
     """The consumers of a queue that are connected to this router process and wait for its jobs, or run some of them."""
 
-    # The kinds that each of them takes; empty: all kinds.
+    # The kinds that each of these consumers takes; empty: all kinds.
     kinds: Sequence[Collection[str]] = ()
     # Whether one of them has found no jobs, and has room.
     has_room: bool = False

@@ -167,8 +167,8 @@ def _reached(
 
 
 def _without_room(each: Mapping[int, int], room: float) -> list[int]:
-    """Returns the positions of the jobs that do not fit into `room` after the jobs before them; at least one
-    position."""
+    """Gives `room` to the jobs in their order, as far as they fit. Returns the positions of those that do not fit, or
+    the last position if all fit."""
     left: list[int] = []
     for at, tokens in each.items():
         if tokens <= room:

@@ -221,7 +221,7 @@ class OrgPool:
                 if full:
                     shards.discard(shard)
                 else:
-                    # The org has moved away. At most strays of it are left here.
+                    # The org has moved away. If any of its jobs are left on this shard, they are strays.
                     self._take_queues(org, shard)
                     self.schedule.idle(org, shard)
                 continue

@@ -60,7 +60,7 @@ class OrgPools:
         return queue in self._by_queue or queue in self._watchers
 
     def watch(self, queue: QueueName, watcher: Watcher) -> None:
-        """Wakes this watcher from now on when any org may have ready jobs in this queue."""
+        """From now on, wakes this watcher whenever any org may have ready jobs in this queue."""
         self._watchers.setdefault(queue, set()).add(watcher)
         for member in self._shards().values():
             member.ready_orgs.serve([queue])

@@ -1,5 +1,5 @@
-"""Finds the orgs of one shard that have ready jobs in queues which consumers of this process take for all orgs. This is
-only a set of hints (I7), like those of the wait room: a claim or the sweep corrects a wrong hint.
+"""Finds the orgs of one shard with ready jobs in those queues that consumers of this process take for all orgs. What it
+finds are hints (I7), like those of the wait room: a claim or the sweep corrects a wrong hint.
 
 The hints need no writes. This process knows of new jobs from its own enqueues and from the doorbells of other routers,
 which ring anyway. A probe says when jobs fall due later. A first walk over the ready index finds the jobs that were

@@ -116,7 +116,7 @@ class Starts(Buckets):
                 others.append(queue)
         if others:
             parts.append(Part(others, of_org, self.in_flight(org, ALL_QUEUES)))
-        # Otherwise a busy queue that is named first would starve one that is named last.
+        # In a fixed order, a busy queue that is named first would starve a queue that is named last.
         random.shuffle(parts)
         return parts
 

@@ -70,11 +70,11 @@ class Waiter(Protocol):
         ...
 
     def wake(self) -> None:
-        """Notifies it that there may be jobs."""
+        """Notifies the waiter that there may be jobs."""
         ...
 
     def give(self, jobs: Delivery) -> None:
-        """Gives it jobs that are leased to it. Its credit has been reduced already."""
+        """Gives the waiter jobs that are leased to it. Its credit has been reduced already."""
         ...
 
 
@@ -82,7 +82,7 @@ class Watcher(Protocol):
     """Somebody who wants to know when a queue may have ready jobs, and who takes no jobs."""
 
     def wake(self) -> None:
-        """Notifies it that there may be jobs, or that it may have to watch on other shards."""
+        """Notifies the watcher that there may be jobs, or that it may have to watch on other shards."""
         ...
 
 

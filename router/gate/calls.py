@@ -115,7 +115,7 @@ class _Signals:
         self._seconds = metrics.CALL_SECONDS.labels(method) if unary else None
 
     def ended(self, began_s: float, code: int) -> None:
-        """A call has ended that began at `began_s`, by time.perf_counter."""
+        """A call that began at `began_s`, a time of time.perf_counter, has ended with this code."""
         self._calls.get(code, self._calls[_UNKNOWN]).inc()
         if self._seconds is not None:
             self._seconds.observe(time.perf_counter() - began_s)
@@ -344,9 +344,9 @@ def _stream(
     *,
     takes_stream: bool,
 ) -> _StreamHandler:
-    """Serves a method that takes a stream, or a library's method that answers with one. `method` gets the stream's
-    messages, or its single request, and the context. It writes its answers to the context, or is an asynchronous
-    generator of answers."""
+    """Serves a method that takes a stream, or a method of a library that answers with a stream. `method` gets the
+    messages of the stream, or its single request, and the context. It writes its answers to the context, or is an
+    asynchronous generator of answers."""
 
     async def act(call: Call, context: Context) -> None:
         if takes_stream:
@@ -551,7 +551,7 @@ def refusal(context: Context, error: Exception) -> tuple[Awaitable[NoReturn], in
 
 def _code_of(context: Context) -> int:
     """Returns the code that a library's method has ended its call with."""
-    # The type stubs leave out that it is a number, or an enum's member.
+    # It is a number, or a member of an enum. The type stubs do not say so.
     code = cast("grpc.StatusCode | int", context.code())
     return code if isinstance(code, int) else code.value[0]
 

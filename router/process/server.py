@@ -287,10 +287,12 @@ def _server(
             # full router.
             ("grpc.max_receive_message_length", RECEIVED_BYTES_MAX),
             ("grpc.max_send_message_length", -1),
-            # A token has up to 8 KiB. By default gRPC refuses calls at random whose metadata has between 8 and 16 KiB.
+            # A token has up to 8 KiB. By default gRPC refuses some of the calls with 8 to 16 KiB of metadata, at
+            # random.
             ("grpc.max_metadata_size", METADATA_BYTES_MAX),
             ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
-            # These and the limit of streams are settings of HTTP/2, which a client must acknowledge.
+            # How long a client may take to acknowledge the settings of HTTP/2: the largest size of metadata, and the
+            # largest number of streams.
             ("grpc.http2.settings_timeout", 10_000),
             # No compression: a message of 16 KiB could become one of 16 MiB. The memory watch, which compares the sizes
             # of messages with the bytes received by sockets, would count such a connection as having delivered far more

@@ -59,7 +59,8 @@ async def list_orgs(
     orgs: list[tuple[OrgFigures, Sequence[ShardName]]] = []
     for part in parts:
         reads = _reads(fleet, part)
-        # If it is not, the org has just moved away, and the shard where it lives now lists it.
+        # If the shard is not among the org's reads, the org has just moved away, and the shard where it lives now lists
+        # it.
         if part.shard in reads:
             known = {part.shard: part.figures}
             if shard is None:

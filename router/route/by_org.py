@@ -67,7 +67,7 @@ async def ask_readers(
 async def _ask_all(
     fleet: Fleet, placement: Placement, ask: Callable[[ShardHandle], Awaitable[_T]], *, finished: bool
 ) -> tuple[Asked[_T], ShardUnavailable | UnknownQueue | None]:
-    """Also returns the error of a shard that gave no answer, or None."""
+    """Returns the answers of the shards, and the error of a shard that gave none (None: all shards gave an answer)."""
     asked = Asked[_T]([], [], placement)
     refusal: ShardUnavailable | UnknownQueue | None = None
     for name in _names(placement, finished=finished):
@@ -162,7 +162,8 @@ async def count_readers(fleet: Fleet, wanted: WantedCount, *, page_token: str) -
     while True:
         several = len(_names(fleet.placement(wanted.org), finished=finished)) > 1
         asked = await ask_readers(fleet, wanted.org, partial(ask, with_ids=several), finished=finished)
-        # If neither holds, a move has begun meanwhile, and a job may be on two shards: count again, with ids.
+        # If several shards have answered without ids, a move has begun meanwhile, and a job may be on two shards: count
+        # again, with ids.
         if several or len(asked.answers) == 1:
             return merged_counts([part for _, part in asked.answers]), asked.unavailable
 
@@ -250,6 +251,6 @@ def _sum(counts: Sequence[QueueCounts]) -> QueueCounts:
         cancelled=sum(part.cancelled for part in counts),
         oldest_ready_age_us=max(ages, default=None),
         next_due=min(dues, default=None),
-        # The shards may disagree, so `summed` sets it from its `paused`.
+        # The shards may disagree about this. `summed` sets it, from its argument `paused`.
         paused=False,
     )

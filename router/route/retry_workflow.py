@@ -124,7 +124,8 @@ def _cycle(edges: Sequence[Edge], running: Collection[int]) -> Sequence[int]:
     try:
         sorter.prepare()
     except CycleError as error:
-        # It has the first node also at its end, and names each node before those that wait for it.
+        # In this list each node comes before the node that waits for it. The first node is in it once more, as the last
+        # one.
         return tuple(reversed(error.args[1]))
     return ()
 

@@ -211,8 +211,8 @@ class Consumer:
             member.room.rests(self)
 
     async def claim(self, members: Sequence[ShardHandle], *, woken: bool = False) -> bool:
-        """Claims jobs from these shards, up to the credit. Returns whether there may be more. `woken`: something woke
-        this consumer, which may have been a job that is due later. Raises ShardUnavailable if no shard answers."""
+        """Claims jobs from these shards, up to the credit. Returns whether there may be more. `woken`: the consumer was
+        woken, perhaps by a job that is due later. Raises ShardUnavailable if no shard answers."""
         unavailable = set[ShardName]()
         brought = False
         most = min(self.credit, _JOBS_MAX)

@@ -25,7 +25,7 @@ from windrow.v1 import job_pb2, schedules_pb2
 
 _PAGE_DEFAULT = 100
 _PREVIEW_DEFAULT = 10
-# How many of its next instants the answer about a schedule has.
+# How many of a schedule's next instants an answer about the schedule has.
 _NEXT = 5
 
 

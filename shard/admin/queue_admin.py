@@ -162,8 +162,9 @@ class QueueAdmin:
     async def _create_queue(self, org: OrgId, queue: QueueName, settings: QueueSettings, epoch: int) -> QueueRecord:
         self._clock.check()
         existing = await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue})
-        # Refuse an org whose slot is not owned here already now, before the queue is created. Otherwise the queue would
-        # exist here, and a repeated call on the slot's new shard would fail because the queue exists already.
+        # If this shard does not own the org's slot, refuse the call now, before the queue is created. Otherwise the
+        # queue would exist here, and a repeated call on the slot's new shard would fail because the queue exists
+        # already.
         await self._refuse_unowned(org, epoch)
         if existing:
             raise QueueExists(org, queue)

@@ -60,7 +60,7 @@ class Server(NamedTuple):
     oldest: str
     multixact_age: int
     multixact_oldest: str
-    # An owner of the schema, or of something in it, whose rights this role does not have. None: there is none.
+    # A role that owns the schema or something in it, and whose rights this role does not have. None: there is none.
     other_owner: str | None = None
 
 

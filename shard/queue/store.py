@@ -676,7 +676,8 @@ class Store:
         return due
 
     async def _move_aged(self, queues: Sequence[QueueId]) -> None:
-        """Moves jobs to priority 1 that have been ready for long. They were ready before, so nobody has to be woken."""
+        """Moves jobs that have been ready for long to priority 1. No consumer has to be woken: the jobs were ready
+        before."""
         for at in range(0, len(queues), _PROBE_QUEUES_MAX):
             part = queues[at : at + _PROBE_QUEUES_MAX]
             floors = [floor for queue in part for floor in self._floors.late(queue)]

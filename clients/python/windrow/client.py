@@ -90,8 +90,8 @@ _SPLIT_CALLS_MAX = 4
 # How many shared calls may run at the same time, for each connection.
 _SHARED_CALLS = 2
 
-# The bytes of an EnqueueResult that has nothing but an id (of less than 124 bytes), without the id itself: two tags and
-# two lengths.
+# How many bytes an EnqueueResult that has only an id adds to a response, besides the id: two tags and two lengths. Each
+# length takes one byte, because ids have less than 124 bytes.
 _RESULT_BYTES = 4
 
 _NO_FAILURE = Failure()

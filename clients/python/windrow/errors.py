@@ -137,7 +137,7 @@ _BY_CODE: dict[int, type[WindrowError]] = {
 }
 _INVALID_ARGUMENT = 3
 _IN_JOB = re.compile(r"jobs\[(\d+)\]")
-# The parts of a shared call; each may come from a different caller.
+# The field of one part of a shared call. The parts may come from different callers.
 _IN_PART = re.compile(r"(?:jobs|acks)\[(\d+)\]")
 
 
@@ -185,7 +185,7 @@ def shifted(violations: Iterable[Violation], by: int) -> list[Violation]:
 
 
 def alone(error: InvalidRequest, at: int) -> InvalidRequest:
-    """Returns the error that part `at` of the refused call would have caused as the only part of its call."""
+    """Returns the error that the refused call would have got if part `at` had been its only part."""
 
     def first(match: re.Match[str]) -> str:
         return match[0].replace(match[1], "0") if int(match[1]) == at else match[0]

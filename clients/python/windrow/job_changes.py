@@ -269,7 +269,8 @@ class JobChanges(AdminCalls):
             raise invalid_argument("limit", f"must be 1 or more, or None for all, not {limit}")
         so_far, token = BulkChange(), ""
         while True:
-            # The list is ordered by id, so a changed job keeps its place, before the next page.
+            # The list is ordered by id. So jobs keep their places when they are changed, and the next page begins after
+            # them.
             began_s = time.monotonic()
             page = await self.list_jobs(
                 where.queue,

@@ -30,7 +30,7 @@ def named(job: Job) -> str:
 class HeldLease:
     """A leased job that the worker holds."""
 
-    # These are the values of most jobs until they end. An object stores a value only if it differs.
+    # The class has the values of most jobs until they end. An object stores only the values that differ from these.
 
     # The lease ends at this time at the latest, however often it is extended.
     until = math.inf

@@ -315,7 +315,8 @@ class Relay:
         skipped: Sequence[str] = (),
         only: Sequence[str] | None = None,
     ) -> Relayed:
-        """Relays one batch with jobs of all orgs, or of `only` these orgs, except orgs that rest or are `skipped`."""
+        """Relays one batch of jobs. With `only`, takes jobs of these orgs, otherwise jobs of all orgs. Leaves out orgs
+        that rest, and the orgs in `skipped`."""
         now = time.monotonic()
         resting = [org for org, rest in self._resting.items() if rest.until > now]
         taken = {

@@ -136,7 +136,8 @@ class HandlerProcess:
     def _received(self, connection: Connection) -> _Ended | tuple[bytes, Report | Lines] | None:
         """Waits for the next message of the process. Raises EOFError if the process ends before it has sent one."""
         assert self._process is not None
-        # The pipe alone does not tell: a process that the handler has forked may hold the other end open for ever.
+        # Also wait for the end of the process itself: a process that the handler has forked may keep the other end of
+        # the pipe open for ever.
         if connection not in wait([connection, self._process.sentinel]) and not connection.poll():
             raise EOFError
         received: _Ended | tuple[bytes, Report | Lines] | None = connection.recv()

@@ -35,11 +35,11 @@ class Overlap(enum.Enum):
 
     ALLOW = "allow"
     SKIP = "skip"
-    # The run waits until that job has ended. One run may wait (BUFFER_ONE), or up to 100 (BUFFER_ALL); further runs are
-    # skipped.
+    # The run waits until the job of the run before has ended. One run may wait (BUFFER_ONE), or up to 100 (BUFFER_ALL);
+    # further runs are skipped.
     BUFFER_ONE = "buffer_one"
     BUFFER_ALL = "buffer_all"
-    # That job is cancelled.
+    # The job of the run before is cancelled.
     CANCEL_RUNNING = "cancel_running"
     UNKNOWN = "unknown"
 
@@ -60,7 +60,7 @@ class RunOutcome(enum.Enum):
     """What became of a run."""
 
     STORED = "stored"
-    # It waits until the job of an earlier run has ended.
+    # The run waits until the job of an earlier run has ended.
     BUFFERED = "buffered"
     SKIPPED = "skipped"
     UNKNOWN = "unknown"
@@ -107,7 +107,7 @@ class ScheduleRecord:
 
     name: str
     schedule: Schedule
-    # The template of its jobs. Its id means nothing. Lists have no payloads.
+    # The template of the schedule's jobs. Its id means nothing. In lists of schedules it has no payload.
     job: NewJob
     paused: bool
     paused_at: datetime | None

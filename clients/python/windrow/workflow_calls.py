@@ -121,8 +121,8 @@ class WorkflowCalls:
         return read_workflow(response.workflow), counts
 
     async def list_nodes(self, workflow_id: str) -> list[NodeRecord]:
-        """Returns all nodes of a workflow, each after the nodes that it waits for, except those that its own job has
-        added. Raises NotFound."""
+        """Returns all nodes of a workflow. Each comes after the nodes that it waits for, but before nodes that its own
+        job has added. Raises NotFound."""
         nodes: list[NodeRecord] = []
         token = ""
         while True:
@@ -154,8 +154,8 @@ class WorkflowCalls:
         return found
 
     async def cancel_workflow(self, workflow_id: str, *, reason: str = "") -> WorkflowRecord:
-        """Cancels all jobs of a workflow that have not ended. Running handlers are told, as by cancel_jobs. Raises
-        NotFound."""
+        """Cancels all jobs of a workflow that have not ended. Tells running handlers in the same way as cancel_jobs.
+        Raises NotFound."""
         request = workflows_pb2.CancelWorkflowRequest(org=self.org, id=workflow_id, reason=reason)
         return read_workflow((await self._ask_workflows(lambda stub: stub.CancelWorkflow, request)).workflow)
 

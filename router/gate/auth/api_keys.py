@@ -151,7 +151,8 @@ class ApiKeys:
         self._next_look_up_s = loop.time() + _LOOK_UP_S
         began_s = loop.time()
         found = await self._fleet.find_api_keys({look_up.key_id for look_up in look_ups})
-        # A look-up and a check of the known keys may overtake each other, so a count that is there stays.
+        # A check of the known keys may run at the same time. Only such a check may replace a count, so a look-up sets
+        # only the first one.
         self._revocations = found.revocations if self._revocations is None else self._revocations
         self._on_revocations(found.revocations, began_s)
         return [found.keys.get(look_up.key_id) for look_up in look_ups]

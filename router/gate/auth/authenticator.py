@@ -56,7 +56,7 @@ class _Remembered:
 
     def __init__(self, principal: Principal) -> None:
         self.principal = principal
-        # Whether it was used since its use was last noted.
+        # Whether a caller has used the proof since its use was last recorded.
         self.used = True
 
 
