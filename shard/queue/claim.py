@@ -190,7 +190,7 @@ class Claimer:
         if (in_flight := takers[0].request.in_flight) is not None:
             statement = statements.CLAIM_WITHIN_LIMITS
             parameters.update(in_flight._asdict())
-        rows = await self._database.run(statement, parameters)
+        rows: list[Any] = await self._database.run(statement, parameters)
         by_lease = {taker.number: taker for taker in takers}
         began_to_wait = any(row[7] is None for row in rows)
         if began_to_wait:

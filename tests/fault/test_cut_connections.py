@@ -402,7 +402,7 @@ async def test_changes_whose_second_answer_would_be_that_there_was_nothing_to_do
 async def test_a_release_whose_answer_is_lost_wakes_a_consumer_before_any_sweep(
     fresh_dsn: str, proxy: Proxy, tmp_path: Path, consumers_router: str
 ) -> None:
-    shards = {SHARD: through(fresh_dsn, proxy)}
+    shards: dict[str, str] = {SHARD: through(fresh_dsn, proxy)}
     one = write_cluster(tmp_path / "one.toml", shards, name=CLUSTER, sweep_seconds=3600)
     other = write_cluster(tmp_path / "other.toml", shards, name=CLUSTER, sweep_seconds=3600)
     async with (
