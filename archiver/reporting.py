@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from archiver.run import AnotherArchives, Pass
 from shard import telemetry
+from shard.errors import ClocksDiffer
 from shard.vocabulary import ShardName
 
 Listener: TypeAlias = Callable[[ShardName, Pass | Exception], None]
@@ -28,6 +29,8 @@ def log(shard: ShardName, outcome: Pass | Exception) -> None:
             _log.error("shard %r: %s", shard, why)
     elif isinstance(outcome, AnotherArchives):
         _log.info("%s", outcome)
+    elif isinstance(outcome, ClocksDiffer):
+        _log.error("%s", outcome)
     else:
         _log.warning("shard %r: the pass failed: %s", shard, outcome)
 

@@ -18,6 +18,7 @@ from shard.formatting import size_text
 from shard.history import days, erasure
 from shard.history.days import Aged, Day, InUse, NotExported
 from shard.placement.cluster_file import ShardEntry
+from shard.postgres import clock
 from shard.postgres.leader_lock import ARCHIVER, LeaderSession, leader_session
 from shard.postgres.pool import Database
 from shard.vocabulary import OrgId, ShardName
@@ -116,7 +117,7 @@ async def pass_over(
     entry: ShardEntry, database: Database, settings: Settings, *, cluster: str, digest: str, stop: asyncio.Event
 ) -> Pass:
     """Does what is due, until nothing more can be done now or soon after `stop` is set. Raises AnotherArchives,
-    ShardUnavailable."""
+    ClocksDiffer, ShardUnavailable."""
     async with leader_session(entry.dsn, digest, role=ARCHIVER, shard=entry.name) as session:
         if not await session.lead():
             who = await session.leader() or "it has just ended"
@@ -126,7 +127,10 @@ async def pass_over(
         exports = (
             None if settings.export is None else _Exports(location=settings.export, cluster=cluster, session=session)
         )
+        await clock.check_difference(database)
         await _days(summary, database, exports, stop)
+        # Exports may have taken hours.
+        await clock.check_difference(database)
         summary.dedup_keys = (await _repeat(summary, partial(days.expire_dedup, database), stop)).total
         summary.jobs_expired = (await _repeat(summary, partial(days.expire_waiting, database), stop)).total
         retire_dead = partial(days.retire_dead, database, days=settings.dead_days)

@@ -20,7 +20,7 @@ from shard.history import org_policies
 from shard.placement import identity
 from shard.placement.cluster_file import Cluster, ShardEntry
 from shard.placement.file_watcher import WatchedFile, next_usable
-from shard.postgres import schema
+from shard.postgres import clock, schema
 from shard.postgres.pool import Database
 from shard.vocabulary import CATALOG, ShardName
 
@@ -103,6 +103,7 @@ async def _forget_audit(catalog: Database, days: int, stop: asyncio.Event) -> No
     try:
         # The catalog may be a database of its own, which no pass has migrated.
         await schema.migrate(catalog, cluster=None)
+        await clock.check_difference(catalog)
         for _ in range(_AUDIT_BATCHES_MAX):
             if stop.is_set() or not await audit.forget(catalog, days=days):
                 break

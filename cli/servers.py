@@ -118,7 +118,8 @@ def archiver(
 
     If [archiver] export is set, it exports jobs before it drops them. Runs on the schedule of [archiver] in the cluster
     file, until SIGTERM or Ctrl-C; --json needs --once. Exit codes with --once: 1 if work is left to the next pass, 3 if
-    a shard cannot be reached, 5 if another archiver is running.
+    a shard cannot be reached, 5 if another archiver is running, or if a shard's clock and this machine's differ by more
+    than an hour.
     """
     from archiver import reporting
     from archiver.service import archive
@@ -148,7 +149,7 @@ def _archive_once(cluster: Cluster, *, as_json: bool) -> None:
     from archiver import reporting
     from archiver.run import AnotherArchives, Pass
     from archiver.service import archive_once
-    from shard.errors import ShardUnavailable
+    from shard.errors import ClocksDiffer, ShardUnavailable
 
     async def until_done() -> Mapping[ShardName, Pass | Exception]:
         stop = databases.stop_on_signals()
@@ -178,7 +179,7 @@ def _archive_once(cluster: Cluster, *, as_json: bool) -> None:
                 return ExitCode.NO if outcome.left_something else ExitCode.OK
             case ShardUnavailable():
                 return ExitCode.UNAVAILABLE
-            case AnotherArchives():
+            case AnotherArchives() | ClocksDiffer():
                 return ExitCode.REFUSED
             case _:
                 return ExitCode.NO

@@ -46,6 +46,7 @@ ShardError
 ├── NotHeld               nothing to do: the org is under no legal hold
 ├── BadPageToken          start at the first page
 └── Misconfigured         an operator must act: wrong database, schema too new, catalog of another cluster
+    ├── ClocksDiffer      correct the clock that is wrong
     └── LostHistory       find a server that has the whole history, or accept the loss
 """
 
@@ -422,6 +423,17 @@ class BadPageToken(ShardError):
 
 class Misconfigured(ShardError):
     """An operator must correct the configuration; the message says what is wrong."""
+
+
+class ClocksDiffer(Misconfigured):
+    """The clock of a database and that of this machine differ so much that one of them is wrong. Nothing was deleted by
+    the database's clock."""
+
+    def __init__(self, shard: ShardName, *, shows: str, here: str) -> None:
+        super().__init__(
+            f"{what(shard)}: its clock shows {shows}, and the clock of this machine shows {here}; nothing is deleted "
+            "by its clock before the wrong clock is corrected"
+        )
 
 
 class LostHistory(Misconfigured):

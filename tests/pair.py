@@ -15,7 +15,7 @@ from shard.admin.queue_admin import QueueAdmin
 from shard.placement import catalog, identity
 from shard.placement.catalog import Catalog, Move
 from shard.postgres.connection import Connection
-from shard.postgres.pool import Database
+from shard.postgres.pool import Database, Rows
 from shard.queue.store import Store
 from shard.vocabulary import JobId, OrgId, ShardName, Slot
 from tests.conftest import CLUSTER, SHARD
@@ -149,7 +149,7 @@ class Mortal(Database):
         self._dsn = dsn
         self._fate = fate
 
-    async def run(self, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
+    async def run(self, statement: bytes, parameters: Mapping[str, object]) -> Rows:
         fate = self._fate
         name = getattr(statement, "name", "statement")
         fate.names.append(name)

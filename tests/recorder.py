@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
 from shard.errors import ShardUnavailable
-from shard.postgres.pool import SHARED_LOCK_WAIT_S, Database
+from shard.postgres.pool import SHORT_LOCK_WAIT_S, Database, Rows
 from shard.vocabulary import ShardName
 
 Run = tuple[bytes, Mapping[str, object]]
@@ -22,14 +21,14 @@ class Recorder(Database):
         *,
         connections: int = 4,
         may_scan: bool = False,
-        shared_lock_wait_s: float = SHARED_LOCK_WAIT_S,
+        short_lock_wait_s: float = SHORT_LOCK_WAIT_S,
     ) -> None:
-        super().__init__(name, dsn, connections=connections, may_scan=may_scan, shared_lock_wait_s=shared_lock_wait_s)
+        super().__init__(name, dsn, connections=connections, may_scan=may_scan, short_lock_wait_s=short_lock_wait_s)
         self.runs: list[Run] = []
         self._failing: dict[bytes, tuple[int, Exception]] = {}
         self._before: dict[bytes, Callable[[], Awaitable[object]]] = {}
 
-    async def run(self, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
+    async def run(self, statement: bytes, parameters: Mapping[str, object]) -> Rows:
         self.runs.append((statement, dict(parameters)))
         if statement in self._before:
             await self._before.pop(statement)()

@@ -114,6 +114,8 @@ class ShardHandle:
 
         self.store.on_revoked = tell_all
         self.store.quarantine.on_changed = self._doorbell.tell_quarantines
+        for database in self._databases:
+            database.hints_lost = self._doorbell.hints_lost
         self._pools = pools
         self.ready_orgs = ReadyOrgs(
             self.store,

@@ -10,7 +10,7 @@ from shard.health.facts import Clock, Facts, Holder, Index, MissingPartition, Se
 from shard.health.finding import Finding, Severity, comment, literal, system
 from shard.health.setting_checks import judge_checkpoints, judge_settings
 from shard.postgres import partitions
-from shard.postgres.clock import BEHIND_S_MAX
+from shard.postgres.clock import BEHIND_S_MAX, DIFFERENCE_S_MAX
 
 _MB = 1024**2
 _GB = 1024**3
@@ -149,6 +149,16 @@ def judge_clock(clock: Clock) -> Iterator[Finding]:
             "until its clock has caught up",
             fix="-- set the server's clock right; or, if it is correct:\n"
             "-- windrow shards accept-clock SHARD --config FILE",
+        )
+    if abs(clock.ahead_s) > DIFFERENCE_S_MAX:
+        where = "ahead of" if clock.ahead_s > 0 else "behind"
+        yield Finding(
+            severity=Severity.CRITICAL,
+            about="clock",
+            what=f"its clock is {span_text(abs(clock.ahead_s))} {where} the clock of this machine",
+            why="by a clock that is ahead, all that is kept for a time seems old: an archiver whose own clock differs "
+            "that much does nothing",
+            fix="-- correct the clock that is wrong",
         )
 
 

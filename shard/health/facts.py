@@ -7,6 +7,7 @@ sessions see too. Reading changes nothing, and waits for locks only briefly.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -160,6 +161,13 @@ class Checkpoints(NamedTuple):
 class Clock(NamedTuple):
     # How far the clock is behind the latest time that it has shown.
     behind_s: float
+    # How far it is ahead of the clock of the doctor's machine; negative: behind it.
+    ahead_s: float
+
+    @classmethod
+    def read(cls, behind_s: float, shown_s: float) -> Clock:
+        """`shown_s`: the time that it shows now, in seconds since 1970."""
+        return cls(behind_s, shown_s - time.time())
 
 
 class MissingPartition(NamedTuple):
@@ -226,7 +234,7 @@ async def _read(connection: psycopg.AsyncConnection[Any], name: ShardName) -> Fa
         indexes=await rows(Index, statements.READ_INDEXES),
         holders=await rows(Holder, statements.READ_HOLDERS),
         checkpoints=(await rows(Checkpoints, checkpoints))[0],
-        clock=(await rows(Clock, statements.READ_CLOCK))[0],
+        clock=(await rows(Clock.read, statements.READ_CLOCK))[0],
         missing=[]
         if name == CATALOG or not tables
         else await rows(MissingPartition, postgres_statements.FIND_MISSING_PARTITIONS, days_ahead=DAYS_AHEAD),

@@ -310,7 +310,7 @@ async def finish_move(database: Database, move: Move, slots: Iterable[Slot]) -> 
 async def forget_owner(database: Database, shard: ShardName, *, force: bool) -> int:
     """Makes routers stop asking a shard that holds no slots. Until now they have asked it, as a former owner, for job
     ids, dedup keys and finished jobs. Returns the number of slots for which they have asked it. Without `force`,
-    changes nothing and returns 0 while the shard may still know dedup keys that count."""
+    changes nothing and returns 0 while the shard may still know dedup keys that count. Raises InDoubt."""
     rows = await database.run(statements.FORGET_OWNER, {"shard": shard, "left_us": 0 if force else KEYS_KNOWN_US})
     return int(rows[0][0])
 

@@ -10,8 +10,8 @@ from shard.postgres.sql_loader import load
 
 _load = partial(load, Path(__file__).parent / "sql")
 
-INSERT_NAMES = _load("insert_names", shared=True)
-INSERT_QUEUES = _load("insert_queues", shared=True)
+INSERT_NAMES = _load("insert_names", short_lock_wait=True)
+INSERT_QUEUES = _load("insert_queues", short_lock_wait=True)
 
 LOCATE_DATABASE = _load("locate_database")
 
@@ -29,7 +29,8 @@ READ_MOVES = _load("read_moves")
 BEGIN_MOVE = _load("begin_move")
 SWITCH_WRITER = _load("switch_writer")
 FINISH_MOVE = _load("finish_move")
-FORGET_OWNER = _load("forget_owner")
+# Not repeatable: a second run would find nothing to forget, as if it were too early.
+FORGET_OWNER = _load("forget_owner", repeatable=False)
 READ_PIN = _load("read_pin")
 READ_PINS = _load("read_pins")
 READ_PINS_ON = _load("read_pins_on")

@@ -4,15 +4,20 @@ Finished jobs are looked up by the time at which they finished. If the clock is 
 found; if it is enqueued again, it would run again. Two rules prevent that. First, a job never finishes before the
 latest recorded time (the statements use the later of that time and now()). Second, a shard whose clock is more than a
 minute behind that time takes no calls until the clock has caught up, or an operator confirms that the clock is right
-(`accept`). The clock is never compared with another clock.
+(`accept`). For this, the clock is not compared with another clock.
+
+A clock that was set forward makes all that is kept for a time seem old. So what deletes for good by this clock first
+compares it with the clock of its own machine (`check_difference`). The other clock only has a veto: it never decides
+what is old.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from datetime import UTC, datetime
 
-from shard.errors import ClockSetBack
+from shard.errors import ClocksDiffer, ClockSetBack
 from shard.formatting import span_text
 from shard.postgres import statements
 from shard.postgres.pool import Database
@@ -22,6 +27,9 @@ _log = logging.getLogger(__name__)
 
 # A clock that is set back by less does no harm: lookups begin two hours before a job was made.
 BEHIND_S_MAX = 60.0
+# By how much the clocks of a shard and of another machine may differ. Clocks that are synchronised differ by far less,
+# and retentions are days.
+DIFFERENCE_S_MAX = 3600.0
 
 
 class ShardClock:
@@ -59,9 +67,18 @@ class ShardClock:
 
 async def accept(database: Database) -> tuple[Micros, Micros]:
     """Confirms that the shard's clock is right, whatever it has shown before. Returns its present time, and the latest
-    time that was recorded before. Raises ShardUnavailable."""
+    time that was recorded before. Raises InDoubt, ShardUnavailable."""
     ((now, latest, _),) = await database.run(statements.ACCEPT_CLOCK, {})
     return Micros(now), Micros(latest)
+
+
+async def check_difference(database: Database) -> None:
+    """Raises ClocksDiffer if the shard's clock and this machine's clock differ by more than DIFFERENCE_S_MAX. Call this
+    before things are deleted for good because they are old by the shard's clock. Raises ShardUnavailable."""
+    ((shown,),) = await database.run(statements.SHOW_TIME, {})
+    here = int(time.time() * 1_000_000)
+    if abs(shown - here) > DIFFERENCE_S_MAX * 1_000_000:
+        raise ClocksDiffer(database.name, shows=time_text(shown), here=time_text(here))
 
 
 def time_text(micros: int) -> str:

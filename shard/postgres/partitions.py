@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Iterable, Mapping
-from typing import Any
 
 import psycopg
 from psycopg import sql
@@ -13,7 +12,7 @@ from psycopg import sql
 from shard.errors import TooManyRetentions
 from shard.postgres import statements
 from shard.postgres.connection import Connection
-from shard.postgres.pool import Database
+from shard.postgres.pool import Database, Rows
 from shard.vocabulary import RETENTIONS_MAX
 
 # One day is enough: routers make partitions every hour, and `finish` makes a partition that is missing. More days would
@@ -26,8 +25,8 @@ LOCK = 0x77696E64_70617274
 
 
 async def make_ahead(database: Database) -> int:
-    """Makes the missing partitions from yesterday to DAYS_AHEAD days ahead, by the shard's clock. Returns how many it
-    made."""
+    """Makes the missing partitions from yesterday to DAYS_AHEAD days ahead, by the shard's clock, and if this clock was
+    set back, also those from the latest time that it has shown. Returns how many it made."""
     # Look without the lock first. Most often no partition is missing, and processes that start at the same moment need
     # not wait for each other to see that.
     if not await database.run(statements.FIND_MISSING_PARTITIONS, _AHEAD):
@@ -123,7 +122,7 @@ def _midnight(day: str) -> sql.Literal:
     return sql.Literal(f"{day} 00:00:00+00")
 
 
-async def finish(database: Database, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
+async def finish(database: Database, statement: bytes, parameters: Mapping[str, object]) -> Rows:
     """Runs a statement that moves jobs to the table finished. If the partition of the retention or of the day is
     missing, makes the partitions and runs the statement again. Returns its rows."""
     try:

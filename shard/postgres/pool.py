@@ -2,9 +2,9 @@
 
 Every statement runs in a transaction of its own (autocommit), so it is done completely or not at all. After a lost
 connection, the pool tries a statement again a few times. Nearly every statement of the queue may be repeated, because
-it names the ids or the lease that it changes. If a statement may not be repeated, the caller gets InDoubt, because the
-statement may have been done. A server that does not answer gets no statements until it answers again
-(shard/postgres/breaker.py).
+it names the ids or the lease that it changes; Rows.ran_before then tells the caller. If a statement may not be
+repeated, the caller gets InDoubt, because the statement may have been done. A server that does not answer gets no
+statements until it answers again (shard/postgres/breaker.py).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from shard.vocabulary import ShardName
 
 _AnyConnection = TypeVar("_AnyConnection", bound=psycopg.AsyncConnection[Any])
 _TRACER = trace.get_tracer("windrow.shard")
-# How long a shared statement waits for a lock. The time is short, because two shared statements may need the same row,
-# and each of them delays many calls.
-SHARED_LOCK_WAIT_S = 0.2
+# How long a statement with `short_lock_wait` waits for a lock. Such a statement serves many calls, and all of them wait
+# meanwhile.
+SHORT_LOCK_WAIT_S = 0.2
 # The pause between two tries to connect while the server still answers on other connections.
 _RECONNECT_S = 0.5
 # How long a probe tries to connect to each server. This is the smallest value that libpq accepts. The breaker may send
@@ -53,6 +53,14 @@ class Mark(NamedTuple):
 
     number: int
     token: str
+
+
+class Rows(list[Any]):
+    """The rows that a statement has returned."""
+
+    # True if the statement may have been done before, by a run whose answer was lost with its connection. These rows
+    # then tell only what the last run has found and done.
+    ran_before = False
 
 
 class Database:
@@ -76,7 +84,7 @@ class Database:
         connections: int = 4,
         kept: int = 1,
         wait_s: float = 5.0,
-        shared_lock_wait_s: float = SHARED_LOCK_WAIT_S,
+        short_lock_wait_s: float = SHORT_LOCK_WAIT_S,
         may_scan: bool = False,
         patience: float = 1.0,
     ) -> None:
@@ -98,8 +106,11 @@ class Database:
         self.address = ""
         # Called when the server becomes unavailable, so that other connections to it can be closed too.
         self.went_away: Callable[[], None] = _ignore
+        # Called after a change whose answer was lost with its connection: it may have been made, and then nobody was
+        # told of what it has made visible or ended (I7).
+        self.hints_lost: Callable[[], None] = _ignore
         self._wait_s = wait_s
-        self._shared_lock_wait_s = shared_lock_wait_s
+        self._short_lock_wait_s = short_lock_wait_s
         self._tries = connections + 2
         self._may_scan = may_scan
         self._settings: LiteralString = SCAN_SETTINGS if may_scan else QUEUE_SETTINGS
@@ -156,13 +167,15 @@ class Database:
         if rows[0][0] is not None:
             self._breaker.open(too_new(rows[0][0]))
 
-    async def run(self, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
+    async def run(self, statement: bytes, parameters: Mapping[str, object]) -> Rows:
         """Runs one statement in a transaction of its own. Returns its rows. Raises ShardUnavailable, DiskFull,
-        Misconfigured. Raises RowLocked if a shared statement does not get a lock within a moment; the statement has
-        then done nothing."""
-        shared = getattr(statement, "shared", False)
-        lock_wait_s = self._shared_lock_wait_s if shared else LOCK_WAIT_S
+        Misconfigured. Raises RowLocked if a statement with `short_lock_wait` does not get a lock within a moment; it
+        has then done nothing."""
+        short_lock_wait = getattr(statement, "short_lock_wait", False)
+        lock_wait_s = self._short_lock_wait_s if short_lock_wait else LOCK_WAIT_S
         indexed = getattr(statement, "indexed", False)
+        writes = getattr(statement, "writes", True)
+        ran_before = False
         try:
             for tries_left in range(self._tries, -1, -1):
                 try:
@@ -173,14 +186,18 @@ class Database:
                             await connection.set_indexed(indexed=indexed)
                         if trace.get_current_span().is_recording():
                             with self._span(statement):
-                                return await connection.run(statement, parameters)
-                        return await connection.run(statement, parameters)
+                                rows = Rows(await connection.run(statement, parameters))
+                        else:
+                            rows = Rows(await connection.run(statement, parameters))
+                    rows.ran_before = ran_before
+                    return rows
                 except (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure):
                     if not tries_left:
                         raise
                 except (psycopg.OperationalError, psycopg.errors.ReadOnlySqlTransaction) as error:
-                    if shared and isinstance(error, psycopg.errors.LockNotAvailable):
+                    if short_lock_wait and isinstance(error, psycopg.errors.LockNotAvailable):
                         raise RowLocked(self.name, "something that this needs") from error
+                    ran_before = ran_before or _in_doubt(error)
                     if not getattr(statement, "repeatable", True) and _in_doubt(error):
                         raise InDoubt(
                             self.name, f"{first_line(error)}; the change may have been made nevertheless"
@@ -193,8 +210,10 @@ class Database:
                     await self._check_idle()
             raise AssertionError("unreachable")
         finally:
-            if getattr(statement, "writes", True):
+            if writes:
                 self.changed = True
+                if ran_before:
+                    self.hints_lost()
 
     @contextlib.asynccontextmanager
     async def transaction(self) -> AsyncGenerator[Connection]:
@@ -215,6 +234,8 @@ class Database:
             psycopg.errors.ReadOnlySqlTransaction,
             psycopg.errors.IdleInTransactionSessionTimeout,
         ) as error:
+            if _in_doubt(error):
+                self.hints_lost()
             raise self._unavailable(first_line(error)) from error
         finally:
             self.changed = True
@@ -467,7 +488,7 @@ def _standby(error: psycopg.Error) -> psycopg.errors.ReadOnlySqlTransaction:
 
 
 def _ignore() -> None:
-    """The default of Database.went_away."""
+    """The default of Database.went_away and Database.hints_lost."""
 
 
 def _connection_lost(error: psycopg.Error) -> bool:

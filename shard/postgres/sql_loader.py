@@ -203,11 +203,15 @@ class Statement(bytes):
     # The name of the statement's file. It differs from `name` if several statements come from one file.
     file: str
     # True if the statement may run again after a lost connection, when nobody knows whether the first run committed.
-    # Most statements may: they name the ids or the lease that they change.
+    # Most statements may: they name the ids or the lease that they change. The answer to the caller must then be as
+    # good as that of the first run. So a statement returns what holds after it rather than what it has changed, or its
+    # caller looks at Rows.ran_before (shard/postgres/pool.py). Only hints may be lost (Database.hints_lost), and counts
+    # for reports.
     repeatable: bool
-    # True if the statement serves calls of several orgs at once. It then waits only briefly for a row lock, and changes
-    # nothing if it does not get the lock (shard/queue/row_locks.py).
-    shared: bool
+    # True if the statement waits only briefly for a lock, and changes nothing if it does not get it: the caller gets
+    # RowLocked. This is for statements that serve calls of several orgs at once, and whose callers find the locked rows
+    # (shard/queue/row_locks.py), and for those that must not delay such statements.
+    short_lock_wait: bool
     # True if the statement must not scan tables, not even in a Database with `may_scan`. With a LIMIT, the planner
     # expects that the rows of an org are spread over the whole table, but they may all be at its end.
     indexed: bool
@@ -220,7 +224,7 @@ def load(
     name: str,
     *,
     repeatable: bool = True,
-    shared: bool = False,
+    short_lock_wait: bool = False,
     indexed: bool = False,
     hint: bool = False,
     file: str | None = None,
@@ -239,7 +243,7 @@ def load(
     statement.name = name
     statement.file = file
     statement.repeatable = repeatable
-    statement.shared = shared
+    statement.short_lock_wait = short_lock_wait
     statement.indexed = indexed
     statement.writes = not hint and _WRITES.search(statement) is not None
     return statement

@@ -10,10 +10,12 @@ from shard.postgres.sql_loader import load
 
 _load = partial(load, Path(__file__).parent / "sql")
 
-WAIT_FOR_STANDBY = _load("wait_for_standby", shared=True)
+WAIT_FOR_STANDBY = _load("wait_for_standby", short_lock_wait=True)
 
-RECORD_TIME = _load("record_time", shared=True)
-ACCEPT_CLOCK = _load("accept_clock")
+SHOW_TIME = _load("show_time")
+RECORD_TIME = _load("record_time", short_lock_wait=True)
+# Not repeatable: a second run would return the time that the first run has accepted as the recorded time.
+ACCEPT_CLOCK = _load("accept_clock", repeatable=False)
 
 LOCK_EXCLUSIVE = _load("lock_exclusive")
 READ_ENCODING = _load("read_encoding")

@@ -102,7 +102,8 @@ class _Taker:
 
 class Claimer:
     """Leases jobs of one shard. `revoked` is called with the leases that had expired before their jobs were leased
-    again. `visible` is called with queues whose jobs other claims may just have missed."""
+    again. `visible` is called with queues whose jobs other claims may just have missed. `release` is called with leases
+    that reach no consumer; their attempts must not count."""
 
     def __init__(
         self,
@@ -112,10 +113,12 @@ class Claimer:
         quarantine: Quarantine,
         revoked: Callable[[Sequence[Revocation]], None],
         visible: Callable[[set[QueueId]], None],
+        release: Callable[[OrgId, Sequence[Lease]], None],
     ) -> None:
         self._database = database
         self._revoked = revoked
         self._visible = visible
+        self._release = release
         self._names = names
         self._floors = floors
         self._quarantine = quarantine
@@ -188,7 +191,7 @@ class Claimer:
         if (in_flight := takers[0].request.in_flight) is not None:
             statement = statements.CLAIM_WITHIN_LIMITS
             parameters.update(in_flight._asdict())
-        rows = await self._database.run(statement, parameters)
+        rows: list[Any] = await self._database.run(statement, parameters)
         by_lease = {taker.number: taker for taker in takers}
         began_to_wait = any(row[7] is None for row in rows)
         if began_to_wait:
@@ -237,13 +240,16 @@ class Claimer:
         for number, jobs in suspects.items():
             taker = by_lease[number]
             ending = {job.id for job in unfit.get(number, ())}
+            fit = [job for job in jobs if job.id not in ending]
             try:
-                held = await self._quarantine.contain(taker.request.org, jobs, ending, lease=number)
+                leased = await self._quarantine.contain(taker.request.org, jobs, ending, lease=number)
             except Exception as error:  # noqa: BLE001 - the other takers must not fail because of it
                 errors[number] = error
+                # Nobody may run these jobs unless it is known whether their kinds are quarantined.
+                self._release(taker.request.org, [lease_of(job.id, number) for job in fit])
             else:
-                taker.jobs += [job for job in jobs if job.id not in held and job.id not in ending]
-                taker.again |= bool(held)
+                taker.jobs += [job for job in fit if job.id in leased]
+                taker.again |= any(job.id not in leased for job in fit)
         for number, jobs in unfit.items():
             taker = by_lease[number]
             try:

@@ -147,6 +147,14 @@ class Doorbell:
         committed."""
         self._tell_alone(_QUARANTINES)
 
+    def hints_lost(self) -> None:
+        """Makes all routers, also this one, look into all queues for which consumers wait: something may have been
+        changed on this shard, and nobody knows what (Database.hints_lost)."""
+        self._on_lease_ended(None)
+        self._on_ring(None)
+        self._tell_alone(str(_LEASE_ENDED))
+        self._tell_alone(_ALL)
+
     def _tell_alone(self, sign: str) -> None:
         self._alone.add(sign)
         self._calls += 1

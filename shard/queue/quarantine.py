@@ -88,7 +88,7 @@ class Quarantine:
         self, org: OrgId, jobs: Sequence[Claimed], ending: Collection[JobId], *, lease: int
     ) -> set[JobId]:
         """Looks at jobs that were just leased under this lease number. Records crashes, and sets aside the jobs whose
-        kind is quarantined. Returns the jobs that it has set aside. `ending`: the jobs that are about to be marked dead
+        kind is quarantined. Returns the jobs that keep their lease. `ending`: the jobs that are about to be marked dead
         or cancelled, because they have no attempt left or are past their expires_at."""
         rows: list[tuple[str]] = await self._database.run(
             statements.CONTAIN,
@@ -130,15 +130,15 @@ class Quarantine:
         await self.refresh()
 
     async def release(self, org: OrgId, queue: QueueName, kind: str, *, epoch: int, draining: bool = False) -> bool:
-        """Ends the quarantine of a kind. Returns whether the kind was quarantined. Later sweeps release its jobs.
-        Raises UnknownQueue, NotOwned."""
+        """Ends the quarantine of a kind. Returns whether the kind was quarantined, or may have been: a run whose answer
+        was lost may have ended it. Later sweeps release its jobs. Raises UnknownQueue, NotOwned."""
         parameters = _named(org, queue, kind, epoch, draining=draining)
         rows = await self._database.run(statements.RELEASE_QUARANTINE, parameters)
         if not rows:
             await self._refuse(org, queue, epoch)
         self.on_changed()
         await self.refresh()
-        return bool(rows[0][0])
+        return bool(rows[0][0]) or rows.ran_before
 
     async def _refuse(self, org: OrgId, queue: QueueName, epoch: int) -> NoReturn:
         for error in (await find_refused(self._database, [(org, epoch)])).values():

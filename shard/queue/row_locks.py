@@ -34,7 +34,7 @@ Row = TypeVar("Row", bound=tuple[object, ...])
 
 class RowLocks(Generic[Row]):
     """Remembers which rows of one kind are locked. `find` returns those of the given rows that are locked, without
-    waiting for any lock."""
+    waiting for any lock. It may also return rows that have just been deleted."""
 
     def __init__(self, find: Callable[[Sequence[Row]], Awaitable[Collection[Row]]]) -> None:
         self._find = find
@@ -59,6 +59,10 @@ class RowLocks(Generic[Row]):
             return set()
         try:
             locked = set(await self._find(asked))
+            if locked:
+                # A row that was deleted between the snapshot and the lock seems to be locked. A second look no longer
+                # sees it.
+                locked &= set(await self._find([row for row in asked if row in locked]))
         except RowLocked:
             return set()
         for row in asked:

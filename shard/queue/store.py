@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from shard.errors import IdsOutsideHorizon, RowLocked, ShardUnavailable, UnknownQueue
 from shard.job_id import made_at_ms, to_hex
@@ -105,6 +105,13 @@ class Due:
     quarantines: bool
 
 
+class _Changed(NamedTuple):
+    """What a statement has changed: the answers for its jobs. `ran_before`: see Rows in shard/postgres/pool.py."""
+
+    answers: dict[JobId, Answer]
+    ran_before: bool = False
+
+
 class Store:
     """One shard's queue. `horizon_days` is the maximum age of a job id, and therefore how long a repeated enqueue is
     recognised by its id. `on_visible` is called with the queues of jobs that can be claimed again, `on_revoked` with
@@ -142,6 +149,7 @@ class Store:
             self.quarantine,
             lambda revocations: self.on_revoked(revocations),
             lambda queues: self.on_visible(queues),
+            self.release_soon,
         )
 
         def overdue() -> ShardUnavailable:
@@ -390,19 +398,22 @@ class Store:
 
     async def _signal(self, org: OrgId, job_id: JobId, node: NodeOf, payload: bytes) -> Signalled:
         outcomes: list[str] = []
+        ran_before = False
 
-        async def act(free: Sequence[JobId]) -> dict[JobId, Answer]:
+        async def act(free: Sequence[JobId]) -> _Changed:
+            nonlocal ran_before
             parameters = {"org": org, "id": job_id, "node": str(node), "payload": payload}
             rows = await partitions.finish(self._database, statements.SIGNAL, parameters)
+            ran_before = ran_before or rows.ran_before
             if not rows:
-                return {}
+                return _Changed({})
             ((what, freed_in),) = rows
             outcomes.append(what)
             if what == "taken":
                 self.on_settled([to_hex(job_id)])
             if freed_in:
                 self.on_visible(set(freed_in))
-            return {job_id: Answer.DEPARTING if what == "departing" else Answer.OK}
+            return _Changed({job_id: Answer.DEPARTING if what == "departing" else Answer.OK})
 
         (answer,) = await self._change(
             org, [job_id], act, {"succeeded": Answer.OK, "cancelled": Answer.CANCELLED, "dead": Answer.STALE}
@@ -410,10 +421,15 @@ class Store:
         if "repeated" in outcomes:
             # The commit of the earlier signal may still be waiting for the standby.
             await self._database.run(postgres_statements.WAIT_FOR_STANDBY, {})
-        return Signalled(answer, is_first="taken" in outcomes)
+        is_first = "taken" in outcomes
+        if answer is Answer.OK and ran_before and not is_first:
+            # The run whose answer was lost may have been the first. Then the job has the payload of this signal.
+            records = await self._get(org, [job_id], include_payload=True, bytes_max=ANSWER_BYTES_MAX)
+            is_first = any(payload in (record.result, record.checkpoint) for record in records)
+        return Signalled(answer, is_first=is_first)
 
     async def _cancel(self, org: OrgId, ids: Sequence[JobId], *, reason: str) -> list[Answer]:
-        async def act(free: Sequence[JobId]) -> dict[JobId, Answer]:
+        async def act(free: Sequence[JobId]) -> _Changed:
             rows = await partitions.finish(
                 self._database,
                 statements.CANCEL,
@@ -426,7 +442,7 @@ class Store:
             freed_in = {queue_id for *_, freed in rows for queue_id in freed or ()}
             if freed_in:
                 self.on_visible(freed_in)
-            return {JobId(name): Answer.DEPARTING if departing else Answer.OK for name, departing, *_ in rows}
+            return _Changed({JobId(name): Answer.DEPARTING if departing else Answer.OK for name, departing, *_ in rows})
 
         # If a job moved between the tables job and dead while the statement read them, the statement may not find it.
         # Such a job has none of these states, and is tried again.
@@ -439,32 +455,35 @@ class Store:
 
     async def _redrive(self, org: OrgId, ids: Sequence[JobId]) -> list[Answer]:
         act = partial(self._show, statements.REDRIVE, {"org": org})
-        stale = dict.fromkeys(("blocked", "scheduled", "ready", "leased", "succeeded"), Answer.STALE)
-        return await self._change(org, ids, act, {"cancelled": Answer.CANCELLED, **stale})
+        live = ("scheduled", "ready", "leased")
+        stale = dict.fromkeys(("blocked", *live, "succeeded"), Answer.STALE)
+        return await self._change(org, ids, act, {"cancelled": Answer.CANCELLED, **stale}, changed_in=live)
 
-    async def _show(
-        self, statement: Statement, parameters: Mapping[str, object], ids: Sequence[JobId]
-    ) -> dict[JobId, Answer]:
-        """Runs a statement that may make jobs visible, and notifies the wait room about their queues. Returns the
-        answers for the jobs."""
-        rows: list[tuple[str, QueueId | None]] = await self._database.run(
-            statement, {**parameters, "ids": arrays.plain(ids)}
-        )
+    async def _show(self, statement: Statement, parameters: Mapping[str, object], ids: Sequence[JobId]) -> _Changed:
+        """Runs a statement that may make jobs visible, and notifies the wait room about their queues."""
+        rows = await self._database.run(statement, {**parameters, "ids": arrays.plain(ids)})
         self.on_visible({queue_id for _, queue_id in rows if queue_id is not None})
-        return {JobId(name): Answer.DEPARTING if queue_id is None else Answer.OK for name, queue_id in rows}
+        return _Changed(
+            {JobId(name): Answer.DEPARTING if queue_id is None else Answer.OK for name, queue_id in rows},
+            ran_before=rows.ran_before,
+        )
 
     async def _change(
         self,
         org: OrgId,
         ids: Sequence[JobId],
-        act: Callable[[Sequence[JobId]], Awaitable[dict[JobId, Answer]]],
+        act: Callable[[Sequence[JobId]], Awaitable[_Changed]],
         missed_in: Mapping[str, Answer],
+        *,
+        changed_in: Collection[str] = (),
     ) -> list[Answer]:
         """Changes jobs by id. `act` changes the jobs that it can change, and returns the answers for them. `missed_in`:
         the answers for the other jobs, by their state. A job in none of these states has changed while the statement
-        ran, and is tried again."""
+        ran, and is tried again. `changed_in`: the states in which the answer is OK if a run whose answer was lost may
+        have changed the job."""
         answers: dict[JobId, Answer] = {}
-        was_done_before = False
+        done_before: list[JobId] = []
+        ran_before = False
         remaining: Sequence[JobId] = list(dict.fromkeys(ids))
         ids_by_row = {(org, to_hex(job_id)): job_id for job_id in remaining}
         locked = {ids_by_row[row] for row in await self._locks.expect(ids_by_row)}
@@ -473,27 +492,35 @@ class Store:
             if not free:
                 break
             try:
-                answers.update(await act(free))
+                changed = await act(free)
             except RowLocked:
                 locked |= {ids_by_row[row] for row in await self._locks.find(ids_by_row) if ids_by_row[row] in free}
                 continue
+            answers.update(changed.answers)
+            ran_before = ran_before or changed.ran_before
             missed = [job_id for job_id in free if job_id not in answers]
             records = await self._get(org, missed, include_payload=False, bytes_max=0)
             states = {record.id: record.state for record in records}
             for job_id in missed:
                 if job_id not in states:
                     answers[job_id] = Answer.NOT_FOUND
+                elif ran_before and states[job_id] in changed_in:
+                    answers[job_id] = Answer.OK
+                    done_before.append(job_id)
                 elif states[job_id] in missed_in:
                     answers[job_id] = missed_in[states[job_id]]
-                    was_done_before |= answers[job_id] is Answer.OK
+                    if answers[job_id] is Answer.OK:
+                        done_before.append(job_id)
             remaining = [job_id for job_id in missed if job_id not in answers]
         if locked:
             more = f" (and {len(locked) - 1} more)" if len(locked) > 1 else ""
             raise RowLocked(self.name, f"job {min(locked)}{more}")
         if not remaining:
-            if was_done_before:
+            if done_before:
                 # The commit of the earlier call may still be waiting for the standby.
                 await self._database.run(postgres_statements.WAIT_FOR_STANDBY, {})
+                # Nobody may have been told of these jobs' ends.
+                self.on_settled(map(to_hex, done_before))
             return [answers[job_id] for job_id in ids]
         raise ShardUnavailable(
             self.name, f"{len(remaining)} job(s) of org {org!r} kept changing during the call; try again"
@@ -663,26 +690,36 @@ class Store:
         queues = list({*self._floors.to_sweep(), *awaited})
         await self.names.prove(queues)
         due = await self._look(queues)
+        ready: set[QueueId] = set()
         if due.groups_wait:
-            for queue in await self._groups.sweep(queues):
-                due.first[queue] = due.now
+            ready |= await self._unless_locked(self._groups.sweep(queues))
         if due.ages:
-            await self._move_aged(queues)
+            await self._unless_locked(self._move_aged(queues))
         if due.quarantines:
-            for queue in await self.quarantine.sweep():
-                due.first[queue] = due.now
+            ready |= await self._unless_locked(self.quarantine.sweep())
         else:
             self.quarantine.forget()
+        due.first.update(dict.fromkeys(ready, due.now))
         return due
 
-    async def _move_aged(self, queues: Sequence[QueueId]) -> None:
-        """Moves jobs that have been ready for long to priority 1. No consumer has to be woken: the jobs were ready
-        before."""
+    async def _unless_locked(self, step: Awaitable[set[QueueId]]) -> set[QueueId]:
+        """Does a step of a sweep. If another session holds a lock that the step needs, leaves it to the next sweep: the
+        other steps must not wait for that."""
+        try:
+            return await step
+        except RowLocked as error:
+            _log.info("a part of a sweep is left to the next one: %s", error)
+            return set()
+
+    async def _move_aged(self, queues: Sequence[QueueId]) -> set[QueueId]:
+        """Moves jobs that have been ready for long to priority 1. Returns no queues, because no consumer has to be woken:
+        the jobs were ready before."""
         for at in range(0, len(queues), _PROBE_QUEUES_MAX):
             part = queues[at : at + _PROBE_QUEUES_MAX]
             floors = [floor for queue in part for floor in self._floors.late(queue)]
             parameters = {"queue_ids": arrays.numbers(part), "floors_us": arrays.numbers(floors), "jobs_max": _AGED_MAX}
             await self._database.run(statements.MOVE_AGED, parameters)
+        return set()
 
     async def _look(self, queues: list[QueueId]) -> Due:
         """Looks into these queues, as part of a sweep."""

@@ -18,6 +18,7 @@ from shard.queue.store import Store
 from shard.workflow import KEPT_DAYS, WorkflowId
 from shard.workflows import statements
 
+# How many workflows with ends, and how many with jobs that wait to be released or cancelled, one sweep visits.
 _ROWS = 1_000
 _FORGOTTEN_AT_ONCE = 100
 # While other sessions hold the lock of a workflow, its fold is tried again after this pause, up to this many times.
@@ -29,6 +30,9 @@ _LEFT_MAX = 10_000
 
 # The number of an org on this shard, and the id of a workflow.
 Left = tuple[int, WorkflowId]
+# Before all workflows.
+_FIRST_ARRIVED: Left = (0, WorkflowId("00000000-0000-0000-0000-000000000000"))
+_FIRST_FLOW = 0
 
 
 class _Fold(Enum):
@@ -45,6 +49,9 @@ class WorkflowSweep:
     def __init__(self, database: Database, store: Store) -> None:
         self._database = database
         self._store = store
+        # The workflows after which the next sweep begins.
+        self._after_arrived = _FIRST_ARRIVED
+        self._after_flow = _FIRST_FLOW
         self._left: dict[Left, None] = {}
         self._has_left = asyncio.Event()
 
@@ -61,9 +68,23 @@ class WorkflowSweep:
         await self._finish([])
 
     async def sweep(self) -> None:
-        """Finds up to _ROWS workflows with work that folds have left, and continues their folds."""
-        found = await self._database.run(statements.FIND_UNFOLDED, {"rows": _ROWS})
-        await self._finish([(org_id, WorkflowId(id_)) for org_id, id_ in found])
+        """Finds workflows with work that folds have left, and continues their folds. If there are more than one sweep
+        visits, the next sweep goes on after them."""
+        after_org, after_workflow = self._after_arrived
+        parameters = {
+            "after_org": after_org,
+            "after_workflow": after_workflow,
+            "after_flow": self._after_flow,
+            "rows": _ROWS,
+        }
+        found = await self._database.run(statements.FIND_UNFOLDED, parameters)
+        self._after_arrived, self._after_flow = _FIRST_ARRIVED, _FIRST_FLOW
+        for place, flow, org_id, id_, _ in found:
+            if place == _ROWS and flow is None:
+                self._after_arrived = org_id, WorkflowId(id_)
+            elif place == _ROWS:
+                self._after_flow = flow
+        await self._finish([(org_id, WorkflowId(id_)) for *_, org_id, id_, is_unfolded in found if is_unfolded])
 
     async def finish(self, org_id: int, workflow: WorkflowId) -> None:
         """Continues the fold of a workflow, until no work is left."""

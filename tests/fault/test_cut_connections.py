@@ -16,18 +16,25 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from proof.proxy import Moment, Proxy, grpc_answered, open_proxy, open_proxy_before, through
+from shard.admin import limits
 from shard.admin.queue_admin import OrgBooks, QueueAdmin
-from shard.errors import ShardUnavailable, UnknownQueue
+from shard.errors import InDoubt, ShardUnavailable, UnknownQueue
+from shard.limits import LimitKey, Measure
+from shard.placement import catalog, identity
+from shard.postgres import clock
 from shard.postgres.pool import Database
 from shard.queue.pending_enqueue import Handed, Handover, Taker
 from shard.queue.settle import Nack, Settlement
 from shard.queue.store import Store
 from shard.queue_settings import QueueSettings
-from shard.vocabulary import Answer, Failure, JobId, Lease, OrgId, Outcome
+from shard.vocabulary import Answer, Failure, JobId, Lease, OrgId, Outcome, QueueName, ShardName
 from tests.conftest import CLUSTER, SHARD
 from tests.effort import luck_of, trials
-from tests.jobs import HOUR_US, QUEUE, job_id, job_message, lease_jobs, some_jobs
+from tests.jobs import HOUR_US, QUEUE, ids_of, job_id, job_message, lease_jobs, some_jobs
 from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
+from tests.streams import client
+from tests.timemachine import end_leases
+from tests.workflows import Flows
 from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 ORG = OrgId("cut")
@@ -270,6 +277,153 @@ async def test_a_deletion_of_a_queue_that_is_cut_around_its_commit_is_answered_a
         assert cut.done
         with pytest.raises(UnknownQueue):
             await books.delete_queue(ORG, QUEUE)
+
+
+# ── What a second run of a statement finds is not what the call has done ─────────────────────────────────────────────
+
+
+async def no_leases(database: Database) -> bool:
+    return await database.run(b"SELECT FROM windrow.job WHERE lease IS NOT NULL", {}) == []
+
+
+@pytest.mark.parametrize("moment", Moment)
+async def test_a_claim_whose_look_at_quarantined_kinds_is_cut_hands_out_no_job_without_a_lease(
+    store: Store, proxy: Proxy, fresh_database: Database, moment: Moment
+) -> None:
+    await store.enqueue(some_jobs(ORG))
+    jobs = some_jobs(ORG, 2)
+    jobs.kinds[:] = ["poison"] * 2
+    await store.quarantine.add(ORG, QUEUE, "poison", "", epoch=1)
+    await store.enqueue(jobs)
+    # The claim itself does not name the job.
+    cut = proxy.cut_at(jobs.ids[0].encode(), moment)
+    ((job, lease),) = await lease_jobs(store, ORG)
+    assert cut.done
+    assert job.kind != "poison"
+    assert await store.settle(Settlement.ack(ORG, [lease])) == [Answer.OK]
+    assert await no_leases(fresh_database)
+    records = await store.get(ORG, ids_of(jobs), include_payload=False)
+    assert [(record.state, record.attempt) for record in records] == [("ready", 0)] * 2
+
+
+async def test_a_crash_in_a_last_attempt_is_recorded_once_if_the_answer_is_lost(
+    store: Store, proxy: Proxy, fresh_database: Database
+) -> None:
+    await QueueAdmin(fresh_database).create_queue(ORG, QUEUE, QueueSettings(quarantine_after=9))
+    await store.enqueue(jobs := some_jobs(ORG, max_attempts=1))
+    for count in (1, 2):
+        await lease_jobs(store, ORG)
+        assert await end_leases(fresh_database, ORG) == 1
+        cut = proxy.cut_at(jobs.ids[0].encode(), Moment.ANSWERED)
+        assert await lease_jobs(store, ORG) == []
+        assert cut.done
+        assert await fresh_database.run(b"SELECT count(*) FROM windrow.crash", {}) == [(count,)]
+        # The next crash of the same job counts.
+        assert await store.redrive(ORG, ids_of(jobs)) == [Answer.OK]
+
+
+@pytest.mark.parametrize("moment", Moment)
+async def test_a_redrive_of_jobs_that_is_cut_is_ok_and_a_later_one_is_stale(
+    store: Store, proxy: Proxy, moment: Moment
+) -> None:
+    await store.enqueue(jobs := some_jobs(ORG, 2))
+    kills = [
+        Nack(lease=lease, failure=Failure(message="no", permanent=True)) for _, lease in await lease_jobs(store, ORG)
+    ]
+    await store.settle(Settlement.nack(ORG, kills))
+    cut = proxy.cut_at(jobs.ids[0].encode(), moment)
+    assert await store.redrive(ORG, ids_of(jobs)) == [Answer.OK] * 2
+    assert cut.done
+    assert await store.redrive(ORG, ids_of(jobs)) == [Answer.STALE] * 2
+    assert {job.id for job, _ in await lease_jobs(store, ORG)} == set(jobs.ids)
+
+
+@pytest.mark.parametrize("moment", Moment)
+async def test_an_end_of_a_quarantine_that_is_cut_is_told_as_made(store: Store, proxy: Proxy, moment: Moment) -> None:
+    await store.enqueue(some_jobs(ORG))
+    await store.quarantine.add(ORG, QUEUE, "poison", "", epoch=1)
+    cut = proxy.cut_at(b"poison", moment)
+    assert await store.quarantine.release(ORG, QUEUE, "poison", epoch=1)
+    assert cut.done
+    assert not await store.quarantine.release(ORG, QUEUE, "poison", epoch=1)
+
+
+@pytest.mark.parametrize("moment", Moment)
+async def test_a_limit_whose_removal_is_cut_is_told_as_removed(
+    fresh_dsn: str, proxy: Proxy, fresh_database: Database, moment: Moment
+) -> None:
+    await identity.admit(fresh_database, fresh_database, cluster=CLUSTER)
+    key = LimitKey(ORG, QueueName(""), Measure.JOBS)
+    await limits.set_limit(fresh_database, key, amount=1, interval_us=HOUR_US)
+    database = Database(SHARD, through(fresh_dsn, proxy), connections=1)
+    await database.open()
+    cut = proxy.cut_at(ORG.encode(), moment)
+    assert await limits.clear(database, key)
+    assert cut.done
+    assert not await limits.clear(database, key)
+    await database.close()
+
+
+@pytest.mark.parametrize("is_early", [False, True], ids=["released", "blocked"])
+@pytest.mark.parametrize("moment", Moment)
+async def test_a_first_signal_that_is_cut_is_the_first(
+    store: Store, proxy: Proxy, fresh_database: Database, moment: Moment, is_early: bool
+) -> None:
+    flows = Flows(fresh_database, ORG)
+    flow = await flows.start({"build": [], "approve": ["build"]}, signals=["approve"])
+    if not is_early:
+        await flows.run_all()
+    cut = proxy.cut_at(b"first signal", moment)
+    assert await flows.signal(flow, "approve", b"first signal", at=store)
+    assert cut.done
+    cut = proxy.cut_at(b"second signal", moment)
+    assert not await flows.signal(flow, "approve", b"second signal", at=store)
+    assert cut.done
+
+
+async def test_changes_whose_second_answer_would_be_that_there_was_nothing_to_do_are_not_made_twice(
+    fresh_dsn: str, proxy: Proxy
+) -> None:
+    database = Database(SHARD, through(fresh_dsn, proxy), connections=1)
+    await database.open()
+    acts: dict[bytes, Callable[[], Awaitable[object]]] = {
+        b"setval": lambda: clock.accept(database),
+        b"former_owner": lambda: catalog.forget_owner(database, ShardName("gone"), force=True),
+    }
+    for written, act in acts.items():
+        cut = proxy.cut_at(written, Moment.ANSWERED)
+        with pytest.raises(InDoubt, match="the change may have been made nevertheless"):
+            await act()
+        assert cut.done
+    await database.close()
+
+
+@pytest.mark.parametrize("consumers_router", ["the same router", "another router"])
+async def test_a_release_whose_answer_is_lost_wakes_a_consumer_before_any_sweep(
+    fresh_dsn: str, proxy: Proxy, tmp_path: Path, consumers_router: str
+) -> None:
+    shards: dict[str, str] = {SHARD: through(fresh_dsn, proxy)}
+    one = write_cluster(tmp_path / "one.toml", shards, name=CLUSTER, sweep_seconds=3600)
+    other = write_cluster(tmp_path / "other.toml", shards, name=CLUSTER, sweep_seconds=3600)
+    async with (
+        routers_beside(one) as routers,
+        routers_beside(other) as others,
+        client(routers.address) as near,
+        client(others.address) as far,
+    ):
+        (job,) = await near.enqueue(ORG, job_message(id=job_id(), queue=QUEUE, kind="greet"))
+        (leased,) = await near.dequeue(ORG, QUEUE)
+        consumer = near if consumers_router == "the same router" else far
+        waiting = asyncio.create_task(consumer.dequeue(ORG, QUEUE, wait_s=PATIENCE_S))
+        # A router runs statements in turn, so two calls come after the first claim of the consumer.
+        for _ in range(2):
+            await asyncio.sleep(0)
+            await consumer.dequeue(ORG, "nothing")
+        cut = proxy.cut_at(job.replace("-", "").encode(), Moment.ANSWERED)
+        released = await near.queue.Release(queue_pb2.ReleaseRequest(org=ORG, leases=[leased.lease]))
+        assert (cut.done, list(released.answers)) == (True, [job_pb2.JOB_ANSWER_OK])
+        async with asyncio.timeout(PATIENCE_S):
+            assert [one.id for one in await waiting] == [job]
 
 
 async def test_callers_cancelled_while_connections_break_cost_no_connection(fresh_dsn: str) -> None:

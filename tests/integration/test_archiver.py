@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import sys
 from collections.abc import AsyncGenerator, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import grpc
@@ -16,10 +18,11 @@ import pytest
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.common.v1 import common_pb2
 
-from archiver import service
+from archiver import reporting, service
 from archiver.run import AnotherArchives, Pass
+from shard.admin import audit
 from shard.admin.queue_admin import QueueAdmin
-from shard.errors import ShardUnavailable
+from shard.errors import ClocksDiffer, ShardUnavailable
 from shard.placement.file_watcher import WatchedFile
 from shard.postgres.leader_lock import ARCHIVER, leader_session
 from shard.queue.settle import Settlement
@@ -29,7 +32,7 @@ from tests.balancers import Field, open_field, until
 from tests.jobs import lease_jobs, some_jobs
 from tests.postgres import Server
 from tests.routers import CHECKOUT
-from tests.timemachine import age_finished
+from tests.timemachine import SetClock, age_finished
 
 A, B = ShardName("s1"), ShardName("s2")
 
@@ -189,3 +192,34 @@ async def test_what_a_pass_did_is_told_as_metrics_where_the_environment_wants_th
     assert sink.numbers["windrow.archiver.bytes", "s1 turned cold"] > 0
     assert sink.numbers["windrow.archiver.pass.duration", "s1 done"] == 1
     assert sink.numbers["windrow.archiver.pass.duration", "s2 ShardUnavailable"] == 1
+
+
+@pytest.mark.parametrize("ahead", [timedelta(days=400), -timedelta(hours=2)], ids=["ahead", "behind"])
+async def test_where_a_shards_clock_differs_from_the_archivers_by_more_than_an_hour_nothing_is_deleted(
+    field: Field, org: OrgId, ahead: timedelta, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = SetClock.of(field.dsns[A])
+    field.write(s1={"dsn": clock.dsn}, s2={})
+    await finished_before(field, org, days=40)
+    entry = audit.intent(principal="operator", peer="", method="PurgeQueue", org=org, request={})
+    await audit.begin(field.catalog, [entry])
+    clock.set(ahead)
+    outcomes = await once(field)
+    assert isinstance(outcomes[A], ClocksDiffer)
+    assert isinstance(outcomes[B], Pass)
+    # The audit log is in the database of s1.
+    assert [record.message for record in caplog.records if "audit log" in record.message] != []
+    assert await field.catalog.run(b"SELECT id::text FROM windrow.audit", {}) == [(entry.id,)]
+    reporting.log(A, outcomes[A])
+    assert caplog.records[-1].levelno == logging.ERROR
+    assert caplog.records[-1].message.startswith("shard 's1': its clock shows ")
+    command = (sys.executable, "-m", "cli.main", "archiver", "--once", "--json", "--config", str(field.config))
+    done = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, cwd=CHECKOUT)
+    out, _ = await done.communicate()
+    assert done.returncode == 5
+    assert "nothing is deleted by its clock" in json.loads(out.splitlines()[0])["error"]
+    # Half an hour is no reason to stop.
+    clock.set(timedelta(minutes=30))
+    passed = (await once(field))[A]
+    assert isinstance(passed, Pass)
+    assert [aged.jobs for aged in passed.dropped] == [2]

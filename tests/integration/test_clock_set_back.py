@@ -16,7 +16,7 @@ import pytest
 
 from shard.admin.queue_admin import QueueAdmin
 from shard.errors import ClockSetBack
-from shard.postgres import clock
+from shard.postgres import clock, partitions
 from shard.postgres.pool import Database
 from shard.queue.settle import Nack, Settlement
 from shard.queue.store import Store
@@ -96,6 +96,28 @@ async def test_a_job_that_finished_while_the_clock_was_set_back_is_known_when_it
     assert await store.enqueue(jobs) == {0: jobs.ids[0]}
     (record,) = await store.get(org, ids_of(jobs), include_payload=False)
     assert record.state in ("succeeded", "cancelled")
+
+
+@pytest.mark.parametrize("ahead", [timedelta(days=3), timedelta(days=4000)], ids=["3 days", "years"])
+async def test_a_job_finishes_on_a_shard_whose_clock_was_days_ahead(
+    set_clock: SetClock, shard: Database, org: OrgId, ahead: timedelta
+) -> None:
+    """The router that finishes it has not noticed yet that the clock was set back."""
+    store = Store(shard)
+    _, leases = await held_by(store, org)
+    await partitions.make_ahead(shard)
+    before = await partitions_of(shard)
+    set_clock.set(RIGHT + ahead)
+    await store.clock.record()
+    set_clock.set(RIGHT)
+    assert await Store(shard).settle(Settlement.ack(org, leases)) == [Answer.OK]
+    # Only the days that are needed have got partitions: that of the recorded time, and the one after it.
+    assert len(await partitions_of(shard) - before) == 2
+
+
+async def partitions_of(database: Database) -> set[str]:
+    rows = await database.run(b"SELECT c.relname FROM pg_class c WHERE c.relname ~ '^finished_\\d+_\\d{8}$'", {})
+    return {name for (name,) in rows}
 
 
 async def test_a_shard_whose_clock_was_set_back_takes_no_calls_until_it_has_caught_up(

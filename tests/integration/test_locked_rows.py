@@ -14,7 +14,7 @@ import pytest
 from shard.admin.queue_admin import QueueAdmin
 from shard.errors import RowLocked
 from shard.postgres.pool import Database
-from shard.queue import statements
+from shard.queue import row_locks, statements
 from shard.queue.settle import Nack, Settlement
 from shard.queue.store import Store
 from shard.vocabulary import Answer, JobId, Lease, OrgId
@@ -176,7 +176,7 @@ async def test_one_verb_learns_from_another_that_a_job_is_locked(
 async def test_a_lock_that_is_held_for_a_moment_is_waited_for(
     module_dsn: str, database: Database, org: OrgId, verb: str
 ) -> None:
-    patient = Database(SHARD, module_dsn, shared_lock_wait_s=30.0)
+    patient = Database(SHARD, module_dsn, short_lock_wait_s=30.0)
     await patient.open()
     try:
         store, act = Store(patient), ACTS[verb]
@@ -363,11 +363,41 @@ async def test_where_nothing_is_locked_nobody_looks_for_locks(recorder: Recorder
     async with locked_job(module_dsn, leases[1]):
         with pytest.raises(RowLocked):
             await store.settle(Settlement.ack(org, leases[1:2]))
+    # A second look confirms that the job is locked.
+    assert recorder.count(statements.FIND_LOCKED_JOBS, since=before) == 2
     # The store looks once more, for any job of the org.
     assert await store.settle(Settlement.ack(org, leases[2:])) == [OK]
-    assert recorder.count(statements.FIND_LOCKED_JOBS, since=before) == 2
+    assert recorder.count(statements.FIND_LOCKED_JOBS, since=before) == 3
     assert await store.settle(Settlement.ack(org, leases[1:2])) == [OK]
-    assert recorder.count(statements.FIND_LOCKED_JOBS, since=before) == 2
+    assert recorder.count(statements.FIND_LOCKED_JOBS, since=before) == 3
+
+
+async def test_a_job_that_is_deleted_while_locks_are_looked_for_is_not_locked(
+    fresh_dsn: str, fresh_database: Database, org: OrgId
+) -> None:
+    store = Store(fresh_database)
+    (lease,) = await held_by(store, org)
+    # The look takes its snapshot, and then waits here before it looks at the job.
+    await fresh_database.run(
+        b"""
+        CREATE OR REPLACE FUNCTION windrow.org_ids(orgs text[]) RETURNS integer[]
+        LANGUAGE plpgsql STABLE SET lock_timeout = 0 AS $$
+        BEGIN
+            PERFORM pg_advisory_xact_lock(4711);
+            RETURN array_agg((SELECT o.org_id FROM windrow.org o WHERE o.org = n.org) ORDER BY n.position)
+                FROM unnest(orgs) WITH ORDINALITY AS n (org, position);
+        END
+        $$
+        """,
+        {},
+    )
+    async with forgotten(fresh_dsn, "SELECT pg_advisory_xact_lock(4711)") as session:
+        looking = asyncio.create_task(row_locks.of_jobs(fresh_database).find([(org, lease.job_hex)]))
+        await until_blocked(fresh_database)
+        async with await psycopg.AsyncConnection.connect(fresh_dsn) as other:
+            await other.execute("DELETE FROM windrow.job")
+        await session.rollback()
+        assert await looking == set()
 
 
 def test_statements_that_take_turns_on_a_connection_wait_alike() -> None:
@@ -381,4 +411,4 @@ def test_statements_that_take_turns_on_a_connection_wait_alike() -> None:
         statements.PROBE,
         statements.SWEEP,
     )
-    assert all(one.shared for one in hot)
+    assert all(one.short_lock_wait for one in hot)

@@ -9,6 +9,7 @@ import pytest
 
 import windrow
 from shard.admin.queue_admin import QueueAdmin
+from shard.errors import RowLocked, ShardUnavailable
 from shard.postgres.pool import Database
 from shard.queue import statements
 from shard.queue.quarantine import PAUSE_S, PAUSE_S_MAX
@@ -446,6 +447,35 @@ async def test_claims_of_queues_without_trouble_send_no_further_statement(record
     before = len(recorder.runs)
     await lease_jobs(store, org)
     assert recorder.count(statements.CONTAIN, since=before) == 0
+
+
+@pytest.mark.parametrize("row_locked", [False, True], ids=["away", "locked"])
+async def test_a_claim_that_cannot_look_at_lost_jobs_gives_them_back_and_the_attempt_does_not_count(
+    recorder: Recorder, database: Database, books: QueueAdmin, org: OrgId, row_locked: bool
+) -> None:
+    await books.create_queue(org, QUEUE, QueueSettings(quarantine_after=AFTER))
+    store = Store(recorder)
+    await store.enqueue(jobs := jobs_of("innocent", org, 2))
+    await lease_jobs(store, org)
+    await end_leases(database, org)
+    recorder.fail(statements.CONTAIN, error=RowLocked(SHARD, "a crash") if row_locked else None)
+    with pytest.raises(ShardUnavailable):
+        await lease_jobs(store, org)
+    await store.finish()
+    assert await attempts(store, org, jobs) == [("ready", 1)] * 2
+    recorder.fail_no_more()
+    assert len(await lease_jobs(store, org)) == 2
+
+
+async def test_a_sweep_that_meets_a_lock_on_quarantines_finds_ready_jobs_nevertheless(
+    recorder: Recorder, org: OrgId
+) -> None:
+    store = Store(recorder)
+    await store.enqueue(jobs_of("innocent", org))
+    await store.quarantine.add(org, QUEUE, "poison", "", epoch=1)
+    recorder.fail(statements.FORGET_CRASHES, error=RowLocked(SHARD, "a crash"))
+    (number,) = (await store.names.find([(org, QUEUE)])).values()
+    assert number in (await store.sweep([number])).first
 
 
 async def test_the_history_of_a_job_that_is_set_aside_has_each_crash_once(

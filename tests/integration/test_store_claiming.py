@@ -7,7 +7,6 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any
 
 import psycopg
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from shard.admin.queue_admin import QueueAdmin
 from shard.errors import ShardUnavailable
 from shard.lease_token import parse_token, token
-from shard.postgres.pool import Database
+from shard.postgres.pool import Database, Rows
 from shard.queue import statements
 from shard.queue.claim import CLAIM_BYTES_MAX, ClaimResult
 from shard.queue.settle import Settlement
@@ -438,7 +437,7 @@ class Answered(Recorder):
         self.committed = asyncio.Event()
         self.let_go = asyncio.Event()
 
-    async def run(self, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
+    async def run(self, statement: bytes, parameters: Mapping[str, object]) -> Rows:
         rows = await super().run(statement, parameters)
         if self.holds and statement == statements.CLAIM:
             self.committed.set()

@@ -96,7 +96,7 @@ async def test_new_queues_of_many_orgs_cost_no_more_statements_than_one(recorder
 async def test_what_comes_while_enqueues_are_under_way_goes_together(module_dsn: str, org: OrgId) -> None:
     # The lock wait is long, so that a statement that waits for a lock is not cancelled and run again, even if this
     # test is slow.
-    recorder = Recorder(SHARD, module_dsn, shared_lock_wait_s=PATIENCE_S)
+    recorder = Recorder(SHARD, module_dsn, short_lock_wait_s=PATIENCE_S)
     await recorder.open()
     store = Store(recorder)
     await store.enqueue(some_jobs(org, 1))
@@ -726,7 +726,7 @@ async def test_a_call_that_is_stored_plain_and_beside_options_by_two_routers_doe
 ) -> None:
     """The statements take different forms, but lock the jobs in one order, also if the queues have another order."""
     # A statement that gives up its wait for a lock would end a deadlock unseen, so statements wait for long.
-    database = Database(SHARD, module_dsn, connections=8, shared_lock_wait_s=PATIENCE_S)
+    database = Database(SHARD, module_dsn, connections=8, short_lock_wait_s=PATIENCE_S)
     database._tries = 0
     await database.open()
     try:

@@ -67,6 +67,37 @@ async def test_paused_workflows_hide_nothing_from_the_sweep(
     assert await flows.claim() == {"n1"}
 
 
+async def test_more_workflows_than_a_sweep_visits_hide_none_of_them(
+    flows: Flows, module_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep_module, "_ROWS", 2)
+    first = await flows.start({"a": [], "b": ["a"]})
+    for _ in range(5):
+        paused = await flows.start({"root": [], "next": ["root"]})
+        await flows.claim()
+        await flows.admin.set_paused(flows.org, paused.id, paused=True, epoch=1)
+        await flows.ack("root")
+    last = await flows.start({"y": [], "z": ["y"]})
+    await flows.claim()
+    # The workflows of other tests of this module may wait too.
+    waiting = b"SELECT DISTINCT flow FROM windrow.workflow_node WHERE state IN ('due', 'doomed')"
+    async with await psycopg.AsyncConnection.connect(module_dsn) as other:
+        locked = [flows.job(first, "b"), flows.job(last, "z")]
+        await other.execute("SELECT FROM windrow.job WHERE id = ANY (%s::uuid[]) FOR UPDATE", [locked])
+        await flows.ack("a", "y")
+        sweeps = -(-len(await flows.database.run(waiting, {})) // 2)
+        assert sweeps > 3
+        # One sweep before the one that visits the last workflow.
+        for _ in range(sweeps - 1):
+            await flows.sweep.sweep()
+    await flows.sweep.sweep()
+    assert await flows.claim() == {"z"}
+    # After the last workflow, the sweeps begin again.
+    for _ in range(sweeps):
+        await flows.sweep.sweep()
+    assert await flows.claim() == {"b"}
+
+
 # ── Skip ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -159,7 +159,11 @@ def statements_about(one: One) -> Mapping[str, tuple[Statement, Mapping[str, obj
             20,
         ),
         "cancel_workflow": (statements.CANCEL_WORKFLOW, {"flow": one.flow, "reason": "why"}, 20),
-        "find_unfolded": (statements.FIND_UNFOLDED, {"rows": 1000}, 3_000),
+        "find_unfolded": (
+            statements.FIND_UNFOLDED,
+            {"after_org": 0, "after_workflow": "00000000-0000-0000-0000-000000000000", "after_flow": 0, "rows": 1000},
+            3_000,
+        ),
         "forget_workflows": (statements.FORGET_WORKFLOWS, {"days": 30, "rows": 1}, 30_000),
         "fold_workflows": (
             placement_statements.FOLD_WORKFLOWS,

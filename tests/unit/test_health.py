@@ -128,7 +128,7 @@ FACTS = Facts(
     indexes=[READY],
     holders=[SESSION._replace(held_s=0.5), SLOT],
     checkpoints=Checkpoints(timed=100, requested=3, wal_bytes=100 * GB),
-    clock=Clock(0.0),
+    clock=Clock(0.0, 0.0),
     missing=[],
 )
 
@@ -152,7 +152,7 @@ def test_the_worst_comes_first() -> None:
         indexes=[],
         holders=[SESSION],
         checkpoints=FACTS.checkpoints,
-        clock=Clock(30.0),
+        clock=Clock(30.0, 0.0),
         missing=[],
     )
     assert [one.severity for one in judge(facts)] == [CRITICAL, WARNING, NOTICE]
@@ -160,10 +160,19 @@ def test_the_worst_comes_first() -> None:
 
 
 def test_a_clock_that_was_set_back_by_more_than_a_minute_is_critical() -> None:
-    assert not list(judge_clock(Clock(60.0)))
-    finding = only(judge_clock(Clock(7325.0)))
+    assert not list(judge_clock(Clock(60.0, 0.0)))
+    finding = only(judge_clock(Clock(7325.0, 0.0)))
     assert finding.severity is CRITICAL
     assert "is 2h2m behind the latest time" in finding.what
+
+
+def test_a_clock_that_differs_from_that_of_this_machine_by_more_than_an_hour_is_critical() -> None:
+    assert not list(judge_clock(Clock(0.0, 3600.0)))
+    assert not list(judge_clock(Clock(0.0, -3600.0)))
+    for ahead_s, where in ((7325.0, "ahead of"), (-7325.0, "behind")):
+        finding = only(judge_clock(Clock(0.0, ahead_s)))
+        assert finding.severity is CRITICAL
+        assert f"is 2h2m {where} the clock of this machine" in finding.what
 
 
 # ── What is held ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,5 +1,7 @@
 -- How many seconds the server's clock is behind the latest time that it has shown. Also 0 if the database has no schema
--- yet, because the doctor examines such a database too.
-SELECT greatest(coalesce(max(s.last_value), 0) / 1000000.0 - extract(epoch FROM now()), 0)::float8
+-- yet, because the doctor examines such a database too. And the time of this clock, in seconds since 1970.
+SELECT
+    greatest(coalesce(max(s.last_value), 0) / 1000000.0 - extract(epoch FROM now()), 0)::float8,
+    extract(epoch FROM now())::float8
 FROM pg_sequences s
 WHERE s.schemaname = 'windrow' AND s.sequencename = 'clock'

@@ -2,19 +2,24 @@
 -- for each UTC day from yesterday on. Returns a partition's name, its retention, its day, and the day after. The
 -- partition of a whole retention has NULL for both days, and comes before the partitions of its days. Yesterday needs
 -- no partition if it has turned cold. Today and later days need a partition even then, because the clock may have been
--- set back.
+-- set back. If the clock is behind the latest recorded time, jobs finish on the day of that time.
 WITH kept AS (
     SELECT coalesce(q.kept, {{retention_default}}) AS retention FROM windrow.queue q UNION SELECT {{retention_default}}
+), needed AS (
+    SELECT days.day
+    FROM generate_series(-1, %(days_ahead)s) AS n
+    CROSS JOIN LATERAL (SELECT (now() AT TIME ZONE 'UTC')::date + n::integer AS day) days
+    WHERE n >= 0 OR days.day + 1 > (SELECT a.until AT TIME ZONE 'UTC' FROM windrow.archive a)
+    UNION
+    SELECT ({{finish_time}} AT TIME ZONE 'UTC')::date + n::integer FROM generate_series(0, %(days_ahead)s) AS n
 )
 SELECT p.name, p.retention, to_char(p.day, 'YYYY-MM-DD'), to_char(p.day + 1, 'YYYY-MM-DD')
 FROM (
     SELECT 'finished_' || kept.retention AS name, kept.retention, NULL::date AS day FROM kept
     UNION ALL
-    SELECT 'finished_' || kept.retention || '_' || to_char(days.day, 'YYYYMMDD'), kept.retention, days.day
+    SELECT 'finished_' || kept.retention || '_' || to_char(needed.day, 'YYYYMMDD'), kept.retention, needed.day
     FROM kept
-    CROSS JOIN generate_series(-1, %(days_ahead)s) AS n
-    CROSS JOIN LATERAL (SELECT (now() AT TIME ZONE 'UTC')::date + n::integer AS day) days
-    WHERE n >= 0 OR days.day + 1 > (SELECT a.until AT TIME ZONE 'UTC' FROM windrow.archive a)
+    CROSS JOIN needed
 ) p
 WHERE to_regclass('windrow.' || p.name) IS NULL
 ORDER BY p.retention, p.day NULLS FIRST

@@ -1,16 +1,19 @@
 -- Looks at jobs that a claim has just leased. A job is lost if its previous lease had expired. Records a crash for each
 -- kind that has a job which was lost in two attempts in a row, or in its last attempt. Sets aside the jobs whose kind
 -- is quarantined, except the kind's trial. Sets the trial aside, too, if it was lost. The present lease of a job that
--- is set aside does not count as an attempt. Returns the ids of the jobs that were set aside.
+-- is set aside does not count as an attempt.
+--
+-- Returns the ids of the jobs that keep the lease, and not those of the jobs that were set aside: if the statement runs
+-- again because its answer was lost, it finds no lease on the jobs that the first run has set aside.
 WITH leased AS MATERIALIZED (
     SELECT
-        j.id, j.queue_id, j.kind, n.ends, n.lost,
+        j.id, j.queue_id, j.kind, j.leased_at, n.ends, n.lost,
         n.lost AND j.history -> -1 ->> 'outcome' = 'expired'
             AND (n.ends OR j.history -> -2 ->> 'outcome' = 'expired') AS crashed
     FROM unnest(%(ids)s::uuid[], %(lost)s::boolean[], %(ends)s::boolean[]) AS n (id, lost, ends)
     -- Finds the job by its id alone: see extend.sql.
     CROSS JOIN LATERAL (
-        SELECT j.id, j.queue_id, j.kind, j.history
+        SELECT j.id, j.queue_id, j.kind, j.leased_at, j.history
         FROM windrow.job j
         WHERE j.id = ANY (ARRAY[n.id])
             AND (j.lease = %(lease)s
@@ -24,11 +27,14 @@ WITH leased AS MATERIALIZED (
     CROSS JOIN LATERAL (SELECT q.quarantine_after FROM windrow.queue q WHERE q.queue_id = l.queue_id OFFSET 0) q
     WHERE l.crashed AND q.quarantine_after IS NOT NULL
         AND NOT EXISTS (SELECT FROM windrow.quarantine k WHERE k.queue_id = l.queue_id AND k.kind = l.kind)
+        -- A first run of this statement has recorded the crash already.
+        AND NOT EXISTS (
+            SELECT
+            FROM windrow.crash c
+            WHERE c.queue_id = l.queue_id AND c.kind = l.kind AND c.job_id = l.id AND c.at >= l.leased_at
+        )
     ORDER BY l.queue_id, l.kind, l.id
-)
-UPDATE windrow.job j
-SET attempt = j.attempt - 1, visible_at = 'infinity', lease = NULL, leased_at = NULL, worker = NULL, log = NULL
-FROM (
+), held AS MATERIALIZED (
     SELECT l.id
     FROM leased l
     CROSS JOIN LATERAL (
@@ -36,8 +42,12 @@ FROM (
     ) k
     WHERE NOT l.ends AND (l.lost OR k.trial_id IS DISTINCT FROM l.id)
     ORDER BY l.id
-) held
-WHERE j.id = ANY (ARRAY[held.id])
-    AND (j.lease = %(lease)s
-        AND {{org_of(j)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)) IS TRUE
-RETURNING j.id::text
+), contained AS (
+    UPDATE windrow.job j
+    SET attempt = j.attempt - 1, visible_at = 'infinity', lease = NULL, leased_at = NULL, worker = NULL, log = NULL
+    FROM held
+    WHERE j.id = ANY (ARRAY[held.id])
+        AND (j.lease = %(lease)s
+            AND {{org_of(j)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)) IS TRUE
+)
+SELECT l.id::text FROM leased l WHERE l.id NOT IN (SELECT held.id FROM held)

@@ -1,14 +1,22 @@
--- Returns up to `rows` workflows of this shard that must be folded. They have ends that nobody has taken in, which is
--- rare, or jobs that could not be released or cancelled because they were locked, or were on another shard.
+-- Visits workflows that may have to be folded, and returns which of them must be: those of this shard that have ends
+-- which nobody has taken in, which is rare, or jobs that could not be released or cancelled because they were locked,
+-- or were on another shard.
 --
--- Steps from workflow to workflow in the indexes, with one lookup for each workflow. So a workflow that is paused, or
--- that moves, does not hide other workflows, however many of its nodes wait.
+-- Visits up to `rows` workflows with ends, from the one after `after_org` and `after_workflow` on, and up to `rows`
+-- workflows with nodes that wait to be released or cancelled, from the one after `after_flow` on. Steps from workflow
+-- to workflow in the indexes, with one lookup for each workflow. Also returns the last workflows that it has visited,
+-- those at the place `rows`, so that the caller can go on after them: otherwise many workflows that are paused, or that
+-- move, would hide the others.
 WITH RECURSIVE arrived AS (
     (
-        SELECT a.org_id, a.workflow FROM windrow.workflow_arrival a ORDER BY a.org_id, a.workflow LIMIT 1
+        SELECT 1 AS place, a.org_id, a.workflow
+        FROM windrow.workflow_arrival a
+        WHERE (a.org_id, a.workflow) > (%(after_org)s::integer, %(after_workflow)s::uuid)
+        ORDER BY a.org_id, a.workflow
+        LIMIT 1
     )
     UNION ALL
-    SELECT a.org_id, a.workflow
+    SELECT b.place + 1, a.org_id, a.workflow
     FROM arrived b
     CROSS JOIN LATERAL (
         SELECT a.org_id, a.workflow
@@ -17,12 +25,17 @@ WITH RECURSIVE arrived AS (
         ORDER BY a.org_id, a.workflow
         LIMIT 1
     ) a
+    WHERE b.place < %(rows)s
 ), unfinished AS (
     (
-        SELECT n.flow FROM windrow.workflow_node n WHERE n.state IN ('due', 'doomed') ORDER BY n.flow LIMIT 1
+        SELECT 1 AS place, n.flow
+        FROM windrow.workflow_node n
+        WHERE n.state IN ('due', 'doomed') AND n.flow > %(after_flow)s
+        ORDER BY n.flow
+        LIMIT 1
     )
     UNION ALL
-    SELECT n.flow
+    SELECT u.place + 1, n.flow
     FROM unfinished u
     CROSS JOIN LATERAL (
         SELECT n.flow
@@ -31,27 +44,38 @@ WITH RECURSIVE arrived AS (
         ORDER BY n.flow
         LIMIT 1
     ) n
-)
-SELECT f.org_id, f.workflow::text
-FROM (
-    SELECT a.org_id, a.workflow FROM arrived a
-    UNION
-    SELECT w.org_id, w.id
+    WHERE u.place < %(rows)s
+), visited AS (
+    SELECT a.place, NULL::bigint AS flow, a.org_id, a.workflow AS id, NULL::timestamptz AS paused_at FROM arrived a
+    UNION ALL
+    SELECT u.place, u.flow, w.org_id, w.id, w.paused_at
     FROM unfinished u
-    CROSS JOIN LATERAL (
+    LEFT JOIN LATERAL (
         SELECT w.org_id, w.id, w.paused_at FROM windrow.workflow w WHERE w.flow = u.flow OFFSET 0
-    ) w
-    CROSS JOIN LATERAL (
-        SELECT
-        FROM windrow.workflow_node n
-        CROSS JOIN LATERAL (
-            SELECT FROM windrow.job j WHERE j.id = n.job_id AND {{org_of(j)}} = w.org_id AND {{is_blocked(j)}} OFFSET 0
-        ) j
-        WHERE n.flow = u.flow AND n.state IN ('due', 'doomed') AND (n.state = 'doomed' OR w.paused_at IS NULL)
-        LIMIT 1
-    ) n
+    ) w ON true
+)
+SELECT f.*
+FROM (
+    SELECT
+        v.place, v.flow, v.org_id, v.id::text,
+        CASE
+            WHEN s.state IS DISTINCT FROM 'owned' THEN false
+            WHEN v.flow IS NULL THEN true
+            ELSE EXISTS (
+                SELECT
+                FROM windrow.workflow_node n
+                CROSS JOIN LATERAL (
+                    SELECT
+                    FROM windrow.job j
+                    WHERE j.id = n.job_id AND {{org_of(j)}} = v.org_id AND {{is_blocked(j)}}
+                    OFFSET 0
+                ) j
+                WHERE n.flow = v.flow AND n.state IN ('due', 'doomed') AND (n.state = 'doomed' OR v.paused_at IS NULL)
+            )
+        END AS is_unfolded
+    FROM visited v
+    LEFT JOIN LATERAL (SELECT o.slot FROM windrow.org o WHERE o.org_id = v.org_id OFFSET 0) o ON true
+    LEFT JOIN LATERAL (SELECT s.state FROM windrow.owned_slot s WHERE s.slot = o.slot OFFSET 0) s ON true
+    OFFSET 0
 ) f
-CROSS JOIN LATERAL (SELECT o.slot FROM windrow.org o WHERE o.org_id = f.org_id OFFSET 0) o
-CROSS JOIN LATERAL (SELECT s.state FROM windrow.owned_slot s WHERE s.slot = o.slot OFFSET 0) s
-WHERE s.state = 'owned'
-LIMIT %(rows)s
+WHERE f.is_unfolded OR f.place = %(rows)s
