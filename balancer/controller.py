@@ -36,7 +36,8 @@ _OPEN_MAX = 16
 _SLOTS_MAX = 1024
 _QUEUES_MAX = 5000
 _SLOTS_FIRST = 16
-# Time before a failed move is tried again; it doubles each time.
+# Time before a failed move is tried again. It doubles each time if the move is switched. Before the switch it stays the
+# same, because then perhaps nobody takes jobs of the slots.
 _PAUSE_S = 1.0
 _PAUSE_S_MAX = 30.0
 _LOG_S = 10.0
@@ -129,7 +130,7 @@ class Controller:
                 except Exception:  # noqa: BLE001 - whatever it is, the moves under way go on, and the next pass may work
                     _log.exception("unexpected error in the control loop; it goes on")
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_POLL_S):
+                    async with asyncio.timeout(self._idle_s()):
                         await self._woken.wait()
         if failed is not None:
             raise failed
@@ -257,7 +258,7 @@ class Controller:
         self._paused[move.epoch] = _Pause(
             why=why,
             until_s=asyncio.get_running_loop().time() + pause_s,
-            next_s=min(2 * pause_s, _PAUSE_S_MAX),
+            next_s=min(2 * pause_s, _PAUSE_S_MAX) if move.switched else _PAUSE_S,
             suspect=frozenset((move.source, move.target) if suspect else ()),
         )
         _log.log(
@@ -267,6 +268,12 @@ class Controller:
             pause_s,
             why,
         )
+
+    def _idle_s(self) -> float:
+        """Returns the time until the next pass: until the next poll, or until a pause ends before it."""
+        now_s = asyncio.get_running_loop().time()
+        ends = (pause.until_s - now_s for pause in self._paused.values())
+        return min([_POLL_S, *(left_s for left_s in ends if left_s > 0)])
 
     def _suspect(self) -> set[ShardName]:
         found = {name for pause in self._paused.values() for name in pause.suspect}

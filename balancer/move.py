@@ -83,8 +83,9 @@ class Mover:
         self._pace = pace
         self._report = report
         self._stopping = asyncio.Event()
-        # The source is closed, and until the switch nobody takes jobs of the slots.
-        self._closed = False
+        # The source may be closed and the target not switched to, so that nobody takes jobs of the slots. Another Mover
+        # may have left the move like that, so this is True until the first step has looked.
+        self._closed = True
         # This process has deleted the schedules and workflows on the source, because the target has them.
         self._cleared = False
         # Used for reports only.
@@ -122,11 +123,11 @@ class Mover:
                 raise Misconfigured(f"{move} cannot go on: {contradiction}")
             return True
         step = next_step(move, on_source, on_target)
+        self._closed = step != "jobs"
         match step:
             case "close":
                 self._closed = await self._close(move, source, target)
             case "open":
-                self._closed = True
                 queues = await move_steps.read_queues(source, move.slots)
                 buckets = await move_steps.read_buckets(source, move.slots)
                 schedules = await move_steps.read_schedules(source, move.slots)

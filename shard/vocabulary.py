@@ -26,9 +26,9 @@ PRIORITY_DEFAULT = 5
 MAX_ATTEMPTS_DEFAULT = 20
 # How many jobs of one group may be leased at a time, if the queue does not set it.
 GROUP_CONCURRENCY_DEFAULT = 1
-# The retention in days of jobs whose queue and org set none ({{retention_of}} in shard/postgres/sql_loader.py). Two
-# database functions repeat it (tests/unit/test_database_functions.py). With a retention of 0 days, finished jobs are
-# dropped when their day has turned cold.
+# The retention in days of jobs whose queue and org set none ({{retention_of}} in shard/postgres/sql_loader.py). The
+# database function kept_days repeats it (tests/unit/test_database_functions.py). With a retention of 0 days, finished
+# jobs are dropped when their day has turned cold.
 RETENTION_DEFAULT = 30
 RETENTION_MAX = 3650
 # How many different retentions the queues and orgs of one shard may have. The number is bounded, because an enqueue

@@ -46,6 +46,8 @@ _WORK_LANES_MAX = 100_000
 _WORK_LATER_MAX = 10_000
 # Replaces the second bound in a count that only asks whether there is any work.
 _ANY_WORK_LATER_MAX = 100
+# How often a queue is tried to be created whose org is erased meanwhile.
+_CREATE_TRIES_MAX = 6
 
 
 class QueueRecord(NamedTuple):
@@ -161,18 +163,29 @@ class QueueAdmin:
 
     async def _create_queue(self, org: OrgId, queue: QueueName, settings: QueueSettings, epoch: int) -> QueueRecord:
         self._clock.check()
-        existing = await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue})
-        # If this shard does not own the org's slot, refuse the call now, before the queue is created. Otherwise the
-        # queue would exist here, and a repeated call on the slot's new shard would fail because the queue exists
-        # already.
-        await self._refuse_unowned(org, epoch)
-        if existing:
-            raise QueueExists(org, queue)
-        if settings.retention_days is not None:
-            await partitions.refuse_another(self._database, settings.retention_days)
-        if not await self._queue_ids.make([(org, queue)]):
-            raise TooManyQueues(self.name, org, [queue], queues_max=QUEUES_MAX)
-        return await self._alter_queue(org, queue, settings, (), epoch, draining=False)
+        parameters = {"org": org, "queue": queue, **asdict(settings), "reset": [], "epoch": epoch}
+        # If the org is erased meanwhile, its names are made again, for a new org of that name.
+        for _ in range(_CREATE_TRIES_MAX):
+            existing = await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue})
+            # If this shard does not own the org's slot, refuse the call before it stores the org's name here.
+            await self._refuse_unowned(org, epoch)
+            if existing:
+                raise QueueExists(org, queue)
+            if settings.retention_days is not None:
+                await partitions.refuse_another(self._database, settings.retention_days)
+            if not await self._queue_ids.make_names((org, queue)):
+                raise TooManyQueues(self.name, org, [queue], queues_max=QUEUES_MAX)
+            # The queue and its settings come with one statement. So whoever finds the queue finds its settings too.
+            if settings.retention_days is None:
+                rows = await self._database.run(statements.CREATE_QUEUE, parameters)
+            else:
+                async with partitions.room_for(self._database, settings.retention_days) as connection:
+                    rows = await connection.run(statements.CREATE_QUEUE, parameters)
+                # This may be the first queue with this retention, so create its partitions.
+                await partitions.make_ahead(self._database)
+            if rows:
+                return _record(rows[0])
+        raise ShardUnavailable(self.name, f"org {org!r} is being erased; try again")
 
     async def alter_queue(
         self,

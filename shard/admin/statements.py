@@ -12,6 +12,8 @@ _load = partial(load, Path(__file__).parent / "sql")
 
 GET_QUEUE = _load("get_queue")
 LIST_QUEUES = _load("list_queues")
+# Not repeatable: a second run would find the queue of the first run, and refuse it.
+CREATE_QUEUE = _load("create_queue", repeatable=False)
 ALTER_QUEUE = _load("alter_queue")
 DELETE_QUEUE = _load("delete_queue")
 HOLDS_JOBS = _load("holds_jobs")

@@ -14,6 +14,7 @@ from psycopg import sql
 
 from shard.history import statements
 from shard.postgres import arrays, partitions
+from shard.postgres import statements as postgres_statements
 from shard.postgres.connection import Connection
 from shard.postgres.partitions import bounds, table
 from shard.postgres.pool import Database
@@ -35,9 +36,12 @@ async def apply(database: Database, org: OrgId, retentions: Mapping[QueueName, i
     await partitions.make_retentions(database, retentions.values())
     for kind, statement in (("finished", statements.KEEP_FINISHED), ("cold", statements.KEEP_COLD)):
         for retention, day in await database.run(statements.FIND_KEPT_OTHERWISE, {**parameters, "kind": kind}):
+            # A transaction of its own, because all sessions that make partitions wait for this lock.
             async with database.transaction() as connection:
+                await connection.execute(postgres_statements.LOCK_EXCLUSIVE, {"lock": partitions.LOCK})
                 for days in sorted({*retentions.values()} - {retention}):
                     await _make_day(connection, kind, days, day)
+            async with database.transaction() as connection:
                 ((moved,),) = await connection.run(statement, {**parameters, "retention": retention, "day": day})
                 await connection.run(statements.FORGET_EMPTY_DAYS, {})
             jobs += moved

@@ -121,10 +121,11 @@ async def adopt(shard: Database, pins: Sequence[Pin]) -> bool:
     named = {"orgs": arrays.texts(orgs), "slots": arrays.numbers(slots)}
     try:
         async with shard.transaction() as connection:
-            await connection.execute(statements.LOCK_QUEUES, prepare=False)
+            # Slots before queues, as in an erasure (docs/internals.md, "Locks, and their order").
             await connection.run(
                 statements.GRANT_SLOTS, {"slots": arrays.numbers(slots), "epochs": arrays.numbers(epochs)}
             )
+            await connection.execute(statements.LOCK_QUEUES, prepare=False)
             # Insert orgs that the shard does not know: a router would otherwise insert them with their hash slots.
             await connection.run(statements.INSERT_NAMES, {**named, "queues": arrays.names(())})
             await connection.run(statements.ADOPT_ORGS, named)

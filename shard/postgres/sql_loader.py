@@ -20,6 +20,7 @@ Text that several statements share is written only here, and is included by its 
     {{queue_settings(q)}}  the settings of row q of windrow.queue, as QueueSettings.from_row takes them
     {{effective_settings(q)}}  queue_settings, but with the org's retention if the queue has no retention
     {{setting_arrays}}   setting_columns as parameters, for many queues: an array of texts for each setting
+    {{new_settings}}     setting_columns of a new queue, from the given settings
     {{altered_settings(q)}}  the SET items that change the given settings, and reset the settings that `reset` names
     {{default_settings}}  the SET items that reset all settings to their defaults
     {{claim_room}}       the most jobs that a group gets from claim.sql
@@ -127,6 +128,9 @@ _EXPRESSIONS = {
     ),
     "setting_arrays": ", ".join(f"%({name})s::text[]::{column.type}[]" for name, column in SETTING_COLUMNS.items()),
     "default_settings": ", ".join(f"{column.name} = {column.default}" for column in SETTING_COLUMNS.values()),
+    "new_settings": ", ".join(
+        f"coalesce(%({name})s::{column.type}, {column.default})" for name, column in SETTING_COLUMNS.items()
+    ),
     "altered_settings": ", ".join(
         f"{column.name} = CASE WHEN '{name}' = ANY (%(reset)s::text[]) THEN {column.default} "
         f"ELSE coalesce(%({name})s::{column.type}, {{0}}.{column.name}) END"

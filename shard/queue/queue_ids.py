@@ -4,7 +4,7 @@ behind the same DSN) is noticed and does no harm."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 
 from shard.errors import RowLocked, ShardUnavailable
 from shard.placement import statements as placement_statements
@@ -107,23 +107,32 @@ class QueueIds:
             for at in range(0, len(missing), _BATCH_MAX):
                 part = await self._within_limit(missing[at : at + _BATCH_MAX])
                 fitting += part
-                locked |= await self._make(part)
+                locked |= await self._make(part, self._make_all)
             if len(locked) == len(fitting):
                 if locked:
                     raise NewQueuesLocked(self._database.name, locked)
                 return found
         raise ShardUnavailable(self._database.name, "orgs that need new queues are being erased; try again")
 
-    async def _make(self, queues: list[Name]) -> set[Name]:
-        """Makes queues. Returns those that could not be made because another session locks the row of their org or of
-        their name."""
+    async def make_names(self, queue: Name) -> bool:
+        """Makes the rows that a new queue needs: that of its org, and that of its name. Returns False if its org
+        already has QUEUES_MAX queues. Raises NewQueuesLocked."""
+        if not await self.find([queue]) and not await self._within_limit([queue]):
+            return False
+        if locked := await self._make([queue], self._insert_names) | await self._locks.find([queue]):
+            raise NewQueuesLocked(self._database.name, locked)
+        return True
+
+    async def _make(self, queues: list[Name], make: Callable[[list[Name]], Awaitable[None]]) -> set[Name]:
+        """Makes queues by `make`. Returns those that could not be made because another session locks the row of their
+        org or of their name."""
         locked = await self._locks.expect(queues)
         for _ in range(row_locks.TRIES_MAX):
             free = [queue for queue in queues if queue not in locked]
             if not free:
                 return locked
             try:
-                await self._make_all(free)
+                await make(free)
             except RowLocked:
                 locked |= await self._locks.find(free)
             else:
@@ -131,6 +140,11 @@ class QueueIds:
         raise RowLocked(self._database.name, "something that new queues need")
 
     async def _make_all(self, queues: list[Name]) -> None:
+        # Two transactions, so that the second sees rows that other sessions have committed. Both may be repeated.
+        await self._insert_names(queues)
+        await self._database.run(placement_statements.INSERT_QUEUES, {**_columns(queues), "relisted": True})
+
+    async def _insert_names(self, queues: list[Name]) -> None:
         # The slots are used for orgs that have no row here yet. A pinned org that has a row keeps the slot of that row.
         # A pinned org without a row gets the slot of its hash here, and its own slot before either slot moves
         # (shard/placement/pins.py).
@@ -140,9 +154,7 @@ class QueueIds:
             "slots": arrays.numbers(slots.values()),
             "queues": arrays.names({queue for _, queue in queues}),
         }
-        # Two transactions, so that the second sees rows that other sessions have committed. Both may be repeated.
         await self._database.run(placement_statements.INSERT_NAMES, names)
-        await self._database.run(placement_statements.INSERT_QUEUES, {**_columns(queues), "relisted": True})
 
     async def _within_limit(self, queues: list[Name]) -> list[Name]:
         """Returns the queues for which their orgs have room. Concurrent calls may exceed the limit by a few queues."""

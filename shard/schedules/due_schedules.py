@@ -85,7 +85,7 @@ class Due(NamedTuple):
     org_id: int
     name: ScheduleName
     queue: QueueName
-    queue_id: QueueId | None
+    has_queue: bool
     spec: ScheduleSpec
     next_at: Micros | None
     last_at: Micros | None
@@ -153,7 +153,7 @@ class DueSchedules:
 def _decide(
     schedule: Due, writer: _Writer, fired: Fired, is_whole: Callable[[OrgId], bool], known: Mapping[JobId, bool]
 ) -> None:
-    if schedule.queue_id is None:
+    if not schedule.has_queue:
         _log.error("schedule %r of org %r: its queue %r is gone", schedule.name, schedule.org, schedule.queue)
         writer.postpone(schedule, _AGAIN_LATER_US)
         return
@@ -235,5 +235,4 @@ class _Writer:
 
 
 def _new(schedule: Due, run: Run, previous: Micros | None) -> NewRun:
-    queue_id = schedule.queue_id or QueueId(0)
-    return NewRun(schedule.id, schedule.name, schedule.spec.timing, queue_id, run, previous, schedule.now)
+    return NewRun(schedule.id, schedule.name, schedule.spec.timing, run, previous, schedule.now)

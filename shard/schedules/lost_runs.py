@@ -17,7 +17,7 @@ from shard.postgres.pool import Database
 from shard.schedule import SPEC_COLUMNS, Run, ScheduleId, ScheduleName, ScheduleSpec, SkipReason, spec_of
 from shard.schedules import calendar, plan, statements
 from shard.schedules.run_writer import Advance, NewRun, advance, store_runs
-from shard.vocabulary import Micros, OrgId, QueueId
+from shard.vocabulary import Micros, OrgId
 
 _log = logging.getLogger(__name__)
 
@@ -142,8 +142,7 @@ def _decide(one: Overdue) -> _Decision | None:
 
 
 def _new(schedule: Overdue, run: Run) -> NewRun:
-    # No job is stored, so the queue does not matter.
-    return NewRun(schedule.id, schedule.name, schedule.spec.timing, QueueId(0), run, None, schedule.now)
+    return NewRun(schedule.id, schedule.name, schedule.spec.timing, run, None, schedule.now)
 
 
 def _overdue(row: Sequence[Any]) -> Overdue:

@@ -8,12 +8,13 @@ from itertools import islice, takewhile
 from typing import NamedTuple
 from uuid import UUID
 
+from shard.errors import UnknownQueue
 from shard.postgres import arrays
 from shard.postgres.connection import Connection
 from shard.queue.store import ID_AGE_DAYS_MAX
 from shard.schedule import RUNS_KEPT, Run, RunOutcome, ScheduledRun, ScheduleId, ScheduleName, Timing
 from shard.schedules import calendar, statements
-from shard.vocabulary import JobId, Micros, QueueId
+from shard.vocabulary import JobId, Micros, OrgId, QueueId, QueueName
 
 _DAY_US = 86_400_000_000
 
@@ -24,7 +25,6 @@ class NewRun(NamedTuple):
     schedule: ScheduleId
     name: ScheduleName
     timing: Timing
-    queue_id: QueueId
     run: Run
     previous: Micros | None
     # The shard's time.
@@ -65,7 +65,7 @@ def job_id_of(schedule: ScheduleId, at: Micros, now: Micros) -> JobId:
 
 async def store_runs(connection: Connection, runs: Sequence[NewRun]) -> Stored:
     """Stores runs and their jobs. The transaction has locked the schedules. An instant that has a run keeps that run,
-    except as store_runs.sql says."""
+    except as store_runs.sql says. Raises UnknownQueue, after which the transaction must not commit."""
     runs = await _tell_all(connection, runs)
     if not runs:
         return Stored(0, set())
@@ -75,7 +75,7 @@ async def store_runs(connection: Connection, runs: Sequence[NewRun]) -> Stored:
     jobs = sorted((job, new) for job, new in zip(ids, runs, strict=True) if job is not None)
     told = [ScheduledRun(new.name, new.run.at, new.previous, new.run.cause).to_json() for _, new in jobs]
     skips = {at: new.run.skipped_for.value for at, new in enumerate(runs) if new.run.skipped_for is not None}
-    ((queues, count),) = await connection.run(
+    ((queues, count, unknown_queue),) = await connection.run(
         statements.STORE_RUNS,
         {
             "schedules": arrays.plain(new.schedule for new in runs),
@@ -87,10 +87,12 @@ async def store_runs(connection: Connection, runs: Sequence[NewRun]) -> Stored:
             "job_ids": _nullable(ids),
             "requests": _nullable(new.request for new in runs),
             "stored_ids": arrays.plain(job for job, _ in jobs),
-            "queue_ids": arrays.numbers(new.queue_id for _, new in jobs),
             "scheduled_runs": arrays.texts(told),
         },
     )
+    if unknown_queue is not None:
+        org, queue = unknown_queue
+        raise UnknownQueue(OrgId(org), QueueName(queue))
     return Stored(count, set(queues or ()))
 
 

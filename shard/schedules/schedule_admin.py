@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, takewhile
@@ -64,6 +65,8 @@ _PAYLOAD = "payload"
 # A backfill stores instants that were skipped for these reasons. An instant that was skipped for an overlap stays
 # skipped.
 _BACKFILLED = {SkipReason.CATCH_UP, SkipReason.PAUSE, SkipReason.RECOVERED}
+# How often a backfill asks about the job of the run before. It asks again if the schedule has fired meanwhile.
+_ASKS_MAX = 10
 _LISTED = tuple(name for name in TEMPLATE_COLUMNS if name != _PAYLOAD)
 
 
@@ -173,8 +176,7 @@ class ScheduleAdmin:
         if template["queue"] != before.schedule.template["queue"]:
             await self._refuse_unowned(org, epoch)
             await self._make_queue(org, template)
-        async with self._database.transaction() as connection:
-            found = await self._lock(connection, org, name, epoch)
+        async with self._locked(org, name, epoch) as (connection, found):
             schedule = found.schedule
             spec, template = change(schedule.spec, schedule.template)
             refuse_bad(spec)
@@ -206,8 +208,7 @@ class ScheduleAdmin:
 
     async def _set_paused(self, org: OrgId, name: ScheduleName, paused: bool, epoch: int) -> Found:
         self._store.clock.check()
-        async with self._database.transaction() as connection:
-            found = await self._lock(connection, org, name, epoch)
+        async with self._locked(org, name, epoch) as (connection, found):
             schedule, now = found
             if (schedule.paused_at is not None) is paused:
                 return found
@@ -264,13 +265,13 @@ class ScheduleAdmin:
 
     async def trigger(self, org: OrgId, name: ScheduleName, *, request: str | None, epoch: int) -> tuple[JobId, bool]:
         """Stores a run now, whatever the schedule's overlap policy and pause are. Returns its job, and whether an
-        earlier call with this `request`, a UUID, had stored it. Raises UnknownSchedule."""
+        earlier call with this `request`, a UUID, had stored it. Raises UnknownSchedule, and UnknownQueue if the queue
+        of its jobs does not exist any more."""
         return await self._in_turn(org, partial(self._trigger, org, name, request, epoch))
 
     async def _trigger(self, org: OrgId, name: ScheduleName, request: str | None, epoch: int) -> tuple[JobId, bool]:
         self._store.clock.check()
-        async with self._database.transaction() as connection:
-            found = await self._lock(connection, org, name, epoch)
+        async with self._locked(org, name, epoch) as (connection, found):
             schedule, now = found
             if request is not None:
                 rows = await connection.run(statements.FIND_REQUEST, {"id": schedule.id, "request": request})
@@ -294,7 +295,8 @@ class ScheduleAdmin:
     ) -> Backfilled:
         """Stores a run for each instant from `begin` up to, but not including, `end` that has no run, or was skipped
         for a reason in _BACKFILLED. `ended_elsewhere` says whether a job is not live on the shards from which jobs of
-        the org move to this one. Raises UnknownSchedule, BadSchedule, and what `ended_elsewhere` raises."""
+        the org move to this one. Raises UnknownSchedule, UnknownQueue, BadSchedule, and what `ended_elsewhere`
+        raises."""
         return await self._in_turn(org, partial(self._backfill, org, name, begin, end, overlap, epoch, ended_elsewhere))
 
     async def _backfill(
@@ -308,8 +310,32 @@ class ScheduleAdmin:
         ended_elsewhere: Callable[[JobId], Awaitable[bool]],
     ) -> Backfilled:
         self._store.clock.check()
-        async with self._database.transaction() as connection:
-            found = await self._lock(connection, org, name, epoch)
+        # Shards are asked about the job of the run before while no transaction is open: it would hold a connection and
+        # the lock of the schedule for that long.
+        live: dict[JobId, bool] = {}
+        for _ in range(_ASKS_MAX):
+            answer = await self._backfill_if_known(org, name, begin, end, overlap, epoch, live)
+            if isinstance(answer, Backfilled):
+                return answer
+            # The job may be on its way to this shard, so this shard is asked last.
+            live[answer] = not await ended_elsewhere(answer) or not await self._store.find_ended(
+                [(org, to_hex(answer))]
+            )
+        raise ShardUnavailable(self._database.name, f"schedule {name!r} fires too often to be backfilled now")
+
+    async def _backfill_if_known(
+        self,
+        org: OrgId,
+        name: ScheduleName,
+        begin: Micros,
+        end: Micros,
+        overlap: Overlap,
+        epoch: int,
+        live: Mapping[JobId, bool],
+    ) -> Backfilled | JobId:
+        """Backfills. If it matters whether a job is live, and `live` does not have it, does nothing and returns the
+        job."""
+        async with self._locked(org, name, epoch) as (connection, found):
             schedule, now = found
             if end > now:
                 raise BadSchedule(
@@ -324,10 +350,9 @@ class ScheduleAdmin:
                 return Backfilled(stored=0, buffered=0, skipped=0, known=len(known))
             running = False
             if overlap is not Overlap.ALLOW and schedule.last_job is not None:
-                # The job may be on its way to this shard, so this shard is asked last.
-                running = not await ended_elsewhere(schedule.last_job) or not await self._store.find_ended(
-                    [(org, to_hex(schedule.last_job))]
-                )
+                if schedule.last_job not in live:
+                    return schedule.last_job
+                running = live[schedule.last_job]
             runs, buffered = plan.backfill(new, overlap, running=running, buffered=schedule.buffered)
             rest = [run for one in skipped if (run := await self._rest(connection, schedule, one, new)) is not None]
             # Skips of a timing that was changed may overlap; a statement cannot store one instant twice.
@@ -394,15 +419,14 @@ class ScheduleAdmin:
         buffered: int,
         request: str | None = None,
     ) -> set[QueueId]:
-        """Stores runs of a locked schedule. Does not change its configuration. Returns the queues that got jobs."""
+        """Stores runs of a locked schedule. Does not change its configuration. Returns the queues that got jobs. Raises
+        UnknownQueue."""
         schedule, now = found
-        queue = QueueName(str(schedule.template["queue"]))
-        queue_id = (await self._store.names.find([(schedule.org, queue)])).get((schedule.org, queue), QueueId(0))
         previous = schedule.last_at if runs[0].cause is RunCause.TRIGGER else None
         latest: Micros | None = None
         new: list[NewRun] = []
         for run in runs:
-            new.append(NewRun(schedule.id, schedule.name, schedule.spec.timing, queue_id, run, previous, now, request))
+            new.append(NewRun(schedule.id, schedule.name, schedule.spec.timing, run, previous, now, request))
             if run.outcome is RunOutcome.STORED:
                 previous = latest = run.at
         stored = await store_runs(connection, new)
@@ -428,10 +452,20 @@ class ScheduleAdmin:
         }
         await connection.run(statements.UPDATE_SCHEDULE, parameters)
 
+    @contextlib.asynccontextmanager
+    async def _locked(self, org: OrgId, name: ScheduleName, epoch: int) -> AsyncGenerator[tuple[Connection, Found]]:
+        """Opens a transaction that has locked this schedule. Raises UnknownSchedule."""
+        try:
+            async with self._database.transaction() as connection:
+                yield connection, await self._lock(connection, org, name, epoch)
+        except UnknownSchedule:
+            # Only here, where the transaction does not hold a connection any more.
+            await self._refuse_unowned(org, epoch)
+            raise
+
     async def _lock(self, connection: Connection, org: OrgId, name: ScheduleName, epoch: int) -> Found:
         rows = await connection.run(statements.LOCK_SCHEDULE, {"org": org, "name": name, "epoch": epoch})
         if not rows:
-            await self._refuse_unowned(org, epoch)
             raise UnknownSchedule(org, name)
         return _found(rows[0])
 

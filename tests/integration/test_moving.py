@@ -149,6 +149,24 @@ async def test_a_move_is_finished_by_another_balancer_wherever_the_first_one_die
         home, away, epoch = away, home, move.epoch
 
 
+@pytest.mark.parametrize("steps", range(5))
+async def test_a_balancer_that_is_told_to_end_at_once_leaves_the_slot_with_a_writer(
+    pair: Pair, org: OrgId, steps: int
+) -> None:
+    await pair.store(A).enqueue(some_jobs(org, 3))
+    move = await pair.begin([org], target=B)
+    first = pair.mover(move)
+    for _ in range(steps):
+        assert await first.step()
+    resumed = pair.mover(move)
+    resumed.stop()
+    await resumed.finish()
+    (slot,) = move.slots
+    (writer,) = (await pair.known()).slots[slot].writes
+    assert writer == (B if steps else A)
+    assert (await move_steps.read_slots(pair.databases[writer], [slot]))[slot].state == "owned"
+
+
 async def test_the_books_balance_and_every_job_is_visible_once_at_most_after_every_act(pair: Pair, org: OrgId) -> None:
     made = await populate(pair, A, org)
     before = await pair.jobs(org, list(made.values()))

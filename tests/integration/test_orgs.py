@@ -17,22 +17,26 @@ from archiver import orgs, service
 from archiver.run import Pass
 from shard.admin.queue_admin import QueueAdmin
 from shard.errors import LegallyHeld, NotHeld, OrgMoves, ShardUnavailable, TooManyRetentions
-from shard.history import erasure, org_policies
+from shard.history import erasure, org_policies, retention_change
 from shard.history import statements as history_statements
 from shard.history.days import days_over, days_past, drop, turn_cold
 from shard.placement import pins, statements
 from shard.placement.slots import slot_of
-from shard.postgres import arrays
+from shard.postgres import arrays, partitions
 from shard.postgres.connection import Connection
 from shard.postgres.pool import Database
+from shard.postgres.statements import LOCK_EXCLUSIVE
 from shard.queue.settle import Nack, Settlement
 from shard.queue.store import Store
-from shard.vocabulary import Answer, Failure, JobId, Lease, OrgId, ShardName
+from shard.vocabulary import Answer, Failure, JobId, Lease, OrgId, QueueName, ShardName
+from shard.workflow import Callback
 from tests.balancers import Field, open_field
 from tests.effort import trials
 from tests.jobs import HOUR_US, QUEUE, ids_of, lease_jobs, some_jobs
 from tests.postgres import Server
+from tests.recorder import Recorder
 from tests.timemachine import age_finished, until_blocked
+from tests.workflows import Flows
 
 A, B = ShardName("s1"), ShardName("s2")
 
@@ -195,6 +199,44 @@ async def test_any_number_of_days_is_applied_to_jobs_on_a_shard_that_has_never_s
     await finish_some(database, org, 1)
     assert (await retentions(database, org))[2:] == [("finished", 14)] * 2
     await assert_balanced(database)
+
+
+@pytest.mark.parametrize("state", ["owned", "draining"])
+async def test_finished_jobs_of_workflows_that_are_kept_otherwise_do_not_end_again(
+    field: Field, org: OrgId, state: str
+) -> None:
+    database = field.databases[A]
+    flows = Flows(database, org)
+    flow = await flows.start({"a": [], "b": ["a"], "c": ["a"]}, callbacks={"done": Callback.END})
+    await flows.run_all()
+    assert await flows.state(flow) == "succeeded"
+    # A shard that a slot has left still has finished jobs, and folds nothing.
+    await database.run(b"UPDATE windrow.owned_slot SET state = %(state)s", {"state": state})
+    appended = (
+        b"SELECT (SELECT last_value FROM windrow.workflow_arrival_number_seq), count(*) FROM windrow.workflow_arrival"
+    )
+    ((last, _),) = await database.run(appended, {})
+    await keep(field, org, 365)
+    assert await orgs.apply_to_past(field.cluster, org, say=print) == 4
+    assert await retentions(database, org) == [("finished", 365)] * 4
+    assert await database.run(appended, {}) == [(last, 0)]
+
+
+async def test_who_keeps_jobs_otherwise_makes_partitions_in_turn_with_other_sessions(
+    fresh_recorder: Recorder, fresh_database: Database, org: OrgId
+) -> None:
+    await finish_some(fresh_recorder, org, 2)
+    async with fresh_database.transaction() as other:
+
+        async def make_partitions() -> None:
+            await other.run(LOCK_EXCLUSIVE, {"lock": partitions.LOCK})
+
+        fresh_recorder.before(history_statements.FIND_KEPT_OTHERWISE, make_partitions)
+        applying = asyncio.create_task(retention_change.apply(fresh_recorder, org, {QueueName(QUEUE): 14}))
+        await until_blocked(fresh_recorder)
+        assert await retentions(fresh_recorder, org) == [("finished", 30)] * 2
+    assert await applying == 2
+    assert await retentions(fresh_recorder, org) == [("finished", 14)] * 2
 
 
 async def test_an_orgs_retention_for_which_one_shard_has_no_room_changes_nothing_anywhere(

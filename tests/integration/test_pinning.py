@@ -368,6 +368,22 @@ async def test_a_queue_that_is_being_made_meanwhile_is_waited_for(pair: Pair, or
     assert await slots_there(pair, A, org) == (pin.slot, {pin.slot})
 
 
+async def test_an_org_that_gets_its_own_slot_while_another_is_erased_holds_up_no_erasure(
+    pair: Pair, org: OrgId
+) -> None:
+    await pair.store(A).enqueue(some_jobs(org, 1))
+    pin = await pins.pin(pair.catalog, org, OnShard(B))
+    async with pair.databases[A].transaction() as erasing:
+        await erasing.execute(statements.LOCK_SLOTS, prepare=False)
+        await erasing.execute(NO_HURRY)
+        adopting = asyncio.create_task(pins.adopt(pair.databases[A], [pin]))
+        await until_blocked(pair.databases[A])
+        # It waits for the slots, and has not locked the queues yet.
+        await erasing.execute(statements.LOCK_QUEUES, prepare=False)
+    assert await adopting
+    assert await slots_there(pair, A, org) == (pin.slot, {pin.slot})
+
+
 async def test_enqueues_go_on_meanwhile_and_what_would_make_or_change_a_queue_waits(pair: Pair, org: OrgId) -> None:
     old = await pair.known()
     assert await send(pair, old, some_jobs(org, 1)) == {}

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from shard.admin.queue_admin import QueueAdmin
-from shard.errors import NotOwned, ScheduleExists, TooManySchedules, UnknownSchedule
+from shard.errors import NotOwned, ScheduleExists, TooManySchedules, UnknownQueue, UnknownSchedule
 from shard.history import erasure
 from shard.placement.slots import slot_of
 from shard.postgres.pool import Database
@@ -27,7 +27,7 @@ from shard.schedule import (
 from shard.schedules import calendar, lost_runs, schedule_admin
 from shard.schedules.due_schedules import DueSchedules
 from shard.schedules.schedule_admin import Backfilled
-from shard.vocabulary import JobId, Micros, OrgId
+from shard.vocabulary import JobId, Micros, OrgId, QueueName
 from tests.conftest import SHARD
 from tests.schedules import DAILY, DAY_US, HALF_US, HOUR_US, Shard, template
 
@@ -765,6 +765,49 @@ async def test_an_erased_org_has_no_schedules(fresh_database: Database, org: Org
         assert await fresh_database.run(b"SELECT count(*) FROM windrow." + table, {}) == [(0,)]
 
 
+@pytest.mark.parametrize("act", ["trigger", "backfill"])
+@pytest.mark.parametrize("remembered", ["of an erased org", "of another org"])
+async def test_a_router_that_remembers_a_wrong_queue_stores_the_run_in_the_right_one(
+    fresh_database: Database, org: OrgId, other_org: OrgId, remembered: str, act: str
+) -> None:
+    shard = Shard(fresh_database)
+    mail = QueueName("mail")
+    if remembered == "of an erased org":
+        await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
+        assert await erasure.begin(fresh_database, org, erasure="00000000-0000-4000-8000-000000000001")
+        (unfinished,) = await erasure.unfinished(fresh_database)
+        while await erasure.go_on(fresh_database, unfinished):
+            pass
+    else:
+        # Such an id is left when the shard was restored from a backup.
+        ids = await shard.store.names.make([(other_org, mail)])
+        shard.store.names.remember(ids[other_org, mail], org, mail)
+    # Another router makes the schedule.
+    created = await Shard(fresh_database).create(org, ScheduleSpec(timing=await shard.hourly()))
+    stored: JobId | None
+    if act == "trigger":
+        stored, _ = await shard.admin.trigger(org, DAILY, request=None, epoch=1)
+    else:
+        begin, end = Micros(created.now - 2 * HOUR_US), Micros(created.now - HOUR_US)
+        await shard.admin.backfill(org, DAILY, begin=begin, end=end, overlap=Overlap.ALLOW, epoch=1)
+        stored = (await shard.runs(org))[0].job_id
+    assert [job.id for job in await shard.jobs(org)] == [stored]
+    assert await fresh_database.run(b"SELECT count(*) FROM windrow.job", {}) == [(1,)]
+
+
+async def test_a_run_for_a_queue_that_is_gone_is_refused_and_leaves_nothing(shard: Shard, org: OrgId) -> None:
+    created = await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
+    await shard.database.run(b"DELETE FROM windrow.queue WHERE org = %(org)s", {"org": org})
+    begin, end = Micros(created.now - 2 * HOUR_US), Micros(created.now - HOUR_US)
+    for refused in (
+        shard.admin.trigger(org, DAILY, request=None, epoch=1),
+        shard.admin.backfill(org, DAILY, begin=begin, end=end, overlap=Overlap.ALLOW, epoch=1),
+    ):
+        with pytest.raises(UnknownQueue):
+            await refused
+    assert await shard.runs(org) == []
+
+
 async def test_runs_beyond_the_newest_are_forgotten_but_not_those_of_backfills(shard: Shard, org: OrgId) -> None:
     created = await shard.create(org, ScheduleSpec(timing=await shard.hourly(), overlap=Overlap.ALLOW))
     begin = Micros(created.now - 300 * HOUR_US)
@@ -791,5 +834,50 @@ async def test_a_firing_needs_no_more_than_one_connection(module_dsn: str, shard
     try:
         router = Shard(single)
         assert (await DueSchedules(single, router.store).fire()).jobs >= 1
+    finally:
+        await single.close()
+
+
+async def test_a_backfill_asks_other_shards_while_it_holds_neither_its_schedule_nor_a_connection(
+    module_dsn: str, shard: Shard, org: OrgId
+) -> None:
+    created = await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
+    first, _ = await shard.admin.trigger(org, DAILY, request=None, epoch=1)
+    single = Database(SHARD, module_dsn, connections=1)
+    await single.open()
+    asked: list[JobId] = []
+
+    async def ended_elsewhere(job: JobId) -> bool:
+        asked.append(job)
+        if len(asked) == 1:
+            await single.run(b"SELECT 1", {})
+            # Another router starts the next run meanwhile.
+            await shard.end_job(org)
+            await shard.admin.trigger(org, DAILY, request=None, epoch=1)
+        return True
+
+    begin, end = Micros(created.now - 3 * HOUR_US), Micros(created.now - HOUR_US)
+    try:
+        done = await Shard(single).admin.backfill(
+            org, DAILY, begin=begin, end=end, overlap=Overlap.SKIP, epoch=1, ended_elsewhere=ended_elsewhere
+        )
+    finally:
+        await single.close()
+    # The job of that next run is live.
+    (running,) = await shard.jobs(org)
+    assert asked == [first, running.id]
+    assert (done.stored, done.skipped) == (0, 2)
+
+
+async def test_a_trigger_needs_no_more_than_one_connection(module_dsn: str, org: OrgId) -> None:
+    single = Database(SHARD, module_dsn, connections=1)
+    await single.open()
+    try:
+        router = Shard(single)
+        await router.create(org, ScheduleSpec(timing=await router.hourly()))
+        other = Shard(single)
+        await other.admin.trigger(org, DAILY, request=None, epoch=1)
+        with pytest.raises(UnknownSchedule):
+            await other.admin.trigger(org, ScheduleName("none"), request=None, epoch=1)
     finally:
         await single.close()

@@ -5,14 +5,25 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Mapping
+from typing import Any
 
 import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
+from shard.admin import statements as admin_statements
 from shard.admin.job_pages import Wanted
-from shard.admin.queue_admin import QueueAdmin
-from shard.errors import IdsOutsideHorizon, NotOwned, QueueNotEmpty, TooManyQueues, UnknownQueue
+from shard.admin.queue_admin import QueueAdmin, QueueRecord
+from shard.errors import (
+    IdsOutsideHorizon,
+    NotOwned,
+    QueueExists,
+    QueueNotEmpty,
+    ShardUnavailable,
+    TooManyQueues,
+    UnknownQueue,
+)
 from shard.history import erasure
 from shard.placement import statements as placement_statements
 from shard.placement.slots import slot_of
@@ -559,8 +570,71 @@ async def test_an_org_that_is_erased_while_an_operator_makes_it_a_queue_has_not_
         async def erase() -> None:
             assert await erasure.begin(recorder, org, erasure=str(uuid.uuid4()))
 
-        recorder.before(placement_statements.INSERT_QUEUES, erase)
+        recorder.before(admin_statements.CREATE_QUEUE, erase)
         made = await QueueAdmin(recorder).create_queue(org, QueueName("one-more"), QueueSettings())
         assert made.queue == "one-more"
     finally:
         await recorder.close()
+
+
+# A queue that an operator creates
+
+
+class Dying(Database):
+    """Fails as if its process ended after so many statements."""
+
+    def __init__(self, dsn: str) -> None:
+        super().__init__(SHARD, dsn, may_scan=True)
+        self.left = 0
+
+    async def run(self, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
+        if not self.left:
+            raise ShardUnavailable(self.name, "the test says so")
+        self.left -= 1
+        return await super().run(statement, parameters)
+
+
+async def test_a_queue_whose_creation_is_cut_short_has_its_settings_or_does_not_exist(
+    fresh_dsn: str, fresh_database: Database, org: OrgId
+) -> None:
+    dying = Dying(fresh_dsn)
+    await dying.open()
+    settings = QueueSettings(max_attempts=3, paused=True)
+    books = QueueAdmin(fresh_database)
+    made: QueueRecord | None = None
+    steps = 0
+    try:
+        while made is None:
+            steps, dying.left = steps + 1, steps + 1
+            try:
+                made = await QueueAdmin(dying).create_queue(org, A, settings)
+            except ShardUnavailable:
+                with pytest.raises(UnknownQueue):
+                    await books.get_queue(org, A)
+    finally:
+        await dying.close()
+    assert steps > 3
+    assert made == await books.get_queue(org, A)
+    assert (made.settings.max_attempts, made.settings.paused) == (3, True)
+
+
+async def test_of_two_creations_of_a_queue_the_later_one_is_refused_and_changes_nothing(
+    fresh_recorder: Recorder, org: OrgId
+) -> None:
+    async def create_first() -> None:
+        await QueueAdmin(fresh_recorder).create_queue(org, A, QueueSettings(max_attempts=3))
+
+    fresh_recorder.before(admin_statements.CREATE_QUEUE, create_first)
+    with pytest.raises(QueueExists):
+        await QueueAdmin(fresh_recorder).create_queue(org, A, QueueSettings(paused=True))
+    record = await QueueAdmin(fresh_recorder).get_queue(org, A)
+    assert (record.settings.max_attempts, record.settings.paused) == (3, False)
+
+
+async def test_a_deleted_queue_is_created_again_with_its_new_settings(fresh_database: Database, org: OrgId) -> None:
+    books = QueueAdmin(fresh_database)
+    await books.create_queue(org, A, QueueSettings(max_attempts=3, retention_days=7))
+    await books.delete_queue(org, A)
+    again = await books.create_queue(org, A, QueueSettings(group_concurrency=2, retention_days=14))
+    assert again == await books.get_queue(org, A)
+    assert again.settings == QueueSettings(group_concurrency=2, retention_days=14, paused=False)

@@ -1,5 +1,6 @@
 -- Changes the retention of one day's finished jobs of these queues of an org. Returns how many jobs had another
--- retention.
+-- retention. The jobs move to another partition, so Postgres runs the triggers of new rows; windrow.history_moves tells
+-- them that no job has ended now.
 WITH moved AS (
     UPDATE windrow.finished f SET retention = n.days
     FROM unnest(%(queues)s::text[], %(days)s::smallint[]) AS n (queue, days)
@@ -7,6 +8,7 @@ WITH moved AS (
     WHERE f.queue_id = q.queue_id AND f.retention = %(retention)s AND n.days <> %(retention)s
         AND f.finished_at >= %(day)s::date::timestamp AT TIME ZONE 'UTC'
         AND f.finished_at < (%(day)s::date + 1)::timestamp AT TIME ZONE 'UTC'
+        AND (SELECT set_config('windrow.history_moves', 'on', true)) = 'on'
     RETURNING 1
 )
 SELECT count(*) FROM moved

@@ -1,6 +1,7 @@
 -- Stores decided runs of schedules, each once, and the jobs of the runs that are to run now. Returns the queues that
--- got jobs, and the number of jobs. The caller has locked the schedules. `stored_ids` has the ids of the jobs in
--- ascending order. `queue_ids` and `scheduled_runs` have the same order.
+-- got jobs, the number of jobs, and the org and the name of a queue that does not exist: then the caller must undo
+-- everything. The caller has locked the schedules. `stored_ids` has the ids of the jobs in ascending order.
+-- `scheduled_runs` has the same order.
 WITH run AS (
     INSERT INTO windrow.schedule_run AS r (schedule_id, at, through, cause, outcome, skipped_for, job_id, request)
     SELECT
@@ -18,19 +19,30 @@ WITH run AS (
         WHERE r.outcome = 'buffered' AND excluded.outcome = 'stored'
             OR r.skipped_for <> 'overlap' AND excluded.cause = 'backfill'
     RETURNING r.schedule_id, r.job_id
+), placed AS (
+    -- Finds the queues by their names. A router must not name them by ids that it remembers: such an id may be that of
+    -- an erased org or, after a restore, of another org (I4).
+    SELECT run.schedule_id, run.job_id, o.org, s.queue, q.queue_id
+    FROM run
+    JOIN windrow.schedule s ON s.id = run.schedule_id
+    CROSS JOIN LATERAL (SELECT o.org FROM windrow.org o WHERE o.org_id = s.org_id OFFSET 0) o
+    LEFT JOIN LATERAL (
+        SELECT q.queue_id FROM windrow.queue q WHERE q.org = o.org AND q.queue = s.queue OFFSET 0
+    ) q ON true
+    WHERE run.job_id IS NOT NULL
 ), stored AS (
     INSERT INTO windrow.job (
         id, queue_id, priority, max_attempts, {{job_content}}, run_at, visible_at, scheduled_run
     )
     SELECT
-        run.job_id, (%(queue_ids)s::bigint[])[place.at], coalesce(s.priority, 5), s.max_attempts, {{template_content(s)}},
+        p.job_id, p.queue_id, coalesce(s.priority, 5), s.max_attempts, {{template_content(s)}},
         now(), now(), (%(scheduled_runs)s::text[])[place.at]
-    FROM run
-    CROSS JOIN LATERAL (SELECT width_bucket(run.job_id, %(stored_ids)s::uuid[]) AS at) place
-    JOIN windrow.schedule s ON s.id = run.schedule_id
-    WHERE run.job_id IS NOT NULL
+    FROM placed p
+    CROSS JOIN LATERAL (SELECT width_bucket(p.job_id, %(stored_ids)s::uuid[]) AS at) place
+    JOIN windrow.schedule s ON s.id = p.schedule_id
+    WHERE p.queue_id IS NOT NULL
     -- Sorted by id, as in enqueue.sql.
-    ORDER BY run.job_id
+    ORDER BY p.job_id
     RETURNING queue_id
 ), counted AS (
     INSERT INTO windrow.tally (org_id, accepted)
@@ -41,4 +53,7 @@ WITH run AS (
     FROM (SELECT DISTINCT stored.queue_id FROM stored) s
     WHERE q.queue_id = s.queue_id AND NOT q.listed
 )
-SELECT array_agg(DISTINCT stored.queue_id) AS queue_ids, count(*) AS jobs FROM stored
+SELECT
+    array_agg(DISTINCT stored.queue_id) AS queue_ids, count(*) AS jobs,
+    (SELECT ARRAY[p.org, p.queue] FROM placed p WHERE p.queue_id IS NULL LIMIT 1) AS unknown_queue
+FROM stored

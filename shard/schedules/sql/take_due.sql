@@ -3,7 +3,7 @@
 -- slots that this shard does not own (I6). The transaction keeps a lock on owned_slot, and the close of a slot waits
 -- for this lock.
 SELECT
-    s.id::text, o.org, s.org_id, s.name, s.queue, q.queue_id, {{schedule_spec(s)}}, s.next_at, s.last_at, s.last_job::text,
+    s.id::text, o.org, s.org_id, s.name, s.queue, q.queue_id IS NOT NULL AS has_queue, {{schedule_spec(s)}}, s.next_at, s.last_at, s.last_job::text,
     s.buffered, s.decided,
     -- Whether the decision depends on whether the job of the previous run is live. Only then `is_live` is looked up.
     s.last_job IS NOT NULL AND (s.overlap <> 'allow' OR s.buffered > 0) AS matters,
