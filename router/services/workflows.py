@@ -12,7 +12,7 @@ from router.codec.status import InvalidRequest, Violation
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
 from router.gate.admission import MESSAGE_BYTES_MAX
-from router.gate.calls import ANSWER_HELD_BYTES, unary
+from router.gate.calls import ANSWER_HELD_BYTES, LISTED_ID_BYTES, SMALL_ANSWER_BYTES, for_each, unary
 from router.gate.tracing import current_trace
 from router.route import by_id
 from router.route.retry_workflow import retry_of
@@ -63,7 +63,7 @@ class WorkflowsService:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
-    @unary(_checked_by_method)
+    @unary(_checked_by_method, answer_bytes=for_each(workflows_pb2.StartWorkflowRequest, "nodes", LISTED_ID_BYTES))
     async def StartWorkflow(self, request: workflows_pb2.StartWorkflowRequest) -> workflows_pb2.StartWorkflowResponse:
         workflow, numbers = await _decoded(codec.new_workflow, request)
         duplicate = await self._store(workflow, field="id")
@@ -96,7 +96,7 @@ class WorkflowsService:
                 charge.refund()
             return duplicate
 
-    @unary(_checked_by_method)
+    @unary(_checked_by_method, answer_bytes=for_each(workflows_pb2.AddNodesRequest, "nodes", LISTED_ID_BYTES))
     async def AddNodes(self, request: workflows_pb2.AddNodesRequest) -> workflows_pb2.AddNodesResponse:
         nodes, places = await _decoded(codec.new_nodes, request)
         ((tag, lease),) = convert.leases([request.lease], field="lease")
@@ -130,7 +130,7 @@ class WorkflowsService:
             await holder.require_up().store.settle(Settlement.snooze(nodes.jobs.org, [snooze]))
         return added
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def GetWorkflow(self, request: workflows_pb2.GetWorkflowRequest) -> workflows_pb2.GetWorkflowResponse:
         info, counts = await self._counted(OrgId(request.org), WorkflowId(request.id))
         return workflows_pb2.GetWorkflowResponse(workflow=info, counts=counts)
@@ -144,7 +144,7 @@ class WorkflowsService:
         )
         return workflows_pb2.ListNodesResponse(nodes=map(codec.node, nodes), next_page_token=token)
 
-    @unary()
+    @unary(answer_bytes=ANSWER_HELD_BYTES)
     async def ListWorkflows(self, request: workflows_pb2.ListWorkflowsRequest) -> workflows_pb2.ListWorkflowsResponse:
         org = OrgId(request.org)
 
@@ -161,7 +161,7 @@ class WorkflowsService:
 
         return await self._fleet.read(org, list_workflows)
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def CancelWorkflow(
         self, request: workflows_pb2.CancelWorkflowRequest
     ) -> workflows_pb2.CancelWorkflowResponse:
@@ -175,19 +175,19 @@ class WorkflowsService:
         await self._cancel(org, await self._fleet.write(org, doom), reason)
         return workflows_pb2.CancelWorkflowResponse(workflow=await self._info(org, workflow))
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def PauseWorkflow(self, request: workflows_pb2.PauseWorkflowRequest) -> workflows_pb2.PauseWorkflowResponse:
         info = await self._set_paused(request.org, request.id, paused=True)
         return workflows_pb2.PauseWorkflowResponse(workflow=info)
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def ResumeWorkflow(
         self, request: workflows_pb2.ResumeWorkflowRequest
     ) -> workflows_pb2.ResumeWorkflowResponse:
         info = await self._set_paused(request.org, request.id, paused=False)
         return workflows_pb2.ResumeWorkflowResponse(workflow=info)
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def SkipNode(self, request: workflows_pb2.SkipNodeRequest) -> workflows_pb2.SkipNodeResponse:
         org, workflow = OrgId(request.org), WorkflowId(request.id)
 
@@ -199,7 +199,7 @@ class WorkflowsService:
         await self._cancel(org, [job], SKIPPED)
         return workflows_pb2.SkipNodeResponse(workflow=await self._info(org, workflow))
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def SignalNode(self, request: workflows_pb2.SignalNodeRequest) -> workflows_pb2.SignalNodeResponse:
         org, workflow, name = OrgId(request.org), WorkflowId(request.id), NodeName(request.node)
         node = await self._fleet.read(org, lambda member: member.workflows.find_signal(org, workflow, name))
