@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from itertools import islice
 
+from router.calculator import Calculator
 from router.codec import schedules as codec
 from router.codec.convert import STATES, moment
 from router.fleet.fleet import Fleet
@@ -16,7 +15,7 @@ from router.gate.calls import ANSWER_HELD_BYTES, SMALL_ANSWER_BYTES, unary
 from router.route import by_id
 from shard.errors import ShardError
 from shard.placement.slots import Placement
-from shard.queue.coalescer import SingleCall, TooManyWaiting, single_calls
+from shard.queue.coalescer import TooManyWaiting
 from shard.schedule import Overlap, Run, ScheduleName
 from shard.schedules import calendar
 from shard.schedules.schedule_admin import Found
@@ -36,9 +35,8 @@ class SchedulesService:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        # A thread computes previews, one at a time, and orgs take turns. 100 instants of a rare date take 25 ms:
-        # without the thread, the router process would serve nobody else for that time.
-        self._previews = single_calls(lambda: TooManyWaiting("earlier previews of schedules take long; try again"))
+        # 100 instants of a rare date take 25 ms.
+        self._previews = Calculator("previews of schedules")
 
     @unary(codec.check_create, answer_bytes=_SCHEDULE_BYTES)
     async def CreateSchedule(
@@ -176,7 +174,7 @@ class SchedulesService:
         def instants() -> list[Micros]:
             return list(islice(calendar.after(timing, after), count))
 
-        times = await self._previews.submit(SingleCall(org, 1, partial(asyncio.to_thread, instants)))
+        times = await self._previews.run(org, instants)
         return schedules_pb2.PreviewScheduleResponse(times=codec.times(times))
 
     async def _changed(

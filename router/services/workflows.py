@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
+from router.calculator import Calculator
 from router.codec import convert
 from router.codec import workflows as codec
 from router.codec.status import InvalidRequest, Violation
@@ -35,8 +36,7 @@ _JOBS_AT_ONCE = 1000
 # The memory of a retry: all jobs of the workflow, which came in one request, and a page of these jobs while they are
 # looked up.
 _RETRY_BYTES = MESSAGE_BYTES_MAX + ANSWER_HELD_BYTES
-# A request with more nodes is checked and converted in a thread. 10,000 nodes take half a second: without the thread,
-# the router process would serve nobody else for that time.
+# A request with more nodes is checked and converted by a calculator. 10,000 nodes take half a second.
 _NODES_HERE_MAX = 200
 
 # For how long a job that must wait for nodes is given back, if it is on a shard that its org leaves.
@@ -47,14 +47,7 @@ _Decoded = TypeVar("_Decoded")
 
 
 def _checked_by_method(_request: _Nodes) -> None:
-    """The method checks its request itself, because it checks a large request in a thread."""
-
-
-async def _decoded(decode: Callable[..., _Decoded], request: _Nodes) -> _Decoded:
-    trace = current_trace()
-    if len(request.nodes) > _NODES_HERE_MAX:
-        return await asyncio.to_thread(decode, request, trace=trace)
-    return decode(request, trace=trace)
+    """The method checks its request itself, because a calculator checks a large one."""
 
 
 class WorkflowsService:
@@ -62,10 +55,17 @@ class WorkflowsService:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
+        self._calculator = Calculator("large workflows")
+
+    async def _decoded(self, decode: Callable[..., _Decoded], request: _Nodes) -> _Decoded:
+        decoded = partial(decode, request, trace=current_trace())
+        if len(request.nodes) > _NODES_HERE_MAX:
+            return await self._calculator.run(OrgId(request.org), decoded)
+        return decoded()
 
     @unary(_checked_by_method, answer_bytes=for_each(workflows_pb2.StartWorkflowRequest, "nodes", LISTED_ID_BYTES))
     async def StartWorkflow(self, request: workflows_pb2.StartWorkflowRequest) -> workflows_pb2.StartWorkflowResponse:
-        workflow, numbers = await _decoded(codec.new_workflow, request)
+        workflow, numbers = await self._decoded(codec.new_workflow, request)
         duplicate = await self._store(workflow, field="id")
         ids = workflow.jobs.ids
         return workflows_pb2.StartWorkflowResponse(duplicate=duplicate, job_ids=[ids[number] for number in numbers])
@@ -87,7 +87,7 @@ class WorkflowsService:
             charge = await self._fleet.limits.charge(member.store, workflow.jobs, independent=False)
         except LimitReached:
             # A repeated call costs nothing, so it must not be refused.
-            if await member.workflows.is_known(workflow):
+            if await member.workflows.is_known(workflow.jobs.org, workflow.id, workflow.digest):
                 return True
             raise
         with charge:
@@ -98,7 +98,7 @@ class WorkflowsService:
 
     @unary(_checked_by_method, answer_bytes=for_each(workflows_pb2.AddNodesRequest, "nodes", LISTED_ID_BYTES))
     async def AddNodes(self, request: workflows_pb2.AddNodesRequest) -> workflows_pb2.AddNodesResponse:
-        nodes, places = await _decoded(codec.new_nodes, request)
+        nodes, places = await self._decoded(codec.new_nodes, request)
         ((tag, lease),) = convert.leases([request.lease], field="lease")
 
         async def add(member: ShardHandle, placement: Placement) -> AddedNodes:
@@ -224,9 +224,12 @@ class WorkflowsService:
         org, old, new = OrgId(request.org), WorkflowId(request.id), WorkflowId(request.new_id)
         trace = current_trace()
         retry = await self._fleet.read(
-            org, lambda member: retry_of(self._fleet, member.workflows, org, old, new, trace=trace)
+            org,
+            lambda member: retry_of(
+                self._fleet, member.workflows, org, old, new, trace=trace, calculator=self._calculator
+            ),
         )
-        duplicate = await self._store(retry.workflow, field="new_id")
+        duplicate = retry.workflow is None or await self._store(retry.workflow, field="new_id")
         await self._cancel(org, retry.dead, f"retried by workflow {new}")
         info, counts = await self._counted(org, new)
         return workflows_pb2.RetryWorkflowResponse(workflow=info, counts=counts, duplicate=duplicate)
