@@ -139,10 +139,10 @@ class Supervisor:
                 code = await process.wait()
             finally:
                 self._running.discard(process)
-                if self._metrics is not None and process.returncode is not None:
-                    self._metrics.ended(process.pid)
                 self._serving.pop(process, None)
                 ours.close()
+                if self._metrics is not None and process.returncode is not None:
+                    self._metrics.ended(process.pid)
             if self._stopping.is_set():
                 return
             # If a process has served here once, keep trying: the cluster file may have been broken since, while the
