@@ -42,8 +42,8 @@ class ConnectionLimit:
             await asyncio.sleep(_LOOK_S)
             try:
                 await self._look(gate, port)
-            except OSError as error:
-                # Most likely this process cannot open more files. Try again until it can.
+            except (OSError, RuntimeError) as error:
+                # Most likely this process cannot open more files, or start a thread. Try again until it can.
                 self._log("could not look at the connections: %s", error)
 
     async def _look(self, gate: Gate, port: int) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from router.errors import EXIT_NO_RETRY, CannotListen, RouterFailed, RouterGaveUp
-from router.settings import host_and_port
+from router.settings import END_S_MAX, host_and_port
 
 if TYPE_CHECKING:
     from router.process.metrics import Metrics
@@ -164,7 +164,7 @@ class Supervisor:
         _signal(processes, signal.SIGTERM)
         ends = [asyncio.create_task(process.wait()) for process in processes]
         if ends:
-            _, late = await asyncio.wait(ends, timeout=self._drain_s + 5.0)
+            _, late = await asyncio.wait(ends, timeout=self._drain_s + END_S_MAX)
             if late:
                 _log.warning("%d router process(es) did not end in time; killing them", len(late))
                 _signal(processes, signal.SIGKILL)
