@@ -93,6 +93,7 @@ class ShardHandle:
         self.queue_admin = QueueAdmin(self._admin_database, self.store.clock)
         self._migrated = asyncio.Event()
         self._quarantines_changed = asyncio.Event()
+        self._workflows_wait = asyncio.Event()
         self._doorbell = Doorbell(
             self._queue_database,
             entry.dsn,
@@ -267,6 +268,7 @@ class ShardHandle:
                 group.create_task(self.ends.run())
                 group.create_task(self.scheduler.run())
                 group.create_task(self._go_on_with_folds())
+                group.create_task(self._sweep_workflows())
                 group.create_task(self._check_schema())
                 group.create_task(self._read_quarantines())
                 group.create_task(self._record_consumers())
@@ -289,7 +291,17 @@ class ShardHandle:
 
     async def _sweep(self) -> None:
         if await self.room.sweep():
-            await self._workflow_sweep.sweep()
+            self._workflows_wait.set()
+
+    async def _sweep_workflows(self) -> None:
+        """Sweeps workflows after each sweep of the lanes that has found any. This is a task of its own, because the
+        lanes must not wait for hundreds of workflows."""
+        what, sweep = f"sweep the workflows of shard {self.name!r}", self._where_allowed(self._workflow_sweep.sweep)
+        failing = False
+        while True:
+            await self._workflows_wait.wait()
+            self._workflows_wait.clear()
+            failing = not await attempt(what, sweep, level=logging.DEBUG if failing else logging.WARNING)
 
     async def _go_on_with_folds(self) -> None:
         what = f"go on with workflows of shard {self.name!r}"

@@ -21,6 +21,7 @@ from grpc_health.v1 import health
 from grpc_status import rpc_status
 
 from router.codec.fields import bounded
+from router.codec.rules import Rule, limit
 from router.codec.status import INTERNAL, MessageTooLarge, OrgMismatch, Undecodable, status_of
 from router.codec.validate import check
 from router.gate.admission import MESSAGE_BYTES_MAX, METADATA_BYTES_MAX, Context, Gate, too_large
@@ -40,6 +41,8 @@ _StreamHandler = Callable[[object, Context], Awaitable[None]]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 # Returns the org that a request names; None: the request is about all orgs.
 _OrgOf = Callable[[Any], str | None]
+# How much memory an answer may take: always, or by its request.
+AnswerBytes = int | Callable[[Any], int]
 
 # The longest deadline of a call, and its deadline if the caller sets none. It is longer than the longest wait of a
 # Dequeue (60 s).
@@ -47,6 +50,12 @@ DEADLINE_S_MAX = 75.0
 # How much memory is reserved for an answer with jobs. The last job of an answer is the one that reaches
 # ANSWER_BYTES_MAX, and that job may be as large again.
 ANSWER_HELD_BYTES = 2 * ANSWER_BYTES_MAX
+# How much memory is reserved for an answer about one thing, or with a short word about each of 1,000 jobs.
+SMALL_ANSWER_BYTES = 4 * 1024
+# For methods that reserve the memory of their answers themselves, because they may wait for a minute before.
+RESERVED_BY_METHOD = 0
+# The size of an id of a job in a list, with its tag.
+LISTED_ID_BYTES = 40
 # What gRPC counts for each entry of metadata in addition to its key and its value.
 _ENTRY_BYTES = 32
 _UNRECORDED = contextlib.nullcontext()
@@ -75,9 +84,10 @@ class Received(NamedTuple):
     too_large: MessageTooLarge | None = None
 
 
-def unary(rules: Callable[[Any], None] = check, *, answer_bytes: int = 0) -> Callable[[_Method], _Method]:
+def unary(rules: Callable[[Any], None] = check, *, answer_bytes: AnswerBytes) -> Callable[[_Method], _Method]:
     """Declares a method with one request and one answer. `rules` checks the request. `answer_bytes` is how much memory
-    the answer may take in addition to that of the request; it is reserved before the method begins."""
+    the answer may take in addition to that of the request, or a function that returns it for a request, which need not
+    keep the rules. The memory is reserved before the method begins."""
 
     def mark(method: _Method) -> _Method:
         cast("Any", method).options = _Options(rules, answer_bytes, DEADLINE_S_MAX)
@@ -87,10 +97,11 @@ def unary(rules: Callable[[Any], None] = check, *, answer_bytes: int = 0) -> Cal
 
 
 def streamed_answer(
-    rules: Callable[[Any], None] = check, *, answer_bytes: int = 0, deadline_s: float = DEADLINE_S_MAX
+    rules: Callable[[Any], None] = check, *, answer_bytes: AnswerBytes, deadline_s: float = DEADLINE_S_MAX
 ) -> Callable[[_Method], _Method]:
     """Declares a method with one request and a stream of answers, as an asynchronous generator. `rules` and
-    `answer_bytes` are as in `unary`; the call ends after `deadline_s`, or earlier at the caller's deadline."""
+    `answer_bytes` are as in `unary`, for one answer at a time; the call ends after `deadline_s`, or earlier at the
+    caller's deadline."""
 
     def mark(method: _Method) -> _Method:
         cast("Any", method).options = _Options(rules, answer_bytes, deadline_s)
@@ -103,8 +114,19 @@ class _Options(NamedTuple):
     """What `unary` and `streamed_answer` declare."""
 
     rules: Callable[[Any], None]
-    answer_bytes: int
+    answer_bytes: AnswerBytes
     deadline_s: float
+
+
+def for_each(request: type[Message], field: str, bytes_each: int) -> Callable[[Any], int]:
+    """Returns the size of an answer with `bytes_each` for each item of a list of the request. A request with more items
+    than the contract allows counts as one with as many as that: it will be refused."""
+    items_max = limit(request, field, Rule.REPEATED_MAX_ITEMS)
+
+    def answer_bytes(of: Message) -> int:
+        return SMALL_ANSWER_BYTES + bytes_each * min(len(getattr(of, field)), items_max)
+
+    return answer_bytes
 
 
 class _Signals:
@@ -464,7 +486,7 @@ async def _admitted(
     context: Context,
     decode: Callable[[bytes], Message],
     raw: bytes,
-    answer_bytes: int,
+    answer_bytes: AnswerBytes,
     check_named: Callable[[Call, Context, Any], str | None],
 ) -> Any:
     """Returns the request as soon as there is room for it and for its answer. Raises RouterFull, Undecodable,
@@ -474,7 +496,7 @@ async def _admitted(
     org = check_named(call, context, request)
     # Calls without an org come from operators and share a quota.
     gate.admit(call, org or "")
-    count = len(raw) + answer_bytes
+    count = len(raw) + (answer_bytes if isinstance(answer_bytes, int) else answer_bytes(request))
     if not call.take_in_turn(count):
         # While the call waits, keep only the raw bytes: the decoded message takes more memory.
         del request

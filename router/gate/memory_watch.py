@@ -93,8 +93,8 @@ class MemoryWatch:
             peers, self._to_hang_up = self._to_hang_up, set()
             try:
                 await self._look(gate, port, peers)
-            except OSError as error:
-                # Most likely this process cannot open more files. Try again until it can.
+            except (OSError, RuntimeError) as error:
+                # Most likely this process cannot open more files, or start a thread. Try again until it can.
                 self._to_hang_up |= peers
                 self._log("could not look at the connections: %s", error)
 

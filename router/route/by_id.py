@@ -145,6 +145,9 @@ async def decide(
     give_up_s = asyncio.get_running_loop().time() + DEPARTING_S_MAX
     while True:
         found = await find(fleet, org, ids, ask, at=pending)
+        # A job that was departing may be unknown by now.
+        for at in pending:
+            answers.pop(at, None)
         answers.update(found.answers)
         found.require(len(pending))
         pending = [at for at, answer in answers.items() if answer is Answer.DEPARTING]

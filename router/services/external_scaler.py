@@ -15,7 +15,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.watch import Watch
 from router.gate.admission import Gate
 from router.gate.call import current_call
-from router.gate.calls import streamed_answer, unary
+from router.gate.calls import SMALL_ANSWER_BYTES, streamed_answer, unary
 from router.keda import externalscaler_pb2 as keda
 from router.route.work import WorkCounts
 from shard.errors import ShardError
@@ -52,12 +52,12 @@ class ExternalScalerService:
         """Ends all streams, because this router is about to end. KEDA calls again, and reaches another router."""
         self._draining.set()
 
-    @unary(check)
+    @unary(check, answer_bytes=SMALL_ANSWER_BYTES)
     async def IsActive(self, request: keda.ScaledObjectRef) -> keda.IsActiveResponse:
         target = target_of(request)
         return keda.IsActiveResponse(result=await self._work.any(target.org, target.queue))
 
-    @streamed_answer(check, deadline_s=_STREAM_S_MAX)
+    @streamed_answer(check, answer_bytes=SMALL_ANSWER_BYTES, deadline_s=_STREAM_S_MAX)
     async def StreamIsActive(self, request: keda.ScaledObjectRef) -> AsyncGenerator[keda.IsActiveResponse, None]:
         target = target_of(request)
         call = current_call()
@@ -84,14 +84,14 @@ class ExternalScalerService:
             ending.cancel()
             self._streams.give_back(call.org)
 
-    @unary(check)
+    @unary(check, answer_bytes=SMALL_ANSWER_BYTES)
     async def GetMetricSpec(self, request: keda.ScaledObjectRef) -> keda.GetMetricSpecResponse:
         target = target_of(request)
         number = target.jobs_per_worker
         spec = keda.MetricSpec(metricName=METRIC, targetSize=number, targetSizeFloat=number)
         return keda.GetMetricSpecResponse(metricSpecs=[spec])
 
-    @unary(check)
+    @unary(check, answer_bytes=SMALL_ANSWER_BYTES)
     async def GetMetrics(self, request: keda.GetMetricsRequest) -> keda.GetMetricsResponse:
         target = target_of(request)
         jobs_max = min(_WORKERS_MAX * target.jobs_per_worker, _COUNTED_MAX)

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -18,12 +19,14 @@ from embedded import Cluster as Server
 from router.buffer import Buffer
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
+from router.fleet.wait_room import WaitRoom
 from shard.errors import Misconfigured, ShardUnavailable, UnknownQueue
 from shard.placement import catalog
-from shard.placement.cluster_file import Cluster, parse_cluster
+from shard.placement.cluster_file import Cluster, ShardEntry, parse_cluster
 from shard.placement.slots import SLOTS, slot_of
 from shard.postgres.pool import Database
 from shard.vocabulary import OrgId, QueueName, ShardName
+from shard.workflows.sweep import WorkflowSweep
 from tests.jobs import lease_jobs, some_jobs
 from tests.postgres import EMPTY, SPARE, frozen
 from tests.postgres import Server as Postgres
@@ -351,3 +354,48 @@ async def test_routers_that_found_a_cluster_at_once_all_come_up(
         async with opened(two(first, second)) as late:
             await up(late)
     assert next(looks) > 1
+
+
+async def test_a_cluster_file_that_cannot_be_taken_up_leaves_the_shards_as_they_were(
+    server: Server, spare_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    off, both = (cluster_of(server, spare_dsn, f'weight = 0\nstate = "{state}"') for state in ("off", "active"))
+    make = ShardHandle.__init__
+
+    def fail(member: ShardHandle, entry: ShardEntry, **options: Any) -> None:
+        if entry.name == S2:
+            raise MemoryError
+        make(member, entry, **options)
+
+    async with opened(off) as fleet:
+        before = dict(fleet.shards())
+        with monkeypatch.context() as patch:
+            patch.setattr(ShardHandle, "__init__", fail)
+            with pytest.raises(MemoryError):
+                await fleet.change(both)
+        assert fleet.shards() == before
+        assert await fleet.member(S1).store.get(OrgId("o"), [], include_payload=False) == []
+        # The next try takes it up.
+        await fleet.change(both)
+        await up(fleet)
+
+
+async def test_workflows_with_much_work_do_not_hold_up_the_sweeps_of_the_lanes(
+    server: Server, spare_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, lanes = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def sweep_workflows(_: WorkflowSweep) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def sweep_lanes(_: WaitRoom) -> bool:
+        lanes.release()
+        return True
+
+    monkeypatch.setattr(WorkflowSweep, "sweep", sweep_workflows)
+    monkeypatch.setattr(WaitRoom, "sweep", sweep_lanes)
+    async with opened(cluster_of(server, spare_dsn, None)):
+        await asyncio.wait_for(begun.wait(), PATIENCE_S)
+        for _ in range(3):
+            await asyncio.wait_for(lanes.acquire(), PATIENCE_S)

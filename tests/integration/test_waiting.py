@@ -22,12 +22,13 @@ from router.buffer import Account, Buffer
 from router.fleet.end_waits import EndWaits
 from router.fleet.handover import Handovers
 from router.fleet.siblings.siblings import Siblings
-from router.fleet.starts import Starts
+from router.fleet.starts import Permit, Starts
 from router.fleet.wait_room import WaitRoom
 from router.keda import externalscaler_pb2 as keda
 from router.keda import externalscaler_pb2_grpc as keda_grpc
 from shard.errors import ShardUnavailable
 from shard.history import erasure
+from shard.limits import Limit, LimitKey, LimitTable, Measure
 from shard.placement.slots import slot_of
 from shard.postgres import arrays
 from shard.postgres.pool import Database
@@ -1132,3 +1133,42 @@ async def test_who_waits_follows_an_org_whose_slot_moves(
         ids = await far.enqueue(org, new_job(queue=QUEUE if how == "stream" else "idle"))
         got = await (stream.until_jobs(1) if how == "stream" else jobs_of(waiting))
         assert [job.id for job in got] == ids
+
+
+async def test_an_offer_that_fails_gives_back_the_credit_and_the_tokens_that_it_took(
+    room: WaitRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, org = cast("Store", _Nothing()), OrgId("o")
+    store_is_away = False
+
+    def store_of(_: OrgId) -> Store:
+        if store_is_away:
+            raise ShardUnavailable(ShardName("s"), "gone")
+        return store
+
+    def limit(queue: str) -> Limit:
+        return Limit(LimitKey(org, QueueName(queue), Measure.STARTS), 10, 1_000_000, version=1)
+
+    starts = Starts(store_of, lambda: None)
+    starts.replace(LimitTable([limit("mail"), limit("second")], version=1))
+    buckets = [*starts.of(org, QueueName("mail")), *starts.of(org, QueueName("second"))]
+    for bucket in buckets:
+        bucket.tokens = 10
+    waiter = _Waits(org, "plain", "mail", "second", credit=100)
+    room.enter(waiter)
+    jobs = some_jobs(org, 9)
+    jobs.queues = [QueueName(queue) for queue in ("plain", "mail", "second") for _ in range(3)]
+    siblings = Siblings(Buffer(2**20), consumers=lambda _: None, ready=list)
+    handovers = Handovers(store, room, no_pools(store)[0], siblings, starts)
+    take = starts.take
+
+    def take_or_fail(of: OrgId, queue: QueueName, wanted: int) -> Permit | None:
+        nonlocal store_is_away
+        store_is_away = queue == "second"
+        return take(of, queue, wanted)
+
+    monkeypatch.setattr(starts, "take", take_or_fail)
+    with pytest.raises(ShardUnavailable):
+        await handovers.offer(jobs)
+    assert waiter.credit == 100
+    assert [bucket.tokens for bucket in buckets] == [10, 10]

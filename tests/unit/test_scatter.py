@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import cast
 
@@ -10,13 +10,15 @@ import pytest
 
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
+from router.route.by_id import decide
 from router.route.by_org import ask_readers, change_readers, list_readers, summed
 from shard.admin.job_pages import Key, Page, Wanted, merged, pack, unpack
 from shard.admin.queue_admin import Chunk, LeavingCounts, QueueCounts
 from shard.errors import QueueExists, ShardUnavailable, UnknownQueue
 from shard.job_record import JobRecord
 from shard.placement.slots import Placement
-from shard.vocabulary import JobState, Micros, OrgId, QueueName, ShardName
+from shard.vocabulary import Answer, JobId, JobState, Micros, OrgId, QueueName, ShardName
+from windrow.ids import uuid7
 
 ORG, QUEUE = OrgId("acme"), QueueName("mail")
 WANTED = Wanted(org=ORG, queue=QUEUE, state=JobState.DEAD)
@@ -225,3 +227,15 @@ async def test_what_was_changed_by_a_placement_that_is_in_force_no_more_is_chang
     assert await change_readers(moving, ORG, QUEUE, 9, change) == 2
     # The answer is full, so no other shard need be asked.
     assert await change_readers(fleet(a=5), ORG, QUEUE, 5, change) == 5
+
+
+async def test_a_job_that_was_departing_and_is_unknown_by_then_is_not_found() -> None:
+    """It was deleted at the source meanwhile, for example because its org was erased."""
+    ids = [JobId(uuid7()), JobId(uuid7())]
+    rounds = [[Answer.OK, Answer.DEPARTING], [Answer.NOT_FOUND]]
+
+    async def act(_: ShardHandle, positions: Sequence[int]) -> list[Answer]:
+        assert list(positions) == ([0, 1] if len(rounds) == 2 else [1])
+        return rounds.pop(0)
+
+    assert await decide(fleet(a=None), ORG, ids, act) == [Answer.OK, Answer.NOT_FOUND]

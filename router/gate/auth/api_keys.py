@@ -22,6 +22,7 @@ from router.fleet.fleet import Fleet
 from router.gate.auth.principal import End, Expired, Principal, Revoked, Unauthenticated
 from router.gate.auth.scopes import Scope
 from router.gate.call import current_call
+from router.gate.connections import host_of
 from shard.admin import api_keys
 from shard.admin.api_keys import StoredKey
 from shard.errors import ShardUnavailable
@@ -45,7 +46,7 @@ _EXPIRED = "this API key has expired; use another one"
 
 
 class _LookUp(NamedTuple):
-    # The address of the caller, without its port.
+    # The host of the caller (router/gate/connections.py).
     host: str
     key_id: str
 
@@ -85,7 +86,7 @@ class ApiKeys:
         key = api_keys.parse(token)
         if key is None:
             raise Unauthenticated(_MALFORMED)
-        host, _, _ = current_call().peer.rpartition(":")
+        host = host_of(current_call().peer)
         self._verifying[key.id] += 1
         try:
             stored = await self._look_ups.submit(_LookUp(host, key.id))
