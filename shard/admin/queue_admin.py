@@ -224,7 +224,7 @@ class QueueAdmin:
             "draining": draining,
         }
         if settings.retention_days is None or draining:
-            rows: Sequence[object] = await self._database.run(statements.ALTER_QUEUE, parameters)
+            rows: list[Any] = await self._database.run(statements.ALTER_QUEUE, parameters)
         else:
             async with partitions.room_for(self._database, settings.retention_days) as connection:
                 rows = await connection.run(statements.ALTER_QUEUE, parameters)
