@@ -15,7 +15,6 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from router.codec.org_limits import reached_message
 from shard import errors
-from shard.queue.coalescer import TooManyWaiting
 from windrow.org_header import ORG_HEADER
 from windrow.v1 import errors_pb2 as reasons
 from windrow.v1 import limits_pb2
@@ -214,7 +213,7 @@ def status_of(error: BaseException) -> status_pb2.Status:
             return _status(reasons.ERROR_REASON_ROUTER_FULL, str(error), retry_info(0.5))
         case TooManyChanges():
             return _status(reasons.ERROR_REASON_TOO_MANY_CHANGES, str(error), retry_info(error.retry_after_s))
-        case TooManyWaiting():
+        case errors.TooManyWaiting():
             return _status(reasons.ERROR_REASON_SHARD_BUSY, str(error), retry_info(0.5))
         case KeysUnavailable():
             return _status(reasons.ERROR_REASON_TOKEN_KEYS_UNAVAILABLE, str(error), retry_info(_KEYS_RETRY_S))

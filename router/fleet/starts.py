@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from router.fleet.buckets import PAUSE_S, Bucket, Buckets
-from shard.errors import RowLocked, ShardUnavailable
+from shard.errors import NoAnswer, RowLocked, TooManyWaiting
 from shard.limits import ALL_QUEUES, InFlightLimits, Limit, LimitTable, Measure
 from shard.queue.claim import ClaimResult
-from shard.queue.coalescer import TooManyWaiting
 from shard.queue.store import Store
 from shard.vocabulary import OrgId, QueueName
 
@@ -164,7 +163,7 @@ class Starts(Buckets):
             for bucket in (*self.of(org, ALL_QUEUES), *self.of(org, queue)):
                 try:
                     tokens = await bucket.look(self._store_of(org))
-                except (ShardUnavailable, TooManyWaiting):
+                except NoAnswer:
                     continue
                 if tokens < 1:
                     found.append(SpentLimit(bucket.limit, (1 - tokens) / bucket.limit.tokens_per_s))

@@ -18,9 +18,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from router.fleet.all_orgs import AllOrgs
 from router.fleet.ready_orgs import ReadyOrgs
 from router.fleet.waiter import AwaitedQueue, Waiter, Watcher
-from shard.errors import ShardError, ShardUnavailable
+from shard.errors import NoAnswer, ShardError
 from shard.limits import InFlightLimits
-from shard.queue.coalescer import TooManyWaiting
 from shard.queue.doorbell import Doorbell
 from shard.queue.pending_enqueue import Handover
 from shard.queue.queue_walk import org_number
@@ -205,7 +204,7 @@ class WaitRoom:
         try:
             counts = await self._store.count_in_flight(org, queues[0], limits)
             is_full = any(most is not None and most == count for most, count in zip(limits, counts, strict=True))
-        except (ShardUnavailable, TooManyWaiting):
+        except NoAnswer:
             # The caller looks for jobs again, and that claim shows whether a limit has room.
             pass
         finally:

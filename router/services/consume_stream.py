@@ -25,7 +25,6 @@ from router.services.all_orgs_consumer import AllOrgsConsumer
 from router.services.consumer import Consumer, ConsumerFields
 from shard.errors import ShardError
 from shard.lease_token import org_of_token
-from shard.queue.coalescer import TooManyWaiting
 from shard.vocabulary import OrgId, QueueName, ShardName
 from windrow.v1 import job_pb2, queue_pb2
 
@@ -266,7 +265,7 @@ class Stream:
             async with asyncio.timeout(_SETTLE_S_MAX):
                 answers = await self._answers(request)
             settled.not_ok.extend(not_ok(entries_of(request), answers))
-        except (ShardError, TooManyWaiting, TimeoutError) as error:
+        except (ShardError, TimeoutError) as error:
             settled.error.CopyFrom(status_for(error))
         finally:
             self._settling -= 1

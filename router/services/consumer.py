@@ -15,7 +15,7 @@ from router.fleet.buckets import PAUSE_S
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
 from router.fleet.starts import hold_s, look_again_s
-from shard.errors import RowLocked, ShardUnavailable
+from shard.errors import NoAnswer, RowLocked
 from shard.queue.claim import CLAIM_BYTES_MAX, CLAIM_BYTES_MIN, bytes_most
 from shard.vocabulary import OrgId, QueueName, ShardName
 
@@ -212,7 +212,7 @@ class Consumer:
 
     async def claim(self, members: Sequence[ShardHandle], *, woken: bool = False) -> bool:
         """Claims jobs from these shards, up to the credit. Returns whether there may be more. `woken`: something woke
-        this consumer, which may have been a job that is due later. Raises ShardUnavailable if no shard answers."""
+        this consumer, which may have been a job that is due later. Raises NoAnswer if no shard answers."""
         unavailable = set[ShardName]()
         brought = False
         most = min(self.credit, _JOBS_MAX)
@@ -272,7 +272,7 @@ class Consumer:
                 # Another claim of this org takes long, and its leases must be counted first.
                 member.room.hold(self.org, queues, PAUSE_S)
                 continue
-            except ShardUnavailable:
+            except NoAnswer:
                 # Take the jobs of the other shards. When this shard is back, its sweep wakes the consumer.
                 unavailable.add(shard)
                 if len(unavailable) == len(members):

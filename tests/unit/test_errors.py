@@ -14,7 +14,6 @@ from router.codec.status import CODES, DOMAIN, status_of
 from router.gate.auth import access, principal, scopes
 from shard import errors
 from shard.limits import Limit, LimitKey, Measure
-from shard.queue.coalescer import TooManyWaiting
 from shard.vocabulary import JobId, OrgId, QueueName, ShardName
 from windrow.v1 import errors_pb2
 
@@ -78,7 +77,7 @@ RAISED: dict[str, Callable[[], BaseException]] = {
     "ROW_LOCKED": lambda: errors.RowLocked(S1, "a job"),
     "CLOCK_SET_BACK": lambda: errors.ClockSetBack(S1, "its clock was set back"),
     "PLACEMENT_CHANGING": lambda: errors.PlacementChanging(S1, "slot 1 is draining there"),
-    "SHARD_BUSY": lambda: TooManyWaiting(1),
+    "SHARD_BUSY": lambda: errors.TooManyWaiting(1),
     "MISCONFIGURED": lambda: errors.Misconfigured("another cluster's database"),
     "ROUTER_FULL": lambda: status.RouterFull("calls", 1),
     "TOO_MANY_CHANGES": lambda: status.TooManyChanges("acme", 5, 0.2),
