@@ -12,6 +12,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from router.buffer import Account
@@ -19,6 +20,7 @@ from router.codec import fast_write
 from router.codec.fast_write import Delivery
 from router.fair.schedule import Schedule
 from router.fleet.buckets import Bucket
+from router.fleet.periodic import attempt
 from router.fleet.shard_handle import ShardHandle
 from router.fleet.shares import Share, deal
 from router.fleet.starts import Permit, Starts, hold_s, look_again_s
@@ -189,14 +191,19 @@ class OrgPool:
     async def run(self) -> None:
         """Hands jobs out until cancelled."""
         async with asyncio.TaskGroup() as group:
+
+            async def hand_out() -> None:
+                for shard, requests in self._pick().items():
+                    self._claiming.add(shard)
+                    claim = partial(self._claim, self._shards()[shard], requests)
+                    group.create_task(attempt(f"claim jobs of all orgs on shard {shard!r}", claim))
+                if not self._claiming and not self.schedule.ready_count:
+                    self.quiet.set()
+
             while True:
                 await self._woken.wait()
                 self._woken.clear()
-                for shard, requests in self._pick().items():
-                    self._claiming.add(shard)
-                    group.create_task(self._claim(self._shards()[shard], requests))
-                if not self._claiming and not self.schedule.ready_count:
-                    self.quiet.set()
+                await attempt("hand out jobs of all orgs", hand_out)
 
     def _pick(self) -> dict[ShardName, list[_Request]]:
         """Decides whose jobs are claimed now, and for which consumers."""

@@ -95,9 +95,6 @@ class Scheduler:
                     *(self._store.name, error),
                 )
                 failing, sleep_s = True, _PAUSE_S * random.uniform(0.5, 1.5)
-            except Exception:  # noqa: BLE001 - an error of one shard must not end this router
-                _log.exception("could not fire the schedules of shard %r", self._store.name)
-                sleep_s = _PAUSE_S
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(sleep_s):
                     await self._changed.wait()

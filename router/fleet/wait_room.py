@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -25,8 +24,6 @@ from shard.queue.pending_enqueue import Handover
 from shard.queue.queue_walk import org_number
 from shard.queue.store import Due, Store
 from shard.vocabulary import NewJobs, OrgId, QueueId, QueueName
-
-_log = logging.getLogger(__name__)
 
 # A sweep sets no timers for jobs that are due after more than this many sweeps: a later sweep finds them in time, and
 # probes set their own timers. Otherwise each sweep might set thousands of timers again, for nothing.
@@ -396,8 +393,6 @@ class WaitRoom:
             except ShardError:
                 # The next sweep finds what this probe would have found.
                 pass
-            except Exception:  # noqa: BLE001 - an error of one shard must not end this router
-                _log.exception("could not look for due jobs on shard %r", self._store.name)
             await asyncio.sleep(_PAUSE_S)
 
     async def sweep(self) -> bool:
