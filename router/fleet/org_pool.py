@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -87,9 +86,8 @@ class OrgPool:
         self.schedule = Schedule(weight_of)
         self._shards = shards
         self._reads = reads
-        self._waiting = AwaitedQueue()
-        # The consumers that may have credit and room. The one that was served most recently comes last.
-        self._able: OrderedDict[PoolConsumer, None] = OrderedDict()
+        # A consumer without room is not among those that may have credit.
+        self._waiting = AwaitedQueue[PoolConsumer]()
         # The queues that may have ready jobs, by org and shard.
         self._ready: dict[OrgId, dict[ShardName, set[QueueName]]] = {}
         # The shards on which a claim runs.
@@ -106,17 +104,16 @@ class OrgPool:
         return self._waiting.waiters.keys()
 
     def enter(self, consumer: PoolConsumer) -> None:
-        self._waiting.waiters[consumer] = None
+        self._waiting.enter(consumer)
         self.able(consumer)
 
     def leave(self, consumer: PoolConsumer) -> None:
-        self._waiting.waiters.pop(consumer, None)
-        self._able.pop(consumer, None)
+        self._waiting.leave(consumer)
 
     def able(self, consumer: PoolConsumer) -> None:
         """The consumer may have credit and room now."""
         if consumer.credit > 0 and consumer in self._waiting.waiters:
-            self._able[consumer] = None
+            self._waiting.has_credit(consumer)
             if self.schedule.ready_count:
                 self._wake()
 
@@ -125,9 +122,15 @@ class OrgPool:
         self._waiting.backlog = not self.quiet.is_set()
         return deal(self._waiting, org, sizes)
 
-    def room(self) -> int:
-        """Returns for how many jobs the consumers have room."""
-        return sum(consumer.credit for consumer in self._able if not consumer.full)
+    def room(self, jobs: int) -> int:
+        """Returns for how many jobs the consumers have room. Stops counting at `jobs`."""
+        room = 0
+        for consumer in self._waiting.able:
+            if room >= jobs:
+                break
+            if not consumer.full:
+                room += consumer.credit
+        return room
 
     # ── Leases ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -236,7 +239,7 @@ class OrgPool:
                 taken[org, shard] = self._take_queues(org, shard)
             here.add(org)
             consumer.credit -= 1
-            self._able.move_to_end(consumer)
+            self._waiting.served(consumer)
             request = requests.get((org, consumer))
             if request is None:
                 request = requests[org, consumer] = _Request(org, consumer, 0.0, 0, taken[org, shard])
@@ -245,11 +248,12 @@ class OrgPool:
         return {shard: affordable for shard, of in picked.items() if (affordable := self._reserve(shard, of.values()))}
 
     def _next_consumer(self) -> PoolConsumer | None:
-        while self._able:
-            consumer = next(iter(self._able))
+        able = self._waiting.able
+        while able:
+            consumer = next(iter(able))
             if consumer.credit > 0 and not consumer.full:
                 return consumer
-            del self._able[consumer]
+            del able[consumer]
         return None
 
     def _reserve(self, shard: ShardName, requests: Iterable[_Request]) -> list[_Request]:

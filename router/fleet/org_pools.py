@@ -134,9 +134,10 @@ class OrgPools:
         for watcher in self._watchers.get(queue, ()):
             watcher.wake()
 
-    def room(self, queue: QueueName) -> int:
-        """Returns for how many jobs of this queue consumers of all orgs have room."""
-        return sum(pool.room() for pool in self._by_queue.get(queue, ()))
+    def room(self, queue: QueueName, jobs: int) -> int:
+        """Returns for how many jobs of this queue consumers of all orgs have room. Each pool stops counting at
+        `jobs`."""
+        return sum(pool.room(jobs) for pool in self._by_queue.get(queue, ()))
 
     def deal(self, org: OrgId, queue: QueueName, sizes: Sequence[int]) -> list[Share]:
         """Keeps places for new jobs with payloads of these sizes: see router.fleet.shares."""

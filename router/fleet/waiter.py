@@ -8,7 +8,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from router.buffer import Account
 from router.codec.fast_write import Delivery
@@ -77,6 +77,10 @@ class Waiter(Protocol):
         """Gives it jobs that are leased to it. Its credit has been reduced already."""
         ...
 
+    def free_places(self, jobs: int) -> None:
+        """Gives it back the credit for jobs that did not come, and wakes it."""
+        ...
+
 
 class Watcher(Protocol):
     """Somebody who wants to know when a queue may have ready jobs, and who takes no jobs."""
@@ -86,12 +90,17 @@ class Watcher(Protocol):
         ...
 
 
+_W = TypeVar("_W", bound=Waiter)
+
+
 @dataclass(slots=True)
-class AwaitedQueue:
+class AwaitedQueue(Generic[_W]):
     """A queue that at least one consumer waits for, or that somebody watches."""
 
-    # The most recently served consumer comes last.
-    waiters: OrderedDict[Waiter, None] = field(default_factory=OrderedDict[Waiter, None])
+    waiters: dict[_W, None] = field(default_factory=dict[_W, None])
+    # The waiters that may have credit. The most recently served one comes last. A waiter without credit is removed when
+    # its turn comes, so that the others need not look at it again.
+    able: OrderedDict[_W, None] = field(default_factory=OrderedDict[_W, None])
     watchers: set[Watcher] = field(default_factory=set[Watcher])
     # Whether there may be jobs that no waiting consumer had room for.
     backlog: bool = False
@@ -101,3 +110,21 @@ class AwaitedQueue:
     due_timer: asyncio.TimerHandle | None = None
     # While it runs, a limit holds the jobs of this queue back.
     hold_timer: asyncio.TimerHandle | None = None
+
+    def enter(self, waiter: _W) -> None:
+        self.waiters[waiter] = self.able[waiter] = None
+
+    def leave(self, waiter: _W) -> None:
+        self.waiters.pop(waiter, None)
+        self.able.pop(waiter, None)
+
+    def has_credit(self, waiter: _W) -> None:
+        """Call this when the waiter has credit again. If it had none when its turn came, it is the next one: all others
+        have been served since its own last turn."""
+        if waiter in self.waiters and waiter not in self.able:
+            self.able[waiter] = None
+            self.able.move_to_end(waiter, last=False)
+
+    def served(self, waiter: _W) -> None:
+        """The waiter was woken, or gets jobs: it comes last."""
+        self.able.move_to_end(waiter)

@@ -75,6 +75,9 @@ class AllOrgsConsumer:
         self.credit += jobs
         self.wake()
 
+    # With more credit it is woken in any case.
+    free_places = add_credit
+
     def wake(self) -> None:
         if self._pool is not None and not self._closed:
             self._pool.able(self)

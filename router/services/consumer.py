@@ -95,11 +95,22 @@ class Consumer:
         self._closed = False
 
     def add_credit(self, jobs: int) -> None:
-        self.credit += jobs
+        self._raise_credit(jobs)
         if self._waits_for_credit or (self.idle and any(member.room.has_backlog(self) for member in self._entered)):
             self.wake()
         elif self.idle:
             self._tell_ready()
+
+    def free_places(self, jobs: int) -> None:
+        self._raise_credit(jobs)
+        self.wake()
+
+    def _raise_credit(self, jobs: int) -> None:
+        had_none = self.credit <= 0
+        self.credit += jobs
+        if had_none:
+            for member in self._entered:
+                member.room.has_credit(self)
 
     @property
     def all_orgs(self) -> bool:

@@ -149,6 +149,9 @@ class _Waits:
     def give(self, jobs: Delivery) -> None:
         raise AssertionError(f"nothing is handed over here: {jobs}")
 
+    def free_places(self, jobs: int) -> None:
+        raise AssertionError(f"no place is kept here: {jobs}")
+
 
 @contextlib.contextmanager
 def waiting(scene: Scene, *kinds: str) -> Generator[None, None, None]:
