@@ -134,15 +134,15 @@ class RequestLate(Exception):
 
 
 class MessageTooLarge(Exception):
-    """A request or a message of a stream has more bytes than the contract allows. It was not decoded. `head` has the
-    first bytes of the message."""
+    """A request or a message of a stream has more bytes than the contract allows. It was not decoded. `request_id`: the
+    id by which a message of a stream is answered; 0 if there is none."""
 
-    def __init__(self, size: int, limit: int, head: bytes) -> None:
+    def __init__(self, size: int, limit: int, request_id: int = 0) -> None:
         super().__init__(
             f"the message has {size:,} bytes, and at most {limit:,} are allowed: send its jobs or leases in several "
             "messages"
         )
-        self.head = head
+        self.request_id = request_id
 
 
 class Undecodable(Exception):

@@ -9,8 +9,6 @@ from collections.abc import AsyncIterator, Sequence
 from itertools import chain
 from typing import Any
 
-from google.protobuf.message import DecodeError
-
 from router.codec import convert
 from router.codec.fast_write import Delivery
 from router.codec.lease_verbs import VERBS, LeaseVerb, entries_of, not_ok, tokens
@@ -46,8 +44,6 @@ _SETTLING_MAX = 64
 _START_S_MAX = 10.0
 # The time limit for settling one message. It ends before clients take the silence for a dead connection.
 _SETTLE_S_MAX = 8.0
-# ConsumeRequest.request_id, a varint.
-_REQUEST_ID_TAG = bytes([queue_pb2.ConsumeRequest.REQUEST_ID_FIELD_NUMBER << 3])
 
 
 async def first_message(messages: AsyncIterator[Received], draining: asyncio.Event) -> Received | None:
@@ -74,19 +70,6 @@ async def first_message(messages: AsyncIterator[Received], draining: asyncio.Eve
     if received is not None and received.too_large is not None:
         raise received.too_large
     return received
-
-
-def request_id_of(head: bytes) -> int:
-    """Returns the request_id of a ConsumeRequest by its first bytes, or 0 if they are not those of a request_id.
-    Libraries write fields in the order of their numbers, and request_id has the lowest."""
-    if head[:1] != _REQUEST_ID_TAG:
-        return 0
-    end = next((at + 1 for at, byte in enumerate(head) if at and byte < 0x80), 0)
-    try:
-        return queue_pb2.ConsumeRequest.FromString(head[:end]).request_id
-    except DecodeError:
-        # Its varint is too long.
-        return 0
 
 
 class Stream:
@@ -239,12 +222,11 @@ class Stream:
         self._client_closed = True
 
     def _refuse(self, error: MessageTooLarge) -> None:
-        """Answers a message that was not decoded. If the message does not begin with a request_id, raises the error,
-        which ends the stream."""
-        request_id = request_id_of(error.head)
-        if not request_id:
+        """Answers a message that was not decoded. If the message has no request_id, raises the error, which ends the
+        stream."""
+        if not error.request_id:
             raise error
-        self._settled.append((queue_pb2.Settled(request_id=request_id, error=status_for(error)), 0))
+        self._settled.append((queue_pb2.Settled(request_id=error.request_id, error=status_for(error)), 0))
         self._to_write.set()
 
     def _take(self, received: Received, group: asyncio.TaskGroup) -> None:

@@ -36,7 +36,7 @@ ANYBODY = principal.Principal(name="key:wr_aaaabbbbcccc", org=OrgId("other"), sc
 RAISED: dict[str, Callable[[], BaseException]] = {
     "INVALID_REQUEST": lambda: status.InvalidRequest([status.Violation("org", "must not be empty")]),
     "UNDECODABLE_REQUEST": lambda: status.Undecodable(7),
-    "MESSAGE_TOO_LARGE": lambda: status.MessageTooLarge(17 << 20, 16 << 20, b""),
+    "MESSAGE_TOO_LARGE": lambda: status.MessageTooLarge(17 << 20, 16 << 20),
     "ORG_MISMATCH": lambda: status.OrgMismatch("org", "acme", "other"),
     "CREDENTIALS_MISSING": lambda: principal.NoCredentials("the call has no token"),
     "CREDENTIALS_INVALID": lambda: principal.Unauthenticated("no such key"),
