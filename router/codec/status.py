@@ -26,6 +26,7 @@ _VIOLATIONS_BYTES_MAX = 4000
 _MESSAGE_CHARS_MAX = 500
 _SHOWN_CHARS_MAX = 128
 _KEYS_RETRY_S = 5.0
+_TIMED_OUT_RETRY_S = 1.0
 INTERNAL: int = code_pb2.INTERNAL
 INVALID_ARGUMENT: int = code_pb2.INVALID_ARGUMENT
 RESOURCE_EXHAUSTED: int = code_pb2.RESOURCE_EXHAUSTED
@@ -277,7 +278,8 @@ def status_of(error: BaseException) -> status_pb2.Status:
         case errors.Misconfigured():
             return _status(reasons.ERROR_REASON_MISCONFIGURED, str(error))
         case asyncio.TimeoutError():
-            return _status(reasons.ERROR_REASON_CALL_TIMED_OUT, "the shard did not answer in time")
+            message = "the shard did not answer in time"
+            return _status(reasons.ERROR_REASON_CALL_TIMED_OUT, message, retry_info(_TIMED_OUT_RETRY_S))
         case _:
             return _status(reasons.ERROR_REASON_INTERNAL_ERROR, "internal error; the router's log has the details")
 

@@ -133,8 +133,7 @@ def test_an_error_has_its_reason_and_the_page_says_whether_to_retry(reason: str)
     assert name == reason
     assert sent.code == CODES[errors_pb2.ErrorReason.Value(PREFIX + reason)]
     (on_page,) = [retry for row, *_, retry in ROWS if row == reason]
-    # After a deadline or a fault the router cannot know when a retry may succeed. After MISCONFIGURED it does not even
-    # know whether a retry may succeed.
-    untold = {code_pb2.DEADLINE_EXCEEDED, code_pb2.INTERNAL}
-    assert (on_page == "yes") == (retry_info or sent.code in untold)
+    # If a request comes too slowly, or the router has a fault, the router cannot know when a retry may succeed. After
+    # MISCONFIGURED it does not even know whether a retry may succeed.
+    assert (on_page == "yes") == (retry_info or reason in {"REQUEST_LATE", "INTERNAL_ERROR"})
     assert (on_page == "only `Queue`") == (reason == "MISCONFIGURED")
