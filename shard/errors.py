@@ -88,6 +88,8 @@ class NoAnswer(ShardError):
 class TooManyWaiting(NoAnswer):
     """Too many calls are waiting, of this org or of all orgs; nothing was done."""
 
+    retry_after_s = 0.5
+
 
 class ShardUnavailable(NoAnswer):
     """The shard's database cannot be reached, or does not answer in time. A write that was sent may have been done."""

@@ -121,7 +121,7 @@ def test_the_router_names_every_reason_of_the_proto_and_sends_each_for_an_error(
     source = (ROOT / "router/codec/status.py").read_text()
     # The errors of router/gate/auth name their reasons in their own package.
     auth = "".join(path.read_text() for path in (ROOT / "router/gate/auth").glob("*.py"))
-    named = re.findall(r"(ERROR_REASON_\w+)", source[source.index("def status_of") :] + auth)
+    named = re.findall(r"(ERROR_REASON_\w+)", source[source.index("_REASONS: ") :] + auth)
     assert set(named) == IN_PROTO
     assert {PREFIX + name for name in RAISED} == IN_PROTO
 
