@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from itertools import chain
 from typing import Any
 
+import grpc
+
 from router.codec import convert
 from router.codec.fast_write import Delivery
 from router.codec.lease_verbs import VERBS, LeaseVerb, entries_of, not_ok, tokens
-from router.codec.status import InvalidRequest, MessageTooLarge, RequestLate, ShuttingDown, StreamExpired, Violation
+from router.codec.status import (
+    INTERNAL,
+    InvalidRequest,
+    MessageTooLarge,
+    RequestLate,
+    ShuttingDown,
+    StreamExpired,
+    Violation,
+    status_of,
+)
 from router.codec.validate import check, check_consume
 from router.fleet.fleet import Fleet
 from router.gate.admission import DRAIN_S, Context, Gate
@@ -25,6 +37,8 @@ from shard.errors import ShardError
 from shard.lease_token import org_of_token
 from shard.vocabulary import OrgId, QueueName, ShardName
 from windrow.v1 import job_pb2, queue_pb2
+
+_log = logging.getLogger(__name__)
 
 CREDIT_MAX = 10_000
 # Upper bound for the bytes of jobs that wait to be written; above it the stream stops claiming.
@@ -70,6 +84,24 @@ async def first_message(messages: AsyncIterator[Received], draining: asyncio.Eve
     if received is not None and received.too_large is not None:
         raise received.too_large
     return received
+
+
+def _gravest(errors: Sequence[BaseException]) -> BaseException:
+    """Returns the error with which a stream ends, of those that occurred at the same time, and logs the others. A fault
+    of the router is graver than an error that was expected, and the least is that the client is gone."""
+
+    def gravity(error: BaseException) -> int:
+        if isinstance(error, grpc.aio.InternalError):
+            # gRPC could not write.
+            return 0
+        return 2 if status_of(error).code == INTERNAL else 1
+
+    gravest = max(errors, key=gravity)
+    for error in errors:
+        if error is not gravest:
+            level = logging.ERROR if gravity(error) == 2 else logging.DEBUG
+            _log.log(level, "a stream that ended with %r also failed otherwise", gravest, exc_info=error)
+    return gravest
 
 
 class Stream:
@@ -179,7 +211,7 @@ class Stream:
                     timers.append(loop.call_later(ends_after_s - left_s, wind_down, left_s))
                 group.create_task(self._write())
         except BaseExceptionGroup as group_error:
-            raise group_error.exceptions[0] from None
+            raise _gravest(group_error.exceptions) from None
         except asyncio.CancelledError as cancelled:
             # The traceback refers to the group's frame, and that frame to the exception: break the reference cycle.
             raise cancelled.with_traceback(None) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -881,6 +882,27 @@ async def test_a_message_that_is_not_settled_in_time_is_answered_with_a_delay_fo
     told = error_details_pb2.RetryInfo()
     assert any(detail.Unpack(told) for detail in settled.error.details)
     assert told.retry_delay.ToMilliseconds() == 1000
+
+
+class _Faulty(_NoShards):
+    def shards_to_claim_from(self, org: str) -> list[object]:
+        raise ZeroDivisionError(f"a fault while jobs of org {org!r} are claimed")
+
+
+async def test_a_fault_is_not_hidden_by_an_error_of_the_client_at_the_same_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def wrong() -> AsyncGenerator[Received, None]:
+        yield Received(queue_pb2.ConsumeRequest(start=start("org")), 0)
+
+    first = queue_pb2.ConsumeRequest(start=start("org"), credit=1)
+    stream = a_stream(first, wrong(), Read(writing=asyncio.Event()), _Faulty())
+    with caplog.at_level(logging.DEBUG, "router.services.consume_stream"), pytest.raises(ZeroDivisionError):
+        await stream.run(asyncio.Event())
+    (record,) = caplog.records
+    assert record.levelno == logging.DEBUG
+    assert record.exc_text is not None
+    assert "InvalidRequest: start: is set again" in record.exc_text
 
 
 async def test_a_consumer_that_sends_and_does_not_read_is_not_heard_any_more() -> None:
