@@ -18,15 +18,14 @@ from router.buffer import Account
 from router.codec import fast_write
 from router.codec.fast_write import Delivery
 from router.fair.schedule import Schedule
-from router.fleet.buckets import Bucket
 from router.fleet.periodic import attempt
 from router.fleet.shard_handle import ShardHandle
 from router.fleet.shares import Share, deal
-from router.fleet.starts import Permit, Starts, hold_s, look_again_s
+from router.fleet.starts import ClaimedPart, Held, Starts
 from router.fleet.waiter import AwaitedQueue, Waiter
-from shard.errors import RowLocked, ShardUnavailable
+from shard.errors import ShardUnavailable
 from shard.lease_token import lease_of
-from shard.queue.claim import ClaimResult, bytes_most
+from shard.queue.claim import bytes_most
 from shard.vocabulary import Lease, OrgId, QueueName, ShardName
 
 _log = logging.getLogger(__name__)
@@ -310,57 +309,39 @@ class OrgPool:
         """Leases the jobs of a request, and delivers them. Queues that a limit of starts holds back are set aside.
         Returns whether there may be more jobs."""
         is_more = False
-        for queues, buckets, in_flight in self._starts.split(request.org, list(request.queues)):
-            wanted = room = request.jobs - request.got
+        for part in self._starts.split(request.org, list(request.queues)):
+            queues, room = part.queues, request.jobs - request.got
             if room <= 0:
                 return True
-            permit = None
-            if buckets:
-                permit = await self._draw(request.org, buckets, room)
-                if permit is None:
-                    request.queues.difference_update(queues)
-                    held_s = min(look_again_s(buckets), _HELD_S_MAX)
-                    self._set_aside(request.org, member.name, list(queues), for_s=held_s)
-                    continue
-                wanted = permit.jobs
-            claim = member.store.claim(
-                request.org,
-                list(queues),
-                max_jobs=wanted,
-                window_us=request.consumer.window_us,
-                worker=request.consumer.worker,
-                in_flight=in_flight,
-            )
             try:
-                result = await (claim if permit is None else permit.spend(claim))
-            except RowLocked:
-                if in_flight is None:
+                claimed = await self._starts.claim(
+                    member.store,
+                    request.org,
+                    part,
+                    max_jobs=room,
+                    window_us=request.consumer.window_us,
+                    worker=request.consumer.worker,
+                )
+            except ShardUnavailable as error:
+                if error.shard == member.name:
                     raise
-                # Another claim of this org takes long, and its leases must be counted first.
+                # The shard that has the org's buckets does not answer.
+                claimed = Held(_ASIDE_S)
+            if isinstance(claimed, Held):
                 request.queues.difference_update(queues)
-                self._set_aside(request.org, member.name, list(queues))
+                self._set_aside(request.org, member.name, list(queues), for_s=min(claimed.for_s, _HELD_S_MAX))
                 continue
-            if result.jobs:
-                self._deliver(member, request, result, permit)
-            is_short = len(result.jobs) < wanted and not result.cut
-            if in_flight is not None and is_short:
-                if await member.room.hold_if_full(request.org, queues, in_flight):
+            if claimed.result.jobs:
+                self._deliver(member, request, claimed)
+            if part.in_flight is not None and claimed.is_short:
+                if await member.room.hold_if_full(request.org, queues, part.in_flight):
                     request.queues.difference_update(queues)
                 else:
                     # Another request of the org may have found these queues full before, and have taken them out.
                     request.queues.update(queues)
-            is_more = is_more or result.cut or len(result.jobs) == wanted < room
+            # If a permit was used up, the next one may be larger.
+            is_more = is_more or claimed.result.cut or (not claimed.is_short and claimed.max_jobs < room)
         return is_more or request.got == request.jobs
-
-    async def _draw(self, org: OrgId, buckets: Sequence[Bucket], wanted: int) -> Permit | None:
-        """Takes tokens for up to `wanted` starts. Returns None if a limit holds the jobs back, or if the shard that has
-        the buckets does not answer."""
-        if hold_s(buckets) > 0:
-            return None
-        try:
-            return await self._starts.draw(org, buckets, wanted)
-        except ShardUnavailable:
-            return None
 
     def _claimed(
         self, member: ShardHandle, requests: Sequence[_Request], results: Sequence[bool | BaseException]
@@ -394,13 +375,14 @@ class OrgPool:
             if not self._is_found(org, shard):
                 self.schedule.idle(org, shard)
 
-    def _deliver(self, member: ShardHandle, request: _Request, result: ClaimResult, permit: Permit | None) -> None:
+    def _deliver(self, member: ShardHandle, request: _Request, claimed: ClaimedPart) -> None:
+        result = claimed.result
         leases = [lease_of(job.id, job.lease) for job in result.jobs]
         charged_s = request.charged_s / request.jobs
         self._began(request.org, leases, request.consumer.window_us, charged_s=charged_s)
         delivery = fast_write.claimed(member.store, request.org, result.jobs, names_org=True)
-        if permit is not None:
-            delivery = delivery._replace(on_unsent=permit.put_back)
+        if claimed.put_back is not None:
+            delivery = delivery._replace(on_unsent=claimed.put_back)
         request.got += len(result.jobs)
         request.consumer.account_of(request.org).hold(delivery.bytes)
         request.consumer.take(delivery)
