@@ -22,7 +22,7 @@ from router.fleet.periodic import attempt
 from router.fleet.shard_handle import ShardHandle
 from router.fleet.shares import Share, deal
 from router.fleet.starts import ClaimedPart, Held, Starts
-from router.fleet.waiter import AwaitedQueue, Waiter
+from router.fleet.waiter import AwaitedQueue, Recipient
 from shard.errors import ShardUnavailable
 from shard.lease_token import lease_of
 from shard.queue.claim import bytes_most
@@ -41,7 +41,7 @@ _ASIDE_S = 0.1
 _HELD_S_MAX = 1.0
 
 
-class PoolConsumer(Waiter, Protocol):
+class PoolConsumer(Recipient, Protocol):
     """A consumer of all orgs, as its pool sees it."""
 
     def take(self, jobs: Delivery) -> None:
@@ -85,7 +85,7 @@ class OrgPool:
         self.schedule = Schedule(weight_of)
         self._shards = shards
         self._reads = reads
-        # A consumer without room is not among those that may have credit.
+        # A claim also removes a consumer from `able` whose client does not read.
         self._waiting = AwaitedQueue[PoolConsumer]()
         # The queues that may have ready jobs, by org and shard.
         self._ready: dict[OrgId, dict[ShardName, set[QueueName]]] = {}
@@ -99,7 +99,7 @@ class OrgPool:
     # ── Consumers ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def consumers(self) -> Collection[Waiter]:
+    def consumers(self) -> Collection[PoolConsumer]:
         return self._waiting.waiters.keys()
 
     def enter(self, consumer: PoolConsumer) -> None:
@@ -237,7 +237,7 @@ class OrgPool:
             if (org, shard) not in taken:
                 taken[org, shard] = self._take_queues(org, shard)
             here.add(org)
-            consumer.credit -= 1
+            consumer.keep_places(1)
             self._waiting.served(consumer)
             request = requests.get((org, consumer))
             if request is None:
@@ -272,11 +272,9 @@ class OrgPool:
     def _give_back(self, request: _Request) -> None:
         """Gives back the credit and the charges of those picks for which no job came."""
         missing = request.jobs - request.got
-        consumer = request.consumer
         if missing:
             self.schedule.unused(request.org, request.charged_s * missing / request.jobs)
-        consumer.credit += missing
-        self.able(consumer)
+        request.consumer.free_places(missing)
 
     def _set_aside(
         self, org: OrgId, shard: ShardName, queues: Collection[QueueName], *, for_s: float = _ASIDE_S

@@ -9,14 +9,13 @@ from typing import TypeVar
 
 from router.buffer import Account
 from router.codec.fast_write import Delivery
-from router.fleet.waiter import AwaitedQueue, Waiter
+from router.fleet.waiter import AwaitedQueue, Recipient
 from shard.lease_token import draw_number
 from shard.queue.claim import CLAIM_BYTES_MAX, JOB_BYTES
 from shard.queue.pending_enqueue import Taker
 from shard.vocabulary import OrgId
 
-
-_W = TypeVar("_W", bound=Waiter)
+_W = TypeVar("_W", bound=Recipient)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +23,7 @@ class Share:
     """Places for `count` jobs at one waiter. `end` must be called exactly once: until then the places count against the
     waiter's credit, and the account holds `held` bytes for the jobs."""
 
-    waiter: Waiter
+    waiter: Recipient
     account: Account
     taker: Taker
     count: int
@@ -33,14 +32,10 @@ class Share:
     def end(self, jobs: Delivery | None) -> None:
         """Gives the waiter the jobs that were leased to it, and gives the credit for the other places back. `jobs` is
         None if no job was leased to it."""
-        waiter = self.waiter
-        waiter.promised = False
-        missing = self.count - (len(jobs.ids) if jobs is not None else 0)
-        if missing:
-            waiter.free_places(missing)
+        self.waiter.free_places(self.count - (len(jobs.ids) if jobs is not None else 0))
         if jobs is not None:
             self.account.hold(jobs.bytes)
-            waiter.give(jobs)
+            self.waiter.give(jobs)
         self.account.give_back(self.held)
 
 
@@ -66,10 +61,7 @@ def deal(awaited: AwaitedQueue[_W] | None, org: OrgId, sizes: Sequence[int]) -> 
         if not account.take(held):
             # The waiter's share of the buffer is full of jobs that its client has not read yet.
             continue
-        if waiter.takes_once:
-            waiter.idle = False
-            waiter.promised = True
-        waiter.credit -= count
+        waiter.keep_places(count)
         awaited.served(waiter)
         taker = Taker(draw_number(), waiter.worker, waiter.window_us)
         shares.append(Share(waiter=waiter, account=account, taker=taker, count=count, held=held))

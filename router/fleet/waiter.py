@@ -15,11 +15,9 @@ from router.codec.fast_write import Delivery
 from shard.vocabulary import OrgId, QueueId, QueueName
 
 
-class Waiter(Protocol):
-    """A consumer, as the wait room sees it."""
+class Recipient(Protocol):
+    """A consumer, as hand-overs see it."""
 
-    @property
-    def org(self) -> OrgId: ...
     @property
     def queues(self) -> Sequence[QueueName]: ...
     @property
@@ -33,26 +31,25 @@ class Waiter(Protocol):
     @property
     def window_us(self) -> int: ...
     @property
-    def account(self) -> Account:
-        """The consumer's share of the buffer. Jobs on their way to the consumer count in it."""
-        ...
-
-    @property
     def all_orgs(self) -> bool:
         """Whether it takes jobs of all orgs. If so, the leases that it gets name their orgs, and each org has an
         account of its own for its jobs."""
         ...
 
     def account_of(self, org: OrgId) -> Account:
-        """Returns the account that pays for jobs of this org."""
+        """Returns the account that pays for jobs of this org: the consumer's share of the buffer. Jobs on their way to
+        the consumer count in it."""
         ...
 
-    # How many more jobs it takes.
-    credit: int
-    # Whether it has found no jobs and waits.
-    idle: bool
-    # Whether it takes only one delivery, and this delivery is on its way: then nothing else wakes it.
-    promised: bool
+    @property
+    def credit(self) -> int:
+        """How many more jobs it takes."""
+        ...
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has found no jobs and waits."""
+        ...
 
     @property
     def takes_once(self) -> bool:
@@ -64,6 +61,30 @@ class Waiter(Protocol):
         """Whether it takes no jobs, whatever its credit, until its client has read what was sent to it."""
         ...
 
+    def keep_places(self, jobs: int) -> None:
+        """Takes the credit for jobs that may be on their way to it. `free_places` follows."""
+        ...
+
+    def free_places(self, unused: int) -> None:
+        """It is known which of these jobs come: gives it back the credit for the unused places, and wakes it if there
+        are any."""
+        ...
+
+    def give(self, jobs: Delivery) -> None:
+        """Gives it jobs that are leased to it. Its credit has been reduced already."""
+        ...
+
+
+class Waiter(Recipient, Protocol):
+    """A consumer of one org, as the wait room sees it."""
+
+    @property
+    def org(self) -> OrgId: ...
+    @property
+    def promised(self) -> bool:
+        """Whether it takes only one delivery, and this delivery is on its way: then nothing else wakes it."""
+        ...
+
     @property
     def looking(self) -> bool:
         """Whether it was woken or is claiming, and has not reported yet what it found."""
@@ -71,14 +92,6 @@ class Waiter(Protocol):
 
     def wake(self) -> None:
         """Notifies it that there may be jobs."""
-        ...
-
-    def give(self, jobs: Delivery) -> None:
-        """Gives it jobs that are leased to it. Its credit has been reduced already."""
-        ...
-
-    def free_places(self, jobs: int) -> None:
-        """Gives it back the credit for jobs that did not come, and wakes it."""
         ...
 
 
@@ -90,7 +103,7 @@ class Watcher(Protocol):
         ...
 
 
-_W = TypeVar("_W", bound=Waiter)
+_W = TypeVar("_W", bound=Recipient)
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from router.codec.causes import Surroundings, Waiting
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
 from router.fleet.starts import SpentLimit
+from router.fleet.waiter import Recipient
 from router.route.by_id import find
 from router.route.by_org import Asked, ask_readers
 from shard.errors import NoAnswer, ShardUnavailable, UnknownJob
@@ -66,14 +67,15 @@ async def _surroundings(
     """Returns what this process knows about an org and its queue on these shards. `away`: other shards of the org,
     which did not answer."""
     placement = fleet.placement(org)
-    waiting = {
+    waiting: dict[Recipient, None] = {
         waiter: None
         for member in members
         if queue is not None and (awaited := member.room.queue(org, queue)) is not None
         for waiter in awaited.waiters
     }
     if queue is not None:
-        waiting.update(dict.fromkeys(fleet.pools.waiters(queue)))
+        for consumer in fleet.pools.waiters(queue):
+            waiting[consumer] = None
     ahead = None if queue is None else fleet.pools.ahead(org, queue)
     waits_for_memory = any(buffer.waits(org, member.name) for member in members)
     return Surroundings(

@@ -100,9 +100,17 @@ class Consumer:
         elif self.idle:
             self._tell_ready()
 
-    def free_places(self, jobs: int) -> None:
-        self._raise_credit(jobs)
-        self.wake()
+    def keep_places(self, jobs: int) -> None:
+        self.credit -= jobs
+        if self.takes_once:
+            self.idle = False
+            self.promised = True
+
+    def free_places(self, unused: int) -> None:
+        self.promised = False
+        if unused:
+            self._raise_credit(unused)
+            self.wake()
 
     def _raise_credit(self, jobs: int) -> None:
         had_none = self.credit <= 0

@@ -987,9 +987,16 @@ class _Waits:
     def give(self, jobs: object) -> None:
         raise AssertionError(f"nothing is handed over here: {jobs}")
 
-    def free_places(self, jobs: int) -> None:
-        self.credit += jobs
-        self.wake()
+    def keep_places(self, jobs: int) -> None:
+        self.credit -= jobs
+        if self.takes_once:
+            self.idle, self.promised = False, True
+
+    def free_places(self, unused: int) -> None:
+        self.promised = False
+        if unused:
+            self.credit += unused
+            self.wake()
 
 
 class _Nothing:

@@ -137,6 +137,7 @@ class Waits:
     takes_once: bool = False
     org: OrgId = ORG
     queues: Sequence[QueueName] = (QUEUE,)
+    kinds: Sequence[str] = ()
     worker: str = "w"
     window_us: int = 1_000_000
     idle: bool = True
@@ -165,10 +166,17 @@ class Waits:
     def give(self, jobs: Delivery) -> None:
         self.got.append(jobs)
 
-    def free_places(self, jobs: int) -> None:
-        self.credit += jobs
-        self.has_credit(self)
-        self.wake()
+    def keep_places(self, jobs: int) -> None:
+        self.credit -= jobs
+        if self.takes_once:
+            self.idle, self.promised = False, True
+
+    def free_places(self, unused: int) -> None:
+        self.promised = False
+        if unused:
+            self.credit += unused
+            self.has_credit(self)
+            self.wake()
 
     @property
     def ids(self) -> list[str]:
