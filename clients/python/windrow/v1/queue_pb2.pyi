@@ -1354,8 +1354,8 @@ class AlterJobsResponse(_message.Message):
     ANSWERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def answers(self) -> _containers.RepeatedScalarFieldContainer[_job_pb2.JobAnswer.ValueType]:
-        """One for each id, in the request's order. OK: it was changed. STALE: it is LEASED or DEAD, or has SUCCEEDED.
-        CANCELLED: it was cancelled.
+        """One for each id, in the request's order. OK: it was changed. STALE: it is LEASED or DEAD, or has SUCCEEDED, or it is
+        BLOCKED and was to get a time. CANCELLED: it was cancelled.
         """
 
     def __init__(
