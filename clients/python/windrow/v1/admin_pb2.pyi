@@ -702,7 +702,7 @@ class ListJobsRequest(_message.Message):
 
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[_job_pb2.JobState.ValueType]:
-        """Only jobs in one of these states, ordered by id; empty: as `state` says. Not with `state`. At most 6."""
+        """Only jobs in one of these states, ordered by id; empty: as `state` says. Not with `state`. At most 7."""
 
     def __init__(
         self,
@@ -822,7 +822,7 @@ class CountJobsRequest(_message.Message):
     """From the last answer's next_page_token; all other fields must be unchanged. Empty: the first part."""
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[_job_pb2.JobState.ValueType]:
-        """Only jobs in one of these states; empty: any. At most 6."""
+        """Only jobs in one of these states; empty: any. At most 7."""
 
     @_builtins.property
     def attributes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
