@@ -118,8 +118,8 @@ def alter(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Changes jobs that are scheduled or ready: when they run, their priority, their attributes (--attribute replaces
-    all that they have).
+    """Changes jobs that are blocked, scheduled or ready: when they run, their priority, their attributes (--attribute
+    replaces all that they have). A blocked job can get no time.
 
     Jobs are named by their ids, or by conditions, as for `windrow jobs cancel`. A command that was interrupted can be
     repeated: it skips jobs that are already changed. Only --delay postpones such jobs again; --run-at does not.

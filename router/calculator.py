@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from shard.queue.coalescer import SingleCall, TooManyWaiting, single_calls
+from shard.errors import TooManyWaiting
+from shard.queue.coalescer import SingleCall, single_calls
 from shard.vocabulary import OrgId
 
 _T = TypeVar("_T")

@@ -2,7 +2,7 @@
 know. Pure.
 
 The order says what must end first. Causes of the job itself come first, then causes that hold its queue, then causes
-about the consumers, then the jobs ahead of it. Every job that is scheduled, ready or leased has at least one cause.
+about the consumers, then the jobs ahead of it. Every job has at least one cause.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Self
 from router.fleet.all_orgs import AllOrgs
 from router.fleet.end_waits import EndWaits
 from router.fleet.handover import Handovers
-from router.fleet.periodic import attempt, every
+from router.fleet.periodic import attempt, every, keep_on
 from router.fleet.ready_orgs import ReadyOrgs
 from router.fleet.schedules import Scheduler
 from router.fleet.siblings.frame import QueueKey
@@ -262,16 +262,19 @@ class ShardHandle:
             self.up.set()
             await self._proved(self)
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._doorbell.run())
-                group.create_task(self.room.run())
-                group.create_task(self.ready_orgs.run())
-                group.create_task(self.ends.run())
-                group.create_task(self.scheduler.run())
-                group.create_task(self._go_on_with_folds())
-                group.create_task(self._sweep_workflows())
-                group.create_task(self._check_schema())
-                group.create_task(self._read_quarantines())
-                group.create_task(self._record_consumers())
+                for what, run in (
+                    ("ring and listen", self._doorbell.run),
+                    ("look for due jobs", self.room.run),
+                    ("look for orgs with ready jobs", self.ready_orgs.run),
+                    ("look for the ends of jobs", self.ends.run),
+                    ("fire the schedules", self.scheduler.run),
+                    ("go on with workflows", self._go_on_with_folds),
+                    ("sweep the workflows", self._sweep_workflows),
+                    ("check the schema", self._check_schema),
+                    ("read the quarantined kinds", self._read_quarantines),
+                    ("record the consumers", self._record_consumers),
+                ):
+                    group.create_task(keep_on(f"{what} of shard {self.name!r}", run))
                 for interval_s, what, act in (
                     (self._sweep_s, "sweep the lanes", self._sweep),
                     (self._sweep_s, "look for orgs with ready jobs", self.ready_orgs.sweep),

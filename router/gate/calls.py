@@ -20,7 +20,7 @@ from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health
 from grpc_status import rpc_status
 
-from router.codec.fields import bounded
+from router.codec.fields import bounded, number_in
 from router.codec.rules import Rule, limit
 from router.codec.status import INTERNAL, MessageTooLarge, OrgMismatch, Undecodable, status_of
 from router.codec.validate import check
@@ -56,6 +56,9 @@ SMALL_ANSWER_BYTES = 4 * 1024
 RESERVED_BY_METHOD = 0
 # The size of an id of a job in a list, with its tag.
 LISTED_ID_BYTES = 40
+# The request_id of a message that is too large is looked for among this many fields. A message of a stream that keeps
+# the other rules has at most five lists of 1,000 entries, and a few fields more.
+_ID_WITHIN = 6_000
 # What gRPC counts for each entry of metadata in addition to its key and its value.
 _ENTRY_BYTES = 32
 _UNRECORDED = contextlib.nullcontext()
@@ -177,9 +180,16 @@ class Methods(grpc.GenericRpcHandler):
             if self._gate.audit is not None:
                 act = self._gate.audit.around(act, access)
             if method.client_streaming:
-                handler = _stream_handler(
-                    _stream(self._gate, act, decode, access, access.method, takes_stream=True), None, _serialize
+                guarded = _stream(
+                    self._gate,
+                    act,
+                    decode,
+                    access,
+                    access.method,
+                    takes_stream=True,
+                    id_field=method.input_type.fields_by_name["request_id"].number,
                 )
+                handler = _stream_handler(guarded, None, _serialize)
             elif method.server_streaming:
                 guarded = _streamed_answer(self._gate, act, decode, access, org_of)
                 handler = _stream_handler(guarded, None, _serialize)
@@ -365,14 +375,15 @@ def _stream(
     method_name: str,
     *,
     takes_stream: bool,
+    id_field: int = 0,
 ) -> _StreamHandler:
     """Serves a method that takes a stream, or a method of a library that answers with a stream. `method` gets the
     messages of the stream, or its single request, and the context. It writes its answers to the context, or is an
-    asynchronous generator of answers."""
+    asynchronous generator of answers. `id_field`: the number of the messages' request_id; 0 if they have none."""
 
     async def act(call: Call, context: Context) -> None:
         if takes_stream:
-            received: object = _messages(gate, call, context, decode)
+            received: object = _messages(gate, call, context, decode, id_field)
         else:
             raw = await gate.receive(context, call)
             await gate.enter(call, "", len(raw))
@@ -430,14 +441,14 @@ def _streaming(
 
 
 async def _messages(
-    gate: Gate, call: Call, context: Context, decode: Callable[[bytes], Any]
+    gate: Gate, call: Call, context: Context, decode: Callable[[bytes], Any], id_field: int
 ) -> AsyncGenerator[Received, None]:
     """Yields the messages of a stream, each as soon as the buffer has room for it. Raises RouterFull, Undecodable."""
     while isinstance(raw := await context.read(), bytes):
         gate.received(call, raw)
         count = len(raw)
         if count > MESSAGE_BYTES_MAX:
-            refused = too_large(raw)
+            refused = too_large(raw, request_id=number_in(raw, id_field, fields_max=_ID_WITHIN) if id_field else 0)
             del raw
             yield Received(None, 0, refused)
             continue
@@ -468,7 +479,7 @@ def _message_only(act: Callable[..., Any]) -> Callable[[Any, Context], Any]:
 
 async def _identify(gate: Gate, call: Call, context: Context, access: Access) -> None:
     """Notes who makes the call, in a cluster that authenticates callers. Raises Unauthenticated, ScopeMissing and
-    RouterFull. Raises ShardError or TooManyWaiting if the router cannot find out now who the caller is."""
+    RouterFull. Raises ShardError if the router cannot find out now who the caller is."""
     if gate.authenticator is None:
         return
     try:

@@ -20,7 +20,6 @@ from router.keda import externalscaler_pb2 as keda
 from router.route.work import WorkCounts
 from shard.errors import ShardError
 from shard.fair_quota import FairQuota
-from shard.queue.coalescer import TooManyWaiting
 
 # The most streams of one process. Each stream looks for work every few seconds while there is work.
 STREAMS_MAX = 1_000
@@ -103,7 +102,7 @@ class ExternalScalerService:
         """Returns whether there is work. None: this process does not know, because a shard does not answer."""
         try:
             return await self._work.any(target.org, target.queue)
-        except (ShardError, TooManyWaiting):
+        except ShardError:
             return None
 
     async def _end(self, after_s: float) -> None:

@@ -15,7 +15,6 @@ from router.gate.calls import ANSWER_HELD_BYTES, SMALL_ANSWER_BYTES, unary
 from router.route import by_id
 from shard.errors import ShardError
 from shard.placement.slots import Placement
-from shard.queue.coalescer import TooManyWaiting
 from shard.schedule import Overlap, Run, ScheduleName
 from shard.schedules import calendar
 from shard.schedules.schedule_admin import Found
@@ -207,7 +206,7 @@ class SchedulesService:
             return {}
         try:
             found = await by_id.find(self._fleet, org, ids, ask)
-        except (ShardError, TooManyWaiting):
+        except ShardError:
             return {}
         return {ids[at]: STATES[state] for at, state in found.answers.items()}
 

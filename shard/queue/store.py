@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from shard.errors import IdsOutsideHorizon, RowLocked, ShardError, ShardUnavailable, UnknownQueue
+from shard.errors import IdsOutsideHorizon, NoAnswer, RowLocked, ShardError, ShardUnavailable, UnknownQueue
 from shard.job_id import made_at_ms, to_hex
 from shard.job_record import ANSWER_BYTES_MAX, JobRecord
 from shard.lease_token import lease_of
@@ -29,7 +29,7 @@ from shard.postgres.sql_loader import Statement
 from shard.queue import act_metrics, explain, row_locks, statements
 from shard.queue.claim import CLAIM_BYTES_MAX, Claimer, ClaimRequest, ClaimResult
 from shard.queue.claim_floor import GUARD_US, Floors
-from shard.queue.coalescer import Coalescer, InFlight, SingleCall, TooManyWaiting, one_by_one
+from shard.queue.coalescer import Coalescer, InFlight, SingleCall, one_by_one
 from shard.queue.consumers_seen import ConsumersSeen
 from shard.queue.enqueue import Enqueuer
 from shard.queue.explain import BlockedFacts, JobFacts, QuarantineFacts, QueueFacts
@@ -339,7 +339,7 @@ class Store:
         try:
             self.clock.check()
             result = self._settlements[call.verb].submit(call)
-        except (ShardUnavailable, TooManyWaiting) as error:
+        except NoAnswer as error:
             self._release_later(call, error)
         else:
             result.add_done_callback(partial(self._on_released, call))
@@ -349,7 +349,7 @@ class Store:
             self._release_later(call, error)
 
     def _release_later(self, call: Settlement, error: BaseException) -> None:
-        if isinstance(error, ShardUnavailable | TooManyWaiting) and len(self._unreleased) < _UNRELEASED_MAX:
+        if isinstance(error, NoAnswer) and len(self._unreleased) < _UNRELEASED_MAX:
             self._unreleased.append(call)
         else:
             _log.warning("%d job(s) stay leased until their window ends: %s", len(call.leases), error)

@@ -17,7 +17,10 @@ from psycopg.conninfo import conninfo_to_dict
 
 from embedded import Cluster as Server
 from router.buffer import Buffer
+from router.fleet.end_waits import EndWaits
 from router.fleet.fleet import Fleet
+from router.fleet.ready_orgs import ReadyOrgs
+from router.fleet.schedules import Scheduler
 from router.fleet.shard_handle import ShardHandle
 from router.fleet.wait_room import WaitRoom
 from shard.errors import Misconfigured, ShardUnavailable, UnknownQueue
@@ -25,6 +28,7 @@ from shard.placement import catalog
 from shard.placement.cluster_file import Cluster, ShardEntry, parse_cluster
 from shard.placement.slots import SLOTS, slot_of
 from shard.postgres.pool import Database
+from shard.queue.doorbell import Doorbell
 from shard.vocabulary import OrgId, QueueName, ShardName
 from shard.workflows.sweep import WorkflowSweep
 from tests.jobs import lease_jobs, some_jobs
@@ -98,6 +102,25 @@ async def test_of_a_shard_that_has_gone_no_task_is_left(server: Server, spare_ds
             with pytest.raises(ShardUnavailable, match="has closed its connections"):
                 await member.store.enqueue(some_jobs(OrgId("o"), 1))
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@pytest.mark.parametrize("task", [Doorbell, WaitRoom, ReadyOrgs, EndWaits, Scheduler], ids=lambda task: task.__name__)
+async def test_a_fault_in_one_task_of_a_shard_does_not_end_the_router(
+    spare_dsn: str, server: Server, monkeypatch: pytest.MonkeyPatch, task: type[Doorbell | WaitRoom]
+) -> None:
+    run, begun = task.run, asyncio.Event()
+    faults = iter([AssertionError("a fault")])
+
+    async def run_with_a_fault(self: Any) -> None:
+        for fault in faults:
+            raise fault
+        begun.set()
+        await run(self)
+
+    monkeypatch.setattr(task, "run", run_with_a_fault)
+    async with opened(cluster_of(server, spare_dsn, None)) as fleet:
+        await asyncio.wait_for(begun.wait(), PATIENCE_S)
+        assert fleet.member(S1).is_usable
 
 
 async def test_a_shard_that_says_nothing_can_be_switched_off(server: Server, spare_dsn: str) -> None:

@@ -988,6 +988,17 @@ class _Waits:
     def give(self, jobs: object) -> None:
         raise AssertionError(f"nothing is handed over here: {jobs}")
 
+    def keep_places(self, jobs: int) -> None:
+        self.credit -= jobs
+        if self.takes_once:
+            self.idle, self.promised = False, True
+
+    def free_places(self, unused: int) -> None:
+        self.promised = False
+        if unused:
+            self.credit += unused
+            self.wake()
+
 
 class _Nothing:
     """A store and a doorbell that are never used."""
@@ -1047,6 +1058,50 @@ async def test_a_consumer_that_is_full_is_woken_and_not_counted_on(room: WaitRoo
     assert empty.woken == 1
     handover = await offer(room, some_jobs(OrgId("o"), 1))
     assert handover is None or len(handover.takers) == 1
+
+
+class _Seen(_Waits):
+    """Also counts how often its credit was looked at."""
+
+    looks = 0
+
+    @property
+    def credit(self) -> int:
+        self.looks += 1
+        return self._credit
+
+    @credit.setter
+    def credit(self, credit: int) -> None:
+        self._credit = credit
+
+
+async def test_consumers_without_credit_are_looked_at_once(room: WaitRoom) -> None:
+    spent = [_Seen(OrgId("o"), "mail", credit=0) for _ in range(100)]
+    for one in spent:
+        room.enter(one)
+    able = _Seen(OrgId("o"), "mail", credit=10)
+    room.enter(able)
+    stored(room, some_jobs(OrgId("o"), 1))
+    assert {one.looks for one in spent} == {1}
+    for _ in range(10):
+        stored(room, some_jobs(OrgId("o"), 1))
+        assert await offer(room, some_jobs(OrgId("o"), 1)) is not None
+    assert (able.woken, {one.looks for one in spent}) == (11, {1})
+
+
+def test_a_consumer_that_missed_its_turn_for_lack_of_credit_is_next_when_it_has_some(room: WaitRoom) -> None:
+    missed, *others = (_Waits(OrgId("o"), "mail") for _ in range(4))
+    for one in (missed, *others):
+        room.enter(one)
+    missed.credit = 0
+    stored(room, some_jobs(OrgId("o"), 1))
+    assert [one.woken for one in (missed, *others)] == [0, 1, 0, 0]
+    missed.credit = 1
+    room.has_credit(missed)
+    for _ in range(4):
+        stored(room, some_jobs(OrgId("o"), 1))
+    # The one that was served before comes last.
+    assert [one.woken for one in (missed, *others)] == [1, 2, 1, 1]
 
 
 async def test_jobs_are_offered_to_those_with_credit_by_turns(room: WaitRoom) -> None:

@@ -25,8 +25,8 @@ from router.gate.auth.settings import auth_settings
 from router.gate.tracing import Tracing
 from shard.admin import api_keys
 from shard.admin.api_keys import FoundKeys, StoredKey
+from shard.errors import TooManyWaiting
 from shard.placement.cluster_file import ClusterFileError, parse_cluster
-from shard.queue.coalescer import TooManyWaiting
 from shard.vocabulary import OrgId
 from tests.access import METHODS, id_of, scope_of
 from windrow.v1 import access_pb2

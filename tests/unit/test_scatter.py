@@ -10,11 +10,12 @@ import pytest
 
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
-from router.route.by_id import decide
+from router.route import by_id
 from router.route.by_org import ask_readers, change_readers, list_readers, summed
+from router.route.work import WorkCounts
 from shard.admin.job_pages import Key, Page, Wanted, merged, pack, unpack
 from shard.admin.queue_admin import Chunk, LeavingCounts, QueueCounts
-from shard.errors import QueueExists, ShardUnavailable, UnknownQueue
+from shard.errors import QueueExists, ShardUnavailable, TooManyWaiting, UnknownQueue
 from shard.job_record import JobRecord
 from shard.placement.slots import Placement
 from shard.vocabulary import Answer, JobId, JobState, Micros, OrgId, QueueName, ShardName
@@ -51,6 +52,13 @@ class _Shard:
     def require_writable(self) -> _Shard:
         return self
 
+    @property
+    def queue_admin(self) -> _Shard:
+        return self
+
+    async def has_work(self, *_: object) -> object:
+        return await self.say()
+
     async def say(self, *_: object) -> object:
         if isinstance(self._says, Exception):
             raise self._says
@@ -70,6 +78,7 @@ def away(name: str) -> ShardUnavailable:
 
 
 UNKNOWN = UnknownQueue(ORG, QUEUE)
+BUSY = TooManyWaiting("the shard is behind")
 
 
 @pytest.mark.parametrize(
@@ -82,6 +91,8 @@ UNKNOWN = UnknownQueue(ORG, QUEUE)
         # The shard that did not answer may know the queue.
         ({"a": UNKNOWN, "b": away("b")}, ShardUnavailable),
         ({"a": away("a"), "b": UNKNOWN}, ShardUnavailable),
+        ({"a": BUSY}, TooManyWaiting),
+        ({"a": UNKNOWN, "b": BUSY}, TooManyWaiting),
         # A shard's refusal counts more than another shard's absence.
         ({"a": 1, "b": QueueExists(ORG, QUEUE)}, QueueExists),
     ],
@@ -94,6 +105,20 @@ async def test_where_nobody_answers_the_call_fails(says: dict[str, object], rais
 async def test_the_answers_are_combined_and_silent_shards_named() -> None:
     asked = await ask_readers(fleet(a=1, b=away("b"), c=UNKNOWN, d=4), ORG, say)
     assert (asked.answers, asked.unavailable) == ([("a", 1), ("d", 4)], ["b"])
+
+
+async def test_a_busy_shard_is_named_like_a_silent_one_and_the_others_are_read() -> None:
+    asked = await ask_readers(fleet(a=1, b=BUSY, c=4), ORG, say)
+    assert (asked.answers, asked.unavailable) == ([("a", 1), ("c", 4)], ["b"])
+
+    async def look_up(member: ShardHandle, _: Sequence[int]) -> Mapping[int, str]:
+        return cast("Mapping[int, str]", await say(member))
+
+    found = await by_id.find(fleet(a=BUSY, b={0: "here"}), ORG, [JobId(numbered(1)), JobId(numbered(2))], look_up)
+    assert (found.answers, found.unavailable) == ({0: "here"}, ["a"])
+    assert await WorkCounts(fleet(a=BUSY, b=True)).any(ORG, QUEUE)
+    with pytest.raises(TooManyWaiting):
+        await WorkCounts(fleet(a=BUSY, b=False)).any(ORG, QUEUE)
 
 
 def numbered(number: int) -> str:
@@ -238,4 +263,4 @@ async def test_a_job_that_was_departing_and_is_unknown_by_then_is_not_found() ->
         assert list(positions) == ([0, 1] if len(rounds) == 2 else [1])
         return rounds.pop(0)
 
-    assert await decide(fleet(a=None), ORG, ids, act) == [Answer.OK, Answer.NOT_FOUND]
+    assert await by_id.decide(fleet(a=None), ORG, ids, act) == [Answer.OK, Answer.NOT_FOUND]

@@ -122,7 +122,7 @@ class RestoreRefusal(enum.Enum):
 
     # This org has no such job, or has it no longer.
     NOT_FOUND = "not_found"
-    # The job is scheduled, ready or leased.
+    # The job is blocked, scheduled, ready or leased.
     LIVE = "live"
     # The time in the new id is too old, or too far in the future.
     BAD_NEW_ID = "bad_new_id"

@@ -82,7 +82,7 @@ class ApiKeys:
         fleet.follow_revocations(self._on_revocations)
 
     async def verify(self, token: str) -> Principal:
-        """Returns the caller who has this key. Raises Unauthenticated, ShardUnavailable, TooManyWaiting."""
+        """Returns the caller who has this key. Raises Unauthenticated, NoAnswer."""
         key = api_keys.parse(token)
         if key is None:
             raise Unauthenticated(_MALFORMED)

@@ -98,7 +98,7 @@ class Authenticator:
         self._recorded_on = -1
 
     async def principal(self, context: _Context) -> Principal:
-        """Returns who makes a call. Raises Unauthenticated, ShardError, TooManyWaiting, KeysUnavailable."""
+        """Returns who makes a call. Raises Unauthenticated, ShardError, KeysUnavailable."""
         token = _bearer_token(context)
         if token is None:
             return self._bearer_of_certificate(context)
