@@ -112,9 +112,9 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
       and a connection reaches one of them.
     - `tls` (True, the path of a CA's PEM file, or a Tls; default: as the environment says): see tls.py.
     - `token` (default $WINDROW_TOKEN): proves who calls, if the cluster asks for a proof. An API key, or a function
-      (also an async one) that returns a token. If a router refuses a token, the client calls the function again; if
-      this returns another token, the client makes the call again with it. Without TLS, the client sends a token to
-      this machine only, unless `tls` is False.
+      (also an async one) that returns a token; a function that is not async runs in a thread. If a router refuses a
+      token, the client calls the function again; if this returns another token, the client makes the call again with
+      it. Without TLS, the client sends a token to this machine only, unless `tls` is False.
     - `create_spans`, `tracer_provider`: see tracing.py.
     - `middleware`: functions `async def middleware(jobs, call_next)` that run around every enqueue and enqueue_many,
       for example to add attributes to every job. The first function is the outermost. `await call_next(jobs)` stores

@@ -321,7 +321,9 @@ class Worker:
         later signal, because the old signal handlers are restored by then.
 
         Raises a WindrowError that no retry can fix, such as PermissionDenied or RouterTooOld. If this task is
-        cancelled, it cancels its handlers and releases their jobs.
+        cancelled, it cancels its handlers and releases their jobs. If a router refuses a token that it has accepted
+        before, and `token` is a function, the worker asks the function again for a minute, and tries again with what it
+        returns; meanwhile handlers go on, and an error of the function is only logged.
         """
         if self._loop is not None:
             raise InvalidRequest(f"worker {self.name} has run already; make a new one")
@@ -380,6 +382,8 @@ class Worker:
                 self._give_back_waiting()
                 if not (keeping.done() or stream.done()):
                     await self._flush(stream)
+                if not self._settlements.idle.is_set():
+                    log.warning("%s: stopped before every outcome was reported; those leases will expire", self.name)
                 self._settlements.close()
                 keeping.cancel()
                 stream.cancel()
@@ -707,8 +711,6 @@ class Worker:
         """Waits, for a few seconds at most, until every report is answered and the stream has ended."""
         self._stream.close()
         await asyncio.wait([stream], timeout=_FLUSH_S if self._stops < 2 else _FLUSH_HURRIED_S)
-        if not self._settlements.idle.is_set():
-            log.warning("%s: stopped before every outcome was reported; those leases will expire", self.name)
 
     def _check(self) -> None:
         client: object = self.client
