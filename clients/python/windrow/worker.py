@@ -653,7 +653,7 @@ class Worker:
         """Handles a job whose task was cancelled, or whose handler was interrupted."""
         if held.lost or held.settling:
             return
-        if held.thread is not None:
+        if held.in_thread:
             # The thread goes on: do not release the job, so that no other worker gets it before the lease ends.
             log.warning("%s: %s still runs in its thread; its lease will expire", self.name, named(held.job))
             held.lost = True
@@ -677,7 +677,7 @@ class Worker:
                 self._waiting_with(held).remove(held)
             self._settlements.wake.set()
         # A thread cannot be cancelled: it occupies its place until it ends or times out.
-        elif self._cancel_lost and held.thread is None and all(one.lost for one in held.batch or (held,)):
+        elif self._cancel_lost and not held.in_thread and all(one.lost for one in held.batch or (held,)):
             held.task.cancel()
 
     # Shutdown.
@@ -694,7 +694,7 @@ class Worker:
                     self._changed.clear()
                     await self._changed.wait()
         # Leave out handlers in threads: these cannot be cancelled, and _on_cancelled() logs each of them.
-        if cancelled := sum(held.thread is None for held in self._running):
+        if cancelled := sum(not held.in_thread for held in self._running):
             log.warning("%s: cancelling handlers that did not finish in time: %d", self.name, cancelled)
         for held in self._running:
             held.job.lost.set(LostReason.STOPPED)
