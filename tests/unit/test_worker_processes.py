@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from tests.unit import isolated_handlers, plain_handlers
 from tests.unit.client_fake import WAIT_S, FakeRouter
 from tests.unit.test_client_worker import CHECKOUT, running
 from windrow import Client, InvalidRequest, Job, Worker
+from windrow.processes import HandlerProcess
+from windrow.v1 import queue_pb2
 
 # A process imports the client, which takes a while on a busy machine.
 PATIENCE_S = 6 * WAIT_S
@@ -119,6 +122,26 @@ async def test_a_process_that_ends_or_hangs_fails_the_attempt_of_its_own_job_onl
         "the handler did not finish within 0.5 s",
     )
     assert Job(payload=added.result).json()["sum"] == 1
+
+
+async def test_no_job_gets_a_process_that_is_about_to_be_killed(
+    router: FakeRouter, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, kill = threading.Event(), HandlerProcess.kill
+
+    def kill_late(process: HandlerProcess) -> None:
+        ended.wait(WAIT_S)
+        kill(process)
+
+    monkeypatch.setattr(HandlerProcess, "kill", kill_late)
+    worker = Worker(client, "q", concurrency=2, prefetch=10)
+    worker.handler("hang", isolate="process", timeout=0.5)(isolated_handlers.hang)
+    worker.handler("add", isolate="process")(isolated_handlers.add)
+    jobs = [router.give(kind, b"[1]") for kind in ("hang", "hang", "add", "add")]
+    async with running(worker, within_s=PATIENCE_S):
+        outcomes = await until(router, len(jobs))
+        ended.set()
+    assert [type(outcomes[job.lease]) for job in jobs] == [queue_pb2.Nack] * 2 + [queue_pb2.Ack] * 2
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no server that forks processes")

@@ -96,6 +96,8 @@ class HandlerThreads:
                 self._abandon(thread)
             else:
                 assert self._killer is not None
+                # Until the thread kills it, another job must not get it.
+                process.retire()
                 self._killer.submit(process.kill)
             raise
         _mark(helds, in_thread=False)

@@ -74,8 +74,8 @@ class _SentLog(JobLog):
 
 
 class HandlerProcess:
-    """A process that runs one handler at a time. It starts with its first job. Only kill() may be called from another
-    thread."""
+    """A process that runs one handler at a time. It starts with its first job. Only retire() and kill() may be called
+    from another thread."""
 
     def __init__(self) -> None:
         # Guards the start against kill().
@@ -90,7 +90,7 @@ class HandlerProcess:
 
     @property
     def is_reusable(self) -> bool:
-        """Whether it can run another job. Otherwise run() has closed it, or kill() was called."""
+        """Whether it can run another job. Otherwise run() has closed it, or kill() or retire() was called."""
         return not self._over and self._jobs < _JOBS_MAX and self._process is not None and self._process.is_alive()
 
     def run(self, function: Callable[[Job], Payload], job: Job) -> Payload:
@@ -141,6 +141,10 @@ class HandlerProcess:
             raise EOFError
         received: _Ended | tuple[bytes, Report | Lines] | None = connection.recv()
         return received
+
+    def retire(self) -> None:
+        """Lets it run no other job, from now on. Does not wait for anything."""
+        self._over = True
 
     def kill(self) -> None:
         """Ends the process and a run() that waits for it, which then closes the pipe. Thread-safe."""
