@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,26 @@ async def test_what_a_handler_in_a_process_returns_raises_and_reports_comes_back
         "outcomekill": "WARNING",
     }
     assert "in innermost" in logged["broken"].getMessage()
+
+
+async def test_a_handler_in_a_process_can_wait_until_its_reports_are_stored(router: FakeRouter, client: Client) -> None:
+    stored_at: list[float] = []
+
+    async def settle(message: queue_pb2.ConsumeRequest, _: Any) -> queue_pb2.Settled:
+        if message.extends:
+            assert (message.extends[0].checkpoint, message.extends[0].log) == (b"half", "halfway")
+            # A handler that does not wait has ended by then.
+            await asyncio.sleep(0.3)
+            stored_at.append(time.monotonic())
+        return queue_pb2.Settled()
+
+    router.scripts["Settle"] = settle
+    worker = isolating(client, "waits_until_stored")
+    jobs = [router.give("waits_until_stored") for _ in range(2)]
+    async with running(worker, within_s=PATIENCE_S):
+        ended = await until(router, len(jobs))
+    went_on_at = [Job(payload=ended[job.lease].result).json() for job in jobs]
+    assert all(went_on >= stored for went_on, stored in zip(went_on_at, stored_at, strict=True))
 
 
 async def test_a_process_that_ends_or_hangs_fails_the_attempt_of_its_own_job_only(
