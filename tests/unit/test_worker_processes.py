@@ -248,6 +248,43 @@ async def test_what_a_handler_starts_takes_signals_and_ends_with_the_handlers_pr
     await router.until(lambda: not alive(int(process)))
 
 
+OTHER_PROCESSES = """
+import asyncio, multiprocessing, time
+multiprocessing.set_forkserver_preload(["colorsys"])
+import windrow, windrow.testing
+
+worker = windrow.Worker(windrow.Client(org="acme"), "q")
+
+@worker.handler("isolated", isolate="process")
+def isolated(job):
+    return "ran"
+
+if __name__ == "__main__":
+    ran = asyncio.run(windrow.testing.run_job(worker, windrow.NewJob("q", "isolated")))
+    context = multiprocessing.get_context("forkserver")
+    with context.Pool(1) as pool:
+        is_preloaded = pool.apply(eval, ("'colorsys' in __import__('sys').modules",))
+    sleeping = context.Process(target=time.sleep, args=(600,))
+    sleeping.start()
+    sleeping.terminate()
+    sleeping.join(20)
+    print(ran.result, is_preloaded, sleeping.exitcode)
+    sleeping.kill()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no server that forks processes")
+async def test_the_programs_own_processes_are_as_without_a_worker(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(OTHER_PROCESSES)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(program), cwd=CHECKOUT, stdout=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(PATIENCE_S):
+        output, _ = await process.communicate()
+    assert output.decode().split() == ["b'ran'", "True", str(-signal.SIGTERM)]
+
+
 async def test_only_plain_functions_of_a_module_can_be_isolated(client: Client) -> None:
     worker = Worker(client, "q")
 

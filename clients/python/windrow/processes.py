@@ -22,16 +22,13 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from windrow.job_log import JobLog, Lines
 from windrow.jobs import Job, Lost
 from windrow.outcomes import Action, action_of
 from windrow.payloads import Payload, encode
 from windrow.reports import Report, Reporter
-
-if TYPE_CHECKING:
-    from multiprocessing.context import ForkServerContext, SpawnContext
 
 # A process that has run this many jobs is replaced by a new one, which bounds leaks of handlers.
 _JOBS_MAX = 1000
@@ -42,13 +39,10 @@ _NAME = "windrow-handler"
 # started together, the worker itself would have no CPU time to extend its leases.
 _STARTS = threading.BoundedSemaphore(2 * (os.cpu_count() or 1))
 _START_S_MAX = 10.0
-# A server with one thread forks the processes. This process never does: another of its threads may run an event loop or
-# hold locks, and the fork could hang. A program has only one such server. If the program tells the server to import
-# other modules first, our processes only start more slowly. Windows has no such server.
-_START: ForkServerContext | SpawnContext = (
-    multiprocessing.get_context("spawn") if sys.platform == "win32" else multiprocessing.get_context("forkserver")
-)
-_START.set_forkserver_preload(["windrow.handler_server"])
+if sys.platform == "win32":
+    from multiprocessing.context import SpawnProcess as _Process
+else:
+    from windrow.fork_server import ForkedProcess as _Process
 
 
 class Crashed(Exception):
@@ -201,9 +195,9 @@ class HandlerProcess:
             if self._over:
                 raise Crashed("the handler's process was ended before it began")
             if self._connection is None:
-                ours, theirs = _START.Pipe()
+                ours, theirs = multiprocessing.Pipe()
                 with theirs:
-                    process = _START.Process(target=_serve, args=(theirs,), name=_NAME)
+                    process = _Process(target=_serve, args=(theirs,), name=_NAME)
                     process.start()
                 self._process, self._connection = process, ours
             return self._connection
