@@ -30,6 +30,7 @@ from windrow import (
     JobState,
     LimitMeasure,
     NewJob,
+    Nodes,
     NotFound,
     PermissionDenied,
     ResourceExhausted,
@@ -41,10 +42,11 @@ from windrow import (
     Violation,
     WindrowError,
     Worker,
+    WorkflowNode,
     uuid7,
 )
 from windrow.calls import ADMIN_FINAL, FINAL, CallFailure, patient_pause_s, pause_s
-from windrow.v1 import admin_pb2, job_pb2, queue_pb2
+from windrow.v1 import admin_pb2, job_pb2, queue_pb2, workflows_pb2
 
 
 def failure(code: StatusCode, retry_after_s: float | None = None) -> CallFailure:
@@ -594,3 +596,55 @@ async def test_a_text_with_a_lone_surrogate_is_refused_with_its_argument_and_its
 ) -> None:
     with pytest.raises(InvalidRequest, match=rf"^{name}:? must not have lone surrogates.*, not 'a\\ud800'$"):
         await call(client)
+
+
+async def test_calls_about_leased_jobs_go_to_the_orgs_of_the_jobs(router: FakeRouter, client: Client) -> None:
+    """A worker of all orgs gives its handlers jobs of other orgs than its client's."""
+    jobs = [Job(lease=name.encode(), org=org) for name, org in (("1", "acme"), ("2", "globex"), ("3", ""), ("4", "o4"))]
+
+    async def odd_is_stale(request: queue_pb2.NackRequest, _: Any) -> queue_pb2.NackResponse:
+        odd = [int(nack.lease) % 2 for nack in request.nacks]
+        return queue_pb2.NackResponse(
+            answers=[job_pb2.JOB_ANSWER_STALE if one else job_pb2.JOB_ANSWER_OK for one in odd]
+        )
+
+    router.scripts["Nack"] = odd_is_stale
+    stale, ok = Answer.STALE, Answer.OK
+    assert await client.nack(jobs) == [stale, ok, stale, ok]
+    assert [(request.org, [one.lease for one in request.nacks]) for request in router.of("Nack")] == [
+        ("acme", [b"1", b"3"]),
+        ("globex", [b"2"]),
+        ("o4", [b"4"]),
+    ]
+    await client.ack(jobs[1])
+    await client.ack(jobs[1:2])
+    await client.extend(jobs[1])
+    await client.release(jobs[1])
+    await client.snooze(jobs[1], after=1)
+    verbs = ("Ack", "Ack", "Extend", "Release", "Snooze")
+    assert [(verb, request.org) for verb, request in router.requests[3:]] == [(verb, "globex") for verb in verbs]
+
+
+async def test_a_job_of_another_org_adds_nodes_in_its_own_org(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    orgs: list[tuple[str, str]] = []
+
+    async def ask(_: object, request: Any) -> Any:
+        orgs.append((type(request).__name__, request.org))
+        if isinstance(request, workflows_pb2.AddNodesRequest):
+            return workflows_pb2.AddNodesResponse(job_ids=[uuid7()])
+        parents = [workflows_pb2.ParentInfo(name="a"), workflows_pb2.ParentInfo(name="b")]
+        return workflows_pb2.ListParentsResponse(parents=parents)
+
+    monkeypatch.setattr(client, "_ask_workflows", ask)
+    job = Job(org="globex", workflow=WorkflowNode(workflow_id=uuid7(), node=0))
+    for name, call in (("a", client.add_nodes), ("b", client.wait_for)):
+        nodes = Nodes()
+        nodes.job("q", "k", name=name)
+        await call(job, nodes)
+    await client.parents(job)
+    assert orgs == [
+        ("AddNodesRequest", "globex"),
+        ("AddNodesRequest", "globex"),
+        ("ListParentsRequest", "globex"),
+        ("ListParentsRequest", "globex"),
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TypeVar
@@ -11,11 +11,20 @@ from typing import TypeVar
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
+from grpc import StatusCode
 
 from windrow.calls import ADMIN_FINAL, Calls, Method
 from windrow.causes import JobExplanation, QueueExplanation, read_job, read_queue
 from windrow.channels import Stub
-from windrow.errors import AlreadyExists, InvalidRequest, Span, Unavailable, invalid_argument, renamed
+from windrow.errors import (
+    TRANSIENT,
+    AlreadyExists,
+    InvalidRequest,
+    Span,
+    Unavailable,
+    invalid_argument,
+    renamed,
+)
 from windrow.ids import uuid7
 from windrow.jobs import JobRecord, JobState, listed_ids, read_record, state_value
 from windrow.limits import Limit, LimitMeasure, measure_number, read_limit
@@ -27,6 +36,8 @@ from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, limits_pb2
 _PAGE_MAX = 1000
 # The limit of one purge or redrive call: a larger call would hold its locks for too long.
 _CHANGE_MAX = 1000
+# A purge or redrive is not made again after any status: it may have been done, and would change further jobs.
+_ANY = frozenset(StatusCode)
 
 _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response")
@@ -279,14 +290,17 @@ class AdminCalls:
 
     async def purge_queue(self, queue: str, *, include_dead: bool = False, limit: int | None = None) -> int:
         """Cancels the queue's jobs that are not leased, at most `limit`; leased jobs may finish. Returns how many jobs
-        it cancelled; if an answer was lost, this is a lower bound. Raises NotFound."""
+        it cancelled. Raises NotFound.
+
+        After another error the client does not try again, because it would cancel further jobs: the error says how many
+        jobs were cancelled before. Compare `stats` before you call again."""
 
         async def purge(count: int) -> tuple[int, bool]:
             request = admin_pb2.PurgeQueueRequest(org=self.org, queue=queue, include_dead=include_dead, limit=count)
-            response = await self._ask(lambda stub: stub.PurgeQueue, request)
+            response = await self._ask(lambda stub: stub.PurgeQueue, request, final=_ANY)
             return response.cancelled, response.limit_reached
 
-        return await _in_steps(purge, _checked_limit(limit))
+        return await _in_steps(purge, _checked_limit(limit), done="cancelled")
 
     async def list_jobs(
         self,
@@ -353,8 +367,8 @@ class AdminCalls:
     ) -> int:
         """Makes the queue's dead jobs ready again, with all their attempts, if they meet all conditions. The job that
         died first goes first. Redrives at most as many jobs as are dead now, because some may die again meanwhile.
-        Returns how many jobs it redrove; if an answer was lost, this is a lower bound. `per_second`: how many of the
-        jobs become due per second, while the later ones are scheduled; 0: all at once. Raises NotFound, Unavailable."""
+        Returns how many jobs it redrove. `per_second`: how many of the jobs become due per second, while the later ones
+        are scheduled; 0: all at once. Raises NotFound, Unavailable. Does not try again, as purge_queue."""
         conditions = admin_pb2.RedriveQueueRequest(per_second=per_second)
         redriven = 0
         set_time(conditions.died_after, "died_after", died_after)
@@ -366,7 +380,7 @@ class AdminCalls:
                 org=self.org, queue=queue, kind=kind, limit=count, already_redriven=redriven
             )
             request.MergeFrom(conditions)
-            response = await self._ask(lambda stub: stub.RedriveQueue, request)
+            response = await self._ask(lambda stub: stub.RedriveQueue, request, final=_ANY)
             redriven += response.redriven
             return response.redriven, response.limit_reached
 
@@ -376,7 +390,7 @@ class AdminCalls:
             shards = ", ".join(stats.unavailable_shards)
             raise Unavailable(f"queue {queue!r}: these shards of the org did not count its dead jobs: {shards}")
         dead = stats.queues[queue].dead
-        return await _in_steps(redrive, dead if left is None else min(left, dead))
+        return await _in_steps(redrive, dead if left is None else min(left, dead), done="redriven")
 
     async def restore_jobs(self, ids: Iterable[str], *, new_ids: Iterable[str] | None = None) -> list[Restored]:
         """Stores finished and dead jobs once more, as new jobs that are due now; the old jobs stay as they are. Returns
@@ -474,27 +488,37 @@ class AdminCalls:
         request: _Request,
         *,
         verb: str = "",
+        final: Collection[StatusCode] = ADMIN_FINAL,
         arguments: Mapping[str, str] | None = None,
     ) -> _Response:
-        """`arguments` maps fields of the request to the caller's arguments, if their names differ."""
+        """`final`: see Calls.call. `arguments` maps fields of the request to the caller's arguments, if their names
+        differ."""
         try:
-            return await self.calls.call(method, request, final=ADMIN_FINAL, verb=verb)
+            return await self.calls.call(method, request, final=final, verb=verb)
         except InvalidRequest as error:
             if arguments is None:
                 raise
             raise renamed(error, arguments) from error.__cause__
 
 
-async def _in_steps(change: Callable[[int], Awaitable[tuple[int, bool]]], limit: int | None) -> int:
+async def _in_steps(change: Callable[[int], Awaitable[tuple[int, bool]]], limit: int | None, *, done: str) -> int:
     """Changes jobs in bounded steps, at most `limit` in all. `change` gets how many it may change; it returns how many
-    it has changed, and whether there may be more. Returns the sum."""
-    done = 0
-    while limit is None or done < limit:
-        changed, more = await change(_CHANGE_MAX if limit is None else min(_CHANGE_MAX, limit - done))
-        done += changed
+    it has changed, and whether there may be more. Returns the sum. `done`: what becomes of the jobs, for errors."""
+    count = 0
+    while limit is None or count < limit:
+        step = _CHANGE_MAX if limit is None else min(_CHANGE_MAX, limit - count)
+        try:
+            changed, more = await change(step)
+        except TRANSIENT as error:
+            doubt = f"; {count:,} jobs were {done} before, and this call may have {done} up to {step:,} more: "
+            doubt += "check the counts, then call again"
+            error.args = (f"{error}{doubt}",)
+            error.details += doubt if error.details else ""
+            raise
+        count += changed
         if not more:
             break
-    return done
+    return count
 
 
 def _checked_limit(limit: int | None) -> int | None:

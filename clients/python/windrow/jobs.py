@@ -226,7 +226,8 @@ class Job:
     # The job's node in a workflow. Client.parents returns the results of the nodes that it waited for. None: the job is
     # in no workflow.
     workflow: WorkflowNode | None = None
-    # The org that owns the job: the client's, unless the worker works for all orgs.
+    # The org that owns the job: the client's, unless the worker works for all orgs. Calls of a client that get this job
+    # are made for this org. Empty: for the client's.
     org: str = ""
     # A Worker sets this when the handler should stop; `job.lost.reason` says why. A `def` handler that runs long should
     # check `job.lost.is_set()` between its steps.

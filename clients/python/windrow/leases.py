@@ -46,7 +46,9 @@ class HeldLease:
     over = False
     # Nothing is to be reported about the job any more.
     lost = False
-    # The thread that runs the handler, which cannot be cancelled.
+    # The handler was given to a thread, which cannot be cancelled.
+    in_thread = False
+    # That thread, once it has begun.
     thread: int | None = None
     # The process that runs the handler.
     process: HandlerProcess | None = None
