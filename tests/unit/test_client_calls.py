@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import time
@@ -41,10 +42,14 @@ from windrow import (
     Violation,
     WindrowError,
     Worker,
+    channels,
     uuid7,
 )
 from windrow.calls import ADMIN_FINAL, FINAL, CallFailure, patient_pause_s, pause_s
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2
+
+# The header of an HTTP/2 frame of the type PING that is no answer.
+PING = bytes.fromhex("000008 06 00 00000000")
 
 
 def failure(code: StatusCode, retry_after_s: float | None = None) -> CallFailure:
@@ -430,6 +435,47 @@ async def test_channels_are_connections_of_their_own_and_take_turns(router: Fake
         for _ in range(9):
             await client.dequeue("q")
     assert sorted(router.peers.count(peer) for peer in set(router.peers)) == [3, 3, 3]
+
+
+async def test_a_connection_that_falls_silent_while_no_call_is_open_is_closed(
+    router: FakeRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a NAT does that forgets a connection: nothing arrives any more, and nobody is told."""
+    quick = {"grpc.keepalive_time_ms": 200, "grpc.keepalive_timeout_ms": 200, "grpc.http2.ping_timeout_ms": 200}
+    options = tuple((name, quick.get(name, value)) for name, value in channels._OPTIONS)
+    monkeypatch.setattr(channels, "_OPTIONS", options)
+    host, _, port = router.address.rpartition(":")
+    pings, silent, closed = asyncio.Semaphore(0), asyncio.Event(), asyncio.Event()
+
+    async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await source.read(1 << 16):
+                if PING in data:
+                    pings.release()
+                if not silent.is_set():
+                    target.write(data)
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(host, int(port))
+        answers = asyncio.create_task(pump(there, writer))
+        # This ends when the client closes the connection.
+        await pump(reader, back)
+        closed.set()
+        answers.cancel()
+        back.close()
+        writer.close()
+
+    async with (
+        await asyncio.start_server(carry, "127.0.0.1", 0) as relay,
+        Client(f"127.0.0.1:{relay.sockets[0].getsockname()[1]}", org="acme") as client,
+    ):
+        await client.enqueue("q", "k")
+        async with asyncio.timeout(WAIT_S):
+            # gRPC sends a ping or two because of the call.
+            for _ in range(5):
+                await pings.acquire()
+            silent.set()
+            await closed.wait()
 
 
 async def test_orgs_share_connections(router: FakeRouter, client: Client) -> None:
