@@ -773,7 +773,7 @@ async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str, c
     text = (CHECKOUT / "clients" / "python" / "README.md").read_text()
     examples = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     # test_readme.py runs the other examples: they are about workers, and need no jobs.
-    enqueue, many, grouped, plain, cancel, keyed, admin, many_changed, _schedules, workflow, *rest = examples
+    enqueue, _again, many, grouped, plain, cancel, keyed, admin, many_changed, _schedules, workflow, *rest = examples
     work, _all_orgs, _middleware, _batch, stop, _timeout, _process, _tests, relay, traced = rest
     environ = os.environ | {
         "WINDROW_ADDRESS": cluster.address,

@@ -478,6 +478,17 @@ async def test_a_connection_that_falls_silent_while_no_call_is_open_is_closed(
             await closed.wait()
 
 
+async def test_the_error_of_an_enqueue_has_the_id_with_which_it_can_be_repeated(router: FakeRouter) -> None:
+    router.scripts["Enqueue"] = failing(1, StatusCode.PERMISSION_DENIED, router, "Enqueue")
+    async with Client(router.address, org="acme") as client:
+        # These two share a call.
+        found = await asyncio.gather(*(client.enqueue("q", "k") for _ in range(2)), return_exceptions=True)
+        (sent,) = router.of("Enqueue")
+        ids = [error.made_ids for error in found if isinstance(error, WindrowError)]
+        assert ids == [(job.id,) for job in sent.jobs]
+        assert (await client.enqueue("q", "k", id=ids[0][0])).id == sent.jobs[0].id
+
+
 async def test_orgs_share_connections(router: FakeRouter, client: Client) -> None:
     other = client.for_org("globex")
     await client.enqueue("q", "k")

@@ -15,7 +15,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from windrow.calls import ADMIN_FINAL, Calls, Method
 from windrow.causes import JobExplanation, QueueExplanation, read_job, read_queue
 from windrow.channels import Stub
-from windrow.errors import AlreadyExists, InvalidRequest, Span, Unavailable, invalid_argument, renamed
+from windrow.errors import AlreadyExists, InvalidRequest, Span, Unavailable, ids_in_error, invalid_argument, renamed
 from windrow.ids import uuid7
 from windrow.jobs import JobRecord, JobState, listed_ids, read_record, state_value
 from windrow.limits import Limit, LimitMeasure, measure_number, read_limit
@@ -382,8 +382,8 @@ class AdminCalls:
         """Stores finished and dead jobs once more, as new jobs that are due now; the old jobs stay as they are. Returns
         a result for each job.
 
-        If you call it again after an error, pass the same `new_ids` (windrow.uuid7() for each), so that it stores no
-        second copy."""
+        If you call it again after an error, pass the same `new_ids` (windrow.uuid7() for each; those that this call
+        made are in the error's `made_ids`), so that it stores no second copy."""
         old = listed_ids(ids)
         new = [uuid7() for _ in old] if new_ids is None else listed_ids(new_ids, "new_ids")
         if len(new) != len(old):
@@ -392,9 +392,9 @@ class AdminCalls:
         for at in range(0, len(old), _PAGE_MAX):
             pairs = list(zip(old[at : at + _PAGE_MAX], new[at : at + _PAGE_MAX], strict=True))
             jobs = [admin_pb2.RestoreJob(id=one, new_id=new_id) for one, new_id in pairs]
-            response = await self._ask(
-                lambda stub: stub.RestoreJobs, admin_pb2.RestoreJobsRequest(org=self.org, jobs=jobs)
-            )
+            request = admin_pb2.RestoreJobsRequest(org=self.org, jobs=jobs)
+            with ids_in_error(new):
+                response = await self._ask(lambda stub: stub.RestoreJobs, request)
             results += [
                 _read_restored(one, new_id, result)
                 for (one, new_id), result in zip(pairs, response.results, strict=True)
