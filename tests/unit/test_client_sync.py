@@ -246,7 +246,8 @@ def test_it_works_where_a_loop_is_running_in_the_calling_thread() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 async def test_a_forked_process_is_asked_to_make_its_own_client(router: FakeRouter) -> None:
     client = SyncClient(router.address, org="acme")
-    client._pid -= 1
+    # The parent has used it.
+    client._pid = os.getpid() - 1
     with pytest.raises(ClientClosed, match="before a fork"):
         client.enqueue("q", "k")
 
@@ -290,6 +291,29 @@ async def test_a_process_that_was_forked_while_a_client_was_open_is_told_so(rout
 
 FORKS_AT_ONCE = """
 import os, sys, threading
+FORKS_UNUSED = """
+import os, sys
+import windrow
+
+client = windrow.SyncClient(sys.argv[1], org="acme", timeout=10)
+for _ in range(2):
+    child = os.fork()
+    if child == 0:
+        with client:
+            print(client.enqueue("q", "k").duplicate, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+with client:
+    print(client.enqueue("q", "k").duplicate)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+async def test_a_client_that_nobody_has_used_works_in_every_process_that_is_forked(router: FakeRouter) -> None:
+    """As under gunicorn --preload, where the parent imports the module that makes the client."""
+    assert await lines_of(FORKS_UNUSED, router, within_s=2 * WAIT_S) == ["False"] * 3
+
+
 import windrow
 
 def linger():

@@ -45,8 +45,9 @@ class SyncClient:
     """Client without `await`: arguments, return values and errors are the same.
 
     Any number of threads may share a SyncClient. It also works in notebooks, where an event loop runs in the calling
-    thread. Do not call it from a coroutine: it would block the event loop. Close it before a fork, and make a new
-    SyncClient in the child process: gRPC does not work in a process that was forked while a client was open.
+    thread. Do not call it from a coroutine: it would block the event loop. The first call ties it to its process. So a
+    client that is made before a fork and first used afterwards works in every child process. Close a used client before
+    a fork, and make a new one in the child: gRPC does not work in a process that was forked while a client was open.
     """
 
     # testing.py sets another class.
@@ -81,7 +82,8 @@ class SyncClient:
         self.org = org
         self._owns_loop = True
         self._begin = self._begin_call
-        self._pid = os.getpid()
+        # The process of the first call. None: there was no call.
+        self._pid: int | None = None
         # A signal handler may use the client while this thread holds the lock.
         self._lock = threading.RLock()
         # Its event loop runs in the thread.
@@ -105,7 +107,7 @@ class SyncClient:
         nothing."""
         # After a fork, another thread of the parent may have held the lock. When the interpreter shuts down, it has
         # ended the client's thread.
-        if not self._owns_loop or self._pid != os.getpid() or sys.is_finalizing():
+        if not self._owns_loop or not self._claim() or sys.is_finalizing():
             return
         with self._lock:
             self._closed = True
@@ -228,9 +230,9 @@ class SyncClient:
 
     def _begin_call(self, work: Coroutine[Any, Any, _Result]) -> Future[_Result]:
         """Starts a call in the thread. Raises ClientClosed."""
-        if self._pid != os.getpid():
+        if not self._claim():
             # Do not take the lock: another thread of the parent may have held it.
-            raise self._refusal("was made before a fork")
+            raise self._refusal("was used before a fork")
         if sys.is_finalizing():
             # Its thread has ended, and a call from __del__ would never end.
             raise ClientClosed("the interpreter shuts down, and a SyncClient has no thread any more; use atexit")
@@ -269,6 +271,13 @@ def _serve(runner: asyncio.Runner) -> None:
         while True:
             try:
                 loop.run_forever()
+    def _claim(self) -> bool:
+        """Ties the client to this process, unless it is tied already. Returns whether it belongs to this process. To be
+        called before the lock is taken: so a forked process can claim a client only if nobody held its lock."""
+        if self._pid is None:
+            self._pid = os.getpid()
+        return self._pid == os.getpid()
+
             except (SystemExit, KeyboardInterrupt):
                 # Middleware, or a function that returns tokens, has raised it. The caller gets it; other calls go on.
                 continue
