@@ -489,6 +489,27 @@ async def test_the_error_of_an_enqueue_has_the_id_with_which_it_can_be_repeated(
         assert (await client.enqueue("q", "k", id=ids[0][0])).id == sent.jobs[0].id
 
 
+async def test_a_walk_over_jobs_goes_on_behind_a_page_without_jobs_and_names_a_shard_that_is_away(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = {
+        "": admin_pb2.ListJobsResponse(jobs=[job_pb2.Job(id="1", state=job_pb2.JOB_STATE_READY)], next_page_token="a"),
+        "a": admin_pb2.ListJobsResponse(next_page_token="b"),
+        "b": admin_pb2.ListJobsResponse(jobs=[job_pb2.Job(id="2", state=job_pb2.JOB_STATE_READY)]),
+    }
+
+    async def ask(_: object, request: admin_pb2.ListJobsRequest) -> admin_pb2.ListJobsResponse:
+        assert (request.queue, request.kind, request.page_size) == ("q", "k", 7)
+        return pages[request.page_token]
+
+    monkeypatch.setattr(client, "_ask", ask)
+    assert [job.id async for job in client.iter_jobs("q", kind="k", page_size=7)] == ["1", "2"]
+
+    pages["b"].unavailable_shards.append("s2")
+    with pytest.raises(Unavailable, match="org 'acme': these shards did not list its jobs: s2"):
+        _ = [job async for job in client.iter_jobs("q", kind="k", page_size=7)]
+
+
 async def test_orgs_share_connections(router: FakeRouter, client: Client) -> None:
     other = client.for_org("globex")
     await client.enqueue("q", "k")

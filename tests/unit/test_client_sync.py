@@ -49,8 +49,10 @@ async def test_every_verb_answers_as_the_asyncio_client_does(router: FakeRouter)
 
 def test_every_call_of_the_asyncio_client_is_there() -> None:
     calls = [name for name, _ in inspect.getmembers(Client, inspect.iscoroutinefunction) if name[0] != "_"]
+    iterators = [name for name, _ in inspect.getmembers(Client, inspect.isasyncgenfunction) if name[0] != "_"]
     # These take prepared requests, which only asyncio programs have.
-    assert [name for name in calls if not hasattr(SyncClient, name)] == ["send", "send_together"]
+    missing = [name for name in (*calls, *iterators) if not hasattr(SyncClient, name)]
+    assert missing == ["send", "send_together"]
 
 
 async def test_errors_come_through(router: FakeRouter) -> None:
@@ -289,8 +291,6 @@ async def test_a_process_that_was_forked_while_a_client_was_open_is_told_so(rout
     assert parent == "False"
 
 
-FORKS_AT_ONCE = """
-import os, sys, threading
 FORKS_UNUSED = """
 import os, sys
 import windrow
@@ -314,6 +314,8 @@ async def test_a_client_that_nobody_has_used_works_in_every_process_that_is_fork
     assert await lines_of(FORKS_UNUSED, router, within_s=2 * WAIT_S) == ["False"] * 3
 
 
+FORKS_AT_ONCE = """
+import os, sys, threading
 import windrow
 
 def linger():

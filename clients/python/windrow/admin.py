@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TypeVar
+from typing import TypedDict, TypeVar, Unpack
 
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
@@ -86,6 +86,19 @@ class JobPage:
     next_page_token: str
     # Shards of the org that did not answer: their jobs are missing.
     unavailable_shards: Sequence[str]
+
+
+class JobConditions(TypedDict, total=False):
+    """The arguments of list_jobs that iter_jobs takes too."""
+
+    state: JobState | None
+    states: Iterable[JobState]
+    kind: str
+    created_after: datetime | None
+    created_before: datetime | None
+    attributes: Mapping[str, str] | None
+    include_payload: bool
+    page_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,7 +322,7 @@ class AdminCalls:
         `attributes`: only jobs that have all of these, always the newest first.
 
         **A page may be empty although more pages follow**: if the org has thousands of jobs, the router searches for
-        only some milliseconds per page. So read on until `next_page_token` is empty.
+        only some milliseconds per page. So read on until `next_page_token` is empty, or use iter_jobs.
 
         `created_after` (inclusive) and `created_before` compare the times in the job ids. `page_size` is 1 to 1,000.
         For the next page, pass the same conditions and the page's `next_page_token`. Raises NotFound if `queue` is
@@ -340,6 +353,20 @@ class AdminCalls:
             next_page_token=response.next_page_token,
             unavailable_shards=list(response.unavailable_shards),
         )
+
+    async def iter_jobs(self, queue: str = "", **conditions: Unpack[JobConditions]) -> AsyncIterator[JobRecord]:
+        """Yields the jobs of all pages of list_jobs, and asks for a page when the one before is used up. A job that is
+        stored, or whose state changes, meanwhile may be left out. Raises what list_jobs raises, and Unavailable if a
+        shard of the org does not answer."""
+        token = ""
+        while True:
+            page = await self.list_jobs(queue, page_token=token, **conditions)
+            refuse_away(self.org, page.unavailable_shards, "did not list its jobs")
+            for job in page.jobs:
+                yield job
+            token = page.next_page_token
+            if not token:
+                return
 
     async def redrive_queue(
         self,
@@ -495,6 +522,12 @@ async def _in_steps(change: Callable[[int], Awaitable[tuple[int, bool]]], limit:
         if not more:
             break
     return done
+
+
+def refuse_away(org: str, shards: Sequence[str], what: str) -> None:
+    """Raises Unavailable if shards of the org did not answer."""
+    if shards:
+        raise Unavailable(f"org {org!r}: these shards {what}: {', '.join(shards)}")
 
 
 def _checked_limit(limit: int | None) -> int | None:

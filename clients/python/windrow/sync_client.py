@@ -7,18 +7,20 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from opentelemetry import trace
 
+from windrow.admin import JobConditions, refuse_away
 from windrow.batches import Batch, calls_of, progress
 from windrow.calls import TRY_S
 from windrow.client import Client, Middleware
 from windrow.errors import ClientClosed, Span
+from windrow.jobs import JobRecord
 from windrow.new_jobs import NewJob
 from windrow.tls import Tls
 from windrow.tokens import Token
@@ -195,6 +197,17 @@ class SyncClient:
     clear_limit = _blocking(Client.clear_limit)
     list_all_limits = _blocking(Client.list_all_limits)
 
+    def iter_jobs(self, queue: str = "", **conditions: Unpack[JobConditions]) -> Iterator[JobRecord]:
+        """Yields the jobs of all pages of list_jobs, as Client.iter_jobs does."""
+        token = ""
+        while True:
+            page = self.list_jobs(queue, page_token=token, **conditions)
+            refuse_away(self.org, page.unavailable_shards, "did not list its jobs")
+            yield from page.jobs
+            token = page.next_page_token
+            if not token:
+                return
+
     def enqueue_batch(
         self, jobs: Iterable[NewJob], *, batch: str, on_progress: Callable[[Batch], object] | None = None
     ) -> Batch:
@@ -258,6 +271,13 @@ class SyncClient:
             # Hold the lock until the call is on its way: the loop runs no call that comes after close() has stopped it.
             return asyncio.run_coroutine_threadsafe(work, self._runner.get_loop())
 
+    def _claim(self) -> bool:
+        """Ties the client to this process, unless it is tied already. Returns whether it belongs to this process. To be
+        called before the lock is taken: so a forked process can claim a client only if nobody held its lock."""
+        if self._pid is None:
+            self._pid = os.getpid()
+        return self._pid == os.getpid()
+
     def _refusal(self, why: str) -> ClientClosed:
         return ClientClosed(f"this SyncClient of {self._client.calls.address} {why}; make a new one")
 
@@ -271,13 +291,6 @@ def _serve(runner: asyncio.Runner) -> None:
         while True:
             try:
                 loop.run_forever()
-    def _claim(self) -> bool:
-        """Ties the client to this process, unless it is tied already. Returns whether it belongs to this process. To be
-        called before the lock is taken: so a forked process can claim a client only if nobody held its lock."""
-        if self._pid is None:
-            self._pid = os.getpid()
-        return self._pid == os.getpid()
-
             except (SystemExit, KeyboardInterrupt):
                 # Middleware, or a function that returns tokens, has raised it. The caller gets it; other calls go on.
                 continue
