@@ -31,6 +31,7 @@ _PURGE_MAX = 1000
 class State(StrEnum):
     """The states in which jobs can be changed."""
 
+    BLOCKED = "blocked"
     SCHEDULED = "scheduled"
     READY = "ready"
     LEASED = "leased"

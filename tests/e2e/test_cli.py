@@ -18,7 +18,7 @@ import tempfile
 import threading
 import tomllib
 import urllib.request
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -51,6 +51,7 @@ from shard.vocabulary import ShardName
 from tests import command
 from tests.command import Done
 from tests.routers import until
+from windrow import SyncClient, Workflow
 from windrow.ids import uuid7
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
@@ -992,20 +993,34 @@ def check_half(
     yield cluster_pb2.CheckShardResponse(orgs=[books])
 
 
-@pytest.fixture
-def half_away() -> Iterator[str]:
-    """Yields the address of a router with a shard that does not answer."""
-
+def unary(answer: Callable[[Any, grpc.ServicerContext], Message], request: type[Message]) -> Any:
     def serialize(answer: Message) -> bytes:
         return answer.SerializeToString()
 
-    def unary(answer: Callable[[Any, grpc.ServicerContext], Message], request: type[Message]) -> Any:
-        return grpc.unary_unary_rpc_method_handler(
-            answer,  # pyrefly: ignore[bad-argument-type]
-            request_deserializer=request.FromString,
-            response_serializer=serialize,
-        )
+    return grpc.unary_unary_rpc_method_handler(
+        answer,  # pyrefly: ignore[bad-argument-type]
+        request_deserializer=request.FromString,
+        response_serializer=serialize,
+    )
 
+
+@contextlib.contextmanager
+def serving(services: Mapping[str, dict[str, Any]]) -> Generator[str]:
+    """Yields the address of a server with these methods of services."""
+    server = grpc.server(ThreadPoolExecutor(max_workers=2))
+    for name, methods in services.items():
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(f"windrow.v1.{name}", methods)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait(WAIT_S)
+
+
+@pytest.fixture
+def half_away() -> Iterator[str]:
+    """Yields the address of a router with a shard that does not answer."""
     admin = {
         "GetStats": unary(count_half, admin_pb2.GetStatsRequest),
         "ListJobs": unary(list_jobs_half, admin_pb2.ListJobsRequest),
@@ -1019,14 +1034,17 @@ def half_away() -> Iterator[str]:
         ),
     }
     queue = {"GetJobs": unary(get_jobs_half, queue_pb2.GetJobsRequest)}
-    server = grpc.server(ThreadPoolExecutor(max_workers=2))
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("windrow.v1.Admin", admin)])
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("windrow.v1.Cluster", cluster)])
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("windrow.v1.Queue", queue)])
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield f"127.0.0.1:{port}"
-    server.stop(None).wait(WAIT_S)
+    with serving({"Admin": admin, "Cluster": cluster, "Queue": queue}) as address:
+        yield address
+
+
+def test_jobs_that_wait_for_others_are_cancelled_by_their_state(windrow: Windrow, running: Running) -> None:
+    flow = Workflow("w", org="blocked-ones")
+    flow.job("q", "second", after=[flow.job("q", "first")])
+    with SyncClient(running.address, org="blocked-ones") as client:
+        client.start(flow)
+    cancel = ("jobs", "cancel", "blocked-ones", "--queue", "q", "--state", "blocked", "--yes", "--json")
+    assert windrow(*cancel).documents == [{"cancelled": 1, "skipped": 0}]
 
 
 def test_a_shard_that_does_not_answer_is_told_with_those_that_do(windrow: Windrow, half_away: str) -> None:
