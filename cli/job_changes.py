@@ -82,8 +82,10 @@ def cancel(
     """Cancels jobs that have not finished, by their ids or by what they have in common, and ends their leases.
 
     Without ids, give at least one of --queue, --kind, --where, --made-after and --made-before: the command counts the
-    jobs, asks, and cancels the jobs that were made before it began, in small steps with pauses. If it is interrupted,
-    repeat it: cancelled jobs stay cancelled. It may miss a job whose state changes meanwhile; then repeat it, too.
+    jobs, asks, and cancels the jobs that were made before it began, in small steps with pauses. The time when a job was
+    made is in its id, by its producer's clock; the command compares it with the clock of this machine. If it is
+    interrupted, repeat it: cancelled jobs stay cancelled. It may miss a job whose state changes meanwhile; then repeat
+    it, too.
 
     Exit code 1: a job named by its id has succeeded; 4: the org has no such job or queue. The other jobs are cancelled.
     """
@@ -392,7 +394,8 @@ def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions:
         with connect_client(how.address, org, how.timeout) as client:
             _change_named(client, change, wanted, as_json=how.as_json)
         return
-    # Leave out jobs that are stored while the command runs: nobody has counted them.
+    # Leave out jobs that are made while the command runs: nobody has counted them. Their ids have the times of their
+    # producers' clocks, so the routers' clock would not tell better than the clock of this machine.
     found = replace(found, created_before=found.created_before or datetime.now(UTC))
     with connect_client(how.address, org, how.timeout) as client:
         total = None
