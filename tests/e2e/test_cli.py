@@ -1038,6 +1038,46 @@ def half_away() -> Iterator[str]:
         yield address
 
 
+def test_a_purge_that_fails_says_how_many_jobs_it_has_cancelled(windrow: Windrow) -> None:
+    answers = [admin_pb2.PurgeQueueResponse(cancelled=1000, limit_reached=True)]
+
+    def purge(_: admin_pb2.PurgeQueueRequest, context: grpc.ServicerContext) -> admin_pb2.PurgeQueueResponse:
+        if not answers:
+            context.abort(grpc.StatusCode.INTERNAL, "away")
+        return answers.pop()
+
+    admin = {
+        "GetStats": unary(count_half, admin_pb2.GetStatsRequest),
+        "PurgeQueue": unary(purge, admin_pb2.PurgeQueueRequest),
+    }
+    with serving({"Admin": admin}) as address:
+        done = windrow("jobs", "purge", "acme", "q", "--yes", "--json", "--address", address)
+    assert (done.code, done.documents) == (3, [{"cancelled": 1000}])
+
+
+def test_a_restore_that_fails_says_how_to_repeat_it_without_a_second_copy(windrow: Windrow) -> None:
+    asked: list[admin_pb2.RestoreJobsRequest] = []
+
+    def restore(request: admin_pb2.RestoreJobsRequest, context: grpc.ServicerContext) -> admin_pb2.RestoreJobsResponse:
+        asked.append(request)
+        if len(asked) == 2:
+            context.abort(grpc.StatusCode.INTERNAL, "away")
+        restored = [admin_pb2.RestoredJob(id=job.new_id) for job in request.jobs]
+        return admin_pb2.RestoreJobsResponse(results=[admin_pb2.RestoreResult(restored=one) for one in restored])
+
+    ids = "\n".join(uuid7() for _ in range(1001))
+    with serving({"Admin": {"RestoreJobs": unary(restore, admin_pb2.RestoreJobsRequest)}}) as address:
+        command = ("jobs", "restore", "acme", "-", "--json", "--address", address)
+        failed = windrow(*command, stdin=ids)
+        # The first call's answers are printed.
+        assert (failed.code, len(failed.documents)) == (3, 1000)
+        found = re.search(r"--batch (\S+)", failed.err)
+        assert found is not None
+        done = windrow(*command, "--batch", found[1], stdin=ids)
+    assert (done.code, len(done.documents)) == (0, 1001)
+    assert asked[:2] == asked[2:]
+
+
 def test_jobs_that_wait_for_others_are_cancelled_by_their_state(windrow: Windrow, running: Running) -> None:
     flow = Workflow("w", org="blocked-ones")
     flow.job("q", "second", after=[flow.job("q", "first")])
