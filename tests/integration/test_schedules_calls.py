@@ -331,6 +331,17 @@ async def test_what_is_put_twice_is_changed_once_and_only_if_it_differs(client: 
     assert (put.schedule.note, put.paused, put.created_at) == ("b", True, made[0].created_at)
 
 
+async def test_a_run_that_is_asked_for_again_with_the_same_id_is_stored_once(client: windrow.Client) -> None:
+    await client.create_schedule("digest", windrow.Schedule(cron="0 0 1 1 *"), windrow.NewJob("mail", "send"))
+    asked = windrow.uuid7()
+    assert len({await client.trigger_schedule("digest", request_id=asked) for _ in range(2)}) == 1
+    _, runs = await client.get_schedule("digest")
+    assert len(runs) == 1
+    with pytest.raises(windrow.NotFound) as refused:
+        await client.trigger_schedule("nosuch", request_id=asked)
+    assert refused.value.made_ids == (asked,)
+
+
 async def test_a_declared_schedule_that_is_refused_is_named(client: windrow.Client) -> None:
     worker = windrow.Worker(client, "mail", declares_as="app")
 

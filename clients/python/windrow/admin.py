@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TypeVar
+from typing import TypedDict, TypeVar, Unpack
 
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
@@ -22,6 +22,7 @@ from windrow.errors import (
     InvalidRequest,
     Span,
     Unavailable,
+    ids_in_error,
     invalid_argument,
     renamed,
 )
@@ -97,6 +98,19 @@ class JobPage:
     next_page_token: str
     # Shards of the org that did not answer: their jobs are missing.
     unavailable_shards: Sequence[str]
+
+
+class JobConditions(TypedDict, total=False):
+    """The arguments of list_jobs that iter_jobs takes too."""
+
+    state: JobState | None
+    states: Iterable[JobState]
+    kind: str
+    created_after: datetime | None
+    created_before: datetime | None
+    attributes: Mapping[str, str] | None
+    include_payload: bool
+    page_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,7 +337,7 @@ class AdminCalls:
         `attributes`: only jobs that have all of these, always the newest first.
 
         **A page may be empty although more pages follow**: if the org has thousands of jobs, the router searches for
-        only some milliseconds per page. So read on until `next_page_token` is empty.
+        only some milliseconds per page. So read on until `next_page_token` is empty, or use iter_jobs.
 
         `created_after` (inclusive) and `created_before` compare the times in the job ids. `page_size` is 1 to 1,000.
         For the next page, pass the same conditions and the page's `next_page_token`. Raises NotFound if `queue` is
@@ -354,6 +368,20 @@ class AdminCalls:
             next_page_token=response.next_page_token,
             unavailable_shards=list(response.unavailable_shards),
         )
+
+    async def iter_jobs(self, queue: str = "", **conditions: Unpack[JobConditions]) -> AsyncIterator[JobRecord]:
+        """Yields the jobs of all pages of list_jobs, and asks for a page when the one before is used up. A job that is
+        stored, or whose state changes, meanwhile may be left out. Raises what list_jobs raises, and Unavailable if a
+        shard of the org does not answer."""
+        token = ""
+        while True:
+            page = await self.list_jobs(queue, page_token=token, **conditions)
+            refuse_away(self.org, page.unavailable_shards, "did not list its jobs")
+            for job in page.jobs:
+                yield job
+            token = page.next_page_token
+            if not token:
+                return
 
     async def redrive_queue(
         self,
@@ -396,8 +424,8 @@ class AdminCalls:
         """Stores finished and dead jobs once more, as new jobs that are due now; the old jobs stay as they are. Returns
         a result for each job.
 
-        If you call it again after an error, pass the same `new_ids` (windrow.uuid7() for each), so that it stores no
-        second copy."""
+        If you call it again after an error, pass the same `new_ids` (windrow.uuid7() for each; those that this call
+        made are in the error's `made_ids`), so that it stores no second copy."""
         old = listed_ids(ids)
         new = [uuid7() for _ in old] if new_ids is None else listed_ids(new_ids, "new_ids")
         if len(new) != len(old):
@@ -406,9 +434,9 @@ class AdminCalls:
         for at in range(0, len(old), _PAGE_MAX):
             pairs = list(zip(old[at : at + _PAGE_MAX], new[at : at + _PAGE_MAX], strict=True))
             jobs = [admin_pb2.RestoreJob(id=one, new_id=new_id) for one, new_id in pairs]
-            response = await self._ask(
-                lambda stub: stub.RestoreJobs, admin_pb2.RestoreJobsRequest(org=self.org, jobs=jobs)
-            )
+            request = admin_pb2.RestoreJobsRequest(org=self.org, jobs=jobs)
+            with ids_in_error(new):
+                response = await self._ask(lambda stub: stub.RestoreJobs, request)
             results += [
                 _read_restored(one, new_id, result)
                 for (one, new_id), result in zip(pairs, response.results, strict=True)
@@ -519,6 +547,12 @@ async def _in_steps(change: Callable[[int], Awaitable[tuple[int, bool]]], limit:
         if not more:
             break
     return count
+
+
+def refuse_away(org: str, shards: Sequence[str], what: str) -> None:
+    """Raises Unavailable if shards of the org did not answer."""
+    if shards:
+        raise Unavailable(f"org {org!r}: these shards {what}: {', '.join(shards)}")
 
 
 def _checked_limit(limit: int | None) -> int | None:

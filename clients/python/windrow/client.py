@@ -35,6 +35,7 @@ from windrow.errors import (
     Violation,
     WindrowError,
     alone,
+    ids_in_error,
     invalid_argument,
     shifted,
 )
@@ -121,7 +122,10 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
       the jobs and returns an Enqueued for each. enqueue_batch calls no middleware, because a repeated batch must have
       the same jobs. The relay of an outbox calls none either: it sends the jobs as they were added.
 
-    Every method raises WindrowError (see errors.py). It is safe to call the method again after such an error.
+    Every method raises WindrowError (see errors.py), after which the call may nevertheless have taken effect. Leases,
+    job ids and NewJobs make it safe to call the method again. But enqueue, trigger_schedule and restore_jobs make new
+    ids in each call unless the caller gives them. So give them, or after an error pass its `made_ids`: otherwise the
+    second call may store a second job.
     """
 
     # testing.py sets another class.
@@ -208,8 +212,9 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         has its own outcome. If the caller is cancelled before the job is sent, the job is not stored. If the caller is
         cancelled later, the job may be stored.
 
-        Raises InvalidJob. To retry after DeadlineExceeded or Unavailable without a second job, pass the same `id`
-        (windrow.uuid7()) or `dedup_key`, or make a NewJob and pass it to enqueue_many.
+        Raises InvalidJob. To retry after DeadlineExceeded or Unavailable without a second job, pass the id that the
+        error has in `made_ids`; or from the first call on pass the same `id` (windrow.uuid7()) or `dedup_key`, or make
+        a NewJob and pass it to enqueue_many.
         """
         (stored,) = await self._through_middleware(self._store_one)([NewJob(queue, kind, payload, **options)])
         return stored
@@ -217,7 +222,7 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
     async def _store_one(self, jobs: Sequence[NewJob]) -> list[Enqueued]:
         (job,) = jobs
         message = new_message(job)
-        with self.tracing.sending((message,)):
+        with self.tracing.sending((message,)), ids_in_error((message.id,)):
             return [await self._enqueues.put(self.org, message, _size(message))]
 
     async def enqueue_many(self, jobs: Iterable[NewJob], *, independent: bool = False) -> list[Enqueued]:

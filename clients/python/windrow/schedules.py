@@ -14,7 +14,16 @@ from google.protobuf.message import Message
 
 from windrow.calls import ADMIN_FINAL, Calls, Method
 from windrow.channels import Stub
-from windrow.errors import AlreadyExists, InvalidRequest, NotFound, Span, Violation, invalid_argument
+from windrow.errors import (
+    AlreadyExists,
+    InvalidRequest,
+    NotFound,
+    ResourceExhausted,
+    Span,
+    Violation,
+    ids_in_error,
+    invalid_argument,
+)
 from windrow.ids import uuid7
 from windrow.jobs import JobState, RunCause, read_run_cause, state_of
 from windrow.new_jobs import NewJob, new_message, read_new
@@ -241,11 +250,16 @@ class ScheduleCalls:
         request = schedules_pb2.ResumeScheduleRequest(org=self.org, name=name)
         return _read((await self._ask_schedules(lambda stub: stub.ResumeSchedule, request)).schedule)
 
-    async def trigger_schedule(self, name: str) -> str:
-        """Stores a run now, whatever the schedule's overlap policy and pause are. Returns the id of its job. Raises
-        NotFound."""
-        request = schedules_pb2.TriggerScheduleRequest(org=self.org, name=name, request_id=uuid7())
-        return (await self._ask_schedules(lambda stub: stub.TriggerSchedule, request)).job_id
+    async def trigger_schedule(self, name: str, *, request_id: str = "") -> str:
+        """Stores a run now, whatever the schedule's overlap policy and pause are. Returns the id of its job.
+
+        `request_id`: a UUIDv7, so that the call may be repeated: while the run is among the schedule's newest 20, a
+        call with the same `request_id` stores no other run, and returns the same job. Default: a new one, which an
+        error has in `made_ids`. Raises NotFound."""
+        request_id = request_id or uuid7()
+        request = schedules_pb2.TriggerScheduleRequest(org=self.org, name=name, request_id=request_id)
+        with ids_in_error((request_id,)):
+            return (await self._ask_schedules(lambda stub: stub.TriggerSchedule, request)).job_id
 
     async def backfill_schedule(
         self, name: str, begin: datetime, end: datetime, *, overlap: Overlap = Overlap.ALLOW
@@ -292,7 +306,7 @@ class ScheduleCalls:
                     raise _invalid("name", f"{name!r} is a schedule that is kept by {keeper}: take another name")
             try:
                 await self.put_schedule(name, replace(schedule, declared_by=declared_by), job)
-            except InvalidRequest as error:
+            except (InvalidRequest, ResourceExhausted) as error:
                 error.add_note(f"This is about the schedule {name!r}.")
                 raise
         stale = [

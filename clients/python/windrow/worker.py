@@ -112,7 +112,8 @@ class Worker:
     - `declares_as` (default "worker:" and the first queue): the name under which every() declares schedules. Programs
       that declare different schedules need different names.
     - `removes_undeclared` (default False): deletes the schedules that were declared under this name before and are no
-      longer declared. If it is False, a WARNING names them.
+      longer declared. If it is False, a WARNING names them. A worker of an older release that starts again during a
+      deploy also deletes what only the new release declares.
 
     A handler that runs long can report how far it has come, for people, and a checkpoint for the job's next attempt
     (see Job.report). A job that is cancelled loses its lease: see `cancel_lost`.
