@@ -49,7 +49,7 @@ async def test_a_change_of_placement_is_told_once_although_the_limits_cannot_be_
     monkeypatch.setattr(weights, "read", read_weights)
     copy = CatalogCopy(
         "host=127.0.0.1",
-        lambda *change: told.append(change),
+        lambda old, new: told.append((old, new)),
         lambda _: None,
         lambda table: in_force.append(table.version),
         lambda _: None,
