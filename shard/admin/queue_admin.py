@@ -176,6 +176,7 @@ class QueueAdmin:
             if not await self._queue_ids.make_names((org, queue)):
                 raise TooManyQueues(self.name, org, [queue], queues_max=QUEUES_MAX)
             # The queue and its settings come with one statement. So whoever finds the queue finds its settings too.
+            rows: Sequence[tuple[Any, ...]]
             if settings.retention_days is None:
                 rows = await self._database.run(statements.CREATE_QUEUE, parameters)
             else:
