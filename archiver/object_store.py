@@ -74,7 +74,8 @@ class Files:
                 )
 
     def check(self) -> None:
-        """Checks that files can be made in the directory. A bucket is not asked."""
+        """Checks that files can be made, if the location is a directory. Does nothing for a bucket: this method sends
+        no requests."""
         if self._folder is not None:
             with self.failures(""), tempfile.TemporaryFile(dir=self._folder):
                 pass

@@ -108,20 +108,21 @@ class Receipt:
     """What was erased of an org."""
 
     org: OrgId
-    # The erasures that ended in this run: the requested one, and earlier erasures that had not ended.
+    # The requested erasure, and those that had not ended on some shard when this run began.
     shards: Mapping[ShardName, list[Erasure]]
     # Export files that were deleted. Jobs of other orgs in them were copied to new files.
     files: list[Erased]
 
 
-async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None]) -> Receipt:
+async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None], erasure_id: str | None = None) -> Receipt:
     """Erases everything that the cluster's databases store about an org, and what the archiver has exported of it.
     `say` is called with texts about the progress. Raises LegallyHeld, OrgMoves, AnotherArchives, ShardError,
-    ExportFailed; if it is interrupted, call it again."""
-    erasure_id = str(uuid.uuid4())
+    ExportFailed; if it is interrupted, call it again. `erasure_id`: a UUID; default: a new one. If it is the same as
+    before, the receipt also has what the shards had erased before."""
+    erasure_id = erasure_id or str(uuid.uuid4())
     # Open the exports before anything is erased: an unreachable location must not be noticed at the end.
     exports = await _exports(cluster)
-    receipts: dict[ShardName, list[Erasure]] = {}
+    erasure_ids = {erasure_id}
     files: list[Erased] = []
     async with _every(cluster) as (catalog, shards):
         # Delete the policy first, so that the copies on the shards are made from a catalog without it.
@@ -136,19 +137,20 @@ async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None]) -> 
             say(f"org {org} does not exist any more; its data is being erased ({erasure_id})")
         for name, database in shards.items():
             async with _without_archiver(cluster, name):
-                pending = await erasure.unfinished(database)
-                for unfinished in pending:
+                for unfinished in await erasure.unfinished(database):
+                    erasure_ids.add(unfinished.id)
                     while await erasure.go_on(database, unfinished):
                         pass
                 if exports is not None:
                     # Erase the exports after the tables, so that the org's jobs are not exported again.
                     files += await exports.erase(name, org)
-            receipts[name] = await erasure.read(database, [*{erasure_id, *(unfinished.id for unfinished in pending)}])
             say(f"shard {name}: nothing is left")
         if exports is not None:
             for name in await exports.shards() - shards.keys():
                 files += await exports.erase(name, org)
-    return Receipt(org=org, shards=receipts, files=files)
+        # Read them all on every shard: an erasure that was interrupted had ended on some shards before this run.
+        read = {name: await erasure.read(database, [*erasure_ids]) for name, database in shards.items()}
+    return Receipt(org=org, shards=read, files=files)
 
 
 class _Exports:

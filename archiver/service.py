@@ -60,8 +60,8 @@ async def archive(
 
 
 async def _check_export(cluster: Cluster) -> None:
-    """Logs an error if no export can be written. Otherwise this would be noticed with the first day that is exported,
-    perhaps in weeks."""
+    """Logs an error if exports cannot be written. Without this check, the error would be noticed only when the first
+    day is to be exported, perhaps weeks later."""
     location = settings_of(cluster).export
     if location is None:
         return

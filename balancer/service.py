@@ -58,7 +58,7 @@ async def balance_once(cluster: Cluster, *, stop: asyncio.Event) -> Mapping[Move
 
 
 class _Balancer:
-    """Balances by one version of the cluster file, until `ending` is set."""
+    """Moves slots to where one version of the cluster file wants them, until `ending` is set."""
 
     def __init__(self, cluster: Cluster, ending: asyncio.Event) -> None:
         self._cluster = cluster

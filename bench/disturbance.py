@@ -92,11 +92,10 @@ async def restarts(pids: Callable[[], Sequence[int]]) -> AsyncGenerator[None, No
 
 @dataclass(slots=True)
 class Archived:
-    """The work that an archiver did during the scope."""
+    """What the passes of the archiver that `archiver` runs have done."""
 
     passes: list[Pass] = field(default_factory=list[Pass])
-    # How long the passes took: until there was nothing more to do, or until the end of the pass that ran when the scope
-    # ended.
+    # The time from the start of the first pass to the end of the last one.
     seconds: float = 0.0
 
     @property
@@ -114,8 +113,8 @@ class Archived:
 
 @contextlib.asynccontextmanager
 async def archiver(cluster: Cluster, found: Archived) -> AsyncGenerator[None, None]:
-    """Runs passes one after another, until a pass finds nothing to do. The end of the scope waits for the pass that is
-    running."""
+    """Runs passes of an archiver one after another, until a pass finds nothing to do or the scope ends, and adds them
+    to `found`. The end of the scope waits for the pass that is running."""
     stop = asyncio.Event()
 
     async def passes() -> None:

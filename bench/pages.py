@@ -69,7 +69,7 @@ class Results:
         runs = max(sample["run"] for sample in self._samples)
         return textwrap.fill(
             f"Medians of {runs} runs; the systems took turns. {described(self._environment)} "
-            f"Meanwhile all other programs on this machine used {others:.1f} cores.",
+            f"During the runs, all other programs on it used {others:.1f} cores.",
             width=120,
             break_on_hyphens=False,
         )
@@ -79,7 +79,7 @@ def _users(results: Results) -> Rows:
     """The figures of each system that matter to its users, by the largest batch."""
     batch = results.batches[0]
     return [
-        ("jobs/s", *_FIGURES, "CPU µs of a whole life"),
+        ("jobs/s", *_FIGURES, "CPU µs for each job (whole life, all processes)"),
         *(
             (
                 load(system).title,

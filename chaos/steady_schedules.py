@@ -14,13 +14,14 @@ from proof.postgres import ask
 from windrow.v1 import job_pb2, schedules_pb2, schedules_pb2_grpc
 
 _EVERY_S = 900
-# The start of the first schedule, from which its intervals are counted. The contract takes no time before 1971.
+# The start of the first schedule: its intervals are counted from there. The contract refuses times before 1971.
 _FIRST_S = 1_000_000_000
 
 
 class SteadySchedules:
-    """All steady schedules. `dsns`: the DSNs of the shards' databases. Statements on the tables make most of the
-    schedules: a call for each one would take longer than the run. No slot may move while `create` and `set_end` run."""
+    """All steady schedules. `dsns`: the DSNs of the shards' databases. SQL statements store most of the schedules in
+    the tables, because a call for each schedule would take longer than the run. No slot may move while `create` and
+    `set_end` run."""
 
     def __init__(
         self,

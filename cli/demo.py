@@ -382,7 +382,8 @@ async def compare(database: str, pushes: Sequence[Push]) -> list[Difference]:
 
 
 async def _imbalances(run: Run, stub: cluster_pb2_grpc.ClusterAsyncStub, shards: Sequence[str]) -> list[str]:
-    """Checks conservation on every shard, and per org that the shards accepted as many jobs as were acknowledged."""
+    """Checks that the books of every shard balance and all of its jobs have succeeded, and that the shards accepted as
+    many jobs of each org as were acknowledged. Returns what is wrong."""
     wrong: list[str] = []
     accepted = Counter[str]()
     for shard in shards:

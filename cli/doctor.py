@@ -116,8 +116,8 @@ async def _examine_all(cluster: Cluster, dsns: dict[ShardName, str], held_for: t
 
 
 async def _check_databases(cluster: Cluster, names: Collection[ShardName]) -> dict[ShardName, list[Finding]]:
-    """Returns findings about what the databases say and what the cluster file and the catalog say; empty if the catalog
-    cannot be read."""
+    """Compares the databases `names` with the cluster file and the catalog. Returns what is wrong, by database. Returns
+    nothing if the catalog cannot be read."""
     from balancer.recovery import check_databases
     from balancer.shards import open_shards
     from shard.errors import ShardError

@@ -31,6 +31,7 @@ _PURGE_MAX = 1000
 class State(StrEnum):
     """The states in which jobs can be changed."""
 
+    BLOCKED = "blocked"
     SCHEDULED = "scheduled"
     READY = "ready"
     LEASED = "leased"
@@ -81,8 +82,10 @@ def cancel(
     """Cancels jobs that have not finished, by their ids or by what they have in common, and ends their leases.
 
     Without ids, give at least one of --queue, --kind, --where, --made-after and --made-before: the command counts the
-    jobs, asks, and cancels the jobs that were made before it began, in small steps with pauses. If it is interrupted,
-    repeat it: cancelled jobs stay cancelled. It may miss a job whose state changes meanwhile; then repeat it, too.
+    jobs, asks, and cancels the jobs that were made before it began, in small steps with pauses. The time when a job was
+    made is in its id, by its producer's clock; the command compares it with the clock of this machine. If it is
+    interrupted, repeat it: cancelled jobs stay cancelled. It may miss a job whose state changes meanwhile; then repeat
+    it, too.
 
     Exit code 1: a job named by its id has succeeded; 4: the org has no such job or queue. The other jobs are cancelled.
     """
@@ -118,8 +121,8 @@ def alter(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Changes jobs that are scheduled or ready: when they run, their priority, their attributes (--attribute replaces
-    all that they have).
+    """Changes jobs that are blocked, scheduled or ready: when they run, their priority, their attributes (--attribute
+    replaces all that they have). A blocked job can get no time.
 
     Jobs are named by their ids, or by conditions, as for `windrow jobs cancel`. A command that was interrupted can be
     repeated: it skips jobs that are already changed. Only --delay postpones such jobs again; --run-at does not.
@@ -222,6 +225,15 @@ def redrive(
 def restore(
     org: options.Org,
     ids: options.Ids,
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            "--batch",
+            metavar="ID",
+            show_default=False,
+            help="Make the copies' ids from this UUIDv7, so that the same list of jobs is restored only once.",
+        ),
+    ] = None,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
@@ -230,22 +242,32 @@ def restore(
 
     A copy has the old job's queue, kind, payload, attributes, priority and retry policy. Its attribute
     windrow.restored_from is the old job's id. Jobs of nodes that waited for signals are refused, because they never
-    run. Exit code 1: a job is neither finished nor dead, or is refused; 4: the org has no such job.
+    run. If the command is interrupted, it says how to repeat it without a second copy. Exit code 1: a job is neither
+    finished nor dead, or is refused; 4: the org has no such job.
     """
     from cli.calls import connect
     from cli.messages import restore_answer
-    from windrow.ids import uuid7
+    from windrow.ids import nth_id, uuid7
     from windrow.v1 import admin_pb2
 
+    (batch_id,) = values.job_ids([batch]) if batch else [uuid7()]
+    hint = f"repeat the command with --batch {batch_id} and the same ids: what is restored is not restored again"
     wanted = list(dict.fromkeys(values.job_ids(values.words(ids, sys.stdin))))
     answers: set[str] = set()
     with connect(address, timeout) as router:
         for at in range(0, len(wanted), _BATCH):
-            batch = wanted[at : at + _BATCH]
-            # New ids are made here, so that a repeated call stores nothing twice.
-            jobs = [admin_pb2.RestoreJob(id=job_id, new_id=uuid7()) for job_id in batch]
-            results = router.call(router.admin.RestoreJobs, admin_pb2.RestoreJobsRequest(org=org, jobs=jobs)).results
-            found = [(job_id, restore_answer(one), one.restored.id) for job_id, one in zip(batch, results, strict=True)]
+            part = wanted[at : at + _BATCH]
+            # New ids come from the batch, so that a repeated command stores nothing twice.
+            jobs = [admin_pb2.RestoreJob(id=one, new_id=nth_id(batch_id, n)) for n, one in enumerate(part, at)]
+            request = admin_pb2.RestoreJobsRequest(org=org, jobs=jobs)
+            try:
+                results = router.call(router.admin.RestoreJobs, request).results
+            except CommandFailed as error:
+                raise CommandFailed(str(error), error.code, particulars=[*error.particulars, hint]) from error
+            except KeyboardInterrupt:
+                output.note(hint)
+                raise
+            found = [(job_id, restore_answer(one), one.restored.id) for job_id, one in zip(part, results, strict=True)]
             answers.update(answer for _, answer, _ in found)
             if as_json:
                 output.say_json(
@@ -294,18 +316,21 @@ def purge(
                 f"Cancel {output.counted(waiting, 'job')} of queue {queue!r} of org {org!r}?", abort=True, err=True
             )
         done, left = 0, limit or sys.maxsize
-        with output.working("cancelling") as status:
-            while left:
-                request = admin_pb2.PurgeQueueRequest(
-                    org=org, queue=queue, include_dead=dead, limit=min(left, _PURGE_MAX)
-                )
-                response = router.call(router.admin.PurgeQueue, request)
-                done, left = done + response.cancelled, left - response.cancelled
-                if status is not None:
-                    status.update(f"{done:,} cancelled")
-                if not response.limit_reached:
-                    break
-    _report({"cancelled": done}, as_json=as_json)
+        try:
+            with output.working("cancelling") as status:
+                while left:
+                    request = admin_pb2.PurgeQueueRequest(
+                        org=org, queue=queue, include_dead=dead, limit=min(left, _PURGE_MAX)
+                    )
+                    response = router.call(router.admin.PurgeQueue, request)
+                    done, left = done + response.cancelled, left - response.cancelled
+                    if status is not None:
+                        status.update(f"{done:,} cancelled")
+                    if not response.limit_reached:
+                        break
+        finally:
+            # Report them after an error or Ctrl-C too: these jobs are cancelled.
+            _report({"cancelled": done}, as_json=as_json)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,7 +416,8 @@ def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions:
         with connect_client(how.address, org, how.timeout) as client:
             _change_named(client, change, wanted, as_json=how.as_json)
         return
-    # Leave out jobs that are stored while the command runs: nobody has counted them.
+    # Leave out jobs that are made while the command runs: nobody has counted them. Their ids have the times of their
+    # producers' clocks, so the routers' clock would not tell better than the clock of this machine.
     found = replace(found, created_before=found.created_before or datetime.now(UTC))
     with connect_client(how.address, org, how.timeout) as client:
         total = None

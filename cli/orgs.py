@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import uuid
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +18,7 @@ import typer
 from cli import databases, options, org_figures, output, values
 from cli.audit import recorded
 from cli.exits import CommandFailed, ExitCode
+from cli.input_file import opened
 from cli.layout import App
 from cli.output import Column
 
@@ -154,23 +156,54 @@ def erase(
         Path | None,
         typer.Option("--receipt", metavar="FILE", show_default=False, help="Write a receipt to this file, as JSON."),
     ] = None,
+    erasure_id: Annotated[
+        uuid.UUID | None,
+        typer.Option(
+            "--id",
+            metavar="ID",
+            show_default=False,
+            help="The id of an interrupted erasure: the receipt then has what that had erased, too.",
+        ),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Erases an org: all its jobs in every state on every shard, and all other records of them.
 
     The org ceases to exist at once; a later job with its name creates a new org. An interrupted erasure continues when
-    the command is repeated, and with the archiver's passes. Exit codes: 3 if a shard cannot be reached; 4 if no shard
-    knows the org; 5 if it is under legal hold, or is being moved between shards.
+    the command is repeated, and with the archiver's passes. Exit codes: 3 if a shard cannot be reached, or if the org
+    is erased but the receipt cannot be written (it is printed instead); 4 if no shard knows the org; 5 if it is under
+    legal hold, or is being moved between shards.
     """
     from archiver import orgs
 
     name, cluster = options.org_id(org), databases.read(config)
     if not yes:
         _confirm(org)
-    done = databases.asked(recorded(cluster, "orgs erase", orgs.erase(cluster, name, say=output.note), org=name))
+    if receipt is not None:
+        # Find a wrong path before anything is erased.
+        opened(receipt, lambda: receipt.open("a").close(), hint="--receipt")
+    own_id = str(erasure_id or uuid.uuid4())
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        output.note(text)
+
+    work = orgs.erase(cluster, name, say=say, erasure_id=own_id)
+    try:
+        done = databases.asked(recorded(cluster, "orgs erase", work, org=name))
+    except (CommandFailed, KeyboardInterrupt):
+        if said:
+            output.note(f"repeat the command with --id {own_id}: the receipt then has what is erased already")
+        raise
     document = _receipt_json(done)
     if receipt is not None:
-        receipt.write_text(json.dumps(document, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+        try:
+            receipt.write_text(json.dumps(document, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            output.say_json([document])
+            why = f"{str(receipt)!r}: {error.strerror}: the receipt is on standard output instead"
+            raise CommandFailed(why, ExitCode.UNAVAILABLE) from error
     if as_json:
         output.say_json([document])
         return

@@ -1,4 +1,4 @@
-"""`windrow schedules`: what stores jobs at instants of a calendar."""
+"""`windrow schedules`: commands for schedules, which store jobs at instants of a calendar."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _SHOWN_MAX = 80
 _DELAY_S_MAX = 3650 * 86_400
 _NODE = re.compile(r"nodes\[(\d+)\]\.?(.*)")
-# The fields of a node that are options of its job, and what the client and the contract call them.
+# The fields of a node that are options of its job, each with its name in the client and in the contract.
 _OPTIONS = {
     "priority": "priority",
     "max_attempts": "max_attempts",
@@ -35,8 +35,9 @@ _OPTIONS = {
     "group": "group",
     "attributes": "attributes",
 }
+# The reverse: the name in the file for each name in the contract.
 _FIELDS = {option: name for name, option in _OPTIONS.items()}
-# What a node that waits for a signal calls the fields of its job.
+# The same for a node that waits for a signal: its `timeout` is the delay of its job.
 _FIELDS_OF_SIGNALS = {"delay": "timeout"}
 # Checks a value. Returns what the value must be. None: the value is right.
 _Rule: TypeAlias = Callable[[Any], str | None]

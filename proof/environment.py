@@ -33,13 +33,13 @@ def environment() -> dict[str, object]:
 
 
 def described(environment: Mapping[str, object]) -> str:
-    """Returns the description as one sentence for a report."""
+    """Returns the description as text for a report."""
     server = environment.get("postgres")
     # Not every measurement uses a Postgres.
     postgres = f", PostgreSQL {server['version']}" if isinstance(server, Mapping) else ""
     return (
-        f"{environment['date']}, commit {environment['commit']}: {environment['cores']} cores ({environment['cpu']}), "
-        f"Linux {environment['kernel']}, Python {environment['python']}{postgres}; all on this machine."
+        f"{environment['date']}, commit {environment['commit']}. Everything ran on one machine: {environment['cores']} "
+        f"cores ({environment['cpu']}), Linux {environment['kernel']}, Python {environment['python']}{postgres}."
     )
 
 

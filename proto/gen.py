@@ -13,10 +13,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
 
 PROTO = Path(__file__).resolve().parent
 PACKAGE = "windrow/v1"
@@ -24,12 +27,6 @@ PACKAGE = "windrow/v1"
 TARGETS = {PACKAGE: PROTO.parent / "clients" / "python" / PACKAGE, "router/keda": PROTO.parent / "router" / "keda"}
 RULES = "buf/validate/validate.proto"
 CONFIG = PROTO / PACKAGE / "service_config.json"
-# The unary calls that are safe to repeat, whatever the request contains. Enqueue is not safe: if jobs have
-# no id, a repeat would store them a second time. Calls of Admin that change something are not repeated: they are to run
-# at most once. A repeated RedriveJobs, for example, may redrive a job that has died again meanwhile.
-REPEATABLE = re.compile(
-    r"windrow\.v1\.(Queue/(?!Enqueue$)|(Admin|Cluster|Schedules|Workflows)/(Explain|Get|List|Preview))"
-)
 
 
 def protoc(*arguments: str) -> None:
@@ -48,17 +45,22 @@ def without_rules(file: FileDescriptorProto) -> FileDescriptorProto:
     return file
 
 
-def service_config(files: Iterable[FileDescriptorProto]) -> str:
-    """Returns service_config.json with the names of all REPEATABLE calls. Everything else in the file stays as it
-    is."""
+def service_config(files: Sequence[FileDescriptorProto]) -> str:
+    """Returns service_config.json with the names of all calls that have the option `repeatable`. Everything else in the
+    file stays as it is. `files`: each after those that it imports."""
+    # The option is read by its definition in these files. The generated code may be older.
+    pool = DescriptorPool()
+    for file in files:
+        pool.AddSerializedFile(file.SerializeToString())
+    options: Any = GetMessageClass(pool.FindMessageTypeByName("google.protobuf.MethodOptions"))
+    repeatable = pool.FindExtensionByName(f"{PACKAGE.replace('/', '.')}.repeatable")
     config = json.loads(CONFIG.read_text())
     config["methodConfig"][0]["name"] = [
         {"service": f"{file.package}.{service.name}", "method": method.name}
         for file in files
         for service in file.service
         for method in service.method
-        if REPEATABLE.match(f"{file.package}.{service.name}/{method.name}")
-        and not (method.client_streaming or method.server_streaming)
+        if options.FromString(method.options.SerializeToString()).Extensions[repeatable]
     ]
     # Put each name on one line.
     return re.sub(r'\{\s+("service": .*?,)\s+("method": .*?)\s+\}', r"{ \1 \2 }", json.dumps(config, indent=2)) + "\n"

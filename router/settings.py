@@ -85,6 +85,10 @@ class RouterSettings:
         return self.memory_mib * _MIB * 7 // 8
 
 
+# How long a router process may take to end after its drain: to end its calls, to write down what it still holds, and to
+# close its connections. Then the supervisor kills it.
+END_S_MAX = 15.0
+
 # The lowest and the highest value of each number.
 _BOUNDS = {
     "processes": (1, 256),

@@ -2,12 +2,14 @@
 errors that routers meet to gRPC statuses.
 
 ShardError
-├── ShardUnavailable      possibly nothing was done: try again later
-│   ├── InDoubt           the change may have been made: find out, or make a change that may be repeated
-│   ├── RowLocked         try again, or end the transaction that holds the lock
-│   ├── PlacementChanging try again: the org is moving to another shard
-│   ├── ClockSetBack      try again; an operator corrects the server's clock, or accepts what it shows
-│   └── DiskFull          an operator must free disk space first
+├── NoAnswer              the shard does not answer now: try again later
+│   ├── TooManyWaiting    nothing was done: send less at a time
+│   └── ShardUnavailable  possibly nothing was done
+│       ├── InDoubt           the change may have been made: find out, or make a change that may be repeated
+│       ├── RowLocked         try again, or end the transaction that holds the lock
+│       ├── PlacementChanging try again: the org is moving to another shard
+│       ├── ClockSetBack      try again; an operator corrects the server's clock, or accepts what it shows
+│       └── DiskFull          an operator must free disk space first
 ├── NotOwned              this shard does not take the org's jobs, or has a later placement than the caller: read the
 │                         placement, then start the call again (I6)
 ├── BadIds                make new ids
@@ -80,7 +82,17 @@ class ShardError(Exception):
     """The root of the tree."""
 
 
-class ShardUnavailable(ShardError):
+class NoAnswer(ShardError):
+    """The shard does not answer now. A call that asks several shards goes on with those that do."""
+
+
+class TooManyWaiting(NoAnswer):
+    """Too many calls are waiting, of this org or of all orgs; nothing was done."""
+
+    retry_after_s = 0.5
+
+
+class ShardUnavailable(NoAnswer):
     """The shard's database cannot be reached, or does not answer in time. A write that was sent may have been done."""
 
     _what = "is unavailable"
@@ -149,7 +161,7 @@ class BadIds(ShardError):
     positions: list[int]
 
     def about(self, job_id: str) -> str:
-        """Returns why this id is not accepted; it is one of those at `positions`."""
+        """Returns why this id, one of those at `positions`, is not accepted."""
         return str(self)
 
 

@@ -82,7 +82,8 @@ class JobRecord(NamedTuple):
     @property
     def awaited_signal(self) -> bool:
         """Whether this job, which has ended, belongs to a node that waited for a signal: the signal has ended it
-        without a lease, or it was released. A job that was cancelled before its release does not tell."""
+        without a lease, or it was released. The record of a job that was cancelled before its release does not show
+        this."""
         was_signalled = self.state == "succeeded" and self.leased_at is None
         return self.workflow_node is not None and (was_signalled or self.may_await_signal)
 
@@ -137,8 +138,8 @@ class JobRecord(NamedTuple):
 
 
 def as_new(org: OrgId, records: Sequence[JobRecord], ids: Sequence[JobId]) -> NewJobs:
-    """Returns new jobs with these ids that equal the old ones, as they were stored (`as_stored`). They are due at once.
-    They have no dedup keys, traces and expiry times: those of the old jobs no longer apply."""
+    """Returns new jobs with these ids and the content of the old jobs, as that was stored (`as_stored`). The new jobs
+    are due at once. They have no dedup keys, traces and expiry times: those of the old jobs no longer apply."""
     jobs = NewJobs(org=org, ids=list(ids), queues=[record.queue for record in records])
     columns = {array: name for name, array in JOB_CONTENT.items() if name not in NOT_REPEATED}
     columns |= {"priorities": "priority", "max_attempts": "max_attempts"}

@@ -1,9 +1,9 @@
 """Lease tokens on the wire. Pure.
 
-A token names the shard, the job and the lease. Therefore an ack finds its shard even if the org has moved since, and
-ends no other lease of the job. A token has 29 bytes: version 1, the shard's tag, the lease's number, the job's id;
-integers are big-endian. A token of version 2 also names the org, in UTF-8 after these bytes: consumers of all orgs get
-such tokens, because their streams name no org.
+A token names the shard, the job and the lease. Because of the shard, a router finds the lease even if the org has moved
+since. Because of the lease, an ack never ends another lease of the job. A token has 29 bytes: version 1, the shard's
+tag, the lease's number, the job's id; integers are big-endian. A token of version 2 also names the org, in UTF-8 after
+these bytes: consumers of all orgs get such tokens, because their streams name no org.
 """
 
 from __future__ import annotations

@@ -27,9 +27,10 @@ EDGES_MAX = 100_000
 ADDED_NODES_MAX = 1_000
 ADDED_EDGES_MAX = 10_000
 CALLBACKS_MAX = 10
-# How many nodes a chain may have in which each node waits for the one before it.
+# The most nodes of a chain in which each node waits for the one before it.
 DEPTH_MAX = 1_000
-# For how many days a workflow is known after its end. This is longer than the ids of workflows count.
+# For how many days a workflow is known after its end. A repeated start with the same id is accepted only for a shorter
+# time.
 KEPT_DAYS = 30
 
 

@@ -29,7 +29,8 @@ _BAR = 0.7
 _CONSUMERS = 4
 _WIDTH = 100
 _FAN_IN = 10_000
-# How many nodes of the level before each node waits for. 0: nodes have no edges. None: plain jobs, without a workflow.
+# For each case, how many parents a node has; they are nodes of the level before its own. 0: nodes have no edges. None:
+# plain jobs, without a workflow.
 _CASES: Mapping[str, int | None] = {
     "plain": None,
     "nodes without edges": 0,

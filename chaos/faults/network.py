@@ -21,13 +21,13 @@ class _NetworkFault(Fault):
 
     @property
     def proxies(self) -> Sequence[Proxy]:
-        """The proxies in front of all nodes of the target, because routers try each node."""
+        """The proxies of the target: one in front of each of its Postgres servers, because routers try all of them."""
         entrance = self.stage.catalog if self.target == CATALOG else self.stage.shards[self.target].entrance
         return entrance.proxies
 
 
 class CutConnections(_NetworkFault):
-    """Cuts every connection somewhere within its next bytes, also new connections."""
+    """Cuts every connection, also each new one, after a random number of further bytes."""
 
     name = "cut-connections"
     weight = 2.0

@@ -15,20 +15,9 @@ from examples.campaigns.plan import CAMPAIGN, QUEUE
 
 
 def sent(client: windrow.SyncClient) -> Iterator[windrow.JobRecord]:
-    """Yields all messages that were sent, the newest first."""
-    token = ""
-    while True:
-        page = client.list_jobs(
-            QUEUE,
-            state=windrow.JobState.SUCCEEDED,
-            attributes={"campaign": CAMPAIGN},
-            page_size=1000,
-            page_token=token,
-        )
-        yield from page.jobs
-        token = page.next_page_token
-        if not token:
-            return
+    """Returns all messages that were sent, the newest first."""
+    conditions = {"campaign": CAMPAIGN}
+    return client.iter_jobs(QUEUE, state=windrow.JobState.SUCCEEDED, attributes=conditions, page_size=1000)
 
 
 def main() -> None:

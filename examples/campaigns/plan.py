@@ -50,22 +50,14 @@ def stop(client: windrow.SyncClient, person: str) -> int:
 
 def move(client: windrow.SyncClient, person: str, days: float) -> int:
     """Makes all messages that a person has not got yet this many days later. Returns how many were changed."""
-    moved, token = 0, ""
-    while True:
-        page = client.list_jobs(
-            QUEUE,
-            # With several states, the list is in the order of the ids: a message that is moved keeps its place.
-            states=[windrow.JobState.SCHEDULED, windrow.JobState.READY],
-            attributes={"campaign": CAMPAIGN, "person": person},
-            page_token=token,
-        )
-        for job in page.jobs:
-            # Each message has a time of its own. A message that is sent at this moment is STALE, and stays as it is.
-            (answer,) = client.alter_jobs([job.id], run_at=job.run_at + timedelta(days=days))
-            moved += answer is windrow.Answer.OK
-        token = page.next_page_token
-        if not token:
-            return moved
+    moved = 0
+    # With several states, the list is in the order of the ids: a message that is moved keeps its place.
+    states = [windrow.JobState.SCHEDULED, windrow.JobState.READY]
+    for job in client.iter_jobs(QUEUE, states=states, attributes={"campaign": CAMPAIGN, "person": person}):
+        # Each message has a time of its own. A message that is sent at this moment is STALE, and stays as it is.
+        (answer,) = client.alter_jobs([job.id], run_at=job.run_at + timedelta(days=days))
+        moved += answer is windrow.Answer.OK
+    return moved
 
 
 def main() -> None:

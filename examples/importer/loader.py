@@ -7,6 +7,7 @@ python -m examples.importer.loader shop
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import time
 
@@ -15,6 +16,10 @@ from examples.importer.feeds import FEEDS, IMPORTS, ROWS, rows_of
 
 # How long a call waits for a job.
 WAIT_S = 20.0
+# The pause after a dequeue that failed, if the router does not ask for another one.
+PAUSE_S = 1.0
+
+log = logging.getLogger("loader")
 
 
 class LeaseLost(Exception):
@@ -36,6 +41,38 @@ def load(client: windrow.SyncClient, job: windrow.Job, *, window_s: float, slow_
     return client.enqueue_batch(rows, batch=job.id, on_progress=keep_lease)
 
 
+def work(client: windrow.SyncClient, job: windrow.Job, *, window_s: float, slow_s: float) -> None:
+    """Works one job and reports its outcome. No job, and no router that is away, may end the loop."""
+    try:
+        try:
+            done = load(client, job, window_s=window_s, slow_s=slow_s)
+        except LeaseLost:
+            return
+        except Exception as error:
+            # Also a payload that cannot be read: another attempt follows, and after the last one the job is dead.
+            log.exception("job %s failed", job.id)
+            client.nack(job, error=error)
+        else:
+            client.ack(job, result={"rows": done.jobs, "known": done.duplicates})
+    except windrow.WindrowError as error:
+        # The lease expires, and the job comes back.
+        log.warning("the outcome of job %s is not reported: %s", job.id, error)
+
+
+def take(client: windrow.SyncClient, name: str, *, window_s: float) -> list[windrow.Job]:
+    """Leases a job, or none if there is none, or if no router answers."""
+    try:
+        return client.dequeue(IMPORTS, visibility_window=window_s, worker=name, wait=WAIT_S)
+    except (windrow.InvalidRequest, windrow.PermissionDenied, windrow.TlsFailed, windrow.RouterTooOld):
+        # Trying again does not help.
+        raise
+    except windrow.WindrowError as error:
+        # The client has tried for 30 s.
+        log.warning("no job can be taken: %s", error)
+        time.sleep(error.retry_after or PAUSE_S)
+        return []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Imports feeds.")
     parser.add_argument("org")
@@ -44,19 +81,12 @@ def main() -> None:
         "--slow", type=float, default=0.0, metavar="S", help="more time for each 1,000 rows, to watch it"
     )
     given = parser.parse_args()
+    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.INFO)
     name = f"loader-{os.getpid()}"
     with windrow.SyncClient(org=given.org) as client:
         while True:
-            for job in client.dequeue(IMPORTS, visibility_window=given.window, worker=name, wait=WAIT_S):
-                try:
-                    done = load(client, job, window_s=given.window, slow_s=given.slow)
-                except LeaseLost:
-                    continue
-                except windrow.WindrowError as error:
-                    # If this fails too, the lease expires, and the job comes back.
-                    client.nack(job, error=error)
-                else:
-                    client.ack(job, result={"rows": done.jobs, "known": done.duplicates})
+            for job in take(client, name, window_s=given.window):
+                work(client, job, window_s=given.window, slow_s=given.slow)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Checks I10 for backfills. An answered backfill has stored one job for each instant of its range, or has skipped the
 instant for an overlap. No instant is stored twice, or without a call that asked for it.
 
-A backfill decides an instant anew if it was skipped for a pause or for a catch-up. An instant that has a run keeps the
-run while the shard knows it. A shard knows runs of backfills for days, and other runs while they are among the newest
-ones, so an older run may be stored once more.
+If an instant was skipped for a pause or for a catch-up, a backfill decides the instant anew. If an instant has a run,
+it keeps this run for as long as the shard remembers the run. Shards remember runs of backfills for days, and other runs
+for as long as they are among the schedule's newest. So a backfill may store a run once more that the shard has
+forgotten.
 """
 
 from __future__ import annotations

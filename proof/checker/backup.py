@@ -119,20 +119,20 @@ class Backup:
     # ── Times ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def came_after(self, call: Call) -> bool:
-        """Returns whether the call began when the replaced database could not be reached any more."""
+        """Returns whether the replaced database could not be reached any more when the call began."""
         return call.began_s >= self.swapped_s
 
     def was_answered_before(self, call: Call) -> bool:
         return call.ended_s is not None and call.ended_s < self.swapped_s
 
     def may_be_unknown(self, job: str, call: Call) -> bool:
-        """Returns whether NOT_FOUND is an allowed answer to the call. It is not allowed while routers had to refuse the
-        shard."""
+        """Returns whether the call may be answered NOT_FOUND: the backup lacks the job, and the call ended after
+        somebody had begun to accept the loss. Until then routers must refuse the shard."""
         return self.lacks(job) and call.ended_s is not None and call.ended_s >= self._accepting_s
 
     def ends_by(self, job: str, began_s: float) -> float:
-        """Returns the time at which the replacement of the database ended a lease of this job that a call from
-        `began_s` had given. Infinity: the replacement did not end the lease."""
+        """Returns the time at which a lease of this job ended because the database was replaced. `began_s`: when the
+        call that got the lease began. Infinity: the replacement did not end the lease."""
         return self.swapped_s if began_s < self.swapped_s and self.rewinds(job) else float("inf")
 
 

@@ -1,6 +1,7 @@
-"""Checks I11: an end of a node counts once, so no node runs before its parents have ended, and no node waits for ever.
-That also holds for nodes that jobs add to their workflow: each acknowledged node is there once, and callbacks wait for
-it. A job that waits for nodes that it has added does not come again before they have ended.
+"""Checks I11: each end of a node counts exactly once. So no node runs before its parents have ended, and no node waits
+for ever. This is also checked for nodes that jobs have added to their workflow. Each of them that was acknowledged
+exists once, and callbacks wait for it too. If a job waits for nodes that it has added, it is not leased again before
+they have ended.
 
 Clients only start workflows whose nodes run even if their parents failed. Clients record a settle or a cancel before
 they make the call. So a node has come too early if it arrives before any such call for one of its parents. A job's

@@ -2,7 +2,7 @@
 know. Pure.
 
 The order says what must end first. Causes of the job itself come first, then causes that hold its queue, then causes
-about the consumers, then the jobs ahead of it. Every job that is scheduled, ready or leased has at least one cause.
+about the consumers, then the jobs ahead of it. Every job has at least one cause.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KINDS_MAX = 20
 class Waiting:
     """The consumers of a queue that are connected to this router process and wait for its jobs, or run some of them."""
 
-    # The kinds that each of them takes; empty: all kinds.
+    # The kinds that each of these consumers takes; empty: all kinds.
     kinds: Sequence[Collection[str]] = ()
     # Whether one of them has found no jobs, and has room.
     has_room: bool = False

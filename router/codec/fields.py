@@ -1,5 +1,8 @@
-"""Counts the fields of a message before it is decoded. An empty item of a list takes two bytes on the wire and up to 86
-in memory, so a request of 16 MiB could take 700 MiB before it is refused. Pure."""
+"""Reads a message without decoding it: counts its fields, or finds one number in it. Pure.
+
+An empty item of a list takes two bytes on the wire and up to 86 in memory, so a request of 16 MiB could take 700 MiB
+before it is refused. So the fields are counted first. A message that is too large is not decoded at all.
+"""
 
 from __future__ import annotations
 
@@ -82,6 +85,34 @@ def _count(raw: bytes, at: int, end: int, shape: _Shape, most: int) -> int:
         elif kind == _FIXED_32:
             at += 4
     return count
+
+
+def number_in(raw: bytes, field: int, *, fields_max: int) -> int:
+    """Returns the value of the first int64 field with this number, or 0 if the first `fields_max` fields of the message
+    have none. Reads nothing of the messages in it."""
+    wanted = field << _KIND_BITS | _VARINT
+    at, end = 0, len(raw)
+    for _ in range(fields_max):
+        if at >= end:
+            break
+        tag, at = _varint(raw, at, end)
+        kind = tag & _KINDS
+        if kind in (_VARINT, _BYTES):
+            value, at = _varint(raw, at, end)
+            if tag == wanted:
+                # A varint that does not end is none.
+                return 0 if raw[at - 1] & _MORE else _signed(value)
+            at += value if kind == _BYTES else 0
+        elif kind in (_FIXED_64, _FIXED_32):
+            at += 8 if kind == _FIXED_64 else 4
+        else:
+            break
+    return 0
+
+
+def _signed(value: int) -> int:
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
 
 
 def _varint(raw: bytes, at: int, end: int) -> tuple[int, int]:

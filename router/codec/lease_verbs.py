@@ -24,8 +24,8 @@ class LeaseVerb(NamedTuple):
     # The field with the entries, in the method's request and in a ConsumeRequest.
     request_field: str
     stream_field: str
-    # Returns the call to a shard without the logs. Takes the org, the leases, their entries and the window of an extend
-    # (microseconds).
+    # Returns the call to a shard, but leaves out the logs, which `settlement` adds. Takes the org, the leases, their
+    # entries and the window of an extend (microseconds).
     without_logs: Callable[[OrgId, Sequence[Lease], Sequence[Any], int], Settlement]
 
     def settlement(self, org: OrgId, leases: Sequence[Lease], entries: Sequence[Any], window_us: int) -> Settlement:

@@ -6,16 +6,14 @@ carries ErrorInfo with a reason of errors.proto.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from router.codec.org_limits import reached_message
 from shard import errors
-from shard.queue.coalescer import TooManyWaiting
 from windrow.org_header import ORG_HEADER
 from windrow.v1 import errors_pb2 as reasons
 from windrow.v1 import limits_pb2
@@ -26,7 +24,7 @@ DOMAIN = "windrow"
 _VIOLATIONS_BYTES_MAX = 4000
 _MESSAGE_CHARS_MAX = 500
 _SHOWN_CHARS_MAX = 128
-_KEYS_RETRY_S = 5.0
+_TIMED_OUT_RETRY_S = 1.0
 INTERNAL: int = code_pb2.INTERNAL
 INVALID_ARGUMENT: int = code_pb2.INVALID_ARGUMENT
 RESOURCE_EXHAUSTED: int = code_pb2.RESOURCE_EXHAUSTED
@@ -81,6 +79,9 @@ CODES: dict[reasons.ErrorReason.ValueType, int] = {
 }
 
 
+_Detail: TypeAlias = error_details_pb2.BadRequest | error_details_pb2.RetryInfo | limits_pb2.LimitReached
+
+
 class Violation(NamedTuple):
     """What is wrong with one field of a request."""
 
@@ -118,13 +119,25 @@ class AccessRefused(Exception):
 class KeysUnavailable(Exception):
     """The router has no keys to verify tokens with. This says nothing about the caller's token."""
 
+    retry_after_s = 5.0
+
 
 class ShuttingDown(Exception):
     """This router process drains: it ends its streams and takes no new calls."""
 
+    retry_after_s = 0.0
+
+    def __init__(self) -> None:
+        super().__init__("this router process is shutting down; call again to reach another one")
+
 
 class StreamExpired(Exception):
     """This stream has been open for as long as a stream may be."""
+
+    retry_after_s = 0.0
+
+    def __init__(self) -> None:
+        super().__init__("this router ends streams after some minutes; open another one")
 
 
 class RequestLate(Exception):
@@ -135,15 +148,15 @@ class RequestLate(Exception):
 
 
 class MessageTooLarge(Exception):
-    """A request or a message of a stream has more bytes than the contract allows. It was not decoded. `head` has the
-    first bytes of the message."""
+    """A request or a message of a stream has more bytes than the contract allows. It was not decoded. `request_id`: the
+    id by which a message of a stream is answered; 0 if there is none."""
 
-    def __init__(self, size: int, limit: int, head: bytes) -> None:
+    def __init__(self, size: int, limit: int, request_id: int = 0) -> None:
         super().__init__(
             f"the message has {size:,} bytes, and at most {limit:,} are allowed: send its jobs or leases in several "
             "messages"
         )
-        self.head = head
+        self.request_id = request_id
 
 
 class Undecodable(Exception):
@@ -157,6 +170,8 @@ class Undecodable(Exception):
 
 class RouterFull(Exception):
     """This process can take no more calls or bytes, in total or from the caller's org or connection."""
+
+    retry_after_s = 0.5
 
     def __init__(self, what: str, limit: int) -> None:
         super().__init__(
@@ -176,111 +191,92 @@ class TooManyChanges(Exception):
         self.retry_after_s = retry_after_s
 
 
+# The reason of each error that has a row here, and of its subclasses that have none. An error with `retry_after_s` is
+# sent with RetryInfo.
+_REASONS: dict[type[BaseException], reasons.ErrorReason.ValueType] = {
+    InvalidRequest: reasons.ERROR_REASON_INVALID_REQUEST,
+    OrgMismatch: reasons.ERROR_REASON_ORG_MISMATCH,
+    Undecodable: reasons.ERROR_REASON_UNDECODABLE_REQUEST,
+    MessageTooLarge: reasons.ERROR_REASON_MESSAGE_TOO_LARGE,
+    RequestLate: reasons.ERROR_REASON_REQUEST_LATE,
+    RouterFull: reasons.ERROR_REASON_ROUTER_FULL,
+    TooManyChanges: reasons.ERROR_REASON_TOO_MANY_CHANGES,
+    KeysUnavailable: reasons.ERROR_REASON_TOKEN_KEYS_UNAVAILABLE,
+    ShuttingDown: reasons.ERROR_REASON_ROUTER_SHUTTING_DOWN,
+    StreamExpired: reasons.ERROR_REASON_STREAM_EXPIRED,
+    TimeoutError: reasons.ERROR_REASON_CALL_TIMED_OUT,
+    errors.TooManyWaiting: reasons.ERROR_REASON_SHARD_BUSY,
+    errors.ShardUnavailable: reasons.ERROR_REASON_SHARD_UNAVAILABLE,
+    errors.RowLocked: reasons.ERROR_REASON_ROW_LOCKED,
+    errors.PlacementChanging: reasons.ERROR_REASON_PLACEMENT_CHANGING,
+    errors.ClockSetBack: reasons.ERROR_REASON_CLOCK_SET_BACK,
+    errors.DiskFull: reasons.ERROR_REASON_DISK_FULL,
+    errors.UnknownQueue: reasons.ERROR_REASON_QUEUE_NOT_FOUND,
+    errors.UnknownJob: reasons.ERROR_REASON_JOB_NOT_FOUND,
+    errors.QueueExists: reasons.ERROR_REASON_QUEUE_EXISTS,
+    errors.QueueNotEmpty: reasons.ERROR_REASON_QUEUE_NOT_EMPTY,
+    errors.TooManyQueues: reasons.ERROR_REASON_TOO_MANY_QUEUES,
+    errors.TooManyRetentions: reasons.ERROR_REASON_TOO_MANY_RETENTIONS,
+    errors.LimitReached: reasons.ERROR_REASON_LIMIT_REACHED,
+    errors.TooManyLimits: reasons.ERROR_REASON_LIMIT_REACHED,
+    errors.TooManyWeights: reasons.ERROR_REASON_LIMIT_REACHED,
+    errors.UnknownSchedule: reasons.ERROR_REASON_SCHEDULE_NOT_FOUND,
+    errors.ScheduleExists: reasons.ERROR_REASON_SCHEDULE_EXISTS,
+    errors.TooManySchedules: reasons.ERROR_REASON_TOO_MANY_SCHEDULES,
+    errors.UnknownWorkflow: reasons.ERROR_REASON_WORKFLOW_NOT_FOUND,
+    errors.WorkflowExists: reasons.ERROR_REASON_WORKFLOW_EXISTS,
+    errors.UnknownNode: reasons.ERROR_REASON_NODE_NOT_FOUND,
+    errors.NodeEnded: reasons.ERROR_REASON_NODE_ENDED,
+    errors.NotSignalled: reasons.ERROR_REASON_NOT_SIGNALLED,
+    errors.WorkflowEnded: reasons.ERROR_REASON_WORKFLOW_ENDED,
+    errors.LeaseEnded: reasons.ERROR_REASON_LEASE_ENDED,
+    errors.NodeExists: reasons.ERROR_REASON_NODE_EXISTS,
+    errors.TooManyNodes: reasons.ERROR_REASON_TOO_MANY_NODES,
+    errors.NotRetryable: reasons.ERROR_REASON_NOT_RETRYABLE,
+    errors.UnknownShard: reasons.ERROR_REASON_SHARD_NOT_FOUND,
+    errors.Misconfigured: reasons.ERROR_REASON_MISCONFIGURED,
+}
+
+
 def status_of(error: BaseException) -> status_pb2.Status:
-    """Returns the status for an error. An error that is not listed here becomes INTERNAL, without any details."""
+    """Returns the status for an error. An error that nothing here knows becomes INTERNAL, without any details."""
     match error:
-        case InvalidRequest():
-            reason = (
-                reasons.ERROR_REASON_ORG_MISMATCH
-                if isinstance(error, OrgMismatch)
-                else reasons.ERROR_REASON_INVALID_REQUEST
-            )
-            bad = error_details_pb2.BadRequest()
-            for field, description in error.violations:
-                bad.field_violations.add(field=field, description=description)
-                if bad.ByteSize() > _VIOLATIONS_BYTES_MAX:
-                    del bad.field_violations[-1]
-                    break
-            return _status(reason, str(error), bad)
-        case AccessRefused():
-            return _status(error.reason, str(error))
-        case errors.RowLocked():
-            return _status(reasons.ERROR_REASON_ROW_LOCKED, str(error), retry_info(error.retry_after_s))
-        case errors.DiskFull():
-            return _status(reasons.ERROR_REASON_DISK_FULL, str(error), retry_info(error.retry_after_s))
-        case errors.ClockSetBack():
-            return _status(reasons.ERROR_REASON_CLOCK_SET_BACK, str(error), retry_info(error.retry_after_s))
-        case errors.PlacementChanging():
-            return _status(reasons.ERROR_REASON_PLACEMENT_CHANGING, str(error), retry_info(error.retry_after_s))
-        case errors.ShardUnavailable():
-            return _status(reasons.ERROR_REASON_SHARD_UNAVAILABLE, str(error), retry_info(error.retry_after_s))
-        case RequestLate():
-            return _status(reasons.ERROR_REASON_REQUEST_LATE, str(error))
-        case MessageTooLarge():
-            return _status(reasons.ERROR_REASON_MESSAGE_TOO_LARGE, str(error))
-        case Undecodable():
-            return _status(reasons.ERROR_REASON_UNDECODABLE_REQUEST, str(error))
-        case RouterFull():
-            return _status(reasons.ERROR_REASON_ROUTER_FULL, str(error), retry_info(0.5))
-        case TooManyChanges():
-            return _status(reasons.ERROR_REASON_TOO_MANY_CHANGES, str(error), retry_info(error.retry_after_s))
-        case TooManyWaiting():
-            return _status(reasons.ERROR_REASON_SHARD_BUSY, str(error), retry_info(0.5))
-        case KeysUnavailable():
-            return _status(reasons.ERROR_REASON_TOKEN_KEYS_UNAVAILABLE, str(error), retry_info(_KEYS_RETRY_S))
-        case ShuttingDown():
-            message = "this router process is shutting down; call again to reach another one"
-            return _status(reasons.ERROR_REASON_ROUTER_SHUTTING_DOWN, message, retry_info(0.0))
-        case StreamExpired():
-            message = "this router ends streams after some minutes; open another one"
-            return _status(reasons.ERROR_REASON_STREAM_EXPIRED, message, retry_info(0.0))
-        case errors.UnknownQueue():
-            return _status(reasons.ERROR_REASON_QUEUE_NOT_FOUND, str(error))
-        case errors.UnknownJob():
-            return _status(reasons.ERROR_REASON_JOB_NOT_FOUND, str(error))
-        case errors.QueueExists():
-            return _status(reasons.ERROR_REASON_QUEUE_EXISTS, str(error))
-        case errors.QueueNotEmpty():
-            return _status(reasons.ERROR_REASON_QUEUE_NOT_EMPTY, str(error))
-        case errors.TooManyQueues():
-            return _status(reasons.ERROR_REASON_TOO_MANY_QUEUES, str(error))
-        case errors.TooManyRetentions():
-            return _status(reasons.ERROR_REASON_TOO_MANY_RETENTIONS, str(error))
-        case errors.LimitReached():
-            details = [] if error.retry_after_s is None else [retry_info(error.retry_after_s)]
-            return _status(reasons.ERROR_REASON_LIMIT_REACHED, str(error), reached_message(error), *details)
-        case errors.TooManyLimits() | errors.TooManyWeights():
-            return _status(reasons.ERROR_REASON_LIMIT_REACHED, str(error))
-        case errors.UnknownSchedule():
-            return _status(reasons.ERROR_REASON_SCHEDULE_NOT_FOUND, str(error))
-        case errors.ScheduleExists():
-            return _status(reasons.ERROR_REASON_SCHEDULE_EXISTS, str(error))
-        case errors.TooManySchedules():
-            return _status(reasons.ERROR_REASON_TOO_MANY_SCHEDULES, str(error))
         case errors.BadSchedule():
             return status_of(InvalidRequest([Violation(error.field, error.description)]))
-        case errors.UnknownWorkflow():
-            return _status(reasons.ERROR_REASON_WORKFLOW_NOT_FOUND, str(error))
-        case errors.WorkflowExists():
-            return _status(reasons.ERROR_REASON_WORKFLOW_EXISTS, str(error))
-        case errors.UnknownNode():
-            return _status(reasons.ERROR_REASON_NODE_NOT_FOUND, str(error))
-        case errors.NodeEnded():
-            return _status(reasons.ERROR_REASON_NODE_ENDED, str(error))
-        case errors.NotSignalled():
-            return _status(reasons.ERROR_REASON_NOT_SIGNALLED, str(error))
-        case errors.WorkflowEnded():
-            return _status(reasons.ERROR_REASON_WORKFLOW_ENDED, str(error))
-        case errors.LeaseEnded():
-            return _status(reasons.ERROR_REASON_LEASE_ENDED, str(error))
         case errors.NodeMayWaitForJob():
             return status_of(InvalidRequest([Violation("nodes", str(error))]))
-        case errors.NodeExists():
-            return _status(reasons.ERROR_REASON_NODE_EXISTS, str(error))
-        case errors.TooManyNodes():
-            return _status(reasons.ERROR_REASON_TOO_MANY_NODES, str(error))
-        case errors.NotRetryable():
-            return _status(reasons.ERROR_REASON_NOT_RETRYABLE, str(error))
-        case errors.UnknownShard():
-            return _status(reasons.ERROR_REASON_SHARD_NOT_FOUND, str(error))
         case errors.BadPageToken():
             return status_of(InvalidRequest([Violation("page_token", str(error))]))
-        case errors.Misconfigured():
-            return _status(reasons.ERROR_REASON_MISCONFIGURED, str(error))
-        case asyncio.TimeoutError():
-            return _status(reasons.ERROR_REASON_CALL_TIMED_OUT, "the shard did not answer in time")
+        case AccessRefused():
+            return _status(error.reason, str(error))
         case _:
-            return _status(reasons.ERROR_REASON_INTERNAL_ERROR, "internal error; the router's log has the details")
+            reason = next((_REASONS[kind] for kind in type(error).__mro__ if kind in _REASONS), None)
+    if reason is None:
+        return _status(reasons.ERROR_REASON_INTERNAL_ERROR, "internal error; the router's log has the details")
+    details: list[_Detail] = []
+    message, retry_after_s = str(error), getattr(error, "retry_after_s", None)
+    match error:
+        case InvalidRequest():
+            details.append(_bad_request(error))
+        case errors.LimitReached():
+            details.append(reached_message(error))
+        case TimeoutError():
+            message, retry_after_s = "the shard did not answer in time", _TIMED_OUT_RETRY_S
+        case _:
+            pass
+    if retry_after_s is not None:
+        details.append(retry_info(retry_after_s))
+    return _status(reason, message, *details)
+
+
+def _bad_request(error: InvalidRequest) -> error_details_pb2.BadRequest:
+    bad = error_details_pb2.BadRequest()
+    for field, description in error.violations:
+        bad.field_violations.add(field=field, description=description)
+        if bad.ByteSize() > _VIOLATIONS_BYTES_MAX:
+            del bad.field_violations[-1]
+            break
+    return bad
 
 
 def retry_info(after_s: float) -> error_details_pb2.RetryInfo:
@@ -291,7 +287,7 @@ def retry_info(after_s: float) -> error_details_pb2.RetryInfo:
 def _status(
     reason: reasons.ErrorReason.ValueType,
     message: str,
-    *details: error_details_pb2.BadRequest | error_details_pb2.RetryInfo | limits_pb2.LimitReached,
+    *details: _Detail,
 ) -> status_pb2.Status:
     status = status_pb2.Status(code=CODES[reason], message=message[:_MESSAGE_CHARS_MAX])
     name = reasons.ErrorReason.Name(reason).removeprefix("ERROR_REASON_")

@@ -82,8 +82,8 @@ _RULES = {
 }
 # The fields in which 0 means the default. The descriptions of their ranges begin with 1.
 _DEFAULT_IF_ZERO = {"priority", "max_attempts"}
-# The encoded size of a field, tag included, by the length of its text, bytes or message. An empty field takes nothing.
-# A length beyond this list raises IndexError, and protovalidate checks the request.
+# _FIELD[n] is the encoded size of a field, tag included, whose text, bytes or message has n bytes. An empty field takes
+# nothing. If n is beyond the list, an IndexError is raised; it is caught, and protovalidate checks the request instead.
 _FIELD = [0, *(1 + 1 + n for n in range(1, 1 << 7)), *(1 + 2 + n for n in range(1 << 7, 1 << 14))]
 _ID_BYTES = _FIELD[_UUID7_CHARS]
 
@@ -308,8 +308,8 @@ def check_ack(request: queue_pb2.AckRequest) -> None:
 
 
 def _fit(acks: Sequence[queue_pb2.Ack]) -> bool:
-    """Returns whether there are not too many acks, no result is too large, and no ack has a log: only `check` knows
-    what logs may contain. There must be at least one ack."""
+    """Returns whether these acks (at least one) need no `check`: there are not too many of them, and none has a result
+    that is too large or any log, because only `check` knows what logs may contain."""
     return (
         len(acks) <= _JOBS_MAX
         and max([len(ack.result) for ack in acks]) <= _RESULT_BYTES_MAX

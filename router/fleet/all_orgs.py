@@ -32,8 +32,8 @@ class AllOrgs(Protocol):
         """The org may have ready jobs in this queue of the shard."""
         ...
 
-    def room(self, queue: QueueName) -> int:
-        """Returns for how many jobs of this queue the consumers have room."""
+    def room(self, queue: QueueName, jobs: int) -> int:
+        """Returns for how many jobs of this queue the consumers have room. May stop counting at `jobs`."""
         ...
 
     def deal(self, org: OrgId, queue: QueueName, sizes: Sequence[int]) -> list[Share]:

@@ -76,7 +76,7 @@ class Backlog:
         return min(self.limit.amount, self._counted + self._added)
 
     async def draw(self, store: Store, lack: int) -> None:
-        """Counts, or waits for the count that is under way. Raises ShardUnavailable, TooManyWaiting."""
+        """Counts, or waits for the count that is under way. Raises NoAnswer."""
         del lack
         if self._counting is None:
             self._counting = asyncio.get_running_loop().create_task(self._count(store))

@@ -19,9 +19,8 @@ import time
 from collections.abc import Collection, Coroutine, Sequence
 from typing import TypeAlias
 
-from shard.errors import InDoubt, ShardUnavailable
+from shard.errors import InDoubt, NoAnswer
 from shard.limits import Limit, LimitTable, Measure
-from shard.queue.coalescer import TooManyWaiting
 from shard.queue.store import Store
 from shard.queue.token_buckets import Draw
 from shard.vocabulary import OrgId, QueueName
@@ -108,7 +107,7 @@ class Bucket:
 
     async def draw(self, store: Store, lack: int, wanted: int | None = None) -> None:
         """Draws what a call lacks, or waits for the draw that is under way. `wanted`: how many tokens the call can use;
-        None: only what it lacks. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
+        None: only what it lacks. Raises NoAnswer."""
         wanted = lack if wanted is None else wanted
         self.waiting += wanted
         try:
@@ -145,8 +144,7 @@ class Bucket:
         self._low = ahead // 2 if drawn.granted == wanted else 0
 
     async def look(self, store: Store) -> float:
-        """Returns how many tokens the shard has now, plus those that this process has. Raises RowLocked,
-        ShardUnavailable, TooManyWaiting."""
+        """Returns how many tokens the shard has now, plus those that this process has. Raises NoAnswer."""
         return (await store.draw(Draw(self._org, self.limit, 0, 0))).left + self.tokens
 
     def give_back_excess(self) -> None:
@@ -156,7 +154,7 @@ class Bucket:
 
     async def _give_back_now(self) -> None:
         try:
-            with contextlib.suppress(ShardUnavailable, TooManyWaiting):
+            with contextlib.suppress(NoAnswer):
                 await self.give_back()
         finally:
             self._drawing = None
@@ -171,8 +169,7 @@ class Bucket:
             await asyncio.wait({self._drawing})
 
     async def give_back(self) -> None:
-        """Gives all tokens back. Raises ShardUnavailable, TooManyWaiting; this process then still has the tokens,
-        except after InDoubt."""
+        """Gives all tokens back. Raises NoAnswer; this process then still has the tokens, except after InDoubt."""
         tokens, self.tokens, self._low = self.tokens, 0, 0
         if tokens > 0 and self._store is not None:
             self.left += tokens
@@ -260,7 +257,7 @@ class Buckets:
 async def _return(bucket: Bucket) -> None:
     """Gives all tokens back, also those that are being drawn."""
     await bucket.drawn()
-    with contextlib.suppress(ShardUnavailable, TooManyWaiting):
+    with contextlib.suppress(NoAnswer):
         await bucket.give_back()
 
 

@@ -132,16 +132,17 @@ class CatalogCopy:
         before, began_s = self.current, asyncio.get_running_loop().time()
         after, marks, revocations, limits_version, weights_version = await catalog.look(self.database, before)
         self._current, self._looked_s = after, began_s
+        if after is not before:
+            # Tell of the change before anything that may fail: the next look compares with this copy.
+            self._changed.set()
+            self._changed = asyncio.Event()
+            self._on_change(before, after)
         self._on_marks(marks)
         self.on_revocations(revocations, began_s)
         if limits_version != self._limits.version:
             await self._read_limits(self._limits)
         if weights_version != self._weights_version:
             await self._read_weights()
-        if after is not before:
-            self._changed.set()
-            self._changed = asyncio.Event()
-            self._on_change(before, after)
         return [after] * len(asked)
 
     async def _read_limits(self, known: LimitTable | None) -> None:

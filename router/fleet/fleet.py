@@ -155,19 +155,11 @@ class Fleet:
                 )
 
     def _take_up(self, cluster: Cluster) -> None:
-        before = self._members
-        self._members = {}
-        self._cluster = cluster
-        changed: set[ShardName] = set()
+        before, members = self._members, dict[ShardName, ShardHandle]()
+        # Nothing may fail after this loop: a shard that was started must be among the members.
         for entry in cluster.shards:
             member = before.get(entry.name)
-            if member is not None and member.goes_on_as(entry):
-                del before[entry.name]
-                if member.entry.state is not entry.state:
-                    changed.add(entry.name)
-                member.update(entry, self._group)
-            else:
-                changed.add(entry.name)
+            if member is None or not member.goes_on_as(entry):
                 member = ShardHandle(
                     entry,
                     connections=self._connections,
@@ -181,12 +173,24 @@ class Fleet:
                     pools=self.pools,
                     starts=self.starts,
                 )
+            members[entry.name] = member
+        self._cluster, self._members = cluster, members
+        self._by_tag = {shard_tag(name): member for name, member in members.items()}
+        changed: set[ShardName] = set()
+        for entry in cluster.shards:
+            member = members[entry.name]
+            if member is not before.get(entry.name):
+                changed.add(entry.name)
                 member.start(self._group)
-            self._members[entry.name] = member
-        self._by_tag = {shard_tag(name): member for name, member in self._members.items()}
-        for member in before.values():
-            member.dismiss("the cluster file has changed")
-        self._wake_readers_of(changed | before.keys())
+                continue
+            if member.entry.state is not entry.state:
+                changed.add(entry.name)
+            member.update(entry, self._group)
+        for name, member in before.items():
+            if member is not members.get(name):
+                changed.add(name)
+                member.dismiss("the cluster file has changed")
+        self._wake_readers_of(changed)
 
     # ── Routing ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

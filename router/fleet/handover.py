@@ -4,7 +4,6 @@ The insert that stores such a job also leases it to its consumer, so that no cla
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
 
@@ -47,8 +46,47 @@ class Handovers:
         if self._room.is_empty and not self._pools.any and not self._siblings.any_ready():
             return None
         dealt: list[tuple[Share, Sequence[int]]] = []
-        left: dict[QueueName, Sequence[int]] = {}
         permits: list[tuple[Permit, Sequence[int]]] = []
+        promises: list[Promise] = []
+        try:
+            left = self._take(jobs, dealt, permits)
+            if left and self._siblings.any_ready():
+                promises = await self._siblings.ask(self.store.name, jobs, left)
+        except BaseException:
+            for share, _ in dealt:
+                share.end(None)
+            for permit, positions in permits:
+                permit.put_back(len(positions))
+            raise
+        takers: dict[int, Taker] = {}
+        for share, positions in dealt:
+            takers.update(dict.fromkeys(positions, share.taker))
+        for promise in promises:
+            for taker, positions in promise.takers:
+                takers.update(dict.fromkeys(positions, taker))
+        charged: list[tuple[Permit, Sequence[int]]] = []
+        for permit, positions in permits:
+            offered = [at for at in positions if at in takers]
+            permit.put_back(len(positions) - len(offered))
+            charged.append((permit, offered))
+        if not takers:
+            return None
+        return Handover(
+            takers=takers,
+            done=lambda handed: self._end(jobs, dealt, promises, charged, handed),
+            until_s=min((promise.until_s for promise in promises), default=math.inf),
+        )
+
+    def _take(
+        self,
+        jobs: NewJobs,
+        dealt: list[tuple[Share, Sequence[int]]],
+        permits: list[tuple[Permit, Sequence[int]]],
+    ) -> dict[QueueName, Sequence[int]]:
+        """Takes places at consumers of this process, and adds them to `dealt`; takes tokens, and adds them to
+        `permits`. Returns the jobs of each queue for which siblings may have places. If this raises an error, the
+        caller gives back what was added. Raises ShardUnavailable."""
+        left: dict[QueueName, Sequence[int]] = {}
         positions: Sequence[int]
         for queue, positions in _by_queue(jobs).items():
             if quarantined := self.store.quarantine.kinds(jobs.org, queue):
@@ -71,34 +109,7 @@ class Handovers:
             # released there, and its token would be lost.
             if permit is None and start < len(positions) and (awaited is None or not awaited.backlog):
                 left[queue] = positions[start:]
-        promises: list[Promise] = []
-        if left and self._siblings.any_ready():
-            try:
-                promises = await self._siblings.ask(self.store.name, jobs, left)
-            except asyncio.CancelledError:
-                for share, _ in dealt:
-                    share.end(None)
-                for permit, positions in permits:
-                    permit.put_back(len(positions))
-                raise
-        takers: dict[int, Taker] = {}
-        for share, positions in dealt:
-            takers.update(dict.fromkeys(positions, share.taker))
-        for promise in promises:
-            for taker, positions in promise.takers:
-                takers.update(dict.fromkeys(positions, taker))
-        charged: list[tuple[Permit, Sequence[int]]] = []
-        for permit, positions in permits:
-            offered = [at for at in positions if at in takers]
-            permit.put_back(len(positions) - len(offered))
-            charged.append((permit, offered))
-        if not takers:
-            return None
-        return Handover(
-            takers=takers,
-            done=lambda handed: self._end(jobs, dealt, promises, charged, handed),
-            until_s=min((promise.until_s for promise in promises), default=math.inf),
-        )
+        return left
 
     def _end(
         self,

@@ -11,7 +11,6 @@ from router.fleet.backlog import Backlog
 from router.fleet.buckets import PAUSE_S, Bucket, Buckets
 from shard.errors import ClockSetBack, LimitReached, RowLocked, ShardError, ShardUnavailable
 from shard.limits import ALL_QUEUES, BACKLOG, ENQUEUED, Limit, LimitTable
-from shard.queue.coalescer import TooManyWaiting
 from shard.queue.store import Store
 from shard.vocabulary import NewJobs, OrgId, QueueName
 
@@ -62,7 +61,7 @@ def _stored_nothing(error: BaseException) -> bool:
     """Whether this error of a shard says for certain that the call stored nothing."""
     if isinstance(error, ShardUnavailable):
         return isinstance(error, (RowLocked, ClockSetBack))
-    return isinstance(error, (ShardError, TooManyWaiting))
+    return isinstance(error, ShardError)
 
 
 class Limits(Buckets):
@@ -84,7 +83,7 @@ class Limits(Buckets):
 
     async def charge(self, store: Store, jobs: NewJobs, *, independent: bool) -> Charge:
         """Uses the tokens that these jobs cost, in all buckets that count for them. `independent`: each job may be
-        stored alone. Raises LimitReached, RowLocked, ShardUnavailable, TooManyWaiting; no tokens are used then."""
+        stored alone. Raises LimitReached, NoAnswer; no tokens are used then."""
         costs = self._costs(jobs)
         if not costs:
             return Charge(costs, jobs)
@@ -167,8 +166,8 @@ def _reached(
 
 
 def _without_room(each: Mapping[int, int], room: float) -> list[int]:
-    """Returns the positions of the jobs that do not fit into `room` after the jobs before them; at least one
-    position."""
+    """Gives `room` to the jobs in their order, as far as they fit. Returns the positions of those that do not fit, or
+    the last position if all fit."""
     left: list[int] = []
     for at, tokens in each.items():
         if tokens <= room:

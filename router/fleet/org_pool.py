@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from router.buffer import Account
 from router.codec import fast_write
 from router.codec.fast_write import Delivery
 from router.fair.schedule import Schedule
-from router.fleet.buckets import Bucket
+from router.fleet.periodic import attempt
 from router.fleet.shard_handle import ShardHandle
 from router.fleet.shares import Share, deal
-from router.fleet.starts import Permit, Starts, hold_s, look_again_s
-from router.fleet.waiter import AwaitedQueue, Waiter
-from shard.errors import RowLocked, ShardUnavailable
+from router.fleet.starts import ClaimedPart, Held, Starts
+from router.fleet.waiter import AwaitedQueue, Recipient
+from shard.errors import ShardUnavailable
 from shard.lease_token import lease_of
-from shard.queue.claim import ClaimResult, bytes_most
+from shard.queue.claim import bytes_most
 from shard.vocabulary import Lease, OrgId, QueueName, ShardName
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ _ASIDE_S = 0.1
 _HELD_S_MAX = 1.0
 
 
-class PoolConsumer(Waiter, Protocol):
+class PoolConsumer(Recipient, Protocol):
     """A consumer of all orgs, as its pool sees it."""
 
     def take(self, jobs: Delivery) -> None:
@@ -85,9 +85,8 @@ class OrgPool:
         self.schedule = Schedule(weight_of)
         self._shards = shards
         self._reads = reads
-        self._waiting = AwaitedQueue()
-        # The consumers that may have credit and room. The one that was served most recently comes last.
-        self._able: OrderedDict[PoolConsumer, None] = OrderedDict()
+        # A claim also removes a consumer from `able` whose client does not read.
+        self._waiting = AwaitedQueue[PoolConsumer]()
         # The queues that may have ready jobs, by org and shard.
         self._ready: dict[OrgId, dict[ShardName, set[QueueName]]] = {}
         # The shards on which a claim runs.
@@ -100,21 +99,20 @@ class OrgPool:
     # ── Consumers ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def consumers(self) -> Collection[Waiter]:
+    def consumers(self) -> Collection[PoolConsumer]:
         return self._waiting.waiters.keys()
 
     def enter(self, consumer: PoolConsumer) -> None:
-        self._waiting.waiters[consumer] = None
+        self._waiting.enter(consumer)
         self.able(consumer)
 
     def leave(self, consumer: PoolConsumer) -> None:
-        self._waiting.waiters.pop(consumer, None)
-        self._able.pop(consumer, None)
+        self._waiting.leave(consumer)
 
     def able(self, consumer: PoolConsumer) -> None:
         """The consumer may have credit and room now."""
         if consumer.credit > 0 and consumer in self._waiting.waiters:
-            self._able[consumer] = None
+            self._waiting.has_credit(consumer)
             if self.schedule.ready_count:
                 self._wake()
 
@@ -123,9 +121,15 @@ class OrgPool:
         self._waiting.backlog = not self.quiet.is_set()
         return deal(self._waiting, org, sizes)
 
-    def room(self) -> int:
-        """Returns for how many jobs the consumers have room."""
-        return sum(consumer.credit for consumer in self._able if not consumer.full)
+    def room(self, jobs: int) -> int:
+        """Returns for how many jobs the consumers have room. Stops counting at `jobs`."""
+        room = 0
+        for consumer in self._waiting.able:
+            if room >= jobs:
+                break
+            if not consumer.full:
+                room += consumer.credit
+        return room
 
     # ── Leases ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -189,14 +193,19 @@ class OrgPool:
     async def run(self) -> None:
         """Hands jobs out until cancelled."""
         async with asyncio.TaskGroup() as group:
+
+            async def hand_out() -> None:
+                for shard, requests in self._pick().items():
+                    self._claiming.add(shard)
+                    claim = partial(self._claim, self._shards()[shard], requests)
+                    group.create_task(attempt(f"claim jobs of all orgs on shard {shard!r}", claim))
+                if not self._claiming and not self.schedule.ready_count:
+                    self.quiet.set()
+
             while True:
                 await self._woken.wait()
                 self._woken.clear()
-                for shard, requests in self._pick().items():
-                    self._claiming.add(shard)
-                    group.create_task(self._claim(self._shards()[shard], requests))
-                if not self._claiming and not self.schedule.ready_count:
-                    self.quiet.set()
+                await attempt("hand out jobs of all orgs", hand_out)
 
     def _pick(self) -> dict[ShardName, list[_Request]]:
         """Decides whose jobs are claimed now, and for which consumers."""
@@ -221,15 +230,15 @@ class OrgPool:
                 if full:
                     shards.discard(shard)
                 else:
-                    # The org has moved away. At most strays of it are left here.
+                    # The org has moved away. If any of its jobs are left on this shard, they are strays.
                     self._take_queues(org, shard)
                     self.schedule.idle(org, shard)
                 continue
             if (org, shard) not in taken:
                 taken[org, shard] = self._take_queues(org, shard)
             here.add(org)
-            consumer.credit -= 1
-            self._able.move_to_end(consumer)
+            consumer.keep_places(1)
+            self._waiting.served(consumer)
             request = requests.get((org, consumer))
             if request is None:
                 request = requests[org, consumer] = _Request(org, consumer, 0.0, 0, taken[org, shard])
@@ -238,11 +247,12 @@ class OrgPool:
         return {shard: affordable for shard, of in picked.items() if (affordable := self._reserve(shard, of.values()))}
 
     def _next_consumer(self) -> PoolConsumer | None:
-        while self._able:
-            consumer = next(iter(self._able))
+        able = self._waiting.able
+        while able:
+            consumer = next(iter(able))
             if consumer.credit > 0 and not consumer.full:
                 return consumer
-            del self._able[consumer]
+            del able[consumer]
         return None
 
     def _reserve(self, shard: ShardName, requests: Iterable[_Request]) -> list[_Request]:
@@ -262,11 +272,9 @@ class OrgPool:
     def _give_back(self, request: _Request) -> None:
         """Gives back the credit and the charges of those picks for which no job came."""
         missing = request.jobs - request.got
-        consumer = request.consumer
         if missing:
             self.schedule.unused(request.org, request.charged_s * missing / request.jobs)
-        consumer.credit += missing
-        self.able(consumer)
+        request.consumer.free_places(missing)
 
     def _set_aside(
         self, org: OrgId, shard: ShardName, queues: Collection[QueueName], *, for_s: float = _ASIDE_S
@@ -299,57 +307,39 @@ class OrgPool:
         """Leases the jobs of a request, and delivers them. Queues that a limit of starts holds back are set aside.
         Returns whether there may be more jobs."""
         is_more = False
-        for queues, buckets, in_flight in self._starts.split(request.org, list(request.queues)):
-            wanted = room = request.jobs - request.got
+        for part in self._starts.split(request.org, list(request.queues)):
+            queues, room = part.queues, request.jobs - request.got
             if room <= 0:
                 return True
-            permit = None
-            if buckets:
-                permit = await self._draw(request.org, buckets, room)
-                if permit is None:
-                    request.queues.difference_update(queues)
-                    held_s = min(look_again_s(buckets), _HELD_S_MAX)
-                    self._set_aside(request.org, member.name, list(queues), for_s=held_s)
-                    continue
-                wanted = permit.jobs
-            claim = member.store.claim(
-                request.org,
-                list(queues),
-                max_jobs=wanted,
-                window_us=request.consumer.window_us,
-                worker=request.consumer.worker,
-                in_flight=in_flight,
-            )
             try:
-                result = await (claim if permit is None else permit.spend(claim))
-            except RowLocked:
-                if in_flight is None:
+                claimed = await self._starts.claim(
+                    member.store,
+                    request.org,
+                    part,
+                    max_jobs=room,
+                    window_us=request.consumer.window_us,
+                    worker=request.consumer.worker,
+                )
+            except ShardUnavailable as error:
+                if error.shard == member.name:
                     raise
-                # Another claim of this org takes long, and its leases must be counted first.
+                # The shard that has the org's buckets does not answer.
+                claimed = Held(_ASIDE_S)
+            if isinstance(claimed, Held):
                 request.queues.difference_update(queues)
-                self._set_aside(request.org, member.name, list(queues))
+                self._set_aside(request.org, member.name, list(queues), for_s=min(claimed.for_s, _HELD_S_MAX))
                 continue
-            if result.jobs:
-                self._deliver(member, request, result, permit)
-            is_short = len(result.jobs) < wanted and not result.cut
-            if in_flight is not None and is_short:
-                if await member.room.hold_if_full(request.org, queues, in_flight):
+            if claimed.result.jobs:
+                self._deliver(member, request, claimed)
+            if part.in_flight is not None and claimed.is_short:
+                if await member.room.hold_if_full(request.org, queues, part.in_flight):
                     request.queues.difference_update(queues)
                 else:
                     # Another request of the org may have found these queues full before, and have taken them out.
                     request.queues.update(queues)
-            is_more = is_more or result.cut or len(result.jobs) == wanted < room
+            # If a permit was used up, the next one may be larger.
+            is_more = is_more or claimed.result.cut or (not claimed.is_short and claimed.max_jobs < room)
         return is_more or request.got == request.jobs
-
-    async def _draw(self, org: OrgId, buckets: Sequence[Bucket], wanted: int) -> Permit | None:
-        """Takes tokens for up to `wanted` starts. Returns None if a limit holds the jobs back, or if the shard that has
-        the buckets does not answer."""
-        if hold_s(buckets) > 0:
-            return None
-        try:
-            return await self._starts.draw(org, buckets, wanted)
-        except ShardUnavailable:
-            return None
 
     def _claimed(
         self, member: ShardHandle, requests: Sequence[_Request], results: Sequence[bool | BaseException]
@@ -383,13 +373,14 @@ class OrgPool:
             if not self._is_found(org, shard):
                 self.schedule.idle(org, shard)
 
-    def _deliver(self, member: ShardHandle, request: _Request, result: ClaimResult, permit: Permit | None) -> None:
+    def _deliver(self, member: ShardHandle, request: _Request, claimed: ClaimedPart) -> None:
+        result = claimed.result
         leases = [lease_of(job.id, job.lease) for job in result.jobs]
         charged_s = request.charged_s / request.jobs
         self._began(request.org, leases, request.consumer.window_us, charged_s=charged_s)
         delivery = fast_write.claimed(member.store, request.org, result.jobs, names_org=True)
-        if permit is not None:
-            delivery = delivery._replace(on_unsent=permit.put_back)
+        if claimed.put_back is not None:
+            delivery = delivery._replace(on_unsent=claimed.put_back)
         request.got += len(result.jobs)
         request.consumer.account_of(request.org).hold(delivery.bytes)
         request.consumer.take(delivery)

@@ -11,7 +11,7 @@ from router.fleet.org_pool import OrgPool, PoolConsumer
 from router.fleet.shard_handle import ShardHandle
 from router.fleet.shares import Share
 from router.fleet.starts import Starts
-from router.fleet.waiter import Waiter, Watcher
+from router.fleet.waiter import Watcher
 from shard.admin.weights import Weights
 from shard.queue.store import Store
 from shard.vocabulary import Lease, OrgId, QueueName, ShardName
@@ -60,7 +60,7 @@ class OrgPools:
         return queue in self._by_queue or queue in self._watchers
 
     def watch(self, queue: QueueName, watcher: Watcher) -> None:
-        """Wakes this watcher from now on when any org may have ready jobs in this queue."""
+        """From now on, wakes this watcher whenever any org may have ready jobs in this queue."""
         self._watchers.setdefault(queue, set()).add(watcher)
         for member in self._shards().values():
             member.ready_orgs.serve([queue])
@@ -114,7 +114,7 @@ class OrgPools:
                 del self._by_queue[queue]
                 self._leave_unless_served(queue)
 
-    def waiters(self, queue: QueueName) -> Iterator[Waiter]:
+    def waiters(self, queue: QueueName) -> Iterator[PoolConsumer]:
         """Returns the consumers that take this queue for all orgs."""
         for pool in self._by_queue.get(queue, ()):
             yield from pool.consumers
@@ -134,9 +134,10 @@ class OrgPools:
         for watcher in self._watchers.get(queue, ()):
             watcher.wake()
 
-    def room(self, queue: QueueName) -> int:
-        """Returns for how many jobs of this queue consumers of all orgs have room."""
-        return sum(pool.room() for pool in self._by_queue.get(queue, ()))
+    def room(self, queue: QueueName, jobs: int) -> int:
+        """Returns for how many jobs of this queue consumers of all orgs have room. Each pool stops counting at
+        `jobs`."""
+        return sum(pool.room(jobs) for pool in self._by_queue.get(queue, ()))
 
     def deal(self, org: OrgId, queue: QueueName, sizes: Sequence[int]) -> list[Share]:
         """Keeps places for new jobs with payloads of these sizes: see router.fleet.shares."""

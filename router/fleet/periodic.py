@@ -1,4 +1,4 @@
-"""Periodic tasks of a router."""
+"""Periodic and everlasting tasks of a router: what becomes of them when they fail."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from shard.errors import ShardError
 
 _log = logging.getLogger(__name__)
 
+_RESTART_S = 1.0
+
 
 async def every(interval_s: float, what: str, act: Callable[[], Awaitable[object]]) -> None:
     """Runs `act` about every `interval_s` seconds (±10 %), for ever. The first of several failures in a row is logged
@@ -19,6 +21,14 @@ async def every(interval_s: float, what: str, act: Callable[[], Awaitable[object
     while True:
         await asyncio.sleep(interval_s * random.uniform(0.9, 1.1))
         failing = not await attempt(what, act, level=logging.DEBUG if failing else logging.WARNING)
+
+
+async def keep_on(what: str, run: Callable[[], Awaitable[object]], *, pause_s: float = _RESTART_S) -> None:
+    """Runs `run`, which goes on until it is cancelled. If it fails nevertheless, runs it again after a pause: an error
+    in one task must not end the router, which serves other shards and orgs."""
+    while True:
+        await attempt(what, run)
+        await asyncio.sleep(pause_s)
 
 
 async def attempt(what: str, act: Callable[[], Awaitable[object]], *, level: int = logging.WARNING) -> bool:

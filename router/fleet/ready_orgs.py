@@ -1,5 +1,5 @@
-"""Finds the orgs of one shard that have ready jobs in queues which consumers of this process take for all orgs. This is
-only a set of hints (I7), like those of the wait room: a claim or the sweep corrects a wrong hint.
+"""Finds the orgs of one shard with ready jobs in those queues that consumers of this process take for all orgs. What it
+finds are hints (I7), like those of the wait room: a claim or the sweep corrects a wrong hint.
 
 The hints need no writes. This process knows of new jobs from its own enqueues and from the doorbells of other routers,
 which ring anyway. A probe says when jobs fall due later. A first walk over the ready index finds the jobs that were
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
@@ -19,8 +18,6 @@ from shard.errors import ShardError
 from shard.queue.queue_walk import Found, name_id_of
 from shard.queue.store import Store
 from shard.vocabulary import Micros, OrgId, QueueId, QueueName
-
-_log = logging.getLogger(__name__)
 
 # How many queues one statement of a walk covers. Such a statement takes about 5 ms.
 _STEP_QUEUES = 500
@@ -159,9 +156,6 @@ class ReadyOrgs:
                 except ShardError:
                     # The hints are lost. When the shard answers again, the walk finds their jobs.
                     self.walk_again()
-                    pause_s = _FAILED_PAUSE_S
-                except Exception:  # noqa: BLE001 - an error of one shard must not end this router
-                    _log.exception("could not look for orgs with ready jobs on shard %r", self._store.name)
                     pause_s = _FAILED_PAUSE_S
                 await asyncio.sleep(pause_s)
         finally:

@@ -14,7 +14,6 @@ from typing import Protocol
 
 from shard.errors import ClockSetBack, ShardError
 from shard.job_id import to_hex
-from shard.queue.coalescer import TooManyWaiting
 from shard.queue.store import Store
 from shard.schedules.due_schedules import BATCH_MAX, DueSchedules, Needed
 from shard.vocabulary import Answer, JobId, OrgId
@@ -48,7 +47,7 @@ class OtherShard(Protocol):
 
 
 async def have_ended(shards: Sequence[OtherShard], org: OrgId, job: JobId) -> bool:
-    """Returns whether a job is live on none of these shards. Raises ShardError, TooManyWaiting."""
+    """Returns whether a job is live on none of these shards. Raises ShardError."""
     return all([await shard.require_up().store.find_ended([(org, to_hex(job))]) for shard in shards])
 
 
@@ -87,7 +86,7 @@ class Scheduler:
             try:
                 sleep_s = await self._turn()
                 failing = False
-            except (ShardError, TooManyWaiting) as error:
+            except ShardError as error:
                 # If the clock of the shard was set back, shard/postgres/clock.py has logged that.
                 quiet = failing or isinstance(error, ClockSetBack)
                 _log.log(
@@ -96,9 +95,6 @@ class Scheduler:
                     *(self._store.name, error),
                 )
                 failing, sleep_s = True, _PAUSE_S * random.uniform(0.5, 1.5)
-            except Exception:  # noqa: BLE001 - an error of one shard must not end this router
-                _log.exception("could not fire the schedules of shard %r", self._store.name)
-                sleep_s = _PAUSE_S
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(sleep_s):
                     await self._changed.wait()
@@ -147,7 +143,7 @@ class Scheduler:
                         known[job] = False
                 elif (others := self._elsewhere(org)) is not None:
                     known[job] = not await have_ended(others, org, job)
-            except (ShardError, TooManyWaiting) as error:
+            except ShardError as error:
                 _log.debug("a schedule of org %r waits for its job %s: %s", org, job, error)
         return known
 

@@ -11,7 +11,7 @@ from typing import Self
 from router.fleet.all_orgs import AllOrgs
 from router.fleet.end_waits import EndWaits
 from router.fleet.handover import Handovers
-from router.fleet.periodic import attempt, every
+from router.fleet.periodic import attempt, every, keep_on
 from router.fleet.ready_orgs import ReadyOrgs
 from router.fleet.schedules import Scheduler
 from router.fleet.siblings.frame import QueueKey
@@ -93,6 +93,7 @@ class ShardHandle:
         self.queue_admin = QueueAdmin(self._admin_database, self.store.clock)
         self._migrated = asyncio.Event()
         self._quarantines_changed = asyncio.Event()
+        self._workflows_wait = asyncio.Event()
         self._doorbell = Doorbell(
             self._queue_database,
             entry.dsn,
@@ -261,15 +262,19 @@ class ShardHandle:
             self.up.set()
             await self._proved(self)
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._doorbell.run())
-                group.create_task(self.room.run())
-                group.create_task(self.ready_orgs.run())
-                group.create_task(self.ends.run())
-                group.create_task(self.scheduler.run())
-                group.create_task(self._go_on_with_folds())
-                group.create_task(self._check_schema())
-                group.create_task(self._read_quarantines())
-                group.create_task(self._record_consumers())
+                for what, run in (
+                    ("ring and listen", self._doorbell.run),
+                    ("look for due jobs", self.room.run),
+                    ("look for orgs with ready jobs", self.ready_orgs.run),
+                    ("look for the ends of jobs", self.ends.run),
+                    ("fire the schedules", self.scheduler.run),
+                    ("go on with workflows", self._go_on_with_folds),
+                    ("sweep the workflows", self._sweep_workflows),
+                    ("check the schema", self._check_schema),
+                    ("read the quarantined kinds", self._read_quarantines),
+                    ("record the consumers", self._record_consumers),
+                ):
+                    group.create_task(keep_on(f"{what} of shard {self.name!r}", run))
                 for interval_s, what, act in (
                     (self._sweep_s, "sweep the lanes", self._sweep),
                     (self._sweep_s, "look for orgs with ready jobs", self.ready_orgs.sweep),
@@ -289,7 +294,17 @@ class ShardHandle:
 
     async def _sweep(self) -> None:
         if await self.room.sweep():
-            await self._workflow_sweep.sweep()
+            self._workflows_wait.set()
+
+    async def _sweep_workflows(self) -> None:
+        """Sweeps workflows after each sweep of the lanes that has found any. This is a task of its own, because the
+        lanes must not wait for hundreds of workflows."""
+        what, sweep = f"sweep the workflows of shard {self.name!r}", self._where_allowed(self._workflow_sweep.sweep)
+        failing = False
+        while True:
+            await self._workflows_wait.wait()
+            self._workflows_wait.clear()
+            failing = not await attempt(what, sweep, level=logging.DEBUG if failing else logging.WARNING)
 
     async def _go_on_with_folds(self) -> None:
         what = f"go on with workflows of shard {self.name!r}"

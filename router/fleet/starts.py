@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from router.fleet.buckets import PAUSE_S, Bucket, Buckets
-from shard.errors import RowLocked, ShardUnavailable
+from shard.errors import NoAnswer, RowLocked, TooManyWaiting
 from shard.limits import ALL_QUEUES, InFlightLimits, Limit, LimitTable, Measure
-from shard.queue.claim import ClaimResult
-from shard.queue.coalescer import TooManyWaiting
+from shard.queue.claim import CLAIM_BYTES_MAX, ClaimResult
 from shard.queue.store import Store
 from shard.vocabulary import OrgId, QueueName
 
@@ -75,6 +74,27 @@ class Part(NamedTuple):
     in_flight: InFlightLimits | None = None
 
 
+class ClaimedPart(NamedTuple):
+    """What a claim of a part has brought."""
+
+    result: ClaimResult
+    # The most jobs that the claim could lease.
+    max_jobs: int
+    # Puts the tokens of jobs back that do not reach their consumer. None: no limit of starts counts.
+    put_back: Callable[[int], None] | None
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the claim has found fewer jobs than it could lease, so that there are no more for now."""
+        return len(self.result.jobs) < self.max_jobs and not self.result.cut
+
+
+class Held(NamedTuple):
+    """A limit holds the jobs of a part back for this time."""
+
+    for_s: float
+
+
 class SpentLimit(NamedTuple):
     """A limit without tokens. `next_s`: in how many seconds its bucket has the next token."""
 
@@ -116,7 +136,7 @@ class Starts(Buckets):
                 others.append(queue)
         if others:
             parts.append(Part(others, of_org, self.in_flight(org, ALL_QUEUES)))
-        # Otherwise a busy queue that is named first would starve one that is named last.
+        # In a fixed order, a busy queue that is named first would starve a queue that is named last.
         random.shuffle(parts)
         return parts
 
@@ -127,6 +147,43 @@ class Starts(Buckets):
         of_org = next((limit.amount for limit in self._in_flight.of(org)), None)
         of_queue = next((limit.amount for limit in self._in_flight.of(org, queue)), None) if queue else None
         return None if of_org is None and of_queue is None else InFlightLimits(of_org, of_queue)
+
+    async def claim(
+        self,
+        store: Store,
+        org: OrgId,
+        part: Part,
+        *,
+        max_jobs: int,
+        window_us: int,
+        worker: str,
+        bytes_max: int = CLAIM_BYTES_MAX,
+    ) -> ClaimedPart | Held:
+        """Claims jobs of a part, as many as its limits allow. Raises NoAnswer if the shard of `store`, or the one that
+        has the org's buckets, does not answer."""
+        permit = None
+        if part.buckets:
+            permit = await self.draw(org, part.buckets, max_jobs)
+            if permit is None:
+                return Held(look_again_s(part.buckets))
+            max_jobs = permit.jobs
+        claim = store.claim(
+            org,
+            part.queues,
+            max_jobs=max_jobs,
+            window_us=window_us,
+            worker=worker,
+            bytes_max=bytes_max,
+            in_flight=part.in_flight,
+        )
+        try:
+            result = await (claim if permit is None else permit.spend(claim))
+        except RowLocked:
+            if part.in_flight is None:
+                raise
+            # Another claim of this org takes long, and its leases must be counted first.
+            return Held(PAUSE_S)
+        return ClaimedPart(result, max_jobs, None if permit is None else permit.put_back)
 
     async def draw(self, org: OrgId, buckets: Sequence[Bucket], wanted: int) -> Permit | None:
         """Takes tokens for up to `wanted` starts. Returns None if there are no tokens now; `hold_s` then says for how
@@ -164,7 +221,7 @@ class Starts(Buckets):
             for bucket in (*self.of(org, ALL_QUEUES), *self.of(org, queue)):
                 try:
                     tokens = await bucket.look(self._store_of(org))
-                except (ShardUnavailable, TooManyWaiting):
+                except NoAnswer:
                     continue
                 if tokens < 1:
                     found.append(SpentLimit(bucket.limit, (1 - tokens) / bucket.limit.tokens_per_s))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -18,16 +17,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from router.fleet.all_orgs import AllOrgs
 from router.fleet.ready_orgs import ReadyOrgs
 from router.fleet.waiter import AwaitedQueue, Waiter, Watcher
-from shard.errors import ShardError, ShardUnavailable
+from shard.errors import NoAnswer, ShardError
 from shard.limits import InFlightLimits
-from shard.queue.coalescer import TooManyWaiting
 from shard.queue.doorbell import Doorbell
 from shard.queue.pending_enqueue import Handover
 from shard.queue.queue_walk import org_number
 from shard.queue.store import Due, Store
 from shard.vocabulary import NewJobs, OrgId, QueueId, QueueName
-
-_log = logging.getLogger(__name__)
 
 # A sweep sets no timers for jobs that are due after more than this many sweeps: a later sweep finds them in time, and
 # probes set their own timers. Otherwise each sweep might set thousands of timers again, for nothing.
@@ -58,7 +54,7 @@ class WaitRoom:
         self._pools = pools
         self._ready_orgs = ready_orgs
         self._soon_s = _SOON_SWEEPS * sweep_s
-        self._queues: dict[_Key, AwaitedQueue] = {}
+        self._queues: dict[_Key, AwaitedQueue[Waiter]] = {}
         self._by_number: dict[QueueId, _Key] = {}
         # Queues that no consumer here waited for when another router's doorbell named them.
         self._unawaited: set[QueueId] = set()
@@ -77,7 +73,7 @@ class WaitRoom:
         """Wakes this waiter from now on, and hands jobs over to it while it is idle and has credit."""
         self._note(waiter)
         for queue in waiter.queues:
-            self._queues.setdefault((waiter.org, queue), AwaitedQueue()).waiters[waiter] = None
+            self._queues.setdefault((waiter.org, queue), AwaitedQueue()).enter(waiter)
 
     def leave(self, waiter: Waiter) -> None:
         """Removes a waiter. Wakes another waiter if this one may leave jobs behind."""
@@ -86,7 +82,7 @@ class WaitRoom:
             awaited = self._queues.get(key)
             if awaited is None:
                 continue
-            awaited.waiters.pop(waiter, None)
+            awaited.leave(waiter)
             if not awaited.waiters:
                 # Without a consumer, no job is held back and no job waits for room.
                 awaited.backlog = False
@@ -99,7 +95,7 @@ class WaitRoom:
                 # The waiter may have been woken for a job that it will not take now: wake another waiter.
                 self._wake(key, 1)
 
-    def _drop_if_unused(self, key: _Key, awaited: AwaitedQueue) -> None:
+    def _drop_if_unused(self, key: _Key, awaited: AwaitedQueue[Waiter]) -> None:
         if awaited.waiters or awaited.watchers:
             return
         if awaited.due_timer is not None:
@@ -109,8 +105,8 @@ class WaitRoom:
         del self._queues[key]
 
     def watch(self, org: OrgId, queue: QueueName, watcher: Watcher) -> None:
-        """Wakes this watcher from now on when the queue may have ready jobs. The watcher is not told of jobs that are
-        ready already."""
+        """From now on, wakes this watcher whenever the queue may have ready jobs. The watcher is not told of jobs that
+        are ready already."""
         self._queues.setdefault((org, queue), AwaitedQueue()).watchers.add(watcher)
         # A probe finds out when the next job falls due.
         self._probe_soon([(org, queue)])
@@ -132,7 +128,7 @@ class WaitRoom:
     def _note(self, waiter: Waiter) -> None:
         self._store.consumers_seen.note(waiter.org, waiter.queues, waiter.kinds)
 
-    def queue(self, org: OrgId, queue: QueueName) -> AwaitedQueue | None:
+    def queue(self, org: OrgId, queue: QueueName) -> AwaitedQueue[Waiter] | None:
         """Returns the waiters and watchers of this queue; None: it has neither."""
         return self._queues.get((org, queue))
 
@@ -143,6 +139,13 @@ class WaitRoom:
     @property
     def is_empty(self) -> bool:
         return not self._queues
+
+    def has_credit(self, waiter: Waiter) -> None:
+        """The waiter had no credit, and has some now."""
+        for queue in waiter.queues:
+            awaited = self._queues.get((waiter.org, queue))
+            if awaited is not None:
+                awaited.has_credit(waiter)
 
     def rests(self, waiter: Waiter) -> None:
         """The waiter is idle and has got credit. Reports those of its queues in which no older job waits: new jobs of
@@ -155,7 +158,7 @@ class WaitRoom:
     def ready(self) -> Iterator[tuple[OrgId, QueueName]]:
         """Returns the queues for which a consumer can be handed jobs."""
         for key, awaited in self._queues.items():
-            if not awaited.backlog and any(waiter.idle and waiter.credit > 0 for waiter in awaited.waiters):
+            if not awaited.backlog and any(waiter.idle and waiter.credit > 0 for waiter in awaited.able):
                 yield key
 
     def wake_all(self) -> None:
@@ -205,7 +208,7 @@ class WaitRoom:
         try:
             counts = await self._store.count_in_flight(org, queues[0], limits)
             is_full = any(most is not None and most == count for most, count in zip(limits, counts, strict=True))
-        except (ShardUnavailable, TooManyWaiting):
+        except NoAnswer:
             # The caller looks for jobs again, and that claim shows whether a limit has room.
             pass
         finally:
@@ -266,7 +269,8 @@ class WaitRoom:
             awaited = self._queues.get((waiter.org, queue))
             if awaited is not None and self._is_held((waiter.org, queue), awaited):
                 continue
-            if awaited is None or awaited.backlog or not next(iter(awaited.waiters)).idle:
+            first = None if awaited is None or awaited.backlog else next(iter(awaited.able), None)
+            if first is None or not first.idle:
                 return False
         self._probe_old(waiter)
         return True
@@ -280,7 +284,7 @@ class WaitRoom:
             if (awaited := self._queues.get((waiter.org, queue))) is not None
         )
 
-    def _is_held(self, key: _Key, awaited: AwaitedQueue) -> bool:
+    def _is_held(self, key: _Key, awaited: AwaitedQueue[Waiter]) -> bool:
         return awaited.hold_timer is not None or self.is_full(*key)
 
     # ── New jobs ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -306,7 +310,7 @@ class WaitRoom:
                     self._probe_soon([key])
                 room = self._wake(key, count)
                 if room < count and self._pools.serves(queue) and not self.is_full(*key):
-                    room += self._pools.room(queue)
+                    room += self._pools.room(queue, count - room)
                     self._ready_orgs.stored(jobs.org, queue, later=later)
                 if room < count or later:
                     ring.append(queue)
@@ -371,12 +375,16 @@ class WaitRoom:
             awaited.backlog = True
             return 0
         room = 0
-        for waiter in list(awaited.waiters):
+        for _ in range(len(awaited.able)):
             if room >= jobs:
                 return room
-            if waiter.credit > 0 and not waiter.promised:
+            waiter = next(iter(awaited.able))
+            if waiter.credit <= 0:
+                del awaited.able[waiter]
+                continue
+            awaited.served(waiter)
+            if not waiter.promised:
                 waiter.wake()
-                awaited.waiters.move_to_end(waiter)
                 if not waiter.full:
                     room += waiter.credit
         awaited.backlog = awaited.backlog or room < jobs
@@ -397,8 +405,6 @@ class WaitRoom:
             except ShardError:
                 # The next sweep finds what this probe would have found.
                 pass
-            except Exception:  # noqa: BLE001 - an error of one shard must not end this router
-                _log.exception("could not look for due jobs on shard %r", self._store.name)
             await asyncio.sleep(_PAUSE_S)
 
     async def sweep(self) -> bool:

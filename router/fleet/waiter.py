@@ -8,18 +8,16 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from router.buffer import Account
 from router.codec.fast_write import Delivery
 from shard.vocabulary import OrgId, QueueId, QueueName
 
 
-class Waiter(Protocol):
-    """A consumer, as the wait room sees it."""
+class Recipient(Protocol):
+    """A consumer, as hand-overs see it."""
 
-    @property
-    def org(self) -> OrgId: ...
     @property
     def queues(self) -> Sequence[QueueName]: ...
     @property
@@ -33,26 +31,25 @@ class Waiter(Protocol):
     @property
     def window_us(self) -> int: ...
     @property
-    def account(self) -> Account:
-        """The consumer's share of the buffer. Jobs on their way to the consumer count in it."""
-        ...
-
-    @property
     def all_orgs(self) -> bool:
         """Whether it takes jobs of all orgs. If so, the leases that it gets name their orgs, and each org has an
         account of its own for its jobs."""
         ...
 
     def account_of(self, org: OrgId) -> Account:
-        """Returns the account that pays for jobs of this org."""
+        """Returns the account that pays for jobs of this org: the consumer's share of the buffer. Jobs on their way to
+        the consumer count in it."""
         ...
 
-    # How many more jobs it takes.
-    credit: int
-    # Whether it has found no jobs and waits.
-    idle: bool
-    # Whether it takes only one delivery, and this delivery is on its way: then nothing else wakes it.
-    promised: bool
+    @property
+    def credit(self) -> int:
+        """How many more jobs it takes."""
+        ...
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has found no jobs and waits."""
+        ...
 
     @property
     def takes_once(self) -> bool:
@@ -64,13 +61,13 @@ class Waiter(Protocol):
         """Whether it takes no jobs, whatever its credit, until its client has read what was sent to it."""
         ...
 
-    @property
-    def looking(self) -> bool:
-        """Whether it was woken or is claiming, and has not reported yet what it found."""
+    def keep_places(self, jobs: int) -> None:
+        """Takes the credit for jobs that may be on their way to it. `free_places` follows."""
         ...
 
-    def wake(self) -> None:
-        """Notifies it that there may be jobs."""
+    def free_places(self, unused: int) -> None:
+        """It is known which of these jobs come: gives it back the credit for the unused places, and wakes it if there
+        are any."""
         ...
 
     def give(self, jobs: Delivery) -> None:
@@ -78,20 +75,45 @@ class Waiter(Protocol):
         ...
 
 
+class Waiter(Recipient, Protocol):
+    """A consumer of one org, as the wait room sees it."""
+
+    @property
+    def org(self) -> OrgId: ...
+    @property
+    def promised(self) -> bool:
+        """Whether it takes only one delivery, and this delivery is on its way: then nothing else wakes it."""
+        ...
+
+    @property
+    def looking(self) -> bool:
+        """Whether it was woken or is claiming, and has not reported yet what it found."""
+        ...
+
+    def wake(self) -> None:
+        """Notifies the waiter that there may be jobs."""
+        ...
+
+
 class Watcher(Protocol):
     """Somebody who wants to know when a queue may have ready jobs, and who takes no jobs."""
 
     def wake(self) -> None:
-        """Notifies it that there may be jobs, or that it may have to watch on other shards."""
+        """Notifies the watcher that there may be jobs, or that it may have to watch on other shards."""
         ...
 
 
+_W = TypeVar("_W", bound=Recipient)
+
+
 @dataclass(slots=True)
-class AwaitedQueue:
+class AwaitedQueue(Generic[_W]):
     """A queue that at least one consumer waits for, or that somebody watches."""
 
-    # The most recently served consumer comes last.
-    waiters: OrderedDict[Waiter, None] = field(default_factory=OrderedDict[Waiter, None])
+    waiters: dict[_W, None] = field(default_factory=dict[_W, None])
+    # The waiters that may have credit. The most recently served one comes last. A waiter without credit is removed when
+    # its turn comes, so that the others need not look at it again.
+    able: OrderedDict[_W, None] = field(default_factory=OrderedDict[_W, None])
     watchers: set[Watcher] = field(default_factory=set[Watcher])
     # Whether there may be jobs that no waiting consumer had room for.
     backlog: bool = False
@@ -101,3 +123,21 @@ class AwaitedQueue:
     due_timer: asyncio.TimerHandle | None = None
     # While it runs, a limit holds the jobs of this queue back.
     hold_timer: asyncio.TimerHandle | None = None
+
+    def enter(self, waiter: _W) -> None:
+        self.waiters[waiter] = self.able[waiter] = None
+
+    def leave(self, waiter: _W) -> None:
+        self.waiters.pop(waiter, None)
+        self.able.pop(waiter, None)
+
+    def has_credit(self, waiter: _W) -> None:
+        """Call this when the waiter has credit again. If it had none when its turn came, it is the next one: all others
+        have been served since its own last turn."""
+        if waiter in self.waiters and waiter not in self.able:
+            self.able[waiter] = None
+            self.able.move_to_end(waiter, last=False)
+
+    def served(self, waiter: _W) -> None:
+        """The waiter was woken, or gets jobs: it comes last."""
+        self.able.move_to_end(waiter)

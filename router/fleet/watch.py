@@ -25,7 +25,7 @@ class Watch:
         self.woken.set()
 
     def enter(self) -> None:
-        """Lets the org's current shards wake this watch from now on."""
+        """From now on, lets the org's current shards wake this watch."""
         if self._org is None:
             self._fleet.pools.watch(self._queue, self)
             return

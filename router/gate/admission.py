@@ -52,8 +52,6 @@ _METADATA_GARBAGE_MAX = 4 * 1024 * 1024
 # message with 1,000 of the largest results is smaller than this size. This size must not exceed the smallest buffer
 # (memory_mib = 512).
 RECEIVED_BYTES_MAX = 64 * 1024 * 1024
-# How many bytes of a refused message are kept.
-_HEAD_BYTES = 16
 # How long a unary request may take to arrive, from its first byte to its last.
 RECEIVE_S_MAX = 60.0
 # How long a client may leave an answer unread before its connection is closed.
@@ -66,9 +64,9 @@ RESETS_MAX = 200
 _RESETS_S = 1.0
 
 
-def too_large(raw: bytes) -> MessageTooLarge:
+def too_large(raw: bytes, *, request_id: int = 0) -> MessageTooLarge:
     """Returns the error for a message above MESSAGE_BYTES_MAX."""
-    return MessageTooLarge(len(raw), MESSAGE_BYTES_MAX, raw[:_HEAD_BYTES])
+    return MessageTooLarge(len(raw), MESSAGE_BYTES_MAX, request_id)
 
 
 class Gate:

@@ -24,8 +24,8 @@ class Arrivals:
     def __init__(self) -> None:
         # The calls and streams that have not ended, by connection.
         self.inside = Counter[str]()
-        # How many of its bytes this process is done with, by connection. The number may be too small, but never too
-        # large.
+        # For each connection, how many of its bytes this process is done with. The number may be too small, but never
+        # too large.
         self.done = Counter[str]()
         # How many calls and messages were counted.
         self.count = 0

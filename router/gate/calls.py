@@ -20,7 +20,8 @@ from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health
 from grpc_status import rpc_status
 
-from router.codec.fields import bounded
+from router.codec.fields import bounded, number_in
+from router.codec.rules import Rule, limit
 from router.codec.status import INTERNAL, MessageTooLarge, OrgMismatch, Undecodable, status_of
 from router.codec.validate import check
 from router.gate.admission import MESSAGE_BYTES_MAX, METADATA_BYTES_MAX, Context, Gate, too_large
@@ -40,6 +41,8 @@ _StreamHandler = Callable[[object, Context], Awaitable[None]]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 # Returns the org that a request names; None: the request is about all orgs.
 _OrgOf = Callable[[Any], str | None]
+# How much memory an answer may take: always, or by its request.
+AnswerBytes = int | Callable[[Any], int]
 
 # The longest deadline of a call, and its deadline if the caller sets none. It is longer than the longest wait of a
 # Dequeue (60 s).
@@ -47,6 +50,15 @@ DEADLINE_S_MAX = 75.0
 # How much memory is reserved for an answer with jobs. The last job of an answer is the one that reaches
 # ANSWER_BYTES_MAX, and that job may be as large again.
 ANSWER_HELD_BYTES = 2 * ANSWER_BYTES_MAX
+# How much memory is reserved for an answer about one thing, or with a short word about each of 1,000 jobs.
+SMALL_ANSWER_BYTES = 4 * 1024
+# For methods that reserve the memory of their answers themselves, because they may wait for a minute before.
+RESERVED_BY_METHOD = 0
+# The size of an id of a job in a list, with its tag.
+LISTED_ID_BYTES = 40
+# The request_id of a message that is too large is looked for among this many fields. A message of a stream that keeps
+# the other rules has at most five lists of 1,000 entries, and a few fields more.
+_ID_WITHIN = 6_000
 # What gRPC counts for each entry of metadata in addition to its key and its value.
 _ENTRY_BYTES = 32
 _UNRECORDED = contextlib.nullcontext()
@@ -75,9 +87,10 @@ class Received(NamedTuple):
     too_large: MessageTooLarge | None = None
 
 
-def unary(rules: Callable[[Any], None] = check, *, answer_bytes: int = 0) -> Callable[[_Method], _Method]:
+def unary(rules: Callable[[Any], None] = check, *, answer_bytes: AnswerBytes) -> Callable[[_Method], _Method]:
     """Declares a method with one request and one answer. `rules` checks the request. `answer_bytes` is how much memory
-    the answer may take in addition to that of the request; it is reserved before the method begins."""
+    the answer may take in addition to that of the request, or a function that returns it for a request, which need not
+    keep the rules. The memory is reserved before the method begins."""
 
     def mark(method: _Method) -> _Method:
         cast("Any", method).options = _Options(rules, answer_bytes, DEADLINE_S_MAX)
@@ -87,10 +100,11 @@ def unary(rules: Callable[[Any], None] = check, *, answer_bytes: int = 0) -> Cal
 
 
 def streamed_answer(
-    rules: Callable[[Any], None] = check, *, answer_bytes: int = 0, deadline_s: float = DEADLINE_S_MAX
+    rules: Callable[[Any], None] = check, *, answer_bytes: AnswerBytes, deadline_s: float = DEADLINE_S_MAX
 ) -> Callable[[_Method], _Method]:
     """Declares a method with one request and a stream of answers, as an asynchronous generator. `rules` and
-    `answer_bytes` are as in `unary`; the call ends after `deadline_s`, or earlier at the caller's deadline."""
+    `answer_bytes` are as in `unary`, for one answer at a time; the call ends after `deadline_s`, or earlier at the
+    caller's deadline."""
 
     def mark(method: _Method) -> _Method:
         cast("Any", method).options = _Options(rules, answer_bytes, deadline_s)
@@ -103,8 +117,19 @@ class _Options(NamedTuple):
     """What `unary` and `streamed_answer` declare."""
 
     rules: Callable[[Any], None]
-    answer_bytes: int
+    answer_bytes: AnswerBytes
     deadline_s: float
+
+
+def for_each(request: type[Message], field: str, bytes_each: int) -> Callable[[Any], int]:
+    """Returns the size of an answer with `bytes_each` for each item of a list of the request. A request with more items
+    than the contract allows counts as one with as many as that: it will be refused."""
+    items_max = limit(request, field, Rule.REPEATED_MAX_ITEMS)
+
+    def answer_bytes(of: Message) -> int:
+        return SMALL_ANSWER_BYTES + bytes_each * min(len(getattr(of, field)), items_max)
+
+    return answer_bytes
 
 
 class _Signals:
@@ -115,7 +140,7 @@ class _Signals:
         self._seconds = metrics.CALL_SECONDS.labels(method) if unary else None
 
     def ended(self, began_s: float, code: int) -> None:
-        """A call has ended that began at `began_s`, by time.perf_counter."""
+        """A call that began at `began_s`, a time of time.perf_counter, has ended with this code."""
         self._calls.get(code, self._calls[_UNKNOWN]).inc()
         if self._seconds is not None:
             self._seconds.observe(time.perf_counter() - began_s)
@@ -155,9 +180,16 @@ class Methods(grpc.GenericRpcHandler):
             if self._gate.audit is not None:
                 act = self._gate.audit.around(act, access)
             if method.client_streaming:
-                handler = _stream_handler(
-                    _stream(self._gate, act, decode, access, access.method, takes_stream=True), None, _serialize
+                guarded = _stream(
+                    self._gate,
+                    act,
+                    decode,
+                    access,
+                    access.method,
+                    takes_stream=True,
+                    id_field=method.input_type.fields_by_name["request_id"].number,
                 )
+                handler = _stream_handler(guarded, None, _serialize)
             elif method.server_streaming:
                 guarded = _streamed_answer(self._gate, act, decode, access, org_of)
                 handler = _stream_handler(guarded, None, _serialize)
@@ -343,14 +375,15 @@ def _stream(
     method_name: str,
     *,
     takes_stream: bool,
+    id_field: int = 0,
 ) -> _StreamHandler:
-    """Serves a method that takes a stream, or a library's method that answers with one. `method` gets the stream's
-    messages, or its single request, and the context. It writes its answers to the context, or is an asynchronous
-    generator of answers."""
+    """Serves a method that takes a stream, or a method of a library that answers with a stream. `method` gets the
+    messages of the stream, or its single request, and the context. It writes its answers to the context, or is an
+    asynchronous generator of answers. `id_field`: the number of the messages' request_id; 0 if they have none."""
 
     async def act(call: Call, context: Context) -> None:
         if takes_stream:
-            received: object = _messages(gate, call, context, decode)
+            received: object = _messages(gate, call, context, decode, id_field)
         else:
             raw = await gate.receive(context, call)
             await gate.enter(call, "", len(raw))
@@ -408,14 +441,14 @@ def _streaming(
 
 
 async def _messages(
-    gate: Gate, call: Call, context: Context, decode: Callable[[bytes], Any]
+    gate: Gate, call: Call, context: Context, decode: Callable[[bytes], Any], id_field: int
 ) -> AsyncGenerator[Received, None]:
     """Yields the messages of a stream, each as soon as the buffer has room for it. Raises RouterFull, Undecodable."""
     while isinstance(raw := await context.read(), bytes):
         gate.received(call, raw)
         count = len(raw)
         if count > MESSAGE_BYTES_MAX:
-            refused = too_large(raw)
+            refused = too_large(raw, request_id=number_in(raw, id_field, fields_max=_ID_WITHIN) if id_field else 0)
             del raw
             yield Received(None, 0, refused)
             continue
@@ -446,7 +479,7 @@ def _message_only(act: Callable[..., Any]) -> Callable[[Any, Context], Any]:
 
 async def _identify(gate: Gate, call: Call, context: Context, access: Access) -> None:
     """Notes who makes the call, in a cluster that authenticates callers. Raises Unauthenticated, ScopeMissing and
-    RouterFull. Raises ShardError or TooManyWaiting if the router cannot find out now who the caller is."""
+    RouterFull. Raises ShardError if the router cannot find out now who the caller is."""
     if gate.authenticator is None:
         return
     try:
@@ -464,7 +497,7 @@ async def _admitted(
     context: Context,
     decode: Callable[[bytes], Message],
     raw: bytes,
-    answer_bytes: int,
+    answer_bytes: AnswerBytes,
     check_named: Callable[[Call, Context, Any], str | None],
 ) -> Any:
     """Returns the request as soon as there is room for it and for its answer. Raises RouterFull, Undecodable,
@@ -474,7 +507,7 @@ async def _admitted(
     org = check_named(call, context, request)
     # Calls without an org come from operators and share a quota.
     gate.admit(call, org or "")
-    count = len(raw) + answer_bytes
+    count = len(raw) + (answer_bytes if isinstance(answer_bytes, int) else answer_bytes(request))
     if not call.take_in_turn(count):
         # While the call waits, keep only the raw bytes: the decoded message takes more memory.
         del request
@@ -551,7 +584,7 @@ def refusal(context: Context, error: Exception) -> tuple[Awaitable[NoReturn], in
 
 def _code_of(context: Context) -> int:
     """Returns the code that a library's method has ended its call with."""
-    # The type stubs leave out that it is a number, or an enum's member.
+    # It is a number, or a member of an enum. The type stubs do not say so.
     code = cast("grpc.StatusCode | int", context.code())
     return code if isinstance(code, int) else code.value[0]
 

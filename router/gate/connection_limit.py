@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import ipaddress
 import logging
 import resource
 from collections import defaultdict
@@ -43,8 +42,8 @@ class ConnectionLimit:
             await asyncio.sleep(_LOOK_S)
             try:
                 await self._look(gate, port)
-            except OSError as error:
-                # Most likely this process cannot open more files. Try again until it can.
+            except (OSError, RuntimeError) as error:
+                # Most likely this process cannot open more files, or start a thread. Try again until it can.
                 self._log("could not look at the connections: %s", error)
 
     async def _look(self, gate: Gate, port: int) -> None:
@@ -60,7 +59,7 @@ class ConnectionLimit:
             self._log(
                 "there are more than %d client connections, most of them of %s: closed %d since the start",
                 self._connections_max,
-                _host(closing[0]),
+                connections.host_of(closing[0]),
                 self._closed,
             )
 
@@ -105,7 +104,7 @@ def surplus(received: Mapping[str, int], busy: Container[str], connections_max: 
     has sent, by peer. `busy`: the peers with calls."""
     by_host = defaultdict[str, list[tuple[bool, int, str]]](list)
     for peer, count in received.items():
-        by_host[_host(peer)].append((peer in busy, count, peer))
+        by_host[connections.host_of(peer)].append((peer in busy, count, peer))
     # A heap: how many connections each host has, and which of them to close next. The host with the most connections
     # comes first.
     hosts: list[tuple[int, tuple[bool, int, str], list[tuple[bool, int, str]]]] = []
@@ -120,14 +119,3 @@ def surplus(received: Mapping[str, int], busy: Container[str], connections_max: 
         if others:
             heapq.heappush(hosts, (-len(others), others.pop(), others))
     return closing
-
-
-def _host(peer: str) -> str:
-    """Returns the host of a connection: its IPv4 address, or the /64 network of its IPv6 address, because one host may
-    use a whole /64 network."""
-    kind, _, rest = peer.partition(":")
-    address = rest.rpartition(":")[0]
-    if kind != "ipv6":
-        return address
-    network = ipaddress.IPv6Network((address.strip("[]").partition("%")[0], 64), strict=False)
-    return str(network)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
 import socket
 import struct
@@ -64,6 +65,17 @@ def open_files() -> int:
 def canonical(peer: str) -> str:
     """Returns a peer's name as this module writes it: without gRPC's escapes for the brackets of IPv6 addresses."""
     return unquote(peer)
+
+
+def host_of(peer: str) -> str:
+    """Returns the host of a peer with a canonical name: its IPv4 address, or the /64 network of its IPv6 address,
+    because one host may use a whole /64 network."""
+    kind, _, rest = peer.partition(":")
+    address = rest.rpartition(":")[0]
+    if kind != "ipv6":
+        return address
+    network = ipaddress.IPv6Network((address.strip("[]").partition("%")[0], 64), strict=False)
+    return str(network)
 
 
 def _accepted(port: int) -> Generator[tuple[str, socket.socket], None, None]:

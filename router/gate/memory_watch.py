@@ -39,7 +39,7 @@ _BLAMED_BYTES = _MIB
 # After this many messages the connections are listed, to correct the count of the bytes that the process is done with.
 # That count falls behind by about 100 bytes for each message.
 _LIST_EVERY = 10_000
-# When this time has passed since a listing, gRPC has handed over every call that the listed connections had then.
+# This time after a listing, gRPC has handed over every call that the listed connections had at the time of the listing.
 _HANDED_OVER_S = 1.0
 # Freed memory is given back to the system if the process has grown by this much since its start, at most once in
 # `_TRIM_S`.
@@ -93,8 +93,8 @@ class MemoryWatch:
             peers, self._to_hang_up = self._to_hang_up, set()
             try:
                 await self._look(gate, port, peers)
-            except OSError as error:
-                # Most likely this process cannot open more files. Try again until it can.
+            except (OSError, RuntimeError) as error:
+                # Most likely this process cannot open more files, or start a thread. Try again until it can.
                 self._to_hang_up |= peers
                 self._log("could not look at the connections: %s", error)
 

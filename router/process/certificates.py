@@ -80,7 +80,8 @@ class Certificates:
             await self._files.changed(within_s=_RETRY_S if refused else _CLOCK_S)
             try:
                 loaded = await asyncio.to_thread(self._load)
-            except ClusterFileError as error:
+            # RuntimeError: no thread can be started now.
+            except (ClusterFileError, RuntimeError) as error:
                 if str(error) != refused:
                     refused = str(error)
                     _log.error("the new TLS files are refused, and the previous ones stay in use: %s", refused)
@@ -106,10 +107,14 @@ class Certificates:
         contents = tuple(map(_read, self._settings.paths))
         certificate, key = contents[:2]
         own, *_ = _certificates(certificate, self._settings.certificate)
-        if not isinstance(own.public_key(), rsa.RSAPublicKey | ec.EllipticCurvePublicKey):
+        try:
+            public_key = own.public_key()
+        except (ValueError, UnsupportedAlgorithm):
+            public_key = None
+        if not isinstance(public_key, rsa.RSAPublicKey | ec.EllipticCurvePublicKey):
             # gRPC would start, and then fail in every handshake.
             raise ClusterFileError(f"{self._settings.certificate}: gRPC takes certificates with RSA or ECDSA keys only")
-        if _public_key(key, self._settings.key) != own.public_key().public_bytes(
+        if _public_key(key, self._settings.key) != public_key.public_bytes(
             Encoding.DER, PublicFormat.SubjectPublicKeyInfo
         ):
             raise ClusterFileError(

@@ -83,30 +83,35 @@ class Metrics:
         return gauges.values()
 
     def ended(self, pid: int) -> None:
-        """A router process has ended: keeps what it has counted, and drops its gauges and exemplars."""
-        with self._lock:
-            for pattern in (f"gauge_*_{pid}.db", f"exemplars_{pid}.json"):
-                for file in self._folder.glob(pattern):
-                    file.unlink()
-            for kind in ("counter", "histogram"):
-                own = self._folder / f"{kind}_{pid}.db"
-                if own.exists():
-                    try:
+        """A router process has ended: keeps what it has counted, and drops its gauges and exemplars. If that fails,
+        its files stay, and are read as before."""
+        try:
+            with self._lock:
+                for pattern in (f"gauge_*_{pid}.db", f"exemplars_{pid}.json"):
+                    for file in self._folder.glob(pattern):
+                        file.unlink()
+                for kind in ("counter", "histogram"):
+                    own = self._folder / f"{kind}_{pid}.db"
+                    if own.exists():
                         self._add(own, self._folder / f"{kind}_ended.db")
-                    except OSError as error:
-                        # Its file stays, and is read as before.
-                        _log.warning("could not add up the metrics of process %d: %s", pid, error.strerror)
+        except OSError as error:
+            _log.warning("could not add up the metrics of process %d: %s", pid, error.strerror)
+        except Exception:  # noqa: BLE001 - whatever it is, the router processes must go on
+            _log.exception("could not add up the metrics of process %d", pid)
 
     def _add(self, own: Path, total: Path) -> None:
         """Adds the values of the file `own` to the file `total`, in a new file, which then replaces both."""
+        if not own.stat().st_size:
+            # The process was killed when it had just made the file. No scrape can read it.
+            own.unlink()
+            return
         new = total.with_suffix(".new")
         new.unlink(missing_ok=True)
-        sums = MmapedDict(str(new))  # type: ignore[no-untyped-call]
-        for part in (own, total):
-            if part.exists():
-                for key, value, _, _ in MmapedDict.read_all_values_from_file(str(part)):  # type: ignore[no-untyped-call]
-                    sums.write_value(key, sums.read_value(key)[0] + value, 0.0)  # type: ignore[no-untyped-call]
-        sums.close()  # type: ignore[no-untyped-call]
+        with contextlib.closing(MmapedDict(str(new))) as sums:  # type: ignore[no-untyped-call]
+            for part in (own, total):
+                if part.exists():
+                    for key, value, _, _ in MmapedDict.read_all_values_from_file(str(part)):  # type: ignore[no-untyped-call]
+                        sums.write_value(key, sums.read_value(key)[0] + value, 0.0)  # type: ignore[no-untyped-call]
         new.replace(total)
         own.unlink()
 

@@ -8,9 +8,9 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -33,6 +33,7 @@ from router.gate.memory_watch import MemoryWatch
 from router.gate.tracing import Tracing
 from router.keda import externalscaler_pb2
 from router.process.grpc_server import GrpcServer
+from router.process.upkeep import Upkeep
 from router.services.admin import AdminService
 from router.services.cluster import ClusterService
 from router.services.external_scaler import ExternalScalerService
@@ -40,7 +41,7 @@ from router.services.health import HealthService
 from router.services.queue import QueueService
 from router.services.schedules import SchedulesService
 from router.services.workflows import WorkflowsService
-from router.settings import RouterSettings
+from router.settings import END_S_MAX, RouterSettings
 from router.tls_settings import TlsSettings, tls_settings
 from shard.admin import audit as audit_log
 from shard.placement.cluster_file import Cluster
@@ -58,6 +59,10 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(
     lambda record: not str(record.msg).startswith(("ExecuteBatchError raised in core", "Invalid encoding on"))
 )
 
+# How long gRPC may take to end the calls that still run after the drain.
+_STOP_S_MAX = 2.0
+# How much of END_S_MAX is left for the connections to databases and for spans, which are closed last.
+_CLOSE_S_MAX = 6.0
 # How long it may take to tell the watchers of the health service about a drain.
 _HEALTH_DRAIN_S_MAX = 1.0
 SERVICES = (
@@ -84,7 +89,8 @@ async def serve(
     Calls `ready` with the port once the process takes calls. `cluster` and `settings` are the first contents of `file`;
     later changes, and those of the TLS files, are applied when they are noticed, or at once on SIGHUP. Through the
     connection `supervisor`, the supervisor passes the connections to the sibling processes. When the supervisor ends,
-    this process stops as on SIGTERM. Raises CannotListen, ClusterFileError, shard.errors.Misconfigured.
+    this process stops as on SIGTERM. It also does if a task of its upkeep fails, and then raises the task's error.
+    After the drain it ends within END_S_MAX. Raises CannotListen, ClusterFileError, shard.errors.Misconfigured.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -118,17 +124,24 @@ async def serve(
             for service in (health.OVERALL_HEALTH, *SERVICES):
                 await checks.set(service, health_pb2.HealthCheckResponse.SERVING)
             ready(port)
-            async with (
-                _running(watch.run(gate, port)),
-                _running(ConnectionLimit(connections_max).run(gate, port)),
-                _running(_judging(authenticator)),
-                _running(_auditing(audit)),
-                _running(_follow(certificates)),
-                _running(shard_signals.record(fleet)),
-                _running(_measuring(fleet, settings)),
-            ):
-                async with _running(reloader.run()), _running(_end_with(server, stop)):
+            async with Upkeep(stop) as upkeep:
+                upkeep.begin(watch.run(gate, port))
+                upkeep.begin(ConnectionLimit(connections_max).run(gate, port))
+                upkeep.begin(shard_signals.record(fleet))
+                if authenticator is not None:
+                    upkeep.begin(authenticator.run())
+                if audit is not None:
+                    upkeep.begin(audit.run())
+                if certificates is not None:
+                    upkeep.begin(certificates.run())
+                # The variable is set if metrics are served (router/process/metrics.py).
+                if (folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR")) is not None:
+                    upkeep.begin(shard_gauges.record(fleet, Path(folder), named_max=settings.metrics_queues))
+                async with Upkeep(stop) as until_drain:
+                    until_drain.begin(reloader.run())
+                    until_drain.begin(_end_with(server))
                     await stop.wait()
+                end_s = loop.time() + settings.drain_seconds + END_S_MAX - _CLOSE_S_MAX
                 _log.info("draining: calls in flight have %g s", settings.drain_seconds)
                 connections.stop_listening(port)
                 # A watcher that does not read its answers would delay the drain.
@@ -146,11 +159,9 @@ async def serve(
             # While gRPC stops, it answers a new call with CANCELLED. If its connection is closed instead, the client
             # sees UNAVAILABLE and tries another router.
             connections.hang_up(port, connections.peers(port))
-            await server.stop()
-            if audit is not None:
-                await audit.finish()
-            await fleet.siblings.finish()
-            await fleet.finish()
+            await _finish(server, audit, fleet, end_s)
+            until_drain.check()
+            upkeep.check()
     finally:
         tracing.close()
 
@@ -168,11 +179,6 @@ def _hurry(file: WatchedFile, certificates: Certificates | None) -> None:
     file.hurry()
     if certificates is not None:
         certificates.hurry()
-
-
-async def _follow(certificates: Certificates | None) -> None:
-    if certificates is not None:
-        await certificates.run()
 
 
 def _hear(supervisor: socket.socket, fleet: Fleet, stop: asyncio.Event) -> None:
@@ -221,40 +227,28 @@ def _authenticator(settings: AuthSettings | None, fleet: Fleet) -> Authenticator
     )
 
 
-async def _judging(authenticator: Authenticator | None) -> None:
-    if authenticator is not None:
-        await authenticator.run()
-
-
-async def _measuring(fleet: Fleet, settings: RouterSettings) -> None:
-    # The variable is set if metrics are served (router/process/metrics.py).
-    if (folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR")) is not None:
-        await shard_gauges.record(fleet, Path(folder), named_max=settings.metrics_queues)
-
-
-async def _auditing(audit: Audit | None) -> None:
-    if audit is not None:
-        await audit.run()
-
-
-async def _end_with(server: GrpcServer, stop: asyncio.Event) -> None:
-    """Sets `stop` if the server ends by itself: another process can take the calls."""
+async def _end_with(server: GrpcServer) -> None:
+    """Returns if the server ends by itself: another process can take the calls."""
     try:
         await server.ended()
     except Exception:  # noqa: BLE001 - whatever it was, this process serves no more calls
         _log.exception("the gRPC server has ended")
-    stop.set()
 
 
-@contextlib.asynccontextmanager
-async def _running(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None]:
-    """Runs `work` as a task until the end of the scope."""
-    task = asyncio.create_task(work)
+async def _finish(server: GrpcServer, audit: Audit | None, fleet: Fleet, end_s: float) -> None:
+    """Stops the server, and writes down what this process still holds. Gives up at `end_s`, by the event loop's
+    clock."""
     try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
+        async with asyncio.timeout_at(end_s):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_STOP_S_MAX):
+                    await server.stop()
+            if audit is not None:
+                await audit.finish()
+            await fleet.siblings.finish()
+            await fleet.finish()
+    except TimeoutError:
+        _log.warning("this process ends before it has given back all tokens and ended all calls of its shards")
 
 
 def _server(
@@ -287,10 +281,12 @@ def _server(
             # full router.
             ("grpc.max_receive_message_length", RECEIVED_BYTES_MAX),
             ("grpc.max_send_message_length", -1),
-            # A token has up to 8 KiB. By default gRPC refuses calls at random whose metadata has between 8 and 16 KiB.
+            # A token has up to 8 KiB. By default gRPC refuses some of the calls with 8 to 16 KiB of metadata, at
+            # random.
             ("grpc.max_metadata_size", METADATA_BYTES_MAX),
             ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
-            # These and the limit of streams are settings of HTTP/2, which a client must acknowledge.
+            # How long a client may take to acknowledge the settings of HTTP/2: the largest size of metadata, and the
+            # largest number of streams.
             ("grpc.http2.settings_timeout", 10_000),
             # No compression: a message of 16 KiB could become one of 16 MiB. The memory watch, which compares the sizes
             # of messages with the bytes received by sockets, would count such a connection as having delivered far more

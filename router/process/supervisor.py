@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from router.errors import EXIT_NO_RETRY, CannotListen, RouterFailed, RouterGaveUp
-from router.settings import host_and_port
+from router.settings import END_S_MAX, host_and_port
 
 if TYPE_CHECKING:
     from router.process.metrics import Metrics
@@ -139,10 +139,10 @@ class Supervisor:
                 code = await process.wait()
             finally:
                 self._running.discard(process)
-                if self._metrics is not None and process.returncode is not None:
-                    self._metrics.ended(process.pid)
                 self._serving.pop(process, None)
                 ours.close()
+                if self._metrics is not None and process.returncode is not None:
+                    self._metrics.ended(process.pid)
             if self._stopping.is_set():
                 return
             # If a process has served here once, keep trying: the cluster file may have been broken since, while the
@@ -164,7 +164,7 @@ class Supervisor:
         _signal(processes, signal.SIGTERM)
         ends = [asyncio.create_task(process.wait()) for process in processes]
         if ends:
-            _, late = await asyncio.wait(ends, timeout=self._drain_s + 5.0)
+            _, late = await asyncio.wait(ends, timeout=self._drain_s + END_S_MAX)
             if late:
                 _log.warning("%d router process(es) did not end in time; killing them", len(late))
                 _signal(processes, signal.SIGKILL)

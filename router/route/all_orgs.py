@@ -14,7 +14,7 @@ from typing import NamedTuple
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
 from shard.admin.org_figures import OrgFigures, OrgPage, OrgSort, Place, SomeFigures, WantedOrgs, pack, unpack
-from shard.errors import ShardUnavailable
+from shard.errors import NoAnswer
 from shard.vocabulary import OrgId, ShardName
 
 
@@ -41,14 +41,14 @@ async def list_orgs(
     fleet: Fleet, wanted: WantedOrgs, *, shard: ShardName | None, page_size: int, page_token: str
 ) -> OrgsPage:
     """Returns the next page. If `shard` is given, the page has only the orgs and the figures of this shard. Raises
-    UnknownShard, BadPageToken, and ShardUnavailable if no shard answers."""
+    UnknownShard, BadPageToken, and NoAnswer if no shard answers."""
     after = unpack(page_token, wanted.sort)
     if shard is not None:
         fleet.member(shard)
     names = list(fleet.shards()) if shard is None else [shard]
     asked = await asyncio.gather(*(_page(fleet, name, wanted, after, page_size) for name in names))
     pages = {name: page for name, page in zip(names, asked, strict=True) if isinstance(page, OrgPage)}
-    errors = {error.shard: error for error in asked if isinstance(error, ShardUnavailable)}
+    errors = {name: error for name, error in zip(names, asked, strict=True) if isinstance(error, NoAnswer)}
     if not pages:
         raise next(iter(errors.values()))
     parts, more = merged(pages, sort=wanted.sort, page_size=page_size)
@@ -59,7 +59,8 @@ async def list_orgs(
     orgs: list[tuple[OrgFigures, Sequence[ShardName]]] = []
     for part in parts:
         reads = _reads(fleet, part)
-        # If it is not, the org has just moved away, and the shard where it lives now lists it.
+        # If the shard is not among the org's reads, the org has just moved away, and the shard where it lives now lists
+        # it.
         if part.shard in reads:
             known = {part.shard: part.figures}
             if shard is None:
@@ -104,12 +105,10 @@ def leading(known: dict[ShardName, OrgFigures], *, sort: OrgSort) -> ShardName:
     return min(known, key=lambda name: (-known[name].figure(sort), name))
 
 
-async def _page(
-    fleet: Fleet, name: ShardName, wanted: WantedOrgs, after: Place, page_size: int
-) -> OrgPage | ShardUnavailable:
+async def _page(fleet: Fleet, name: ShardName, wanted: WantedOrgs, after: Place, page_size: int) -> OrgPage | NoAnswer:
     try:
         return await _up(fleet, name).queue_admin.list_orgs(wanted, after=after, page_size=page_size)
-    except ShardUnavailable as error:
+    except NoAnswer as error:
         return error
 
 
@@ -117,7 +116,7 @@ async def _figures(fleet: Fleet, name: ShardName, orgs: Sequence[OrgId]) -> Some
     """Returns None if the shard does not answer."""
     try:
         return await _up(fleet, name).queue_admin.org_figures(orgs)
-    except ShardUnavailable:
+    except NoAnswer:
         return None
 
 

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
-from shard.errors import ShardUnavailable
+from shard.errors import NoAnswer, ShardUnavailable
 from shard.job_id import made_at_ms
 from shard.placement.slots import Placement
 from shard.vocabulary import Answer, JobId, NewJobs, OrgId, ShardName
@@ -74,17 +74,17 @@ class Found(Generic[_T]):
 
     answers: dict[int, _T] = field(default_factory=dict[int, _T])
     # Why shards did not answer. An id that no other shard knows may be on one of them.
-    refusals: list[ShardUnavailable] = field(default_factory=list[ShardUnavailable])
+    refusals: dict[ShardName, NoAnswer] = field(default_factory=dict[ShardName, NoAnswer])
 
     @property
     def unavailable(self) -> list[ShardName]:
-        return [refusal.shard for refusal in self.refusals]
+        return list(self.refusals)
 
     def require(self, count: int) -> None:
         """Raises the first refusal if fewer than `count` ids were found and a shard that may know the missing ids did
         not answer."""
         if self.refusals and len(self.answers) < count:
-            raise self.refusals[0]
+            raise next(iter(self.refusals.values()))
 
 
 async def find(
@@ -99,22 +99,22 @@ async def find(
 
     `ask` gets positions of ids, and returns the answers for those ids that the shard knows. `at` limits the search to
     these positions. An id counts as unknown only if the current placement was used to look for it. Raises
-    ShardUnavailable if no shard answers, and every other error of `ask`.
+    NoAnswer if no shard answers, and every other error of `ask`.
     """
     found = Found[_T]()
     unknown: Sequence[int] = range(len(ids)) if at is None else at
     while True:
         placement = fleet.placement(org)
-        found.refusals = []
+        found.refusals = {}
         answered = False
         for name, positions in _itinerary(placement, ids, unknown):
             try:
                 found.answers.update(await ask(fleet.placed(name).require_up(), positions))
                 answered = True
-            except ShardUnavailable as error:
-                found.refusals.append(error)
+            except NoAnswer as error:
+                found.refusals[name] = error
         if found.refusals and not answered:
-            raise found.refusals[-1]
+            raise next(reversed(found.refusals.values()))
         unknown = [position for position in unknown if position not in found.answers]
         if not unknown or found.refusals:
             return found
@@ -122,7 +122,7 @@ async def find(
             if await fleet.is_current(org, placement):
                 return found
         except ShardUnavailable as error:
-            found.refusals.append(error)
+            found.refusals[error.shard] = error
             return found
 
 
@@ -145,6 +145,9 @@ async def decide(
     give_up_s = asyncio.get_running_loop().time() + DEPARTING_S_MAX
     while True:
         found = await find(fleet, org, ids, ask, at=pending)
+        # A job that was departing may be unknown by now.
+        for at in pending:
+            answers.pop(at, None)
         answers.update(found.answers)
         found.require(len(pending))
         pending = [at for at, answer in answers.items() if answer is Answer.DEPARTING]

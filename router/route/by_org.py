@@ -15,7 +15,7 @@ from shard.admin.job_counts import Part, WantedCount
 from shard.admin.job_counts import merged as merged_counts
 from shard.admin.job_pages import Key, Listed, Page, Wanted, merged
 from shard.admin.queue_admin import Chunk, LeavingCounts, QueueCounts
-from shard.errors import ShardUnavailable, UnknownQueue
+from shard.errors import NoAnswer, ShardUnavailable, UnknownQueue
 from shard.placement.slots import Placement
 from shard.vocabulary import FINISHED, JobId, NewJobs, OrgId, QueueName, ShardName
 from windrow.ids import uuid7
@@ -44,7 +44,7 @@ async def ask_readers(
 ) -> Asked[_T]:
     """Asks every shard of the org's current placement, in the order in which jobs move, so that no job is missed.
 
-    `finished`: asks former owners first, which may still hold finished jobs. Raises ShardUnavailable if no shard
+    `finished`: asks former owners first, which may still hold finished jobs. Raises NoAnswer if no shard
     answers, UnknownQueue if no shard that answers knows the queue, and every other error of `ask`.
     """
     while True:
@@ -52,7 +52,7 @@ async def ask_readers(
         asked, refusal = await _ask_all(fleet, placement, ask, finished=finished)
         if asked.answers:
             refusal = None
-        elif isinstance(refusal, ShardUnavailable):
+        elif isinstance(refusal, NoAnswer):
             raise refusal
         try:
             if not await fleet.is_current(org, placement):
@@ -66,14 +66,14 @@ async def ask_readers(
 
 async def _ask_all(
     fleet: Fleet, placement: Placement, ask: Callable[[ShardHandle], Awaitable[_T]], *, finished: bool
-) -> tuple[Asked[_T], ShardUnavailable | UnknownQueue | None]:
-    """Also returns the error of a shard that gave no answer, or None."""
+) -> tuple[Asked[_T], NoAnswer | UnknownQueue | None]:
+    """Returns the answers of the shards, and the error of a shard that gave none (None: all shards gave an answer)."""
     asked = Asked[_T]([], [], placement)
-    refusal: ShardUnavailable | UnknownQueue | None = None
+    refusal: NoAnswer | UnknownQueue | None = None
     for name in _names(placement, finished=finished):
         try:
             asked.answers.append((name, await ask(fleet.placed(name).require_up())))
-        except ShardUnavailable as error:
+        except NoAnswer as error:
             asked.unavailable.append(name)
             refusal = error
         except UnknownQueue as error:
@@ -162,7 +162,8 @@ async def count_readers(fleet: Fleet, wanted: WantedCount, *, page_token: str) -
     while True:
         several = len(_names(fleet.placement(wanted.org), finished=finished)) > 1
         asked = await ask_readers(fleet, wanted.org, partial(ask, with_ids=several), finished=finished)
-        # If neither holds, a move has begun meanwhile, and a job may be on two shards: count again, with ids.
+        # If several shards have answered without ids, a move has begun meanwhile, and a job may be on two shards: count
+        # again, with ids.
         if several or len(asked.answers) == 1:
             return merged_counts([part for _, part in asked.answers]), asked.unavailable
 
@@ -250,6 +251,6 @@ def _sum(counts: Sequence[QueueCounts]) -> QueueCounts:
         cancelled=sum(part.cancelled for part in counts),
         oldest_ready_age_us=max(ages, default=None),
         next_due=min(dues, default=None),
-        # The shards may disagree, so `summed` sets it from its `paused`.
+        # The shards may disagree about this. `summed` sets it, from its argument `paused`.
         paused=False,
     )

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
 from router.route.by_id import find, find_duplicates
-from shard.errors import BadIds, LimitReached, ShardUnavailable
+from shard.errors import BadIds, LimitReached, NoAnswer
 from shard.placement.slots import Placement
-from shard.queue.coalescer import TooManyWaiting
 from shard.vocabulary import JobId, Known, NewJobs
 
 
@@ -27,7 +26,7 @@ async def describe(fleet: Fleet, jobs: NewJobs, duplicates: Mapping[int, JobId])
 
     try:
         found = await find(fleet, jobs.org, ids, ask)
-    except (ShardUnavailable, TooManyWaiting):
+    except NoAnswer:
         return {}
     return {at[position]: known for position, known in found.answers.items()}
 
@@ -36,7 +35,7 @@ async def store(fleet: Fleet, jobs: NewJobs, *, hand: bool, independent: bool = 
     """Stores jobs and wakes consumers that wait for them. `hand`: leases the jobs to waiting consumers in the same
     insert. `independent`: each job may be stored alone, so LimitReached names only the jobs that are too many. Returns
     the positions of jobs that were known already, with the id that each is known under. Raises BadIds, TooManyQueues,
-    LimitReached, ShardUnavailable, TooManyWaiting."""
+    LimitReached, NoAnswer."""
 
     async def on(member: ShardHandle, placement: Placement) -> dict[int, JobId]:
         member.require_open()

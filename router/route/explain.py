@@ -12,11 +12,11 @@ from router.codec.causes import Surroundings, Waiting
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
 from router.fleet.starts import SpentLimit
+from router.fleet.waiter import Recipient
 from router.route.by_id import find
 from router.route.by_org import Asked, ask_readers
-from shard.errors import ShardUnavailable, UnknownJob
+from shard.errors import NoAnswer, ShardUnavailable, UnknownJob
 from shard.limits import ALL_QUEUES
-from shard.queue.coalescer import TooManyWaiting
 from shard.queue.explain import COUNTED_MAX, ConsumersOf, JobFacts, QueueFacts
 from shard.vocabulary import CATALOG, JobId, OrgId, QueueName, ShardName
 from windrow.v1 import admin_pb2
@@ -32,7 +32,7 @@ async def explain_job(fleet: Fleet, buffer: Buffer, org: OrgId, job_id: JobId) -
 
     try:
         found = await find(fleet, org, [job_id], ask)
-    except ShardUnavailable:
+    except NoAnswer:
         return causes.of_unknown_job(Surroundings(troubles=_troubles(fleet, fleet.placement(org).reads)))
     if not found.answers:
         if not found.refusals:
@@ -47,7 +47,7 @@ async def explain_queue(fleet: Fleet, buffer: Buffer, org: OrgId, queue: QueueNa
     """Raises UnknownQueue if no shard that answers knows the queue."""
     try:
         asked = await ask_readers(fleet, org, lambda member: member.store.explain_queue(org, queue))
-    except ShardUnavailable:
+    except NoAnswer:
         reads = fleet.placement(org).reads
         return causes.of_queue(None, Surroundings(troubles=_troubles(fleet, reads)))
     members = [fleet.placed(name) for name, _ in asked.answers]
@@ -67,14 +67,15 @@ async def _surroundings(
     """Returns what this process knows about an org and its queue on these shards. `away`: other shards of the org,
     which did not answer."""
     placement = fleet.placement(org)
-    waiting = {
+    waiting: dict[Recipient, None] = {
         waiter: None
         for member in members
         if queue is not None and (awaited := member.room.queue(org, queue)) is not None
         for waiter in awaited.waiters
     }
     if queue is not None:
-        waiting.update(dict.fromkeys(fleet.pools.waiters(queue)))
+        for consumer in fleet.pools.waiters(queue):
+            waiting[consumer] = None
     ahead = None if queue is None else fleet.pools.ahead(org, queue)
     waits_for_memory = any(buffer.waits(org, member.name) for member in members)
     return Surroundings(
@@ -106,7 +107,7 @@ async def _in_flight_limits(
         assert limits is not None
         try:
             of_org, of_queue = await member.store.count_in_flight(org, queue, limits)
-        except (ShardUnavailable, TooManyWaiting):
+        except NoAnswer:
             continue
         for whose, most, count in ((ALL_QUEUES, limits.of_org, of_org), (queue, limits.of_queue, of_queue)):
             if most is not None and count == most:

@@ -15,7 +15,7 @@ from shard.errors import BadIds
 from shard.job_record import ANSWER_BYTES_MAX, JobRecord, as_new
 from shard.vocabulary import LIVE, JobId, JobState, OrgId
 
-# The attribute of the new job that holds the old job's id (docs/internals.md documents it).
+# The attribute in which a new job holds the id of its old job (docs/internals.md documents it).
 RESTORED_FROM = "windrow.restored_from"
 
 
@@ -61,7 +61,7 @@ async def restore(
             elif JobState(records[old].state) in LIVE:
                 restored[at] = Refusal.LIVE
             elif records[old].awaited_signal:
-                # Its copy would be in no workflow, so a worker would get it.
+                # The new job would be in no workflow, so a worker would get it.
                 restored[at] = Refusal.SIGNAL
             else:
                 ended[at] = records[old]

@@ -4,12 +4,12 @@ be on any shard (docs/decisions/0065-a-retry-is-a-new-workflow.md)."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
+from router.calculator import Calculator
 from router.fleet.fleet import Fleet
 from router.route.restore import look_up
 from shard.errors import NotRetryable
@@ -24,6 +24,7 @@ from shard.workflow import (
     NodeState,
     OnFailed,
     WorkflowId,
+    WorkflowRecord,
     WorkflowState,
     job_id_of,
 )
@@ -37,27 +38,38 @@ _NAMED_MAX = 10
 
 
 class Retry(NamedTuple):
-    """A workflow that retries another one, and the dead jobs of the old workflow, whose work is done again."""
+    """A workflow that retries another one (None: it is stored already), and the dead jobs of the old workflow, whose
+    work is done again."""
 
-    workflow: NewWorkflow
+    workflow: NewWorkflow | None
     dead: Sequence[JobId]
 
 
 async def retry_of(
-    fleet: Fleet, workflows: WorkflowAdmin, org: OrgId, old: WorkflowId, new: WorkflowId, *, trace: str | None
+    fleet: Fleet,
+    workflows: WorkflowAdmin,
+    org: OrgId,
+    old: WorkflowId,
+    new: WorkflowId,
+    *,
+    trace: str | None,
+    calculator: Calculator,
 ) -> Retry:
     """Returns the workflow `new` that retries `old`. `workflows` is the WorkflowAdmin of the shard that has `old`.
-    Raises UnknownWorkflow, NotRetryable, and ShardUnavailable, for example if a shard that may have one of the jobs
-    does not answer."""
+    Raises UnknownWorkflow, NotRetryable, WorkflowExists, and ShardUnavailable, for example if a shard that may have one
+    of the jobs does not answer. Raises what `calculator` raises."""
     record = await workflows.get(org, old)
     if WorkflowState(record.state) not in _RETRYABLE:
         raise NotRetryable(
             old, "it has succeeded" if record.ended_at is not None else "it still runs: wait for its end, or cancel it"
         )
+    digest = hashlib.sha256(f"a retry of {old}".encode()).digest()
     nodes = await _nodes(workflows, org, old)
     ended = [_as_ended(node) for node in nodes if node.state in _DONE and node.callback is None]
     again = [node for node in nodes if node.callback is not None or node.state not in _DONE]
     records = await _whole(fleet, org, [node.job_id for node in again])
+    if await workflows.is_known(org, new, digest):
+        return Retry(None, _dead(again, records))
     running: list[NodeRecord] = []
     for node in again:
         found = records.get(node.job_id)
@@ -74,6 +86,33 @@ async def retry_of(
             running.append(node)
     if all(node.callback is not None for node in running):
         raise NotRetryable(old, "the jobs of all its nodes have succeeded by now")
+
+    def workflow() -> NewWorkflow:
+        return _workflow(org, record, new, digest, nodes, running, records, ended, trace)
+
+    # A workflow of 100,000 edges takes half a second.
+    return Retry(await calculator.run(org, workflow), _dead(running, records))
+
+
+def _dead(nodes: Sequence[NodeRecord], records: Mapping[JobId, JobRecord]) -> list[JobId]:
+    jobs = [node.job_id for node in nodes if node.callback is None and node.job_id in records]
+    return [job for job in jobs if records[job].state == JobState.DEAD.value]
+
+
+def _workflow(
+    org: OrgId,
+    record: WorkflowRecord,
+    new: WorkflowId,
+    digest: bytes,
+    nodes: Sequence[NodeRecord],
+    running: Sequence[NodeRecord],
+    records: Mapping[JobId, JobRecord],
+    ended: Sequence[EndedNode],
+    trace: str | None,
+) -> NewWorkflow:
+    """Returns the workflow that retries `record`. Of its nodes, those in `running` run again, and those in `ended` do
+    not. `records` are the jobs of `running`. Raises NotRetryable."""
+    old = WorkflowId(record.id)
     jobs = as_new(org, [records[node.job_id] for node in running], [job_id_of(new, node.number) for node in running])
     for at, node in enumerate(running):
         if node.run_at is not None:
@@ -88,14 +127,14 @@ async def retry_of(
         for node in nodes
         for parent, policy in zip(node.after or (), node.policies or (), strict=True)
     )
-    if cycle := await asyncio.to_thread(_cycle, edges, {node.number for node in running}):
+    if cycle := _cycle(edges, {node.number for node in running}):
         names = {node.number: node.name for node in nodes}
         circle = ", ".join(repr(names[number]) for number in cycle[:_NAMED_MAX])
         raise NotRetryable(old, f"nodes that run again would wait for each other, each for the next one: {circle}")
-    workflow = NewWorkflow(
+    return NewWorkflow(
         id=new,
         name=record.name,
-        digest=hashlib.sha256(f"a retry of {old}".encode()).digest(),
+        digest=digest,
         numbers=[node.number for node in running],
         names=[node.name for node in running],
         jobs=jobs,
@@ -106,10 +145,6 @@ async def retry_of(
         added_by={node.number: node.added_by for node in nodes if node.added_by is not None},
         signals={node.number for node in running if node.is_signal},
     )
-    dead = [
-        node.job_id for node in running if node.callback is None and records[node.job_id].state == JobState.DEAD.value
-    ]
-    return Retry(workflow, dead)
 
 
 def _cycle(edges: Sequence[Edge], running: Collection[int]) -> Sequence[int]:
@@ -124,7 +159,8 @@ def _cycle(edges: Sequence[Edge], running: Collection[int]) -> Sequence[int]:
     try:
         sorter.prepare()
     except CycleError as error:
-        # It has the first node also at its end, and names each node before those that wait for it.
+        # In this list each node comes before the node that waits for it. The first node is in it once more, as the last
+        # one.
         return tuple(reversed(error.args[1]))
     return ()
 

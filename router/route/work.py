@@ -12,7 +12,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
 from router.route.shared import Shared
 from shard.admin.queue_admin import Work
-from shard.errors import ShardUnavailable
+from shard.errors import NoAnswer
 from shard.placement.cluster_file import ShardState
 from shard.vocabulary import OrgId, QueueName, ShardName
 
@@ -42,13 +42,13 @@ class WorkCounts:
         self._used: OrderedDict[_Queue, tuple[float, int]] = OrderedDict()
 
     async def any(self, org: OrgId | None, queue: QueueName) -> bool:
-        """Returns whether there is work. Raises ShardUnavailable if no work was seen but a shard does not answer: that
+        """Returns whether there is work. Raises NoAnswer if no work was seen but a shard does not answer: that
         shard may have work."""
         return await self._any.get(_Queue(org, queue))
 
     async def count(self, org: OrgId | None, queue: QueueName, *, jobs_max: int) -> int:
         """Returns how many ready and leased jobs there are, counting at most `jobs_max` on each shard. A shard that
-        does not answer is left out: nobody can work on its jobs. Raises ShardUnavailable if no shard answers."""
+        does not answer is left out: nobody can work on its jobs. Raises NoAnswer if no shard answers."""
         wanted = _Queue(org, queue, jobs_max)
         used = self._used.get(wanted)
         if used is not None and time.monotonic() < used[0]:
@@ -82,14 +82,14 @@ class WorkCounts:
 
     async def _ask(
         self, org: OrgId | None, ask: Callable[[ShardHandle], Awaitable[_T]]
-    ) -> tuple[list[_T], ShardUnavailable | None]:
+    ) -> tuple[list[_T], NoAnswer | None]:
         """Asks all shards that may have the org's jobs. Returns their answers, and the error of a shard that gave no
         answer, if there is one."""
 
-        async def one(name: ShardName) -> _T | ShardUnavailable:
+        async def one(name: ShardName) -> _T | NoAnswer:
             try:
                 return await ask(self._fleet.placed(name).require_up())
-            except ShardUnavailable as error:
+            except NoAnswer as error:
                 return error
 
         if org is None:
@@ -97,5 +97,5 @@ class WorkCounts:
         else:
             names = list(self._fleet.placement(org).reads)
         asked = await asyncio.gather(*map(one, names))
-        answers = [answer for answer in asked if not isinstance(answer, ShardUnavailable)]
-        return answers, next((answer for answer in asked if isinstance(answer, ShardUnavailable)), None)
+        answers = [answer for answer in asked if not isinstance(answer, NoAnswer)]
+        return answers, next((answer for answer in asked if isinstance(answer, NoAnswer)), None)

@@ -14,7 +14,7 @@ from router.codec.status import InvalidRequest, Violation
 from router.codec.validate import check_list_jobs, check_update_queue, unfit_new_ids
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
-from router.gate.calls import ANSWER_HELD_BYTES, unary
+from router.gate.calls import ANSWER_HELD_BYTES, SMALL_ANSWER_BYTES, unary
 from router.gate.tracing import current_trace
 from router.route.by_org import ask_readers, change_readers, count_readers, list_readers, paused_queues, summed
 from router.route.explain import explain_job, explain_queue
@@ -35,6 +35,8 @@ _PAGE_DEFAULT = 100
 # How many jobs of a page are made ready to send before other calls get their turn.
 _PAGE_SLICE = 10
 _LIMIT_DEFAULT = 1000
+# The memory of an answer that says why jobs do not run: causes with names of kinds and nodes, and with a failure.
+_EXPLANATION_BYTES = 192 * 1024
 # The lowest rate of a redrive: jobs that it makes due in a second.
 _REDRIVE_RATE_MIN = 0.001
 _REFUSALS = {
@@ -52,7 +54,7 @@ class AdminService:
         self._fleet = fleet
         self._buffer = buffer
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def CreateQueue(self, request: admin_pb2.CreateQueueRequest) -> admin_pb2.CreateQueueResponse:
         org, queue, settings = OrgId(request.org), QueueName(request.queue), convert.queue_settings(request.config)
 
@@ -63,13 +65,13 @@ class AdminService:
 
         return admin_pb2.CreateQueueResponse(queue=await self._fleet.write(org, create))
 
-    @unary(check_update_queue)
+    @unary(check_update_queue, answer_bytes=SMALL_ANSWER_BYTES)
     async def UpdateQueue(self, request: admin_pb2.UpdateQueueRequest) -> admin_pb2.UpdateQueueResponse:
         config, reset = convert.queue_changes(request)
         org, queue, settings = OrgId(request.org), QueueName(request.queue), convert.queue_settings(config)
         return admin_pb2.UpdateQueueResponse(queue=await self._alter(org, queue, settings, reset=reset))
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def GetQueue(self, request: admin_pb2.GetQueueRequest) -> admin_pb2.GetQueueResponse:
         org = OrgId(request.org)
 
@@ -79,7 +81,7 @@ class AdminService:
 
         return admin_pb2.GetQueueResponse(queue=await self._fleet.read(org, get))
 
-    @unary()
+    @unary(answer_bytes=ANSWER_HELD_BYTES)
     async def ListQueues(self, request: admin_pb2.ListQueuesRequest) -> admin_pb2.ListQueuesResponse:
         org = OrgId(request.org)
 
@@ -94,7 +96,7 @@ class AdminService:
 
         return await self._fleet.read(org, list_queues)
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def DeleteQueue(self, request: admin_pb2.DeleteQueueRequest) -> admin_pb2.DeleteQueueResponse:
         org, queue = OrgId(request.org), QueueName(request.queue)
 
@@ -108,15 +110,15 @@ class AdminService:
         await self._fleet.write(org, delete)
         return admin_pb2.DeleteQueueResponse()
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def PauseQueue(self, request: admin_pb2.PauseQueueRequest) -> admin_pb2.PauseQueueResponse:
         return admin_pb2.PauseQueueResponse(queue=await self._set_paused(request.org, request.queue, paused=True))
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def ResumeQueue(self, request: admin_pb2.ResumeQueueRequest) -> admin_pb2.ResumeQueueResponse:
         return admin_pb2.ResumeQueueResponse(queue=await self._set_paused(request.org, request.queue, paused=False))
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def PurgeQueue(self, request: admin_pb2.PurgeQueueRequest) -> admin_pb2.PurgeQueueResponse:
         org, queue, limit = OrgId(request.org), QueueName(request.queue), request.limit or _LIMIT_DEFAULT
 
@@ -150,7 +152,7 @@ class AdminService:
         response.next_page_token = "" if until is None else job_pages.pack(*until)
         return response
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def CountJobs(self, request: admin_pb2.CountJobsRequest) -> admin_pb2.CountJobsResponse:
         part, away = await count_readers(self._fleet, convert.wanted_count(request), page_token=request.page_token)
         return admin_pb2.CountJobsResponse(count=part.count, next_page_token=part.next_token, unavailable_shards=away)
@@ -170,7 +172,7 @@ class AdminService:
         )
         return admin_pb2.RestoreJobsResponse(results=map(_restore_result, restored))
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def RedriveQueue(self, request: admin_pb2.RedriveQueueRequest) -> admin_pb2.RedriveQueueResponse:
         org, queue, limit = OrgId(request.org), QueueName(request.queue), request.limit or _LIMIT_DEFAULT
         if 0 < request.per_second < _REDRIVE_RATE_MIN:
@@ -194,7 +196,7 @@ class AdminService:
         redriven = await change_readers(self._fleet, org, queue, limit, redrive)
         return admin_pb2.RedriveQueueResponse(redriven=redriven, limit_reached=redriven >= limit)
 
-    @unary()
+    @unary(answer_bytes=ANSWER_HELD_BYTES)
     async def GetStats(self, request: admin_pb2.GetStatsRequest) -> admin_pb2.GetStatsResponse:
         org = OrgId(request.org)
         queue = QueueName(request.queue) if request.queue else None
@@ -218,7 +220,7 @@ class AdminService:
         found = await self._fleet.read(org, lambda member: member.store.quarantines(org, queue))
         return admin_pb2.ListQuarantinesResponse(quarantines=map(convert.quarantine, found))
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def QuarantineKind(self, request: admin_pb2.QuarantineKindRequest) -> admin_pb2.QuarantineKindResponse:
         org, queue = OrgId(request.org), QueueName(request.queue)
 
@@ -232,7 +234,7 @@ class AdminService:
         await self._fleet.write(org, add)
         return admin_pb2.QuarantineKindResponse()
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def ReleaseKind(self, request: admin_pb2.ReleaseKindRequest) -> admin_pb2.ReleaseKindResponse:
         org, queue = OrgId(request.org), QueueName(request.queue)
 
@@ -244,11 +246,11 @@ class AdminService:
 
         return admin_pb2.ReleaseKindResponse(released=await self._fleet.write(org, release))
 
-    @unary()
+    @unary(answer_bytes=_EXPLANATION_BYTES)
     async def ExplainJob(self, request: admin_pb2.ExplainJobRequest) -> admin_pb2.ExplainJobResponse:
         return await explain_job(self._fleet, self._buffer, OrgId(request.org), JobId(request.id))
 
-    @unary()
+    @unary(answer_bytes=_EXPLANATION_BYTES)
     async def ExplainQueue(self, request: admin_pb2.ExplainQueueRequest) -> admin_pb2.ExplainQueueResponse:
         return await explain_queue(self._fleet, self._buffer, OrgId(request.org), QueueName(request.queue))
 

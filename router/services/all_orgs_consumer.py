@@ -12,9 +12,6 @@ from router.fleet.org_pool import OrgPool
 from router.services.consumer import Receiver
 from shard.vocabulary import OrgId, QueueName
 
-# The Waiter protocol needs an org, and a consumer of all orgs has none.
-_NO_ORG = OrgId("")
-
 
 class AllOrgsConsumer:
     """Takes jobs of all orgs for one receiver while `serve` runs, as Consumer does for one org. `account` is the
@@ -33,7 +30,6 @@ class AllOrgsConsumer:
         kinds: Sequence[str] = (),
         credit: int = 0,
     ) -> None:
-        self.org = _NO_ORG
         self.queues = queues
         self.kinds = kinds
         self.worker = worker
@@ -41,7 +37,6 @@ class AllOrgsConsumer:
         self.credit = credit
         self.account = account
         self.idle = True
-        self.promised = False
         self._pools = fleet.pools
         self._receiver = receiver
         self._pool: OrgPool | None = None
@@ -59,10 +54,6 @@ class AllOrgsConsumer:
     def full(self) -> bool:
         return self._receiver.is_full()
 
-    @property
-    def looking(self) -> bool:
-        return False
-
     def account_of(self, org: OrgId) -> Account:
         return self.account.of(org)
 
@@ -74,6 +65,13 @@ class AllOrgsConsumer:
     def add_credit(self, jobs: int) -> None:
         self.credit += jobs
         self.wake()
+
+    def keep_places(self, jobs: int) -> None:
+        self.credit -= jobs
+
+    def free_places(self, unused: int) -> None:
+        if unused:
+            self.add_credit(unused)
 
     def wake(self) -> None:
         if self._pool is not None and not self._closed:

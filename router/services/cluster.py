@@ -13,7 +13,7 @@ from router.codec.status import InvalidRequest, Violation
 from router.fleet.fleet import Fleet
 from router.fleet.reload import Reloader
 from router.fleet.shard_handle import ShardHandle
-from router.gate.calls import ANSWER_HELD_BYTES, DEADLINE_S_MAX, streamed_answer, unary
+from router.gate.calls import ANSWER_HELD_BYTES, DEADLINE_S_MAX, SMALL_ANSWER_BYTES, streamed_answer, unary
 from router.route.all_orgs import list_orgs
 from shard.admin import limits, weights
 from shard.admin.queue_admin import OrgBooks
@@ -37,7 +37,7 @@ class ClusterService:
         self._fleet = fleet
         self._reloader = reloader
 
-    @unary()
+    @unary(answer_bytes=ANSWER_HELD_BYTES)
     async def ListShards(self, request: cluster_pb2.ListShardsRequest) -> cluster_pb2.ListShardsResponse:
         members, holdings = self._fleet.shards(), self._fleet.holdings()
         shards = await asyncio.gather(
@@ -46,7 +46,7 @@ class ClusterService:
         unnamed = [_not_in_file(name, holding) for name, holding in holdings.items() if name not in members]
         return cluster_pb2.ListShardsResponse(shards=[*shards, *unnamed], cluster_file=self._cluster_file())
 
-    @streamed_answer(deadline_s=5 * DEADLINE_S_MAX)
+    @streamed_answer(answer_bytes=ANSWER_HELD_BYTES, deadline_s=5 * DEADLINE_S_MAX)
     async def CheckShard(
         self, request: cluster_pb2.CheckShardRequest
     ) -> AsyncGenerator[cluster_pb2.CheckShardResponse, None]:
@@ -66,7 +66,7 @@ class ClusterService:
         if faults:
             yield cluster_pb2.CheckShardResponse(workflow_faults=map(convert.workflow_fault, faults))
 
-    @unary()
+    @unary(answer_bytes=ANSWER_HELD_BYTES)
     async def ListOrgs(self, request: cluster_pb2.ListOrgsRequest) -> cluster_pb2.ListOrgsResponse:
         found = await list_orgs(
             self._fleet,
@@ -84,7 +84,7 @@ class ClusterService:
             answer.age.CopyFrom(convert.duration(found.age_us))
         return answer
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def SetLimit(self, request: cluster_pb2.SetLimitRequest) -> cluster_pb2.SetLimitResponse:
         key, interval_us = limit_key(request), convert.micros(request.interval)
         if key.measure.has_interval != request.HasField("interval"):
@@ -95,7 +95,7 @@ class ClusterService:
         )
         return cluster_pb2.SetLimitResponse(limit=limit_message(limit))
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def ClearLimit(self, request: cluster_pb2.ClearLimitRequest) -> cluster_pb2.ClearLimitResponse:
         cleared = await limits.clear(self._fleet.catalog_database, limit_key(request))
         return cluster_pb2.ClearLimitResponse(cleared=cleared)
@@ -107,7 +107,7 @@ class ClusterService:
             limits=[limit_message(table.limits[key]) for key in sorted(table.limits)]
         )
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def SetWeight(self, request: cluster_pb2.SetWeightRequest) -> cluster_pb2.SetWeightResponse:
         await weights.set_weight(self._fleet.catalog_database, OrgId(request.org), request.weight)
         return cluster_pb2.SetWeightResponse()

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from itertools import chain
 from typing import Any
 
-from google.protobuf.message import DecodeError
+import grpc
 
 from router.codec import convert
 from router.codec.fast_write import Delivery
 from router.codec.lease_verbs import VERBS, LeaseVerb, entries_of, not_ok, tokens
-from router.codec.status import InvalidRequest, MessageTooLarge, RequestLate, ShuttingDown, StreamExpired, Violation
+from router.codec.status import (
+    INTERNAL,
+    InvalidRequest,
+    MessageTooLarge,
+    RequestLate,
+    ShuttingDown,
+    StreamExpired,
+    Violation,
+    status_of,
+)
 from router.codec.validate import check, check_consume
 from router.fleet.fleet import Fleet
 from router.gate.admission import DRAIN_S, Context, Gate
@@ -25,9 +35,10 @@ from router.services.all_orgs_consumer import AllOrgsConsumer
 from router.services.consumer import Consumer, ConsumerFields
 from shard.errors import ShardError
 from shard.lease_token import org_of_token
-from shard.queue.coalescer import TooManyWaiting
 from shard.vocabulary import OrgId, QueueName, ShardName
 from windrow.v1 import job_pb2, queue_pb2
+
+_log = logging.getLogger(__name__)
 
 CREDIT_MAX = 10_000
 # Upper bound for the bytes of jobs that wait to be written; above it the stream stops claiming.
@@ -47,8 +58,6 @@ _SETTLING_MAX = 64
 _START_S_MAX = 10.0
 # The time limit for settling one message. It ends before clients take the silence for a dead connection.
 _SETTLE_S_MAX = 8.0
-# ConsumeRequest.request_id, a varint.
-_REQUEST_ID_TAG = bytes([queue_pb2.ConsumeRequest.REQUEST_ID_FIELD_NUMBER << 3])
 
 
 async def first_message(messages: AsyncIterator[Received], draining: asyncio.Event) -> Received | None:
@@ -77,17 +86,22 @@ async def first_message(messages: AsyncIterator[Received], draining: asyncio.Eve
     return received
 
 
-def request_id_of(head: bytes) -> int:
-    """Returns the request_id of a ConsumeRequest by its first bytes, or 0 if they are not those of a request_id.
-    Libraries write fields in the order of their numbers, and request_id has the lowest."""
-    if head[:1] != _REQUEST_ID_TAG:
-        return 0
-    end = next((at + 1 for at, byte in enumerate(head) if at and byte < 0x80), 0)
-    try:
-        return queue_pb2.ConsumeRequest.FromString(head[:end]).request_id
-    except DecodeError:
-        # Its varint is too long.
-        return 0
+def _gravest(errors: Sequence[BaseException]) -> BaseException:
+    """Returns the error with which a stream ends, of those that occurred at the same time, and logs the others. A fault
+    of the router is graver than an error that was expected, and the least is that the client is gone."""
+
+    def gravity(error: BaseException) -> int:
+        if isinstance(error, grpc.aio.InternalError):
+            # gRPC could not write.
+            return 0
+        return 2 if status_of(error).code == INTERNAL else 1
+
+    gravest = max(errors, key=gravity)
+    for error in errors:
+        if error is not gravest:
+            level = logging.ERROR if gravity(error) == 2 else logging.DEBUG
+            _log.log(level, "a stream that ended with %r also failed otherwise", gravest, exc_info=error)
+    return gravest
 
 
 class Stream:
@@ -197,7 +211,7 @@ class Stream:
                     timers.append(loop.call_later(ends_after_s - left_s, wind_down, left_s))
                 group.create_task(self._write())
         except BaseExceptionGroup as group_error:
-            raise group_error.exceptions[0] from None
+            raise _gravest(group_error.exceptions) from None
         except asyncio.CancelledError as cancelled:
             # The traceback refers to the group's frame, and that frame to the exception: break the reference cycle.
             raise cancelled.with_traceback(None) from None
@@ -240,12 +254,11 @@ class Stream:
         self._client_closed = True
 
     def _refuse(self, error: MessageTooLarge) -> None:
-        """Answers a message that was not decoded. If the message does not begin with a request_id, raises the error,
-        which ends the stream."""
-        request_id = request_id_of(error.head)
-        if not request_id:
+        """Answers a message that was not decoded. If the message has no request_id, raises the error, which ends the
+        stream."""
+        if not error.request_id:
             raise error
-        self._settled.append((queue_pb2.Settled(request_id=request_id, error=status_for(error)), 0))
+        self._settled.append((queue_pb2.Settled(request_id=error.request_id, error=status_for(error)), 0))
         self._to_write.set()
 
     def _take(self, received: Received, group: asyncio.TaskGroup) -> None:
@@ -266,7 +279,7 @@ class Stream:
             async with asyncio.timeout(_SETTLE_S_MAX):
                 answers = await self._answers(request)
             settled.not_ok.extend(not_ok(entries_of(request), answers))
-        except (ShardError, TooManyWaiting, TimeoutError) as error:
+        except (ShardError, TimeoutError) as error:
             settled.error.CopyFrom(status_for(error))
         finally:
             self._settling -= 1

@@ -11,11 +11,10 @@ from typing import Protocol, TypedDict
 from router.buffer import Account
 from router.codec import fast_write
 from router.codec.fast_write import Delivery
-from router.fleet.buckets import PAUSE_S
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
-from router.fleet.starts import hold_s, look_again_s
-from shard.errors import RowLocked, ShardUnavailable
+from router.fleet.starts import Held, hold_s, look_again_s
+from shard.errors import NoAnswer
 from shard.queue.claim import CLAIM_BYTES_MAX, CLAIM_BYTES_MIN, bytes_most
 from shard.vocabulary import OrgId, QueueName, ShardName
 
@@ -95,11 +94,30 @@ class Consumer:
         self._closed = False
 
     def add_credit(self, jobs: int) -> None:
-        self.credit += jobs
+        self._raise_credit(jobs)
         if self._waits_for_credit or (self.idle and any(member.room.has_backlog(self) for member in self._entered)):
             self.wake()
         elif self.idle:
             self._tell_ready()
+
+    def keep_places(self, jobs: int) -> None:
+        self.credit -= jobs
+        if self.takes_once:
+            self.idle = False
+            self.promised = True
+
+    def free_places(self, unused: int) -> None:
+        self.promised = False
+        if unused:
+            self._raise_credit(unused)
+            self.wake()
+
+    def _raise_credit(self, jobs: int) -> None:
+        had_none = self.credit <= 0
+        self.credit += jobs
+        if had_none:
+            for member in self._entered:
+                member.room.has_credit(self)
 
     @property
     def all_orgs(self) -> bool:
@@ -211,8 +229,8 @@ class Consumer:
             member.room.rests(self)
 
     async def claim(self, members: Sequence[ShardHandle], *, woken: bool = False) -> bool:
-        """Claims jobs from these shards, up to the credit. Returns whether there may be more. `woken`: something woke
-        this consumer, which may have been a job that is due later. Raises ShardUnavailable if no shard answers."""
+        """Claims jobs from these shards, up to the credit. Returns whether there may be more. `woken`: the consumer was
+        woken, perhaps by a job that is due later. Raises NoAnswer if no shard answers."""
         unavailable = set[ShardName]()
         brought = False
         most = min(self.credit, _JOBS_MAX)
@@ -237,42 +255,32 @@ class Consumer:
                 # Jobs that have come from another shard must not wait for memory for this shard's jobs.
                 return True
             try:
-                wanted = room_for = min(self.credit, most)
-                if wanted <= 0:
+                room_for = min(self.credit, most)
+                if room_for <= 0:
                     return True
-                permit = None
-                if buckets:
-                    permit = await self._fleet.starts.draw(self.org, buckets, wanted)
-                    if permit is None:
-                        member.room.hold(self.org, queues, look_again_s(buckets))
-                        continue
-                    wanted = permit.jobs
-                claim = member.store.claim(
+                claimed = await self._fleet.starts.claim(
+                    member.store,
                     self.org,
-                    queues,
-                    max_jobs=wanted,
+                    part,
+                    max_jobs=room_for,
                     window_us=self.window_us,
                     worker=self.worker,
                     bytes_max=room,
-                    in_flight=in_flight,
                 )
-                taken = await (claim if permit is None else permit.spend(claim))
+                if isinstance(claimed, Held):
+                    member.room.hold(self.org, queues, claimed.for_s)
+                    continue
+                taken = claimed.result
                 if taken.jobs:
                     brought = True
                     self.credit -= len(taken.jobs)
                     most -= len(taken.jobs)
                     delivery = fast_write.claimed(member.store, self.org, taken.jobs)
-                    if permit is not None:
-                        delivery = delivery._replace(on_unsent=permit.put_back)
+                    if claimed.put_back is not None:
+                        delivery = delivery._replace(on_unsent=claimed.put_back)
                     self.account.hold(delivery.bytes)
                     self.give(delivery)
-            except RowLocked:
-                if in_flight is None:
-                    raise
-                # Another claim of this org takes long, and its leases must be counted first.
-                member.room.hold(self.org, queues, PAUSE_S)
-                continue
-            except ShardUnavailable:
+            except NoAnswer:
                 # Take the jobs of the other shards. When this shard is back, its sweep wakes the consumer.
                 unavailable.add(shard)
                 if len(unavailable) == len(members):
@@ -280,11 +288,12 @@ class Consumer:
                 continue
             finally:
                 self.account.give_back(reserved, shard=shard)
+            room -= taken.bytes
             # The claim ended at a limit (credit, bytes or statements): there may be more jobs.
-            if len(taken.jobs) == wanted or taken.cut or (room := room - taken.bytes) < CLAIM_BYTES_MIN:
+            if not claimed.is_short or room < CLAIM_BYTES_MIN:
                 if self._entered:
                     member.room.found_more(self, queues)
-                if taken.cut or wanted == room_for or room < CLAIM_BYTES_MIN:
+                if taken.cut or claimed.max_jobs == room_for or room < CLAIM_BYTES_MIN:
                     return True
                 # The permit was used up. The next permit may be larger, but the other queues get their turn first.
                 turns.append((member, part))

@@ -15,12 +15,11 @@ from router.fleet.fleet import Fleet
 from router.fleet.watch import Watch
 from router.gate.admission import Gate
 from router.gate.call import current_call
-from router.gate.calls import streamed_answer, unary
+from router.gate.calls import SMALL_ANSWER_BYTES, streamed_answer, unary
 from router.keda import externalscaler_pb2 as keda
 from router.route.work import WorkCounts
 from shard.errors import ShardError
 from shard.fair_quota import FairQuota
-from shard.queue.coalescer import TooManyWaiting
 
 # The most streams of one process. Each stream looks for work every few seconds while there is work.
 STREAMS_MAX = 1_000
@@ -52,12 +51,12 @@ class ExternalScalerService:
         """Ends all streams, because this router is about to end. KEDA calls again, and reaches another router."""
         self._draining.set()
 
-    @unary(check)
+    @unary(check, answer_bytes=SMALL_ANSWER_BYTES)
     async def IsActive(self, request: keda.ScaledObjectRef) -> keda.IsActiveResponse:
         target = target_of(request)
         return keda.IsActiveResponse(result=await self._work.any(target.org, target.queue))
 
-    @streamed_answer(check, deadline_s=_STREAM_S_MAX)
+    @streamed_answer(check, answer_bytes=SMALL_ANSWER_BYTES, deadline_s=_STREAM_S_MAX)
     async def StreamIsActive(self, request: keda.ScaledObjectRef) -> AsyncGenerator[keda.IsActiveResponse, None]:
         target = target_of(request)
         call = current_call()
@@ -84,14 +83,14 @@ class ExternalScalerService:
             ending.cancel()
             self._streams.give_back(call.org)
 
-    @unary(check)
+    @unary(check, answer_bytes=SMALL_ANSWER_BYTES)
     async def GetMetricSpec(self, request: keda.ScaledObjectRef) -> keda.GetMetricSpecResponse:
         target = target_of(request)
         number = target.jobs_per_worker
         spec = keda.MetricSpec(metricName=METRIC, targetSize=number, targetSizeFloat=number)
         return keda.GetMetricSpecResponse(metricSpecs=[spec])
 
-    @unary(check)
+    @unary(check, answer_bytes=SMALL_ANSWER_BYTES)
     async def GetMetrics(self, request: keda.GetMetricsRequest) -> keda.GetMetricsResponse:
         target = target_of(request)
         jobs_max = min(_WORKERS_MAX * target.jobs_per_worker, _COUNTED_MAX)
@@ -103,7 +102,7 @@ class ExternalScalerService:
         """Returns whether there is work. None: this process does not know, because a shard does not answer."""
         try:
             return await self._work.any(target.org, target.queue)
-        except (ShardError, TooManyWaiting):
+        except ShardError:
             return None
 
     async def _end(self, after_s: float) -> None:

@@ -25,7 +25,16 @@ from router.fleet.shard_handle import ShardHandle
 from router.gate.admission import Context, Gate
 from router.gate.auth.access import access_of
 from router.gate.call import Call, current_call
-from router.gate.calls import ANSWER_HELD_BYTES, Received, check_all_orgs, check_org, unary
+from router.gate.calls import (
+    ANSWER_HELD_BYTES,
+    RESERVED_BY_METHOD,
+    SMALL_ANSWER_BYTES,
+    Received,
+    check_all_orgs,
+    check_org,
+    for_each,
+    unary,
+)
 from router.gate.tracing import current_trace
 from router.route.by_id import Found, decide, find
 from router.route.by_lease import Leases
@@ -41,6 +50,10 @@ from shard.vocabulary import LIVE, Answer, JobId, JobState, OrgId, QueueName, Sh
 from windrow.v1 import queue_pb2, server_pb2
 
 _CONSUME = access_of(queue_pb2.DESCRIPTOR.services_by_name["Queue"].methods_by_name["Consume"])
+# The memory of an EnqueueResult for a job that was stored, and for a job that was refused: status_of bounds the message
+# and the violations of an error.
+_RESULT_BYTES = 64
+REFUSAL_BYTES = 7 * 1024
 _JOB_PATH = re.compile(r"jobs\[(\d+)\]")
 _FoundJobs = Found[tuple[ShardName, JobRecord]]
 
@@ -76,9 +89,9 @@ class QueueService:
         # Ack, Nack, Extend and so on.
         for verb in VERBS:
             rules = check_ack if verb.method == "Ack" else check
-            setattr(self, verb.method, unary(rules)(partial(self._settle, verb)))
+            setattr(self, verb.method, unary(rules, answer_bytes=SMALL_ANSWER_BYTES)(partial(self._settle, verb)))
 
-    @unary(_checked_by_method)
+    @unary(_checked_by_method, answer_bytes=for_each(queue_pb2.EnqueueRequest, "jobs", _RESULT_BYTES))
     async def Enqueue(self, request: queue_pb2.EnqueueRequest) -> queue_pb2.EnqueueResponse | bytes:
         results: dict[int, queue_pb2.EnqueueResult] = {}
         # The positions that the jobs of `columns` have in the request.
@@ -92,7 +105,10 @@ class QueueService:
                 raise InvalidRequest(violations)
             # Copied once: each iteration over request.jobs makes new Python objects.
             jobs = list(request.jobs)
-            results = {at: _error(found) for at, found in _by_job(violations).items()}
+            by_job = _by_job(violations)
+            if by_job:
+                await current_call().reserve(len(by_job) * REFUSAL_BYTES)
+            results = {at: _error(found) for at, found in by_job.items()}
             positions = [at for at in positions if at not in results]
             columns = convert.new_jobs(OrgId(request.org), [jobs[at] for at in positions], trace=trace)
         elif trace is not None:
@@ -124,13 +140,14 @@ class QueueService:
                 results.update(zip(positions, convert.enqueue_results(columns.ids, duplicates, known), strict=True))
                 break
             # The shard refused these jobs and stored nothing. Send the remaining jobs again without them.
+            await current_call().reserve(len(refused) * REFUSAL_BYTES)
             results.update((positions[at], result) for at, result in refused.items())
             remaining = [at for at in range(len(columns)) if at not in refused]
             positions = [positions[at] for at in remaining]
             columns = columns.only(remaining)
         return queue_pb2.EnqueueResponse(results=[results[at] for at in range(len(request.jobs))])
 
-    @unary(check_dequeue)
+    @unary(check_dequeue, answer_bytes=RESERVED_BY_METHOD)
     async def Dequeue(self, request: queue_pb2.DequeueRequest) -> bytes:
         window_us = convert.window_us(request)
         wait_s = convert.micros(request.wait) / 1_000_000 if request.HasField("wait") else None
@@ -174,8 +191,11 @@ class QueueService:
         """Finishes the jobs that a Dequeue acks. Returns the leases whose answer is not OK."""
         acks = request.acks
         answers = await self._leases.settle(OrgId(request.org), ACK, acks, field="acks", window_us=0)
-        current_call().give_back(sum(ack.ByteSize() for ack in acks))
-        return not_ok([acks], answers)
+        refused = not_ok([acks], answers)
+        # The answer has the refused leases once more.
+        call, kept = current_call(), sum(one.ByteSize() for one in refused)
+        call.set(call.held - sum(ack.ByteSize() for ack in acks) + kept)
+        return refused
 
     async def _wait_for_first(self, consumer: Consumer, wait_s: float) -> None:
         """Waits until the first jobs have come, `wait_s` is over, or this router drains."""
@@ -259,7 +279,7 @@ class QueueService:
                     return queue_pb2.FindJobResponse(job=convert.job(record, shard))
         return queue_pb2.FindJobResponse()
 
-    @unary()
+    @unary(answer_bytes=RESERVED_BY_METHOD)
     async def WaitJob(self, request: queue_pb2.WaitJobRequest) -> queue_pb2.WaitJobResponse:
         org, job_id = OrgId(request.org), JobId(request.id)
         if request.HasField("wait"):
@@ -304,7 +324,7 @@ class QueueService:
 
         return await find(self._fleet, org, ids, get)
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def CancelJobs(self, request: queue_pb2.CancelJobsRequest) -> queue_pb2.CancelJobsResponse:
         org = OrgId(request.org)
         ids = [JobId(job_id) for job_id in request.ids]
@@ -315,7 +335,7 @@ class QueueService:
         answers = await decide(self._fleet, org, ids, cancel)
         return queue_pb2.CancelJobsResponse(answers=[convert.ANSWERS[answer] for answer in answers])
 
-    @unary(check_alter)
+    @unary(check_alter, answer_bytes=SMALL_ANSWER_BYTES)
     async def AlterJobs(self, request: queue_pb2.AlterJobsRequest) -> queue_pb2.AlterJobsResponse:
         org = OrgId(request.org)
         ids = [JobId(job_id) for job_id in request.ids]
@@ -327,7 +347,7 @@ class QueueService:
         answers = await decide(self._fleet, org, ids, alter)
         return queue_pb2.AlterJobsResponse(answers=[convert.ANSWERS[answer] for answer in answers])
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def RedriveJobs(self, request: queue_pb2.RedriveJobsRequest) -> queue_pb2.RedriveJobsResponse:
         org = OrgId(request.org)
         ids = [JobId(job_id) for job_id in request.ids]
@@ -338,7 +358,7 @@ class QueueService:
         answers = await decide(self._fleet, org, ids, redrive)
         return queue_pb2.RedriveJobsResponse(answers=[convert.ANSWERS[answer] for answer in answers])
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def GetServerInfo(self, _: server_pb2.GetServerInfoRequest) -> server_pb2.GetServerInfoResponse:
         return server_info()
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from itertools import islice
 
+from router.calculator import Calculator
 from router.codec import schedules as codec
 from router.codec.convert import STATES, moment
 from router.fleet.fleet import Fleet
 from router.fleet.schedules import have_ended
 from router.fleet.shard_handle import ShardHandle
-from router.gate.calls import ANSWER_HELD_BYTES, unary
+from router.gate.calls import ANSWER_HELD_BYTES, SMALL_ANSWER_BYTES, unary
 from router.route import by_id
 from shard.errors import ShardError
 from shard.placement.slots import Placement
-from shard.queue.coalescer import SingleCall, TooManyWaiting, single_calls
 from shard.schedule import Overlap, Run, ScheduleName
 from shard.schedules import calendar
 from shard.schedules.schedule_admin import Found
@@ -25,8 +23,10 @@ from windrow.v1 import job_pb2, schedules_pb2
 
 _PAGE_DEFAULT = 100
 _PREVIEW_DEFAULT = 10
-# How many of its next instants the answer about a schedule has.
+# How many of a schedule's next instants an answer about the schedule has.
 _NEXT = 5
+# The memory of an answer with one schedule: its template may have a payload of 64 KiB, and 32 attributes.
+_SCHEDULE_BYTES = 128 * 1024
 
 
 class SchedulesService:
@@ -34,11 +34,10 @@ class SchedulesService:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        # A thread computes previews, one at a time, and orgs take turns. 100 instants of a rare date take 25 ms:
-        # without the thread, the router process would serve nobody else for that time.
-        self._previews = single_calls(lambda: TooManyWaiting("earlier previews of schedules take long; try again"))
+        # 100 instants of a rare date take 25 ms.
+        self._previews = Calculator("previews of schedules")
 
-    @unary(codec.check_create)
+    @unary(codec.check_create, answer_bytes=_SCHEDULE_BYTES)
     async def CreateSchedule(
         self, request: schedules_pb2.CreateScheduleRequest
     ) -> schedules_pb2.CreateScheduleResponse:
@@ -51,7 +50,7 @@ class SchedulesService:
 
         return schedules_pb2.CreateScheduleResponse(schedule=await self._changed(org, create))
 
-    @unary(codec.check_update)
+    @unary(codec.check_update, answer_bytes=_SCHEDULE_BYTES)
     async def UpdateSchedule(
         self, request: schedules_pb2.UpdateScheduleRequest
     ) -> schedules_pb2.UpdateScheduleResponse:
@@ -91,7 +90,7 @@ class SchedulesService:
 
         return await self._fleet.read(org, list_schedules)
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def DeleteSchedule(
         self, request: schedules_pb2.DeleteScheduleRequest
     ) -> schedules_pb2.DeleteScheduleResponse:
@@ -103,19 +102,19 @@ class SchedulesService:
         await self._fleet.write(org, delete)
         return schedules_pb2.DeleteScheduleResponse()
 
-    @unary()
+    @unary(answer_bytes=_SCHEDULE_BYTES)
     async def PauseSchedule(self, request: schedules_pb2.PauseScheduleRequest) -> schedules_pb2.PauseScheduleResponse:
         schedule = await self._set_paused(request.org, request.name, paused=True)
         return schedules_pb2.PauseScheduleResponse(schedule=schedule)
 
-    @unary()
+    @unary(answer_bytes=_SCHEDULE_BYTES)
     async def ResumeSchedule(
         self, request: schedules_pb2.ResumeScheduleRequest
     ) -> schedules_pb2.ResumeScheduleResponse:
         schedule = await self._set_paused(request.org, request.name, paused=False)
         return schedules_pb2.ResumeScheduleResponse(schedule=schedule)
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def TriggerSchedule(
         self, request: schedules_pb2.TriggerScheduleRequest
     ) -> schedules_pb2.TriggerScheduleResponse:
@@ -128,7 +127,7 @@ class SchedulesService:
         job_id, duplicate = await self._fleet.write(org, trigger)
         return schedules_pb2.TriggerScheduleResponse(job_id=job_id, duplicate=duplicate)
 
-    @unary(codec.check_backfill)
+    @unary(codec.check_backfill, answer_bytes=SMALL_ANSWER_BYTES)
     async def BackfillSchedule(
         self, request: schedules_pb2.BackfillScheduleRequest
     ) -> schedules_pb2.BackfillScheduleResponse:
@@ -156,7 +155,7 @@ class SchedulesService:
 
         return await self._fleet.write(org, backfill)
 
-    @unary(codec.check_preview)
+    @unary(codec.check_preview, answer_bytes=SMALL_ANSWER_BYTES)
     async def PreviewSchedule(
         self, request: schedules_pb2.PreviewScheduleRequest
     ) -> schedules_pb2.PreviewScheduleResponse:
@@ -174,7 +173,7 @@ class SchedulesService:
         def instants() -> list[Micros]:
             return list(islice(calendar.after(timing, after), count))
 
-        times = await self._previews.submit(SingleCall(org, 1, partial(asyncio.to_thread, instants)))
+        times = await self._previews.run(org, instants)
         return schedules_pb2.PreviewScheduleResponse(times=codec.times(times))
 
     async def _changed(
@@ -207,7 +206,7 @@ class SchedulesService:
             return {}
         try:
             found = await by_id.find(self._fleet, org, ids, ask)
-        except (ShardError, TooManyWaiting):
+        except ShardError:
             return {}
         return {ids[at]: STATES[state] for at, state in found.answers.items()}
 

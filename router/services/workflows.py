@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
+from router.calculator import Calculator
 from router.codec import convert
 from router.codec import workflows as codec
 from router.codec.status import InvalidRequest, Violation
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
 from router.gate.admission import MESSAGE_BYTES_MAX
-from router.gate.calls import ANSWER_HELD_BYTES, unary
+from router.gate.calls import ANSWER_HELD_BYTES, LISTED_ID_BYTES, SMALL_ANSWER_BYTES, for_each, unary
 from router.gate.tracing import current_trace
 from router.route import by_id
 from router.route.retry_workflow import retry_of
@@ -35,8 +36,7 @@ _JOBS_AT_ONCE = 1000
 # The memory of a retry: all jobs of the workflow, which came in one request, and a page of these jobs while they are
 # looked up.
 _RETRY_BYTES = MESSAGE_BYTES_MAX + ANSWER_HELD_BYTES
-# A request with more nodes is checked and converted in a thread. 10,000 nodes take half a second: without the thread,
-# the router process would serve nobody else for that time.
+# A request with more nodes is checked and converted by a calculator. 10,000 nodes take half a second.
 _NODES_HERE_MAX = 200
 
 # For how long a job that must wait for nodes is given back, if it is on a shard that its org leaves.
@@ -47,14 +47,7 @@ _Decoded = TypeVar("_Decoded")
 
 
 def _checked_by_method(_request: _Nodes) -> None:
-    """The method checks its request itself, because it checks a large request in a thread."""
-
-
-async def _decoded(decode: Callable[..., _Decoded], request: _Nodes) -> _Decoded:
-    trace = current_trace()
-    if len(request.nodes) > _NODES_HERE_MAX:
-        return await asyncio.to_thread(decode, request, trace=trace)
-    return decode(request, trace=trace)
+    """The method checks its request itself, because a calculator checks a large one."""
 
 
 class WorkflowsService:
@@ -62,10 +55,17 @@ class WorkflowsService:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
+        self._calculator = Calculator("large workflows")
 
-    @unary(_checked_by_method)
+    async def _decoded(self, decode: Callable[..., _Decoded], request: _Nodes) -> _Decoded:
+        decoded = partial(decode, request, trace=current_trace())
+        if len(request.nodes) > _NODES_HERE_MAX:
+            return await self._calculator.run(OrgId(request.org), decoded)
+        return decoded()
+
+    @unary(_checked_by_method, answer_bytes=for_each(workflows_pb2.StartWorkflowRequest, "nodes", LISTED_ID_BYTES))
     async def StartWorkflow(self, request: workflows_pb2.StartWorkflowRequest) -> workflows_pb2.StartWorkflowResponse:
-        workflow, numbers = await _decoded(codec.new_workflow, request)
+        workflow, numbers = await self._decoded(codec.new_workflow, request)
         duplicate = await self._store(workflow, field="id")
         ids = workflow.jobs.ids
         return workflows_pb2.StartWorkflowResponse(duplicate=duplicate, job_ids=[ids[number] for number in numbers])
@@ -87,7 +87,7 @@ class WorkflowsService:
             charge = await self._fleet.limits.charge(member.store, workflow.jobs, independent=False)
         except LimitReached:
             # A repeated call costs nothing, so it must not be refused.
-            if await member.workflows.is_known(workflow):
+            if await member.workflows.is_known(workflow.jobs.org, workflow.id, workflow.digest):
                 return True
             raise
         with charge:
@@ -96,9 +96,9 @@ class WorkflowsService:
                 charge.refund()
             return duplicate
 
-    @unary(_checked_by_method)
+    @unary(_checked_by_method, answer_bytes=for_each(workflows_pb2.AddNodesRequest, "nodes", LISTED_ID_BYTES))
     async def AddNodes(self, request: workflows_pb2.AddNodesRequest) -> workflows_pb2.AddNodesResponse:
-        nodes, places = await _decoded(codec.new_nodes, request)
+        nodes, places = await self._decoded(codec.new_nodes, request)
         ((tag, lease),) = convert.leases([request.lease], field="lease")
 
         async def add(member: ShardHandle, placement: Placement) -> AddedNodes:
@@ -130,7 +130,7 @@ class WorkflowsService:
             await holder.require_up().store.settle(Settlement.snooze(nodes.jobs.org, [snooze]))
         return added
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def GetWorkflow(self, request: workflows_pb2.GetWorkflowRequest) -> workflows_pb2.GetWorkflowResponse:
         info, counts = await self._counted(OrgId(request.org), WorkflowId(request.id))
         return workflows_pb2.GetWorkflowResponse(workflow=info, counts=counts)
@@ -144,7 +144,7 @@ class WorkflowsService:
         )
         return workflows_pb2.ListNodesResponse(nodes=map(codec.node, nodes), next_page_token=token)
 
-    @unary()
+    @unary(answer_bytes=ANSWER_HELD_BYTES)
     async def ListWorkflows(self, request: workflows_pb2.ListWorkflowsRequest) -> workflows_pb2.ListWorkflowsResponse:
         org = OrgId(request.org)
 
@@ -161,7 +161,7 @@ class WorkflowsService:
 
         return await self._fleet.read(org, list_workflows)
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def CancelWorkflow(
         self, request: workflows_pb2.CancelWorkflowRequest
     ) -> workflows_pb2.CancelWorkflowResponse:
@@ -175,19 +175,19 @@ class WorkflowsService:
         await self._cancel(org, await self._fleet.write(org, doom), reason)
         return workflows_pb2.CancelWorkflowResponse(workflow=await self._info(org, workflow))
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def PauseWorkflow(self, request: workflows_pb2.PauseWorkflowRequest) -> workflows_pb2.PauseWorkflowResponse:
         info = await self._set_paused(request.org, request.id, paused=True)
         return workflows_pb2.PauseWorkflowResponse(workflow=info)
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def ResumeWorkflow(
         self, request: workflows_pb2.ResumeWorkflowRequest
     ) -> workflows_pb2.ResumeWorkflowResponse:
         info = await self._set_paused(request.org, request.id, paused=False)
         return workflows_pb2.ResumeWorkflowResponse(workflow=info)
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def SkipNode(self, request: workflows_pb2.SkipNodeRequest) -> workflows_pb2.SkipNodeResponse:
         org, workflow = OrgId(request.org), WorkflowId(request.id)
 
@@ -199,7 +199,7 @@ class WorkflowsService:
         await self._cancel(org, [job], SKIPPED)
         return workflows_pb2.SkipNodeResponse(workflow=await self._info(org, workflow))
 
-    @unary()
+    @unary(answer_bytes=SMALL_ANSWER_BYTES)
     async def SignalNode(self, request: workflows_pb2.SignalNodeRequest) -> workflows_pb2.SignalNodeResponse:
         org, workflow, name = OrgId(request.org), WorkflowId(request.id), NodeName(request.node)
         node = await self._fleet.read(org, lambda member: member.workflows.find_signal(org, workflow, name))
@@ -224,9 +224,12 @@ class WorkflowsService:
         org, old, new = OrgId(request.org), WorkflowId(request.id), WorkflowId(request.new_id)
         trace = current_trace()
         retry = await self._fleet.read(
-            org, lambda member: retry_of(self._fleet, member.workflows, org, old, new, trace=trace)
+            org,
+            lambda member: retry_of(
+                self._fleet, member.workflows, org, old, new, trace=trace, calculator=self._calculator
+            ),
         )
-        duplicate = await self._store(retry.workflow, field="new_id")
+        duplicate = retry.workflow is None or await self._store(retry.workflow, field="new_id")
         await self._cancel(org, retry.dead, f"retried by workflow {new}")
         info, counts = await self._counted(org, new)
         return workflows_pb2.RetryWorkflowResponse(workflow=info, counts=counts, duplicate=duplicate)

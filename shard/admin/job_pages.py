@@ -127,9 +127,9 @@ class Listed(NamedTuple):
 def merged(
     pages: Sequence[tuple[ShardName, Page]], *, page_size: int, newest_first: bool
 ) -> tuple[list[Listed], Key | None]:
-    """Merges the pages of several shards that begin at the same place into one. Returns its jobs and the key up to
-    which it is complete (None: to the end). Pass the shards in the order in which jobs travel: if two shards know a
-    job, the later shard is right."""
+    """Merges pages of several shards, which all begin at the same place of the list, into one page. Returns the jobs of
+    this page and the key up to which it is complete (None: to the end). Pass the shards in the order in which jobs
+    move: if two shards know a job, the later shard is right."""
     ends = [page.until for _, page in pages if page.until is not None]
     # The merged page is complete only up to the nearest end of its parts.
     end = (max if newest_first else min)(ends, key=_sortable) if ends else None

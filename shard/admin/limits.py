@@ -36,7 +36,7 @@ async def forget_org(database: Database, org: OrgId) -> None:
 
 
 async def read(database: Database, known: LimitTable | None = None) -> LimitTable:
-    """Returns all limits. With `known`, an earlier copy, it reads only the limits that have changed since then."""
+    """Returns all limits. With `known`, an earlier copy, reads only the limits that have changed since that copy."""
     since = -1 if known is None else known.version
     rows = await database.run(statements.READ_LIMITS, {"since": since})
     version, cleared = rows[0][:2]

@@ -167,7 +167,7 @@ class QueueAdmin:
         # If the org is erased meanwhile, its names are made again, for a new org of that name.
         for _ in range(_CREATE_TRIES_MAX):
             existing = await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue})
-            # Refuse an org whose slot is not owned here before its name becomes its first trace here.
+            # If this shard does not own the org's slot, refuse the call before it stores the org's name here.
             await self._refuse_unowned(org, epoch)
             if existing:
                 raise QueueExists(org, queue)
@@ -176,6 +176,7 @@ class QueueAdmin:
             if not await self._queue_ids.make_names((org, queue)):
                 raise TooManyQueues(self.name, org, [queue], queues_max=QUEUES_MAX)
             # The queue and its settings come with one statement. So whoever finds the queue finds its settings too.
+            rows: Sequence[tuple[Any, ...]]
             if settings.retention_days is None:
                 rows = await self._database.run(statements.CREATE_QUEUE, parameters)
             else:
@@ -224,7 +225,7 @@ class QueueAdmin:
             "draining": draining,
         }
         if settings.retention_days is None or draining:
-            rows = await self._database.run(statements.ALTER_QUEUE, parameters)
+            rows: list[Any] = await self._database.run(statements.ALTER_QUEUE, parameters)
         else:
             async with partitions.room_for(self._database, settings.retention_days) as connection:
                 rows = await connection.run(statements.ALTER_QUEUE, parameters)

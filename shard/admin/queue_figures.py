@@ -28,8 +28,8 @@ class QueueFigures(NamedTuple):
     ready: int
     leased: int
     dead: int
-    # How long the oldest job that a claim would get had been ready when the jobs were counted. None: there was no such
-    # job.
+    # For how long the job that became ready first had been ready when the jobs were counted. Jobs that no claim would
+    # get are left out. None: there were no other ready jobs.
     oldest_ready_s: float | None
 
     def plus(self, other: QueueFigures) -> QueueFigures:

@@ -104,8 +104,8 @@ async def exist(shard: Database, known: Catalog, slots: Sequence[Slot]) -> bool:
 
 
 async def set_aside(shard: Database, slot: Slot) -> bool:
-    """Hides stray jobs of this slot, which must be fenced: moves up to ROWS_MAX jobs without a valid lease to the table
-    of exported jobs. Returns False if there are no such jobs."""
+    """Hides stray jobs of this slot: moves up to ROWS_MAX jobs without a valid lease to the table of exported jobs.
+    Returns False if there are no such jobs, or if `fence` has not fenced the slot."""
     state = (await move_steps.read_slots(shard, [slot])).get(slot)
     if state is None or state.state != "draining":
         return False

@@ -61,7 +61,7 @@ class Server(NamedTuple):
     oldest: str
     multixact_age: int
     multixact_oldest: str
-    # An owner of the schema, or of something in it, whose rights this role does not have. None: there is none.
+    # A role that owns the schema or something in it, and whose rights this role does not have. None: there is none.
     other_owner: str | None = None
 
 
@@ -164,6 +164,11 @@ class Clock(NamedTuple):
     # How far it is ahead of the clock of the doctor's machine; negative: behind it.
     ahead_s: float
 
+    @classmethod
+    def read(cls, behind_s: float, shown_s: float) -> Clock:
+        """`shown_s`: the time that it shows now, in seconds since 1970."""
+        return cls(behind_s, shown_s - time.time())
+
 
 class MissingPartition(NamedTuple):
     """A partition that is missing, in the order of find_missing_partitions.sql's columns."""
@@ -229,7 +234,7 @@ async def _read(connection: psycopg.AsyncConnection[Any], name: ShardName) -> Fa
         indexes=await rows(Index, statements.READ_INDEXES),
         holders=await rows(Holder, statements.READ_HOLDERS),
         checkpoints=(await rows(Checkpoints, checkpoints))[0],
-        clock=(await rows(lambda behind_s, shown_s: Clock(behind_s, shown_s - time.time()), statements.READ_CLOCK))[0],
+        clock=(await rows(Clock.read, statements.READ_CLOCK))[0],
         missing=[]
         if name == CATALOG or not tables
         else await rows(MissingPartition, postgres_statements.FIND_MISSING_PARTITIONS, days_ahead=DAYS_AHEAD),

@@ -18,7 +18,7 @@ class Signs(NamedTuple):
     snapshot_s: float
     # How late the most overdue schedule is.
     schedule_late_s: float
-    # For how long a day could have turned cold, or a cold day could have been dropped, without the archiver doing it.
+    # How late the archiver is: for how long the most overdue day should have turned cold, or should have been dropped.
     archive_late_s: float
     # The age of the oldest transaction id or multixact id that is not frozen.
     transaction_age: int

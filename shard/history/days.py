@@ -150,7 +150,7 @@ async def drop(database: Database, day: Day, *, exported: Mapping[OrgId, int] | 
 
 
 async def drop_past_ids(database: Database) -> None:
-    """Forgets ids that no enqueue may repeat any more. Raises InUse, ShardUnavailable."""
+    """Forgets ids that are so old that enqueues with them are refused. Raises InUse, ShardUnavailable."""
     for (name,) in await database.run(statements.FIND_PAST_IDS, {}):
         async with _transaction(database) as connection:
             await _exclude(connection, name, "past_id")

@@ -138,9 +138,9 @@ async def ends(database: Database, day: Day) -> tuple[JobId | None, JobId | None
 
 
 async def pages(database: Database, day: Day, orgs: Sequence[OrgDay]) -> AsyncGenerator[Columns]:
-    """Yields the jobs of these orgs of this day as columns, in the given order of the orgs. Stops when it has yielded
-    as many jobs as `count` returned. If jobs have appeared or disappeared since then, it yields more or fewer jobs; the
-    caller must compare the numbers. Raises ShardUnavailable.
+    """Yields the day's jobs of these orgs as columns, in the given order of the orgs. Reads pages until it has yielded
+    at least as many jobs as `count` found, or until there are no more. If jobs have appeared or disappeared since the
+    count, it yields more or fewer jobs than that, so the caller must compare the numbers. Raises ShardUnavailable.
 
     While the caller works on a page, the next page is already being read. Close the generator if you do not exhaust
     it."""

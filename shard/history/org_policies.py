@@ -129,8 +129,8 @@ async def copy(catalog: Database, shard: Database) -> None:
 
 async def _restore_from_shard(catalog: Database, shard: Database, version: int) -> None:
     """Copies this shard's policies to the catalog, unless the catalog has newer policies by now."""
-    rows = await shard.run(statements.READ_APPLIED_POLICIES, {})
-    applied = [Policy(org, retention, None, held) for org, retention, held in rows]
+    found = await shard.run(statements.READ_APPLIED_POLICIES, {})
+    applied = [Policy(org, retention, None, held) for org, retention, held in found]
     async with _change(catalog) as connection:
         rows = await connection.run(statements.READ_POLICIES, {})
         if rows[0][0] >= version:

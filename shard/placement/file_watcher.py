@@ -51,7 +51,11 @@ class WatchedFiles:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), _POLL_S)
             # Run in a thread: the file may be on a slow disk.
-            now = await asyncio.to_thread(self._stat_all)
+            try:
+                now = await asyncio.to_thread(self._stat_all)
+            except RuntimeError:
+                # No thread can be started now. Try again.
+                continue
             if now == before != self._stats:
                 return
             before = now

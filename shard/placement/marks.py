@@ -23,7 +23,7 @@ _TRIES_MAX = 10
 
 
 class Confirmed(NamedTuple):
-    """The mark of a shard that the catalog confirmed last, in the order of read_mark.sql's columns."""
+    """A shard's newest confirmed mark, in the order of read_mark.sql's columns."""
 
     number: int
     token: str
@@ -64,7 +64,7 @@ _NOTHING = Comparison(has_it=False, is_past=False)
 
 
 async def confirmed(catalog: Database, shard: ShardName) -> Confirmed | None:
-    """Returns the mark that the catalog confirmed last, or None if there is none yet."""
+    """Returns the shard's newest confirmed mark, or None if the catalog has confirmed none yet."""
     rows = await catalog.run(statements.READ_MARK, {"shard": shard})
     return Confirmed._make(rows[0]) if rows else None
 

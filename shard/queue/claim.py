@@ -55,7 +55,7 @@ class ClaimRequest(NamedTuple):
     max_jobs: int
     window_us: int
     worker: str
-    # The last job may exceed this number. A claim may end when less than CLAIM_BYTES_MIN of this number is left.
+    # The last job may exceed it. A claim may end before it has reached it, when less than CLAIM_BYTES_MIN are left.
     bytes_max: int = CLAIM_BYTES_MAX
     # The limits of jobs in flight that count for these queues together. None: there are no such limits.
     in_flight: InFlightLimits | None = None
@@ -87,7 +87,8 @@ class _Taker:
     # or the batch had no room for its jobs.
     again: bool = True
     error: Exception | None = None
-    # The queues in which statements that reached their limit of bytes have locked rows without leasing them.
+    # The queues in which a statement has locked rows that it then did not lease, because it had reached its limit of
+    # bytes.
     cut: set[QueueId] = field(default_factory=set[QueueId])
 
     @property
@@ -190,7 +191,7 @@ class Claimer:
         if (in_flight := takers[0].request.in_flight) is not None:
             statement = statements.CLAIM_WITHIN_LIMITS
             parameters.update(in_flight._asdict())
-        rows = await self._database.run(statement, parameters)
+        rows: list[Any] = await self._database.run(statement, parameters)
         by_lease = {taker.number: taker for taker in takers}
         began_to_wait = any(row[7] is None for row in rows)
         if began_to_wait:

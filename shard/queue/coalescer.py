@@ -18,6 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from opentelemetry import trace
 
+from shard.errors import TooManyWaiting
 from shard.fair_quota import FairQuota
 from shard.vocabulary import OrgId
 
@@ -36,10 +37,6 @@ _WAIT_S = 5.0
 
 Call = TypeVar("Call")
 Result = TypeVar("Result")
-
-
-class TooManyWaiting(Exception):
-    """Too many calls are waiting, of this org or of all orgs; try again later."""
 
 
 class SingleCall(NamedTuple):

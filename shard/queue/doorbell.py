@@ -1,6 +1,6 @@
 """The doorbell: notifies the other routers of a shard, and listens to their notifications. These say that queues may
-have new jobs, that leases have ended, and which jobs' ends are awaited or have come. Router processes of one
-supervisor also tell each other directly (router/fleet/siblings).
+have new jobs, that leases have ended, that a router awaits the ends of some jobs, and that awaited jobs have ended.
+Router processes of one supervisor also tell each other directly (router/fleet/siblings).
 
 Notifications are hints (I7), and may be lost. Then waiting consumers get the jobs at the next sweep. A consumer learns
 from the answer to its next extend that its lease has ended. A router that awaits the end of a job looks at the job

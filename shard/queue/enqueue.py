@@ -355,8 +355,9 @@ class _Refused(Exception):
 
 
 class _AlreadyKnown(Exception):
-    """Nothing was stored. A job has already finished or died. Or a job with its id is live: then enqueue_plain.sql
-    stores nothing, and enqueue.sql stores nothing if the dedup key of the job was free."""
+    """Nothing was stored, because a job of the calls has already finished or died, or because a job with the same id is
+    live. In the second case, enqueue.sql stores nothing only if it has taken the job's dedup key, which was free;
+    enqueue_plain.sql always stores nothing."""
 
 
 def _without_shared_ids(calls: Sequence[PendingEnqueue]) -> Sequence[PendingEnqueue]:
@@ -379,7 +380,7 @@ def _without_shared_ids(calls: Sequence[PendingEnqueue]) -> Sequence[PendingEnqu
 
 
 def _digest(jobs: NewJobs, at: int) -> str:
-    """Returns the digest of a job that describe_known.sql compares."""
+    """Returns a job's digest, which describe_known.sql compares with the digest of a known job."""
     return hashlib.sha256(f"{jobs.queues[at]} {jobs.kinds[at]} ".encode() + jobs.payloads[at]).hexdigest()
 
 

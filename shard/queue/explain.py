@@ -25,7 +25,8 @@ _KINDS_MAX = 20
 class ConsumersOf(NamedTuple):
     """Which consumers of a queue were recorded on a shard (shard/queue/consumers_seen.py)."""
 
-    # The times at which any consumer, and a consumer that takes the kind in question, were last seen.
+    # When any consumer was last seen, and when a consumer that takes the kind in question was last seen. None: no such
+    # consumer is recorded.
     any_at: Micros | None
     kind_at: Micros | None
     # The kinds of the consumers that were seen within SEEN_US.

@@ -96,8 +96,8 @@ class PendingEnqueue:
                 if first.setdefault(job_id, at) != at:
                     self.duplicates[at] = first[job_id]
             self.remaining = list(first.values())
-            # Such a call hands nothing over: to release the lease of a duplicate would end the lease of the first
-            # position.
+            # A call that names an id twice hands nothing over: to release the lease of the second position would end
+            # the lease of the first one.
             self.call = call._replace(handover=None)
 
     @property

@@ -1,4 +1,4 @@
-"""Quarantines the kinds of jobs on one shard whose leases keep expiring, because the jobs crash the workers that run
+"""Quarantines, on one shard, the kinds of jobs whose leases keep expiring because the jobs crash the workers that run
 them (docs/decisions/0064-kinds-that-crash-their-workers.md).
 
 Claims record crashes and set jobs of quarantined kinds aside. Sweeps judge the crashes, let one job of a kind through
@@ -224,7 +224,7 @@ def verdict(record: JobRecord | None, trial_at: Micros) -> Verdict:
 
 
 def _ended_properly(record: JobRecord) -> bool:
-    """Returns whether a job that has crashed ended properly since then, or was cancelled."""
+    """Returns whether a job has ended properly, or was cancelled, after it had crashed."""
     if record.state in (JobState.SUCCEEDED.value, JobState.CANCELLED.value):
         return True
     last = next((one.outcome for one in reversed(record.attempts()) if one.outcome is not Outcome.RELEASED), None)

@@ -13,9 +13,9 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from shard.errors import IdsOutsideHorizon, RowLocked, ShardUnavailable, UnknownQueue
+from shard.errors import IdsOutsideHorizon, NoAnswer, RowLocked, ShardError, ShardUnavailable, UnknownQueue
 from shard.job_id import made_at_ms, to_hex
 from shard.job_record import ANSWER_BYTES_MAX, JobRecord
 from shard.lease_token import lease_of
@@ -29,7 +29,7 @@ from shard.postgres.sql_loader import Statement
 from shard.queue import act_metrics, explain, row_locks, statements
 from shard.queue.claim import CLAIM_BYTES_MAX, Claimer, ClaimRequest, ClaimResult
 from shard.queue.claim_floor import GUARD_US, Floors
-from shard.queue.coalescer import Coalescer, InFlight, SingleCall, TooManyWaiting, one_by_one
+from shard.queue.coalescer import Coalescer, InFlight, SingleCall, one_by_one
 from shard.queue.consumers_seen import ConsumersSeen
 from shard.queue.enqueue import Enqueuer
 from shard.queue.explain import BlockedFacts, JobFacts, QuarantineFacts, QueueFacts
@@ -60,6 +60,7 @@ from shard.vocabulary import (
 )
 from shard.workflow import NodeOf
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 # How old the time in a new job's id may be.
@@ -139,6 +140,8 @@ class Store:
         self._accepted_since_fold = False
         # Releases that failed in an outage; the next sweep sends them again.
         self._unreleased: list[Settlement] = []
+        # The parts of sweeps that failed when they were last tried.
+        self._failing: set[str] = set()
         self._locks = row_locks.of_jobs(database)
         self._enqueuer = Enqueuer(database, self.names, self._locks, self.clock, horizon_days=horizon_days)
         settler = LeaseSettler(database, self._locks, lambda queues: self.on_visible(queues))
@@ -336,7 +339,7 @@ class Store:
         try:
             self.clock.check()
             result = self._settlements[call.verb].submit(call)
-        except (ShardUnavailable, TooManyWaiting) as error:
+        except NoAnswer as error:
             self._release_later(call, error)
         else:
             result.add_done_callback(partial(self._on_released, call))
@@ -346,7 +349,7 @@ class Store:
             self._release_later(call, error)
 
     def _release_later(self, call: Settlement, error: BaseException) -> None:
-        if isinstance(error, ShardUnavailable | TooManyWaiting) and len(self._unreleased) < _UNRELEASED_MAX:
+        if isinstance(error, NoAnswer) and len(self._unreleased) < _UNRELEASED_MAX:
             self._unreleased.append(call)
         else:
             _log.warning("%d job(s) stay leased until their window ends: %s", len(call.leases), error)
@@ -682,7 +685,9 @@ class Store:
         jobs that have aged, looks after quarantined kinds, and sends failed releases again.
 
         Normally a sweep looks from the beginning of time. If such a sweep has just taken long, an old snapshot keeps
-        dead row versions of jobs. Then the next sweeps look only for jobs that may have committed late. Raises
+        dead row versions of jobs. Then the next sweeps look only for jobs that may have committed late.
+
+        If the times are found, but something else of this fails, the sweep logs that and returns the times. Raises
         ShardUnavailable."""
         unreleased, self._unreleased = self._unreleased, []
         for call in unreleased:
@@ -690,36 +695,42 @@ class Store:
         queues = list({*self._floors.to_sweep(), *awaited})
         await self.names.prove(queues)
         due = await self._look(queues)
-        ready: set[QueueId] = set()
         if due.groups_wait:
-            ready |= await self._unless_locked(self._groups.sweep(queues))
+            freed = await self._attempt("fill slots of groups", partial(self._groups.sweep, queues))
+            due.first.update(dict.fromkeys(freed or (), due.now))
         if due.ages:
-            await self._unless_locked(self._move_aged(queues))
+            await self._attempt("move jobs that have aged", partial(self._move_aged, queues))
         if due.quarantines:
-            ready |= await self._unless_locked(self.quarantine.sweep())
+            freed = await self._attempt("look after quarantined kinds", self.quarantine.sweep)
+            due.first.update(dict.fromkeys(freed or (), due.now))
         else:
             self.quarantine.forget()
-        due.first.update(dict.fromkeys(ready, due.now))
         return due
 
-    async def _unless_locked(self, step: Awaitable[set[QueueId]]) -> set[QueueId]:
-        """Does a step of a sweep. If another session holds a lock that the step needs, leaves it to the next sweep: the
-        other steps must not wait for that."""
+    async def _attempt(self, what: str, act: Callable[[], Awaitable[_T]]) -> _T | None:
+        """Runs a part of a sweep. A failure is logged and not raised, because the next sweep tries again. Only the
+        first of several failures in a row is a warning."""
+        level = logging.DEBUG if what in self._failing else logging.WARNING
+        self._failing.add(what)
         try:
-            return await step
-        except RowLocked as error:
-            _log.info("a part of a sweep is left to the next one: %s", error)
-            return set()
+            done = await act()
+        except ShardError as error:
+            _log.log(level, "could not %s of shard %r: %s", what, self._database.name, error)
+            return None
+        except Exception:  # noqa: BLE001 - the jobs that the sweep has found must reach their consumers
+            _log.exception("could not %s of shard %r", what, self._database.name)
+            return None
+        self._failing.discard(what)
+        return done
 
-    async def _move_aged(self, queues: Sequence[QueueId]) -> set[QueueId]:
-        """Moves jobs to priority 1 that have been ready for long. They were ready before, so nobody has to be woken:
-        returns no queues."""
+    async def _move_aged(self, queues: Sequence[QueueId]) -> None:
+        """Moves jobs that have been ready for long to priority 1. No consumer has to be woken: the jobs were ready
+        before."""
         for at in range(0, len(queues), _PROBE_QUEUES_MAX):
             part = queues[at : at + _PROBE_QUEUES_MAX]
             floors = [floor for queue in part for floor in self._floors.late(queue)]
             parameters = {"queue_ids": arrays.numbers(part), "floors_us": arrays.numbers(floors), "jobs_max": _AGED_MAX}
             await self._database.run(statements.MOVE_AGED, parameters)
-        return set()
 
     async def _look(self, queues: list[QueueId]) -> Due:
         """Looks into these queues, as part of a sweep."""

@@ -86,7 +86,7 @@ def plan(schedule: ScheduleId, spec: ScheduleSpec, present: Present) -> Plan:
 
 
 def backfill(instants: Iterable[Micros], overlap: Overlap, *, running: bool, buffered: int) -> tuple[list[Run], int]:
-    """Returns the runs of a backfill of these instants, and how many runs are buffered then."""
+    """Returns the runs of a backfill of these instants, and how many runs are buffered after it."""
     line = _Line(running=running, buffered=buffered)
     ordered = sorted(instants)
     return [line.add(at, overlap, RunCause.BACKFILL, last=ordered[-1]) for at in ordered], line.buffered
@@ -112,7 +112,7 @@ class _Line:
     buffered: int
 
     def promote(self) -> bool:
-        """Returns whether the first buffered run can be stored now, and counts it as running then."""
+        """Returns whether the first buffered run can be stored now. If so, counts this run as running."""
         if self.running or not self.buffered:
             return False
         self.running = True

@@ -70,7 +70,7 @@ class WorkflowAdmin:
     async def _start(self, workflow: NewWorkflow, epoch: int) -> bool:
         self._store.clock.check()
         org = workflow.jobs.org
-        if await self._is_known(workflow):
+        if await self._is_known(org, workflow.id, workflow.digest):
             return True
         await self._calls.refuse_unowned(org, epoch)
         queues = sorted(set(workflow.jobs.queues))
@@ -82,7 +82,7 @@ class WorkflowAdmin:
                 if error.diag.constraint_name == "workflow_retry":
                     await self._refuse_second_retry(workflow)
                 # Another call stores the same workflow now, or somebody has taken the id of one of its jobs.
-                if await self._is_known(workflow):
+                if await self._is_known(org, workflow.id, workflow.digest):
                     return True
                 raise WorkflowExists(org, workflow.id) from error
             ((now, id_fits, admitted, was_stored),) = rows
@@ -92,7 +92,7 @@ class WorkflowAdmin:
             if not id_fits:
                 raise IdsOutsideHorizon([0], now=Micros(now), horizon_days=ID_AGE_DAYS_MAX)
             if admitted == len(queues):
-                if not await self._is_known(workflow):
+                if not await self._is_known(org, workflow.id, workflow.digest):
                     raise ShardUnavailable(self._database.name, f"org {org!r} was moved or erased meanwhile")
                 return True
             await self._calls.refuse_unowned(org, epoch)
@@ -106,16 +106,15 @@ class WorkflowAdmin:
         if found and found[0][0] != workflow.id:
             raise NotRetryable(workflow.retry_of, f"workflow {found[0][0]} retries it")
 
-    async def is_known(self, workflow: NewWorkflow) -> bool:
-        """Returns whether the workflow is stored. Raises WorkflowExists if the org has another workflow with this
-        id."""
-        return await self._calls.in_turn(workflow.jobs.org, partial(self._is_known, workflow))
+    async def is_known(self, org: OrgId, workflow: WorkflowId, digest: bytes) -> bool:
+        """Returns whether the workflow with this digest is stored. Raises WorkflowExists if the org has another
+        workflow with this id."""
+        return await self._calls.in_turn(org, partial(self._is_known, org, workflow, digest))
 
-    async def _is_known(self, workflow: NewWorkflow) -> bool:
-        parameters = {"org": workflow.jobs.org, "id": workflow.id}
-        rows = await self._database.run(statements.FIND_DIGEST, parameters)
-        if rows and bytes(rows[0][0]) != workflow.digest:
-            raise WorkflowExists(workflow.jobs.org, workflow.id)
+    async def _is_known(self, org: OrgId, workflow: WorkflowId, digest: bytes) -> bool:
+        rows = await self._database.run(statements.FIND_DIGEST, {"org": org, "id": workflow})
+        if rows and bytes(rows[0][0]) != digest:
+            raise WorkflowExists(org, workflow)
         return bool(rows)
 
     # ── Look ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -47,6 +47,7 @@ _OPTIONS: list[tuple[str, object]] = [
     ("grpc.keepalive_timeout_ms", 8_000),
     ("grpc.http2.ping_timeout_ms", 8_000),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
 ]
 
 

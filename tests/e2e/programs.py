@@ -69,14 +69,8 @@ def list_all(
     kind: str = "",
     attributes: Mapping[str, str] | None = None,
 ) -> list[JobRecord]:
-    """Lists jobs of a queue, from all pages. A page may be empty although others follow."""
-    jobs, token = list[JobRecord](), None
-    while token != "":
-        page = client.list_jobs(
-            queue, state=state, kind=kind, attributes=attributes, include_payload=True, page_token=token or ""
-        )
-        jobs, token = [*jobs, *page.jobs], page.next_page_token
-    return jobs
+    """Lists jobs of a queue, with their payloads."""
+    return [*client.iter_jobs(queue, state=state, kind=kind, attributes=attributes, include_payload=True)]
 
 
 def most_at_once(jobs: Sequence[JobRecord]) -> int:

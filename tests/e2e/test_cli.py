@@ -18,7 +18,7 @@ import tempfile
 import threading
 import tomllib
 import urllib.request
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -51,6 +51,7 @@ from shard.vocabulary import ShardName
 from tests import command
 from tests.command import Done
 from tests.routers import until
+from windrow import SyncClient, Workflow
 from windrow.ids import uuid7
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
@@ -992,20 +993,34 @@ def check_half(
     yield cluster_pb2.CheckShardResponse(orgs=[books])
 
 
-@pytest.fixture
-def half_away() -> Iterator[str]:
-    """Yields the address of a router with a shard that does not answer."""
-
+def unary(answer: Callable[[Any, grpc.ServicerContext], Message], request: type[Message]) -> Any:
     def serialize(answer: Message) -> bytes:
         return answer.SerializeToString()
 
-    def unary(answer: Callable[[Any, grpc.ServicerContext], Message], request: type[Message]) -> Any:
-        return grpc.unary_unary_rpc_method_handler(
-            answer,  # pyrefly: ignore[bad-argument-type]
-            request_deserializer=request.FromString,
-            response_serializer=serialize,
-        )
+    return grpc.unary_unary_rpc_method_handler(
+        answer,  # pyrefly: ignore[bad-argument-type]
+        request_deserializer=request.FromString,
+        response_serializer=serialize,
+    )
 
+
+@contextlib.contextmanager
+def serving(services: Mapping[str, dict[str, Any]]) -> Generator[str]:
+    """Yields the address of a server with these methods of services."""
+    server = grpc.server(ThreadPoolExecutor(max_workers=2))
+    for name, methods in services.items():
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(f"windrow.v1.{name}", methods)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait(WAIT_S)
+
+
+@pytest.fixture
+def half_away() -> Iterator[str]:
+    """Yields the address of a router with a shard that does not answer."""
     admin = {
         "GetStats": unary(count_half, admin_pb2.GetStatsRequest),
         "ListJobs": unary(list_jobs_half, admin_pb2.ListJobsRequest),
@@ -1019,14 +1034,57 @@ def half_away() -> Iterator[str]:
         ),
     }
     queue = {"GetJobs": unary(get_jobs_half, queue_pb2.GetJobsRequest)}
-    server = grpc.server(ThreadPoolExecutor(max_workers=2))
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("windrow.v1.Admin", admin)])
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("windrow.v1.Cluster", cluster)])
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("windrow.v1.Queue", queue)])
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield f"127.0.0.1:{port}"
-    server.stop(None).wait(WAIT_S)
+    with serving({"Admin": admin, "Cluster": cluster, "Queue": queue}) as address:
+        yield address
+
+
+def test_a_purge_that_fails_says_how_many_jobs_it_has_cancelled(windrow: Windrow) -> None:
+    answers = [admin_pb2.PurgeQueueResponse(cancelled=1000, limit_reached=True)]
+
+    def purge(_: admin_pb2.PurgeQueueRequest, context: grpc.ServicerContext) -> admin_pb2.PurgeQueueResponse:
+        if not answers:
+            context.abort(grpc.StatusCode.INTERNAL, "away")
+        return answers.pop()
+
+    admin = {
+        "GetStats": unary(count_half, admin_pb2.GetStatsRequest),
+        "PurgeQueue": unary(purge, admin_pb2.PurgeQueueRequest),
+    }
+    with serving({"Admin": admin}) as address:
+        done = windrow("jobs", "purge", "acme", "q", "--yes", "--json", "--address", address)
+    assert (done.code, done.documents) == (3, [{"cancelled": 1000}])
+
+
+def test_a_restore_that_fails_says_how_to_repeat_it_without_a_second_copy(windrow: Windrow) -> None:
+    asked: list[admin_pb2.RestoreJobsRequest] = []
+
+    def restore(request: admin_pb2.RestoreJobsRequest, context: grpc.ServicerContext) -> admin_pb2.RestoreJobsResponse:
+        asked.append(request)
+        if len(asked) == 2:
+            context.abort(grpc.StatusCode.INTERNAL, "away")
+        restored = [admin_pb2.RestoredJob(id=job.new_id) for job in request.jobs]
+        return admin_pb2.RestoreJobsResponse(results=[admin_pb2.RestoreResult(restored=one) for one in restored])
+
+    ids = "\n".join(uuid7() for _ in range(1001))
+    with serving({"Admin": {"RestoreJobs": unary(restore, admin_pb2.RestoreJobsRequest)}}) as address:
+        command = ("jobs", "restore", "acme", "-", "--json", "--address", address)
+        failed = windrow(*command, stdin=ids)
+        # The first call's answers are printed.
+        assert (failed.code, len(failed.documents)) == (3, 1000)
+        found = re.search(r"--batch (\S+)", failed.err)
+        assert found is not None
+        done = windrow(*command, "--batch", found[1], stdin=ids)
+    assert (done.code, len(done.documents)) == (0, 1001)
+    assert asked[:2] == asked[2:]
+
+
+def test_jobs_that_wait_for_others_are_cancelled_by_their_state(windrow: Windrow, running: Running) -> None:
+    flow = Workflow("w", org="blocked-ones")
+    flow.job("q", "second", after=[flow.job("q", "first")])
+    with SyncClient(running.address, org="blocked-ones") as client:
+        client.start(flow)
+    cancel = ("jobs", "cancel", "blocked-ones", "--queue", "q", "--state", "blocked", "--yes", "--json")
+    assert windrow(*cancel).documents == [{"cancelled": 1, "skipped": 0}]
 
 
 def test_a_shard_that_does_not_answer_is_told_with_those_that_do(windrow: Windrow, half_away: str) -> None:

@@ -583,6 +583,7 @@ async def test_jobs_are_listed_counted_purged_redriven_and_restored(client: Clie
         pages.append(await client.list_jobs("q", page_size=2, include_payload=True, page_token=token))
     assert [[job.id for job in page.jobs] for page in pages] == [newest_first[:2], newest_first[2:4], newest_first[4:]]
     assert pages[0].jobs[0].payload == b"4"
+    assert [job.id async for job in client.iter_jobs("q", page_size=2)] == newest_first
     dead = await client.list_jobs(state=JobState.DEAD, created_before=datetime.now(UTC) + timedelta(hours=1))
     assert len(dead.jobs) == 2
     with pytest.raises(InvalidRequest, match=r"page_size: must be 1 to 1,000, not 0"):
@@ -773,7 +774,7 @@ async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str, c
     text = (CHECKOUT / "clients" / "python" / "README.md").read_text()
     examples = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     # test_readme.py runs the other examples: they are about workers, and need no jobs.
-    enqueue, many, grouped, plain, cancel, keyed, admin, many_changed, _schedules, workflow, *rest = examples
+    enqueue, _again, many, grouped, plain, cancel, keyed, admin, many_changed, _schedules, workflow, *rest = examples
     work, _all_orgs, _middleware, _batch, stop, _timeout, _process, _tests, relay, traced = rest
     environ = os.environ | {
         "WINDROW_ADDRESS": cluster.address,

@@ -63,8 +63,8 @@ def test_every_program_of_the_clients_readme_runs(at: int, cluster: RunningClust
     assert done.returncode == 0, done.stderr
 
 
-def test_the_program_of_the_page_about_schedules_declares_them(cluster: RunningCluster) -> None:
-    (program,) = blocks("docs/schedules.md", "python")
+def test_the_programs_of_the_page_about_schedules_declare_them(cluster: RunningCluster) -> None:
+    program, deploy = blocks("docs/schedules.md", "python")
     # Other tests cover what a worker does. This one ends when its schedules are declared.
     declare = "import asyncio; asyncio.run(worker._declarations.keep())"
     done = run([sys.executable, "-c", program.replace("windrow.run(worker)", declare)], cluster)
@@ -74,6 +74,9 @@ def test_the_program_of_the_page_about_schedules_declares_them(cluster: RunningC
             "refresh-prices",
             "send_digest",
         ]
+        done = run([sys.executable, "-c", deploy], cluster)
+        assert done.returncode == 0, done.stderr
+        assert [one.name for one in client.list_schedules(declared_by="shop-deploy")] == ["digest"]
 
 
 def test_the_program_of_the_page_about_workflows_starts_one(cluster: RunningCluster) -> None:

@@ -28,6 +28,7 @@ from shard.queue.settle import Nack, Settlement
 from shard.queue.store import Store
 from shard.queue_settings import QueueSettings
 from shard.vocabulary import Answer, Failure, JobId, Lease, OrgId, Outcome, QueueName, ShardName
+from tests.balancers import until
 from tests.conftest import CLUSTER, SHARD
 from tests.effort import luck_of, trials
 from tests.jobs import HOUR_US, QUEUE, ids_of, job_id, job_message, lease_jobs, some_jobs
@@ -400,9 +401,18 @@ async def test_changes_whose_second_answer_would_be_that_there_was_nothing_to_do
 
 @pytest.mark.parametrize("consumers_router", ["the same router", "another router"])
 async def test_a_release_whose_answer_is_lost_wakes_a_consumer_before_any_sweep(
-    fresh_dsn: str, proxy: Proxy, tmp_path: Path, consumers_router: str
+    fresh_dsn: str, proxy: Proxy, fresh_database: Database, tmp_path: Path, consumers_router: str
 ) -> None:
-    shards = {SHARD: through(fresh_dsn, proxy)}
+    async def sessions(name: str, query: str) -> int:
+        """Returns how many sessions of the routers have just ended such a query."""
+        ((count,),) = await fresh_database.run(
+            b"SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
+            b"AND state = 'idle' AND application_name = %(name)s AND query ~ %(query)s",
+            {"name": name, "query": query},
+        )
+        return int(count)
+
+    shards: dict[str, str] = {SHARD: through(fresh_dsn, proxy)}
     one = write_cluster(tmp_path / "one.toml", shards, name=CLUSTER, sweep_seconds=3600)
     other = write_cluster(tmp_path / "other.toml", shards, name=CLUSTER, sweep_seconds=3600)
     async with (
@@ -413,16 +423,17 @@ async def test_a_release_whose_answer_is_lost_wakes_a_consumer_before_any_sweep(
     ):
         (job,) = await near.enqueue(ORG, job_message(id=job_id(), queue=QUEUE, kind="greet"))
         (leased,) = await near.dequeue(ORG, QUEUE)
+        # A router that begins to listen looks into all queues.
+        await until(lambda: sessions("windrow doorbell", "^LISTEN"), lambda count: count == 2)
         consumer = near if consumers_router == "the same router" else far
         waiting = asyncio.create_task(consumer.dequeue(ORG, QUEUE, wait_s=PATIENCE_S))
-        # A router runs statements in turn, so two calls come after the first claim of the consumer.
-        for _ in range(2):
-            await asyncio.sleep(0)
-            await consumer.dequeue(ORG, "nothing")
+        # The router has claimed for the consumer, and has found out that no job will be due: nothing else wakes it.
+        await until(lambda: sessions("windrow", "first.visible_at"), bool)
         cut = proxy.cut_at(job.replace("-", "").encode(), Moment.ANSWERED)
         released = await near.queue.Release(queue_pb2.ReleaseRequest(org=ORG, leases=[leased.lease]))
         assert (cut.done, list(released.answers)) == (True, [job_pb2.JOB_ANSWER_OK])
-        async with asyncio.timeout(PATIENCE_S):
+        # At the end of its wait, the consumer looks for jobs once more.
+        async with asyncio.timeout(PATIENCE_S / 2):
             assert [one.id for one in await waiting] == [job]
 
 

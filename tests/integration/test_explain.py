@@ -149,6 +149,12 @@ class _Waits:
     def give(self, jobs: Delivery) -> None:
         raise AssertionError(f"nothing is handed over here: {jobs}")
 
+    def keep_places(self, jobs: int) -> None:
+        raise AssertionError(f"nothing is handed over here: {jobs}")
+
+    def free_places(self, unused: int) -> None:
+        raise AssertionError(f"no place was kept: {unused}")
+
 
 @contextlib.contextmanager
 def waiting(scene: Scene, *kinds: str) -> Generator[None, None, None]:

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -16,14 +17,20 @@ from psycopg.conninfo import conninfo_to_dict
 
 from embedded import Cluster as Server
 from router.buffer import Buffer
+from router.fleet.end_waits import EndWaits
 from router.fleet.fleet import Fleet
+from router.fleet.ready_orgs import ReadyOrgs
+from router.fleet.schedules import Scheduler
 from router.fleet.shard_handle import ShardHandle
+from router.fleet.wait_room import WaitRoom
 from shard.errors import Misconfigured, ShardUnavailable, UnknownQueue
 from shard.placement import catalog
-from shard.placement.cluster_file import Cluster, parse_cluster
+from shard.placement.cluster_file import Cluster, ShardEntry, parse_cluster
 from shard.placement.slots import SLOTS, slot_of
 from shard.postgres.pool import Database
+from shard.queue.doorbell import Doorbell
 from shard.vocabulary import OrgId, QueueName, ShardName
+from shard.workflows.sweep import WorkflowSweep
 from tests.jobs import lease_jobs, some_jobs
 from tests.postgres import EMPTY, SPARE, frozen
 from tests.postgres import Server as Postgres
@@ -95,6 +102,25 @@ async def test_of_a_shard_that_has_gone_no_task_is_left(server: Server, spare_ds
             with pytest.raises(ShardUnavailable, match="has closed its connections"):
                 await member.store.enqueue(some_jobs(OrgId("o"), 1))
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@pytest.mark.parametrize("task", [Doorbell, WaitRoom, ReadyOrgs, EndWaits, Scheduler], ids=lambda task: task.__name__)
+async def test_a_fault_in_one_task_of_a_shard_does_not_end_the_router(
+    spare_dsn: str, server: Server, monkeypatch: pytest.MonkeyPatch, task: type[Doorbell | WaitRoom]
+) -> None:
+    run, begun = task.run, asyncio.Event()
+    faults = iter([AssertionError("a fault")])
+
+    async def run_with_a_fault(self: Any) -> None:
+        for fault in faults:
+            raise fault
+        begun.set()
+        await run(self)
+
+    monkeypatch.setattr(task, "run", run_with_a_fault)
+    async with opened(cluster_of(server, spare_dsn, None)) as fleet:
+        await asyncio.wait_for(begun.wait(), PATIENCE_S)
+        assert fleet.member(S1).is_usable
 
 
 async def test_a_shard_that_says_nothing_can_be_switched_off(server: Server, spare_dsn: str) -> None:
@@ -351,3 +377,48 @@ async def test_routers_that_found_a_cluster_at_once_all_come_up(
         async with opened(two(first, second)) as late:
             await up(late)
     assert next(looks) > 1
+
+
+async def test_a_cluster_file_that_cannot_be_taken_up_leaves_the_shards_as_they_were(
+    server: Server, spare_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    off, both = (cluster_of(server, spare_dsn, f'weight = 0\nstate = "{state}"') for state in ("off", "active"))
+    make = ShardHandle.__init__
+
+    def fail(member: ShardHandle, entry: ShardEntry, **options: Any) -> None:
+        if entry.name == S2:
+            raise MemoryError
+        make(member, entry, **options)
+
+    async with opened(off) as fleet:
+        before = dict(fleet.shards())
+        with monkeypatch.context() as patch:
+            patch.setattr(ShardHandle, "__init__", fail)
+            with pytest.raises(MemoryError):
+                await fleet.change(both)
+        assert fleet.shards() == before
+        assert await fleet.member(S1).store.get(OrgId("o"), [], include_payload=False) == []
+        # The next try takes it up.
+        await fleet.change(both)
+        await up(fleet)
+
+
+async def test_workflows_with_much_work_do_not_hold_up_the_sweeps_of_the_lanes(
+    server: Server, spare_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, lanes = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def sweep_workflows(_: WorkflowSweep) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def sweep_lanes(_: WaitRoom) -> bool:
+        lanes.release()
+        return True
+
+    monkeypatch.setattr(WorkflowSweep, "sweep", sweep_workflows)
+    monkeypatch.setattr(WaitRoom, "sweep", sweep_lanes)
+    async with opened(cluster_of(server, spare_dsn, None)):
+        await asyncio.wait_for(begun.wait(), PATIENCE_S)
+        for _ in range(3):
+            await asyncio.wait_for(lanes.acquire(), PATIENCE_S)

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from proof.certificates import Authority
-from router.settings import RouterSettings, router_settings
+from router.settings import END_S_MAX, RouterSettings, router_settings
 from shard.placement.cluster_file import ShardState, parse_cluster
 from tests.deployed import SHARDS, Program, databases, start_work_and_stop
 from tests.postgres import Server
@@ -166,8 +166,8 @@ def test_a_router_has_time_to_drain_and_memory_for_its_processes(objects: list[O
     settings = tomllib.loads(config["data"]["cluster.toml"])["router"]
     container = container_of(objects, "router")
     pause_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    # The supervisor kills processes that have not ended 5 s after the drain.
-    assert pod_of(objects, "router")["terminationGracePeriodSeconds"] >= pause_s + settings["drain_seconds"] + 5
+    # The supervisor kills processes that have not ended in this time after the drain.
+    assert pod_of(objects, "router")["terminationGracePeriodSeconds"] >= pause_s + settings["drain_seconds"] + END_S_MAX
     limit = re.fullmatch(r"(\d+)Mi", container["resources"]["limits"]["memory"])
     assert limit is not None
     assert int(limit[1]) > settings["processes"] * settings["memory_mib"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from shard.queue.store import Store
 from shard.vocabulary import Answer, Failure, JobId, Lease, OrgId, QueueName, ShardName
 from shard.workflow import Callback
 from tests.balancers import Field, open_field
+from tests.command import windrow
 from tests.effort import trials
 from tests.jobs import HOUR_US, QUEUE, ids_of, lease_jobs, some_jobs
 from tests.postgres import Server
@@ -543,6 +545,75 @@ async def test_an_erasure_that_was_cut_short_is_ended_by_the_next_pass_and_the_b
     assert ended.ended_at is not None
     assert (ended.live, ended.dead, ended.finished) == (4, 1, 1)
     assert await traces_of(database, [org, "\x7f"]) == []
+
+
+async def test_the_receipt_of_a_repeated_erasure_has_what_was_erased_before_it_was_interrupted(
+    field: Field, org: OrgId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fill(field, org)
+    go_on, erasure_id = erasure.go_on, "0198c0de-0000-7000-8000-000000000006"
+
+    async def stop_at_b(database: Database, unfinished: erasure.Unfinished) -> bool:
+        if database.name == B:
+            raise ShardUnavailable(B, "away")
+        return await go_on(database, unfinished)
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(erasure, "go_on", stop_at_b)
+        with pytest.raises(ShardUnavailable):
+            await orgs.erase(field.cluster, org, say=print, erasure_id=erasure_id)
+    receipt = await orgs.erase(field.cluster, org, say=print)
+    assert {name: [one.id for one in erasures] for name, erasures in receipt.shards.items()} == {
+        A: [erasure_id],
+        B: [erasure_id],
+    }
+    # Now nothing shows that this erasure belongs to the org, except its id.
+    again = await orgs.erase(field.cluster, org, say=print, erasure_id=erasure_id)
+    assert again.shards == receipt.shards
+
+
+async def test_a_receipt_whose_file_cannot_be_made_is_named_before_anything_is_erased(
+    field: Field, org: OrgId, tmp_path: Path
+) -> None:
+    await Store(field.databases[A]).enqueue(some_jobs(org, 1))
+    number = await number_of(field.databases[A], org)
+    file = str(tmp_path / "nosuch" / "receipt.json")
+    done = await asyncio.to_thread(
+        windrow, "orgs", "erase", org, "--yes", "--receipt", file, "--config", str(field.config)
+    )
+    assert done.code == 2
+    assert "No such file or directory" in " ".join(done.err.split())
+    assert await number_of(field.databases[A], org) == number
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+async def test_a_receipt_that_does_not_fit_into_its_file_is_printed(field: Field, org: OrgId) -> None:
+    await Store(field.databases[A]).enqueue(some_jobs(org, 1))
+    done = await asyncio.to_thread(
+        windrow, "orgs", "erase", org, "--yes", "--receipt", "/dev/full", "--config", str(field.config)
+    )
+    assert done.code == 3
+    (document,) = done.documents
+    assert (document["org"], [one["live"] for one in document["erasures"]]) == (org, [1])
+
+
+async def test_an_erasure_that_is_interrupted_says_how_to_get_its_whole_receipt(
+    field: Field, org: OrgId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await Store(field.databases[A]).enqueue(some_jobs(org, 1))
+    command = ("orgs", "erase", org, "--yes", "--json", "--config", str(field.config))
+
+    async def stop(_: Database, __: erasure.Unfinished) -> bool:
+        raise ShardUnavailable(A, "away")
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(erasure, "go_on", stop)
+        failed = await asyncio.to_thread(windrow, *command)
+    assert failed.code == 3
+    found = re.search(r"repeat the command with --id ([0-9a-f-]{36})", failed.err)
+    assert found is not None
+    done = await asyncio.to_thread(windrow, *command, "--id", found[1])
+    assert [one["id"] for one in done.documents[0]["erasures"]] == [found[1]]
 
 
 async def test_an_erasure_that_ends_is_counted_also_if_the_pass_leaves_other_work(

@@ -16,8 +16,22 @@ from grpc import StatusCode
 from psycopg.conninfo import make_conninfo
 
 from tests.unit.client_fake import WAIT_S, FakeRouter, fake_router, refuse
-from windrow import Client, DeadlineExceeded, Enqueued, NewJob, Unavailable, WindrowError, outbox
+from windrow import (
+    Client,
+    ClientClosed,
+    DeadlineExceeded,
+    Enqueued,
+    NewJob,
+    PermissionDenied,
+    RouterTooOld,
+    TlsFailed,
+    Unauthenticated,
+    Unavailable,
+    WindrowError,
+    outbox,
+)
 from windrow.errors import Span
+from windrow.tokens import Token
 from windrow.v1 import queue_pb2
 
 Connection = psycopg.AsyncConnection[Any]
@@ -190,8 +204,8 @@ async def test_jobs_of_other_orgs_do_not_wait_for_one_that_cannot_be_reached(
 class Sending(Client):
     """Gives the answers that the test prepared, without a router."""
 
-    def __init__(self) -> None:
-        super().__init__("127.0.0.1:9", org="acme")
+    def __init__(self, *, token: Token | None = None) -> None:
+        super().__init__("127.0.0.1:9", org="acme", token=token)
         self.errors: dict[str, WindrowError] = {}
         self.sent: list[tuple[str, Span | None]] = []
         self.before: Callable[[], Awaitable[object]] | None = None
@@ -301,3 +315,68 @@ async def test_orgs_that_had_to_wait_for_a_turn_go_with_the_next_batch(
     client.before = None
     assert await relay.run_once() == outbox.Relayed(sent=1)
     assert [org for org, _ in client.sent] == [f"org-{at}" for at in range(9)]
+
+
+def refused(reason: str) -> WindrowError:
+    error = PermissionDenied("no")
+    error.reason = reason
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Unauthenticated("no"), refused("SCOPE_MISSING"), TlsFailed("no"), RouterTooOld("no"), ClientClosed("no")],
+    ids=["key", "scope", "TLS", "too old", "closed"],
+)
+async def test_an_error_that_concerns_every_org_ends_a_relay_when_what_is_stored_has_left_the_outbox(
+    app: Connection, empty_dsn: str, error: WindrowError
+) -> None:
+    client = Sending()
+    client.errors["bad"] = error
+    (left,) = await outbox.add(app, "bad", NewJob("q", "k"))
+    await outbox.add(app, "acme", NewJob("q", "k"))
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(type(error)):
+            await outbox.Relay(empty_dsn, client).run()
+    assert await (await app.execute("SELECT id::text FROM windrow_outbox")).fetchall() == [(left,)]
+
+
+async def test_an_org_that_is_refused_does_not_end_a_relay_and_is_told_again_after_a_minute(
+    app: Connection, empty_dsn: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = Sending()
+    client.errors["strange"] = refused("ORG_FORBIDDEN")
+    relay = outbox.Relay(empty_dsn, client)
+    await outbox.add(app, "strange", NewJob("q", "k"))
+    await outbox.add(app, "acme", NewJob("q", "k"))
+    assert await relay.run_once() == outbox.Relayed(sent=1, left=1)
+    for _ in range(3):
+        assert await once_rested(relay) == outbox.Relayed(left=1)
+    told = ["outbox: the jobs of org strange wait and will be retried: no"]
+    assert said(caplog) == told
+    relay._resting["strange"].tell_at -= 60.0
+    await once_rested(relay)
+    assert said(caplog) == told * 2
+
+
+async def test_a_relay_waits_for_a_token_that_comes_late_but_not_for_ever(
+    app: Connection, empty_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Sending(token=lambda: "token")
+    relay = outbox.Relay(empty_dsn, client)
+    await outbox.add(app, "acme", NewJob("q", "k"))
+    assert await relay.run_once() == outbox.Relayed(sent=1)
+    client.errors["acme"] = Unauthenticated("no")
+    await outbox.add(app, "acme", NewJob("q", "k"))
+    for _ in range(3):
+        assert await once_rested(relay) == outbox.Relayed(left=1)
+    monkeypatch.setattr("windrow.tokens.RENEWAL_S_MAX", 0.0)
+    with pytest.raises(Unauthenticated):
+        await once_rested(relay)
+
+
+def test_a_relay_that_has_ended_may_be_stopped_again() -> None:
+    relay = outbox.Relay("", Sending())
+    relay.stop()
+    asyncio.run(relay.run())
+    relay.stop()

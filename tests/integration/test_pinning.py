@@ -442,8 +442,10 @@ async def test_an_org_is_settled_by_another_balancer_wherever_the_first_one_died
     # The hash slots that are on the second shard now.
     moved: set[Slot] = set()
     for at in deaths(how):
-        goes = OrgId(f"{org}-{at}-goes")
-        stays = next(one for n in itertools.count() if slot_of(one := OrgId(f"{org}-{at}-{n}-stays")) not in moved)
+        goes, stays = (
+            next(one for n in itertools.count() if slot_of(one := OrgId(f"{org}-{at}-{n}-{role}")) not in moved)
+            for role in ("goes", "stays")
+        )
         moved.add(slot_of(stays))
         old = await pair.known()
         jobs = {one: some_jobs(one, 3, dedup_keys=["k"]) for one in (goes, stays)}

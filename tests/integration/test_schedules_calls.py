@@ -145,6 +145,24 @@ def test_schedules_are_listed_a_page_at_a_time_by_name(router: Stubs, org: OrgId
     assert [schedule.name for schedule in found] == ["a", "c"]
 
 
+def test_a_page_of_schedules_ends_before_it_is_too_large_for_clients(router: Stubs, org: OrgId) -> None:
+    names = [f"s{at:02}" for at in range(40)]
+    template = job_pb2.JobTemplate(queue="q", kind="k", attributes={f"{at:02}": "x" * 1024 for at in range(32)})
+    for name in names:
+        request = pb.CreateScheduleRequest(org=org, name=name, spec=cron(), job=template)
+        router.schedules.CreateSchedule(request, timeout=PATIENCE_S)
+    pages: list[list[str]] = []
+    token = ""
+    while token or not pages:
+        asked = pb.ListSchedulesRequest(org=org, page_size=1000, page_token=token)
+        answer = router.schedules.ListSchedules(asked, timeout=PATIENCE_S)
+        pages.append([schedule.name for schedule in answer.schedules])
+        assert answer.ByteSize() < 2 * 1024 * 1024
+        token = answer.next_page_token
+    assert len(pages) == 2
+    assert [name for page in pages for name in page] == names
+
+
 def test_a_preview_shows_the_next_times_of_a_spec_or_of_a_schedule(router: Stubs, org: OrgId) -> None:
     spec = cron("30 2 * * *", time_zone="Europe/Paris")
     # The clocks skip 2:30 on 2026-03-29.
@@ -311,6 +329,17 @@ async def test_what_is_put_twice_is_changed_once_and_only_if_it_differs(client: 
     await client.pause_schedule("digest")
     put = await client.put_schedule("digest", replace(schedule, note="b"), job)
     assert (put.schedule.note, put.paused, put.created_at) == ("b", True, made[0].created_at)
+
+
+async def test_a_run_that_is_asked_for_again_with_the_same_id_is_stored_once(client: windrow.Client) -> None:
+    await client.create_schedule("digest", windrow.Schedule(cron="0 0 1 1 *"), windrow.NewJob("mail", "send"))
+    asked = windrow.uuid7()
+    assert len({await client.trigger_schedule("digest", request_id=asked) for _ in range(2)}) == 1
+    _, runs = await client.get_schedule("digest")
+    assert len(runs) == 1
+    with pytest.raises(windrow.NotFound) as refused:
+        await client.trigger_schedule("nosuch", request_id=asked)
+    assert refused.value.made_ids == (asked,)
 
 
 async def test_a_declared_schedule_that_is_refused_is_named(client: windrow.Client) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from dataclasses import replace
 
 import pytest
 
+from shard.errors import ShardUnavailable
 from shard.postgres.pool import Database
 from shard.queue import statements
 from shard.queue.claim_floor import GUARD_US
 from shard.queue.settle import Settlement
-from shard.queue.store import Store
-from shard.vocabulary import OrgId, QueueName
+from shard.queue.store import Due, Store
+from shard.vocabulary import OrgId, QueueId, QueueName
 from tests.conftest import SHARD
 from tests.jobs import QUEUE, job_id, lease_jobs, some_jobs
 from tests.recorder import Recorder
@@ -155,3 +158,30 @@ async def test_a_lower_priority_waits_for_all_higher_ones_of_every_queue(databas
         assert [job.priority for job in claimed] == sorted(job.priority for job in claimed)
         got += [job.priority for job in claimed]
     assert got == [1] * 6 + [5] * 6 + [9] * 6
+
+
+@pytest.mark.parametrize("error", [ShardUnavailable(SHARD, "its connection broke"), KeyError("a fault")])
+async def test_what_a_sweep_has_found_is_told_although_something_else_of_it_fails(
+    store: Store, org: OrgId, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    await store.enqueue(some_jobs(org, 1))
+    queue_id = (await store.names.find([(org, QUEUE)]))[org, QUEUE]
+    look = store._look
+
+    async def look_and_more(queues: list[QueueId]) -> Due:
+        return replace(await look(queues), groups_wait=True, ages=True, quarantines=True)
+
+    async def fail(*_: object) -> set[QueueId]:
+        raise error
+
+    monkeypatch.setattr(store, "_look", look_and_more)
+    monkeypatch.setattr(store, "_move_aged", fail)
+    monkeypatch.setattr(store._groups, "sweep", fail)
+    monkeypatch.setattr(store.quarantine, "sweep", fail)
+    for _ in range(2):
+        assert queue_id in (await store.sweep([queue_id])).first
+    if isinstance(error, ShardUnavailable):
+        # The second time is not worth a warning.
+        failed = ["fill slots of groups", "move jobs that have aged", "look after quarantined kinds"]
+        warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+        assert [words in text for words, text in zip(failed, warned, strict=True)] == [True] * 3

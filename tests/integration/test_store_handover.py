@@ -12,13 +12,12 @@ import psycopg
 import pytest
 
 from shard.admin.queue_admin import QueueAdmin
-from shard.errors import IdsOutsideHorizon, NotOwned, ShardUnavailable
+from shard.errors import IdsOutsideHorizon, NotOwned, ShardUnavailable, TooManyWaiting
 from shard.fair_quota import FairQuota
 from shard.placement.slots import slot_of
 from shard.postgres.pool import Database
 from shard.queue import statements
 from shard.queue.claim_floor import GUARD_US
-from shard.queue.coalescer import TooManyWaiting
 from shard.queue.pending_enqueue import NOTHING_HANDED, Handed, Handover, Taker
 from shard.queue.settle import Nack, Settlement
 from shard.queue.store import Store

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Mapping
-from typing import Any
 
 import psycopg
 import pytest
@@ -27,7 +26,7 @@ from shard.errors import (
 from shard.history import erasure
 from shard.placement import statements as placement_statements
 from shard.placement.slots import slot_of
-from shard.postgres.pool import Database
+from shard.postgres.pool import Database, Rows
 from shard.queue import statements as queue_statements
 from shard.queue.queue_ids import QUEUES_MAX
 from shard.queue.settle import Nack, Settlement
@@ -587,7 +586,7 @@ class Dying(Database):
         super().__init__(SHARD, dsn, may_scan=True)
         self.left = 0
 
-    async def run(self, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
+    async def run(self, statement: bytes, parameters: Mapping[str, object]) -> Rows:
         if not self.left:
             raise ShardUnavailable(self.name, "the test says so")
         self.left -= 1

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -834,12 +835,74 @@ def a_gate() -> Gate:
 
 
 def a_stream(
-    first: queue_pb2.ConsumeRequest, messages: AsyncGenerator[Received, None], context: Blocked
+    first: queue_pb2.ConsumeRequest,
+    messages: AsyncGenerator[Received, None],
+    context: Blocked,
+    fleet: _NoShards | None = None,
 ) -> RoutersStream:
     """A stream of a router without shards."""
     gate = a_gate()
     call = Call(gate.buffer, peer="ipv4:127.0.0.1:1")
-    return RoutersStream(cast("Fleet", _NoShards()), gate, call, Received(first, 0), messages, cast("Context", context))
+    told = Received(first, 0)
+    return RoutersStream(cast("Fleet", fleet or _NoShards()), gate, call, told, messages, cast("Context", context))
+
+
+@dataclass(kw_only=True)
+class Read(Blocked):
+    """A context whose client reads everything at once."""
+
+    messages: asyncio.Queue[queue_pb2.ConsumeResponse] = field(default_factory=asyncio.Queue)
+
+    async def write(self, message: bytes) -> None:
+        self.messages.put_nowait(queue_pb2.ConsumeResponse.FromString(message))
+
+
+class _Mute(_NoShards):
+    """A fleet whose catalog does not answer, so that no lease is answered."""
+
+    async def is_current(self, org: str, placement: Placement) -> bool:
+        del org, placement
+        await asyncio.Event().wait()
+        return True
+
+
+async def test_a_message_that_is_not_settled_in_time_is_answered_with_a_delay_for_its_repeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.services.consume_stream._SETTLE_S_MAX", 0.01)
+    first = queue_pb2.ConsumeRequest(start=start("org"), request_id=7, releases=[TOKEN])
+    context = Read(writing=asyncio.Event())
+    serving = asyncio.create_task(a_stream(first, said(), context, _Mute()).run(asyncio.Event()))
+    try:
+        (settled,) = (await asyncio.wait_for(context.messages.get(), PATIENCE_S)).settled
+    finally:
+        serving.cancel()
+        await asyncio.wait({serving})
+    assert (settled.request_id, settled.error.code) == (7, code_pb2.DEADLINE_EXCEEDED)
+    told = error_details_pb2.RetryInfo()
+    assert any(detail.Unpack(told) for detail in settled.error.details)
+    assert told.retry_delay.ToMilliseconds() == 1000
+
+
+class _Faulty(_NoShards):
+    def shards_to_claim_from(self, org: str) -> list[object]:
+        raise ZeroDivisionError(f"a fault while jobs of org {org!r} are claimed")
+
+
+async def test_a_fault_is_not_hidden_by_an_error_of_the_client_at_the_same_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def wrong() -> AsyncGenerator[Received, None]:
+        yield Received(queue_pb2.ConsumeRequest(start=start("org")), 0)
+
+    first = queue_pb2.ConsumeRequest(start=start("org"), credit=1)
+    stream = a_stream(first, wrong(), Read(writing=asyncio.Event()), _Faulty())
+    with caplog.at_level(logging.DEBUG, "router.services.consume_stream"), pytest.raises(ZeroDivisionError):
+        await stream.run(asyncio.Event())
+    (record,) = caplog.records
+    assert record.levelno == logging.DEBUG
+    assert record.exc_text is not None
+    assert "InvalidRequest: start: is set again" in record.exc_text
 
 
 async def test_a_consumer_that_sends_and_does_not_read_is_not_heard_any_more() -> None:

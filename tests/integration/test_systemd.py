@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from router.settings import RouterSettings
+from router.settings import END_S_MAX, RouterSettings
 from tests.deployed import BIN, SHARDS, Program, databases, start_work_and_stop
 from tests.postgres import Server
 from tests.routers import PATIENCE_S
@@ -67,7 +67,7 @@ def test_a_unit_starts_a_program_that_works_and_ends_in_time(role: str, tmp_path
 def test_a_router_has_time_to_drain_and_enough_open_files() -> None:
     found = settings("router")
     # The supervisor kills processes that have not ended 5 s after the drain.
-    assert float(found["TimeoutStopSec"][0]) >= RouterSettings().drain_seconds + 10
+    assert float(found["TimeoutStopSec"][0]) >= RouterSettings().drain_seconds + END_S_MAX
     assert int(found["LimitNOFILE"][0]) >= RouterSettings().client_connections + 1250
     assert found["KillMode"] == ["mixed"]
 

@@ -22,12 +22,13 @@ from router.buffer import Account, Buffer
 from router.fleet.end_waits import EndWaits
 from router.fleet.handover import Handovers
 from router.fleet.siblings.siblings import Siblings
-from router.fleet.starts import Starts
+from router.fleet.starts import Permit, Starts
 from router.fleet.wait_room import WaitRoom
 from router.keda import externalscaler_pb2 as keda
 from router.keda import externalscaler_pb2_grpc as keda_grpc
 from shard.errors import ShardUnavailable
 from shard.history import erasure
+from shard.limits import Limit, LimitKey, LimitTable, Measure
 from shard.placement.slots import slot_of
 from shard.postgres import arrays
 from shard.postgres.pool import Database
@@ -987,6 +988,17 @@ class _Waits:
     def give(self, jobs: object) -> None:
         raise AssertionError(f"nothing is handed over here: {jobs}")
 
+    def keep_places(self, jobs: int) -> None:
+        self.credit -= jobs
+        if self.takes_once:
+            self.idle, self.promised = False, True
+
+    def free_places(self, unused: int) -> None:
+        self.promised = False
+        if unused:
+            self.credit += unused
+            self.wake()
+
 
 class _Nothing:
     """A store and a doorbell that are never used."""
@@ -1046,6 +1058,50 @@ async def test_a_consumer_that_is_full_is_woken_and_not_counted_on(room: WaitRoo
     assert empty.woken == 1
     handover = await offer(room, some_jobs(OrgId("o"), 1))
     assert handover is None or len(handover.takers) == 1
+
+
+class _Seen(_Waits):
+    """Also counts how often its credit was looked at."""
+
+    looks = 0
+
+    @property
+    def credit(self) -> int:
+        self.looks += 1
+        return self._credit
+
+    @credit.setter
+    def credit(self, credit: int) -> None:
+        self._credit = credit
+
+
+async def test_consumers_without_credit_are_looked_at_once(room: WaitRoom) -> None:
+    spent = [_Seen(OrgId("o"), "mail", credit=0) for _ in range(100)]
+    for one in spent:
+        room.enter(one)
+    able = _Seen(OrgId("o"), "mail", credit=10)
+    room.enter(able)
+    stored(room, some_jobs(OrgId("o"), 1))
+    assert {one.looks for one in spent} == {1}
+    for _ in range(10):
+        stored(room, some_jobs(OrgId("o"), 1))
+        assert await offer(room, some_jobs(OrgId("o"), 1)) is not None
+    assert (able.woken, {one.looks for one in spent}) == (11, {1})
+
+
+def test_a_consumer_that_missed_its_turn_for_lack_of_credit_is_next_when_it_has_some(room: WaitRoom) -> None:
+    missed, *others = (_Waits(OrgId("o"), "mail") for _ in range(4))
+    for one in (missed, *others):
+        room.enter(one)
+    missed.credit = 0
+    stored(room, some_jobs(OrgId("o"), 1))
+    assert [one.woken for one in (missed, *others)] == [0, 1, 0, 0]
+    missed.credit = 1
+    room.has_credit(missed)
+    for _ in range(4):
+        stored(room, some_jobs(OrgId("o"), 1))
+    # The one that was served before comes last.
+    assert [one.woken for one in (missed, *others)] == [1, 2, 1, 1]
 
 
 async def test_jobs_are_offered_to_those_with_credit_by_turns(room: WaitRoom) -> None:
@@ -1132,3 +1188,42 @@ async def test_who_waits_follows_an_org_whose_slot_moves(
         ids = await far.enqueue(org, new_job(queue=QUEUE if how == "stream" else "idle"))
         got = await (stream.until_jobs(1) if how == "stream" else jobs_of(waiting))
         assert [job.id for job in got] == ids
+
+
+async def test_an_offer_that_fails_gives_back_the_credit_and_the_tokens_that_it_took(
+    room: WaitRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, org = cast("Store", _Nothing()), OrgId("o")
+    store_is_away = False
+
+    def store_of(_: OrgId) -> Store:
+        if store_is_away:
+            raise ShardUnavailable(ShardName("s"), "gone")
+        return store
+
+    def limit(queue: str) -> Limit:
+        return Limit(LimitKey(org, QueueName(queue), Measure.STARTS), 10, 1_000_000, version=1)
+
+    starts = Starts(store_of, lambda: None)
+    starts.replace(LimitTable([limit("mail"), limit("second")], version=1))
+    buckets = [*starts.of(org, QueueName("mail")), *starts.of(org, QueueName("second"))]
+    for bucket in buckets:
+        bucket.tokens = 10
+    waiter = _Waits(org, "plain", "mail", "second", credit=100)
+    room.enter(waiter)
+    jobs = some_jobs(org, 9)
+    jobs.queues = [QueueName(queue) for queue in ("plain", "mail", "second") for _ in range(3)]
+    siblings = Siblings(Buffer(2**20), consumers=lambda _: None, ready=list)
+    handovers = Handovers(store, room, no_pools(store)[0], siblings, starts)
+    take = starts.take
+
+    def take_or_fail(of: OrgId, queue: QueueName, wanted: int) -> Permit | None:
+        nonlocal store_is_away
+        store_is_away = queue == "second"
+        return take(of, queue, wanted)
+
+    monkeypatch.setattr(starts, "take", take_or_fail)
+    with pytest.raises(ShardUnavailable):
+        await handovers.offer(jobs)
+    assert waiter.credit == 100
+    assert [bucket.tokens for bucket in buckets] == [10, 10]

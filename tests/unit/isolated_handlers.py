@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -23,6 +24,13 @@ def add(job: Job) -> dict[str, int]:
 def report(job: Job) -> str:
     job.report(Progress(done=1, total=2), checkpoint=b"half")
     return "reported"
+
+
+def waits_until_stored(job: Job) -> float:
+    job.log("halfway")
+    job.report(checkpoint=b"half")
+    asyncio.run(job.reporter.stored(job.lease))
+    return time.monotonic()
 
 
 def hang(job: Job) -> None:

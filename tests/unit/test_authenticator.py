@@ -25,8 +25,8 @@ from router.gate.auth.settings import auth_settings
 from router.gate.tracing import Tracing
 from shard.admin import api_keys
 from shard.admin.api_keys import FoundKeys, StoredKey
+from shard.errors import TooManyWaiting
 from shard.placement.cluster_file import ClusterFileError, parse_cluster
-from shard.queue.coalescer import TooManyWaiting
 from shard.vocabulary import OrgId
 from tests.access import METHODS, id_of, scope_of
 from windrow.v1 import access_pb2
@@ -136,11 +136,13 @@ async def test_an_unknown_key_and_a_wrong_secret_are_told_the_same(catalog: Cata
     assert len(set(told)) == 1
 
 
-async def test_many_wrong_keys_share_few_statements_and_leave_room_for_other_addresses(
-    catalog: Catalog, door: Authenticator
+@pytest.mark.parametrize("strangers", ["ipv4:10.0.0.1:{0}", "ipv6:[2001:db8::{0:x}]:1"])
+async def test_many_wrong_keys_share_few_statements_and_leave_room_for_other_hosts(
+    catalog: Catalog, door: Authenticator, strangers: str
 ) -> None:
     good = Caller(catalog.new_key(), peer="ipv4:10.0.0.2:1")
-    wrong = [Caller(f"wr_{'z' * 12}_{secrets.token_urlsafe(32)}", peer=f"ipv4:10.0.0.1:{at}") for at in range(2000)]
+    # One host may use all addresses of its IPv6 network.
+    wrong = [Caller(f"wr_{'z' * 12}_{secrets.token_urlsafe(32)}", peer=strangers.format(at)) for at in range(1, 2001)]
     floods = [asyncio.create_task(who(door, caller)) for caller in wrong]
     await asyncio.sleep(0)
     assert (await who(door, good)).org == "acme"

@@ -179,9 +179,8 @@ def test_a_table_of_a_page_is_written_from_results_and_the_rest_of_the_page_stay
     }
     page = "A\n<!-- table users -->\nold\n<!-- end -->\nB\n<!-- table cpu -->\nkept\n<!-- end -->\n"
     made = pages.written(page, pages.Results(told), ["users"])
-    assert made.startswith(
-        "A\n<!-- table users -->\n| jobs/s | enqueue | drain | whole life | CPU µs of a whole life |\n"
-    )
+    head = "| jobs/s | enqueue | drain | whole life | CPU µs for each job (whole life, all processes) |"
+    assert made.startswith(f"A\n<!-- table users -->\n{head}\n")
     assert "| Windrow | 300 | 300 | 300 | 75 |" in made
     assert "Medians of 3 runs" in made
     assert "old" not in made

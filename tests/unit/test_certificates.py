@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -27,6 +29,20 @@ AUTHORITY = Authority()
 PAIR, OTHER = AUTHORITY.sign(), AUTHORITY.sign()
 LOCKED_KEY = ec.generate_private_key(ec.SECP256R1()).private_bytes(
     Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
+)
+
+
+# The same certificate, with a curve that nobody knows.
+STRANGE = b"".join(
+    [
+        b"-----BEGIN CERTIFICATE-----\n",
+        base64.encodebytes(
+            x509.load_pem_x509_certificate(PAIR.certificate)
+            .public_bytes(Encoding.DER)
+            .replace(bytes.fromhex("06082a8648ce3d030107"), bytes.fromhex("06082a8648ce3d03017f"))
+        ),
+        b"-----END CERTIFICATE-----\n",
+    ]
 )
 
 
@@ -80,6 +96,7 @@ BAD = {
     "half a key": (spoiled("tls.key", PAIR.key[:100]), "tls.key: is not a PEM private key"),
     "a key with a passphrase": (spoiled("tls.key", LOCKED_KEY), "tls.key: has a passphrase"),
     "another key": (spoiled("tls.key", OTHER.key), "tls.key: is not the key of the first certificate in"),
+    "a key of an unknown curve": (spoiled("tls.crt", STRANGE), "tls.crt: gRPC takes certificates with RSA or ECDSA"),
     "a CA that is none": (spoiled("ca.crt", b"no"), "ca.crt: is not a PEM certificate"),
 }
 
@@ -178,3 +195,33 @@ def test_a_certificate_with_a_key_that_grpc_does_not_take_is_refused(settings: T
     settings.certificate.write_bytes(made.public_bytes(Encoding.PEM))
     with pytest.raises(ClusterFileError, match=r"tls\.crt: gRPC takes certificates with RSA or ECDSA keys only"):
         Certificates(settings)
+
+
+async def test_files_are_followed_again_when_threads_can_be_started_again(
+    settings: TlsSettings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard.placement.file_watcher, "_POLL_S", 0.001)
+    monkeypatch.setattr(router.process.certificates, "_RETRY_S", 0.001)
+    caplog.set_level(logging.INFO)
+    failures = [RuntimeError("can't start new thread") for _ in range(3)]
+    in_thread = asyncio.to_thread
+
+    async def to_thread(*arguments: Any) -> Any:
+        if failures and arguments[0].__name__ in fail_in:
+            raise failures.pop()
+        return await in_thread(*arguments)
+
+    fail_in = {"_load", "_stat_all"}
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
+    following = asyncio.create_task(Certificates(settings).run())
+    try:
+        for name in ("_stat_all", "_load"):
+            fail_in = {name}
+            failures[:] = [RuntimeError("can't start new thread") for _ in range(3)]
+            AUTHORITY.sign(name).save(settings.certificate, settings.key)
+            await said(caplog, f"new TLS files are in use: CN={name}", 1)
+            assert not failures
+    finally:
+        following.cancel()
+        await asyncio.wait({following})
+    assert following.cancelled()

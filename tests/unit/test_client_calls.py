@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import time
@@ -30,6 +31,7 @@ from windrow import (
     JobState,
     LimitMeasure,
     NewJob,
+    Nodes,
     NotFound,
     PermissionDenied,
     ResourceExhausted,
@@ -41,10 +43,15 @@ from windrow import (
     Violation,
     WindrowError,
     Worker,
+    WorkflowNode,
+    channels,
     uuid7,
 )
 from windrow.calls import ADMIN_FINAL, FINAL, CallFailure, patient_pause_s, pause_s
-from windrow.v1 import admin_pb2, job_pb2, queue_pb2
+from windrow.v1 import admin_pb2, job_pb2, queue_pb2, workflows_pb2
+
+# The header of an HTTP/2 frame of the type PING that is no answer.
+PING = bytes.fromhex("000008 06 00 00000000")
 
 
 def failure(code: StatusCode, retry_after_s: float | None = None) -> CallFailure:
@@ -432,6 +439,79 @@ async def test_channels_are_connections_of_their_own_and_take_turns(router: Fake
     assert sorted(router.peers.count(peer) for peer in set(router.peers)) == [3, 3, 3]
 
 
+async def test_a_connection_that_falls_silent_while_no_call_is_open_is_closed(
+    router: FakeRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a NAT does that forgets a connection: nothing arrives any more, and nobody is told."""
+    quick = {"grpc.keepalive_time_ms": 200, "grpc.keepalive_timeout_ms": 200, "grpc.http2.ping_timeout_ms": 200}
+    options = tuple((name, quick.get(name, value)) for name, value in channels._OPTIONS)
+    monkeypatch.setattr(channels, "_OPTIONS", options)
+    host, _, port = router.address.rpartition(":")
+    pings, silent, closed = asyncio.Semaphore(0), asyncio.Event(), asyncio.Event()
+
+    async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await source.read(1 << 16):
+                if PING in data:
+                    pings.release()
+                if not silent.is_set():
+                    target.write(data)
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(host, int(port))
+        answers = asyncio.create_task(pump(there, writer))
+        # This ends when the client closes the connection.
+        await pump(reader, back)
+        closed.set()
+        answers.cancel()
+        back.close()
+        writer.close()
+
+    async with (
+        await asyncio.start_server(carry, "127.0.0.1", 0) as relay,
+        Client(f"127.0.0.1:{relay.sockets[0].getsockname()[1]}", org="acme") as client,
+    ):
+        await client.enqueue("q", "k")
+        async with asyncio.timeout(WAIT_S):
+            # gRPC sends a ping or two because of the call.
+            for _ in range(5):
+                await pings.acquire()
+            silent.set()
+            await closed.wait()
+
+
+async def test_the_error_of_an_enqueue_has_the_id_with_which_it_can_be_repeated(router: FakeRouter) -> None:
+    router.scripts["Enqueue"] = failing(1, StatusCode.PERMISSION_DENIED, router, "Enqueue")
+    async with Client(router.address, org="acme") as client:
+        # These two share a call.
+        found = await asyncio.gather(*(client.enqueue("q", "k") for _ in range(2)), return_exceptions=True)
+        (sent,) = router.of("Enqueue")
+        ids = [error.made_ids for error in found if isinstance(error, WindrowError)]
+        assert ids == [(job.id,) for job in sent.jobs]
+        assert (await client.enqueue("q", "k", id=ids[0][0])).id == sent.jobs[0].id
+
+
+async def test_a_walk_over_jobs_goes_on_behind_a_page_without_jobs_and_names_a_shard_that_is_away(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = {
+        "": admin_pb2.ListJobsResponse(jobs=[job_pb2.Job(id="1", state=job_pb2.JOB_STATE_READY)], next_page_token="a"),
+        "a": admin_pb2.ListJobsResponse(next_page_token="b"),
+        "b": admin_pb2.ListJobsResponse(jobs=[job_pb2.Job(id="2", state=job_pb2.JOB_STATE_READY)]),
+    }
+
+    async def ask(_: object, request: admin_pb2.ListJobsRequest) -> admin_pb2.ListJobsResponse:
+        assert (request.queue, request.kind, request.page_size) == ("q", "k", 7)
+        return pages[request.page_token]
+
+    monkeypatch.setattr(client, "_ask", ask)
+    assert [job.id async for job in client.iter_jobs("q", kind="k", page_size=7)] == ["1", "2"]
+
+    pages["b"].unavailable_shards.append("s2")
+    with pytest.raises(Unavailable, match="org 'acme': these shards did not list its jobs: s2"):
+        _ = [job async for job in client.iter_jobs("q", kind="k", page_size=7)]
+
+
 async def test_orgs_share_connections(router: FakeRouter, client: Client) -> None:
     other = client.for_org("globex")
     await client.enqueue("q", "k")
@@ -594,3 +674,55 @@ async def test_a_text_with_a_lone_surrogate_is_refused_with_its_argument_and_its
 ) -> None:
     with pytest.raises(InvalidRequest, match=rf"^{name}:? must not have lone surrogates.*, not 'a\\ud800'$"):
         await call(client)
+
+
+async def test_calls_about_leased_jobs_go_to_the_orgs_of_the_jobs(router: FakeRouter, client: Client) -> None:
+    """A worker of all orgs gives its handlers jobs of other orgs than its client's."""
+    jobs = [Job(lease=name.encode(), org=org) for name, org in (("1", "acme"), ("2", "globex"), ("3", ""), ("4", "o4"))]
+
+    async def odd_is_stale(request: queue_pb2.NackRequest, _: Any) -> queue_pb2.NackResponse:
+        odd = [int(nack.lease) % 2 for nack in request.nacks]
+        return queue_pb2.NackResponse(
+            answers=[job_pb2.JOB_ANSWER_STALE if one else job_pb2.JOB_ANSWER_OK for one in odd]
+        )
+
+    router.scripts["Nack"] = odd_is_stale
+    stale, ok = Answer.STALE, Answer.OK
+    assert await client.nack(jobs) == [stale, ok, stale, ok]
+    assert [(request.org, [one.lease for one in request.nacks]) for request in router.of("Nack")] == [
+        ("acme", [b"1", b"3"]),
+        ("globex", [b"2"]),
+        ("o4", [b"4"]),
+    ]
+    await client.ack(jobs[1])
+    await client.ack(jobs[1:2])
+    await client.extend(jobs[1])
+    await client.release(jobs[1])
+    await client.snooze(jobs[1], after=1)
+    verbs = ("Ack", "Ack", "Extend", "Release", "Snooze")
+    assert [(verb, request.org) for verb, request in router.requests[3:]] == [(verb, "globex") for verb in verbs]
+
+
+async def test_a_job_of_another_org_adds_nodes_in_its_own_org(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    orgs: list[tuple[str, str]] = []
+
+    async def ask(_: object, request: Any) -> Any:
+        orgs.append((type(request).__name__, request.org))
+        if isinstance(request, workflows_pb2.AddNodesRequest):
+            return workflows_pb2.AddNodesResponse(job_ids=[uuid7()])
+        parents = [workflows_pb2.ParentInfo(name="a"), workflows_pb2.ParentInfo(name="b")]
+        return workflows_pb2.ListParentsResponse(parents=parents)
+
+    monkeypatch.setattr(client, "_ask_workflows", ask)
+    job = Job(org="globex", workflow=WorkflowNode(workflow_id=uuid7(), node=0))
+    for name, call in (("a", client.add_nodes), ("b", client.wait_for)):
+        nodes = Nodes()
+        nodes.job("q", "k", name=name)
+        await call(job, nodes)
+    await client.parents(job)
+    assert orgs == [
+        ("AddNodesRequest", "globex"),
+        ("AddNodesRequest", "globex"),
+        ("ListParentsRequest", "globex"),
+        ("ListParentsRequest", "globex"),
+    ]

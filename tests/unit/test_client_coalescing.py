@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,8 +25,12 @@ from windrow import (
     Job,
     NewJob,
     PermissionDenied,
+    ResourceExhausted,
     Violation,
+    WindrowError,
 )
+from windrow.coalescer import Coalescer
+from windrow.limits import LIMIT_REACHED
 from windrow.v1 import job_pb2, queue_pb2
 
 
@@ -315,3 +320,35 @@ async def test_each_job_of_a_shared_call_carries_its_callers_trace(router: FakeR
     # The call itself belongs to no caller's trace.
     assert "traceparent" not in router.metadata[0]
     assert trace.get_current_span() is trace.INVALID_SPAN
+
+
+async def test_a_call_lasts_for_as_long_as_the_request_with_the_most_time_left(
+    router: FakeRouter, client: Client
+) -> None:
+    """A request that waited for a limit is older than the requests that go before it."""
+    loop = asyncio.get_running_loop()
+    full = ResourceExhausted("full")
+    full.reason, full.retry_after = LIMIT_REACHED, 0.3
+    ends: dict[tuple[str, ...], float] = {}
+    answering = asyncio.Event()
+    new_after = 0.0
+
+    async def send(items: Sequence[str], timeout_s: float) -> list[str | WindrowError]:
+        nonlocal new_after
+        ends[tuple(items)] = loop.time() + timeout_s
+        if items == ["old"]:
+            group.create_task(shared.put("between", 1, loop))
+            await asyncio.sleep(0)
+            return [full]
+        if items == ["between"]:
+            new_after = loop.time()
+            group.create_task(shared.put("new", 1, loop))
+            await answering.wait()
+        return list(items)
+
+    shared = Coalescer[str, str](client.calls, send, items_max=10, calls_max=1, on_idle=lambda: None)
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
+        group.create_task(shared.put("old", 1, loop))
+        await router.until(lambda: new_after and not shared._paused)
+        answering.set()
+    assert ends["new", "old"] >= new_after + client.calls.timeout_s > ends["old",]

@@ -49,8 +49,10 @@ async def test_every_verb_answers_as_the_asyncio_client_does(router: FakeRouter)
 
 def test_every_call_of_the_asyncio_client_is_there() -> None:
     calls = [name for name, _ in inspect.getmembers(Client, inspect.iscoroutinefunction) if name[0] != "_"]
+    iterators = [name for name, _ in inspect.getmembers(Client, inspect.isasyncgenfunction) if name[0] != "_"]
     # These take prepared requests, which only asyncio programs have.
-    assert [name for name in calls if not hasattr(SyncClient, name)] == ["send", "send_together"]
+    missing = [name for name in (*calls, *iterators) if not hasattr(SyncClient, name)]
+    assert missing == ["send", "send_together"]
 
 
 async def test_errors_come_through(router: FakeRouter) -> None:
@@ -246,7 +248,8 @@ def test_it_works_where_a_loop_is_running_in_the_calling_thread() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 async def test_a_forked_process_is_asked_to_make_its_own_client(router: FakeRouter) -> None:
     client = SyncClient(router.address, org="acme")
-    client._pid -= 1
+    # The parent has used it.
+    client._pid = os.getpid() - 1
     with pytest.raises(ClientClosed, match="before a fork"):
         client.enqueue("q", "k")
 
@@ -286,6 +289,29 @@ async def test_a_process_that_was_forked_while_a_client_was_open_is_told_so(rout
     child, parent = await lines_of(FORKS, router, within_s=2 * WAIT_S)
     assert "close every client before the fork" in child
     assert parent == "False"
+
+
+FORKS_UNUSED = """
+import os, sys
+import windrow
+
+client = windrow.SyncClient(sys.argv[1], org="acme", timeout=10)
+for _ in range(2):
+    child = os.fork()
+    if child == 0:
+        with client:
+            print(client.enqueue("q", "k").duplicate, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+with client:
+    print(client.enqueue("q", "k").duplicate)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+async def test_a_client_that_nobody_has_used_works_in_every_process_that_is_forked(router: FakeRouter) -> None:
+    """As under gunicorn --preload, where the parent imports the module that makes the client."""
+    assert await lines_of(FORKS_UNUSED, router, within_s=2 * WAIT_S) == ["False"] * 3
 
 
 FORKS_AT_ONCE = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -198,6 +199,111 @@ async def test_a_stream_whose_token_is_refused_is_opened_with_the_next_one() -> 
         assert sent(router)[-1] == "new"
         worker.stop()
         await running
+
+
+async def test_a_function_that_is_not_async_does_not_hold_up_the_event_loop() -> None:
+    threads: list[int] = []
+
+    def ask() -> str:
+        threads.append(threading.get_ident())
+        return "good"
+
+    async with fake_router() as router, Client(router.address, org="acme", token=ask) as client:
+        await client.enqueue("mail", "greet")
+    assert len(threads) == 1
+    assert threads != [threading.get_ident()]
+
+
+async def test_a_function_that_has_no_more_tokens_fails_the_call() -> None:
+    tokens = iter(["old"])
+    async with fake_router() as router, Client(router.address, org="acme", token=lambda: next(tokens)) as client:
+        accepting(router, "new")
+        with pytest.raises(Unauthenticated, match=r"no other token: RuntimeError: .* raised StopIteration"):
+            await asyncio.wait_for(client.enqueue("mail", "greet"), WAIT_S)
+
+
+def once_then(*then: str | Exception) -> tuple[Callable[[], str], deque[str | Exception]]:
+    """Returns a function that returns "old", and from then on one of these for each call, the last one again and again.
+    It raises errors."""
+    left = deque[str | Exception](["old", *then])
+
+    def ask() -> str:
+        found = left.popleft() if len(left) > 1 else left[0]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    return ask, left
+
+
+async def test_a_refusal_says_why_there_is_no_other_token() -> None:
+    ask, _ = once_then(FileNotFoundError("token.txt"))
+    async with fake_router() as router, Client(router.address, org="acme", token=ask) as client:
+        accepting(router, "new")
+        with pytest.raises(Unauthenticated, match=r"no other token: FileNotFoundError: token\.txt") as refused:
+            await client.enqueue_many([windrow.NewJob("mail", "greet")])
+        assert isinstance(refused.value.__cause__, FileNotFoundError)
+
+
+async def test_handlers_go_on_while_a_worker_waits_for_a_token_that_comes_late(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ask, left = once_then(FileNotFoundError("token.txt"), "old", "new")
+    begun, finish = asyncio.Event(), asyncio.Event()
+    async with fake_router() as router, Client(router.address, org="acme", token=ask) as client:
+        accepting(router, "old")
+        worker = Worker(client, "q", name="w1")
+
+        @worker.handler("work")
+        async def work(_: windrow.Job) -> None:
+            begun.set()
+            await finish.wait()
+
+        job = router.give()
+        async with asyncio.timeout(WAIT_S):
+            running = asyncio.create_task(worker.run())
+            await begun.wait()
+            accepting(router)
+            router.stream.cut(StatusCode.UNAUTHENTICATED, reason="CREDENTIALS_EXPIRED")
+            await router.until(lambda: list(left) == ["new"])
+            finish.set()
+            accepting(router, "new")
+            await router.until(lambda: router.settled("Ack") == [job.id])
+            worker.stop()
+            await running
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warning.startswith(
+        "w1: the token is refused, and there is no better one; the worker goes on trying for 60 s"
+    )
+    assert warning.endswith(": FileNotFoundError: token.txt")
+
+
+async def test_a_worker_that_gets_no_other_token_in_time_ends_with_the_refusal_and_says_what_is_lost(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("windrow.tokens.RENEWAL_S_MAX", 0.5)
+    begun, finish = asyncio.Event(), asyncio.Event()
+    async with fake_router() as router, Client(router.address, org="acme", token=lambda: "old") as client:
+        accepting(router, "old")
+        worker = Worker(client, "q", name="w1")
+
+        @worker.handler("work")
+        async def work(_: windrow.Job) -> None:
+            begun.set()
+            await finish.wait()
+
+        router.give()
+        running = asyncio.create_task(worker.run())
+        async with asyncio.timeout(WAIT_S):
+            await begun.wait()
+            accepting(router)
+            router.stream.cut(StatusCode.UNAUTHENTICATED, reason="CREDENTIALS_EXPIRED")
+            # The worker has tried the same token again.
+            await router.until(lambda: len(router.streams) > 2)
+            finish.set()
+            with pytest.raises(Unauthenticated):
+                await running
+    assert caplog.records[-1].getMessage() == "w1: stopped before every outcome was reported; those leases will expire"
 
 
 async def test_a_worker_whose_tokens_are_all_refused_ends() -> None:

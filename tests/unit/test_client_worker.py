@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -1158,6 +1159,33 @@ async def test_a_thread_that_does_not_end_is_not_given_to_another_worker(
         f"w1: job {job.id} (slow, queue q) still runs in its thread; its lease will expire",
         "w1: has stopped; 1 handler thread(s) still run, and keep the process alive; another signal ends it",
     ]
+
+
+async def test_a_job_whose_thread_has_only_just_begun_is_not_given_to_another_worker(
+    router: FakeRouter, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(client, "q", name="w1", grace=0.05)
+    begun, go_on, ran = threading.Event(), threading.Event(), threading.Event()
+
+    def thread_id() -> int:
+        begun.set()
+        go_on.wait(WAIT_S)
+        return threading.get_ident()
+
+    monkeypatch.setattr("windrow.handler_threads.threading", SimpleNamespace(get_ident=thread_id))
+
+    @worker.handler("slow")
+    def slow(job: Job) -> None:
+        ran.set()
+
+    router.give("slow")
+    task = asyncio.create_task(worker.run())
+    await asyncio.to_thread(begun.wait)
+    worker.stop()
+    await stopped(task)
+    go_on.set()
+    assert await asyncio.to_thread(ran.wait, WAIT_S)
+    assert not router.settled("Release")
 
 
 ENDLESS = """

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shard.queue.coalescer import Coalescer, InFlight, TooManyWaiting
+from shard.errors import TooManyWaiting
+from shard.queue.coalescer import Coalescer, InFlight
 
 
 class Late(Exception):

@@ -14,7 +14,6 @@ from router.codec.status import CODES, DOMAIN, status_of
 from router.gate.auth import access, principal, scopes
 from shard import errors
 from shard.limits import Limit, LimitKey, Measure
-from shard.queue.coalescer import TooManyWaiting
 from shard.vocabulary import JobId, OrgId, QueueName, ShardName
 from windrow.v1 import errors_pb2
 
@@ -37,7 +36,7 @@ ANYBODY = principal.Principal(name="key:wr_aaaabbbbcccc", org=OrgId("other"), sc
 RAISED: dict[str, Callable[[], BaseException]] = {
     "INVALID_REQUEST": lambda: status.InvalidRequest([status.Violation("org", "must not be empty")]),
     "UNDECODABLE_REQUEST": lambda: status.Undecodable(7),
-    "MESSAGE_TOO_LARGE": lambda: status.MessageTooLarge(17 << 20, 16 << 20, b""),
+    "MESSAGE_TOO_LARGE": lambda: status.MessageTooLarge(17 << 20, 16 << 20),
     "ORG_MISMATCH": lambda: status.OrgMismatch("org", "acme", "other"),
     "CREDENTIALS_MISSING": lambda: principal.NoCredentials("the call has no token"),
     "CREDENTIALS_INVALID": lambda: principal.Unauthenticated("no such key"),
@@ -78,7 +77,7 @@ RAISED: dict[str, Callable[[], BaseException]] = {
     "ROW_LOCKED": lambda: errors.RowLocked(S1, "a job"),
     "CLOCK_SET_BACK": lambda: errors.ClockSetBack(S1, "its clock was set back"),
     "PLACEMENT_CHANGING": lambda: errors.PlacementChanging(S1, "slot 1 is draining there"),
-    "SHARD_BUSY": lambda: TooManyWaiting(1),
+    "SHARD_BUSY": lambda: errors.TooManyWaiting(1),
     "MISCONFIGURED": lambda: errors.Misconfigured("another cluster's database"),
     "ROUTER_FULL": lambda: status.RouterFull("calls", 1),
     "TOO_MANY_CHANGES": lambda: status.TooManyChanges("acme", 5, 0.2),
@@ -122,7 +121,7 @@ def test_the_router_names_every_reason_of_the_proto_and_sends_each_for_an_error(
     source = (ROOT / "router/codec/status.py").read_text()
     # The errors of router/gate/auth name their reasons in their own package.
     auth = "".join(path.read_text() for path in (ROOT / "router/gate/auth").glob("*.py"))
-    named = re.findall(r"(ERROR_REASON_\w+)", source[source.index("def status_of") :] + auth)
+    named = re.findall(r"(ERROR_REASON_\w+)", source[source.index("_REASONS: ") :] + auth)
     assert set(named) == IN_PROTO
     assert {PREFIX + name for name in RAISED} == IN_PROTO
 
@@ -134,8 +133,7 @@ def test_an_error_has_its_reason_and_the_page_says_whether_to_retry(reason: str)
     assert name == reason
     assert sent.code == CODES[errors_pb2.ErrorReason.Value(PREFIX + reason)]
     (on_page,) = [retry for row, *_, retry in ROWS if row == reason]
-    # After a deadline or a fault the router cannot know when a retry may succeed. After MISCONFIGURED it does not even
-    # know whether a retry may succeed.
-    untold = {code_pb2.DEADLINE_EXCEEDED, code_pb2.INTERNAL}
-    assert (on_page == "yes") == (retry_info or sent.code in untold)
+    # If a request comes too slowly, or the router has a fault, the router cannot know when a retry may succeed. After
+    # MISCONFIGURED it does not even know whether a retry may succeed.
+    assert (on_page == "yes") == (retry_info or reason in {"REQUEST_LATE", "INTERNAL_ERROR"})
     assert (on_page == "only `Queue`") == (reason == "MISCONFIGURED")

@@ -14,7 +14,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.codec.fields import FIELDS_MAX, bounded
+from router.codec.fields import FIELDS_MAX, bounded, number_in
 from router.codec.status import InvalidRequest
 from router.codec.validate import enqueue_violations, plain_jobs
 from tests.jobs import job_message
@@ -185,3 +185,35 @@ def test_the_fields_of_inner_messages_are_counted_exactly(path: bytes, over: int
             decode_update(raw)
     else:
         assert decode_update(raw) == update.FromString(raw)
+
+
+# number_in
+
+REQUEST_ID = queue_pb2.ConsumeRequest.REQUEST_ID_FIELD_NUMBER
+
+
+@given(st.integers(-(2**63), 2**63 - 1).filter(bool), st.integers(1, 10_000), st.permutations(range(4)))
+def test_a_request_id_is_found_wherever_it_stands(request_id: int, credit: int, order: list[int]) -> None:
+    parts = (
+        queue_pb2.ConsumeRequest(request_id=request_id),
+        queue_pb2.ConsumeRequest(credit=credit),
+        queue_pb2.ConsumeRequest(acks=[queue_pb2.Ack(lease=b"\x08\x07" * 20, result=b"\x08\x05" * 200)] * 3),
+        # A field of each other wire type, as a later release may send them.
+        queue_pb2.ConsumeRequest(releases=[b"x" * 29]),
+    )
+    unknown = b"\xf9\x07" + b"\x08" * 8 + b"\xfd\x07" + b"\x08" * 4
+    message = unknown + b"".join(parts[at].SerializeToString() for at in order)
+    assert queue_pb2.ConsumeRequest.FromString(message).request_id == request_id
+    assert number_in(message, REQUEST_ID, fields_max=8) == request_id
+
+
+def test_a_message_without_a_whole_request_id_has_none() -> None:
+    whole = (b"", b"\x18\x05", b"\x0a\x02\x08\x07")
+    endless = (b"\x08", b"\x08\xff\xff", b"\x08" + b"\xff" * 15, b"\x08" + b"\xff" * 12 + b"\x01", b"\x22\xff")
+    group = b"\x0b\x08\x07"
+    assert [number_in(raw, REQUEST_ID, fields_max=8) for raw in (*whole, *endless, group)] == [0] * 9
+
+
+def test_a_request_id_is_looked_for_in_a_bounded_number_of_fields() -> None:
+    message = b"\x22\x00" * 100 + b"\x08\x07"
+    assert [number_in(message, REQUEST_ID, fields_max=most) for most in (100, 101)] == [0, 7]

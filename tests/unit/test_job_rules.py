@@ -8,7 +8,8 @@ from typing import Any, cast
 import psycopg
 import pytest
 
-from router.codec.validate import enqueue_violations, violations_of
+from router.codec.status import InvalidRequest as Refused
+from router.codec.validate import check, enqueue_violations, violations_of
 from windrow import ExponentialRetry, FixedRetry, InvalidJob, InvalidRequest, NewJob, outbox
 from windrow.job_rules import job_faults, org_fault
 from windrow.new_jobs import enqueue_request
@@ -142,3 +143,13 @@ def test_the_only_violation_of_a_large_request_is_found_wherever_it_is() -> None
         request = with_wrong_attributes(1000, 0)
         request.jobs[at].template.queue = "not a name"
         assert [violation.field for violation in violations_of(request)] == [f"jobs[{at}].template.queue"]
+
+
+@pytest.mark.parametrize("request_type", [admin_pb2.ListJobsRequest, admin_pb2.CountJobsRequest])
+def test_jobs_may_be_asked_for_in_every_state_at_once(
+    request_type: type[admin_pb2.ListJobsRequest | admin_pb2.CountJobsRequest],
+) -> None:
+    every = [value.number for value in job_pb2.JobState.DESCRIPTOR.values if value.number]
+    check(request_type(org="acme", states=cast("list[job_pb2.JobState.ValueType]", every)))
+    with pytest.raises(Refused, match=r"^states: "):
+        check(request_type(org="acme", states=cast("list[job_pb2.JobState.ValueType]", [*every, every[0]])))

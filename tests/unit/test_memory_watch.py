@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import resource
-from collections.abc import AsyncGenerator, Collection, Generator
+from collections.abc import AsyncGenerator, Callable, Collection, Generator
 from typing import Any, cast
 
 import grpc
@@ -15,9 +15,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from proof.hostile_peer import open_peer
 from router.buffer import Buffer
-from router.gate import connections, memory_watch
+from router.gate import connection_limit, connections, memory_watch
 from router.gate.admission import RECEIVED_BYTES_MAX, Gate
 from router.gate.calls import Methods
+from router.gate.connection_limit import ConnectionLimit
 from router.gate.memory_watch import MemoryWatch
 from router.gate.tracing import Tracing
 from router.services.health import HealthService
@@ -244,3 +245,34 @@ async def test_calls_that_anybody_may_make_take_only_places_of_their_own(monkeyp
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     await stub.Check(health_pb2.HealthCheckRequest())
                     break
+
+
+async def test_the_watch_and_the_limit_of_connections_go_on_when_threads_can_be_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hung_up: asyncio.Queue[set[str]] = asyncio.Queue()
+    listed: asyncio.Queue[int] = asyncio.Queue()
+    failing = {connections.hang_up: 2, connections.received_bytes: 2}
+
+    async def to_thread(act: Callable[..., Any], *arguments: Any) -> Any:
+        if failing[act]:
+            failing[act] -= 1
+            raise RuntimeError("can't start new thread")
+        if act is connections.hang_up:
+            hung_up.put_nowait(set(arguments[1]))
+            return 1
+        listed.put_nowait(arguments[0])
+        return {}
+
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
+    monkeypatch.setattr(memory_watch, "_LOOK_S", 0.01)
+    monkeypatch.setattr(connection_limit, "_LOOK_S", 0.01)
+    gate, watch = Gate(Tracing(), Buffer(MIB)), MemoryWatch(1 << 60)
+    watch.hang_up("first")
+    watching = [asyncio.create_task(each.run(gate, 1)) for each in (watch, ConnectionLimit(0))]
+    assert await asyncio.wait_for(hung_up.get(), PATIENCE_S) == {"first"}
+    assert await asyncio.wait_for(listed.get(), PATIENCE_S) == 1
+    assert not any(failing.values())
+    for task in watching:
+        task.cancel()
+    await asyncio.wait(watching)

@@ -20,7 +20,8 @@ import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 from google.protobuf.message import Message
 
-from windrow.v1 import admin_pb2, cluster_pb2, queue_pb2, queue_pb2_grpc, schedules_pb2, workflows_pb2
+from router.gate.audit import CLUSTER_CHANGES
+from windrow.v1 import access_pb2, admin_pb2, cluster_pb2, queue_pb2, queue_pb2_grpc, schedules_pb2, workflows_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
 PROTO = ROOT / "proto"
@@ -184,8 +185,8 @@ def test_the_files_for_errors_are_those_that_the_python_client_uses() -> None:
 
 # service_config.json
 
-_UNARY = {
-    f"{service.full_name}/{method.name}"
+_METHODS = {
+    f"{service.full_name}/{method.name}": method
     for file in (
         queue_pb2.DESCRIPTOR,
         admin_pb2.DESCRIPTOR,
@@ -195,17 +196,25 @@ _UNARY = {
     )
     for service in file.services_by_name.values()
     for method in service.methods
-    if not (method.client_streaming or method.server_streaming)
 }
+_REPEATABLE = {name for name, method in _METHODS.items() if method.GetOptions().Extensions[access_pb2.repeatable]}
 
 
-def test_the_service_config_names_every_unary_call_that_is_safe_to_repeat_whatever_the_request_has() -> None:
-    (policy,) = json.loads(CONFIG.read_text())["methodConfig"]
-    named = {f"{name['service']}/{name['method']}" for name in policy["name"]}
-    reads = re.compile(r"windrow\.v1\.(Admin|Cluster|Schedules|Workflows)/(Explain|Get|List|Preview)")
-    queue = {call for call in _UNARY if call.startswith("windrow.v1.Queue/")}
+def test_every_unary_call_is_repeatable_that_changes_nothing_or_that_a_consumer_or_producer_makes_with_ids() -> None:
+    unary = {name for name, method in _METHODS.items() if not (method.client_streaming or method.server_streaming)}
+    queue = {name for name in unary if name.startswith("windrow.v1.Queue/")}
+    changing = CLUSTER_CHANGES | {
+        name
+        for name, method in _METHODS.items()
+        if method.GetOptions().Extensions[access_pb2.scope] in (access_pb2.SCOPE_ADMIN, access_pb2.SCOPE_ENQUEUE)
+    }
     # Jobs without an id would be stored twice.
-    assert named == queue - {"windrow.v1.Queue/Enqueue"} | set(filter(reads.match, _UNARY))
+    assert (queue - {"windrow.v1.Queue/Enqueue"}) | (unary - queue - changing) == _REPEATABLE
+
+
+def test_the_service_config_names_every_call_that_is_marked_as_repeatable() -> None:
+    (policy,) = json.loads(CONFIG.read_text())["methodConfig"]
+    assert {f"{name['service']}/{name['method']}" for name in policy["name"]} == _REPEATABLE
 
 
 def test_the_page_shows_the_retry_policy_of_the_service_config() -> None:

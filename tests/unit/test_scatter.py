@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import cast
 
@@ -10,13 +10,16 @@ import pytest
 
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
+from router.route import by_id
 from router.route.by_org import ask_readers, change_readers, list_readers, summed
+from router.route.work import WorkCounts
 from shard.admin.job_pages import Key, Page, Wanted, merged, pack, unpack
 from shard.admin.queue_admin import Chunk, LeavingCounts, QueueCounts
-from shard.errors import QueueExists, ShardUnavailable, UnknownQueue
+from shard.errors import QueueExists, ShardUnavailable, TooManyWaiting, UnknownQueue
 from shard.job_record import JobRecord
 from shard.placement.slots import Placement
-from shard.vocabulary import JobState, Micros, OrgId, QueueName, ShardName
+from shard.vocabulary import Answer, JobId, JobState, Micros, OrgId, QueueName, ShardName
+from windrow.ids import uuid7
 
 ORG, QUEUE = OrgId("acme"), QueueName("mail")
 WANTED = Wanted(org=ORG, queue=QUEUE, state=JobState.DEAD)
@@ -49,6 +52,13 @@ class _Shard:
     def require_writable(self) -> _Shard:
         return self
 
+    @property
+    def queue_admin(self) -> _Shard:
+        return self
+
+    async def has_work(self, *_: object) -> object:
+        return await self.say()
+
     async def say(self, *_: object) -> object:
         if isinstance(self._says, Exception):
             raise self._says
@@ -68,6 +78,7 @@ def away(name: str) -> ShardUnavailable:
 
 
 UNKNOWN = UnknownQueue(ORG, QUEUE)
+BUSY = TooManyWaiting("the shard is behind")
 
 
 @pytest.mark.parametrize(
@@ -80,6 +91,8 @@ UNKNOWN = UnknownQueue(ORG, QUEUE)
         # The shard that did not answer may know the queue.
         ({"a": UNKNOWN, "b": away("b")}, ShardUnavailable),
         ({"a": away("a"), "b": UNKNOWN}, ShardUnavailable),
+        ({"a": BUSY}, TooManyWaiting),
+        ({"a": UNKNOWN, "b": BUSY}, TooManyWaiting),
         # A shard's refusal counts more than another shard's absence.
         ({"a": 1, "b": QueueExists(ORG, QUEUE)}, QueueExists),
     ],
@@ -92,6 +105,20 @@ async def test_where_nobody_answers_the_call_fails(says: dict[str, object], rais
 async def test_the_answers_are_combined_and_silent_shards_named() -> None:
     asked = await ask_readers(fleet(a=1, b=away("b"), c=UNKNOWN, d=4), ORG, say)
     assert (asked.answers, asked.unavailable) == ([("a", 1), ("d", 4)], ["b"])
+
+
+async def test_a_busy_shard_is_named_like_a_silent_one_and_the_others_are_read() -> None:
+    asked = await ask_readers(fleet(a=1, b=BUSY, c=4), ORG, say)
+    assert (asked.answers, asked.unavailable) == ([("a", 1), ("c", 4)], ["b"])
+
+    async def look_up(member: ShardHandle, _: Sequence[int]) -> Mapping[int, str]:
+        return cast("Mapping[int, str]", await say(member))
+
+    found = await by_id.find(fleet(a=BUSY, b={0: "here"}), ORG, [JobId(numbered(1)), JobId(numbered(2))], look_up)
+    assert (found.answers, found.unavailable) == ({0: "here"}, ["a"])
+    assert await WorkCounts(fleet(a=BUSY, b=True)).any(ORG, QUEUE)
+    with pytest.raises(TooManyWaiting):
+        await WorkCounts(fleet(a=BUSY, b=False)).any(ORG, QUEUE)
 
 
 def numbered(number: int) -> str:
@@ -225,3 +252,15 @@ async def test_what_was_changed_by_a_placement_that_is_in_force_no_more_is_chang
     assert await change_readers(moving, ORG, QUEUE, 9, change) == 2
     # The answer is full, so no other shard need be asked.
     assert await change_readers(fleet(a=5), ORG, QUEUE, 5, change) == 5
+
+
+async def test_a_job_that_was_departing_and_is_unknown_by_then_is_not_found() -> None:
+    """It was deleted at the source meanwhile, for example because its org was erased."""
+    ids = [JobId(uuid7()), JobId(uuid7())]
+    rounds = [[Answer.OK, Answer.DEPARTING], [Answer.NOT_FOUND]]
+
+    async def act(_: ShardHandle, positions: Sequence[int]) -> list[Answer]:
+        assert list(positions) == ([0, 1] if len(rounds) == 2 else [1])
+        return rounds.pop(0)
+
+    assert await by_id.decide(fleet(a=None), ORG, ids, act) == [Answer.OK, Answer.NOT_FOUND]

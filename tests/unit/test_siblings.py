@@ -10,7 +10,7 @@ import os
 import random
 import socket
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -137,6 +137,7 @@ class Waits:
     takes_once: bool = False
     org: OrgId = ORG
     queues: Sequence[QueueName] = (QUEUE,)
+    kinds: Sequence[str] = ()
     worker: str = "w"
     window_us: int = 1_000_000
     idle: bool = True
@@ -144,6 +145,7 @@ class Waits:
     promised: bool = False
     looking: bool = False
     woken: int = 0
+    has_credit: Callable[[Waiter], None] = lambda _: None
     was_woken: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -164,6 +166,18 @@ class Waits:
     def give(self, jobs: Delivery) -> None:
         self.got.append(jobs)
 
+    def keep_places(self, jobs: int) -> None:
+        self.credit -= jobs
+        if self.takes_once:
+            self.idle, self.promised = False, True
+
+    def free_places(self, unused: int) -> None:
+        self.promised = False
+        if unused:
+            self.credit += unused
+            self.has_credit(self)
+            self.wake()
+
     @property
     def ids(self) -> list[str]:
         return [one for delivery in self.got for one in delivery.ids]
@@ -176,7 +190,7 @@ class Process:
         self.buffer = Buffer(2**24)
         self.store = cast("Store", shard)
         # The consumers that wait for the queue of each org.
-        self.awaited: dict[OrgId, AwaitedQueue] = {}
+        self.awaited: dict[OrgId, AwaitedQueue[Waiter]] = {}
         self.siblings = Siblings(self.buffer, consumers=lambda name: self if name == SHARD else None, ready=self._ready)
 
     def _ready(self) -> list[QueueKey]:
@@ -187,7 +201,9 @@ class Process:
 
     def waits(self, **fields: Any) -> Waits:
         waiter = Waits(self.buffer, **fields)
-        self.awaited.setdefault(waiter.org, AwaitedQueue()).waiters[cast("Waiter", waiter)] = None
+        awaited = self.awaited.setdefault(waiter.org, AwaitedQueue())
+        awaited.enter(waiter)
+        waiter.has_credit = awaited.has_credit
         self.siblings.tell_ready(QueueKey(SHARD, waiter.org, QUEUE))
         return waiter
 

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.starts import Starts, look_again_s
-from shard.errors import InDoubt, RowLocked, ShardUnavailable
+from shard.errors import InDoubt, RowLocked, ShardUnavailable, TooManyWaiting
 from shard.limits import ALL_QUEUES, EVERY_ORG, Limit, LimitKey, LimitTable, Measure
 from shard.queue.claim import ClaimResult
-from shard.queue.coalescer import TooManyWaiting
 from shard.queue.store import Store
 from shard.queue.token_buckets import Draw, Drawn
 from shard.vocabulary import OrgId, QueueName, ShardName

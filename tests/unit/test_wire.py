@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.codec import convert, fast_write
-from router.services.consume_stream import request_id_of
 from shard.lease_token import parse_token, token, token_prefix
 from shard.queue.pending_enqueue import Handed, Taker
 from shard.queue.store import Store
@@ -279,17 +278,6 @@ def test_jobs_and_answers_make_one_message(job: Claimed, answers: list[int], num
     rest = queue_pb2.ConsumeResponse(settled=[settled]).SerializeToString()
     message = queue_pb2.ConsumeResponse.FromString(written(fast_write.claimed(STORE, ORG, [job]).jobs) + rest)
     assert message == queue_pb2.ConsumeResponse(jobs=[as_message(job)], settled=[settled])
-
-
-@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 10_000))
-def test_the_request_id_is_read_from_the_head_of_a_message(request_id: int, credit: int) -> None:
-    message = queue_pb2.ConsumeRequest(request_id=request_id, credit=credit, releases=[b"x" * 29])
-    assert request_id_of(message.SerializeToString()[:16]) == request_id
-
-
-def test_a_head_without_a_whole_request_id_has_none() -> None:
-    heads = (b"", b"\x08", b"\x08\xff\xff", b"\x18\x05", b"\x08" + b"\xff" * 15, b"\x08" + b"\xff" * 12 + b"\x01")
-    assert [request_id_of(head) for head in heads] == [0] * len(heads)
 
 
 @pytest.mark.parametrize("count", [1, 2, 127, 128, 1000])

@@ -8,6 +8,8 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from tests.unit import isolated_handlers, plain_handlers
 from tests.unit.client_fake import WAIT_S, FakeRouter
 from tests.unit.test_client_worker import CHECKOUT, running
 from windrow import Client, InvalidRequest, Job, Worker
+from windrow.processes import HandlerProcess
+from windrow.v1 import queue_pb2
 
 # A process imports the client, which takes a while on a busy machine.
 PATIENCE_S = 6 * WAIT_S
@@ -98,6 +102,26 @@ async def test_what_a_handler_in_a_process_returns_raises_and_reports_comes_back
     assert "in innermost" in logged["broken"].getMessage()
 
 
+async def test_a_handler_in_a_process_can_wait_until_its_reports_are_stored(router: FakeRouter, client: Client) -> None:
+    stored_at: list[float] = []
+
+    async def settle(message: queue_pb2.ConsumeRequest, _: Any) -> queue_pb2.Settled:
+        if message.extends:
+            assert (message.extends[0].checkpoint, message.extends[0].log) == (b"half", "halfway")
+            # A handler that does not wait has ended by then.
+            await asyncio.sleep(0.3)
+            stored_at.append(time.monotonic())
+        return queue_pb2.Settled()
+
+    router.scripts["Settle"] = settle
+    worker = isolating(client, "waits_until_stored")
+    jobs = [router.give("waits_until_stored") for _ in range(2)]
+    async with running(worker, within_s=PATIENCE_S):
+        ended = await until(router, len(jobs))
+    went_on_at = [Job(payload=ended[job.lease].result).json() for job in jobs]
+    assert all(went_on >= stored for went_on, stored in zip(went_on_at, stored_at, strict=True))
+
+
 async def test_a_process_that_ends_or_hangs_fails_the_attempt_of_its_own_job_only(
     router: FakeRouter, client: Client
 ) -> None:
@@ -119,6 +143,26 @@ async def test_a_process_that_ends_or_hangs_fails_the_attempt_of_its_own_job_onl
         "the handler did not finish within 0.5 s",
     )
     assert Job(payload=added.result).json()["sum"] == 1
+
+
+async def test_no_job_gets_a_process_that_is_about_to_be_killed(
+    router: FakeRouter, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, kill = threading.Event(), HandlerProcess.kill
+
+    def kill_late(process: HandlerProcess) -> None:
+        ended.wait(WAIT_S)
+        kill(process)
+
+    monkeypatch.setattr(HandlerProcess, "kill", kill_late)
+    worker = Worker(client, "q", concurrency=2, prefetch=10)
+    worker.handler("hang", isolate="process", timeout=0.5)(isolated_handlers.hang)
+    worker.handler("add", isolate="process")(isolated_handlers.add)
+    jobs = [router.give(kind, b"[1]") for kind in ("hang", "hang", "add", "add")]
+    async with running(worker, within_s=PATIENCE_S):
+        outcomes = await until(router, len(jobs))
+        ended.set()
+    assert [type(outcomes[job.lease]) for job in jobs] == [queue_pb2.Nack] * 2 + [queue_pb2.Ack] * 2
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no server that forks processes")
@@ -202,6 +246,43 @@ async def test_what_a_handler_starts_takes_signals_and_ends_with_the_handlers_pr
         worker.stop()
         worker.stop()
     await router.until(lambda: not alive(int(process)))
+
+
+OTHER_PROCESSES = """
+import asyncio, multiprocessing, time
+multiprocessing.set_forkserver_preload(["colorsys"])
+import windrow, windrow.testing
+
+worker = windrow.Worker(windrow.Client(org="acme"), "q")
+
+@worker.handler("isolated", isolate="process")
+def isolated(job):
+    return "ran"
+
+if __name__ == "__main__":
+    ran = asyncio.run(windrow.testing.run_job(worker, windrow.NewJob("q", "isolated")))
+    context = multiprocessing.get_context("forkserver")
+    with context.Pool(1) as pool:
+        is_preloaded = pool.apply(eval, ("'colorsys' in __import__('sys').modules",))
+    sleeping = context.Process(target=time.sleep, args=(600,))
+    sleeping.start()
+    sleeping.terminate()
+    sleeping.join(20)
+    print(ran.result, is_preloaded, sleeping.exitcode)
+    sleeping.kill()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no server that forks processes")
+async def test_the_programs_own_processes_are_as_without_a_worker(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(OTHER_PROCESSES)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(program), cwd=CHECKOUT, stdout=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(PATIENCE_S):
+        output, _ = await process.communicate()
+    assert output.decode().split() == ["b'ran'", "True", str(-signal.SIGTERM)]
 
 
 async def test_only_plain_functions_of_a_module_can_be_isolated(client: Client) -> None:

@@ -19,7 +19,7 @@ else:
         """Imports a module of this package, or all of the client when one of its names is used for the first time.
         Routers and the command need a few modules only, and would take a seventh longer to start if they imported the
         whole client."""
-        # `from windrow import x` in a module of this package comes here too. Do not import the whole client then: it
+        # `from windrow import x` in a module of this package comes here too. Import only that module: the whole client
         # may need the very module that is being imported.
         if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TypeVar
+from typing import TypedDict, TypeVar, Unpack
 
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
+from grpc import StatusCode
 
 from windrow.calls import ADMIN_FINAL, Calls, Method
 from windrow.causes import JobExplanation, QueueExplanation, read_job, read_queue
 from windrow.channels import Stub
-from windrow.errors import AlreadyExists, InvalidRequest, Span, Unavailable, invalid_argument, renamed
+from windrow.errors import (
+    TRANSIENT,
+    AlreadyExists,
+    InvalidRequest,
+    Span,
+    Unavailable,
+    ids_in_error,
+    invalid_argument,
+    renamed,
+)
 from windrow.ids import uuid7
 from windrow.jobs import JobRecord, JobState, listed_ids, read_record, state_value
 from windrow.limits import Limit, LimitMeasure, measure_number, read_limit
@@ -27,6 +37,8 @@ from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, limits_pb2
 _PAGE_MAX = 1000
 # The limit of one purge or redrive call: a larger call would hold its locks for too long.
 _CHANGE_MAX = 1000
+# A purge or redrive is not made again after any status: it may have been done, and would change further jobs.
+_ANY = frozenset(StatusCode)
 
 _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response")
@@ -88,6 +100,19 @@ class JobPage:
     unavailable_shards: Sequence[str]
 
 
+class JobConditions(TypedDict, total=False):
+    """The arguments of list_jobs that iter_jobs takes too."""
+
+    state: JobState | None
+    states: Iterable[JobState]
+    kind: str
+    created_after: datetime | None
+    created_before: datetime | None
+    attributes: Mapping[str, str] | None
+    include_payload: bool
+    page_size: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueStats:
     """How many jobs of a queue are in each state."""
@@ -122,7 +147,7 @@ class RestoreRefusal(enum.Enum):
 
     # This org has no such job, or has it no longer.
     NOT_FOUND = "not_found"
-    # The job is scheduled, ready or leased.
+    # The job is blocked, scheduled, ready or leased.
     LIVE = "live"
     # The time in the new id is too old, or too far in the future.
     BAD_NEW_ID = "bad_new_id"
@@ -279,14 +304,17 @@ class AdminCalls:
 
     async def purge_queue(self, queue: str, *, include_dead: bool = False, limit: int | None = None) -> int:
         """Cancels the queue's jobs that are not leased, at most `limit`; leased jobs may finish. Returns how many jobs
-        it cancelled; if an answer was lost, this is a lower bound. Raises NotFound."""
+        it cancelled. Raises NotFound.
+
+        After another error the client does not try again, because it would cancel further jobs: the error says how many
+        jobs were cancelled before. Compare `stats` before you call again."""
 
         async def purge(count: int) -> tuple[int, bool]:
             request = admin_pb2.PurgeQueueRequest(org=self.org, queue=queue, include_dead=include_dead, limit=count)
-            response = await self._ask(lambda stub: stub.PurgeQueue, request)
+            response = await self._ask(lambda stub: stub.PurgeQueue, request, final=_ANY)
             return response.cancelled, response.limit_reached
 
-        return await _in_steps(purge, _checked_limit(limit))
+        return await _in_steps(purge, _checked_limit(limit), done="cancelled")
 
     async def list_jobs(
         self,
@@ -309,7 +337,7 @@ class AdminCalls:
         `attributes`: only jobs that have all of these, always the newest first.
 
         **A page may be empty although more pages follow**: if the org has thousands of jobs, the router searches for
-        only some milliseconds per page. So read on until `next_page_token` is empty.
+        only some milliseconds per page. So read on until `next_page_token` is empty, or use iter_jobs.
 
         `created_after` (inclusive) and `created_before` compare the times in the job ids. `page_size` is 1 to 1,000.
         For the next page, pass the same conditions and the page's `next_page_token`. Raises NotFound if `queue` is
@@ -341,6 +369,20 @@ class AdminCalls:
             unavailable_shards=list(response.unavailable_shards),
         )
 
+    async def iter_jobs(self, queue: str = "", **conditions: Unpack[JobConditions]) -> AsyncIterator[JobRecord]:
+        """Yields the jobs of all pages of list_jobs, and asks for a page when the one before is used up. A job that is
+        stored, or whose state changes, meanwhile may be left out. Raises what list_jobs raises, and Unavailable if a
+        shard of the org does not answer."""
+        token = ""
+        while True:
+            page = await self.list_jobs(queue, page_token=token, **conditions)
+            refuse_away(self.org, page.unavailable_shards, "did not list its jobs")
+            for job in page.jobs:
+                yield job
+            token = page.next_page_token
+            if not token:
+                return
+
     async def redrive_queue(
         self,
         queue: str,
@@ -353,8 +395,8 @@ class AdminCalls:
     ) -> int:
         """Makes the queue's dead jobs ready again, with all their attempts, if they meet all conditions. The job that
         died first goes first. Redrives at most as many jobs as are dead now, because some may die again meanwhile.
-        Returns how many jobs it redrove; if an answer was lost, this is a lower bound. `per_second`: how many of the
-        jobs become due per second, while the later ones are scheduled; 0: all at once. Raises NotFound, Unavailable."""
+        Returns how many jobs it redrove. `per_second`: how many of the jobs become due per second, while the later ones
+        are scheduled; 0: all at once. Raises NotFound, Unavailable. Does not try again, as purge_queue."""
         conditions = admin_pb2.RedriveQueueRequest(per_second=per_second)
         redriven = 0
         set_time(conditions.died_after, "died_after", died_after)
@@ -366,7 +408,7 @@ class AdminCalls:
                 org=self.org, queue=queue, kind=kind, limit=count, already_redriven=redriven
             )
             request.MergeFrom(conditions)
-            response = await self._ask(lambda stub: stub.RedriveQueue, request)
+            response = await self._ask(lambda stub: stub.RedriveQueue, request, final=_ANY)
             redriven += response.redriven
             return response.redriven, response.limit_reached
 
@@ -376,14 +418,14 @@ class AdminCalls:
             shards = ", ".join(stats.unavailable_shards)
             raise Unavailable(f"queue {queue!r}: these shards of the org did not count its dead jobs: {shards}")
         dead = stats.queues[queue].dead
-        return await _in_steps(redrive, dead if left is None else min(left, dead))
+        return await _in_steps(redrive, dead if left is None else min(left, dead), done="redriven")
 
     async def restore_jobs(self, ids: Iterable[str], *, new_ids: Iterable[str] | None = None) -> list[Restored]:
         """Stores finished and dead jobs once more, as new jobs that are due now; the old jobs stay as they are. Returns
         a result for each job.
 
-        If you call it again after an error, pass the same `new_ids` (windrow.uuid7() for each), so that it stores no
-        second copy."""
+        If you call it again after an error, pass the same `new_ids` (windrow.uuid7() for each; those that this call
+        made are in the error's `made_ids`), so that it stores no second copy."""
         old = listed_ids(ids)
         new = [uuid7() for _ in old] if new_ids is None else listed_ids(new_ids, "new_ids")
         if len(new) != len(old):
@@ -392,9 +434,9 @@ class AdminCalls:
         for at in range(0, len(old), _PAGE_MAX):
             pairs = list(zip(old[at : at + _PAGE_MAX], new[at : at + _PAGE_MAX], strict=True))
             jobs = [admin_pb2.RestoreJob(id=one, new_id=new_id) for one, new_id in pairs]
-            response = await self._ask(
-                lambda stub: stub.RestoreJobs, admin_pb2.RestoreJobsRequest(org=self.org, jobs=jobs)
-            )
+            request = admin_pb2.RestoreJobsRequest(org=self.org, jobs=jobs)
+            with ids_in_error(new):
+                response = await self._ask(lambda stub: stub.RestoreJobs, request)
             results += [
                 _read_restored(one, new_id, result)
                 for (one, new_id), result in zip(pairs, response.results, strict=True)
@@ -474,27 +516,43 @@ class AdminCalls:
         request: _Request,
         *,
         verb: str = "",
+        final: Collection[StatusCode] = ADMIN_FINAL,
         arguments: Mapping[str, str] | None = None,
     ) -> _Response:
-        """`arguments` maps fields of the request to the caller's arguments, if their names differ."""
+        """`final`: see Calls.call. `arguments` maps fields of the request to the caller's arguments, if their names
+        differ."""
         try:
-            return await self.calls.call(method, request, final=ADMIN_FINAL, verb=verb)
+            return await self.calls.call(method, request, final=final, verb=verb)
         except InvalidRequest as error:
             if arguments is None:
                 raise
             raise renamed(error, arguments) from error.__cause__
 
 
-async def _in_steps(change: Callable[[int], Awaitable[tuple[int, bool]]], limit: int | None) -> int:
+async def _in_steps(change: Callable[[int], Awaitable[tuple[int, bool]]], limit: int | None, *, done: str) -> int:
     """Changes jobs in bounded steps, at most `limit` in all. `change` gets how many it may change; it returns how many
-    it has changed, and whether there may be more. Returns the sum."""
-    done = 0
-    while limit is None or done < limit:
-        changed, more = await change(_CHANGE_MAX if limit is None else min(_CHANGE_MAX, limit - done))
-        done += changed
+    it has changed, and whether there may be more. Returns the sum. `done`: what becomes of the jobs, for errors."""
+    count = 0
+    while limit is None or count < limit:
+        step = _CHANGE_MAX if limit is None else min(_CHANGE_MAX, limit - count)
+        try:
+            changed, more = await change(step)
+        except TRANSIENT as error:
+            doubt = f"; {count:,} jobs were {done} before, and this call may have {done} up to {step:,} more: "
+            doubt += "check the counts, then call again"
+            error.args = (f"{error}{doubt}",)
+            error.details += doubt if error.details else ""
+            raise
+        count += changed
         if not more:
             break
-    return done
+    return count
+
+
+def refuse_away(org: str, shards: Sequence[str], what: str) -> None:
+    """Raises Unavailable if shards of the org did not answer."""
+    if shards:
+        raise Unavailable(f"org {org!r}: these shards {what}: {', '.join(shards)}")
 
 
 def _checked_limit(limit: int | None) -> int | None:

@@ -129,7 +129,8 @@ class BatchHandlers:
             fail(span, error)
         action, cause = action_of(error, runners=RUNNERS)
         if isinstance(action, Waits):
-            # One of the jobs waits. The lease of that job has ended, so only the others are given back.
+            # One of the jobs now waits for nodes that it has added. That has ended its lease, so only the other jobs
+            # are given back.
             action = Released()
         if isinstance(action, Failed):
             self._log_failure(batch, action.failure, cause, frames_of(cause, runners=RUNNERS))

@@ -37,7 +37,7 @@ from windrow.errors import (
 from windrow.limits import LimitReached, read_reached
 from windrow.org_header import org_metadata
 from windrow.tls import Tls
-from windrow.tokens import Metadata, Tokens
+from windrow.tokens import Metadata, Refusals, Tokens
 from windrow.v1 import limits_pb2
 
 log = logging.getLogger("windrow.client")
@@ -201,9 +201,15 @@ class Calls:
                     raise ClientClosed(f"{verb} at {self.address}: the client was closed meanwhile") from None
                 raise
             failure = CallFailure.of(cause)
-            if failure.code is StatusCode.UNAUTHENTICATED and not renewed and await self.renew_token(token):
-                renewed = True
-                continue
+            if failure.code is StatusCode.UNAUTHENTICATED and not renewed:
+                try:
+                    renewed = await self.renew_token(token)
+                except Exception as error:
+                    none = f"no other token: {type(error).__name__}: {error}"
+                    spent_s = time.monotonic() - began
+                    raise self._error(verb, failure, tries=tries, spent_s=spent_s, no_retry=none) from error
+                if renewed:
+                    continue
             if (
                 failure.code is StatusCode.UNAVAILABLE
                 and not failure.reason
@@ -251,8 +257,13 @@ class Calls:
         return () if self._tokens is None else await self._tokens.metadata()
 
     async def renew_token(self, refused: Metadata) -> bool:
-        """Returns whether there is another token than the refused one: then the call may be made again."""
+        """Returns whether there is another token than the refused one: then the call may be made again. Raises what the
+        function of the token raises."""
         return self._tokens is not None and await self._tokens.renew(refused)
+
+    def refusals(self) -> Refusals:
+        """Returns a new count of refused tokens, for a caller that tries for ever."""
+        return Refusals(self._tokens)
 
     def open(
         self, method: Callable[[Stub], _StreamMethod[_Sent, _Received]], *, org: str | None, token: Metadata = ()

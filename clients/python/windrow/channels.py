@@ -73,6 +73,8 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     # the kernel still acknowledges packets for a stopped process.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 8_000),
+    # Otherwise a connection that a NAT or a firewall has forgotten meanwhile would fail the next call after a pause.
+    ("grpc.keepalive_permit_without_calls", 1),
     # The default of 60 s would override keepalive_timeout_ms.
     ("grpc.http2.ping_timeout_ms", 8_000),
     # By default gRPC sends only one ping a minute after two pings on an idle stream.

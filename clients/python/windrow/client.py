@@ -35,6 +35,7 @@ from windrow.errors import (
     Violation,
     WindrowError,
     alone,
+    ids_in_error,
     invalid_argument,
     shifted,
 )
@@ -90,8 +91,8 @@ _SPLIT_CALLS_MAX = 4
 # How many shared calls may run at the same time, for each connection.
 _SHARED_CALLS = 2
 
-# The bytes of an EnqueueResult that has nothing but an id (of less than 124 bytes), without the id itself: two tags and
-# two lengths.
+# How many bytes an EnqueueResult that has only an id adds to a response, besides the id: two tags and two lengths. Each
+# length takes one byte, because ids have less than 124 bytes.
 _RESULT_BYTES = 4
 
 _NO_FAILURE = Failure()
@@ -112,16 +113,19 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
       and a connection reaches one of them.
     - `tls` (True, the path of a CA's PEM file, or a Tls; default: as the environment says): see tls.py.
     - `token` (default $WINDROW_TOKEN): proves who calls, if the cluster asks for a proof. An API key, or a function
-      (also an async one) that returns a token. If a router refuses a token, the client calls the function again; if
-      this returns another token, the client makes the call again with it. Without TLS, the client sends a token to
-      this machine only, unless `tls` is False.
+      (also an async one) that returns a token; a function that is not async runs in a thread. If a router refuses a
+      token, the client calls the function again; if this returns another token, the client makes the call again with
+      it. Without TLS, the client sends a token to this machine only, unless `tls` is False.
     - `create_spans`, `tracer_provider`: see tracing.py.
     - `middleware`: functions `async def middleware(jobs, call_next)` that run around every enqueue and enqueue_many,
       for example to add attributes to every job. The first function is the outermost. `await call_next(jobs)` stores
       the jobs and returns an Enqueued for each. enqueue_batch calls no middleware, because a repeated batch must have
       the same jobs. The relay of an outbox calls none either: it sends the jobs as they were added.
 
-    Every method raises WindrowError (see errors.py). It is safe to call the method again after such an error.
+    Every method raises WindrowError (see errors.py), after which the call may nevertheless have taken effect. Leases,
+    job ids and NewJobs make it safe to call the method again. But enqueue, trigger_schedule and restore_jobs make new
+    ids in each call unless the caller gives them. So give them, or after an error pass its `made_ids`: otherwise the
+    second call may store a second job.
     """
 
     # testing.py sets another class.
@@ -208,8 +212,9 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         has its own outcome. If the caller is cancelled before the job is sent, the job is not stored. If the caller is
         cancelled later, the job may be stored.
 
-        Raises InvalidJob. To retry after DeadlineExceeded or Unavailable without a second job, pass the same `id`
-        (windrow.uuid7()) or `dedup_key`, or make a NewJob and pass it to enqueue_many.
+        Raises InvalidJob. To retry after DeadlineExceeded or Unavailable without a second job, pass the id that the
+        error has in `made_ids`; or from the first call on pass the same `id` (windrow.uuid7()) or `dedup_key`, or make
+        a NewJob and pass it to enqueue_many.
         """
         (stored,) = await self._through_middleware(self._store_one)([NewJob(queue, kind, payload, **options)])
         return stored
@@ -217,7 +222,7 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
     async def _store_one(self, jobs: Sequence[NewJob]) -> list[Enqueued]:
         (job,) = jobs
         message = new_message(job)
-        with self.tracing.sending((message,)):
+        with self.tracing.sending((message,)), ids_in_error((message.id,)):
             return [await self._enqueues.put(self.org, message, _size(message))]
 
     async def enqueue_many(self, jobs: Iterable[NewJob], *, independent: bool = False) -> list[Enqueued]:
@@ -397,14 +402,14 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
 
         if isinstance(jobs, Job):
             ack = queue_pb2.Ack(lease=jobs.lease, result=encoded, log=_log_of(jobs))
-            return await self._acks.put(self.org, ack, ack.ByteSize() + 16)
+            return await self._acks.put(jobs.org or self.org, ack, ack.ByteSize() + 16)
 
-        async def send(part: Sequence[Job]) -> Sequence[int]:
+        async def send(org: str, part: Sequence[Job]) -> Sequence[int]:
             acks = [queue_pb2.Ack(lease=job.lease, result=encoded, log=_log_of(job)) for job in part]
-            response = await self.calls.call(lambda stub: stub.Ack, queue_pb2.AckRequest(org=self.org, acks=acks))
+            response = await self.calls.call(lambda stub: stub.Ack, queue_pb2.AckRequest(org=org, acks=acks))
             return response.answers
 
-        return await _each(jobs, send, entry_bytes=len(encoded))
+        return await self._each(jobs, send, entry_bytes=len(encoded))
 
     @overload
     async def nack(
@@ -456,8 +461,8 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         if retry_after is not None:
             template.retry_after.CopyFrom(_span("retry_after", retry_after))
 
-        async def send(part: Sequence[Job]) -> Sequence[int]:
-            request = queue_pb2.NackRequest(org=self.org)
+        async def send(org: str, part: Sequence[Job]) -> Sequence[int]:
+            request = queue_pb2.NackRequest(org=org)
             for job in part:
                 nack = request.nacks.add()
                 nack.CopyFrom(template)
@@ -465,7 +470,7 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
             return (await self.calls.call(lambda stub: stub.Nack, request)).answers
 
         # The request repeats the failure, which may be 40 KiB long, for each job.
-        return await _each(jobs, send, entry_bytes=template.ByteSize())
+        return await self._each(jobs, send, entry_bytes=template.ByteSize())
 
     @overload
     async def extend(
@@ -505,13 +510,13 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         except (TypeError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
 
-        async def send(part: Sequence[Job]) -> Sequence[int]:
-            request = queue_pb2.ExtendRequest(org=self.org, visibility_window=window)
+        async def send(org: str, part: Sequence[Job]) -> Sequence[int]:
+            request = queue_pb2.ExtendRequest(org=org, visibility_window=window)
             for job in part:
                 report.write(request.extends.add(lease=job.lease, log=_log_of(job)))
             return (await self.calls.call(lambda stub: stub.Extend, request)).answers
 
-        return await _each(jobs, send, entry_bytes=len(report.checkpoint or b"") + NOTE_BYTES_MAX)
+        return await self._each(jobs, send, entry_bytes=len(report.checkpoint or b"") + NOTE_BYTES_MAX)
 
     @overload
     async def release(self, jobs: Job) -> Answer: ...
@@ -526,11 +531,11 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
             # A release cannot carry a log. A snooze of 0 s has the same effect, and can carry one.
             return await self.snooze(listed, after=0.0)
 
-        async def send(part: Sequence[Job]) -> Sequence[int]:
-            request = queue_pb2.ReleaseRequest(org=self.org, leases=[job.lease for job in part])
+        async def send(org: str, part: Sequence[Job]) -> Sequence[int]:
+            request = queue_pb2.ReleaseRequest(org=org, leases=[job.lease for job in part])
             return (await self.calls.call(lambda stub: stub.Release, request)).answers
 
-        return await _each(listed, send)
+        return await self._each(listed, send)
 
     @overload
     async def snooze(self, jobs: Job, *, after: Span, reason: str = "") -> Answer: ...
@@ -545,14 +550,39 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         `reason` is stored in the attempt history, but no more than its first 1 KiB."""
         delay, why = _span("after", after), clipped(reason, REASON_BYTES_MAX)
 
-        async def send(part: Sequence[Job]) -> Sequence[int]:
+        async def send(org: str, part: Sequence[Job]) -> Sequence[int]:
             request = queue_pb2.SnoozeRequest(
-                org=self.org,
+                org=org,
                 snoozes=[queue_pb2.Snooze(lease=job.lease, after=delay, reason=why, log=_log_of(job)) for job in part],
             )
             return (await self.calls.call(lambda stub: stub.Snooze, request)).answers
 
-        return await _each(jobs, send, entry_bytes=len(why))
+        return await self._each(jobs, send, entry_bytes=len(why))
+
+    async def _each(
+        self,
+        jobs: Job | Iterable[Job],
+        send: Callable[[str, Sequence[Job]], Awaitable[Sequence[int]]],
+        *,
+        entry_bytes: int = 0,
+    ) -> Answer | list[Answer]:
+        """Sends one job, or many jobs in parts. `send` gets jobs of one org, and this org. `entry_bytes`: how many
+        bytes a request has for each job, besides its lease and its log."""
+        if isinstance(jobs, Job):
+            (answer,) = answers(await send(jobs.org or self.org, [jobs]))
+            return answer
+        count_max = min(JOBS_MAX, _PART_BYTES_MAX // (entry_bytes + LOG_BYTES_MAX))
+        listed = list(jobs)
+        # A worker of all orgs has jobs of other orgs than this client's.
+        places: dict[str, list[int]] = {}
+        for at, job in enumerate(listed):
+            places.setdefault(job.org or self.org, []).append(at)
+        results = [Answer.UNKNOWN] * len(listed)
+        for org, ats in places.items():
+            answered = await in_parts([listed[at] for at in ats], partial(send, org), count_max=count_max)
+            for at, answer in zip(ats, answered, strict=True):
+                results[at] = answer
+        return results
 
     async def get_jobs(self, ids: Iterable[str], *, include_payload: bool = False) -> dict[str, JobRecord]:
         """Looks jobs up by id. Returns a record for each job that this org has, in whatever state.
@@ -693,21 +723,6 @@ def _set_wait(request: queue_pb2.DequeueRequest | queue_pb2.WaitJobRequest, left
         request.wait.CopyFrom(duration(left_s))
     else:
         request.ClearField("wait")
-
-
-_Answers = Sequence[int]
-
-
-async def _each(
-    jobs: Job | Iterable[Job], send: Callable[[Sequence[Job]], Awaitable[_Answers]], *, entry_bytes: int = 0
-) -> Answer | list[Answer]:
-    """Sends one job, or many jobs in parts. `entry_bytes`: how many bytes a request has for each job, besides its lease
-    and its log."""
-    if isinstance(jobs, Job):
-        (answer,) = answers(await send([jobs]))
-        return answer
-    count_max = min(JOBS_MAX, _PART_BYTES_MAX // (entry_bytes + LOG_BYTES_MAX))
-    return await in_parts(list(jobs), send, count_max=count_max)
 
 
 def _log_of(job: Job) -> str:

@@ -121,8 +121,9 @@ class Coalescer(Generic[_Item, _Answer]):
 
     async def _carry(self, batch: list[_Request[_Item, _Answer]]) -> None:
         try:
-            # The newest request has the most time left. The other requests have timers of their own.
-            timeout_s = max(0.0, batch[-1].deadline - asyncio.get_running_loop().time())
+            # Let the call last for as long as any request has time: each request has a timer of its own.
+            deadline = max(request.deadline for request in batch)
+            timeout_s = max(0.0, deadline - asyncio.get_running_loop().time())
             answers = await self._send([request.item for request in batch], timeout_s)
             for request, answer in zip(batch, answers, strict=True):
                 if isinstance(answer, WindrowError):

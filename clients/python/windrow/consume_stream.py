@@ -28,9 +28,9 @@ from windrow.errors import (
     WindrowError,
 )
 from windrow.jobs import Answer, answer_of
-from windrow.leases import Connectivity
+from windrow.leases import Connectivity, log
 from windrow.settlements import Backoff, Settlements
-from windrow.tokens import Metadata
+from windrow.tokens import RENEWAL_S_MAX, Metadata
 from windrow.v1 import job_pb2, queue_pb2
 
 if TYPE_CHECKING:
@@ -82,6 +82,9 @@ class ConsumeStream:
         self._token: Metadata = ()
         # That token is new, and no router has accepted it yet.
         self._renewed = False
+        self._refusals = client.calls.refusals()
+        # The log says already that the token is refused.
+        self._told_of_refusal = False
         # The router has announced that it will end this stream.
         self._draining = False
         # The credit of messages that are not answered yet, by their request_id.
@@ -99,7 +102,8 @@ class ConsumeStream:
             self._start.kinds[:] = sorted(filter(_KIND.fullmatch, kinds))
 
     async def run(self) -> None:
-        """Runs until close(). Raises a WindrowError that no retry can fix."""
+        """Runs until close(). Raises a WindrowError that no retry can fix, or what the function of the token raises
+        when the client asks it for the first time."""
         while not (self._closing.is_set() and self._settlements.idle.is_set()):
             began = time.monotonic()
             try:
@@ -107,11 +111,9 @@ class ConsumeStream:
                 if self._draining:
                     # The router closes the connection now. Let it do so, and the next stream uses another router.
                     await self._pause(self._backoff.next_s())
-            except Unauthenticated:
-                if self._renewed or not await self._client.calls.renew_token(self._token):
-                    raise
-                self._renewed = True
+            except Unauthenticated as error:
                 self._settlements.on_disconnect()
+                await self._renew_token(error)
             except FATAL as error:
                 if not isinstance(error, InvalidRequest) or not self._settlements.on_stream_refused(error):
                     raise
@@ -127,6 +129,37 @@ class ConsumeStream:
                     raise explained from error
                 self._connectivity.failed(explained)
                 await self._pause(patient_pause_s(error, own_s=self._backoff.next_s()))
+
+    async def _renew_token(self, refusal: Unauthenticated) -> None:
+        """Asks for another token after a refusal. If there is none, waits before the next try: the refused token may be
+        accepted again. Raises the refusal when it is time to give up."""
+        final = self._refusals.is_final()
+        failure: Exception | None = None
+        try:
+            async with asyncio.timeout(self._client.calls.try_s):
+                if await self._client.calls.renew_token(self._token) and not self._renewed:
+                    self._renewed = True
+                    return
+        except Exception as error:  # noqa: BLE001 - the function of the token may raise anything
+            failure = error
+        if final:
+            if failure is None:
+                raise refusal
+            raise refusal from failure
+        if not self._told_of_refusal:
+            self._told_of_refusal = True
+            log.warning(
+                "%s: the token is refused, and there is no better one; the worker goes on trying for %g s, and "
+                "handlers that run continue: %s",
+                self._start.worker,
+                RENEWAL_S_MAX,
+                refusal if failure is None else f"{type(failure).__name__}: {failure}",
+            )
+        await self._pause(self._backoff.next_s())
+
+    def _on_accepted(self) -> None:
+        self._renewed = self._told_of_refusal = False
+        self._refusals.accepted()
 
     def _may_have_expired(self, error: WindrowError, *, lasted_s: float) -> bool:
         """Returns whether the stream may have ended because of its age. If gRPC is writing when a stream ends, it
@@ -181,7 +214,7 @@ class ConsumeStream:
 
     def _on_response(self, response: queue_pb2.ConsumeResponse) -> None:
         received_at = time.monotonic()
-        self._renewed = False
+        self._on_accepted()
         if jobs := response.jobs:
             self._connectivity.answered()
             self._credit = max(0, self._credit - len(jobs))
@@ -244,7 +277,7 @@ class ConsumeStream:
         # A refused stream has initial metadata, too, but ends right after it.
         await asyncio.sleep(_REFUSED_S_MAX)
         if not call.done():
-            self._renewed = False
+            self._on_accepted()
             self._client.calls.answered = True
             if self._connectivity.away_since == away_since:
                 self._connectivity.answered()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from windrow.calls import patient_pause_s
 from windrow.client import Client
-from windrow.errors import DeadlineExceeded, ResourceExhausted, Unavailable, invalid_argument
+from windrow.errors import TRANSIENT, FailedPrecondition, ResourceExhausted, WindrowError, invalid_argument
 from windrow.new_jobs import NewJob
 from windrow.schedules import Schedule
 
@@ -33,8 +33,9 @@ class Declarations:
         self._declared[name] = schedule, job
 
     async def keep(self) -> None:
-        """Declares the schedules to the cluster. While no router answers, tries again for ever. Raises other errors of
-        the client. Does nothing if no schedule is declared, unless undeclared schedules are to be removed."""
+        """Declares the schedules to the cluster. After an error that may pass, such as a shard that is away, it tries
+        again for ever. Raises other errors of the client. Does nothing if no schedule is declared, unless undeclared
+        schedules are to be removed."""
         if not self._declared and not self.removes:
             return
         declared = [(name, schedule, job) for name, (schedule, job) in self._declared.items()]
@@ -43,7 +44,9 @@ class Declarations:
         while stale is None:
             try:
                 stale = await self.client.declare_schedules(declared, declared_by=self.declared_by, remove=self.removes)
-            except (Unavailable, DeadlineExceeded, ResourceExhausted) as error:
+            except WindrowError as error:
+                if not _may_pass(error):
+                    raise
                 _log.warning("the schedules of %s are not declared yet: %s", self.declared_by, error)
                 await asyncio.sleep(patient_pause_s(error, own_s=pause_s * random.uniform(0.5, 1.0)))
                 pause_s = min(pause_s * 2, _PAUSE_MAX_S)
@@ -52,3 +55,15 @@ class Declarations:
                 "%s no longer declares these schedules, %s: %s",
                 *(self.declared_by, "so they were deleted" if self.removes else "which still fire", ", ".join(stale)),
             )
+
+
+def _may_pass(error: WindrowError) -> bool:
+    match error:
+        case ResourceExhausted():
+            # Without a time to wait it lasts: the org has as many schedules as it may have.
+            return error.retry_after is not None
+        case FailedPrecondition():
+            # A database is not the one that the routers expect. A worker waits for the operator, as its stream does.
+            return error.reason == "MISCONFIGURED"
+        case _:
+            return isinstance(error, TRANSIENT)

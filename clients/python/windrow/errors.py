@@ -21,8 +21,9 @@ Retry and Kill are not errors: a handler raises them to choose what happens to i
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -46,13 +47,16 @@ class WindrowError(Exception):
     `retry_after`: the seconds that the router asked to wait, or None. `reason`: why the call failed, for programs, such
     as "SHARD_UNAVAILABLE" (docs/errors.md); empty if the error does not come from a router's code. `limit`: the limit
     that had no room for the jobs, or None. `details`: the router's message without the call and its tries, to be shown
-    to people; empty if the error is not about one call.
+    to people; empty if the error is not about one call. `made_ids`: the ids that enqueue (one for its job),
+    trigger_schedule (its request_id) or restore_jobs (its new_ids) sent. The call may have taken effect; called again
+    with these ids, it does nothing twice.
     """
 
     retry_after: float | None = None
     reason: str = ""
     limit: LimitReached | None = None
     details: str = ""
+    made_ids: Sequence[str] = ()
 
 
 class InvalidRequest(WindrowError):
@@ -137,7 +141,7 @@ _BY_CODE: dict[int, type[WindrowError]] = {
 }
 _INVALID_ARGUMENT = 3
 _IN_JOB = re.compile(r"jobs\[(\d+)\]")
-# The parts of a shared call; each may come from a different caller.
+# The field of one part of a shared call. The parts may come from different callers.
 _IN_PART = re.compile(r"(?:jobs|acks)\[(\d+)\]")
 
 
@@ -153,6 +157,16 @@ def from_code(code: int, message: str, violations: Iterable[Violation] = ()) -> 
         in_job = any(_IN_JOB.match(violation.field) for violation in found)
         return InvalidJob(text, found) if in_job else InvalidRequest(text, found)
     return _BY_CODE.get(code, RouterError)(message)
+
+
+@contextlib.contextmanager
+def ids_in_error(ids: Sequence[str]) -> Generator[None]:
+    """Gives the ids of a call to its error, so that the caller can make the call again with them."""
+    try:
+        yield
+    except WindrowError as error:
+        error.made_ids = ids
+        raise
 
 
 def invalid_argument(name: str, fault: object) -> InvalidRequest:
@@ -185,7 +199,7 @@ def shifted(violations: Iterable[Violation], by: int) -> list[Violation]:
 
 
 def alone(error: InvalidRequest, at: int) -> InvalidRequest:
-    """Returns the error that part `at` of the refused call would have caused as the only part of its call."""
+    """Returns the error that the refused call would have got if part `at` had been its only part."""
 
     def first(match: re.Match[str]) -> str:
         return match[0].replace(match[1], "0") if int(match[1]) == at else match[0]

@@ -1,5 +1,5 @@
-"""The module that the server of multiprocessing imports before it forks the processes of handlers (processes.py).
-Nothing else imports this module.
+"""The module that the server imports before it forks the processes of handlers (fork_server.py). Nothing else imports
+this module.
 
 The server has imported the whole client, which a handler's module imports too (`from windrow import Job`). So a process
 starts with a twentieth of the CPU time that it would need to import the client itself, and shares the memory of the

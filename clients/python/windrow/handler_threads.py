@@ -70,7 +70,9 @@ class HandlerThreads:
 
         def run() -> tuple[_Result | None, BaseException | None]:
             if process is None:
-                _set_thread(helds, threading.get_ident())
+                thread_id = threading.get_ident()
+                for held in helds:
+                    held.thread = thread_id
             try:
                 return context.run(function, argument), None
             except BaseException as error:  # noqa: BLE001 - the caller raises it
@@ -78,6 +80,8 @@ class HandlerThreads:
                 # one without its traceback, and it refuses StopIteration (PEP 479).
                 return None, error
 
+        # Mark the jobs before the thread begins: they must not be released from then on.
+        _mark(helds, in_thread=process is None)
         thread = self._threads.submit(run)
         if process is None:
             self._running.add(thread)
@@ -85,13 +89,18 @@ class HandlerThreads:
         try:
             result, error = await asyncio.wrap_future(thread)
         except asyncio.CancelledError:
-            if process is None:
+            if thread.cancel():
+                # It had not begun, so nothing goes on alone.
+                _mark(helds, in_thread=False)
+            elif process is None:
                 self._abandon(thread)
             else:
                 assert self._killer is not None
+                # Until the thread kills it, another job must not get it.
+                process.retire()
                 self._killer.submit(process.kill)
             raise
-        _set_thread(helds, None)
+        _mark(helds, in_thread=False)
         try:
             match error:
                 case None:
@@ -129,9 +138,10 @@ class HandlerThreads:
         self._abandoned_ended()
 
 
-def _set_thread(helds: Sequence[HeldLease], thread: int | None) -> None:
+def _mark(helds: Sequence[HeldLease], *, in_thread: bool) -> None:
     for held in helds:
-        held.thread = thread
+        held.in_thread = in_thread
+        held.thread = None
 
 
 def frames_now(thread: int, *, runners: Collection[str]) -> TracebackType | None:

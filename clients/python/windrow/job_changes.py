@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
 
-from windrow.admin import AdminCalls, set_time, state_number
-from windrow.errors import InvalidRequest, Span, Unavailable, invalid_argument
+from windrow.admin import AdminCalls, refuse_away, set_time, state_number
+from windrow.errors import InvalidRequest, Span, invalid_argument
 from windrow.job_rules import JOBS_MAX
 from windrow.jobs import Answer, JobRecord, JobState, answers, listed_ids
 from windrow.payloads import checked_text, duration, timestamp
@@ -135,7 +135,7 @@ class JobChanges(AdminCalls):
         count = 0
         while True:
             response = await self._ask(lambda stub: stub.CountJobs, request)
-            self._refuse_away(response.unavailable_shards, "did not count its jobs")
+            refuse_away(self.org, response.unavailable_shards, "did not count its jobs")
             count += response.count
             if on_progress is not None:
                 on_progress(count)
@@ -269,7 +269,8 @@ class JobChanges(AdminCalls):
             raise invalid_argument("limit", f"must be 1 or more, or None for all, not {limit}")
         so_far, token = BulkChange(), ""
         while True:
-            # The list is ordered by id, so a changed job keeps its place, before the next page.
+            # The list is ordered by id. So jobs keep their places when they are changed, and the next page begins after
+            # them.
             began_s = time.monotonic()
             page = await self.list_jobs(
                 where.queue,
@@ -281,7 +282,7 @@ class JobChanges(AdminCalls):
                 page_size=_PAGE_MAX if dry_run else _STEP_MAX,
                 page_token=token,
             )
-            self._refuse_away(page.unavailable_shards, "did not list its jobs")
+            refuse_away(self.org, page.unavailable_shards, "did not list its jobs")
             jobs = [job for job in page.jobs if where.allows(job) and needs_it(job)]
             jobs = jobs if limit is None else jobs[: limit - so_far.found]
             done = [] if dry_run or not jobs else await act([job.id for job in jobs])
@@ -299,10 +300,6 @@ class JobChanges(AdminCalls):
             # Do not rest if there was nothing to change.
             if done:
                 await asyncio.sleep(min(_REST_S_MAX, _REST * (time.monotonic() - began_s)))
-
-    def _refuse_away(self, shards: Sequence[str], what: str) -> None:
-        if shards:
-            raise Unavailable(f"org {self.org!r}: these shards {what}: {', '.join(shards)}")
 
 
 async def in_parts(

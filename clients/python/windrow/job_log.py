@@ -46,7 +46,7 @@ def _cut(line: str) -> bytes:
 class JobLog:
     """The newest 50 lines, or fewer if these have more than 4 KiB. Thread-safe."""
 
-    # These are the values of a log without lines. Most jobs log nothing: an object stores a value only if it differs.
+    # The class has the values of a log without lines, because most jobs log nothing. Other logs store their own values.
     _lines: deque[bytes] | None = None
     # The bytes of the lines, with their line ends.
     _bytes = 0

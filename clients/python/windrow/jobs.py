@@ -101,7 +101,8 @@ class WorkflowNode:
     # The nodes that were added with this lease, in the order of the calls.
     added: list[Nodes] = field(default_factory=list[Nodes], repr=False, compare=False)
 
-    # These are no coroutine functions, so that a `def` handler gets the error, and not a coroutine that nobody awaits.
+    # These methods are no coroutine functions, so that a `def` handler gets the error, and not a coroutine that nobody
+    # awaits.
 
     def add(self, nodes: Nodes) -> Awaitable[Added]:
         """Adds nodes to this workflow: see Client.add_nodes. Only an `async def` handler of a Worker can call this, and
@@ -225,7 +226,8 @@ class Job:
     # The job's node in a workflow. Client.parents returns the results of the nodes that it waited for. None: the job is
     # in no workflow.
     workflow: WorkflowNode | None = None
-    # The org that owns the job: the client's, unless the worker works for all orgs.
+    # The org that owns the job: the client's, unless the worker works for all orgs. Calls of a client that get this job
+    # are made for this org. Empty: for the client's.
     org: str = ""
     # A Worker sets this when the handler should stop; `job.lost.reason` says why. A `def` handler that runs long should
     # check `job.lost.is_set()` between its steps.
@@ -385,8 +387,9 @@ def answers(values: Sequence[int]) -> list[Answer]:
 
 
 def listed_ids(ids: Iterable[str], name: str = "ids") -> list[str]:
-    """Returns a call's argument as a list. Raises InvalidRequest. One id is refused: a type checker takes a text for a
-    sequence of texts, and the router would be asked for 36 jobs with ids of one letter."""
+    """Returns a call's argument as a list. Raises InvalidRequest, also if the argument is a single id and not a list:
+    type checkers allow that mistake, because a text is a sequence of texts, and each of its 36 letters would be sent as
+    an id."""
     if isinstance(ids, str):
         raise invalid_argument(name, f"must be a list of ids, not one id: write [{shown(ids)}]")
     listed = list(ids)

@@ -30,7 +30,7 @@ def named(job: Job) -> str:
 class HeldLease:
     """A leased job that the worker holds."""
 
-    # These are the values of most jobs until they end. An object stores a value only if it differs.
+    # The class has the values of most jobs until they end. An object stores only the values that differ from these.
 
     # The lease ends at this time at the latest, however often it is extended.
     until = math.inf
@@ -46,7 +46,9 @@ class HeldLease:
     over = False
     # Nothing is to be reported about the job any more.
     lost = False
-    # The thread that runs the handler, which cannot be cancelled.
+    # The handler was given to a thread, which cannot be cancelled.
+    in_thread = False
+    # That thread, once it has begun.
     thread: int | None = None
     # The process that runs the handler.
     process: HandlerProcess | None = None

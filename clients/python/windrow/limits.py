@@ -1,5 +1,5 @@
-"""Limits of how much an org may enqueue, of how many of its jobs start, and of how many are leased at a time, as the
-client shows them (windrow/v1/limits.proto)."""
+"""Limits of an org (windrow/v1/limits.proto), as the client shows them: how much it may enqueue, how many of its jobs
+may start or be leased at the same time, and how large its backlog may be."""
 
 from __future__ import annotations
 

@@ -36,7 +36,19 @@ from opentelemetry import trace
 
 from windrow.calls import patient_pause_s
 from windrow.client import Client
-from windrow.errors import TRANSIENT, DeadlineExceeded, InvalidJob, InvalidRequest, Violation, WindrowError
+from windrow.errors import (
+    TRANSIENT,
+    ClientClosed,
+    DeadlineExceeded,
+    InvalidJob,
+    InvalidRequest,
+    PermissionDenied,
+    RouterTooOld,
+    TlsFailed,
+    Unauthenticated,
+    Violation,
+    WindrowError,
+)
 from windrow.job_rules import age_fault, job_faults, org_fault
 from windrow.new_jobs import NewJob, enqueue_request
 from windrow.payloads import checked_text, duration
@@ -93,10 +105,14 @@ ROWS_MAX = 1000
 _BYTES_MAX = 8 * 1024 * 1024
 _ORGS_AT_ONCE_MAX = 8
 _FAULTS_SHOWN_MAX = 5
+# A reason of docs/errors.md.
+_SCOPE_MISSING = "SCOPE_MISSING"
 # The position of a job in a relay's request, which does not help a reader of one job's row.
 _PLACE = re.compile(r"jobs\[\d+\]\.")
 _IDLE_FIRST_S, _IDLE_MAX_S = 0.02, 1.0
 _REST_FIRST_S, _REST_MAX_S = 0.5, 30.0
+# While an org's jobs wait, the log says so this often.
+_TELL_AGAIN_S = 60.0
 # How long to wait for an org's jobs to be stored, which delays the next batch. The limit starts at the first value and
 # doubles after each timeout of the org. It is never longer than the pause that a router asks for when a shard is down,
 # so the relay does not wait here for a dead shard. After a timeout the org is slow, and its jobs go in other batches.
@@ -189,6 +205,8 @@ class _Rest:
     next_s: float
     # How long the next try may take.
     timeout_s: float
+    # When the log may say again that the org's jobs wait.
+    tell_at: float = 0.0
 
 
 class Relay:
@@ -218,6 +236,9 @@ class Relay:
         self._connect = connect
         self._rows_max = rows_max
         self._resting: dict[str, _Rest] = {}
+        self._refusals = client.calls.refusals()
+        # Why no org's jobs can be relayed.
+        self._fatal: WindrowError | None = None
         # The last pause during an outage of the database; 0 while there is no outage.
         self._outage_pause_s = 0.0
         self._stopping = asyncio.Event()
@@ -225,14 +246,20 @@ class Relay:
         self._stopped = False
 
     def stop(self) -> None:
-        """Ends run() after the current batch. Thread-safe."""
+        """Ends run() after the current batch. Does nothing if the relay has ended. Thread-safe."""
         self._stopped = True
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._stopping.set)
+            # A loop that is closed has no relay to stop.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._stopping.set)
 
     async def run(self) -> None:
         """Relays until stop(), or, in the main thread, until SIGTERM or SIGINT. Continues after outages of the database
-        or the router."""
+        or the router.
+
+        Raises a WindrowError that no retry can fix and that concerns every org: Unauthenticated, PermissionDenied if
+        the token has no scope to enqueue, TlsFailed, RouterTooOld or ClientClosed. If a router refuses the jobs of one
+        org, that org's jobs wait."""
         self._loop = asyncio.get_running_loop()
         if self._stopped:
             return
@@ -248,7 +275,7 @@ class Relay:
                     await self._pause(self._outage_pause_s * random.uniform(0.5, 1.0))
 
     async def run_once(self) -> Relayed:
-        """Relays one batch and returns its counts. For cron jobs and tests."""
+        """Relays one batch and returns its counts. For cron jobs and tests. Raises the errors that end run()."""
         async with await self._open() as connection:
             return await self._relay_batch(connection)
 
@@ -315,7 +342,8 @@ class Relay:
         skipped: Sequence[str] = (),
         only: Sequence[str] | None = None,
     ) -> Relayed:
-        """Relays one batch with jobs of all orgs, or of `only` these orgs, except orgs that rest or are `skipped`."""
+        """Relays one batch of jobs. With `only`, takes jobs of these orgs, otherwise jobs of all orgs. Leaves out orgs
+        that rest, and the orgs in `skipped`."""
         now = time.monotonic()
         resting = [org for org, rest in self._resting.items() if rest.until > now]
         taken = {
@@ -334,6 +362,9 @@ class Relay:
             await self._conclude(connection, sent, bad)
         for id, error in bad.items():  # noqa: A001
             log.error("outbox: job %s is set aside: %s", id, error)
+        if (fatal := self._fatal) is not None:
+            self._fatal = None
+            raise fatal
         return Relayed(sent=len(sent), set_aside=len(bad), left=len(rows) - len(sent) - len(bad))
 
     async def _conclude(
@@ -384,8 +415,15 @@ class Relay:
             bad.update((id, _PLACE.sub("", str(error))) for id in ids)  # noqa: A001
             return
         except WindrowError as error:
-            self._rest(request.org, error)
+            if isinstance(error, Unauthenticated) and not self._refusals.is_final():
+                self._rest(request.org, error)
+            elif _concerns_every_org(error):
+                # Raise it when the jobs that other orgs' calls have stored are deleted from the outbox.
+                self._fatal = error
+            else:
+                self._rest(request.org, error)
             return
+        self._refusals.accepted()
         failure: WindrowError | None = None
         for id, result in zip(ids, results, strict=True):  # noqa: A001
             match result.error:
@@ -401,17 +439,28 @@ class Relay:
             self._rest(request.org, failure)
 
     def _rest(self, org: str, error: WindrowError) -> None:
+        now = time.monotonic()
         rest = self._resting.get(org)
         if rest is None:
+            rest = self._resting[org] = _Rest(until=0.0, next_s=_REST_FIRST_S, timeout_s=_SEND_FIRST_S)
+        if now >= rest.tell_at:
             level = logging.WARNING if isinstance(error, TRANSIENT) else logging.ERROR
             log.log(level, "outbox: the jobs of org %s wait and will be retried: %s", org, error)
-            rest = self._resting[org] = _Rest(until=0.0, next_s=_REST_FIRST_S, timeout_s=_SEND_FIRST_S)
+            rest.tell_at = now + _TELL_AGAIN_S
         pause_s = patient_pause_s(error, own_s=rest.next_s * random.uniform(0.5, 1.0))
-        rest.until = time.monotonic() + pause_s
+        rest.until = now + pause_s
         rest.next_s = min(_REST_MAX_S, rest.next_s * 2)
         if isinstance(error, DeadlineExceeded):
             # The org's shard may only be slow: without more time its jobs would never be stored.
             rest.timeout_s = min(_SEND_MAX_S, rest.timeout_s * 2)
+
+
+def _concerns_every_org(error: WindrowError) -> bool:
+    """Returns whether no retry helps, whichever org's jobs are sent. The token may be for one org only, so any other
+    PermissionDenied may concern only the org that was refused."""
+    if isinstance(error, PermissionDenied):
+        return isinstance(error, Unauthenticated) or error.reason == _SCOPE_MISSING
+    return isinstance(error, TlsFailed | RouterTooOld | ClientClosed)
 
 
 def _read(row: _Row) -> job_pb2.NewJob | _Bad:

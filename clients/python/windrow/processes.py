@@ -5,29 +5,30 @@ Owns a process and the pipe to it. Knows no leases, and does not decide when a j
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pickle
+import queue
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from windrow.job_log import JobLog, Lines
 from windrow.jobs import Job, Lost
 from windrow.outcomes import Action, action_of
 from windrow.payloads import Payload, encode
 from windrow.reports import Report, Reporter
-
-if TYPE_CHECKING:
-    from multiprocessing.context import ForkServerContext, SpawnContext
 
 # A process that has run this many jobs is replaced by a new one, which bounds leaks of handlers.
 _JOBS_MAX = 1000
@@ -38,13 +39,10 @@ _NAME = "windrow-handler"
 # started together, the worker itself would have no CPU time to extend its leases.
 _STARTS = threading.BoundedSemaphore(2 * (os.cpu_count() or 1))
 _START_S_MAX = 10.0
-# A server with one thread forks the processes. This process never does: another of its threads may run an event loop or
-# hold locks, and the fork could hang. A program has only one such server. If the program tells the server to import
-# other modules first, our processes only start more slowly. Windows has no such server.
-_START: ForkServerContext | SpawnContext = (
-    multiprocessing.get_context("spawn") if sys.platform == "win32" else multiprocessing.get_context("forkserver")
-)
-_START.set_forkserver_preload(["windrow.handler_server"])
+if sys.platform == "win32":
+    from multiprocessing.context import SpawnProcess as _Process
+else:
+    from windrow.fork_server import ForkedProcess as _Process
 
 
 class Crashed(Exception):
@@ -63,6 +61,16 @@ class _Ended:
     action: Action | None = None
 
 
+class _Asked(NamedTuple):
+    """A handler's question whether all that it has reported is stored. The answer is the number."""
+
+    number: int
+
+
+# What a process says about a lease.
+_Said = Report | Lines | _Asked
+
+
 class _SentLog(JobLog):
     """Sends the lines to the worker's process, which keeps them if this process crashes."""
 
@@ -74,12 +82,14 @@ class _SentLog(JobLog):
 
 
 class HandlerProcess:
-    """A process that runs one handler at a time. It starts with its first job. Only kill() may be called from another
-    thread."""
+    """A process that runs one handler at a time. It starts with its first job. Only retire() and kill() may be called
+    from another thread."""
 
     def __init__(self) -> None:
-        # Guards the start against kill().
+        # Guards the start against kill(), and the pipe's descriptor against its use after close().
         self._lock = threading.Lock()
+        # Held while something is sent, as messages must not mix.
+        self._sending = threading.Lock()
         self._process: BaseProcess | None = None
         self._connection: Connection | None = None
         self._jobs = 0
@@ -90,7 +100,7 @@ class HandlerProcess:
 
     @property
     def is_reusable(self) -> bool:
-        """Whether it can run another job. Otherwise run() has closed it, or kill() was called."""
+        """Whether it can run another job. Otherwise run() has closed it, or kill() or retire() was called."""
         return not self._over and self._jobs < _JOBS_MAX and self._process is not None and self._process.is_alive()
 
     def run(self, function: Callable[[Job], Payload], job: Job) -> Payload:
@@ -105,7 +115,8 @@ class HandlerProcess:
             connection = self._started()
             # If the process has ended, this fails, and so does recv() below.
             with suppress(OSError):
-                connection.send_bytes(call)
+                with self._sending:
+                    connection.send(call)
                 if is_new:
                     # Let other processes start only after this one has imported the handler.
                     connection.poll(_START_S_MAX)
@@ -115,10 +126,13 @@ class HandlerProcess:
                     # The process has begun.
                     continue
                 lease, said = told
-                if lease != job.lease:
+                if isinstance(said, _Asked):
+                    stored = job.reporter.when_stored(lease)
+                    stored.add_done_callback(partial(self._answer, said))
+                elif lease != job.lease:
                     # This comes from a thread that an earlier handler left running.
                     continue
-                if isinstance(said, Report):
+                elif isinstance(said, Report):
                     job.reporter(lease, said)
                 else:
                     job.logged.add(said)
@@ -133,14 +147,27 @@ class HandlerProcess:
         self.error, self.action = error, told.action
         raise error
 
-    def _received(self, connection: Connection) -> _Ended | tuple[bytes, Report | Lines] | None:
+    def _answer(self, asked: _Asked, _: Future[None]) -> None:
+        # The process reads at once, so this does not wait.
+        with self._sending, self._lock:
+            if self._connection is not None and not self._connection.closed:
+                # The process may have ended.
+                with suppress(OSError):
+                    self._connection.send(asked.number)
+
+    def _received(self, connection: Connection) -> _Ended | tuple[bytes, _Said] | None:
         """Waits for the next message of the process. Raises EOFError if the process ends before it has sent one."""
         assert self._process is not None
-        # The pipe alone does not tell: a process that the handler has forked may hold the other end open for ever.
+        # Also wait for the end of the process itself: a process that the handler has forked may keep the other end of
+        # the pipe open for ever.
         if connection not in wait([connection, self._process.sentinel]) and not connection.poll():
             raise EOFError
-        received: _Ended | tuple[bytes, Report | Lines] | None = connection.recv()
+        received: _Ended | tuple[bytes, _Said] | None = connection.recv()
         return received
+
+    def retire(self) -> None:
+        """Lets it run no other job, from now on. Does not wait for anything."""
+        self._over = True
 
     def kill(self) -> None:
         """Ends the process and a run() that waits for it, which then closes the pipe. Thread-safe."""
@@ -169,9 +196,9 @@ class HandlerProcess:
             if self._over:
                 raise Crashed("the handler's process was ended before it began")
             if self._connection is None:
-                ours, theirs = _START.Pipe()
+                ours, theirs = multiprocessing.Pipe()
                 with theirs:
-                    process = _START.Process(target=_serve, args=(theirs,), name=_NAME)
+                    process = _Process(target=_serve, args=(theirs,), name=_NAME)
                     process.start()
                 self._process, self._connection = process, ours
             return self._connection
@@ -214,22 +241,53 @@ def _serve(connection: Connection) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _ignore)
     threading.Thread(target=_end_with_worker, daemon=True).start()
-    # A handler may report from several threads.
-    lock = threading.Lock()
-
-    def tell(told: tuple[bytes, Report | Lines] | _Ended | None) -> None:
-        with lock:
-            connection.send(told)
-
-    with suppress(EOFError, OSError):
-        while True:
-            call = connection.recv_bytes()
-            tell(_run(call, tell))
+    worker = _WorkersEnd(connection)
+    threading.Thread(target=worker.read, daemon=True).start()
+    with suppress(OSError):
+        while (call := worker.calls.get()) is not None:
+            worker.tell(_run(call, worker))
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
     # Do not wait for threads that handlers have left running.
     os._exit(0)
+
+
+class _WorkersEnd:
+    """The pipe to the worker, in the process of a handler. A handler may use it in several threads."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._numbers = itertools.count()
+        # Who waits for an answer of the worker, by its number.
+        self._asked: dict[int, Future[None]] = {}
+        # The calls of handlers, and None when the worker has closed the pipe.
+        self.calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+
+    def read(self) -> None:
+        """Takes what the worker sends, until it closes the pipe."""
+        with suppress(EOFError, OSError):
+            while True:
+                received: bytes | int = self._connection.recv()
+                if isinstance(received, bytes):
+                    self.calls.put(received)
+                else:
+                    self._asked.pop(received).set_result(None)
+        self.calls.put(None)
+
+    def tell(self, told: tuple[bytes, _Said] | _Ended | None) -> None:
+        with self._sending:
+            self._connection.send(told)
+
+    def when_stored(self, lease: bytes) -> Future[None]:
+        """Asks the worker: it has taken all earlier reports and lines before it reads this question."""
+        number, stored = next(self._numbers), Future[None]()
+        # Nobody can cancel it any more, so that set_result() never fails.
+        stored.set_running_or_notify_cancel()
+        self._asked[number] = stored
+        self.tell((lease, _Asked(number)))
+        return stored
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
@@ -244,13 +302,14 @@ def _end_with_worker() -> None:
     os._exit(1)
 
 
-def _run(call: bytes, tell: Callable[[tuple[bytes, Report | Lines] | None], None]) -> _Ended:
+def _run(call: bytes, worker: _WorkersEnd) -> _Ended:
     try:
         # This imports the handler's module.
         function, job = pickle.loads(call)  # noqa: S301 - from the worker
-        tell(None)
-        reporter = Reporter(lambda lease, report: tell((lease, report)))
-        result = function(replace(job, reporter=reporter, logged=_SentLog(lambda lines: tell((job.lease, lines)))))
+        worker.tell(None)
+        reporter = Reporter(lambda lease, report: worker.tell((lease, report)), worker.when_stored)
+        logged = _SentLog(lambda lines: worker.tell((job.lease, lines)))
+        result = function(replace(job, reporter=reporter, logged=logged))
         return _Ended(result=None if result is None else encode(result, what="result"))
     except BaseException as error:  # noqa: BLE001 - whatever a handler raises becomes its job's error
         return _Ended(error=_pickled(error), action=action_of(error, runners=(__file__,))[0])

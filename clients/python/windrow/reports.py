@@ -57,7 +57,7 @@ class Report:
 
 class Reporter:
     """Takes reports of handlers, and passes each with the lease token to `take`, or to nobody. A copy in another
-    process passes them to nobody. `when_stored` returns, for a lease token, what `stored` waits for."""
+    process passes them to nobody. `when_stored`: see the method; None: nothing is ever on its way."""
 
     __slots__ = ("_take", "_when_stored")
 
@@ -73,11 +73,18 @@ class Reporter:
         if self._take is not None:
             self._take(lease, report)
 
-    async def stored(self, lease: bytes) -> None:
-        """Waits until the lines that the handler has logged are stored, and no report about this lease is on its way.
-        May be called in any event loop."""
+    def when_stored(self, lease: bytes) -> Future[None]:
+        """Returns a future that ends when the lines that the handler has logged are stored, and no report about this
+        lease is on its way. Thread-safe."""
         if self._when_stored is not None:
-            await asyncio.wrap_future(self._when_stored(lease))
+            return self._when_stored(lease)
+        stored = Future[None]()
+        stored.set_result(None)
+        return stored
+
+    async def stored(self, lease: bytes) -> None:
+        """Waits for when_stored(). May be called in any event loop."""
+        await asyncio.wrap_future(self.when_stored(lease))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Reporter, ()

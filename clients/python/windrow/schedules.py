@@ -14,7 +14,16 @@ from google.protobuf.message import Message
 
 from windrow.calls import ADMIN_FINAL, Calls, Method
 from windrow.channels import Stub
-from windrow.errors import AlreadyExists, InvalidRequest, NotFound, Span, Violation, invalid_argument
+from windrow.errors import (
+    AlreadyExists,
+    InvalidRequest,
+    NotFound,
+    ResourceExhausted,
+    Span,
+    Violation,
+    ids_in_error,
+    invalid_argument,
+)
 from windrow.ids import uuid7
 from windrow.jobs import JobState, RunCause, read_run_cause, state_of
 from windrow.new_jobs import NewJob, new_message, read_new
@@ -35,11 +44,11 @@ class Overlap(enum.Enum):
 
     ALLOW = "allow"
     SKIP = "skip"
-    # The run waits until that job has ended. One run may wait (BUFFER_ONE), or up to 100 (BUFFER_ALL); further runs are
-    # skipped.
+    # The run waits until the job of the run before has ended. One run may wait (BUFFER_ONE), or up to 100 (BUFFER_ALL);
+    # further runs are skipped.
     BUFFER_ONE = "buffer_one"
     BUFFER_ALL = "buffer_all"
-    # That job is cancelled.
+    # The job of the run before is cancelled.
     CANCEL_RUNNING = "cancel_running"
     UNKNOWN = "unknown"
 
@@ -60,7 +69,7 @@ class RunOutcome(enum.Enum):
     """What became of a run."""
 
     STORED = "stored"
-    # It waits until the job of an earlier run has ended.
+    # The run waits until the job of an earlier run has ended.
     BUFFERED = "buffered"
     SKIPPED = "skipped"
     UNKNOWN = "unknown"
@@ -107,7 +116,7 @@ class ScheduleRecord:
 
     name: str
     schedule: Schedule
-    # The template of its jobs. Its id means nothing. Lists have no payloads.
+    # The template of the schedule's jobs. Its id means nothing. In lists of schedules it has no payload.
     job: NewJob
     paused: bool
     paused_at: datetime | None
@@ -241,11 +250,16 @@ class ScheduleCalls:
         request = schedules_pb2.ResumeScheduleRequest(org=self.org, name=name)
         return _read((await self._ask_schedules(lambda stub: stub.ResumeSchedule, request)).schedule)
 
-    async def trigger_schedule(self, name: str) -> str:
-        """Stores a run now, whatever the schedule's overlap policy and pause are. Returns the id of its job. Raises
-        NotFound."""
-        request = schedules_pb2.TriggerScheduleRequest(org=self.org, name=name, request_id=uuid7())
-        return (await self._ask_schedules(lambda stub: stub.TriggerSchedule, request)).job_id
+    async def trigger_schedule(self, name: str, *, request_id: str = "") -> str:
+        """Stores a run now, whatever the schedule's overlap policy and pause are. Returns the id of its job.
+
+        `request_id`: a UUIDv7, so that the call may be repeated: while the run is among the schedule's newest 20, a
+        call with the same `request_id` stores no other run, and returns the same job. Default: a new one, which an
+        error has in `made_ids`. Raises NotFound."""
+        request_id = request_id or uuid7()
+        request = schedules_pb2.TriggerScheduleRequest(org=self.org, name=name, request_id=request_id)
+        with ids_in_error((request_id,)):
+            return (await self._ask_schedules(lambda stub: stub.TriggerSchedule, request)).job_id
 
     async def backfill_schedule(
         self, name: str, begin: datetime, end: datetime, *, overlap: Overlap = Overlap.ALLOW
@@ -292,7 +306,7 @@ class ScheduleCalls:
                     raise _invalid("name", f"{name!r} is a schedule that is kept by {keeper}: take another name")
             try:
                 await self.put_schedule(name, replace(schedule, declared_by=declared_by), job)
-            except InvalidRequest as error:
+            except (InvalidRequest, ResourceExhausted) as error:
                 error.add_note(f"This is about the schedule {name!r}.")
                 raise
         stale = [

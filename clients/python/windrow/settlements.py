@@ -34,7 +34,7 @@ UNANSWERED_MAX = 2
 
 
 class _Entry:
-    # These are the values of most entries. An object stores a value only if it differs.
+    # The class has the values of most entries. An entry stores only the values that differ from these.
 
     # The entry may be why a whole message was refused: send it in a message of its own.
     alone = False
@@ -170,7 +170,7 @@ class Settlements:
             self.tell_stored(held)
 
     def tell_stored(self, held: HeldLease) -> None:
-        """Ends the futures of those who wait for the reports of this job."""
+        """Wakes those who wait until no report of this job is on its way."""
         for stored in self._told.pop(held, ()):
             if stored.set_running_or_notify_cancel():
                 stored.set_result(None)

@@ -7,18 +7,20 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from opentelemetry import trace
 
+from windrow.admin import JobConditions, refuse_away
 from windrow.batches import Batch, calls_of, progress
 from windrow.calls import TRY_S
 from windrow.client import Client, Middleware
 from windrow.errors import ClientClosed, Span
+from windrow.jobs import JobRecord
 from windrow.new_jobs import NewJob
 from windrow.tls import Tls
 from windrow.tokens import Token
@@ -45,8 +47,9 @@ class SyncClient:
     """Client without `await`: arguments, return values and errors are the same.
 
     Any number of threads may share a SyncClient. It also works in notebooks, where an event loop runs in the calling
-    thread. Do not call it from a coroutine: it would block the event loop. Close it before a fork, and make a new
-    SyncClient in the child process: gRPC does not work in a process that was forked while a client was open.
+    thread. Do not call it from a coroutine: it would block the event loop. The first call ties it to its process. So a
+    client that is made before a fork and first used afterwards works in every child process. Close a used client before
+    a fork, and make a new one in the child: gRPC does not work in a process that was forked while a client was open.
     """
 
     # testing.py sets another class.
@@ -81,7 +84,8 @@ class SyncClient:
         self.org = org
         self._owns_loop = True
         self._begin = self._begin_call
-        self._pid = os.getpid()
+        # The process of the first call. None: there was no call.
+        self._pid: int | None = None
         # A signal handler may use the client while this thread holds the lock.
         self._lock = threading.RLock()
         # Its event loop runs in the thread.
@@ -105,7 +109,7 @@ class SyncClient:
         nothing."""
         # After a fork, another thread of the parent may have held the lock. When the interpreter shuts down, it has
         # ended the client's thread.
-        if not self._owns_loop or self._pid != os.getpid() or sys.is_finalizing():
+        if not self._owns_loop or not self._claim() or sys.is_finalizing():
             return
         with self._lock:
             self._closed = True
@@ -193,6 +197,17 @@ class SyncClient:
     clear_limit = _blocking(Client.clear_limit)
     list_all_limits = _blocking(Client.list_all_limits)
 
+    def iter_jobs(self, queue: str = "", **conditions: Unpack[JobConditions]) -> Iterator[JobRecord]:
+        """Yields the jobs of all pages of list_jobs, as Client.iter_jobs does."""
+        token = ""
+        while True:
+            page = self.list_jobs(queue, page_token=token, **conditions)
+            refuse_away(self.org, page.unavailable_shards, "did not list its jobs")
+            yield from page.jobs
+            token = page.next_page_token
+            if not token:
+                return
+
     def enqueue_batch(
         self, jobs: Iterable[NewJob], *, batch: str, on_progress: Callable[[Batch], object] | None = None
     ) -> Batch:
@@ -228,9 +243,9 @@ class SyncClient:
 
     def _begin_call(self, work: Coroutine[Any, Any, _Result]) -> Future[_Result]:
         """Starts a call in the thread. Raises ClientClosed."""
-        if self._pid != os.getpid():
+        if not self._claim():
             # Do not take the lock: another thread of the parent may have held it.
-            raise self._refusal("was made before a fork")
+            raise self._refusal("was used before a fork")
         if sys.is_finalizing():
             # Its thread has ended, and a call from __del__ would never end.
             raise ClientClosed("the interpreter shuts down, and a SyncClient has no thread any more; use atexit")
@@ -255,6 +270,13 @@ class SyncClient:
                     raise
             # Hold the lock until the call is on its way: the loop runs no call that comes after close() has stopped it.
             return asyncio.run_coroutine_threadsafe(work, self._runner.get_loop())
+
+    def _claim(self) -> bool:
+        """Ties the client to this process, unless it is tied already. Returns whether it belongs to this process. To be
+        called before the lock is taken: so a forked process can claim a client only if nobody held its lock."""
+        if self._pid is None:
+            self._pid = os.getpid()
+        return self._pid == os.getpid()
 
     def _refusal(self, why: str) -> ClientClosed:
         return ClientClosed(f"this SyncClient of {self._client.calls.address} {why}; make a new one")

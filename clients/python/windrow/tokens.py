@@ -8,16 +8,22 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import time
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from windrow.errors import InvalidRequest
 
+_Result = TypeVar("_Result")
 TOKEN_VARIABLE = "WINDROW_TOKEN"  # noqa: S105 - the name of a variable
 Token = str | Callable[[], str | Awaitable[str]]
-"""A token, or a function that returns one, such as the content of a file that another program renews."""
+"""A token, or a function that returns one, such as the content of a file that another program renews. A function that
+is not async runs in a thread."""
 
 Metadata = tuple[tuple[str, str], ...]
 _CHARS_MAX = 8_192
+# How long callers that try for ever wait for a token that routers accept, after they have refused one.
+RENEWAL_S_MAX = 60.0
 
 
 class Tokens:
@@ -28,6 +34,11 @@ class Tokens:
         self._ask = None if isinstance(token, str) else token
         self._metadata = _metadata(token) if isinstance(token, str) else None
         self._asking: asyncio.Lock | None = None
+
+    @property
+    def may_change(self) -> bool:
+        """Whether a function returns the tokens."""
+        return self._ask is not None
 
     async def metadata(self) -> Metadata:
         """Returns the metadata of a call. Raises what the function raises."""
@@ -44,10 +55,45 @@ class Tokens:
         async with self._asking:
             # Calls that were refused at the same time ask the function only once.
             if self._metadata == refused:
-                token = self._ask()
+                # A function that reads a file or asks a server must not hold up the event loop.
+                token = self._ask() if _is_async(self._ask) else await asyncio.to_thread(_called, self._ask)
                 self._metadata = _metadata(await token if inspect.isawaitable(token) else token)
         assert self._metadata is not None
         return self._metadata
+
+
+class Refusals:
+    """The refusals of a caller's token in a row, for callers that try for ever: when to give up."""
+
+    def __init__(self, tokens: Tokens | None) -> None:
+        self._may_change = tokens is not None and tokens.may_change
+        # A router has accepted a token of this caller.
+        self._accepted = False
+        # The first refusal since then; monotonic seconds.
+        self._since: float | None = None
+
+    def accepted(self) -> None:
+        self._accepted, self._since = True, None
+
+    def is_final(self) -> bool:
+        """Returns whether to give up after this refusal. Another token may still come for a while, if a function
+        returns the tokens, and a router has accepted one of them: whoever renews the tokens may be late."""
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+        return not (self._may_change and self._accepted and now - self._since < RENEWAL_S_MAX)
+
+
+def _is_async(function: Callable[[], object]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _called(function: Callable[[], _Result]) -> _Result:
+    try:
+        return function()
+    except StopIteration as error:
+        # No future takes it.
+        raise RuntimeError("the function of the token raised StopIteration") from error
 
 
 def tokens_of(token: Token | None) -> Tokens | None:

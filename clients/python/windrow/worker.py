@@ -112,7 +112,8 @@ class Worker:
     - `declares_as` (default "worker:" and the first queue): the name under which every() declares schedules. Programs
       that declare different schedules need different names.
     - `removes_undeclared` (default False): deletes the schedules that were declared under this name before and are no
-      longer declared. If it is False, a WARNING names them.
+      longer declared. If it is False, a WARNING names them. A worker of an older release that starts again during a
+      deploy also deletes what only the new release declares.
 
     A handler that runs long can report how far it has come, for people, and a checkpoint for the job's next attempt
     (see Job.report). A job that is cancelled loses its lease: see `cancel_lost`.
@@ -321,7 +322,9 @@ class Worker:
         later signal, because the old signal handlers are restored by then.
 
         Raises a WindrowError that no retry can fix, such as PermissionDenied or RouterTooOld. If this task is
-        cancelled, it cancels its handlers and releases their jobs.
+        cancelled, it cancels its handlers and releases their jobs. If a router refuses a token that it has accepted
+        before, and `token` is a function, the worker asks the function again for a minute, and tries again with what it
+        returns; meanwhile handlers go on, and an error of the function is only logged.
         """
         if self._loop is not None:
             raise InvalidRequest(f"worker {self.name} has run already; make a new one")
@@ -380,6 +383,8 @@ class Worker:
                 self._give_back_waiting()
                 if not (keeping.done() or stream.done()):
                     await self._flush(stream)
+                if not self._settlements.idle.is_set():
+                    log.warning("%s: stopped before every outcome was reported; those leases will expire", self.name)
                 self._settlements.close()
                 keeping.cancel()
                 stream.cancel()
@@ -649,7 +654,7 @@ class Worker:
         """Handles a job whose task was cancelled, or whose handler was interrupted."""
         if held.lost or held.settling:
             return
-        if held.thread is not None:
+        if held.in_thread:
             # The thread goes on: do not release the job, so that no other worker gets it before the lease ends.
             log.warning("%s: %s still runs in its thread; its lease will expire", self.name, named(held.job))
             held.lost = True
@@ -673,7 +678,7 @@ class Worker:
                 self._waiting_with(held).remove(held)
             self._settlements.wake.set()
         # A thread cannot be cancelled: it occupies its place until it ends or times out.
-        elif self._cancel_lost and held.thread is None and all(one.lost for one in held.batch or (held,)):
+        elif self._cancel_lost and not held.in_thread and all(one.lost for one in held.batch or (held,)):
             held.task.cancel()
 
     # Shutdown.
@@ -690,7 +695,7 @@ class Worker:
                     self._changed.clear()
                     await self._changed.wait()
         # Leave out handlers in threads: these cannot be cancelled, and _on_cancelled() logs each of them.
-        if cancelled := sum(held.thread is None for held in self._running):
+        if cancelled := sum(not held.in_thread for held in self._running):
             log.warning("%s: cancelling handlers that did not finish in time: %d", self.name, cancelled)
         for held in self._running:
             held.job.lost.set(LostReason.STOPPED)
@@ -707,8 +712,6 @@ class Worker:
         """Waits, for a few seconds at most, until every report is answered and the stream has ended."""
         self._stream.close()
         await asyncio.wait([stream], timeout=_FLUSH_S if self._stops < 2 else _FLUSH_HURRIED_S)
-        if not self._settlements.idle.is_set():
-            log.warning("%s: stopped before every outcome was reported; those leases will expire", self.name)
 
     def _check(self) -> None:
         client: object = self.client

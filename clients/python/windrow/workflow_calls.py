@@ -110,7 +110,8 @@ class WorkflowCalls:
             of.added.append(nodes)
         # Nodes without names get the same names in each attempt, if the calls come in the same order.
         messages = nodes.messages(f"{of.node}.{of.added.index(nodes) + 1}.")
-        return workflows_pb2.AddNodesRequest(org=self.org, id=of.workflow_id, lease=job.lease, nodes=messages)
+        org = job.org or self.org
+        return workflows_pb2.AddNodesRequest(org=org, id=of.workflow_id, lease=job.lease, nodes=messages)
 
     async def get_workflow(self, workflow_id: str) -> tuple[WorkflowRecord, dict[NodeState, int]]:
         """Returns a workflow, and how many of its nodes are in each state. Raises NotFound."""
@@ -121,8 +122,8 @@ class WorkflowCalls:
         return read_workflow(response.workflow), counts
 
     async def list_nodes(self, workflow_id: str) -> list[NodeRecord]:
-        """Returns all nodes of a workflow, each after the nodes that it waits for, except those that its own job has
-        added. Raises NotFound."""
+        """Returns all nodes of a workflow. Each comes after the nodes that it waits for, but before nodes that its own
+        job has added. Raises NotFound."""
         nodes: list[NodeRecord] = []
         token = ""
         while True:
@@ -154,8 +155,8 @@ class WorkflowCalls:
         return found
 
     async def cancel_workflow(self, workflow_id: str, *, reason: str = "") -> WorkflowRecord:
-        """Cancels all jobs of a workflow that have not ended. Running handlers are told, as by cancel_jobs. Raises
-        NotFound."""
+        """Cancels all jobs of a workflow that have not ended. Tells running handlers in the same way as cancel_jobs.
+        Raises NotFound."""
         request = workflows_pb2.CancelWorkflowRequest(org=self.org, id=workflow_id, reason=reason)
         return read_workflow((await self._ask_workflows(lambda stub: stub.CancelWorkflow, request)).workflow)
 
@@ -203,12 +204,13 @@ class WorkflowCalls:
         """Returns the nodes that the node of this job waited for, with the results of their jobs. Returns an empty list
         if the job is in no workflow, or if its node is a callback."""
         of = job if isinstance(job, WorkflowNode) else job.workflow
-        return [] if of is None else [parent async for parent in self._parents(of)]
+        org = (job.org if isinstance(job, Job) else "") or self.org
+        return [] if of is None else [parent async for parent in self._parents(org, of)]
 
-    async def _parents(self, of: WorkflowNode) -> AsyncIterator[Parent]:
+    async def _parents(self, org: str, of: WorkflowNode) -> AsyncIterator[Parent]:
         token = ""
         while True:
-            request = workflows_pb2.ListParentsRequest(org=self.org, id=of.workflow_id, node=of.node, page_token=token)
+            request = workflows_pb2.ListParentsRequest(org=org, id=of.workflow_id, node=of.node, page_token=token)
             response = await self._ask_workflows(lambda stub: stub.ListParents, request)
             for message in response.parents:
                 yield read_parent(message)

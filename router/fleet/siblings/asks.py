@@ -41,7 +41,7 @@ class Promise:
     `end` must be called exactly once."""
 
     takers: Sequence[tuple[Taker, Sequence[int]]]
-    # An insert may begin until then, by time.monotonic.
+    # The time until which an insert may begin, by time.monotonic.
     until_s: float
     # Is called once, with the jobs that were leased to each taker, in the order of `takers`. None: no job was leased to
     # that taker.

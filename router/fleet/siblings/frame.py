@@ -1,7 +1,8 @@
 """What sibling processes tell each other, as bytes. Pure.
 
 A frame begins with the sizes of its two parts, each in four bytes. Then come the head, in JSON, and the encoded jobs
-that the outcomes in the head are about. It carries everything that one process has to tell another at that moment.
+that the outcomes in the head are about. A frame carries what one process has to tell another at one moment, as far as
+it fits: see `take`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _T = TypeVar("_T")
 SIZES = struct.Struct(">II")
 # The largest frame that is read. The frames that are written are much smaller: see `take`.
 FRAME_BYTES_MAX = 16 * 1024 * 1024
-# A frame takes no more outcomes when the jobs of its outcomes have this size, and no more hints than this number.
+# A frame gets further outcomes only while the jobs of its outcomes have less than _JOBS_BYTES_MAX together, and at most
+# _HINTS_MAX hints. What does not fit goes into the next frame.
 _JOBS_BYTES_MAX = 1024 * 1024
 _HINTS_MAX = 1000
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode

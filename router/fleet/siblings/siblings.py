@@ -192,8 +192,8 @@ class _Sibling:
             self.link.send_soon()
 
     def _asked_in_vain(self, key: QueueKey) -> None:
-        # The answer tells the sibling that there are too few places. A hint that waits to be sent is older than the
-        # answer.
+        # The answer tells the sibling that there are too few places. Remove a hint that still waits to be sent: it is
+        # older than the answer, and would be received after it.
         self._forget(key)
         self.link.out.hints.pop(key, None)
 

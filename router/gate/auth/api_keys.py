@@ -22,6 +22,7 @@ from router.fleet.fleet import Fleet
 from router.gate.auth.principal import End, Expired, Principal, Revoked, Unauthenticated
 from router.gate.auth.scopes import Scope
 from router.gate.call import current_call
+from router.gate.connections import host_of
 from shard.admin import api_keys
 from shard.admin.api_keys import StoredKey
 from shard.errors import ShardUnavailable
@@ -45,7 +46,7 @@ _EXPIRED = "this API key has expired; use another one"
 
 
 class _LookUp(NamedTuple):
-    # The address of the caller, without its port.
+    # The host of the caller (router/gate/connections.py).
     host: str
     key_id: str
 
@@ -81,11 +82,11 @@ class ApiKeys:
         fleet.follow_revocations(self._on_revocations)
 
     async def verify(self, token: str) -> Principal:
-        """Returns the caller who has this key. Raises Unauthenticated, ShardUnavailable, TooManyWaiting."""
+        """Returns the caller who has this key. Raises Unauthenticated, NoAnswer."""
         key = api_keys.parse(token)
         if key is None:
             raise Unauthenticated(_MALFORMED)
-        host, _, _ = current_call().peer.rpartition(":")
+        host = host_of(current_call().peer)
         self._verifying[key.id] += 1
         try:
             stored = await self._look_ups.submit(_LookUp(host, key.id))
@@ -151,7 +152,8 @@ class ApiKeys:
         self._next_look_up_s = loop.time() + _LOOK_UP_S
         began_s = loop.time()
         found = await self._fleet.find_api_keys({look_up.key_id for look_up in look_ups})
-        # A look-up and a check of the known keys may overtake each other, so a count that is there stays.
+        # A check of the known keys may run at the same time. Only such a check may replace a count, so a look-up sets
+        # only the first one.
         self._revocations = found.revocations if self._revocations is None else self._revocations
         self._on_revocations(found.revocations, began_s)
         return [found.keys.get(look_up.key_id) for look_up in look_ups]

@@ -56,7 +56,7 @@ class _Remembered:
 
     def __init__(self, principal: Principal) -> None:
         self.principal = principal
-        # Whether it was used since its use was last noted.
+        # Whether a caller has used the proof since its use was last recorded.
         self.used = True
 
 
@@ -98,7 +98,7 @@ class Authenticator:
         self._recorded_on = -1
 
     async def principal(self, context: _Context) -> Principal:
-        """Returns who makes a call. Raises Unauthenticated, ShardError, TooManyWaiting, KeysUnavailable."""
+        """Returns who makes a call. Raises Unauthenticated, ShardError, KeysUnavailable."""
         token = _bearer_token(context)
         if token is None:
             return self._bearer_of_certificate(context)

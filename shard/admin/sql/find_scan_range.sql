@@ -3,7 +3,7 @@
 -- than `rows` jobs of the org from from_id on. `newest` is NULL if no table has a job of the org. Other orgs may have
 -- millions of jobs between from_id and before_id. A statement that reads only the range that was found passes over most
 -- of them. No job of the range finished before `since`. The statement is planned for each run, so that Postgres reads
--- only partitions since then.
+-- only the partitions from `since` on.
 WITH part AS (
     SELECT
         CASE

@@ -1,4 +1,4 @@
--- Skips chunks of a move that the target has lost or stored: the move continues after them.
+-- Skips those chunks of a move that the target has lost or stored: the move continues after them.
 UPDATE windrow.owned_slot o SET chunk = n.chunk
 FROM unnest(%(slots)s::smallint[], %(chunks)s::integer[]) AS n (slot, chunk)
 WHERE o.slot = n.slot AND o.state = 'owned' AND o.epoch = %(epoch)s AND o.chunk < n.chunk

@@ -8,7 +8,7 @@ SELECT
     (SELECT sum(s.numbackends) FROM pg_stat_database s)::integer AS connections,
     {{connections_max}} AS connections_max,
     age(x.datfrozenxid), quote_ident(x.datname), mxid_age(m.datminmxid), quote_ident(m.datname),
-    -- An owner of the schema, or of something in it, whose rights this role does not have.
+    -- A role that owns the schema or something in it, and whose rights this role does not have.
     (
         SELECT quote_ident(pg_get_userbyid(w.owner)) FROM (
             SELECT n.nspowner AS owner FROM pg_namespace n WHERE n.nspname = 'windrow'

@@ -1,4 +1,4 @@
--- Partitions of ids that no enqueue may repeat any more.
+-- Returns the partitions whose ids are so old that enqueues with them are refused.
 SELECT c.relname
 FROM pg_inherits i
 JOIN pg_class c ON c.oid = i.inhrelid

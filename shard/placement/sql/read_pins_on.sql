@@ -1,4 +1,4 @@
--- The orgs with a slot of their own that this shard writes.
+-- Returns the orgs that have slots of their own, if new jobs of these slots are written to this shard.
 SELECT pin.org, pin.slot, pin.epoch, pin.shard, pin.label, pin.value
 FROM windrow.pin
 JOIN windrow.placement p ON p.slot = pin.slot

@@ -11,7 +11,15 @@ WITH kept AS (
     CROSS JOIN LATERAL (SELECT (now() AT TIME ZONE 'UTC')::date + n::integer AS day) days
     WHERE n >= 0 OR days.day + 1 > (SELECT a.until AT TIME ZONE 'UTC' FROM windrow.archive a)
     UNION
-    SELECT ({{finish_time}} AT TIME ZONE 'UTC')::date + n::integer FROM generate_series(0, %(days_ahead)s) AS n
+    SELECT (latest.time AT TIME ZONE 'UTC')::date + n::integer
+    FROM generate_series(0, %(days_ahead)s) AS n
+    CROSS JOIN (
+        -- The view shows NULL to a role that may not read the sequence; such a role finishes no jobs.
+        SELECT timestamptz 'epoch' + s.last_value * interval '1 us' AS time
+        FROM pg_sequences s
+        WHERE s.schemaname = 'windrow' AND s.sequencename = 'clock'
+    ) latest
+    WHERE latest.time > now()
 )
 SELECT p.name, p.retention, to_char(p.day, 'YYYY-MM-DD'), to_char(p.day + 1, 'YYYY-MM-DD')
 FROM (

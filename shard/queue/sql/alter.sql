@@ -33,9 +33,9 @@ WITH chosen AS (
             WHEN c.due <= now() AND j.group_key > '' AND j.group_slot IS NULL THEN 'infinity'
             ELSE coalesce(c.due, j.visible_at)
         END,
-        -- A job that waits for a signal waits until then. If it did not expire at that time, it would run.
+        -- A job that waits for a signal waits until its new time. If it did not expire at that time, it would run.
         expires_at = CASE WHEN {{awaits_signal(j)}} AND c.due < 'infinity' THEN c.due ELSE j.expires_at END,
-        -- A job that will run later gives up its group slot, so that it does not hold up its group until then.
+        -- A job that will run later gives up its group slot, so that it does not hold up its group meanwhile.
         group_slot = CASE WHEN NOT (c.moves AND c.due > now()) THEN j.group_slot END,
         -- If a lease expired unnoticed and the job gets another place, the end of the lease is recorded here.
         history = CASE WHEN c.due IS NULL THEN j.history ELSE {{history_with_lost(j)}} END,

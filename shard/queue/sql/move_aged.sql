@@ -1,6 +1,6 @@
--- Moves jobs of these queues that have been ready for long to priority 1: jobs of priority p that became visible (p -
--- 1) times the queue's ageing_seconds ago. Moves at most jobs_max jobs of each priority of a queue. Begins at each
--- lane's floor, as a claim does.
+-- Moves to priority 1 those jobs of these queues that have been ready for long. Jobs of priority p have been ready for
+-- long if they became visible at least p - 1 times the queue's ageing_seconds ago. Moves at most jobs_max jobs of each
+-- priority of a queue. Begins at each lane's floor, as a claim does.
 WITH aged AS MATERIALIZED (
     -- MATERIALIZED fence: no more rows are locked than are moved.
     SELECT v.ctid

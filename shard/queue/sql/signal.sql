@@ -3,7 +3,7 @@
 -- in which workflows or limits may have released other jobs. No row: the job is not here, has ended, or has just
 -- changed.
 WITH ended AS (
-    -- Also if a claim has leased the job, because it has found it expired: whoever ends the row first decides.
+    -- Also deletes a job that a claim has leased because the job has expired: whoever deletes the row first decides.
     DELETE FROM windrow.job j
     WHERE j.id = ANY (ARRAY[%(id)s::uuid]) AND j.workflow_node = %(node)s AND NOT {{is_blocked(j)}}
         AND {{org_of(j)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
@@ -15,7 +15,7 @@ WITH ended AS (
     )
     SELECT
         e.id, e.queue_id, e.enqueued_at, e.run_at, e.expires_at, e.priority,
-        -- The lease of such a claim does not count as an attempt.
+        -- If the job has a lease, a claim found it expired. That claim has counted an attempt; do not count it.
         e.attempt - CASE WHEN e.lease IS NULL THEN 0 ELSE 1 END, e.max_attempts, {{kept_content(e)}}, e.history, 'succeeded',
         -- No lease has the number 0.
         0, %(payload)b::bytea, {{finish_time}}, {{retention_of(e)}}

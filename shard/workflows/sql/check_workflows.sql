@@ -40,8 +40,8 @@ WITH RECURSIVE settled AS MATERIALIZED (
     JOIN windrow.workflow_node n ON n.flow = w.flow AND n.state = 'blocked'
     LEFT JOIN windrow.workflow_node p ON p.flow = n.flow AND p.node = n.waits_on
 ), chain AS (
-    -- From each node that waits for a node with a greater number, to the node for which that one waits, and so on. Each
-    -- circle has such a node.
+    -- Begins at each node that waits for a node with a greater number: each circle has such a node. Follows the nodes
+    -- from there: the node for which it waits, the node for which that node waits, and so on.
     SELECT w.flow, w.node AS first, w.waits_on AS node
     FROM waiting w
     WHERE w.waits_on > w.node

@@ -1,5 +1,6 @@
--- Looks at these nodes, and at those that they, or the nodes that were found before, have added and wait for. Finds one of
--- them that waits for any other node which has not ended. Returns the names of both.
+-- Looks at these nodes, at the nodes that they have added and wait for, at the nodes that those have added and wait
+-- for, and so on. Finds one of all these nodes that waits for any other node which has not ended. Returns the names of
+-- both.
 WITH RECURSIVE reached AS (
     SELECT x.node FROM unnest(%(nodes)s::integer[]) AS x (node)
     UNION

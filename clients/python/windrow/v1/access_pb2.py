@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17windrow/v1/access.proto\x12\nwindrow.v1\x1a google/protobuf/descriptor.proto*\x87\x01\n\x05Scope\x12\x15\n\x11SCOPE_UNSPECIFIED\x10\x00\x12\r\n\tSCOPE_ANY\x10\x01\x12\x11\n\rSCOPE_ENQUEUE\x10\x02\x12\x11\n\rSCOPE_CONSUME\x10\x03\x12\x0e\n\nSCOPE_READ\x10\x04\x12\x0f\n\x0bSCOPE_ADMIN\x10\x05\x12\x11\n\rSCOPE_CLUSTER\x10\x06:I\n\x05scope\x12\x1e.google.protobuf.MethodOptions\x18\x82\x96\x03 \x01(\x0e\x32\x11.windrow.v1.ScopeR\x05scopeB\x83\x01\n\x0e\x64\x65v.windrow.v1B\x0b\x41\x63\x63\x65ssProtoP\x01Z:github.com/windrow-dev/windrow/gen/go/windrow/v1;windrowv1\xaa\x02\nWindrow.V1\xca\x02\nWindrow\\V1\xea\x02\x0bWindrow::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17windrow/v1/access.proto\x12\nwindrow.v1\x1a google/protobuf/descriptor.proto*\x87\x01\n\x05Scope\x12\x15\n\x11SCOPE_UNSPECIFIED\x10\x00\x12\r\n\tSCOPE_ANY\x10\x01\x12\x11\n\rSCOPE_ENQUEUE\x10\x02\x12\x11\n\rSCOPE_CONSUME\x10\x03\x12\x0e\n\nSCOPE_READ\x10\x04\x12\x0f\n\x0bSCOPE_ADMIN\x10\x05\x12\x11\n\rSCOPE_CLUSTER\x10\x06:I\n\x05scope\x12\x1e.google.protobuf.MethodOptions\x18\x82\x96\x03 \x01(\x0e\x32\x11.windrow.v1.ScopeR\x05scope:@\n\nrepeatable\x12\x1e.google.protobuf.MethodOptions\x18\x83\x96\x03 \x01(\x08R\nrepeatableB\x83\x01\n\x0e\x64\x65v.windrow.v1B\x0b\x41\x63\x63\x65ssProtoP\x01Z:github.com/windrow-dev/windrow/gen/go/windrow/v1;windrowv1\xaa\x02\nWindrow.V1\xca\x02\nWindrow\\V1\xea\x02\x0bWindrow::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

@@ -46,7 +46,7 @@ class _RestoreRefusalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Restor
     RESTORE_REFUSAL_NOT_FOUND: _RestoreRefusal.ValueType  # 1
     """This org has no such job, or it was already deleted."""
     RESTORE_REFUSAL_LIVE: _RestoreRefusal.ValueType  # 2
-    """The job is SCHEDULED, READY or LEASED."""
+    """The job is BLOCKED, SCHEDULED, READY or LEASED."""
     RESTORE_REFUSAL_BAD_NEW_ID: _RestoreRefusal.ValueType  # 3
     """The time in `new_id` is too old, or too far in the future: make another id."""
     RESTORE_REFUSAL_SIGNAL: _RestoreRefusal.ValueType  # 4
@@ -60,7 +60,7 @@ RESTORE_REFUSAL_UNSPECIFIED: RestoreRefusal.ValueType  # 0
 RESTORE_REFUSAL_NOT_FOUND: RestoreRefusal.ValueType  # 1
 """This org has no such job, or it was already deleted."""
 RESTORE_REFUSAL_LIVE: RestoreRefusal.ValueType  # 2
-"""The job is SCHEDULED, READY or LEASED."""
+"""The job is BLOCKED, SCHEDULED, READY or LEASED."""
 RESTORE_REFUSAL_BAD_NEW_ID: RestoreRefusal.ValueType  # 3
 """The time in `new_id` is too old, or too far in the future: make another id."""
 RESTORE_REFUSAL_SIGNAL: RestoreRefusal.ValueType  # 4
@@ -702,7 +702,7 @@ class ListJobsRequest(_message.Message):
 
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[_job_pb2.JobState.ValueType]:
-        """Only jobs in one of these states, ordered by id; empty: as `state` says. Not with `state`. At most 6."""
+        """Only jobs in one of these states, ordered by id; empty: as `state` says. Not with `state`. At most 7."""
 
     def __init__(
         self,
@@ -822,7 +822,7 @@ class CountJobsRequest(_message.Message):
     """From the last answer's next_page_token; all other fields must be unchanged. Empty: the first part."""
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[_job_pb2.JobState.ValueType]:
-        """Only jobs in one of these states; empty: any. At most 6."""
+        """Only jobs in one of these states; empty: any. At most 7."""
 
     @_builtins.property
     def attributes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:

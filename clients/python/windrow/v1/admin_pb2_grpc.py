@@ -166,8 +166,8 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteQueue(self, request, context):
-        """Removes an empty queue and its configuration. FAILED_PRECONDITION while it holds jobs that are SCHEDULED, READY,
-        LEASED or DEAD. Finished jobs can still be found. An Enqueue creates the queue again, with the default
+        """Removes an empty queue and its configuration. FAILED_PRECONDITION while it holds jobs that are BLOCKED, SCHEDULED,
+        READY, LEASED or DEAD. Finished jobs can still be found. An Enqueue creates the queue again, with the default
         configuration. A deleted queue still counts towards the 10,000 queues that an org may have on a shard.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -191,8 +191,8 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PurgeQueue(self, request, context):
-        """Cancels a queue's SCHEDULED and READY jobs, at most `limit` per call: call again while `limit_reached` is set.
-        Leased jobs are not cancelled. The router does this at most once: if the shard's answer is lost, the call is
+        """Cancels a queue's BLOCKED, SCHEDULED and READY jobs, at most `limit` per call: call again while `limit_reached` is
+        set. Leased jobs are not cancelled. The router does this at most once: if the shard's answer is lost, the call is
         UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -234,8 +234,8 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
-        """Counts jobs by state, for one queue or all queues of an org. It reads an index of all jobs that are SCHEDULED,
-        READY or LEASED. The counts are exact if no job changes meanwhile. A job that is moving to another shard may be
+        """Counts jobs by state, for one queue or all queues of an org. It reads an index of all jobs that are BLOCKED,
+        SCHEDULED, READY or LEASED. The counts are exact if no job changes meanwhile. A job that is moving to another shard may be
         counted twice, but is never left out.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -267,8 +267,9 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ExplainJob(self, request, context):
-        """Says why a job does not run now. A job that is SCHEDULED, READY or LEASED always has a cause. NOT_FOUND if no shard
-        knows such a job of the org. While a shard does not answer, that is the cause, and the call is not UNAVAILABLE.
+        """Says why a job does not run now. A job that is BLOCKED, SCHEDULED, READY or LEASED always has a cause. NOT_FOUND if
+        no shard knows such a job of the org. While a shard does not answer, that is the cause, and the call is not
+        UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -54,8 +54,8 @@ class AdminStub:
     ListQueues: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListQueuesRequest, _admin_pb2.ListQueuesResponse]
     """Lists an org's queues by name, a page at a time."""
     DeleteQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DeleteQueueRequest, _admin_pb2.DeleteQueueResponse]
-    """Removes an empty queue and its configuration. FAILED_PRECONDITION while it holds jobs that are SCHEDULED, READY,
-    LEASED or DEAD. Finished jobs can still be found. An Enqueue creates the queue again, with the default
+    """Removes an empty queue and its configuration. FAILED_PRECONDITION while it holds jobs that are BLOCKED, SCHEDULED,
+    READY, LEASED or DEAD. Finished jobs can still be found. An Enqueue creates the queue again, with the default
     configuration. A deleted queue still counts towards the 10,000 queues that an org may have on a shard.
     """
     PauseQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PauseQueueRequest, _admin_pb2.PauseQueueResponse]
@@ -67,8 +67,8 @@ class AdminStub:
     changes nothing.
     """
     PurgeQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PurgeQueueRequest, _admin_pb2.PurgeQueueResponse]
-    """Cancels a queue's SCHEDULED and READY jobs, at most `limit` per call: call again while `limit_reached` is set.
-    Leased jobs are not cancelled. The router does this at most once: if the shard's answer is lost, the call is
+    """Cancels a queue's BLOCKED, SCHEDULED and READY jobs, at most `limit` per call: call again while `limit_reached` is
+    set. Leased jobs are not cancelled. The router does this at most once: if the shard's answer is lost, the call is
     UNAVAILABLE.
     """
     ListJobs: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListJobsRequest, _admin_pb2.ListJobsResponse]
@@ -90,8 +90,8 @@ class AdminStub:
     also brings back jobs that have died again since the first one, unless `died_before` excludes them.
     """
     GetStats: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetStatsRequest, _admin_pb2.GetStatsResponse]
-    """Counts jobs by state, for one queue or all queues of an org. It reads an index of all jobs that are SCHEDULED,
-    READY or LEASED. The counts are exact if no job changes meanwhile. A job that is moving to another shard may be
+    """Counts jobs by state, for one queue or all queues of an org. It reads an index of all jobs that are BLOCKED,
+    SCHEDULED, READY or LEASED. The counts are exact if no job changes meanwhile. A job that is moving to another shard may be
     counted twice, but is never left out.
     """
     ListQuarantines: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListQuarantinesRequest, _admin_pb2.ListQuarantinesResponse]
@@ -106,8 +106,9 @@ class AdminStub:
     nothing.
     """
     ExplainJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainJobRequest, _admin_pb2.ExplainJobResponse]
-    """Says why a job does not run now. A job that is SCHEDULED, READY or LEASED always has a cause. NOT_FOUND if no shard
-    knows such a job of the org. While a shard does not answer, that is the cause, and the call is not UNAVAILABLE.
+    """Says why a job does not run now. A job that is BLOCKED, SCHEDULED, READY or LEASED always has a cause. NOT_FOUND if
+    no shard knows such a job of the org. While a shard does not answer, that is the cause, and the call is not
+    UNAVAILABLE.
     """
     ExplainQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainQueueRequest, _admin_pb2.ExplainQueueResponse]
     """Says why a queue gives no jobs now, or what it would give. NOT_FOUND if the org has no such queue. It looks at the
@@ -134,8 +135,8 @@ class AdminAsyncStub(AdminStub):
     ListQueues: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListQueuesRequest, _admin_pb2.ListQueuesResponse]  # type: ignore[assignment]
     """Lists an org's queues by name, a page at a time."""
     DeleteQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.DeleteQueueRequest, _admin_pb2.DeleteQueueResponse]  # type: ignore[assignment]
-    """Removes an empty queue and its configuration. FAILED_PRECONDITION while it holds jobs that are SCHEDULED, READY,
-    LEASED or DEAD. Finished jobs can still be found. An Enqueue creates the queue again, with the default
+    """Removes an empty queue and its configuration. FAILED_PRECONDITION while it holds jobs that are BLOCKED, SCHEDULED,
+    READY, LEASED or DEAD. Finished jobs can still be found. An Enqueue creates the queue again, with the default
     configuration. A deleted queue still counts towards the 10,000 queues that an org may have on a shard.
     """
     PauseQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.PauseQueueRequest, _admin_pb2.PauseQueueResponse]  # type: ignore[assignment]
@@ -147,8 +148,8 @@ class AdminAsyncStub(AdminStub):
     changes nothing.
     """
     PurgeQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.PurgeQueueRequest, _admin_pb2.PurgeQueueResponse]  # type: ignore[assignment]
-    """Cancels a queue's SCHEDULED and READY jobs, at most `limit` per call: call again while `limit_reached` is set.
-    Leased jobs are not cancelled. The router does this at most once: if the shard's answer is lost, the call is
+    """Cancels a queue's BLOCKED, SCHEDULED and READY jobs, at most `limit` per call: call again while `limit_reached` is
+    set. Leased jobs are not cancelled. The router does this at most once: if the shard's answer is lost, the call is
     UNAVAILABLE.
     """
     ListJobs: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListJobsRequest, _admin_pb2.ListJobsResponse]  # type: ignore[assignment]
@@ -170,8 +171,8 @@ class AdminAsyncStub(AdminStub):
     also brings back jobs that have died again since the first one, unless `died_before` excludes them.
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStatsRequest, _admin_pb2.GetStatsResponse]  # type: ignore[assignment]
-    """Counts jobs by state, for one queue or all queues of an org. It reads an index of all jobs that are SCHEDULED,
-    READY or LEASED. The counts are exact if no job changes meanwhile. A job that is moving to another shard may be
+    """Counts jobs by state, for one queue or all queues of an org. It reads an index of all jobs that are BLOCKED,
+    SCHEDULED, READY or LEASED. The counts are exact if no job changes meanwhile. A job that is moving to another shard may be
     counted twice, but is never left out.
     """
     ListQuarantines: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListQuarantinesRequest, _admin_pb2.ListQuarantinesResponse]  # type: ignore[assignment]
@@ -186,8 +187,9 @@ class AdminAsyncStub(AdminStub):
     nothing.
     """
     ExplainJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainJobRequest, _admin_pb2.ExplainJobResponse]  # type: ignore[assignment]
-    """Says why a job does not run now. A job that is SCHEDULED, READY or LEASED always has a cause. NOT_FOUND if no shard
-    knows such a job of the org. While a shard does not answer, that is the cause, and the call is not UNAVAILABLE.
+    """Says why a job does not run now. A job that is BLOCKED, SCHEDULED, READY or LEASED always has a cause. NOT_FOUND if
+    no shard knows such a job of the org. While a shard does not answer, that is the cause, and the call is not
+    UNAVAILABLE.
     """
     ExplainQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainQueueRequest, _admin_pb2.ExplainQueueResponse]  # type: ignore[assignment]
     """Says why a queue gives no jobs now, or what it would give. NOT_FOUND if the org has no such queue. It looks at the
@@ -241,8 +243,8 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DeleteQueueRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DeleteQueueResponse, _abc.Awaitable[_admin_pb2.DeleteQueueResponse]]:
-        """Removes an empty queue and its configuration. FAILED_PRECONDITION while it holds jobs that are SCHEDULED, READY,
-        LEASED or DEAD. Finished jobs can still be found. An Enqueue creates the queue again, with the default
+        """Removes an empty queue and its configuration. FAILED_PRECONDITION while it holds jobs that are BLOCKED, SCHEDULED,
+        READY, LEASED or DEAD. Finished jobs can still be found. An Enqueue creates the queue again, with the default
         configuration. A deleted queue still counts towards the 10,000 queues that an org may have on a shard.
         """
 
@@ -272,8 +274,8 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.PurgeQueueRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.PurgeQueueResponse, _abc.Awaitable[_admin_pb2.PurgeQueueResponse]]:
-        """Cancels a queue's SCHEDULED and READY jobs, at most `limit` per call: call again while `limit_reached` is set.
-        Leased jobs are not cancelled. The router does this at most once: if the shard's answer is lost, the call is
+        """Cancels a queue's BLOCKED, SCHEDULED and READY jobs, at most `limit` per call: call again while `limit_reached` is
+        set. Leased jobs are not cancelled. The router does this at most once: if the shard's answer is lost, the call is
         UNAVAILABLE.
         """
 
@@ -325,8 +327,8 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetStatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetStatsResponse, _abc.Awaitable[_admin_pb2.GetStatsResponse]]:
-        """Counts jobs by state, for one queue or all queues of an org. It reads an index of all jobs that are SCHEDULED,
-        READY or LEASED. The counts are exact if no job changes meanwhile. A job that is moving to another shard may be
+        """Counts jobs by state, for one queue or all queues of an org. It reads an index of all jobs that are BLOCKED,
+        SCHEDULED, READY or LEASED. The counts are exact if no job changes meanwhile. A job that is moving to another shard may be
         counted twice, but is never left out.
         """
 
@@ -365,8 +367,9 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ExplainJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ExplainJobResponse, _abc.Awaitable[_admin_pb2.ExplainJobResponse]]:
-        """Says why a job does not run now. A job that is SCHEDULED, READY or LEASED always has a cause. NOT_FOUND if no shard
-        knows such a job of the org. While a shard does not answer, that is the cause, and the call is not UNAVAILABLE.
+        """Says why a job does not run now. A job that is BLOCKED, SCHEDULED, READY or LEASED always has a cause. NOT_FOUND if
+        no shard knows such a job of the org. While a shard does not answer, that is the cause, and the call is not
+        UNAVAILABLE.
         """
 
     @_abc_1.abstractmethod

@@ -71,7 +71,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_QUEUE_EXISTS: _ErrorReason.ValueType  # 6
     """ALREADY_EXISTS. The org has a queue of this name already."""
     ERROR_REASON_QUEUE_NOT_EMPTY: _ErrorReason.ValueType  # 7
-    """FAILED_PRECONDITION. The queue still has jobs that are SCHEDULED, READY, LEASED or DEAD."""
+    """FAILED_PRECONDITION. The queue still has jobs that are BLOCKED, SCHEDULED, READY, LEASED or DEAD."""
     ERROR_REASON_TOO_MANY_QUEUES: _ErrorReason.ValueType  # 8
     """RESOURCE_EXHAUSTED without RetryInfo. The org would have more queues than one org may have on a shard. Deleted ones
     count too.
@@ -208,7 +208,7 @@ erased.
 ERROR_REASON_QUEUE_EXISTS: ErrorReason.ValueType  # 6
 """ALREADY_EXISTS. The org has a queue of this name already."""
 ERROR_REASON_QUEUE_NOT_EMPTY: ErrorReason.ValueType  # 7
-"""FAILED_PRECONDITION. The queue still has jobs that are SCHEDULED, READY, LEASED or DEAD."""
+"""FAILED_PRECONDITION. The queue still has jobs that are BLOCKED, SCHEDULED, READY, LEASED or DEAD."""
 ERROR_REASON_TOO_MANY_QUEUES: ErrorReason.ValueType  # 8
 """RESOURCE_EXHAUSTED without RetryInfo. The org would have more queues than one org may have on a shard. Deleted ones
 count too.

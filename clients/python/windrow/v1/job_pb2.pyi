@@ -46,7 +46,8 @@ class _JobStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobState.Val
     """
     JOB_STATE_LEASED: _JobState.ValueType  # 3
     """Invisible to other consumers until the lease deadline. Ack moves it to SUCCEEDED; Nack to SCHEDULED, READY or DEAD;
-    Release to READY; CancelJobs to CANCELLED. It becomes READY when the deadline passes.
+    Release to READY; Snooze to SCHEDULED or READY; AddNodes with `wait` to BLOCKED; CancelJobs to CANCELLED. It becomes
+    READY when the deadline passes.
     """
     JOB_STATE_SUCCEEDED: _JobState.ValueType  # 4
     """Finished by an Ack, or by SignalNode. Final; the job is deleted at the end of its retention."""
@@ -82,7 +83,8 @@ its expires_at has passed.
 """
 JOB_STATE_LEASED: JobState.ValueType  # 3
 """Invisible to other consumers until the lease deadline. Ack moves it to SUCCEEDED; Nack to SCHEDULED, READY or DEAD;
-Release to READY; CancelJobs to CANCELLED. It becomes READY when the deadline passes.
+Release to READY; Snooze to SCHEDULED or READY; AddNodes with `wait` to BLOCKED; CancelJobs to CANCELLED. It becomes
+READY when the deadline passes.
 """
 JOB_STATE_SUCCEEDED: JobState.ValueType  # 4
 """Finished by an Ack, or by SignalNode. Final; the job is deleted at the end of its retention."""
@@ -114,9 +116,9 @@ class _AttemptOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Attemp
     ATTEMPT_OUTCOME_NACKED: _AttemptOutcome.ValueType  # 2
     """Ended by Nack: the attempt failed."""
     ATTEMPT_OUTCOME_EXPIRED: _AttemptOutcome.ValueType  # 3
-    """The lease deadline passed before an Ack, a Nack or a Release came: most often a crashed worker."""
+    """The lease deadline passed before an Ack, a Nack, a Release or a Snooze came: most often a crashed worker."""
     ATTEMPT_OUTCOME_RELEASED: _AttemptOutcome.ValueType  # 4
-    """Given back by Release; does not count towards max_attempts."""
+    """Given back by Release or Snooze, or ended by AddNodes with `wait`; does not count towards max_attempts."""
     ATTEMPT_OUTCOME_TIMED_OUT: _AttemptOutcome.ValueType  # 5
     """As EXPIRED, but the lease ended because the attempt had lasted for JobTemplate.max_runtime."""
     ATTEMPT_OUTCOME_CANCELLED: _AttemptOutcome.ValueType  # 6
@@ -132,9 +134,9 @@ ATTEMPT_OUTCOME_ACKED: AttemptOutcome.ValueType  # 1
 ATTEMPT_OUTCOME_NACKED: AttemptOutcome.ValueType  # 2
 """Ended by Nack: the attempt failed."""
 ATTEMPT_OUTCOME_EXPIRED: AttemptOutcome.ValueType  # 3
-"""The lease deadline passed before an Ack, a Nack or a Release came: most often a crashed worker."""
+"""The lease deadline passed before an Ack, a Nack, a Release or a Snooze came: most often a crashed worker."""
 ATTEMPT_OUTCOME_RELEASED: AttemptOutcome.ValueType  # 4
-"""Given back by Release; does not count towards max_attempts."""
+"""Given back by Release or Snooze, or ended by AddNodes with `wait`; does not count towards max_attempts."""
 ATTEMPT_OUTCOME_TIMED_OUT: AttemptOutcome.ValueType  # 5
 """As EXPIRED, but the lease ended because the attempt had lasted for JobTemplate.max_runtime."""
 ATTEMPT_OUTCOME_CANCELLED: AttemptOutcome.ValueType  # 6
@@ -153,9 +155,9 @@ class _JobAnswerEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobAnswer.V
     """Done, now or by an earlier try of the same call. For CancelJobs also: the job was CANCELLED before."""
     JOB_ANSWER_STALE: _JobAnswer.ValueType  # 2
     """The lease has ended in another way than by this call; for CancelJobs, the job has SUCCEEDED; for AlterJobs, the job
-    does not wait: it is LEASED or DEAD, or has SUCCEEDED. Nothing was changed. A consumer drops its result: another
-    consumer has run the job, or will. A Nack or a Release that is repeated more than 50 attempts later gets this
-    answer too.
+    does not wait: it is LEASED or DEAD, or has SUCCEEDED, or it is BLOCKED and was to get a time. Nothing was changed. A
+    consumer drops its result: another consumer has run the job, or will. A Nack, a Release or a Snooze that is repeated
+    more than 50 attempts later gets this answer too.
     """
     JOB_ANSWER_NOT_FOUND: _JobAnswer.ValueType  # 3
     """No shard knows such a job of this org, or knows it any longer: finished jobs are deleted at the end of their
@@ -174,9 +176,9 @@ JOB_ANSWER_OK: JobAnswer.ValueType  # 1
 """Done, now or by an earlier try of the same call. For CancelJobs also: the job was CANCELLED before."""
 JOB_ANSWER_STALE: JobAnswer.ValueType  # 2
 """The lease has ended in another way than by this call; for CancelJobs, the job has SUCCEEDED; for AlterJobs, the job
-does not wait: it is LEASED or DEAD, or has SUCCEEDED. Nothing was changed. A consumer drops its result: another
-consumer has run the job, or will. A Nack or a Release that is repeated more than 50 attempts later gets this
-answer too.
+does not wait: it is LEASED or DEAD, or has SUCCEEDED, or it is BLOCKED and was to get a time. Nothing was changed. A
+consumer drops its result: another consumer has run the job, or will. A Nack, a Release or a Snooze that is repeated
+more than 50 attempts later gets this answer too.
 """
 JOB_ANSWER_NOT_FOUND: JobAnswer.ValueType  # 3
 """No shard knows such a job of this org, or knows it any longer: finished jobs are deleted at the end of their
@@ -658,8 +660,8 @@ class LeasedJob(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     WORKFLOW_FIELD_NUMBER: _builtins.int
     lease: _builtins.bytes
-    """Names this lease in Ack, Nack, Extend and Release. At most 255 bytes. It is opaque to callers; the router finds the
-    job's shard by it.
+    """Names this lease in Ack, Nack, Extend, Release, Snooze and AddNodes. At most 255 bytes. It is opaque to callers; the
+    router finds the job's shard by it.
     """
     id: _builtins.str
     """The id that the producer chose, or that the router made for it. The same in every attempt."""
@@ -846,8 +848,8 @@ class Attempt(_message.Message):
 
     @_builtins.property
     def failure(self) -> Global___Failure:
-        """What the Nack reported; for a Snooze, its reason as the message. Absent for other outcomes, and if nothing was
-        reported.
+        """What the Nack reported; for a Snooze, its reason as the message; for AddNodes with `wait`, a message that says so.
+        Absent for other outcomes, and if nothing was reported.
         """
 
     def __init__(

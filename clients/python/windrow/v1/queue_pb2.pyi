@@ -309,9 +309,8 @@ class ConsumeRequest(_message.Message):
     request_id: _builtins.int
     """A number other than 0 that the consumer chooses. The answer to this message repeats it. Required if the message
     settles or extends leases. It must differ from the request_id of each message of the stream that is not answered
-    yet. The router does not check this, but otherwise the answers could not be told apart. It must come first in the
-    encoded message, because the router reads only the beginning of a message that is too large. Libraries do so, since
-    they write fields by number.
+    yet. The router does not check this, but otherwise the answers could not be told apart. Of a message that is too
+    large the router reads nothing else.
     """
     credit: _builtins.int
     """How many more jobs the consumer has room for; it is added to the remaining credit. Each job that is sent takes one
@@ -1354,8 +1353,8 @@ class AlterJobsResponse(_message.Message):
     ANSWERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def answers(self) -> _containers.RepeatedScalarFieldContainer[_job_pb2.JobAnswer.ValueType]:
-        """One for each id, in the request's order. OK: it was changed. STALE: it is LEASED or DEAD, or has SUCCEEDED.
-        CANCELLED: it was cancelled.
+        """One for each id, in the request's order. OK: it was changed. STALE: it is LEASED or DEAD, or has SUCCEEDED, or it is
+        BLOCKED and was to get a time. CANCELLED: it was cancelled.
         """
 
     def __init__(

@@ -138,10 +138,10 @@ class QueueServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Consume(self, request_iterator, context):
-        """A consumer's stream, which brings jobs to the consumer and takes its acks, nacks, extends and releases. The first
-        message has `start`, which says what the stream consumes; it must come within 10 s. Every message may give credit,
-        which is how many more jobs the consumer has room for. The router sends jobs as they fall due, never more than the
-        credit. Each batch of jobs is in the order of Dequeue.
+        """A consumer's stream, which brings jobs to the consumer and takes its acks, nacks, extends, releases and snoozes. The
+        first message has `start`, which says what the stream consumes; it must come within 10 s. Every message may give
+        credit, which is how many more jobs the consumer has room for. The router sends jobs as they fall due, never more
+        than the credit. Each batch of jobs is in the order of Dequeue.
 
         The router sends its headers at once, even if no job is due. It answers each message that settles or extends leases
         with a Settled, within about 8 s. If an answer has not come after 10 s, the connection is dead: the consumer
@@ -159,7 +159,7 @@ class QueueServicer:
         To end the stream, the consumer closes its side: the router sends no more jobs, answers what the consumer has sent,
         and ends the stream with OK. The router announces by `draining` that it will end a stream. However a stream ends,
         jobs that were not sent yet are released at once, and their attempts do not count. Jobs that were sent stay leased
-        until they are settled, on another stream or by Ack, Nack or Release, or until their window ends.
+        until they are settled, on another stream or by Ack, Nack, Release or Snooze, or until their window ends.
         A router ends a stream with UNAVAILABLE when it shuts down, when no shard of
         the org can be reached, and after some minutes (reason STREAM_EXPIRED), so that consumers spread over all routers.
         The consumer then opens another stream, and sends again the leases of every message that was not answered.
@@ -226,8 +226,8 @@ class QueueServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AlterJobs(self, request, context):
-        """Changes jobs that are SCHEDULED or READY: when they run, their priority, their attributes. Other jobs stay as they
-        are. Consumers that wait are woken as by an Enqueue.
+        """Changes jobs that are BLOCKED, SCHEDULED or READY: when they run, their priority, their attributes. A BLOCKED job can
+        get no time. Other jobs stay as they are. Consumers that wait are woken as by an Enqueue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -89,10 +89,10 @@ class QueueStub:
     of low priority from one shard while the other shard has a job of higher priority.
     """
     Consume: _grpc.StreamStreamMultiCallable[_queue_pb2.ConsumeRequest, _queue_pb2.ConsumeResponse]
-    """A consumer's stream, which brings jobs to the consumer and takes its acks, nacks, extends and releases. The first
-    message has `start`, which says what the stream consumes; it must come within 10 s. Every message may give credit,
-    which is how many more jobs the consumer has room for. The router sends jobs as they fall due, never more than the
-    credit. Each batch of jobs is in the order of Dequeue.
+    """A consumer's stream, which brings jobs to the consumer and takes its acks, nacks, extends, releases and snoozes. The
+    first message has `start`, which says what the stream consumes; it must come within 10 s. Every message may give
+    credit, which is how many more jobs the consumer has room for. The router sends jobs as they fall due, never more
+    than the credit. Each batch of jobs is in the order of Dequeue.
 
     The router sends its headers at once, even if no job is due. It answers each message that settles or extends leases
     with a Settled, within about 8 s. If an answer has not come after 10 s, the connection is dead: the consumer
@@ -110,7 +110,7 @@ class QueueStub:
     To end the stream, the consumer closes its side: the router sends no more jobs, answers what the consumer has sent,
     and ends the stream with OK. The router announces by `draining` that it will end a stream. However a stream ends,
     jobs that were not sent yet are released at once, and their attempts do not count. Jobs that were sent stay leased
-    until they are settled, on another stream or by Ack, Nack or Release, or until their window ends.
+    until they are settled, on another stream or by Ack, Nack, Release or Snooze, or until their window ends.
     A router ends a stream with UNAVAILABLE when it shuts down, when no shard of
     the org can be reached, and after some minutes (reason STREAM_EXPIRED), so that consumers spread over all routers.
     The consumer then opens another stream, and sends again the leases of every message that was not answered.
@@ -134,8 +134,8 @@ class QueueStub:
     ConsumeResponse.revoked, and each later call about the lease is answered CANCELLED.
     """
     AlterJobs: _grpc.UnaryUnaryMultiCallable[_queue_pb2.AlterJobsRequest, _queue_pb2.AlterJobsResponse]
-    """Changes jobs that are SCHEDULED or READY: when they run, their priority, their attributes. Other jobs stay as they
-    are. Consumers that wait are woken as by an Enqueue.
+    """Changes jobs that are BLOCKED, SCHEDULED or READY: when they run, their priority, their attributes. A BLOCKED job can
+    get no time. Other jobs stay as they are. Consumers that wait are woken as by an Enqueue.
     """
     RedriveJobs: _grpc.UnaryUnaryMultiCallable[_queue_pb2.RedriveJobsRequest, _queue_pb2.RedriveJobsResponse]
     """Makes DEAD jobs READY again, with all their attempts, as Admin.RedriveQueue does. Other jobs stay as they are."""
@@ -164,10 +164,10 @@ class QueueAsyncStub(QueueStub):
     of low priority from one shard while the other shard has a job of higher priority.
     """
     Consume: _aio.StreamStreamMultiCallable[_queue_pb2.ConsumeRequest, _queue_pb2.ConsumeResponse]  # type: ignore[assignment]
-    """A consumer's stream, which brings jobs to the consumer and takes its acks, nacks, extends and releases. The first
-    message has `start`, which says what the stream consumes; it must come within 10 s. Every message may give credit,
-    which is how many more jobs the consumer has room for. The router sends jobs as they fall due, never more than the
-    credit. Each batch of jobs is in the order of Dequeue.
+    """A consumer's stream, which brings jobs to the consumer and takes its acks, nacks, extends, releases and snoozes. The
+    first message has `start`, which says what the stream consumes; it must come within 10 s. Every message may give
+    credit, which is how many more jobs the consumer has room for. The router sends jobs as they fall due, never more
+    than the credit. Each batch of jobs is in the order of Dequeue.
 
     The router sends its headers at once, even if no job is due. It answers each message that settles or extends leases
     with a Settled, within about 8 s. If an answer has not come after 10 s, the connection is dead: the consumer
@@ -185,7 +185,7 @@ class QueueAsyncStub(QueueStub):
     To end the stream, the consumer closes its side: the router sends no more jobs, answers what the consumer has sent,
     and ends the stream with OK. The router announces by `draining` that it will end a stream. However a stream ends,
     jobs that were not sent yet are released at once, and their attempts do not count. Jobs that were sent stay leased
-    until they are settled, on another stream or by Ack, Nack or Release, or until their window ends.
+    until they are settled, on another stream or by Ack, Nack, Release or Snooze, or until their window ends.
     A router ends a stream with UNAVAILABLE when it shuts down, when no shard of
     the org can be reached, and after some minutes (reason STREAM_EXPIRED), so that consumers spread over all routers.
     The consumer then opens another stream, and sends again the leases of every message that was not answered.
@@ -209,8 +209,8 @@ class QueueAsyncStub(QueueStub):
     ConsumeResponse.revoked, and each later call about the lease is answered CANCELLED.
     """
     AlterJobs: _aio.UnaryUnaryMultiCallable[_queue_pb2.AlterJobsRequest, _queue_pb2.AlterJobsResponse]  # type: ignore[assignment]
-    """Changes jobs that are SCHEDULED or READY: when they run, their priority, their attributes. Other jobs stay as they
-    are. Consumers that wait are woken as by an Enqueue.
+    """Changes jobs that are BLOCKED, SCHEDULED or READY: when they run, their priority, their attributes. A BLOCKED job can
+    get no time. Other jobs stay as they are. Consumers that wait are woken as by an Enqueue.
     """
     RedriveJobs: _aio.UnaryUnaryMultiCallable[_queue_pb2.RedriveJobsRequest, _queue_pb2.RedriveJobsResponse]  # type: ignore[assignment]
     """Makes DEAD jobs READY again, with all their attempts, as Admin.RedriveQueue does. Other jobs stay as they are."""
@@ -254,10 +254,10 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_queue_pb2.ConsumeRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_queue_pb2.ConsumeResponse], _abc.AsyncIterator[_queue_pb2.ConsumeResponse]]:
-        """A consumer's stream, which brings jobs to the consumer and takes its acks, nacks, extends and releases. The first
-        message has `start`, which says what the stream consumes; it must come within 10 s. Every message may give credit,
-        which is how many more jobs the consumer has room for. The router sends jobs as they fall due, never more than the
-        credit. Each batch of jobs is in the order of Dequeue.
+        """A consumer's stream, which brings jobs to the consumer and takes its acks, nacks, extends, releases and snoozes. The
+        first message has `start`, which says what the stream consumes; it must come within 10 s. Every message may give
+        credit, which is how many more jobs the consumer has room for. The router sends jobs as they fall due, never more
+        than the credit. Each batch of jobs is in the order of Dequeue.
 
         The router sends its headers at once, even if no job is due. It answers each message that settles or extends leases
         with a Settled, within about 8 s. If an answer has not come after 10 s, the connection is dead: the consumer
@@ -275,7 +275,7 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         To end the stream, the consumer closes its side: the router sends no more jobs, answers what the consumer has sent,
         and ends the stream with OK. The router announces by `draining` that it will end a stream. However a stream ends,
         jobs that were not sent yet are released at once, and their attempts do not count. Jobs that were sent stay leased
-        until they are settled, on another stream or by Ack, Nack or Release, or until their window ends.
+        until they are settled, on another stream or by Ack, Nack, Release or Snooze, or until their window ends.
         A router ends a stream with UNAVAILABLE when it shuts down, when no shard of
         the org can be reached, and after some minutes (reason STREAM_EXPIRED), so that consumers spread over all routers.
         The consumer then opens another stream, and sends again the leases of every message that was not answered.
@@ -353,8 +353,8 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         request: _queue_pb2.AlterJobsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_queue_pb2.AlterJobsResponse, _abc.Awaitable[_queue_pb2.AlterJobsResponse]]:
-        """Changes jobs that are SCHEDULED or READY: when they run, their priority, their attributes. Other jobs stay as they
-        are. Consumers that wait are woken as by an Enqueue.
+        """Changes jobs that are BLOCKED, SCHEDULED or READY: when they run, their priority, their attributes. A BLOCKED job can
+        get no time. Other jobs stay as they are. Consumers that wait are woken as by an Enqueue.
         """
 
     @_abc_1.abstractmethod

@@ -645,7 +645,9 @@ class ListSchedulesResponse(_message.Message):
     """Names the next page. Empty on the last page."""
     @_builtins.property
     def schedules(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScheduleInfo]:
-        """Ordered by name, without payloads."""
+        """Ordered by name, without payloads. A page may have fewer schedules than page_size although there are more: it ends
+        when their attributes reach 1 MiB.
+        """
 
     def __init__(
         self,

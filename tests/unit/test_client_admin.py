@@ -1,0 +1,81 @@
+# ruff: noqa: N802 - the verbs are named by the contract
+"""Calls of operators that must not be made twice."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+from grpc import StatusCode, aio
+
+from tests.unit.client_fake import refuse
+from windrow import Client, DeadlineExceeded, RouterError, Unavailable, WindrowError
+from windrow.v1 import admin_pb2
+from windrow.v1.admin_pb2_grpc import AdminServicer, add_AdminServicer_to_server
+
+
+class FakeAdmin:
+    """Has a queue with 5,000 jobs to purge and to redrive. The calls get the limits of steps; `fails_at` fails."""
+
+    def __init__(self, code: StatusCode, fails_at: int) -> None:
+        self.code = code
+        self.fails_at = fails_at
+        self.steps: list[int] = []
+        for method in admin_pb2.DESCRIPTOR.services_by_name["Admin"].methods:
+            # A server needs something for each method.
+            if not hasattr(self, method.name):
+                setattr(self, method.name, None)
+
+    async def GetStats(self, request: admin_pb2.GetStatsRequest, _: Any) -> admin_pb2.GetStatsResponse:
+        return admin_pb2.GetStatsResponse(queues=[admin_pb2.QueueStats(queue=request.queue, dead=5000)])
+
+    async def PurgeQueue(self, request: admin_pb2.PurgeQueueRequest, context: Any) -> admin_pb2.PurgeQueueResponse:
+        await self._step(request.limit, context)
+        return admin_pb2.PurgeQueueResponse(cancelled=request.limit, limit_reached=True)
+
+    async def RedriveQueue(
+        self, request: admin_pb2.RedriveQueueRequest, context: Any
+    ) -> admin_pb2.RedriveQueueResponse:
+        await self._step(request.limit, context)
+        return admin_pb2.RedriveQueueResponse(redriven=request.limit, limit_reached=True)
+
+    async def _step(self, limit: int, context: Any) -> None:
+        self.steps.append(limit)
+        if len(self.steps) == self.fails_at:
+            # As if the answer were lost.
+            await refuse(context, self.code, "lost", reason="SHARD_UNAVAILABLE")
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[tuple[aio.Server, int]]:
+    server = aio.server()
+    yield server, server.add_insecure_port("127.0.0.1:0")
+    await server.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("code", "raised"),
+    [
+        (StatusCode.UNAVAILABLE, Unavailable),
+        (StatusCode.DEADLINE_EXCEEDED, DeadlineExceeded),
+        (StatusCode.INTERNAL, RouterError),
+    ],
+)
+@pytest.mark.parametrize(("method", "done"), [("purge_queue", "cancelled"), ("redrive_queue", "redriven")])
+async def test_a_purge_or_redrive_that_may_have_been_done_is_not_repeated_and_says_so(
+    port: tuple[aio.Server, int], method: str, done: str, code: StatusCode, raised: type[WindrowError]
+) -> None:
+    admin = FakeAdmin(code, fails_at=2)
+    server, number = port
+    add_AdminServicer_to_server(cast("AdminServicer", admin), server)
+    await server.start()
+    async with Client(f"127.0.0.1:{number}", org="acme") as client:
+        with pytest.raises(raised) as error:
+            await getattr(client, method)("q", limit=1700)
+        assert admin.steps == [1000, 700]
+        doubt = f"; 1,000 jobs were {done} before, and this call may have {done} up to 700 more: check the counts, "
+        assert str(error.value).endswith(f"{doubt}then call again")
+        assert error.value.details == f"lost{doubt}then call again"
+        assert error.value.reason == "SHARD_UNAVAILABLE"
+        assert await getattr(client, method)("q", limit=1700) == 1700
