@@ -369,6 +369,7 @@ def machine(module_dsn: str, request: pytest.FixtureRequest) -> Iterator[type[Wo
         runner.run(database.close())
 
 
+@pytest.mark.thorough
 def test_a_workflow_does_what_the_model_says(machine: type[WorkflowsMachine]) -> None:
     run_state_machine_as_test(
         machine,
