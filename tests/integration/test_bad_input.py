@@ -478,7 +478,7 @@ def admin_cases() -> Iterator[Bad]:
         make, _ = requests[rpc]
         for why, bad_state in {"unknown": 8, "negative": -1, "unspecified": 0}.items():
             yield Bad(rpc, "states[1]", why, make(org=ORG, states=[ready, job_pb2.JobState.ValueType(bad_state)]))
-        yield Bad(rpc, "states", "too many", make(org=ORG, states=[ready] * 7))
+        yield Bad(rpc, "states", "too many", make(org=ORG, states=[ready] * 8))
     for rpc in ("ListJobs", "CountJobs", "RedriveQueue"):
         yield from of(rpc, "kind", OPTIONAL_NAMES)
     yield Bad("ListJobs", "states", "beside state", listing(org=ORG, state=ready, states=[ready]))
