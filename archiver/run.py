@@ -127,10 +127,14 @@ async def pass_over(
         exports = (
             None if settings.export is None else _Exports(location=settings.export, cluster=cluster, session=session)
         )
-        await clock.check_difference(database)
         await _days(summary, database, exports, stop)
         # Exports may have taken hours.
         await clock.check_difference(database)
+        if not stop.is_set():
+            try:
+                await days.drop_past_ids(database)
+            except InUse as error:
+                summary.in_use.append(str(error))
         summary.dedup_keys = (await _repeat(summary, partial(days.expire_dedup, database), stop)).total
         summary.jobs_expired = (await _repeat(summary, partial(days.expire_waiting, database), stop)).total
         retire_dead = partial(days.retire_dead, database, days=settings.dead_days)
@@ -149,17 +153,15 @@ async def pass_over(
 
 
 async def _days(summary: Pass, database: Database, exports: _Exports | None, stop: asyncio.Event) -> None:
+    await clock.check_difference(database)
     for over in await days.days_over(database):
         if not stop.is_set():
             await _record_step(summary, summary.turned_cold, days.turn_cold(database, over))
+    # Turning days cold may have taken hours, and the clock decides now which days are dropped.
+    await clock.check_difference(database)
     for past in await days.days_past(database):
         if not stop.is_set():
             await _drop(summary, database, past, exports, stop)
-    if not stop.is_set():
-        try:
-            await days.drop_past_ids(database)
-        except InUse as error:
-            summary.in_use.append(str(error))
 
 
 async def _drop(summary: Pass, database: Database, day: Day, exports: _Exports | None, stop: asyncio.Event) -> None:

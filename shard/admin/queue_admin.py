@@ -46,7 +46,7 @@ _WORK_LANES_MAX = 100_000
 _WORK_LATER_MAX = 10_000
 # Replaces the second bound in a count that only asks whether there is any work.
 _ANY_WORK_LATER_MAX = 100
-# How often a queue is tried to be created whose org is erased meanwhile.
+# How many tries the creation of a queue gets if its org is erased meanwhile.
 _CREATE_TRIES_MAX = 6
 
 

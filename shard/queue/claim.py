@@ -154,7 +154,7 @@ class Claimer:
             if taker.jobs or error is None:
                 taker.jobs.sort(key=_order)
                 prefix = token_prefix(self._database.name, taker.number)
-                results.append(ClaimResult(prefix, taker.jobs, cut=taker in unserved))
+                results.append(ClaimResult(prefix, taker.jobs, cut=taker in unserved or taker.error is not None))
             else:
                 results.append(error)
         return results
@@ -260,6 +260,9 @@ class Claimer:
                 errors[number] = error
             else:
                 taker.again = True
+        for number in errors:
+            # It must not lease more under this number in this act: a late release could end the new lease.
+            by_lease[number].again = False
         return [errors.get(taker.number) for taker in takers]
 
     def _revoke_expired(self, takers: Mapping[int, _Taker], claimed: Sequence[Claimed]) -> None:

@@ -307,20 +307,20 @@ async def test_a_claim_whose_look_at_quarantined_kinds_is_cut_hands_out_no_job_w
     assert [(record.state, record.attempt) for record in records] == [("ready", 0)] * 2
 
 
-async def test_a_crash_in_a_last_attempt_is_recorded_once_if_the_answer_is_lost(
+async def test_a_crash_of_a_kind_in_last_attempts_is_recorded_once_if_the_answer_is_lost(
     store: Store, proxy: Proxy, fresh_database: Database
 ) -> None:
     await QueueAdmin(fresh_database).create_queue(ORG, QUEUE, QueueSettings(quarantine_after=9))
-    await store.enqueue(jobs := some_jobs(ORG, max_attempts=1))
+    await store.enqueue(jobs := some_jobs(ORG, 2, max_attempts=1))
     for count in (1, 2):
         await lease_jobs(store, ORG)
-        assert await end_leases(fresh_database, ORG) == 1
+        assert await end_leases(fresh_database, ORG) == 2
         cut = proxy.cut_at(jobs.ids[0].encode(), Moment.ANSWERED)
         assert await lease_jobs(store, ORG) == []
         assert cut.done
         assert await fresh_database.run(b"SELECT count(*) FROM windrow.crash", {}) == [(count,)]
-        # The next crash of the same job counts.
-        assert await store.redrive(ORG, ids_of(jobs)) == [Answer.OK]
+        # The next crash of the same jobs counts.
+        assert await store.redrive(ORG, ids_of(jobs)) == [Answer.OK] * 2
 
 
 @pytest.mark.parametrize("moment", Moment)

@@ -467,6 +467,23 @@ async def test_a_claim_that_cannot_look_at_lost_jobs_gives_them_back_and_the_att
     assert len(await lease_jobs(store, org)) == 2
 
 
+async def test_a_claim_whose_look_fails_leases_nothing_more_under_its_number(
+    recorder: Recorder, database: Database, books: QueueAdmin, org: OrgId
+) -> None:
+    await books.create_queue(org, QUEUE, QueueSettings(quarantine_after=AFTER))
+    store = Store(recorder)
+    await store.enqueue(jobs_of("innocent", org))
+    # A claim that finds a job without attempts marks it as dead, and then claims again.
+    await store.enqueue(some_jobs(org, max_attempts=1))
+    await lease_jobs(store, org)
+    await end_leases(database, org)
+    recorder.fail(statements.CONTAIN, error=RowLocked(SHARD, "a crash"))
+    before = len(recorder.runs)
+    with pytest.raises(RowLocked):
+        await lease_jobs(store, org)
+    assert recorder.count(statements.CLAIM, since=before) == 1
+
+
 async def test_a_sweep_that_meets_a_lock_on_quarantines_finds_ready_jobs_nevertheless(
     recorder: Recorder, org: OrgId
 ) -> None:

@@ -1,10 +1,10 @@
--- Appends these ends again of which not all nodes were told, so that later portions go on. `reached`: up to which nodes
--- failures have come. Called by fold_portion, whose settings count.
+-- Of these ends, appends those again of which some nodes have not been told. So the next portion goes on with them.
+-- `reached`: up to which nodes failures have come. Called by fold_portion, whose settings count.
 CREATE OR REPLACE FUNCTION windrow.append_untold(flows bigint[], nodes integer[], states text[], reached integer[])
 RETURNS void
 LANGUAGE sql VOLATILE AS $$
-    INSERT INTO windrow.workflow_arrival (org_id, workflow, node, how, reached)
-    SELECT w.org_id, w.id, x.node, x.state, x.reached
+    INSERT INTO windrow.workflow_arrival (org_id, workflow, node, how, reached, is_first)
+    SELECT w.org_id, w.id, x.node, x.state, x.reached, false
     FROM unnest(flows, nodes, states, reached) AS x (flow, node, state, reached)
     JOIN windrow.workflow w ON w.flow = x.flow
     WHERE EXISTS (

@@ -5,8 +5,8 @@
 -- has the workflows. The caller holds the locks of the workflows, and took them in an earlier statement.
 --
 -- Plans are made for empty tables too, so only lookups by indexes are allowed: the settings of fold_workflows and
--- fold_more, which call it, see to that. Where a row is found by its ctid, this transaction has read it, and the lock
--- keeps it as it is.
+-- fold_more, which call it, see to that. Some rows of nodes are found by ctids that an earlier statement of this
+-- transaction has read: only the holder of a workflow's lock writes its rows, so nobody else has changed them since.
 CREATE OR REPLACE FUNCTION windrow.fold_portion(
     orgs integer[], workflows uuid[], OUT released bigint[], OUT is_left boolean
 )

@@ -27,11 +27,12 @@ WITH leased AS MATERIALIZED (
     CROSS JOIN LATERAL (SELECT q.quarantine_after FROM windrow.queue q WHERE q.queue_id = l.queue_id OFFSET 0) q
     WHERE l.crashed AND q.quarantine_after IS NOT NULL
         AND NOT EXISTS (SELECT FROM windrow.quarantine k WHERE k.queue_id = l.queue_id AND k.kind = l.kind)
-        -- A first run of this statement has recorded the crash already.
+        -- A first run of this statement has recorded the crash of this kind already, perhaps for another of these jobs.
         AND NOT EXISTS (
             SELECT
             FROM windrow.crash c
-            WHERE c.queue_id = l.queue_id AND c.kind = l.kind AND c.job_id = l.id AND c.at >= l.leased_at
+            WHERE c.queue_id = l.queue_id AND c.kind = l.kind AND c.at >= l.leased_at
+                AND c.job_id IN (SELECT x.id FROM leased x)
         )
     ORDER BY l.queue_id, l.kind, l.id
 ), held AS MATERIALIZED (

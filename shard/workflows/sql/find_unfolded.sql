@@ -4,8 +4,8 @@
 --
 -- Visits up to `rows` workflows with ends, from the one after `after_org` and `after_workflow` on, and up to `rows`
 -- workflows with nodes that wait to be released or cancelled, from the one after `after_flow` on. Steps from workflow
--- to workflow in the indexes, with one lookup for each workflow. Also returns the last workflows that it has visited,
--- those at the place `rows`, so that the caller can go on after them: otherwise many workflows that are paused, or that
+-- to workflow in the indexes, with one lookup for each workflow. Also returns the last workflows that it has visited
+-- (those at the place `rows`), and the next sweep goes on after them. Otherwise many workflows that are paused, or that
 -- move, would hide the others.
 WITH RECURSIVE arrived AS (
     (
