@@ -401,13 +401,10 @@ class Store:
 
     async def _signal(self, org: OrgId, job_id: JobId, node: NodeOf, payload: bytes) -> Signalled:
         outcomes: list[str] = []
-        ran_before = False
 
         async def act(free: Sequence[JobId]) -> _Changed:
-            nonlocal ran_before
             parameters = {"org": org, "id": job_id, "node": str(node), "payload": payload}
             rows = await partitions.finish(self._database, statements.SIGNAL, parameters)
-            ran_before = ran_before or rows.ran_before
             if not rows:
                 return _Changed({})
             ((what, freed_in),) = rows
@@ -424,12 +421,9 @@ class Store:
         if "repeated" in outcomes:
             # The commit of the earlier signal may still be waiting for the standby.
             await self._database.run(postgres_statements.WAIT_FOR_STANDBY, {})
-        is_first = "taken" in outcomes
-        if answer is Answer.OK and ran_before and not is_first:
-            # The run whose answer was lost may have been the first. Then the job has the payload of this signal.
-            records = await self._get(org, [job_id], include_payload=True, bytes_max=ANSWER_BYTES_MAX)
-            is_first = any(payload in (record.result, record.checkpoint) for record in records)
-        return Signalled(answer, is_first=is_first)
+        # If the answer of a run was lost, the next run finds the signal of the first one, and says "repeated". At most
+        # one call may be told that its signal counts.
+        return Signalled(answer, is_first="taken" in outcomes)
 
     async def _cancel(self, org: OrgId, ids: Sequence[JobId], *, reason: str) -> list[Answer]:
         async def act(free: Sequence[JobId]) -> _Changed:
