@@ -192,8 +192,8 @@ def erase(
     work = orgs.erase(cluster, name, say=say, erasure_id=own_id)
     try:
         done = databases.asked(recorded(cluster, "orgs erase", work, org=name))
-    except (CommandFailed, KeyboardInterrupt):
-        if said:
+    except (CommandFailed, KeyboardInterrupt) as error:
+        if said or not isinstance(error, CommandFailed) or error.code is ExitCode.UNAVAILABLE:
             output.note(f"repeat the command with --id {own_id}: the receipt then has what is erased already")
         raise
     document = _receipt_json(done)

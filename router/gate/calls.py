@@ -89,8 +89,8 @@ class Received(NamedTuple):
 
 def unary(rules: Callable[[Any], None] = check, *, answer_bytes: AnswerBytes) -> Callable[[_Method], _Method]:
     """Declares a method with one request and one answer. `rules` checks the request. `answer_bytes` is how much memory
-    the answer may take in addition to that of the request, or a function that returns it for a request, which need not
-    keep the rules. The memory is reserved before the method begins."""
+    the answer may take in addition to that of the request, or a function that returns it for a request that has not
+    been checked yet. The memory is reserved before the method begins."""
 
     def mark(method: _Method) -> _Method:
         cast("Any", method).options = _Options(rules, answer_bytes, DEADLINE_S_MAX)

@@ -24,7 +24,7 @@ from windrow.v1.cause_pb2 import FairShareCause, InFlightLimitCause, RouterShare
 
 
 async def explain_job(fleet: Fleet, buffer: Buffer, org: OrgId, job_id: JobId) -> admin_pb2.ExplainJobResponse:
-    """Raises UnknownJob if all shards answer and none knows the job."""
+    """Raises UnknownJob if all shards answer and none knows the job, and TooManyWaiting if a shard is busy."""
 
     async def ask(member: ShardHandle, _: Sequence[int]) -> Mapping[int, tuple[ShardHandle, JobFacts]]:
         facts = await member.store.explain_job(org, job_id)
@@ -32,11 +32,15 @@ async def explain_job(fleet: Fleet, buffer: Buffer, org: OrgId, job_id: JobId) -
 
     try:
         found = await find(fleet, org, [job_id], ask)
-    except NoAnswer:
+    except ShardUnavailable:
         return causes.of_unknown_job(Surroundings(troubles=_troubles(fleet, fleet.placement(org).reads)))
     if not found.answers:
         if not found.refusals:
             raise UnknownJob(org, job_id)
+        for refusal in found.refusals.values():
+            # A busy shard is not down.
+            if not isinstance(refusal, ShardUnavailable):
+                raise refusal
         return causes.of_unknown_job(Surroundings(troubles=_troubles(fleet, found.unavailable)))
     member, facts = found.answers[0]
     queue = None if facts.record is None else facts.record.queue
@@ -47,7 +51,7 @@ async def explain_queue(fleet: Fleet, buffer: Buffer, org: OrgId, queue: QueueNa
     """Raises UnknownQueue if no shard that answers knows the queue."""
     try:
         asked = await ask_readers(fleet, org, lambda member: member.store.explain_queue(org, queue))
-    except NoAnswer:
+    except ShardUnavailable:
         reads = fleet.placement(org).reads
         return causes.of_queue(None, Surroundings(troubles=_troubles(fleet, reads)))
     members = [fleet.placed(name) for name, _ in asked.answers]

@@ -140,7 +140,7 @@ class QueueService:
                 results.update(zip(positions, convert.enqueue_results(columns.ids, duplicates, known), strict=True))
                 break
             # The shard refused these jobs and stored nothing. Send the remaining jobs again without them.
-            await current_call().reserve(len(refused) * REFUSAL_BYTES)
+            await current_call().reserve(sum(result.ByteSize() for result in refused.values()))
             results.update((positions[at], result) for at, result in refused.items())
             remaining = [at for at in range(len(columns)) if at not in refused]
             positions = [positions[at] for at in remaining]

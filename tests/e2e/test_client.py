@@ -45,6 +45,7 @@ from windrow import (
     Retry,
     SyncClient,
     Worker,
+    Workflow,
     nth_id,
     outbox,
     uuid7,
@@ -660,6 +661,14 @@ async def test_a_job_that_is_leased_meanwhile_is_skipped(client: Client, monkeyp
     assert (done.found, done.changed, done.skipped) == (3, 1, 2)
 
 
+async def test_blocked_jobs_that_meet_conditions_get_another_priority_but_no_time(client: Client) -> None:
+    flow = Workflow("build", org=client.org)
+    flow.job("q", "k", after=flow.job("q", "k"))
+    await client.start(flow)
+    assert (await client.alter_where(JobFilter(kind="k"), priority=1)).changed == 2
+    assert (await client.alter_where(JobFilter(kind="k"), delay=60)).found == 1
+
+
 async def test_dead_jobs_that_meet_conditions_are_redriven(client: Client) -> None:
     stored = await client.enqueue_many([NewJob("q", "k") for _ in range(3)])
     for job in await client.dequeue("q", max_jobs=3):
@@ -692,7 +701,7 @@ async def test_a_redrive_may_leave_out_the_jobs_that_were_killed(client: Client)
 
 async def test_conditions_that_no_job_can_meet_are_refused_and_nothing_is_changed(client: Client) -> None:
     await client.enqueue("q", "k")
-    with pytest.raises(InvalidRequest, match="states: only jobs that are scheduled, ready can be changed so"):
+    with pytest.raises(InvalidRequest, match="states: only jobs that are blocked, scheduled, ready can be changed so"):
         await client.alter_where(JobFilter(states=[JobState.LEASED]), priority=1)
     with pytest.raises(InvalidRequest, match=r"died_before: .* has no time zone"):
         JobFilter(died_before=datetime(2026, 1, 1))  # noqa: DTZ001

@@ -10,7 +10,7 @@ import pytest
 from grpc import StatusCode, aio
 
 from tests.unit.client_fake import refuse
-from windrow import Client, DeadlineExceeded, RouterError, Unavailable, WindrowError
+from windrow import Client, DeadlineExceeded, PermissionDenied, RouterError, Unavailable, WindrowError
 from windrow.v1 import admin_pb2
 from windrow.v1.admin_pb2_grpc import AdminServicer, add_AdminServicer_to_server
 
@@ -18,8 +18,9 @@ from windrow.v1.admin_pb2_grpc import AdminServicer, add_AdminServicer_to_server
 class FakeAdmin:
     """Has a queue with 5,000 jobs to purge and to redrive. The calls get the limits of steps; `fails_at` fails."""
 
-    def __init__(self, code: StatusCode, fails_at: int) -> None:
+    def __init__(self, code: StatusCode, fails_at: int, reason: str = "SHARD_UNAVAILABLE") -> None:
         self.code = code
+        self.reason = reason
         self.fails_at = fails_at
         self.steps: list[int] = []
         for method in admin_pb2.DESCRIPTOR.services_by_name["Admin"].methods:
@@ -44,7 +45,7 @@ class FakeAdmin:
         self.steps.append(limit)
         if len(self.steps) == self.fails_at:
             # As if the answer were lost.
-            await refuse(context, self.code, "lost", reason="SHARD_UNAVAILABLE")
+            await refuse(context, self.code, "lost", reason=self.reason, retry_after_s=0.01)
 
 
 @pytest.fixture
@@ -79,3 +80,29 @@ async def test_a_purge_or_redrive_that_may_have_been_done_is_not_repeated_and_sa
         assert error.value.details == f"lost{doubt}then call again"
         assert error.value.reason == "SHARD_UNAVAILABLE"
         assert await getattr(client, method)("q", limit=1700) == 1700
+
+
+@pytest.mark.parametrize("method", ["purge_queue", "redrive_queue"])
+async def test_a_purge_or_redrive_goes_on_after_a_refusal_by_which_nothing_was_done(
+    port: tuple[aio.Server, int], method: str
+) -> None:
+    admin = FakeAdmin(StatusCode.RESOURCE_EXHAUSTED, fails_at=2, reason="TOO_MANY_CHANGES")
+    server, number = port
+    add_AdminServicer_to_server(cast("AdminServicer", admin), server)
+    await server.start()
+    async with Client(f"127.0.0.1:{number}", org="acme") as client:
+        assert await getattr(client, method)("q", limit=1700) == 1700
+        assert admin.steps == [1000, 700, 700]
+
+
+@pytest.mark.parametrize("method", ["purge_queue", "redrive_queue"])
+async def test_a_purge_or_redrive_that_is_refused_midway_says_what_was_done_before(
+    port: tuple[aio.Server, int], method: str
+) -> None:
+    admin = FakeAdmin(StatusCode.PERMISSION_DENIED, fails_at=2, reason="SCOPE_MISSING")
+    server, number = port
+    add_AdminServicer_to_server(cast("AdminServicer", admin), server)
+    await server.start()
+    async with Client(f"127.0.0.1:{number}", org="acme") as client:
+        with pytest.raises(PermissionDenied, match=r"; 1,000 jobs were (cancelled|redriven) before$"):
+            await getattr(client, method)("q", limit=1700)

@@ -22,6 +22,7 @@ from windrow.errors import (
     InvalidRequest,
     Span,
     Unavailable,
+    WindrowError,
     ids_in_error,
     invalid_argument,
     renamed,
@@ -37,8 +38,10 @@ from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, limits_pb2
 _PAGE_MAX = 1000
 # The limit of one purge or redrive call: a larger call would hold its locks for too long.
 _CHANGE_MAX = 1000
-# A purge or redrive is not made again after any status: it may have been done, and would change further jobs.
+# A purge or redrive is not made again after any status, because it may have been done, and would change further jobs.
+# The exceptions are refusals by which nothing was done (docs/errors.md).
 _ANY = frozenset(StatusCode)
+_NOT_DONE = ("ROUTER_FULL", "TOO_MANY_CHANGES")
 
 _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response")
@@ -311,7 +314,7 @@ class AdminCalls:
 
         async def purge(count: int) -> tuple[int, bool]:
             request = admin_pb2.PurgeQueueRequest(org=self.org, queue=queue, include_dead=include_dead, limit=count)
-            response = await self._ask(lambda stub: stub.PurgeQueue, request, final=_ANY)
+            response = await self._ask(lambda stub: stub.PurgeQueue, request, final=_ANY, refusals=_NOT_DONE)
             return response.cancelled, response.limit_reached
 
         return await _in_steps(purge, _checked_limit(limit), done="cancelled")
@@ -408,7 +411,7 @@ class AdminCalls:
                 org=self.org, queue=queue, kind=kind, limit=count, already_redriven=redriven
             )
             request.MergeFrom(conditions)
-            response = await self._ask(lambda stub: stub.RedriveQueue, request, final=_ANY)
+            response = await self._ask(lambda stub: stub.RedriveQueue, request, final=_ANY, refusals=_NOT_DONE)
             redriven += response.redriven
             return response.redriven, response.limit_reached
 
@@ -517,12 +520,13 @@ class AdminCalls:
         *,
         verb: str = "",
         final: Collection[StatusCode] = ADMIN_FINAL,
+        refusals: Collection[str] = (),
         arguments: Mapping[str, str] | None = None,
     ) -> _Response:
-        """`final`: see Calls.call. `arguments` maps fields of the request to the caller's arguments, if their names
-        differ."""
+        """`final` and `refusals`: see Calls.call. `arguments` maps fields of the request to the caller's arguments, if
+        their names differ."""
         try:
-            return await self.calls.call(method, request, final=final, verb=verb)
+            return await self.calls.call(method, request, final=final, refusals=refusals, verb=verb)
         except InvalidRequest as error:
             if arguments is None:
                 raise
@@ -537,9 +541,12 @@ async def _in_steps(change: Callable[[int], Awaitable[tuple[int, bool]]], limit:
         step = _CHANGE_MAX if limit is None else min(_CHANGE_MAX, limit - count)
         try:
             changed, more = await change(step)
-        except TRANSIENT as error:
-            doubt = f"; {count:,} jobs were {done} before, and this call may have {done} up to {step:,} more: "
-            doubt += "check the counts, then call again"
+        except WindrowError as error:
+            if not count and not isinstance(error, TRANSIENT):
+                raise
+            doubt = f"; {count:,} jobs were {done} before"
+            if isinstance(error, TRANSIENT) and error.reason not in _NOT_DONE:
+                doubt += f", and this call may have {done} up to {step:,} more: check the counts, then call again"
             error.args = (f"{error}{doubt}",)
             error.details += doubt if error.details else ""
             raise

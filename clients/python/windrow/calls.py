@@ -164,10 +164,12 @@ class Calls:
         before_try: Callable[[float], object] | None = None,
         final: Collection[StatusCode] = FINAL,
         final_reason: str = "",
+        refusals: Collection[str] = (),
         verb: str = "",
     ) -> _Response:
         """Makes one call, with as many tries as its timeout allows, but no further try after a status of `final` or an
-        error with `final_reason`. `verb`: the call's name in errors; default: its method. Raises WindrowError.
+        error with `final_reason`. `refusals`: reasons that say that nothing was done, so that another try may follow
+        even after a status of `final`. `verb`: the call's name in errors; default: its method. Raises WindrowError.
 
         `wait_s` is added to the timeouts, for a call that asks the router to wait for jobs. `before_try` is called
         before each try with the part of `wait_s` that is left.
@@ -219,7 +221,8 @@ class Calls:
                 if not self.answered:
                     raise TlsFailed(f"{verb} at {self.address}: {why}") from cause
             spent_s = time.monotonic() - began
-            pause = pause_s(failure, tries=tries, luck=random.random(), final=final)
+            stops = FINAL if failure.reason in refusals else final
+            pause = pause_s(failure, tries=tries, luck=random.random(), final=stops)
             if pause is None or spent_s + pause >= budget_s or (final_reason and failure.reason == final_reason):
                 asked_s = failure.retry_after_s or 0.0
                 late = pause is not None and spent_s + asked_s >= budget_s

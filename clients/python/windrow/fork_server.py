@@ -14,7 +14,7 @@ from types import FunctionType, SimpleNamespace
 
 _server = forkserver.ForkServer()
 _server.set_forkserver_preload(["windrow.handler_server"])
-# The module as a start by our server sees it.
+# A copy of the module `forkserver` in which new processes come from our server.
 _with_our_server = SimpleNamespace(**{**vars(forkserver), "connect_to_new_process": _server.connect_to_new_process})
 _start: FunctionType = vars(popen_forkserver.Popen)["_launch"]
 

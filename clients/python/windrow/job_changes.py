@@ -233,7 +233,9 @@ class JobChanges(AdminCalls):
             )
 
         alter = partial(self.alter_jobs, priority=priority, run_at=run_at, delay=delay, attributes=attributes)
-        return await self._change(where, _WAITING, alter, limit, dry_run, on_progress, needs_it)
+        # A blocked job has no time yet.
+        possible = _WAITING | {JobState.BLOCKED} if run_at is None and delay is None else _WAITING
+        return await self._change(where, possible, alter, limit, dry_run, on_progress, needs_it)
 
     async def redrive_where(
         self,

@@ -228,6 +228,7 @@ class _Recorder(Calls):
         before_try: Callable[[float], object] | None = None,
         final: Collection[StatusCode] = FINAL,
         final_reason: str = "",
+        refusals: Collection[str] = (),
         verb: str = "",
     ) -> Any:
         if not isinstance(request, queue_pb2.EnqueueRequest):
@@ -235,13 +236,13 @@ class _Recorder(Calls):
             raise NotImplementedError(f"{name}: a RecordingClient stores nothing, and only takes enqueues")
         if fault := org_fault(request.org):
             raise invalid_argument("org", fault)
-        refusals = {at: faults for at, job in enumerate(request.jobs) if (faults := list(job_faults(job)))}
-        if refusals and not request.independent:
-            raise error_of(_refusal(*next(iter(refusals.items()))))
+        refused = {at: faults for at, job in enumerate(request.jobs) if (faults := list(job_faults(job)))}
+        if refused and not request.independent:
+            raise error_of(_refusal(*next(iter(refused.items()))))
         return queue_pb2.EnqueueResponse(
             results=[
-                queue_pb2.EnqueueResult(error=_refusal(at, refusals[at]))
-                if at in refusals
+                queue_pb2.EnqueueResult(error=_refusal(at, refused[at]))
+                if at in refused
                 else self._store(request.org, job)
                 for at, job in enumerate(request.jobs)
             ]

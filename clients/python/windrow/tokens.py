@@ -55,8 +55,7 @@ class Tokens:
         async with self._asking:
             # Calls that were refused at the same time ask the function only once.
             if self._metadata == refused:
-                # A function that reads a file or asks a server must not hold up the event loop.
-                token = self._ask() if _is_async(self._ask) else await asyncio.to_thread(_called, self._ask)
+                token = self._ask() if _is_async(self._ask) else await _in_thread(self._ask)
                 self._metadata = _metadata(await token if inspect.isawaitable(token) else token)
         assert self._metadata is not None
         return self._metadata
@@ -86,6 +85,16 @@ class Refusals:
 
 def _is_async(function: Callable[[], object]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+async def _in_thread(function: Callable[[], _Result]) -> _Result:
+    """Calls a function that may read a file or ask a server, and so must not hold up the event loop."""
+    try:
+        called = asyncio.get_running_loop().run_in_executor(None, _called, function)
+    except RuntimeError:
+        # The interpreter ends, and starts no threads any more: in a handler of atexit, for example.
+        return _called(function)
+    return await called
 
 
 def _called(function: Callable[[], _Result]) -> _Result:
