@@ -3,9 +3,10 @@ checked, and made if necessary, on the first connection to a database.
 
 functions/ has the current text of each database function. A migration installs texts from there by lines like
 "-- INSTALL functions/NAME.sql DIGEST". The digest is the SHA-256 of the file when the migration was written, so whoever
-changes the file must write a new migration that installs it (tests/unit/test_database_functions.py). A new database
-gets the current text from the first such line already. So a migration that changes what a function returns, or which
-arguments it has, drops it IF EXISTS before the line. A file stays as long as a migration names it.
+changes the file must write a new migration that installs it (tests/unit/test_database_functions.py). If the file has
+changed since, the line leaves a function that exists as it is: the later migration replaces it, together with the
+tables that the new text needs. A migration that changes what a function returns, or which arguments it has, drops it
+IF EXISTS before the line. A file stays as long as a migration names it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ from shard.postgres.pool import Database, too_new
 _FILES = Path(__file__).parent / "migrations"
 _FUNCTIONS = Path(__file__).parent / "functions"
 _INSTALL = re.compile(rb"^-- INSTALL functions/(\w+)\.sql ([0-9a-f]{64})$", re.MULTILINE)
+_INSTALL_NEW = b"""DO $install$ BEGIN
+    IF NOT EXISTS (SELECT FROM pg_proc WHERE pronamespace = 'windrow'::regnamespace AND proname = '%b') THEN
+        EXECUTE $text$%b$text$;
+    END IF;
+END $install$;"""
 # The advisory lock of processes that migrate a shard. Any number, but the same in every release.
 _LOCK = 0x77696E64_6D696772
 
@@ -53,14 +59,21 @@ class Migration:
         """What it runs: its script, with the texts of the functions that it installs."""
         if not self.installs:
             return self.script
-        texts = _INSTALL.sub(lambda line: (_FUNCTIONS / f"{line[1].decode()}.sql").read_bytes(), self.script)
         # In a new database, a text may name columns that only a later migration adds.
-        return b"SET LOCAL check_function_bodies = off;\n" + texts
+        return b"SET LOCAL check_function_bodies = off;\n" + _INSTALL.sub(_installed, self.script)
 
     @property
     def breaking(self) -> bool:
         """True if older releases must not work with this migration. Its file then begins with "-- BREAKING"."""
         return self.script.startswith(b"-- BREAKING")
+
+
+def _installed(line: re.Match[bytes]) -> bytes:
+    name, digest = line.groups()
+    text = (_FUNCTIONS / f"{name.decode()}.sql").read_bytes()
+    if hashlib.sha256(text).hexdigest().encode() == digest:
+        return text
+    return _INSTALL_NEW % (name, text)
 
 
 def migrations() -> list[Migration]:

@@ -4,6 +4,7 @@ not changed."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import re
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -111,6 +112,28 @@ async def test_a_new_database_accepts_texts_of_functions_that_name_what_later_mi
     async with opened(fresh_dsn) as database:
         assert await schema.migrate(database, cluster=CLUSTER) == [installs, adds]
         assert await database.run(b"SELECT windrow.later()", {}) == [(7,)]
+
+
+async def test_a_function_stays_as_it_is_until_the_migration_that_installs_its_current_text(
+    fresh_dsn: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Calls go on between two migrations. So a text that needs a column comes with that column."""
+    text = b"CREATE OR REPLACE FUNCTION windrow.told() RETURNS text LANGUAGE sql AS $$ SELECT 'new' $$;\n"
+    (tmp_path / "told.sql").write_bytes(text)
+    ours = schema.migrations()
+    before = b"CREATE FUNCTION windrow.told() RETURNS text LANGUAGE sql AS $$ SELECT 'old' $$"
+    digest = hashlib.sha256(text).hexdigest().encode()
+    later = [
+        Migration(number=9000, name="makes", script=before),
+        Migration(number=9001, name="outdated", script=b"-- INSTALL functions/told.sql " + b"0" * 64),
+        Migration(number=9002, name="current", script=b"-- INSTALL functions/told.sql " + digest),
+    ]
+    monkeypatch.setattr(schema, "_FUNCTIONS", tmp_path)
+    async with opened(fresh_dsn) as database:
+        for count, told in ((1, "old"), (2, "old"), (3, "new")):
+            monkeypatch.setattr(schema, "migrations", lambda count=count: [*ours, *later[:count]])
+            assert await schema.migrate(database, cluster=CLUSTER) == [later[count - 1]]
+            assert await database.run(b"SELECT windrow.told()", {}) == [(told,)]
 
 
 async def test_a_migration_may_take_longer_than_a_call(fresh_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:

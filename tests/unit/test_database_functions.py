@@ -23,11 +23,14 @@ def test_the_newest_migration_that_installs_a_function_installs_its_current_text
 
 
 def test_a_migration_keeps_its_checksum_when_the_text_of_a_function_that_it_installs_changes() -> None:
-    script = b"SELECT 1;\n-- INSTALL functions/fold_room.sql " + b"0" * 64 + b"\nSELECT 2;\n"
-    migration = Migration(number=9000, name="installs", script=script)
     text = (FUNCTIONS / "fold_room.sql").read_bytes()
-    assert migration.checksum == hashlib.sha256(script).hexdigest()
-    assert migration.statements == (b"SET LOCAL check_function_bodies = off;\nSELECT 1;\n" + text + b"\nSELECT 2;\n")
+    for digest, is_current in ((hashlib.sha256(text).hexdigest().encode(), True), (b"0" * 64, False)):
+        script = b"SELECT 1;\n-- INSTALL functions/fold_room.sql " + digest + b"\nSELECT 2;\n"
+        migration = Migration(number=9000, name="installs", script=script)
+        assert migration.checksum == hashlib.sha256(script).hexdigest()
+        whole = b"SET LOCAL check_function_bodies = off;\nSELECT 1;\n" + text + b"\nSELECT 2;\n"
+        assert (migration.statements == whole) is is_current
+        assert text in migration.statements
 
 
 def test_one_function_knows_the_default_retention() -> None:

@@ -2,84 +2,11 @@
 -- triggers of `finished` took the job for one that has just ended. Its end was appended once more and, if its slot has
 -- moved to another shard, stayed for ever.
 
--- This is the trigger of 0019_workflows.sql, except that it passes over rows that only move (keep_finished.sql).
-CREATE OR REPLACE FUNCTION windrow.note_end() RETURNS trigger
-LANGUAGE plpgsql AS $$
-DECLARE
-    org integer := NEW.queue_id & 4294967295;
-    noted text := current_setting('windrow.workflows_noted', true);
-    entry text := ',[' || org || ',"' || left(NEW.workflow_node, 36) || '"]';
-BEGIN
-    IF current_setting('windrow.history_moves', true) = 'on' THEN
-        RETURN NULL;
-    END IF;
-    IF noted IS NULL OR strpos(noted, entry) = 0 THEN
-        PERFORM set_config('windrow.workflows_noted', concat(noted, entry), true);
-    END IF;
-    INSERT INTO windrow.workflow_arrival (org_id, workflow, node, how)
-    VALUES (org, left(NEW.workflow_node, 36)::uuid, substr(NEW.workflow_node, 38)::integer, TG_ARGV[0]);
-    RETURN NULL;
-END
-$$;
+-- It passes over rows that only move (keep_finished.sql).
+-- INSTALL functions/note_end.sql 7682e62f9cda6d1afc61fa1cc09006c301e07559e988e604dccbf747396e7342
 
--- For how many days a finished job of the queue is kept: {{retention_of}} of shard/postgres/sql_loader.py, for functions.
-CREATE FUNCTION windrow.kept_days(of_queue bigint) RETURNS smallint LANGUAGE sql STABLE AS $$
-    SELECT coalesce((SELECT q.kept FROM windrow.queue q WHERE q.queue_id = of_queue AND q.kept IS NOT NULL), 30)::smallint
-$$;
-
--- The time at which a job finishes: {{finish_time}}, for functions.
-CREATE FUNCTION windrow.finish_time() RETURNS timestamptz LANGUAGE sql STABLE AS $$
-    SELECT greatest(now(), (SELECT timestamptz 'epoch' + c.last_value * interval '1 us' FROM windrow.clock c))
-$$;
-
--- These are the functions of 0019_workflows.sql and 0030_signals.sql, except that they use the two functions above.
-CREATE OR REPLACE FUNCTION windrow.cancel_blocked(ctids tid[], reasons text[]) RETURNS bigint
-LANGUAGE plpgsql VOLATILE AS $$
-DECLARE
-    names text;
-    cancelled bigint;
-BEGIN
-    IF cardinality(ctids) = 0 THEN
-        RETURN 0;
-    END IF;
-    SELECT string_agg(quote_ident(a.attname), ', ') INTO names
-    FROM pg_attribute a
-    JOIN pg_attribute b ON b.attrelid = 'windrow.finished'::regclass AND b.attname = a.attname
-    WHERE a.attrelid = 'windrow.job'::regclass AND a.attnum > 0 AND NOT a.attisdropped AND a.attname <> 'run_at';
-    EXECUTE
-        'WITH gone AS ('
-        '    DELETE FROM windrow.job j USING unnest($1, $2) AS n (at, why) WHERE j.ctid = n.at RETURNING j.*, n.why'
-        ') INSERT INTO windrow.finished (' || names || ', run_at, state, reason, finished_at, retention) '
-        'SELECT ' || names || ', clock_timestamp(), ''cancelled'', g.why, windrow.finish_time(), '
-        '    windrow.kept_days(g.queue_id) '
-        'FROM gone g'
-        USING ctids, reasons;
-    GET DIAGNOSTICS cancelled = ROW_COUNT;
-    RETURN cancelled;
-END
-$$;
-CREATE OR REPLACE FUNCTION windrow.succeed_signalled(ctids tid[]) RETURNS bigint
-LANGUAGE plpgsql VOLATILE AS $$
-DECLARE
-    names text;
-    succeeded bigint;
-BEGIN
-    IF cardinality(ctids) = 0 THEN
-        RETURN 0;
-    END IF;
-    SELECT string_agg(quote_ident(a.attname), ', ') INTO names
-    FROM pg_attribute a
-    JOIN pg_attribute b ON b.attrelid = 'windrow.finished'::regclass AND b.attname = a.attname
-    WHERE a.attrelid = 'windrow.job'::regclass AND a.attnum > 0 AND NOT a.attisdropped
-        AND a.attname NOT IN ('run_at', 'checkpoint', 'lease');
-    EXECUTE
-        'WITH ended AS (DELETE FROM windrow.job j WHERE j.ctid = ANY ($1) RETURNING j.*) '
-        'INSERT INTO windrow.finished (' || names || ', run_at, state, lease, result, finished_at, retention) '
-        'SELECT ' || names || ', clock_timestamp(), ''succeeded'', 0, e.checkpoint, windrow.finish_time(), '
-        '    windrow.kept_days(e.queue_id) '
-        'FROM ended e'
-        USING ctids;
-    GET DIAGNOSTICS succeeded = ROW_COUNT;
-    RETURN succeeded;
-END
-$$;
+-- What two other functions said twice.
+-- INSTALL functions/kept_days.sql 1bf30986a50e28defa76a322525f17caba2f9095f27335a4ea3702ce54fa9ce4
+-- INSTALL functions/finish_time.sql 4201a9c746656bc815c9727dbd48bfb0548f10458da7ec8b50cdfdc202e3604e
+-- INSTALL functions/cancel_blocked.sql 554c30048369de7611947918b28c3532f613da8ac7fc63bce0c518403130e04b
+-- INSTALL functions/succeed_signalled.sql 4b24fb8e4d6a5c7a274741e9511020f06fdcd8e8ca37a4173968c280afd988a3
