@@ -245,7 +245,7 @@ class Claimer:
                 leased = await self._quarantine.contain(taker.request.org, jobs, ending, lease=number)
             except Exception as error:  # noqa: BLE001 - the other takers must not fail because of it
                 errors[number] = error
-                # Nobody may run these jobs unless it is known whether their kinds are quarantined.
+                # It is not known whether the kinds of these jobs are quarantined, so no consumer may get them.
                 self._release(taker.request.org, [lease_of(job.id, number) for job in fit])
             else:
                 taker.jobs += [job for job in fit if job.id in leased]

@@ -516,7 +516,7 @@ class Store:
             if done_before:
                 # The commit of the earlier call may still be waiting for the standby.
                 await self._database.run(postgres_statements.WAIT_FOR_STANDBY, {})
-                # Nobody may have been told of these jobs' ends.
+                # The run that ended these jobs may have told nobody, because its answer was lost.
                 self.on_settled(map(to_hex, done_before))
             return [answers[job_id] for job_id in ids]
         raise ShardUnavailable(

@@ -260,7 +260,7 @@ class _WorkersEnd:
         self._connection = connection
         self._sending = threading.Lock()
         self._numbers = itertools.count()
-        # Who waits for an answer of the worker, by its number.
+        # The questions that the worker has not answered yet, by their numbers.
         self._asked: dict[int, Future[None]] = {}
         # The calls of handlers, and None when the worker has closed the pipe.
         self.calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -283,7 +283,7 @@ class _WorkersEnd:
     def when_stored(self, lease: bytes) -> Future[None]:
         """Asks the worker: it has taken all earlier reports and lines before it reads this question."""
         number, stored = next(self._numbers), Future[None]()
-        # Nobody can cancel it any more, so that set_result() never fails.
+        # A future that runs cannot be cancelled, so set_result() never fails.
         stored.set_running_or_notify_cancel()
         self._asked[number] = stored
         self.tell((lease, _Asked(number)))
