@@ -31,7 +31,8 @@ luck = luck_of("groups")
 @pytest.fixture
 async def databases(module_dsn: str) -> AsyncGenerator[list[Database], None]:
     """The databases of two routers."""
-    opened = [Database(SHARD, module_dsn, connections=4) for _ in range(2)]
+    # The lock wait is long, so that no call is refused because another one is slow.
+    opened = [Database(SHARD, module_dsn, connections=4, short_lock_wait_s=PATIENCE_S) for _ in range(2)]
     for database in opened:
         await database.open()
     yield opened

@@ -26,6 +26,8 @@ LANES = 4
 luck = luck_of("races")
 # The bounds of the search for the window with which half of the acks come too late.
 WINDOW_US_MIN, WINDOW_US_MAX = 50.0, 200_000.0
+# The databases wait this long for a lock, so that no call is refused because another one is slow.
+PATIENCE_S = 30.0
 
 ClaimResult = list[tuple[Claimed, Lease]]
 
@@ -35,7 +37,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 @pytest.fixture
 async def wide(module_dsn: str) -> AsyncGenerator[Database, None]:
     """A database with enough connections for every racer."""
-    opened = Database(SHARD, module_dsn, connections=3 * LANES)
+    opened = Database(SHARD, module_dsn, connections=3 * LANES, short_lock_wait_s=PATIENCE_S)
     await opened.open()
     yield opened
     await opened.close()
@@ -383,7 +385,7 @@ async def test_producers_that_race_for_one_dedup_key_are_told_one_id(wide: Datab
 @pytest.fixture
 async def impatient(module_dsn: str) -> AsyncGenerator[Database, None]:
     """A database that raises an error after a deadlock, and does not try again."""
-    opened = Database(SHARD, module_dsn, connections=8)
+    opened = Database(SHARD, module_dsn, connections=8, short_lock_wait_s=PATIENCE_S)
     opened._tries = 0
     await opened.open()
     yield opened

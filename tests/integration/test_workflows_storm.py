@@ -35,7 +35,8 @@ ADDED_MAX = 20
 
 @pytest.fixture
 async def two(module_dsn: str, org: OrgId) -> AsyncGenerator[list[Flows], None]:
-    databases = [Database(SHARD, module_dsn, connections=4) for _ in range(2)]
+    # The lock wait is long, so that no call is refused because another one is slow.
+    databases = [Database(SHARD, module_dsn, connections=4, short_lock_wait_s=PATIENCE_S) for _ in range(2)]
     for database in databases:
         await database.open()
     yield [Flows(database, org) for database in databases]
