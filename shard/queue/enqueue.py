@@ -226,7 +226,7 @@ class Enqueuer:
                 if error.sqlstate == "WD001":
                     raise _AlreadyKnown from error
                 raise
-            now, ids_fit, admitted, gives_jobs, max_attempts, stored, stored_ids, stored_in, _ = rows[0]
+            now, ids_fit, admitted, gives_jobs, max_attempts, stored, stored_ids, stored_in, *_ = rows[0]
             self._shard_time_us, self._shard_time_read_ns = now, time.monotonic_ns()
             if not ids_fit:
                 if made_at_ms(newest) > self._bounds_ms(now)[1]:

@@ -19,7 +19,7 @@ from shard.retry_policy import Fixed
 from shard.vocabulary import Alteration, Answer, Claimed, Failure, JobId, Lease, OrgId, QueueId
 from tests.conftest import SHARD
 from tests.effort import luck_of, trials
-from tests.jobs import HOUR_US, QUEUE, at_once, ids_of, lease_jobs, some_jobs
+from tests.jobs import HOUR_US, QUEUE, at_once, ids_of, job_id, lease_jobs, some_jobs
 from tests.pair import A, B, Pair
 from tests.timemachine import end_leases, make_due, until_blocked
 
@@ -464,6 +464,13 @@ async def test_a_job_that_another_session_has_locked_is_not_overtaken(
     assert names(await leased(store, org)) == ([jobs[2]] if commits else [jobs[1]])
 
 
+async def test_a_job_gets_the_slot_of_a_job_of_its_call_that_was_known_already(store: Store, org: OrgId) -> None:
+    await store.enqueue(some_jobs(org, dedup_keys=["known"]))
+    jobs = some_jobs(org, ids=sorted(job_id() for _ in range(2)), group="g", dedup_keys=["known"])
+    assert (await store.enqueue(jobs)).keys() == {0}
+    assert ids_of(jobs)[1] in names(await leased(store, org))
+
+
 async def test_a_sweep_fills_slots_that_were_left_free(fresh_database: Database, org: OrgId) -> None:
     store = Store(fresh_database)
     await leased(store, org)
@@ -473,7 +480,7 @@ async def test_a_sweep_fills_slots_that_were_left_free(fresh_database: Database,
         jobs = some_jobs(org, 500)
         jobs.groups.update(enumerate(groups[at : at + 500]))
         await store.enqueue(jobs)
-    await fresh_database.run(b"UPDATE windrow.job SET visible_at = 'infinity'", {})
+    await fresh_database.run(b"UPDATE windrow.job SET visible_at = 'infinity', group_slot = NULL", {})
     await fresh_database.run(b"ALTER TABLE windrow.job ENABLE TRIGGER USER", {})
     assert await leased(store, org) == []
     # Each sweep looks at 1,000 groups, and goes on where the sweep before ended.

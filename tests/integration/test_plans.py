@@ -766,9 +766,19 @@ async def test_to_fill_a_slot_or_to_explain_a_group_a_few_rows_are_read(
             cursor = await connection.execute(fill.encode(), [queue_id, queue_id])
             ((found,),) = await cursor.fetchall()
             pages["fill"] = Plan(root=found[0]["Plan"], generic=True).buffers
+        take = (
+            "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) SELECT windrow.take_group_slots("
+            "ARRAY[gen_random_uuid(), gen_random_uuid()], ARRAY[%s, %s], ARRAY['large', 'new'], '{}', '{}')"
+        )
+        with undone(connection):
+            cursor = await connection.execute(take.encode(), [queue_id, queue_id])
+            ((found,),) = await cursor.fetchall()
+            pages["take"] = Plan(root=found[0]["Plan"], generic=True).buffers
     print(pages)
     # Two jobs of the first group and three of the second get slots.
     assert pages["fill"] < 300
+    # A scan of all slots of the cluster would read 100 pages.
+    assert pages["take"] < 60
     assert pages["claim"] < 200
     assert pages["ack"] < 100
     assert pages["sweep"] < 30 * QUEUES

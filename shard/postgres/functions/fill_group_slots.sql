@@ -1,11 +1,67 @@
 -- Gives the free slots of groups to the first jobs that wait or have become due, and overtakes none of them. The caller
--- holds the locks of their buckets, and took them in an earlier statement. Returns how many jobs got slots.
+-- holds the locks of their buckets, and took them in an earlier statement. Returns how many jobs got slots. OFFSET 0 in
+-- an EXISTS fences: one lookup for each group, never a join with all jobs that wait.
 CREATE OR REPLACE FUNCTION windrow.fill_group_slots(queues bigint[], groups text[]) RETURNS integer
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
+    -- A condition with the volatile clock_timestamp() would be no condition of the index.
+    moment timestamptz := clock_timestamp();
+    -- The groups with jobs that wait or have become due, and the number of slots of each.
+    awaited_queues bigint[];
+    awaited_groups text[];
+    slots_max integer[];
+    has_late boolean;
     filled integer;
 BEGIN
-    PERFORM windrow.await_group_slots(queues, groups);
+    -- Most groups have no such job.
+    WITH giving AS MATERIALIZED (SELECT q.queue_id, q.slots_max FROM windrow.slots_of_groups(queues) q)
+    SELECT
+        array_agg(g.queue_id), array_agg(g.group_key), array_agg(g.slots_max), bool_or(g.is_late)
+    INTO awaited_queues, awaited_groups, slots_max, has_late
+    FROM (
+        SELECT
+            n.queue_id, n.group_key, q.slots_max,
+            EXISTS (
+                SELECT FROM windrow.job d
+                WHERE d.queue_id = n.queue_id AND d.group_key = n.group_key AND d.group_slot IS NULL
+                    AND isfinite(d.visible_at) AND d.run_at <= moment
+                OFFSET 0
+            ) AS is_late
+        FROM (SELECT DISTINCT u.* FROM unnest(queues, groups) AS u (queue_id, group_key)) n
+        JOIN giving q USING (queue_id)
+        OFFSET 0
+    ) g
+    WHERE g.is_late OR EXISTS (
+        SELECT FROM windrow.job w
+        WHERE w.queue_id = g.queue_id AND w.group_key = g.group_key AND w.group_slot IS NULL
+            AND NOT isfinite(w.visible_at) AND isfinite(w.run_at)
+        OFFSET 0
+    );
+    IF awaited_queues IS NULL THEN
+        RETURN 0;
+    END IF;
+
+    IF has_late THEN
+        -- From now on the first jobs that have become due wait, as the next claim would let them: for each group as many
+        -- as it may have slots. Jobs that other sessions have locked are left.
+        UPDATE windrow.job j SET visible_at = 'infinity'
+        FROM (
+            SELECT d.ctid
+            FROM unnest(awaited_queues, awaited_groups, slots_max) AS n (queue_id, group_key, slots_max)
+            CROSS JOIN LATERAL (
+                SELECT d.ctid
+                FROM windrow.job d
+                WHERE d.queue_id = n.queue_id AND d.group_key = n.group_key AND d.group_slot IS NULL
+                    AND isfinite(d.visible_at) AND d.run_at <= moment
+                ORDER BY d.run_at
+                LIMIT n.slots_max
+                FOR UPDATE SKIP LOCKED
+            ) d
+            OFFSET 0
+        ) due
+        WHERE j.ctid = due.ctid;
+    END IF;
+
     UPDATE windrow.job j
     -- Never before now(): claims do not look below the floor.
     SET group_slot = first.slot, visible_at = greatest(j.run_at, clock_timestamp())
@@ -16,24 +72,15 @@ BEGIN
                 n.*,
                 ARRAY(
                     SELECT s.slot::smallint
-                    FROM generate_series(1, coalesce(q.group_concurrency, 1)) AS s (slot)
+                    FROM generate_series(1, n.slots_max) AS s (slot)
                     WHERE NOT EXISTS (
                         SELECT FROM windrow.job h
                         WHERE h.queue_id = n.queue_id AND h.group_key = n.group_key AND h.group_slot = s.slot::smallint
                         OFFSET 0
                     )
                 ) AS free
-            FROM unnest(queues, groups) WITH ORDINALITY AS n (queue_id, group_key, turn)
-            -- While the queue's slot moves, neither shard gives group slots: so a group has at most k of them on both
-            -- together.
-            JOIN windrow.queue q ON q.queue_id = n.queue_id
-            JOIN windrow.owned_slot o ON o.slot = q.slot AND o.state = 'owned' AND NOT o.arriving
-            WHERE EXISTS (
-                SELECT FROM windrow.job w
-                WHERE w.queue_id = n.queue_id AND w.group_key = n.group_key AND w.group_slot IS NULL
-                    AND NOT isfinite(w.visible_at) AND isfinite(w.run_at)
-                OFFSET 0
-            )
+            FROM unnest(awaited_queues, awaited_groups, slots_max) WITH ORDINALITY
+                AS n (queue_id, group_key, slots_max, turn)
             OFFSET 0
         ) g
         CROSS JOIN LATERAL (

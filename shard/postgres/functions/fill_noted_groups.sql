@@ -7,15 +7,12 @@ DECLARE
     queues bigint[];
     groups text[];
 BEGIN
-    PERFORM windrow.fold_noted_workflows();
-    noted := current_setting('windrow.groups_noted', true);
-    IF noted <> '' THEN
+    IF current_setting('windrow.groups_noted', true) <> '' THEN
+        PERFORM windrow.fold_noted_workflows();
+        noted := current_setting('windrow.groups_noted', true);
         PERFORM set_config('windrow.groups_noted', '', true);
-        SELECT array_agg(n.queue_id), array_agg(n.group_key) INTO queues, groups
-        FROM (
-            SELECT DISTINCT (e ->> 0)::bigint AS queue_id, e ->> 1 AS group_key
-            FROM jsonb_array_elements(('[' || substr(noted, 2) || ']')::jsonb) e
-        ) n;
+        SELECT array_agg((e ->> 0)::bigint), array_agg(e ->> 1) INTO queues, groups
+        FROM jsonb_array_elements(('[' || substr(noted, 2) || ']')::jsonb) e;
         PERFORM windrow.lock_group_buckets(queues, groups);
         PERFORM windrow.fill_group_slots(queues, groups);
     END IF;

@@ -35,7 +35,15 @@ WITH clock AS (
         timestamptz 'epoch' + expires_at_us * interval '1 us' AS expires_at,
         now() + dedup_window_us * interval '1 us' AS dedup_until,
         -- The waiting consumer to which the job is leased at once, if the queue gives jobs.
-        CASE WHEN gives_jobs THEN taker END AS taker
+        CASE WHEN gives_jobs THEN taker END AS taker,
+        -- The slot of the job's group; 0: the job waits for one. The subquery runs a single time, before the first
+        -- insert, and locks the groups.
+        (
+            SELECT windrow.take_group_slots(
+                %(ids)s::uuid[], %(queue_ids)s::bigint[], %(groups)s::text[],
+                %(run_at_us)s::bigint[], %(delay_us)s::bigint[]
+            )
+        )[n.at] AS group_slot
     FROM unnest(
         %(ids)s::uuid[], %(queue_ids)s::bigint[], %(priorities)s::smallint[], %(max_attempts)s::smallint[],
         %(run_at_us)s::bigint[], %(delay_us)s::bigint[], %(expires_at_us)s::bigint[], %(dedup_window_us)s::bigint[],
@@ -48,8 +56,6 @@ WITH clock AS (
     -- All or none: if one queue is not admitted, nothing is stored.
     WHERE (SELECT ids_fit FROM clock)
         AND (SELECT count(*) FROM lane) = cardinality(%(lane_ids)s::bigint[])
-        -- Locks the groups of the jobs. The subquery runs a single time, before the first insert.
-        AND (SELECT windrow.lock_groups(%(queue_ids)s, %(groups)s))
 ), reserved AS (
     -- Takes dedup keys that are new or whose windows are over, each for the first job that has the key. They are sorted
     -- by key, so that two batches cannot deadlock.
@@ -62,13 +68,16 @@ WITH clock AS (
     RETURNING d.queue_id, d.job_id
 ), stored AS (
     INSERT INTO windrow.job (
-        id, queue_id, priority, max_attempts, {{job_content}}, run_at, visible_at, expires_at, lease, leased_at, worker,
-        attempt
+        id, queue_id, priority, max_attempts, {{job_content}}, group_slot, run_at, visible_at, expires_at, lease,
+        leased_at, worker, attempt
     )
     SELECT
-        i.id, i.queue_id, coalesce(i.priority, 5), i.max_attempts, {{job_content(i)}}, i.run_at,
-        coalesce(now() + (%(windows_us)s::bigint[])[i.taker] * interval '1 us', i.run_at), i.expires_at,
-        (%(leases)s::bigint[])[i.taker],
+        i.id, i.queue_id, coalesce(i.priority, 5), i.max_attempts, {{job_content(i)}}, nullif(i.group_slot, 0), i.run_at,
+        CASE
+            WHEN i.group_slot = 0 THEN 'infinity'
+            ELSE coalesce(now() + (%(windows_us)s::bigint[])[i.taker] * interval '1 us', i.run_at)
+        END,
+        i.expires_at, (%(leases)s::bigint[])[i.taker],
         CASE WHEN i.taker IS NOT NULL THEN now() END, (%(workers)s::text[])[i.taker], (i.taker IS NOT NULL)::int
     FROM incoming i
     WHERE i.dedup_key IS NULL OR (i.queue_id, i.id) IN (TABLE reserved)
@@ -91,6 +100,10 @@ SELECT
         -- A key was taken for a job that was not stored, because a live job has its id.
         WHEN s.keyed < (SELECT count(*) FROM reserved) THEN windrow.refuse_unstored_keys()
         ELSE windrow.refuse_settled(s.ids, s.queues, clock.since)
+    END,
+    -- Jobs that were not stored have left their slots to jobs of the batch that wait.
+    CASE WHEN s.n BETWEEN 1 AND %(jobs)s - 1 AND %(groups)s::text[] <> '{}' THEN
+        windrow.fill_group_slots(%(queue_ids)s::bigint[], %(groups)s::text[])
     END
 FROM clock
 CROSS JOIN (

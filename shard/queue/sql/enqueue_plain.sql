@@ -60,7 +60,8 @@ SELECT
     now(), clock.ids_fit, l.*, s.stored, NULL::text[], NULL::bigint[],
     CASE
         WHEN s.stored > 0 THEN windrow.refuse_settled(%(ids)s::uuid[], %(queue_ids)s::bigint[], clock.since)
-    END
+    END,
+    NULL
 FROM clock
 CROSS JOIN (
     SELECT array_agg(lane.queue_id), array_agg(lane.gives_jobs), array_agg(lane.max_attempts)

@@ -1,0 +1,87 @@
+-- For an enqueue, which knows the groups of its jobs: finds the slots that the jobs get, before the first of them is
+-- inserted. Locks the groups' buckets until the end of the transaction. Returns a slot for each job, by position. 0: the
+-- job waits for a slot. NULL: the job needs none, because it has no group or is not due yet. Returns NULL if no job has a
+-- group; `groups` is empty then. The jobs of a group get its free slots in the order of their ids. They get none if an
+-- earlier job of the group waits or has become due.
+CREATE OR REPLACE FUNCTION windrow.take_group_slots(
+    ids uuid[], queues bigint[], groups text[], run_at_us bigint[], delay_us bigint[]
+) RETURNS smallint[]
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    slots smallint[];
+    late_queues bigint[];
+    late_groups text[];
+BEGIN
+    IF groups = '{}' THEN
+        RETURN NULL;
+    END IF;
+    PERFORM windrow.lock_group_buckets(queues, groups);
+    -- The jobs that wait need no fill at the commit: they found no free slot.
+    PERFORM set_config('windrow.groups_locked', 'on', true);
+    LOOP
+        WITH giving AS MATERIALIZED (
+            SELECT q.queue_id, q.slots_max FROM windrow.slots_of_groups(queues) q
+        ), incoming AS MATERIALIZED (
+            SELECT
+                n.id, n.queue_id, n.group_key, n.at,
+                n.group_key IS NOT NULL AND coalesce(
+                    timestamptz 'epoch' + n.run_at_us * interval '1 us', now() + n.delay_us * interval '1 us', now()
+                ) <= now() AS is_due
+            FROM unnest(ids, queues, groups, run_at_us, delay_us) WITH ORDINALITY
+                AS n (id, queue_id, group_key, run_at_us, delay_us, at)
+        ), of_groups AS MATERIALIZED (
+            SELECT
+                n.*,
+                EXISTS (
+                    SELECT FROM windrow.job d
+                    WHERE d.queue_id = n.queue_id AND d.group_key = n.group_key AND d.group_slot IS NULL
+                        AND isfinite(d.visible_at) AND d.run_at < now()
+                    OFFSET 0
+                ) AS is_late,
+                EXISTS (
+                    SELECT FROM windrow.job w
+                    WHERE w.queue_id = n.queue_id AND w.group_key = n.group_key AND w.group_slot IS NULL
+                        AND NOT isfinite(w.visible_at) AND isfinite(w.run_at)
+                    OFFSET 0
+                ) AS is_awaited
+            FROM (
+                SELECT i.queue_id, i.group_key, array_agg(i.at ORDER BY i.id) AS places
+                FROM incoming i
+                WHERE i.is_due
+                GROUP BY 1, 2
+            ) n
+        ), free AS (
+            SELECT
+                g.places,
+                CASE WHEN NOT g.is_late AND NOT g.is_awaited THEN ARRAY(
+                    SELECT s.slot::smallint
+                    FROM giving q
+                    CROSS JOIN generate_series(1, q.slots_max) AS s (slot)
+                    WHERE q.queue_id = g.queue_id AND NOT EXISTS (
+                        SELECT FROM windrow.job h
+                        WHERE h.queue_id = g.queue_id AND h.group_key = g.group_key AND h.group_slot = s.slot::smallint
+                        OFFSET 0
+                    )
+                    LIMIT cardinality(g.places)
+                ) END AS slots
+            FROM of_groups g
+        )
+        SELECT
+            array_agg(n.slot ORDER BY n.at),
+            (SELECT array_agg(g.queue_id) FROM of_groups g WHERE g.is_late),
+            (SELECT array_agg(g.group_key) FROM of_groups g WHERE g.is_late)
+        INTO slots, late_queues, late_groups
+        FROM (
+            SELECT p.at, coalesce(f.slots[p.turn], 0::smallint) AS slot
+            FROM free f
+            CROSS JOIN unnest(f.places) WITH ORDINALITY AS p (at, turn)
+            UNION ALL
+            SELECT i.at, NULL FROM incoming i WHERE NOT i.is_due
+        ) n;
+        -- Jobs that have become due come first. If none of them gets a slot, the new jobs wait, too: another session may
+        -- have locked those jobs.
+        EXIT WHEN late_queues IS NULL OR windrow.fill_group_slots(late_queues, late_groups) = 0;
+    END LOOP;
+    RETURN slots;
+END
+$$;
