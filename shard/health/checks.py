@@ -118,8 +118,9 @@ def judge_server(server: Server) -> Iterator[Finding]:
                 what=f"the oldest {what} ids, of database {database}, are {age:,} old",
                 why="Postgres refuses writes in all databases of the server before they are 2,147,483,648 old; vacuum "
                 "does not freeze them",
+                # To truncate a table takes a transaction id, which Postgres no longer gives once it refuses writes.
                 fix=comment(f"after what holds a snapshot has ended; as a superuser, in database {database}")
-                + "VACUUM (FREEZE);",
+                + "VACUUM (FREEZE, TRUNCATE false);",
             )
     if server.other_owner is not None:
         yield Finding(
