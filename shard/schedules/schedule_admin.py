@@ -386,11 +386,8 @@ class ScheduleAdmin:
         instants."""
         if skipped.through is None or skipped.at not in new:
             return None
-        instants = calendar.after(schedule.spec.timing, skipped.at)
-        together = list(islice(takewhile(lambda at: at <= (skipped.through or 0), instants), BACKFILL_MAX))
-        taken = {*new, *(run.at for run in await self._find_runs(connection, schedule.id, together))}
-        first = next((at for at in together if at not in taken), None)
-        if first is None:
+        first = await self._first_without_run(connection, schedule, skipped.at, new)
+        if first is None or first > skipped.through:
             return None
         return skipped._replace(at=first, through=skipped.through if skipped.through > first else None)
 
@@ -402,7 +399,13 @@ class ScheduleAdmin:
         others."""
         if schedule.next_at is None or schedule.next_at not in new:
             return schedule.next_at
-        later = calendar.after(schedule.spec.timing, schedule.next_at)
+        return await self._first_without_run(connection, schedule, schedule.next_at, new)
+
+    async def _first_without_run(
+        self, connection: Connection, schedule: ScheduleRecord, after: Micros, new: Collection[Micros]
+    ) -> Micros | None:
+        """Returns the first instant after this one that has no run when the instants of `new` have runs."""
+        later = calendar.after(schedule.spec.timing, after)
         # The loop ends after the instants that have runs.
         while instants := list(islice(later, RUNS_KEPT)):
             taken = {*new, *(run.at for run in await self._find_runs(connection, schedule.id, instants))}

@@ -336,6 +336,23 @@ async def test_an_instant_that_is_due_while_a_backfill_of_it_waits_is_stored_onc
     assert (await shard.admin.get(org, DAILY)).schedule.buffered == 0
 
 
+async def test_the_instants_that_are_skipped_together_with_one_that_has_waited_stay_told(shard: Shard, org: OrgId) -> None:
+    await shard.create(org, ScheduleSpec(timing=await shard.hourly(), overlap=Overlap.BUFFER_ALL))
+    await shard.admin.trigger(org, DAILY, request=None, epoch=1)
+    first = await shard.set_back(org, 4 * HOUR_US)
+    begin, end = Micros(first + HOUR_US), Micros(first + HOUR_US + 1)
+    done = await shard.admin.backfill(org, DAILY, begin=begin, end=end, overlap=Overlap.BUFFER_ALL, epoch=1)
+    assert done.buffered == 1
+    # With jitter, the first instant that is not decided may come before that of a backfill, and then reach it.
+    assert await shard.set_back_paused(org, 3 * HOUR_US) == begin
+    await shard.end_job(org)
+    await shard.wake(org)
+    assert (await shard.fire()).jobs == 1
+    told = [run for run in await shard.runs(org) if run.cause.value != "trigger"]
+    assert [run.at for run in told] == [begin, begin + HOUR_US, begin + 2 * HOUR_US]
+    assert outcomes(told) == ["stored", "skipped catch_up", "buffered"]
+
+
 @pytest.mark.parametrize("how", ["catch up", "resume", "change", "recover"])
 async def test_each_of_the_instants_that_are_skipped_together_is_told_though_the_first_ones_have_runs(
     shard: Shard, org: OrgId, how: str
@@ -513,6 +530,25 @@ async def test_a_backfill_stores_instants_that_were_skipped_together_and_the_oth
     assert (done.stored, done.known) == (3, 2)
     assert outcomes(await shard.runs(org)) == ["stored"] * 5
     assert len({job.at for job in await shard.jobs(org)}) == 5
+
+
+async def test_a_skip_stays_told_behind_as_many_runs_as_a_backfill_may_have(
+    shard: Shard, org: OrgId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedule_admin, "BACKFILL_MAX", 3)
+    await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
+    first = await shard.set_back(org, 8 * HOUR_US)
+    await shard.fire()
+    skipped, _ = await shard.runs(org)
+    assert (skipped.at, skipped.through) == (first, first + 6 * HOUR_US)
+    # The fourth instant, and then the three before it.
+    for begin, instants in ((3, 1), (0, 3)):
+        at = Micros(first + begin * HOUR_US)
+        end = Micros(at + (instants - 1) * HOUR_US + 1)
+        await shard.admin.backfill(org, DAILY, begin=at, end=end, overlap=Overlap.ALLOW, epoch=1)
+    runs = await shard.runs(org)
+    assert outcomes(runs) == [*["stored"] * 4, "skipped catch_up", "stored"]
+    assert (runs[4].at, runs[4].through) == (first + 4 * HOUR_US, first + 6 * HOUR_US)
 
 
 async def test_a_backfill_leaves_what_an_overlap_has_skipped(shard: Shard, org: OrgId) -> None:
