@@ -68,6 +68,8 @@ def plan(schedule: ScheduleId, spec: ScheduleSpec, present: Present) -> Plan:
     due: Sequence[Micros] = ()
     runs: list[Run] = []
     latest, since = (None, now) if next_at is None else _latest_due(schedule, timing, next_at, now)
+    if next_at is not None and latest is None and calendar.due(timing, schedule, next_at) <= now:
+        next_at, latest = _moved(timing, next_at)
     if next_at is not None and latest is not None:
         if present.running and spec.overlap is Overlap.CANCEL_RUNNING:
             return Plan(next_at=next_at, wake_at=now, buffered=present.buffered, cancels=True)
@@ -165,6 +167,17 @@ def _latest_due(
         since = due if latest is None else max(since, due)
         latest = at
     return latest, since
+
+
+def _moved(timing: Timing, next_at: Micros) -> tuple[Micros, Micros | None]:
+    """Decides about an instant that the calendar does not have any more, because its time zone has got other rules.
+    Returns the first instant that is not decided, and the latest one that is due. If the calendar has this instant
+    earlier now, its run is stored without further delay; if later, its run waits until then."""
+    before = next(calendar.until(timing, next_at), None)
+    behind = calendar.following(timing, next_at)
+    if behind is None or (before is not None and next_at - before < behind - next_at):
+        return next_at, next_at
+    return behind, None
 
 
 def _kept(spec: ScheduleSpec, next_at: Micros, latest: Micros, in_time_from: int, now: Micros) -> list[Micros]:

@@ -223,6 +223,19 @@ async def test_a_single_date_fires_once(shard: Shard, org: OrgId) -> None:
     assert (await shard.fire()).jobs == 0
 
 
+async def test_a_schedule_whose_time_zone_got_other_rules_is_decided_once(shard: Shard, org: OrgId) -> None:
+    created = await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
+    # By the rules of before, the next instant was a moment ago; by the new ones it comes half an hour later.
+    await shard.database.run(
+        b"UPDATE windrow.schedule SET next_at = now() - interval '1 s' WHERE id = %(id)s::uuid",
+        {"id": created.schedule.id},
+    )
+    await shard.wake(org)
+    assert (await shard.due.fire()).taken == 1
+    assert (await shard.due.fire()).taken == 0
+    assert (await shard.admin.get(org, DAILY)).schedule.next_at == created.schedule.next_at
+
+
 async def test_jitter_delays_a_run_by_the_same_time_whoever_asks(shard: Shard, org: OrgId) -> None:
     spec = ScheduleSpec(timing=await shard.hourly(jitter_us=HALF_US // 2))
     created = await shard.create(org, spec)

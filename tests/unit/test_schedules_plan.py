@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shard.schedule import CatchUp, Overlap, RunCause, RunOutcome, ScheduleId, ScheduleSpec, Timing
@@ -55,3 +57,27 @@ def test_after_an_outage_with_jitter_only_what_is_late_is_skipped() -> None:
     assert {run.outcome for run in stored} == {RunOutcome.STORED}
     assert planned.wake_at is not None
     assert planned.wake_at > now
+
+
+@pytest.mark.parametrize("catch_up", list(CatchUp))
+@pytest.mark.parametrize("zone", ["Etc/GMT", "Etc/GMT-2"], ids=["later", "earlier"])
+def test_a_run_is_stored_once_if_its_time_zone_gets_other_rules_before_it(zone: str, catch_up: CatchUp) -> None:
+    old = ScheduleSpec(
+        timing=Timing(cron="0 8 * * *", zone="Etc/GMT-1"),
+        overlap=Overlap.ALLOW,
+        catch_up=catch_up,
+        catch_up_window_us=_MINUTE_US if catch_up is CatchUp.WINDOW else None,
+    )
+    spec = replace(old, timing=replace(old.timing, zone=zone))
+    next_at = calendar.following(old.timing, _BEGIN)
+    assert next_at is not None
+    stored: list[Micros] = []
+    now, end = next_at, next_at + 720 * _MINUTE_US
+    while now < end:
+        planned = plan.plan(_ID, spec, Present(now=now, next_at=next_at, running=False, buffered=0))
+        stored += [run.at for run in planned.runs if run.outcome is RunOutcome.STORED]
+        assert planned.next_at is not None
+        assert planned.wake_at is not None
+        assert planned.wake_at > now
+        next_at, now = planned.next_at, planned.wake_at
+    assert len(stored) == 1
