@@ -21,6 +21,7 @@ from shard.queue.store import Store
 from shard.schedule import (
     RUNS_KEPT,
     SPEC_COLUMNS,
+    Overlap,
     Run,
     RunCause,
     RunOutcome,
@@ -198,8 +199,11 @@ class _Writer:
         if decided.promotes:
             self._promoted[schedule.id] = schedule
         count = len(decided.runs) + decided.promotes
+        # Runs that wait go on waiting for the job that they have waited for. With ALLOW, later runs are stored meanwhile,
+        # and one of their jobs may always be live.
+        run_at = None if schedule.buffered and schedule.spec.overlap is Overlap.ALLOW else latest
         self._advances[schedule.id] = Advance(
-            schedule.id, decided.next_at, decided.wake_at, latest, latest, decided.buffered, count
+            schedule.id, decided.next_at, decided.wake_at, latest, run_at, decided.buffered, count
         )
         # Forgets older runs only once in RUNS_KEPT runs. Otherwise a schedule that is due often would look for its
         # oldest run at each new run.

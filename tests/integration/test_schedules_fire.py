@@ -602,6 +602,26 @@ async def test_a_backfill_of_instants_that_are_not_decided_leaves_the_later_ones
     assert (told[2].at, told[2].through) == (first + 2 * HOUR_US, last)
 
 
+async def test_a_backfilled_run_waits_for_the_job_before_it_and_for_no_later_one(shard: Shard, org: OrgId) -> None:
+    created = await shard.create(org, ScheduleSpec(timing=await shard.hourly(), overlap=Overlap.ALLOW))
+    before, _ = await shard.admin.trigger(org, DAILY, request=None, epoch=1)
+    begin = Micros(created.now - 30 * HOUR_US)
+    end = Micros(begin + 2 * HOUR_US)
+    done = await shard.admin.backfill(org, DAILY, begin=begin, end=end, overlap=Overlap.BUFFER_ALL, epoch=1)
+    assert done.buffered == 2
+    # The schedule allows its next run, and the job of that run stays live.
+    await shard.set_back(org, HOUR_US)
+    assert (await shard.fire()).jobs == 1
+    for left in (1, 0):
+        await shard.wake(org)
+        assert (await shard.fire()).jobs == 0
+        await shard.store.cancel(org, [before], reason="")
+        await shard.wake(org)
+        assert (await shard.fire()).jobs == 1
+        assert (await shard.admin.get(org, DAILY)).schedule.buffered == left
+        before = next(job.id for job in await shard.jobs(org) if job.at < end)
+
+
 async def test_a_backfilled_run_that_has_waited_is_no_run_of_the_calendar(shard: Shard, org: OrgId) -> None:
     created = await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
     last = await shard.set_back(org, HOUR_US)
