@@ -95,15 +95,24 @@ def backfill(instants: Iterable[Micros], overlap: Overlap, *, running: bool, buf
     return [line.add(at, overlap, RunCause.BACKFILL, last=ordered[-1]) for at in ordered], line.buffered
 
 
-def skip_until_now(
-    timing: Timing, next_at: Micros | None, now: Micros, *, reason: SkipReason
+def skip_due(
+    schedule: ScheduleId, timing: Timing, next_at: Micros | None, now: Micros, *, reason: SkipReason
 ) -> tuple[Run | None, Micros | None]:
-    """Returns the run that records all undecided instants until now as skipped, such as those of a pause that ends now;
-    and the first instant after these."""
-    after = calendar.following(timing, now)
-    if next_at is None or next_at > now:
+    """Returns the run that records all undecided instants that are due as skipped, such as those of a pause that ends
+    now; and the first instant after these."""
+    latest = None if next_at is None else _latest_due(schedule, timing, next_at, now)[0]
+    return (None, next_at) if latest is None else skip_until(timing, next_at, latest, reason=reason)
+
+
+def skip_until(
+    timing: Timing, next_at: Micros | None, moment: Micros, *, reason: SkipReason
+) -> tuple[Run | None, Micros | None]:
+    """Returns the run that records all undecided instants until this moment as skipped, also if their jitter is not
+    over; and the first instant after these."""
+    after = calendar.following(timing, moment)
+    if next_at is None or next_at > moment:
         return None, next_at
-    run = _skipped(timing, next_at, Micros(now + 1) if after is None else after)
+    run = _skipped(timing, next_at, Micros(moment + 1) if after is None else after)
     return run._replace(skipped_for=reason, cause=RunCause.SCHEDULE), after
 
 

@@ -200,7 +200,7 @@ class ScheduleAdmin:
         if calendar.faults(schedule.spec.timing):
             return
         reason = SkipReason.CATCH_UP if schedule.paused_at is None else SkipReason.PAUSE
-        skipped, _ = plan.skip_until_now(schedule.spec.timing, schedule.next_at, now, reason=reason)
+        skipped, _ = plan.skip_until(schedule.spec.timing, schedule.next_at, now, reason=reason)
         if skipped is not None:
             await self._store_runs(connection, found, [skipped], buffered=schedule.buffered)
 
@@ -217,7 +217,9 @@ class ScheduleAdmin:
                 return found
             next_at = schedule.next_at
             if not paused:
-                skipped, next_at = plan.skip_until_now(schedule.spec.timing, next_at, now, reason=SkipReason.PAUSE)
+                skipped, next_at = plan.skip_due(
+                    schedule.id, schedule.spec.timing, next_at, now, reason=SkipReason.PAUSE
+                )
                 if skipped is not None:
                     await self._store_runs(connection, found, [skipped], buffered=schedule.buffered)
             await self._write(connection, found, next_at=next_at, paused_at=now if paused else None)

@@ -479,6 +479,21 @@ async def test_what_falls_into_a_pause_is_skipped_for_it(shard: Shard, org: OrgI
     assert (await shard.fire()).jobs == 0
 
 
+async def test_a_run_whose_jitter_is_not_over_when_a_pause_ends_is_stored_then(shard: Shard, org: OrgId) -> None:
+    spec = ScheduleSpec(timing=await shard.hourly(jitter_us=DAY_US))
+    # The jitter depends on the random id of the schedule.
+    for number in range(20):
+        name = ScheduleName(f"jittered-{number}")
+        created = await shard.create(org, spec, name)
+        at = await shard.set_back_paused(org, HOUR_US, name)
+        if calendar.due(spec.timing, created.schedule.id, at) > created.now + HALF_US:
+            break
+    for paused in (True, False):
+        await shard.admin.set_paused(org, name, paused=paused, epoch=1)
+    assert await shard.runs(org, name) == []
+    assert (await shard.admin.get(org, name)).schedule.next_at == at
+
+
 async def test_a_paused_schedule_can_be_triggered_and_sleeps_on(shard: Shard, org: OrgId) -> None:
     await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
     await shard.admin.set_paused(org, DAILY, paused=True, epoch=1)
