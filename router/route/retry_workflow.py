@@ -57,7 +57,8 @@ async def retry_of(
     bytes_max: int,
 ) -> Retry:
     """Returns the workflow `new` that retries `old`. `workflows` is the WorkflowAdmin of the shard that has `old`.
-    `bytes_max`: upper bound for the payloads and attributes of the jobs that run again, which this process holds. Raises UnknownWorkflow, NotRetryable, WorkflowExists, and ShardUnavailable, for example if a shard that may have one
+    `bytes_max`: upper bound for the payloads and attributes of the jobs that run again, which this process holds.
+    Raises UnknownWorkflow, NotRetryable, WorkflowExists, and ShardUnavailable, for example if a shard that may have one
     of the jobs does not answer. Raises what `calculator` raises."""
     record = await workflows.get(org, old)
     if WorkflowState(record.state) not in _RETRYABLE:

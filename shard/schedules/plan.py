@@ -158,9 +158,7 @@ class _Line:
         return Run(at, cause, RunOutcome.SKIPPED, skipped_for=SkipReason.OVERLAP)
 
 
-def _latest_due(
-    schedule: ScheduleId, timing: Timing, next_at: Micros, now: Micros
-) -> tuple[Micros | None, Micros]:
+def _latest_due(schedule: ScheduleId, timing: Timing, next_at: Micros, now: Micros) -> tuple[Micros | None, Micros]:
     """Returns the latest instant that is due, and since when it is. No run is stored before an earlier one: so an
     instant is due when its own jitter and the jitter of each earlier instant is over. Looks at CATCH_UP_MAX instants at
     most: the next look finds further ones."""

@@ -414,13 +414,12 @@ async def test_an_erasure_takes_many_workflows_and_keys_in_small_steps(
     monkeypatch.setattr(erasure, "_WHOLES", 1)
     for _ in range(3):
         await flows.start({"only": []})
-    ((org_id,),) = await database.run(
-        b"SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s", {"org": flows.org}
-    )
+    ((org_id,),) = await database.run(b"SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s", {"org": flows.org})
     at = {"org_id": org_id}
     await database.run(
-        b"INSERT INTO windrow.dedup (queue_id, key, job_id, until) SELECT q.queue_id, k::text, gen_random_uuid(), now() "
-        b"FROM windrow.queue q, generate_series(1, 5) k WHERE q.queue_id & 4294967295 = %(org_id)s RETURNING 1",
+        b"INSERT INTO windrow.dedup (queue_id, key, job_id, until) "
+        b"SELECT q.queue_id, k::text, gen_random_uuid(), now() FROM windrow.queue q, generate_series(1, 5) k "
+        b"WHERE q.queue_id & 4294967295 = %(org_id)s RETURNING 1",
         at,
     )
     assert await erasure.begin(database, flows.org, erasure=str(uuid4()))

@@ -26,8 +26,9 @@ def test_jitter_delays_each_run_and_skips_none(jitter_us: int, catch_up: CatchUp
         catch_up=catch_up,
         catch_up_window_us=_SECOND_US if catch_up is CatchUp.WINDOW else None,
     )
-    next_at = first = calendar.following(spec.timing, _BEGIN)
-    assert next_at is not None
+    first = calendar.following(spec.timing, _BEGIN)
+    assert first is not None
+    next_at = first
     stored: list[Micros] = []
     while len(stored) < 300:
         # A router comes as soon as the run is due.
