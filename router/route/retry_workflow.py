@@ -54,8 +54,10 @@ async def retry_of(
     *,
     trace: str | None,
     calculator: Calculator,
+    bytes_max: int,
 ) -> Retry:
     """Returns the workflow `new` that retries `old`. `workflows` is the WorkflowAdmin of the shard that has `old`.
+    `bytes_max`: upper bound for the payloads and attributes of the jobs that run again, which this process holds.
     Raises UnknownWorkflow, NotRetryable, WorkflowExists, and ShardUnavailable, for example if a shard that may have one
     of the jobs does not answer. Raises what `calculator` raises."""
     record = await workflows.get(org, old)
@@ -67,7 +69,7 @@ async def retry_of(
     nodes = await _nodes(workflows, org, old)
     ended = [_as_ended(node) for node in nodes if node.state in _DONE and node.callback is None]
     again = [node for node in nodes if node.callback is not None or node.state not in _DONE]
-    records = await _whole(fleet, org, [node.job_id for node in again])
+    records = await _contents(fleet, org, old, [node.job_id for node in again], bytes_max)
     if await workflows.is_known(org, new, digest):
         return Retry(None, _dead(again, records))
     running: list[NodeRecord] = []
@@ -177,13 +179,22 @@ async def _nodes(workflows: WorkflowAdmin, org: OrgId, workflow: WorkflowId) -> 
     return nodes
 
 
-async def _whole(fleet: Fleet, org: OrgId, ids: Sequence[JobId]) -> dict[JobId, JobRecord]:
-    """Returns the whole records of the jobs, without jobs that no shard knows."""
+async def _contents(
+    fleet: Fleet, org: OrgId, old: WorkflowId, ids: Sequence[JobId], bytes_max: int
+) -> dict[JobId, JobRecord]:
+    """Returns the records of the jobs, without jobs that no shard knows, and without results, checkpoints and
+    histories. Raises NotRetryable if the jobs have more than `bytes_max` bytes."""
     found: dict[JobId, JobRecord] = {}
+    bytes_held = 0
     for at in range(0, len(ids), _NODES_AT_ONCE):
         left = list(ids[at : at + _NODES_AT_ONCE])
         while left:
             records = await look_up(fleet, org, left)
-            found |= {job: record for job, record in records.items() if record.whole}
+            for job, record in records.items():
+                if record.whole:
+                    found[job] = record._replace(result=None, reason=None, history=None, progress=None, checkpoint=None)
+                    bytes_held += len(record.payload or b"") + len(record.attributes or "")
+            if bytes_held > bytes_max:
+                raise NotRetryable(old, f"the jobs that would run again have more than {bytes_max:,} bytes together")
             left = [job for job in left if job in records and job not in found]
     return found

@@ -33,8 +33,7 @@ _NODES_DEFAULT = 1000
 _PARENTS_DEFAULT = 100
 # The most jobs that are cancelled at once.
 _JOBS_AT_ONCE = 1000
-# The memory of a retry: all jobs of the workflow, which came in one request, and a page of these jobs while they are
-# looked up.
+# The memory of a retry: the content of the jobs that run again, and a page of these jobs while they are looked up.
 _RETRY_BYTES = MESSAGE_BYTES_MAX + ANSWER_HELD_BYTES
 # A request with more nodes is checked and converted by a calculator. 10,000 nodes take half a second.
 _NODES_HERE_MAX = 200
@@ -226,7 +225,14 @@ class WorkflowsService:
         retry = await self._fleet.read(
             org,
             lambda member: retry_of(
-                self._fleet, member.workflows, org, old, new, trace=trace, calculator=self._calculator
+                self._fleet,
+                member.workflows,
+                org,
+                old,
+                new,
+                trace=trace,
+                calculator=self._calculator,
+                bytes_max=MESSAGE_BYTES_MAX,
             ),
         )
         duplicate = retry.workflow is None or await self._store(retry.workflow, field="new_id")

@@ -23,6 +23,8 @@ from shard.vocabulary import Micros, OrgId
 _ROWS = 2_000
 # More for finished and cold jobs, because no other session waits for their rows.
 _HISTORY_ROWS = 50_000
+# Schedules and workflows that a step erases as a whole. A workflow may have 110,000 rows.
+_WHOLES = 10
 _CHECKS = 3
 
 
@@ -115,8 +117,8 @@ async def _erase_some(database: Database, at: dict[str, object]) -> bool:
         cold = {**at, "retention": retention, "day": day, "rows": _HISTORY_ROWS}
         await database.run(statements.ERASE_COLD, cold)
         return True
-    await database.run(statements.ERASE_KEYS, at)
-    return False
+    ((erased,),) = await database.run(statements.ERASE_KEYS, {**at, "rows": _HISTORY_ROWS, "wholes": _WHOLES})
+    return bool(erased)
 
 
 async def read(database: Database, ids: Sequence[str]) -> list[Erasure]:

@@ -21,6 +21,7 @@ from shard.queue.store import Store
 from shard.schedule import (
     RUNS_KEPT,
     SPEC_COLUMNS,
+    Overlap,
     Run,
     RunCause,
     RunOutcome,
@@ -198,8 +199,11 @@ class _Writer:
         if decided.promotes:
             self._promoted[schedule.id] = schedule
         count = len(decided.runs) + decided.promotes
+        # Runs that wait go on waiting for the job that they have waited for. With ALLOW, later runs are stored
+        # meanwhile, and one of their jobs may always be live.
+        run_at = None if schedule.buffered and schedule.spec.overlap is Overlap.ALLOW else latest
         self._advances[schedule.id] = Advance(
-            schedule.id, decided.next_at, decided.wake_at, latest, latest, decided.buffered, count
+            schedule.id, decided.next_at, decided.wake_at, latest, run_at, decided.buffered, count
         )
         # Forgets older runs only once in RUNS_KEPT runs. Otherwise a schedule that is due often would look for its
         # oldest run at each new run.
@@ -220,9 +224,9 @@ class _Writer:
             return
         rows = await connection.run(statements.FIND_BUFFERED, {"schedules": arrays.plain(self._promoted)})
         # A backfill may have buffered an instant that this firing has just decided too. One statement cannot store an
-        # instant twice.
+        # instant twice. store_runs records a skip of several instants at a later one, so that the others stay told.
         promoted = {(name, at) for name, at, _ in rows}
-        self.runs = [new for new in self.runs if (new.schedule, new.run.at) not in promoted]
+        self.runs = [new for new in self.runs if (new.schedule, new.run.at) not in promoted or new.run.through]
         for name, at, cause in rows:
             schedule = self._promoted.pop(name)
             self.runs.append(_new(schedule, Run(at, RunCause(cause), RunOutcome.STORED), schedule.last_at))

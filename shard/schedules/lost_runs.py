@@ -133,7 +133,7 @@ def _decide(one: Overdue) -> _Decision | None:
     """Returns the decision about a schedule. None: the schedule cannot be decided, for example because its time zone is
     gone. Such a schedule must not hold up the others."""
     try:
-        run, next_at = plan.skip_until_now(one.spec.timing, one.next_at, one.now, reason=SkipReason.RECOVERED)
+        run, next_at = plan.skip_until(one.spec.timing, one.next_at, one.now, reason=SkipReason.RECOVERED)
         wake_at = None if next_at is None else calendar.due(one.spec.timing, one.id, next_at)
     except Exception:  # noqa: BLE001 - whatever is wrong with it, the others go on
         _log.exception("schedule %r of org %r cannot be decided", one.name, one.org)

@@ -29,8 +29,8 @@ from shard.vocabulary import Micros
 LATE_US = 60_000_000
 # How often a router checks whether the job that a buffered run waits for has ended.
 BUFFER_LOOK_US = 1_000_000
-# How many instants are looked at to find the latest one whose jitter is over.
-_JITTERED_MAX = 100
+# With jitter, an instant is in time until this long after the end of its jitter: a router needs a moment to store it.
+_IN_TIME_US = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +67,18 @@ def plan(schedule: ScheduleId, spec: ScheduleSpec, present: Present) -> Plan:
     promotes = line.promote()
     due: Sequence[Micros] = ()
     runs: list[Run] = []
-    latest = None if next_at is None else _latest_due(schedule, timing, next_at, now)
+    latest, since = (None, now) if next_at is None else _latest_due(schedule, timing, next_at, now)
+    if next_at is not None and latest is None and calendar.due(timing, schedule, next_at) <= now:
+        next_at, latest = _moved(timing, next_at)
     if next_at is not None and latest is not None:
         if present.running and spec.overlap is Overlap.CANCEL_RUNNING:
             return Plan(next_at=next_at, wake_at=now, buffered=present.buffered, cancels=True)
-        due = _kept(spec, next_at, latest, now)
+        in_time_from = latest if not timing.jitter_us else min(latest, now - timing.jitter_us - _IN_TIME_US)
+        due = _kept(spec, next_at, latest, in_time_from, now)
         if due[0] > next_at:
             runs.append(_skipped(timing, next_at, due[0]))
         for at in due:
-            is_late = at != latest or now - calendar.due(timing, schedule, at) > LATE_US
+            is_late = at < in_time_from or now - since > LATE_US
             runs.append(line.add(at, spec.overlap, RunCause.CATCH_UP if is_late else RunCause.SCHEDULE, last=latest))
         next_at = calendar.following(timing, latest)
     wake_at = None if next_at is None else calendar.due(timing, schedule, next_at)
@@ -92,15 +95,24 @@ def backfill(instants: Iterable[Micros], overlap: Overlap, *, running: bool, buf
     return [line.add(at, overlap, RunCause.BACKFILL, last=ordered[-1]) for at in ordered], line.buffered
 
 
-def skip_until_now(
-    timing: Timing, next_at: Micros | None, now: Micros, *, reason: SkipReason
+def skip_due(
+    schedule: ScheduleId, timing: Timing, next_at: Micros | None, now: Micros, *, reason: SkipReason
 ) -> tuple[Run | None, Micros | None]:
-    """Returns the run that records all undecided instants until now as skipped, such as those of a pause that ends now;
-    and the first instant after these."""
-    after = calendar.following(timing, now)
-    if next_at is None or next_at > now:
+    """Returns the run that records all undecided instants that are due as skipped, such as those of a pause that ends
+    now; and the first instant after these."""
+    latest = None if next_at is None else _latest_due(schedule, timing, next_at, now)[0]
+    return (None, next_at) if latest is None else skip_until(timing, next_at, latest, reason=reason)
+
+
+def skip_until(
+    timing: Timing, next_at: Micros | None, moment: Micros, *, reason: SkipReason
+) -> tuple[Run | None, Micros | None]:
+    """Returns the run that records all undecided instants until this moment as skipped, also if their jitter is not
+    over; and the first instant after these."""
+    after = calendar.following(timing, moment)
+    if next_at is None or next_at > moment:
         return None, next_at
-    run = _skipped(timing, next_at, Micros(now + 1) if after is None else after)
+    run = _skipped(timing, next_at, Micros(moment + 1) if after is None else after)
     return run._replace(skipped_for=reason, cause=RunCause.SCHEDULE), after
 
 
@@ -146,29 +158,53 @@ class _Line:
         return Run(at, cause, RunOutcome.SKIPPED, skipped_for=SkipReason.OVERLAP)
 
 
-def _latest_due(schedule: ScheduleId, timing: Timing, next_at: Micros, now: Micros) -> Micros | None:
-    """Returns the latest instant that is due. All instants before it count as due too, whatever their jitter is."""
-    for at in islice(calendar.until(timing, now), _JITTERED_MAX):
-        if at < next_at:
-            return None
-        if calendar.due(timing, schedule, at) <= now:
-            return at
-    # None of the instants above is due, because of the jitter. Take the newest instant that is due whatever its
-    # jitter is.
-    settled = next(calendar.until(timing, Micros(now - timing.jitter_us)), None)
-    return None if settled is None or settled < next_at else settled
+def _latest_due(schedule: ScheduleId, timing: Timing, next_at: Micros, now: Micros) -> tuple[Micros | None, Micros]:
+    """Returns the latest instant that is due, and since when it is. No run is stored before an earlier one: so an
+    instant is due when its own jitter and the jitter of each earlier instant is over. Looks at CATCH_UP_MAX instants at
+    most: the next look finds further ones."""
+    # The jitter of these instants is over, whatever it is.
+    latest = next(calendar.until(timing, Micros(now - timing.jitter_us)), None)
+    if latest is not None and latest < next_at:
+        latest = None
+    since = now if latest is None else calendar.due(timing, schedule, latest)
+    for at in islice(calendar.after(timing, Micros(next_at - 1) if latest is None else latest), CATCH_UP_MAX):
+        due = calendar.due(timing, schedule, at)
+        if due > now:
+            break
+        since = due if latest is None else max(since, due)
+        latest = at
+    return latest, since
 
 
-def _kept(spec: ScheduleSpec, next_at: Micros, latest: Micros, now: Micros) -> list[Micros]:
-    """Returns the instants from `next_at` through `latest` that are not too late, in order; at least `latest`."""
-    if next_at == latest or spec.catch_up is CatchUp.LATEST:
+def _moved(timing: Timing, next_at: Micros) -> tuple[Micros, Micros | None]:
+    """Decides about an instant that the calendar does not have any more, because its time zone has got other rules.
+    Returns the first instant that is not decided, and the latest one that is due. If the calendar has this instant
+    earlier now, its run is stored without further delay; if later, its run waits until then."""
+    before = next(calendar.until(timing, next_at), None)
+    behind = calendar.following(timing, next_at)
+    if behind is None or (before is not None and next_at - before < behind - next_at):
+        return next_at, next_at
+    return behind, None
+
+
+def _kept(spec: ScheduleSpec, next_at: Micros, latest: Micros, in_time_from: int, now: Micros) -> list[Micros]:
+    """Returns the instants from `next_at` through `latest` that are not too late, in order; at least `latest`. The
+    instants from `in_time_from` on are not late at all."""
+    match spec.catch_up:
+        case CatchUp.LATEST:
+            oldest = in_time_from
+        case CatchUp.WINDOW:
+            oldest = min(in_time_from, now - (spec.catch_up_window_us or 0))
+        case CatchUp.ALL:
+            oldest = next_at
+        case _:
+            assert_never(spec.catch_up)
+    oldest = max(oldest, next_at)
+    if oldest >= latest:
         return [latest]
-    oldest = next_at
-    if spec.catch_up is CatchUp.WINDOW:
-        oldest = Micros(max(oldest, now - (spec.catch_up_window_us or 0)))
     kept: list[Micros] = []
     for at in calendar.until(spec.timing, latest):
-        if len(kept) == CATCH_UP_MAX or (at < oldest and kept):
+        if len(kept) == CATCH_UP_MAX or at < oldest:
             break
         kept.append(at)
     return kept[::-1]

@@ -200,7 +200,7 @@ class ScheduleAdmin:
         if calendar.faults(schedule.spec.timing):
             return
         reason = SkipReason.CATCH_UP if schedule.paused_at is None else SkipReason.PAUSE
-        skipped, _ = plan.skip_until_now(schedule.spec.timing, schedule.next_at, now, reason=reason)
+        skipped, _ = plan.skip_until(schedule.spec.timing, schedule.next_at, now, reason=reason)
         if skipped is not None:
             await self._store_runs(connection, found, [skipped], buffered=schedule.buffered)
 
@@ -217,7 +217,9 @@ class ScheduleAdmin:
                 return found
             next_at = schedule.next_at
             if not paused:
-                skipped, next_at = plan.skip_until_now(schedule.spec.timing, next_at, now, reason=SkipReason.PAUSE)
+                skipped, next_at = plan.skip_due(
+                    schedule.id, schedule.spec.timing, next_at, now, reason=SkipReason.PAUSE
+                )
                 if skipped is not None:
                     await self._store_runs(connection, found, [skipped], buffered=schedule.buffered)
             await self._write(connection, found, next_at=next_at, paused_at=now if paused else None)
@@ -386,11 +388,8 @@ class ScheduleAdmin:
         instants."""
         if skipped.through is None or skipped.at not in new:
             return None
-        instants = calendar.after(schedule.spec.timing, skipped.at)
-        together = list(islice(takewhile(lambda at: at <= (skipped.through or 0), instants), BACKFILL_MAX))
-        taken = {*new, *(run.at for run in await self._find_runs(connection, schedule.id, together))}
-        first = next((at for at in together if at not in taken), None)
-        if first is None:
+        first = await self._first_without_run(connection, schedule, skipped.at, new)
+        if first is None or first > skipped.through:
             return None
         return skipped._replace(at=first, through=skipped.through if skipped.through > first else None)
 
@@ -402,7 +401,13 @@ class ScheduleAdmin:
         others."""
         if schedule.next_at is None or schedule.next_at not in new:
             return schedule.next_at
-        later = calendar.after(schedule.spec.timing, schedule.next_at)
+        return await self._first_without_run(connection, schedule, schedule.next_at, new)
+
+    async def _first_without_run(
+        self, connection: Connection, schedule: ScheduleRecord, after: Micros, new: Collection[Micros]
+    ) -> Micros | None:
+        """Returns the first instant after this one that has no run when the instants of `new` have runs."""
+        later = calendar.after(schedule.spec.timing, after)
         # The loop ends after the instants that have runs.
         while instants := list(islice(later, RUNS_KEPT)):
             taken = {*new, *(run.at for run in await self._find_runs(connection, schedule.id, instants))}

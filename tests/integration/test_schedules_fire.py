@@ -223,6 +223,19 @@ async def test_a_single_date_fires_once(shard: Shard, org: OrgId) -> None:
     assert (await shard.fire()).jobs == 0
 
 
+async def test_a_schedule_whose_time_zone_got_other_rules_is_decided_once(shard: Shard, org: OrgId) -> None:
+    created = await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
+    # By the rules of before, the next instant was a moment ago; by the new ones it comes half an hour later.
+    await shard.database.run(
+        b"UPDATE windrow.schedule SET next_at = now() - interval '1 s' WHERE id = %(id)s::uuid",
+        {"id": created.schedule.id},
+    )
+    await shard.wake(org)
+    assert (await shard.due.fire()).taken == 1
+    assert (await shard.due.fire()).taken == 0
+    assert (await shard.admin.get(org, DAILY)).schedule.next_at == created.schedule.next_at
+
+
 async def test_jitter_delays_a_run_by_the_same_time_whoever_asks(shard: Shard, org: OrgId) -> None:
     spec = ScheduleSpec(timing=await shard.hourly(jitter_us=HALF_US // 2))
     created = await shard.create(org, spec)
@@ -334,6 +347,27 @@ async def test_an_instant_that_is_due_while_a_backfill_of_it_waits_is_stored_onc
     assert [job.at for job in await shard.jobs(org)].count(begin) == 1
     assert len(await shard.jobs(other_org)) == 1
     assert (await shard.admin.get(org, DAILY)).schedule.buffered == 0
+
+
+async def test_the_instants_that_are_skipped_together_with_one_that_has_waited_stay_told(
+    shard: Shard, org: OrgId
+) -> None:
+    await shard.create(org, ScheduleSpec(timing=await shard.hourly(), overlap=Overlap.BUFFER_ALL))
+    await shard.admin.trigger(org, DAILY, request=None, epoch=1)
+    first = await shard.set_back(org, 4 * HOUR_US)
+    begin, end = Micros(first + HOUR_US), Micros(first + HOUR_US + 1)
+    done = await shard.admin.backfill(org, DAILY, begin=begin, end=end, overlap=Overlap.BUFFER_ALL, epoch=1)
+    assert done.buffered == 1
+    # With jitter, the first instant that is not decided may come before that of a backfill, and then reach it.
+    assert await shard.set_back_paused(org, 3 * HOUR_US) == begin
+    await shard.end_job(org)
+    await shard.wake(org)
+    assert (await shard.fire()).jobs == 1
+    told = [run for run in await shard.runs(org) if run.cause.value != "trigger"]
+    assert [run.at for run in told] == [begin, begin + HOUR_US, begin + 2 * HOUR_US]
+    assert outcomes(told) == ["stored", "skipped catch_up", "buffered"]
+    # A schedule with a run that waits is due each second, also in the tests after this one.
+    await shard.admin.delete(org, DAILY, epoch=1)
 
 
 @pytest.mark.parametrize("how", ["catch up", "resume", "change", "recover"])
@@ -449,6 +483,22 @@ async def test_what_falls_into_a_pause_is_skipped_for_it(shard: Shard, org: OrgI
     assert (await shard.fire()).jobs == 0
 
 
+async def test_a_run_whose_jitter_is_not_over_when_a_pause_ends_is_stored_then(shard: Shard, org: OrgId) -> None:
+    name, at, due = DAILY, Micros(0), Micros(0)
+    spec = ScheduleSpec(timing=await shard.hourly(jitter_us=DAY_US))
+    (now,) = (await shard.database.run(b"SELECT now()", {}))[0]
+    # The jitter depends on the random id of the schedule.
+    while due < now + HALF_US:
+        name = ScheduleName(f"{name}-again")
+        created = await shard.create(org, spec, name)
+        at = await shard.set_back_paused(org, HOUR_US, name)
+        due = calendar.due(spec.timing, created.schedule.id, at)
+    for paused in (True, False):
+        await shard.admin.set_paused(org, name, paused=paused, epoch=1)
+    assert await shard.runs(org, name) == []
+    assert (await shard.admin.get(org, name)).schedule.next_at == at
+
+
 async def test_a_paused_schedule_can_be_triggered_and_sleeps_on(shard: Shard, org: OrgId) -> None:
     await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
     await shard.admin.set_paused(org, DAILY, paused=True, epoch=1)
@@ -515,6 +565,25 @@ async def test_a_backfill_stores_instants_that_were_skipped_together_and_the_oth
     assert len({job.at for job in await shard.jobs(org)}) == 5
 
 
+async def test_a_skip_stays_told_behind_as_many_runs_as_a_backfill_may_have(
+    shard: Shard, org: OrgId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedule_admin, "BACKFILL_MAX", 3)
+    await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
+    first = await shard.set_back(org, 8 * HOUR_US)
+    await shard.fire()
+    skipped, _ = await shard.runs(org)
+    assert (skipped.at, skipped.through) == (first, first + 6 * HOUR_US)
+    # The fourth instant, and then the three before it.
+    for begin, instants in ((3, 1), (0, 3)):
+        at = Micros(first + begin * HOUR_US)
+        end = Micros(at + (instants - 1) * HOUR_US + 1)
+        await shard.admin.backfill(org, DAILY, begin=at, end=end, overlap=Overlap.ALLOW, epoch=1)
+    runs = await shard.runs(org)
+    assert outcomes(runs) == [*["stored"] * 4, "skipped catch_up", "stored"]
+    assert (runs[4].at, runs[4].through) == (first + 4 * HOUR_US, first + 6 * HOUR_US)
+
+
 async def test_a_backfill_leaves_what_an_overlap_has_skipped(shard: Shard, org: OrgId) -> None:
     await shard.create(org, ScheduleSpec(timing=await shard.hourly(), catch_up=CatchUp.ALL))
     first = await shard.set_back(org, 2 * HOUR_US)
@@ -551,6 +620,26 @@ async def test_a_backfill_of_instants_that_are_not_decided_leaves_the_later_ones
     assert outcomes(told[:3]) == ["stored", "stored", f"skipped {reason}"]
     last = first + (3 if ends_by == "catch-up" else 4) * HOUR_US
     assert (told[2].at, told[2].through) == (first + 2 * HOUR_US, last)
+
+
+async def test_a_backfilled_run_waits_for_the_job_before_it_and_for_no_later_one(shard: Shard, org: OrgId) -> None:
+    created = await shard.create(org, ScheduleSpec(timing=await shard.hourly(), overlap=Overlap.ALLOW))
+    before, _ = await shard.admin.trigger(org, DAILY, request=None, epoch=1)
+    begin = Micros(created.now - 30 * HOUR_US)
+    end = Micros(begin + 2 * HOUR_US)
+    done = await shard.admin.backfill(org, DAILY, begin=begin, end=end, overlap=Overlap.BUFFER_ALL, epoch=1)
+    assert done.buffered == 2
+    # The schedule allows its next run, and the job of that run stays live.
+    await shard.set_back(org, HOUR_US)
+    assert (await shard.fire()).jobs == 1
+    for left in (1, 0):
+        await shard.wake(org)
+        assert (await shard.fire()).jobs == 0
+        await shard.store.cancel(org, [before], reason="")
+        await shard.wake(org)
+        assert (await shard.fire()).jobs == 1
+        assert (await shard.admin.get(org, DAILY)).schedule.buffered == left
+        before = next(job.id for job in await shard.jobs(org) if job.at < end)
 
 
 async def test_a_backfilled_run_that_has_waited_is_no_run_of_the_calendar(shard: Shard, org: OrgId) -> None:

@@ -407,6 +407,36 @@ async def test_an_erasure_leaves_nothing_of_a_workflow(flows: Flows, database: D
     assert rows == [(0,)]
 
 
+async def test_an_erasure_takes_many_workflows_and_keys_in_small_steps(
+    flows: Flows, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(erasure, "_HISTORY_ROWS", 2)
+    monkeypatch.setattr(erasure, "_WHOLES", 1)
+    for _ in range(3):
+        await flows.start({"only": []})
+    ((org_id,),) = await database.run(b"SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s", {"org": flows.org})
+    at = {"org_id": org_id}
+    await database.run(
+        b"INSERT INTO windrow.dedup (queue_id, key, job_id, until) "
+        b"SELECT q.queue_id, k::text, gen_random_uuid(), now() FROM windrow.queue q, generate_series(1, 5) k "
+        b"WHERE q.queue_id & 4294967295 = %(org_id)s RETURNING 1",
+        at,
+    )
+    assert await erasure.begin(database, flows.org, erasure=str(uuid4()))
+    (one,) = [found for found in await erasure.unfinished(database) if found.org_id == org_id]
+    left: list[tuple[int, int]] = []
+    is_more = True
+    while is_more:
+        is_more = await erasure.go_on(database, one)
+        (counts,) = await database.run(
+            b"SELECT (SELECT count(*) FROM windrow.workflow w WHERE w.org_id = %(org_id)s), "
+            b"(SELECT count(*) FROM windrow.dedup d WHERE d.queue_id & 4294967295 = %(org_id)s)",
+            at,
+        )
+        left.append(counts)
+    assert list(dict.fromkeys(left)) == [(3, 5), (2, 3), (1, 1), (0, 0)]
+
+
 # ── Races ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

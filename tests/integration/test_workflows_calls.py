@@ -540,6 +540,22 @@ async def test_a_blocked_node_says_whether_it_has_its_signal_already(client: win
     assert await why() == f"node 'approved' of workflow {flow.id} has its signal, and waits for 1 node: 'build'"
 
 
+async def test_a_blocked_node_does_not_say_whether_a_node_of_another_org_has_its_signal(
+    client: windrow.Client, routers: Routers, other_org: OrgId
+) -> None:
+    flow = windrow.Workflow()
+    flow.signal("approved", "ci", after=flow.job("ci", "build"), timeout=timedelta(days=3))
+    started = await client.start(flow)
+    async with windrow.Client(routers.address, org=other_org) as other:
+        # The same id: so the jobs of both orgs have the same ids, too.
+        assert (await other.start(flow)).job_ids == started.job_ids
+        assert await client.signal(flow.id, "approved")
+        (cause,) = (await other.explain_job(started.job_ids["approved"])).causes
+        assert str(cause) == f"node 'approved' of workflow {flow.id} waits for 1 node: 'build'"
+        await other.cancel_workflow(flow.id)
+    await client.cancel_workflow(flow.id)
+
+
 async def test_a_worker_that_waits_for_jobs_ends_a_node_whose_time_is_over(client: windrow.Client) -> None:
     worker = windrow.Worker(client, "ci")
     seen: list[str] = []

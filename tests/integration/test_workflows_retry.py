@@ -167,6 +167,21 @@ async def test_a_job_of_a_retry_does_not_wait_for_nodes_that_wait_for_it_there(c
     assert (await client.get_workflow(retry.id))[0].state is windrow.WorkflowState.SUCCEEDED
 
 
+async def test_jobs_that_would_take_more_memory_than_a_request_are_refused(client: windrow.Client) -> None:
+    flow = windrow.Workflow()
+    flow.job("q", "k", name="first")
+    started = await client.start(flow)
+    (job,) = await client.dequeue("q")
+    for call in range(2):
+        nodes = windrow.Nodes()
+        for number in range(9):
+            nodes.job("large", "k", bytes(1024 * 1024 - 1024), name=f"{call}.{number}")
+        await client.add_nodes(job, nodes)
+    await client.cancel_workflow(started.id)
+    with pytest.raises(windrow.FailedPrecondition, match="would run again have more than 16,777,216 bytes together"):
+        await client.retry_workflow(started.id)
+
+
 async def test_a_job_that_was_redriven_and_is_live_is_refused(client: windrow.Client) -> None:
     started = await failed(client)
     await client.redrive_jobs([started.job_ids["b"]])

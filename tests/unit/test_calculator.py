@@ -148,7 +148,9 @@ async def test_a_retry_that_is_stored_already_is_not_made_once_more(monkeypatch:
 
     async def retried() -> retry_workflow.Retry:
         admin = cast("WorkflowAdmin", workflows)
-        return await retry_of(cast("Fleet", None), admin, BUSY, old, new, trace=None, calculator=calculator)
+        return await retry_of(
+            cast("Fleet", None), admin, BUSY, old, new, trace=None, calculator=calculator, bytes_max=1000
+        )
 
     made = await retried()
     assert made.workflow is not None

@@ -171,8 +171,8 @@ class WorkflowCalls:
         return read_workflow((await self._ask_workflows(lambda stub: stub.ResumeWorkflow, request)).workflow)
 
     async def skip_node(self, workflow_id: str, node: str) -> WorkflowRecord:
-        """Ends a node as if it had succeeded, and cancels its job. Raises NotFound. Raises FailedPrecondition if the
-        node has ended, also if the first try of this call skipped it and its answer was lost."""
+        """Ends a node as if it had succeeded, and cancels its job. Does nothing if it was skipped before. Raises
+        NotFound. Raises FailedPrecondition if the node has ended otherwise."""
         request = workflows_pb2.SkipNodeRequest(org=self.org, id=workflow_id, node=node)
         return read_workflow((await self._ask_workflows(lambda stub: stub.SkipNode, request)).workflow)
 
@@ -195,8 +195,8 @@ class WorkflowCalls:
         that have succeeded or were skipped, and runs the other nodes again. Returns the new workflow.
 
         `new_id`: the id of the new workflow, a UUIDv7, so that the call may be repeated; default: a new one. Raises
-        NotFound. Raises FailedPrecondition if the workflow runs, has succeeded or was retried already, or if a job that
-        is to run again is live, or no longer exists."""
+        NotFound. Raises FailedPrecondition if the workflow runs, has succeeded or was retried already, if a job that is
+        to run again is live, or no longer exists, or if these jobs have more than 16 MiB together."""
         request = workflows_pb2.RetryWorkflowRequest(org=self.org, id=workflow_id, new_id=new_id or uuid7())
         return read_workflow((await self._ask_workflows(lambda stub: stub.RetryWorkflow, request)).workflow)
 

@@ -1,23 +1,42 @@
--- Erases the other rows of an org that is being erased: its schedules, workflows, dedup keys, and ids of dropped jobs.
+-- Erases other rows of an org that is being erased: up to `rows` dedup keys and as many ids of dropped jobs, and up to
+-- `wholes` schedules and as many workflows, with all that belongs to them. Returns how many of all these it erased.
 WITH keys AS (
-    DELETE FROM windrow.dedup d USING windrow.queue q WHERE q.org = chr(127) || %(org_id)s::integer::text AND d.queue_id = q.queue_id
+    DELETE FROM windrow.dedup d
+    WHERE (d.queue_id, d.key) IN (
+        SELECT one.queue_id, one.key
+        FROM windrow.queue q
+        JOIN windrow.dedup one ON one.queue_id = q.queue_id
+        WHERE q.org = chr(127) || %(org_id)s::integer::text
+        LIMIT %(rows)s
+    )
     RETURNING 1
 ), ids AS (
-    DELETE FROM windrow.past_id p WHERE p.org_id = %(org_id)s
+    DELETE FROM windrow.past_id p
+    WHERE (p.tableoid, p.ctid) IN (
+        SELECT one.tableoid, one.ctid FROM windrow.past_id one WHERE one.org_id = %(org_id)s LIMIT %(rows)s
+    )
     RETURNING 1
 ), schedules AS (
-    DELETE FROM windrow.schedule s WHERE s.org_id = %(org_id)s RETURNING s.id
+    DELETE FROM windrow.schedule s
+    WHERE s.id IN (SELECT one.id FROM windrow.schedule one WHERE one.org_id = %(org_id)s LIMIT %(wholes)s)
+    RETURNING s.id
 ), runs AS (
     DELETE FROM windrow.schedule_run r USING schedules s WHERE r.schedule_id = s.id
 ), workflows AS (
-    DELETE FROM windrow.workflow w WHERE w.org_id = %(org_id)s RETURNING w.flow
+    DELETE FROM windrow.workflow w
+    WHERE w.flow IN (SELECT one.flow FROM windrow.workflow one WHERE one.org_id = %(org_id)s LIMIT %(wholes)s)
+    RETURNING w.flow
 ), nodes AS (
     DELETE FROM windrow.workflow_node n USING workflows w WHERE n.flow = w.flow
 ), edges AS (
     DELETE FROM windrow.workflow_edge e USING workflows w WHERE e.flow = w.flow
 ), arrivals AS (
     DELETE FROM windrow.workflow_arrival a WHERE a.org_id = %(org_id)s
+), noted AS (
+    UPDATE windrow.erasure e
+    SET dedup_keys = e.dedup_keys + (SELECT count(*) FROM keys), past_ids = e.past_ids + (SELECT count(*) FROM ids)
+    WHERE e.org_id = %(org_id)s AND e.ended_at IS NULL
 )
-UPDATE windrow.erasure e
-SET dedup_keys = e.dedup_keys + (SELECT count(*) FROM keys), past_ids = e.past_ids + (SELECT count(*) FROM ids)
-WHERE e.org_id = %(org_id)s AND e.ended_at IS NULL
+SELECT
+    (SELECT count(*) FROM keys) + (SELECT count(*) FROM ids) + (SELECT count(*) FROM schedules)
+        + (SELECT count(*) FROM workflows)

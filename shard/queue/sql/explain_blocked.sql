@@ -4,7 +4,9 @@
 -- this shard.
 SELECT
     n.name, n.is_signal,
-    n.is_signal AND EXISTS (SELECT FROM windrow.job j WHERE j.id = n.job_id AND j.checkpoint IS NOT NULL) AS has_signal,
+    n.is_signal AND EXISTS (
+        SELECT FROM windrow.job j WHERE j.id = n.job_id AND {{org_of(j)}} = o.org_id AND j.checkpoint IS NOT NULL
+    ) AS has_signal,
     w.paused_at IS NOT NULL AS paused, open.names[1:10] AS names,
     coalesce(open.count, 0) AS count
 FROM windrow.org o

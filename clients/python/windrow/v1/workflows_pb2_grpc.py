@@ -188,8 +188,8 @@ class WorkflowsServicer:
         """Runs a failed or cancelled workflow once more, as a new workflow. The new workflow has the same nodes, edges and
         callbacks, takes over the nodes that have succeeded or were skipped, and runs the others again. The dead jobs of
         the old workflow are cancelled. If a workflow with the new id is known, returns that one with `duplicate`.
-        FAILED_PRECONDITION if the old one runs, has succeeded or was retried already, or if a job that is to run again is
-        live, or not known any more.
+        FAILED_PRECONDITION if the old one runs, has succeeded or was retried already, if a job that is to run again is
+        live, or not known any more, or if the payloads and attributes of these jobs have more than 16 MiB together.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -87,8 +87,8 @@ class WorkflowsStub:
     """Runs a failed or cancelled workflow once more, as a new workflow. The new workflow has the same nodes, edges and
     callbacks, takes over the nodes that have succeeded or were skipped, and runs the others again. The dead jobs of
     the old workflow are cancelled. If a workflow with the new id is known, returns that one with `duplicate`.
-    FAILED_PRECONDITION if the old one runs, has succeeded or was retried already, or if a job that is to run again is
-    live, or not known any more.
+    FAILED_PRECONDITION if the old one runs, has succeeded or was retried already, if a job that is to run again is
+    live, or not known any more, or if the payloads and attributes of these jobs have more than 16 MiB together.
     """
     ListParents: _grpc.UnaryUnaryMultiCallable[_workflows_pb2.ListParentsRequest, _workflows_pb2.ListParentsResponse]
     """Returns the nodes that a node waited for, with the results of their jobs, a page at a time. A consumer finds the
@@ -142,8 +142,8 @@ class WorkflowsAsyncStub(WorkflowsStub):
     """Runs a failed or cancelled workflow once more, as a new workflow. The new workflow has the same nodes, edges and
     callbacks, takes over the nodes that have succeeded or were skipped, and runs the others again. The dead jobs of
     the old workflow are cancelled. If a workflow with the new id is known, returns that one with `duplicate`.
-    FAILED_PRECONDITION if the old one runs, has succeeded or was retried already, or if a job that is to run again is
-    live, or not known any more.
+    FAILED_PRECONDITION if the old one runs, has succeeded or was retried already, if a job that is to run again is
+    live, or not known any more, or if the payloads and attributes of these jobs have more than 16 MiB together.
     """
     ListParents: _aio.UnaryUnaryMultiCallable[_workflows_pb2.ListParentsRequest, _workflows_pb2.ListParentsResponse]  # type: ignore[assignment]
     """Returns the nodes that a node waited for, with the results of their jobs, a page at a time. A consumer finds the
@@ -260,8 +260,8 @@ class WorkflowsServicer(metaclass=_abc_1.ABCMeta):
         """Runs a failed or cancelled workflow once more, as a new workflow. The new workflow has the same nodes, edges and
         callbacks, takes over the nodes that have succeeded or were skipped, and runs the others again. The dead jobs of
         the old workflow are cancelled. If a workflow with the new id is known, returns that one with `duplicate`.
-        FAILED_PRECONDITION if the old one runs, has succeeded or was retried already, or if a job that is to run again is
-        live, or not known any more.
+        FAILED_PRECONDITION if the old one runs, has succeeded or was retried already, if a job that is to run again is
+        live, or not known any more, or if the payloads and attributes of these jobs have more than 16 MiB together.
         """
 
     @_abc_1.abstractmethod
