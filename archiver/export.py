@@ -9,17 +9,17 @@ manifest names do not count.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import NamedTuple
 
 from archiver import parquet
-from archiver.errors import Damaged, ExportFailed, NoSuchFile
+from archiver.errors import Damaged, ExportFailed, FilesFailed, NoSuchFile
 from archiver.export_location import ExportLocation
 from archiver.object_store import FileInfo, Files
 from archiver.parquet import MANIFEST, Batch, Manifest, Reader, Writer, Written
@@ -299,7 +299,7 @@ async def _compare(files: Files, path: str, source: Source) -> None:
 
 
 async def _table(database: Database, day: Day, orgs: list[OrgDay], stop: asyncio.Event) -> AsyncGenerator[Batch]:
-    async with aclosing(export_reader.pages(database, day, orgs)) as pages:
+    async with contextlib.aclosing(export_reader.pages(database, day, orgs)) as pages:
         async for page in pages:
             if stop.is_set():
                 raise Stopped
@@ -376,8 +376,10 @@ def _data_files(files: Files, folder: str) -> set[str]:
 
 
 def _delete(files: Files, paths: Iterable[str]) -> None:
+    """Deletes files that do not count. A file that cannot be deleted stays: `windrow archive verify` names it."""
     for path in sorted(paths):
-        files.delete(path)
+        with contextlib.suppress(FilesFailed):
+            files.delete(path)
 
 
 def _holds(files: Files, path: str, org: OrgId) -> bool:

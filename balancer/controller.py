@@ -32,9 +32,9 @@ _POLL_S = 3.0
 # Upper bound for moves that have begun and not ended. Most of them only wait for leases to end; the moves that work are
 # fewer than the shards.
 _OPEN_MAX = 16
-# Upper bounds for one move of several slots. Producers of its slots wait while its queues and workflows are copied: some
-# 60 µs for each queue, and 0.1 ms for each node. To count these, the first read takes _SLOTS_FIRST slots, and each further read
-# doubles the number of slots.
+# Upper bounds for one move of several slots. Producers of its slots wait while its queues and workflows are copied:
+# some 60 µs for each queue, and 0.1 ms for each node. To count these, the first read takes _SLOTS_FIRST slots, and each
+# further read doubles the number of slots.
 _SLOTS_MAX = 1024
 _QUEUES_MAX = 5000
 _NODES_MAX = 10_000

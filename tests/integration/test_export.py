@@ -443,13 +443,22 @@ async def test_what_a_killed_process_had_begun_to_write_is_no_file_and_goes(
 
 
 async def test_what_an_interrupted_export_has_left_beside_a_good_one_goes(
-    fresh_database: Database, org: OrgId, files: Files, place: Path
+    fresh_database: Database, org: OrgId, files: Files, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     day = await make_cold_day(fresh_database, org)
     exported = await run_export(files, fresh_database, day)
     # For example, the file of an earlier manifest: the archiver was killed before it deleted the file.
     left = f"{parquet.folder_of(SHARD, 30, day.first)}/jobs-cafecafe.parquet"
     files.write(left, data_files(place)[0].read_bytes())
+
+    def forbidden(_: str) -> None:
+        raise FilesFailed("403")
+
+    with monkeypatch.context() as patch:
+        # The day can be dropped nevertheless.
+        patch.setattr(files, "delete", forbidden)
+        assert not (await run_export(files, fresh_database, day)).written
+    assert len(data_files(place)) == 2
     assert not (await run_export(files, fresh_database, day)).written
     assert [str(path) for path in data_files(place)] == [exported.file]
 
