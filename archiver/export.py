@@ -9,20 +9,21 @@ manifest names do not count.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import NamedTuple
 
 from archiver import parquet
-from archiver.errors import Damaged, ExportFailed, NoSuchFile
+from archiver.errors import Damaged, ExportFailed, FilesFailed, NoSuchFile
 from archiver.export_location import ExportLocation
 from archiver.object_store import FileInfo, Files
 from archiver.parquet import MANIFEST, Batch, Manifest, Reader, Writer, Written
+from shard.errors import ShardUnavailable
 from shard.history import export_reader
 from shard.history.days import Day
 from shard.history.export_reader import ColdJob, OrgDay
@@ -33,6 +34,8 @@ from shard.vocabulary import OrgId, ShardName
 _MERGED_ROWS = 5_000
 
 Source = Callable[[], AsyncIterator[Batch]]
+# LeaderSession.lead (shard/postgres/leader_lock.py).
+Lead = Callable[[], Awaitable[bool]]
 
 
 class Stopped(Exception):
@@ -78,12 +81,14 @@ async def open_files(location: ExportLocation) -> Files:
     return await asyncio.to_thread(Files, location, make=True)
 
 
-async def export_day(files: Files, database: Database, day: Day, *, cluster: str, stop: asyncio.Event) -> Exported:
-    """Makes sure that a cold day is exported, and that its file was read back after this call began. Raises
-    ExportFailed, Stopped, ShardUnavailable."""
+async def export_day(
+    files: Files, database: Database, day: Day, *, cluster: str, lead: Lead, stop: asyncio.Event
+) -> Exported:
+    """Makes sure that a cold day is exported, and that its file was read back after this call began. `lead` raises
+    ShardUnavailable if another archiver may lead. Raises ExportFailed, Stopped, ShardUnavailable."""
     began_s = time.monotonic()
     try:
-        manifest, written = await _exported(files, database, day, cluster=cluster, stop=stop)
+        manifest, written = await _exported(files, database, day, cluster=cluster, lead=lead, stop=stop)
     except parquet.pa.ArrowException as error:
         raise ExportFailed(f"{day.name}: {' '.join(str(error).split())}") from error  # pyrefly: ignore[unknown-argument-type]
     return Exported(
@@ -97,9 +102,11 @@ async def export_day(files: Files, database: Database, day: Day, *, cluster: str
 
 
 async def _exported(
-    files: Files, database: Database, day: Day, *, cluster: str, stop: asyncio.Event
+    files: Files, database: Database, day: Day, *, cluster: str, lead: Lead, stop: asyncio.Event
 ) -> tuple[Manifest, bool]:
     folder = parquet.folder_of(database.name, day.retention, day.first)
+    # Files of earlier exports. A file that appears later is another archiver's, so this export never deletes it.
+    earlier = await asyncio.to_thread(_data_files, files, folder)
     orgs = await export_reader.count(database, day)
     counts = {org.org: org.jobs for org in orgs}
     existing = await asyncio.to_thread(_manifest, files, folder)
@@ -121,6 +128,7 @@ async def _exported(
             except Damaged as error:
                 trouble = f"{error}; it was written again, and the next pass drops the day"
             else:
+                await asyncio.to_thread(_delete, files, earlier - {existing.path})
                 return existing, False
         else:
             # The file and the table have different rows. The clock may have gone back, so that a dropped day has jobs
@@ -147,8 +155,15 @@ async def _exported(
     if any(manifest.rows_by_org.get(org, 0) < jobs for org, jobs in counts.items()):
         await asyncio.to_thread(files.delete, path)
         raise ExportFailed(f"{day.name} changed while it was exported; the next pass exports it again")
+    try:
+        # Writing the file may have taken hours. If another archiver leads now, it may have exported and dropped the
+        # day. The manifest that it wrote must stay, because it names the only copy of the day's jobs.
+        await lead()
+    except ShardUnavailable:
+        await asyncio.to_thread(files.delete, path)
+        raise
     await asyncio.to_thread(parquet.write_manifest, files, manifest)
-    await asyncio.to_thread(_delete_other_files, files, folder, manifest.file)
+    await asyncio.to_thread(_delete, files, earlier)
     if trouble:
         raise Damaged(trouble)
     return manifest, True
@@ -284,7 +299,7 @@ async def _compare(files: Files, path: str, source: Source) -> None:
 
 
 async def _table(database: Database, day: Day, orgs: list[OrgDay], stop: asyncio.Event) -> AsyncGenerator[Batch]:
-    async with aclosing(export_reader.pages(database, day, orgs)) as pages:
+    async with contextlib.aclosing(export_reader.pages(database, day, orgs)) as pages:
         async for page in pages:
             if stop.is_set():
                 raise Stopped
@@ -356,11 +371,15 @@ def shards_in(files: Files) -> set[ShardName]:
     return {parquet.shard_of(folder) for folder in _folders(files, None)}
 
 
-def _delete_other_files(files: Files, folder: str, keep: str) -> None:
-    """Deletes files that an earlier manifest named, or that an interrupted export left."""
-    for found in files.list(folder):
-        if found.path.endswith(".parquet") and found.path != f"{folder}/{keep}":
-            files.delete(found.path)
+def _data_files(files: Files, folder: str) -> set[str]:
+    return {found.path for found in files.list(folder) if found.path.endswith(".parquet")}
+
+
+def _delete(files: Files, paths: Iterable[str]) -> None:
+    """Deletes files that do not count. A file that cannot be deleted stays: `windrow archive verify` names it."""
+    for path in sorted(paths):
+        with contextlib.suppress(FilesFailed):
+            files.delete(path)
 
 
 def _holds(files: Files, path: str, org: OrgId) -> bool:

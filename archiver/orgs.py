@@ -24,7 +24,7 @@ from shard.placement import catalog as catalogs
 from shard.placement import identity
 from shard.placement.cluster_file import Cluster, ShardEntry
 from shard.postgres import partitions
-from shard.postgres.leader_lock import ARCHIVER, leader_session
+from shard.postgres.leader_lock import ARCHIVER, LeaderSession, leader_session
 from shard.postgres.pool import Database
 from shard.vocabulary import CATALOG, OrgId, ShardName
 
@@ -62,7 +62,6 @@ async def change(
     changed."""
     async with opened(CATALOG, cluster.catalog_dsn) as catalog:
         await catalogs.find(catalog, cluster=cluster.name, shards=[entry.name for entry in cluster.shards])
-        policy = await decide(catalog)
 
         async def copy(entry: ShardEntry) -> ShardError | None:
             if not entry.state.takes_changes:
@@ -74,6 +73,10 @@ async def change(
                 return error
             return None
 
+        # If the catalog was restored from a backup, the shards know newer policies. The catalog takes these over before
+        # it gets a version that is newer still.
+        await asyncio.gather(*map(copy, cluster.shards))
+        policy = await decide(catalog)
         errors = await asyncio.gather(*map(copy, cluster.shards))
     behind = zip(cluster.shards, errors, strict=True)
     return policy, {entry.name: error for entry, error in behind if error is not None}
@@ -125,6 +128,8 @@ async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None], era
     erasure_ids = {erasure_id}
     files: list[Erased] = []
     async with _every(cluster) as (catalog, shards):
+        # An erasure that is refused changes nothing, so look before the org's settings are deleted.
+        await _wait_for_rest(catalog, org)
         # Delete the policy first, so that the copies on the shards are made from a catalog without it.
         await org_policies.delete(catalog, org)
         await limits.forget_org(catalog, org)
@@ -136,12 +141,14 @@ async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None], era
         if await _begin(catalog, shards, org, erasure_id):
             say(f"org {org} does not exist any more; its data is being erased ({erasure_id})")
         for name, database in shards.items():
-            async with _without_archiver(cluster, name):
+            async with _without_archiver(cluster, name) as session:
                 for unfinished in await erasure.unfinished(database):
                     erasure_ids.add(unfinished.id)
                     while await erasure.go_on(database, unfinished):
                         pass
                 if exports is not None:
+                    # Erasing the tables may have taken hours. Check that no archiver may be exporting now.
+                    await session.lead()
                     # Erase the exports after the tables, so that the org's jobs are not exported again.
                     files += await exports.erase(name, org)
             say(f"shard {name}: nothing is left")
@@ -181,6 +188,17 @@ async def _exports(cluster: Cluster) -> _Exports | None:
     except ModuleNotFoundError as error:
         raise NotInstalled(error.name) from error
     return _Exports(await open_files(location))
+
+
+async def _wait_for_rest(catalog: Database, org: OrgId) -> None:
+    """Waits for a moment until the org lives on one shard. Raises OrgMoves."""
+    for tries_left in reversed(range(_BEGIN_TRIES)):
+        reads = (await catalogs.read(catalog)).placement(org).reads
+        if len(reads) == 1:
+            return
+        if not tries_left:
+            raise OrgMoves(org, reads)
+        await asyncio.sleep(_BEGIN_PAUSE_S)
 
 
 async def _begin(catalog: Database, shards: Mapping[ShardName, Database], org: OrgId, erasure_id: str) -> bool:
@@ -243,9 +261,9 @@ async def _every(cluster: Cluster) -> AsyncGenerator[tuple[Database, dict[ShardN
 
 
 @contextlib.asynccontextmanager
-async def _without_archiver(cluster: Cluster, name: ShardName) -> AsyncGenerator[None]:
-    """Keeps archivers away from the shard while the block runs. Raises AnotherArchives if a pass does not end in
-    time."""
+async def _without_archiver(cluster: Cluster, name: ShardName) -> AsyncGenerator[LeaderSession]:
+    """Keeps archivers away from the shard while the block runs, unless the session is lost. Raises AnotherArchives if a
+    pass does not end in time."""
     entry = next(entry for entry in cluster.shards if entry.name == name)
     async with leader_session(entry.dsn, cluster.digest, role=ARCHIVER, shard=name) as session:
         give_up_s = asyncio.get_running_loop().time() + _LEAD_S_MAX
@@ -254,4 +272,4 @@ async def _without_archiver(cluster: Cluster, name: ShardName) -> AsyncGenerator
                 who = await session.leader() or "it has just ended"
                 raise AnotherArchives(f"shard {name!r}: an archiver is at work: {who}")
             await asyncio.sleep(_LEAD_PAUSE_S)
-        yield
+        yield session

@@ -203,7 +203,9 @@ async def _export(
     from archiver import export
 
     try:
-        exported = await export.export_day(files, database, day, cluster=exports.cluster, stop=stop)
+        exported = await export.export_day(
+            files, database, day, cluster=exports.cluster, lead=exports.session.lead, stop=stop
+        )
     except export.Stopped:
         return None
     if exported.written and exported.jobs:

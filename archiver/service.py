@@ -43,7 +43,9 @@ async def archive(
     )
     try:
         while not stop.is_set():
-            wait_s = (settings_of(cluster).schedule.after(last) - datetime.now(UTC)).total_seconds()
+            now = datetime.now(UTC)
+            # The machine's clock may have been set back since `last`.
+            wait_s = (settings_of(cluster).schedule.after(min(last, now)) - now).total_seconds()
             await asyncio.wait({following, stopped}, timeout=max(0.0, wait_s), return_when=asyncio.FIRST_COMPLETED)
             if following.done():
                 cluster = following.result()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -31,10 +32,12 @@ _POLL_S = 3.0
 # Upper bound for moves that have begun and not ended. Most of them only wait for leases to end; the moves that work are
 # fewer than the shards.
 _OPEN_MAX = 16
-# Upper bounds for one move. Producers of its slots wait while its queues are copied: some 60 µs for each queue. To
-# count queues, the first read takes _SLOTS_FIRST slots, and each further read doubles the number of slots.
+# Upper bounds for one move of several slots. Producers of its slots wait while its queues and workflows are copied:
+# some 60 µs for each queue, and 0.1 ms for each node. To count these, the first read takes _SLOTS_FIRST slots, and each
+# further read doubles the number of slots.
 _SLOTS_MAX = 1024
 _QUEUES_MAX = 5000
+_NODES_MAX = 10_000
 _SLOTS_FIRST = 16
 # Time before a failed move is tried again. It doubles each time if the move is switched. Before the switch it stays the
 # same, because then perhaps nobody takes jobs of the slots.
@@ -215,15 +218,19 @@ class Controller:
         return True
 
     async def _first_slots(self, transfer: Transfer) -> Sequence[Slot]:
-        """Returns the first slots of the transfer: as many as one move may take."""
+        """Returns the first slots of the transfer: as many as one move may take, and at least one."""
         source = self._shards.databases[transfer.source]
-        count, queues = 0, 0
+        count, queues, nodes = 0, 0, 0
         while count < min(len(transfer.slots), _SLOTS_MAX):
             more = transfer.slots[count : 2 * count or _SLOTS_FIRST]
-            queues += len(await move_steps.read_queues(source, more))
-            if count and queues > _QUEUES_MAX:
-                break
-            count += len(more)
+            queues_of = Counter(row.slot for row in await move_steps.read_queues(source, more))
+            nodes_of = await move_steps.count_nodes(source, more)
+            for slot in more:
+                queues += queues_of[slot]
+                nodes += nodes_of.get(slot, 0)
+                if count and (queues > _QUEUES_MAX or nodes > _NODES_MAX):
+                    return transfer.slots[:count]
+                count += 1
         return transfer.slots[:count]
 
     def _start(self, group: asyncio.TaskGroup, move: Move) -> None:

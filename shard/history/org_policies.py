@@ -131,7 +131,7 @@ async def _restore_from_shard(catalog: Database, shard: Database, version: int) 
     """Copies this shard's policies to the catalog, unless the catalog has newer policies by now."""
     found = await shard.run(statements.READ_APPLIED_POLICIES, {})
     applied = [Policy(org, retention, None, held) for org, retention, held in found]
-    async with _change(catalog) as connection:
+    async with _locked(catalog) as connection:
         rows = await connection.run(statements.READ_POLICIES, {})
         if rows[0][0] >= version:
             return
@@ -141,6 +141,8 @@ async def _restore_from_shard(catalog: Database, shard: Database, version: int) 
         for policy in applied:
             reason = policy.held_for and (known.get(policy.org, policy).held_for or policy.held_for)
             await _write(connection, policy._replace(held_for=reason))
+        # No newer version than the shard's: another shard may have newer policies than this one.
+        await connection.run(statements.SET_POLICIES_VERSION, {"version": version})
         _log.warning(
             "the catalog's org policies were older than those of shard %r, as after a restore: copied the policies of "
             "%d org(s) from the shard",
@@ -163,10 +165,16 @@ def _retentions(policies: Sequence[Policy]) -> str:
 
 @contextlib.asynccontextmanager
 async def _change(catalog: Database) -> AsyncGenerator[Connection]:
+    async with _locked(catalog) as connection:
+        yield connection
+        await connection.run(statements.RAISE_POLICIES, {})
+
+
+@contextlib.asynccontextmanager
+async def _locked(catalog: Database) -> AsyncGenerator[Connection]:
     async with catalog.transaction() as connection:
         await connection.execute(postgres_statements.LOCK_EXCLUSIVE, {"lock": _CHANGES_LOCK})
         yield connection
-        await connection.run(statements.RAISE_POLICIES, {})
 
 
 async def _read(catalog: Database) -> tuple[int, list[Policy]]:

@@ -146,6 +146,11 @@ async def read_queues(database: Database, slots: Sequence[Slot]) -> list[QueueOf
     return [QueueOfSlot._make([*row[:5], QueueSettings.from_row(row[5:])]) for row in rows]
 
 
+async def count_nodes(database: Database, slots: Sequence[Slot]) -> dict[Slot, int]:
+    """Returns how many nodes the workflows of each of these slots have. Leaves out slots without workflows."""
+    return dict(await database.run(statements.COUNT_NODES, {"slots": arrays.numbers(slots)}))
+
+
 async def read_buckets(database: Database, slots: Sequence[Slot]) -> list[BucketOfSlot]:
     """Returns the buckets of the orgs of these slots, as they are now."""
     rows = await database.run(statements.READ_BUCKETS, {"slots": arrays.numbers(slots)})

@@ -47,6 +47,7 @@ READ_MARK = _load("read_mark")
 
 READ_SLOTS = _load("read_slots")
 READ_QUEUES = _load("read_queues")
+COUNT_NODES = _load("count_nodes")
 FIND_UNADOPTED = _load("find_unadopted")
 LOCK_QUEUES = _load("lock_queues")
 LOCK_SLOTS = _load("lock_slots")

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import AsyncGenerator, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 
 import grpc
@@ -31,7 +31,7 @@ from shard.vocabulary import OrgId, ShardName
 from tests.balancers import Field, open_field, until
 from tests.jobs import lease_jobs, some_jobs
 from tests.postgres import Server
-from tests.routers import CHECKOUT
+from tests.routers import CHECKOUT, PATIENCE_S
 from tests.timemachine import SetClock, age_finished
 
 A, B = ShardName("s1"), ShardName("s2")
@@ -130,6 +130,37 @@ async def test_it_passes_on_schedule_by_the_file_as_it_is_and_keeps_the_one_befo
         await running
     (books,) = [found for found in await QueueAdmin(field.databases[A]).check() if found.org == org]
     assert (books.archived, books.balanced) == (2, True)
+
+
+async def test_a_clock_that_is_set_back_during_a_pass_does_not_put_off_the_next_one(
+    field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead = timedelta(days=30)
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+            return datetime.now(tz) + ahead
+
+    monkeypatch.setattr(service, "datetime", Clock)
+    passes, twice = 0, asyncio.Event()
+
+    def count(_: ShardName, __: Pass | Exception) -> None:
+        nonlocal ahead, passes
+        ahead = timedelta()
+        passes += 1
+        if passes == 2:
+            twice.set()
+
+    cluster = field.write("[archiver]\nschedule = '1s'\n", s1={})
+    stop = asyncio.Event()
+    running = asyncio.create_task(service.archive(WatchedFile(field.config), cluster, stop=stop, listener=count))
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await twice.wait()
+    finally:
+        stop.set()
+        await running
 
 
 async def test_a_directory_that_no_export_can_be_written_to_is_reported_at_the_start(

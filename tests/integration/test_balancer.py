@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from balancer.service import AnotherLeads
 from balancer.service import balance_once as balance_until
 from proof.proxy import Proxy, open_proxy_before, through
 from shard.errors import Misconfigured, ShardUnavailable
-from shard.placement import pins
+from shard.placement import move_steps, pins
 from shard.placement.catalog import Move
 from shard.placement.cluster_file import Cluster
 from shard.placement.pins import OnShard
@@ -27,7 +28,7 @@ from shard.placement.slots import SLOTS, slot_of
 from shard.postgres import schema
 from shard.postgres.leader_lock import leader_session
 from shard.queue.store import Store
-from shard.vocabulary import OrgId, ShardName
+from shard.vocabulary import OrgId, ShardName, Slot
 from tests import timemachine
 from tests.balancers import Field, balanced, balancer_process, open_field, until
 from tests.jobs import HOUR_US, lease_jobs
@@ -93,6 +94,36 @@ async def test_shards_are_filled_by_weight_and_emptied_again(field: Field, log: 
     assert [record.message for record in log.records if record.name.startswith("balancer")] == [
         f"leads, with cluster file {field.cluster.digest}"
     ]
+
+
+async def test_slots_with_many_nodes_of_workflows_move_a_few_at_a_time(
+    field: Field, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("balancer.controller._NODES_MAX", 25)
+    field.write(s1={})
+    stored = await field.enqueue(20, among=PART)
+    await field.databases[A].run(
+        b"""
+        WITH flow AS (
+            INSERT INTO windrow.workflow (org_id, id, name, digest, nodes, state, ended_at)
+            SELECT o.org_id, gen_random_uuid(), 'nightly', '', n.nodes, 'succeeded', now()
+            FROM windrow.org o CROSS JOIN (VALUES (3), (7)) AS n (nodes)
+            RETURNING flow, nodes
+        )
+        INSERT INTO windrow.workflow_node (flow, node, name, job_id, state, ended_at)
+        SELECT flow.flow, n.node, n.node::text, gen_random_uuid(), 'succeeded', now()
+        FROM flow CROSS JOIN LATERAL generate_series(0, flow.nodes - 1) AS n (node)
+        """,
+        {},
+    )
+    slots = sorted({slot_of(org) for org in stored})
+    assert await move_steps.count_nodes(field.databases[A], [Slot(slots[0]), Slot(0)]) == {slots[0]: 10}
+    assert await balance_once(field.write(s1=BUT_A_PART, s2={})) == {}
+    assert await field.slots() == {"s1": LEFT, "s2": len(PART)}
+    known = await field.known()
+    # Two slots with workflows in each move.
+    assert max(Counter(known.slots[slot].epoch for slot in slots).values()) == 2
+    await field.assert_all_there(stored)
 
 
 async def test_a_shard_that_is_added_while_it_runs_is_filled(field: Field, log: Log) -> None:

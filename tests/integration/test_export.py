@@ -32,6 +32,7 @@ from archiver.export_search import ExportFilter, find
 from archiver.object_store import Files
 from archiver.run import Pass
 from shard.admin.queue_admin import QueueAdmin
+from shard.errors import ShardUnavailable
 from shard.history import erasure, export_reader
 from shard.history.days import Day, NotExported, days_over, days_past, drop, turn_cold
 from shard.postgres import partitions
@@ -128,8 +129,12 @@ async def once(field: Field) -> Pass:
     return outcome
 
 
+async def leads() -> bool:
+    return True
+
+
 async def run_export(files: Files, database: Database, day: Day, *, cluster: str = CLUSTER) -> export.Exported:
-    return await export.export_day(files, database, day, cluster=cluster, stop=STOP)
+    return await export.export_day(files, database, day, cluster=cluster, lead=leads, stop=STOP)
 
 
 def manifests(place: Path) -> list[dict[str, Any]]:
@@ -437,13 +442,64 @@ async def test_what_a_killed_process_had_begun_to_write_is_no_file_and_goes(
     assert [path.name.endswith(".parquet") for path in data_files(place)] == [True]
 
 
+async def test_what_an_interrupted_export_has_left_beside_a_good_one_goes(
+    fresh_database: Database, org: OrgId, files: Files, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    day = await make_cold_day(fresh_database, org)
+    exported = await run_export(files, fresh_database, day)
+    # For example, the file of an earlier manifest: the archiver was killed before it deleted the file.
+    left = f"{parquet.folder_of(SHARD, 30, day.first)}/jobs-cafecafe.parquet"
+    files.write(left, data_files(place)[0].read_bytes())
+
+    def forbidden(_: str) -> None:
+        raise FilesFailed("403")
+
+    with monkeypatch.context() as patch:
+        # The day can be dropped nevertheless.
+        patch.setattr(files, "delete", forbidden)
+        assert not (await run_export(files, fresh_database, day)).written
+    assert len(data_files(place)) == 2
+    assert not (await run_export(files, fresh_database, day)).written
+    assert [str(path) for path in data_files(place)] == [exported.file]
+
+
 async def test_an_export_that_is_stopped_leaves_no_file(field: Field, org: OrgId, place: Path, files: Files) -> None:
     day = await make_cold_day(field.databases[A], org)
     stop = asyncio.Event()
     stop.set()
     with pytest.raises(export.Stopped):
-        await export.export_day(files, field.databases[A], day, cluster=CLUSTER, stop=stop)
+        await export.export_day(files, field.databases[A], day, cluster=CLUSTER, lead=leads, stop=stop)
     assert (data_files(place), manifests(place)) == ([], [])
+
+
+async def test_an_archiver_that_stalls_and_is_replaced_does_not_touch_the_export_of_the_next_one(
+    field: Field, org: OrgId, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    field.write(f"[archiver]\nexport = '{place}'\n", s1={})
+    await make_cold_day(field.databases[A], org)
+    stalled, goes_on = asyncio.Event(), asyncio.Event()
+    write = export._write  # pyright: ignore[reportPrivateUsage]
+
+    async def stall_once(*arguments: Any) -> parquet.Written:
+        written = await write(*arguments)
+        if not stalled.is_set():
+            stalled.set()
+            await goes_on.wait()
+        return written
+
+    monkeypatch.setattr(export, "_write", stall_once)
+    first = asyncio.create_task(service.archive_once(field.cluster, stop=asyncio.Event()))
+    await stalled.wait()
+    # Its session is lost, as in a failover. The next archiver exports the day and drops it.
+    assert await field.databases[A].run(
+        b"SELECT pg_terminate_backend(pid, 10000) FROM pg_locks WHERE locktype = 'advisory' AND granted", {}
+    ) == [(True,)]
+    assert [aged.jobs for aged in (await once(field)).dropped] == [2]
+    goes_on.set()
+    assert isinstance((await first)[A], ShardUnavailable)
+    files = Files(ExportLocation.parse(str(place)))
+    assert [one.trouble for one in export.check_all(files)] == [""]
+    assert len(list(find(files, ExportFilter(org=org)))) == 2
 
 
 # ── Erasing, looking up, checking ────────────────────────────────────────────────────────────────────────────────────

@@ -16,6 +16,7 @@ from pyarrow import parquet  # type: ignore[import-untyped]
 
 from archiver import orgs, service
 from archiver.run import Pass
+from shard.admin import weights
 from shard.admin.queue_admin import QueueAdmin
 from shard.errors import LegallyHeld, NotHeld, OrgMoves, ShardUnavailable, TooManyRetentions
 from shard.history import erasure, org_policies, retention_change
@@ -77,6 +78,18 @@ async def hold(field: Field, org: OrgId) -> None:
 async def release(field: Field, org: OrgId) -> None:
     _, behind = await orgs.change(field.cluster, lambda catalog: org_policies.release(catalog, org))
     assert behind == {}
+
+
+async def version(field: Field) -> int:
+    """Returns the version of the catalog's policies."""
+    ((changed,),) = await field.catalog.run(b"SELECT changed FROM windrow.policies", {})
+    return int(changed)
+
+
+async def restore_catalog(field: Field, *, version: int) -> None:
+    """Restores the catalog from a backup of a time when no org had a policy."""
+    await field.catalog.run(b"DELETE FROM windrow.policy", {})
+    await field.catalog.run(b"UPDATE windrow.policies SET changed = %(version)s", {"version": version})
 
 
 async def retentions(database: Database, org: OrgId) -> list[tuple[str, int]]:
@@ -153,10 +166,11 @@ async def test_an_older_copy_never_overwrites_a_newer_one(field: Field, org: Org
     await org_policies.copy(field.databases[B], field.databases[A])
     assert await field.databases[A].run(b"SELECT FROM windrow.org WHERE org = %(org)s AND held", {"org": org})
     # A restored catalog still gives higher numbers as soon as something is changed.
-    await field.catalog.run(b"UPDATE windrow.policies SET changed = 1", {})
-    await field.catalog.run(b"DELETE FROM windrow.policy", {})
+    await restore_catalog(field, version=1)
     await keep(field, other_org, 7)
-    assert await field.catalog.run(b"SELECT FROM windrow.org WHERE held", {}) == []
+    assert await field.catalog.run(b"SELECT retention FROM windrow.org WHERE org = %(org)s", {"org": other_org}) == [
+        (7,)
+    ]
 
 
 async def test_what_has_finished_is_kept_as_its_queues_say_now_by_command_hot_or_cold(
@@ -308,16 +322,44 @@ async def test_a_hold_that_is_put_at_the_last_moment_before_a_day_is_dropped_hol
 async def test_holds_that_a_restored_catalog_does_not_know_are_taken_over_from_the_shards(
     field: Field, org: OrgId, other_org: OrgId
 ) -> None:
-    before = await field.catalog.run(b"SELECT changed FROM windrow.policies", {})
+    before = await version(field)
     await hold(field, org)
-    await field.catalog.run(b"DELETE FROM windrow.policy", {})
-    await field.catalog.run(
-        b"UPDATE windrow.policies SET changed = %(version)s, copied = %(version)s", {"version": before[0][0]}
-    )
+    await restore_catalog(field, version=before)
+    await field.catalog.run(b"UPDATE windrow.policies SET copied = changed", {})
     await pass_once(field, B)
     (told,) = await orgs.read(field.cluster)
     assert (told.org, told.held_for) == (org, "held before the catalog was restored")
     await keep(field, other_org, 7)
+    for database in field.databases.values():
+        assert await database.run(b"SELECT FROM windrow.org WHERE org = %(org)s AND held", {"org": org})
+
+
+async def test_a_change_after_the_catalog_was_restored_ends_no_hold_that_the_shards_know(
+    field: Field, org: OrgId, other_org: OrgId
+) -> None:
+    before = await version(field)
+    await hold(field, org)
+    await restore_catalog(field, version=before)
+    await keep(field, other_org, 7)
+    assert {policy.org: policy.held_since is not None for policy in await orgs.read(field.cluster)} == {
+        org: True,
+        other_org: False,
+    }
+    for database in field.databases.values():
+        assert await database.run(b"SELECT FROM windrow.org WHERE org = %(org)s AND held", {"org": org})
+
+
+async def test_a_restored_catalog_gets_its_policies_from_the_shard_that_has_the_newest(
+    field: Field, org: OrgId, other_org: OrgId
+) -> None:
+    before = await version(field)
+    await keep(field, other_org, 7)
+    # One shard is away when the org is put under legal hold.
+    await org_policies.hold(field.catalog, org, reason="case 7")
+    await org_policies.copy(field.catalog, field.databases[B])
+    await restore_catalog(field, version=before)
+    for shard in (A, B, A):
+        await org_policies.copy(field.catalog, field.databases[shard])
     for database in field.databases.values():
         assert await database.run(b"SELECT FROM windrow.org WHERE org = %(org)s AND held", {"org": org})
 
@@ -726,10 +768,43 @@ async def test_an_org_under_legal_hold_or_on_its_way_is_not_erased(
     with pytest.raises(LegallyHeld):
         await erasure.begin(field.databases[A], org, erasure="0198c0de-0000-7000-8000-000000000002")
     await release(field, org)
+    await keep(field, org, 7)
+    await weights.set_weight(field.catalog, org, 2.0)
     await field.begin(A, B, [slot_of(org)])
     with pytest.raises(OrgMoves, match="from shard 's1' to 's2'"):
         await orgs.erase(field.cluster, org, say=print)
     assert await field.count_jobs(A) == 1
+    # The org goes on as it was.
+    assert await orgs.read(field.cluster) == [org_policies.Policy(org, 7)]
+    assert (await weights.read(field.catalog)).of == {org: 2.0}
+
+
+async def test_an_erasure_that_does_not_keep_archivers_away_any_more_leaves_the_exports_alone(
+    field: Field, org: OrgId, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "exports"
+    field.write(f"[archiver]\nexport = '{place}'\n", s1={})
+    database = field.databases[A]
+    await finish_some(database, org)
+    await age_finished(database, org, days=40)
+    await pass_once(field)
+    await Store(database).enqueue(some_jobs(org, 1))
+    real = erasure.go_on
+
+    async def lose_session(database: Database, unfinished: erasure.Unfinished) -> bool:
+        if not (more := await real(database, unfinished)):
+            await database.run(
+                b"SELECT pg_terminate_backend(pid, 10000) FROM pg_locks WHERE locktype = 'advisory' AND granted", {}
+            )
+        return more
+
+    with monkeypatch.context() as losing:
+        losing.setattr(erasure, "go_on", lose_session)
+        with pytest.raises(ShardUnavailable):
+            await orgs.erase(field.cluster, org, say=print)
+    assert exported(place, org) == 2
+    assert [one.rows for one in (await orgs.erase(field.cluster, org, say=print)).files] == [2]
+    assert exported(place, org) == 0
 
 
 async def test_it_is_refused_while_a_shard_cannot_be_reached_and_nothing_is_erased(field: Field, org: OrgId) -> None:
