@@ -182,9 +182,10 @@ class Calls:
         began = time.monotonic()
         tries = 0
         while True:
-            if self._tokens is not None:
-                token = await self._tokens.metadata()
             spent_s = time.monotonic() - began if tries else 0.0
+            if self._tokens is not None:
+                token = await self._tokens.metadata(within_s=budget_s - spent_s)
+                spent_s = time.monotonic() - began
             wait_left_s = max(0.0, wait_s - spent_s)
             if before_try is not None:
                 before_try(wait_left_s)
@@ -205,7 +206,8 @@ class Calls:
             failure = CallFailure.of(cause)
             if failure.code is StatusCode.UNAUTHENTICATED and not renewed:
                 try:
-                    renewed = await self.renew_token(token)
+                    left_s = budget_s - (time.monotonic() - began)
+                    renewed = self._tokens is not None and await self._tokens.renew(token, within_s=left_s)
                 except Exception as error:
                     none = f"no other token: {type(error).__name__}: {error}"
                     spent_s = time.monotonic() - began
@@ -256,13 +258,14 @@ class Calls:
         task.add_done_callback(self._tasks.discard)
 
     async def token(self) -> Metadata:
-        """Returns the metadata with the token for the next call, if this client has one."""
-        return () if self._tokens is None else await self._tokens.metadata()
+        """Returns the metadata with the token for the next stream, if this client has one. Raises what the function of
+        the token raises. Raises DeadlineExceeded if the function takes longer than a try may."""
+        return () if self._tokens is None else await self._tokens.metadata(within_s=self.try_s)
 
     async def renew_token(self, refused: Metadata) -> bool:
-        """Returns whether there is another token than the refused one: then the call may be made again. Raises what the
-        function of the token raises."""
-        return self._tokens is not None and await self._tokens.renew(refused)
+        """Returns whether there is another token than the refused one: then the stream may be opened again. Raises what
+        token() raises."""
+        return self._tokens is not None and await self._tokens.renew(refused, within_s=self.try_s)
 
     def refusals(self) -> Refusals:
         """Returns a new count of refused tokens, for a caller that tries for ever."""
