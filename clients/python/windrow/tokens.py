@@ -53,8 +53,9 @@ class Tokens:
         assert self._ask is not None
         if self._asking is None:
             self._asking = asyncio.Lock()
+        scope = asyncio.timeout(within_s)
         try:
-            async with asyncio.timeout(within_s) as scope, self._asking:
+            async with scope, self._asking:
                 # Calls that were refused at the same time ask the function only once.
                 if self._metadata == refused:
                     token = self._ask() if _is_async(self._ask) else await _in_thread(self._ask)
