@@ -12,6 +12,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -149,6 +150,8 @@ class Calls:
         self.try_s = try_s
         self._tokens = tokens
         self._tasks: set[asyncio.Task[None]] = set()
+        # Set when the client is closed.
+        self._closing = asyncio.Event()
         # A router has answered, or the log says already that none does.
         self._heard = False
         # A router has answered: the client and the routers are set up for each other.
@@ -201,7 +204,7 @@ class Calls:
                 # Closing a channel cancels its calls; the caller's own cancellation passes through.
                 task = asyncio.current_task()
                 if self.closed and task is not None and not task.cancelling():
-                    raise ClientClosed(f"{verb} at {self.address}: the client was closed meanwhile") from None
+                    raise self._closed_meanwhile(verb) from None
                 raise
             failure = CallFailure.of(cause)
             if failure.code is StatusCode.UNAUTHENTICATED and not renewed:
@@ -235,12 +238,16 @@ class Calls:
                 # timeout.
                 log.warning("no router answers at %s; trying again: %s", self.address, failure.message)
             self._heard = True
-            await asyncio.sleep(pause)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._closing.wait()
+                    raise self._closed_meanwhile(verb)
 
     async def close(self) -> None:
         """Closes the connections, which ends the calls under way. A second close does nothing."""
+        self._closing.set()
         if await self.channels.close() and self._tasks:
-            # Their calls have just been cancelled.
+            # Their calls have just been cancelled, or their pauses have ended.
             await asyncio.wait(self._tasks)
 
     @property
@@ -286,6 +293,9 @@ class Calls:
         if not isinstance(error, Unavailable) or error.reason or (why := await self.channels.tls_fault()) is None:
             return error
         return (Unavailable if self.answered else TlsFailed)(f"Consume at {self.address}: {why}")
+
+    def _closed_meanwhile(self, verb: str) -> ClientClosed:
+        return ClientClosed(f"{verb} at {self.address}: the client was closed meanwhile")
 
     def _error(
         self, verb: str, failure: CallFailure, *, tries: int, spent_s: float, no_retry: str = ""
