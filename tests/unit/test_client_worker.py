@@ -1104,9 +1104,13 @@ async def test_after_the_grace_handlers_are_cancelled_and_released(
     assert "w1: cancelling handlers that did not finish in time: 1" in told
 
 
-@pytest.mark.parametrize("kind", ["one", "many"])
-async def test_a_handler_that_returns_when_the_worker_cancels_it_is_released_and_not_acked(
-    router: FakeRouter, client: Client, kind: str
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize(
+    ("end", "verb"),
+    [(None, "Release"), (ValueError("the connection is busy"), "Release"), (Retry(after=60), "Nack"), (Kill(), "Nack")],
+)
+async def test_a_handler_that_the_worker_cancels_is_neither_acked_nor_failed_unless_it_chooses_so(
+    router: FakeRouter, client: Client, end: Exception | None, verb: str, batch: bool
 ) -> None:
     worker = Worker(client, "q", grace=0)
     started = asyncio.Event()
@@ -1115,6 +1119,8 @@ async def test_a_handler_that_returns_when_the_worker_cancels_it_is_released_and
         started.set()
         with suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
+        if end is not None:
+            raise end
 
     @worker.handler("one")
     async def one(_: Job) -> str:
@@ -1125,13 +1131,17 @@ async def test_a_handler_that_returns_when_the_worker_cancels_it_is_released_and
     async def many(_: Sequence[Job]) -> None:
         await work()
 
-    job = router.give(kind)
+    job = router.give("many" if batch else "one")
     task = asyncio.create_task(worker.run())
     await started.wait()
     worker.stop()
     await stopped(task)
-    assert router.settled("Release") == [job.id]
-    assert not router.acks()
+    assert {each: router.settled(each) for each in ("Ack", "Nack", "Release")} == {
+        "Ack": [],
+        "Nack": [],
+        "Release": [],
+        verb: [job.id],
+    }
 
 
 async def test_a_handler_that_blocks_the_event_loop_is_warned_of(

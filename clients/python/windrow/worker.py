@@ -34,7 +34,7 @@ from windrow.handlers import Handlers, HandlerT, Middleware, Suspended
 from windrow.jobs import Job, LostReason, WorkflowNode, read_leased
 from windrow.leases import Connectivity, HeldLease, Leases, log, named
 from windrow.new_jobs import NewJob
-from windrow.outcomes import DONE, Action, Done, Waits
+from windrow.outcomes import DONE, Action, Waits, is_chosen
 from windrow.payloads import Payload, checked_text, duration, named_seconds
 from windrow.processes import is_handler_process
 from windrow.reports import Report, Reporter
@@ -319,10 +319,11 @@ class Worker:
 
         To shut down, it takes no more jobs and releases the jobs that have not begun. It gives handlers `grace` to
         finish, then cancels them and releases their jobs, and sends the last acks. It also releases the job of a
-        handler that catches its cancellation and returns. It cannot stop a `def` handler: it sets job.lost, lets the
-        lease expire, and returns. The process then ends only when that thread ends, or by a later signal, because the
-        old signal handlers are restored by then. They are restored after the second signal already, so a third one
-        ends a process whose handler does not end when it is cancelled.
+        handler that catches its cancellation and returns, or whose clean-up fails; a Snooze, a Kill or a Retry with a
+        delay counts. It cannot stop a `def` handler: it sets job.lost, lets the lease expire, and returns. The process
+        then ends only when that thread ends, or by a later signal, because the old signal handlers are restored by
+        then. They are restored after the second signal already, so a third one ends a process whose handler does not
+        end when it is cancelled.
 
         Raises a WindrowError that no retry can fix, such as PermissionDenied or RouterTooOld. If this task is
         cancelled, it cancels its handlers and releases their jobs. If a router refuses a token that it has accepted
@@ -611,8 +612,15 @@ class Worker:
             )
         elif isinstance(fate, Waits):
             self._leases.end(held)
-        elif isinstance(fate, Done) and held.task is not None and held.task.cancelling() and self._stops_handlers():
-            # The handler has caught its cancellation and returned: its work may not be done.
+        elif held.task is not None and held.task.cancelling() and self._stops_handlers() and not is_chosen(fate):
+            # The handler has caught its cancellation and returned, so its work may not be done. Or its clean-up has
+            # failed, for example because it used a connection that the cancellation had interrupted.
+            log.warning(
+                "%s: attempt %d of %s was cancelled; its outcome is dropped, and the job is released",
+                self.name,
+                held.job.attempt,
+                named(held.job),
+            )
             self._settlements.give_back(held)
         else:
             self._settlements.settle(held, fate)
