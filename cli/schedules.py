@@ -289,17 +289,30 @@ def delete(
 def trigger(
     org: options.Org,
     name: _Name,
+    request_id: Annotated[
+        str | None,
+        typer.Option(
+            "--request-id",
+            parser=values.request_id,
+            metavar="UUID",
+            help="A UUIDv7, so that the command may be repeated: the same run is then stored once.",
+            show_default="a new one",
+        ),
+    ] = None,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Stores a run now, whatever the overlap policy and a pause say. Prints the id of its job."""
+    """Stores a run now, whatever the overlap policy and a pause say. Prints the id of its job.
+
+    A repeated command with the same --request-id prints the same job, while its run is among the schedule's newest 20.
+    """
     from cli.calls import connect
     from windrow.ids import uuid7
     from windrow.v1 import schedules_pb2
 
     with connect(address, timeout) as router:
-        request = schedules_pb2.TriggerScheduleRequest(org=org, name=name, request_id=uuid7())
+        request = schedules_pb2.TriggerScheduleRequest(org=org, name=name, request_id=request_id or uuid7())
         job_id = router.call(router.schedules.TriggerSchedule, request).job_id
     if as_json:
         output.say_json([{"org": org, "schedule": name, "id": job_id}])

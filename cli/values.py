@@ -170,11 +170,19 @@ def job_ids(values: Iterable[str], *, instead: str = "") -> list[str]:
 
 def workflow_id(text: str) -> str:
     """Parses the id of a workflow. Returns it in canonical lower-case text."""
+    return _uuid7(text, "the id of a workflow")
+
+
+def request_id(text: str) -> str:
+    """Parses the id of a request that may be repeated. Returns it in canonical lower-case text."""
+    return _uuid7(text, "the id of a request")
+
+
+def _uuid7(text: str, what: str) -> str:
     plain = text.strip().lower()
     if not _ID.fullmatch(plain):
         raise typer.BadParameter(
-            f"{text!r} is not the id of a workflow: those are UUIDs of version 7, such as "
-            "019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55"
+            f"{text!r} is not {what}: those are UUIDs of version 7, such as 019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55"
         )
     return plain
 

@@ -1242,6 +1242,11 @@ def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
         (["jobs", "redrive", "a", ID_OF_NONE, "--queue", "q"], 2, "job ids and conditions are both given"),
         (["workflows", "retry", "a", "foo"], 2, "Invalid value for 'ID': 'foo' is not the id of a workflow: those are"),
         (
+            ["schedules", "trigger", "a", "s", "--request-id", "x"],
+            2,
+            "Invalid value for '--request-id': 'x' is not the id of a request",
+        ),
+        (
             ["workflows", "retry", "a", ID_OF_NONE, "--new-id", "x"],
             2,
             "Invalid value for '--new-id': 'x' is not the id",
@@ -1328,6 +1333,16 @@ def test_a_schedule_without_a_time_to_come_is_told_of(windrow: Windrow) -> None:
     # A paused schedule has no next time either, until it is resumed.
     assert windrow("schedules", "pause", "late", "often").err == ""
     assert windrow("schedules", "resume", "late", "often").err == ""
+
+
+def test_a_repeated_trigger_with_its_request_id_stores_one_run(windrow: Windrow) -> None:
+    assert windrow("schedules", "create", "script", "digest", "q", "k", "--every", "1h").code == 0
+    trigger = ["schedules", "trigger", "script", "digest"]
+    first, again = (windrow(*trigger, "--request-id", uuid7().upper()) for _ in range(2))
+    assert (first.code, first.out != again.out) == (0, True)
+    asked = uuid7()
+    assert len({windrow(*trigger, "--request-id", asked).out for _ in range(2)}) == 1
+    assert len(windrow("jobs", "list", "script", "--json").documents) == 3
 
 
 def test_what_other_systems_call_a_command_leads_to_one_that_exists() -> None:

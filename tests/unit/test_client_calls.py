@@ -522,6 +522,24 @@ async def test_orgs_share_connections(router: FakeRouter, client: Client) -> Non
     assert len(set(router.peers)) == 1
 
 
+@pytest.mark.parametrize("shared", [False, True])
+async def test_closing_a_client_does_not_wait_for_the_pauses_of_its_calls(router: FakeRouter, shared: bool) -> None:
+    async def full(_: Any, context: Any) -> None:
+        await refuse(context, StatusCode.RESOURCE_EXHAUSTED, retry_after_s=2 * WAIT_S)
+
+    router.scripts["Enqueue"] = full
+    client = Client(router.address, org="acme", timeout=10 * WAIT_S)
+    call = client.enqueue("q", "k") if shared else client.enqueue_many([NewJob("q", "k")])
+    calling = asyncio.create_task(call)
+    await router.until(lambda: router.of("Enqueue"))
+    # The client has read the refusal when it has read the answer to a later call.
+    await client.server_info()
+    async with asyncio.timeout(WAIT_S):
+        await client.close()
+        with pytest.raises(ClientClosed, match="meanwhile"):
+            await calling
+
+
 async def test_a_closed_client_says_so(router: FakeRouter) -> None:
     client = Client(router.address, org="acme")
 

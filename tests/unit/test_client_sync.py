@@ -108,6 +108,24 @@ async def test_a_closed_one_says_so_and_leaves_no_thread(router: FakeRouter) -> 
         client.enqueue("q", "k")
 
 
+async def test_a_call_that_hangs_in_middleware_ends_when_another_thread_closes_the_client(router: FakeRouter) -> None:
+    begun = threading.Event()
+
+    async def hang(jobs: Sequence[NewJob], call_next: CallNext) -> list[Enqueued]:
+        begun.set()
+        await asyncio.Event().wait()
+        return await call_next(jobs)
+
+    client = SyncClient(router.address, org="acme", middleware=[hang])
+    call = asyncio.create_task(asyncio.to_thread(client.enqueue, "q", "k"))
+    await asyncio.to_thread(begun.wait, WAIT_S)
+    await asyncio.to_thread(client.close)
+    with pytest.raises(ClientClosed, match="closed before its call ended"):
+        async with asyncio.timeout(WAIT_S):
+            await call
+    assert "windrow-sync-client" not in {thread.name for thread in threading.enumerate()}
+
+
 async def test_a_call_that_pauses_before_its_next_try_ends_when_another_thread_closes_the_client(
     router: FakeRouter,
 ) -> None:
@@ -117,7 +135,7 @@ async def test_a_call_that_pauses_before_its_next_try_ends_when_another_thread_c
     # The client remembers this just before its pause.
     await router.until(lambda: client._client.calls._heard)
     await asyncio.to_thread(client.close)
-    with pytest.raises(ClientClosed, match="closed before its call ended"):
+    with pytest.raises(ClientClosed, match="the client was closed meanwhile"):
         async with asyncio.timeout(WAIT_S / 2):
             await call
     assert "windrow-sync-client" not in {thread.name for thread in threading.enumerate()}

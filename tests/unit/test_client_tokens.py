@@ -177,6 +177,45 @@ async def test_an_error_of_the_function_reaches_the_caller() -> None:
             await client.enqueue_many([windrow.NewJob("mail", "greet")])
 
 
+@pytest.mark.parametrize("refused", [False, True])
+async def test_a_function_that_does_not_return_ends_the_call_at_its_timeout(refused: bool) -> None:
+    first = asyncio.Event()
+
+    async def ask() -> str:
+        if refused and not first.is_set():
+            first.set()
+            return "old"
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with fake_router() as router, Client(router.address, org="acme", token=ask, timeout=0.5) as client:
+        accepting(router)
+        wanted = Unauthenticated if refused else windrow.DeadlineExceeded
+        with pytest.raises(wanted, match=r"the function of the token did not return in 0\.\d s"):
+            await asyncio.wait_for(client.enqueue_many([windrow.NewJob("mail", "greet")]), WAIT_S)
+
+
+async def test_a_worker_says_that_the_function_of_its_token_does_not_return_and_asks_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked = 0
+
+    async def ask() -> str:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            await asyncio.Event().wait()
+        return "good"
+
+    async with fake_router() as router, Client(router.address, org="acme", token=ask, try_timeout=0.1) as client:
+        worker = Worker(client, "q")
+        running = asyncio.create_task(worker.run())
+        await router.until(lambda: router.streams)
+        worker.stop()
+        await running
+    assert "the function of the token did not return in 0.1 s" in caplog.text
+
+
 async def test_a_stream_whose_token_is_refused_is_opened_with_the_next_one() -> None:
     ask, _ = one_after_another("old", "new")
     handled = asyncio.Event()

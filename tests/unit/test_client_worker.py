@@ -1104,6 +1104,46 @@ async def test_after_the_grace_handlers_are_cancelled_and_released(
     assert "w1: cancelling handlers that did not finish in time: 1" in told
 
 
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize(
+    ("end", "verb"),
+    [(None, "Release"), (ValueError("the connection is busy"), "Release"), (Retry(after=60), "Nack"), (Kill(), "Nack")],
+)
+async def test_a_handler_that_the_worker_cancels_is_neither_acked_nor_failed_unless_it_chooses_so(
+    router: FakeRouter, client: Client, end: Exception | None, verb: str, batch: bool
+) -> None:
+    worker = Worker(client, "q", grace=0)
+    started = asyncio.Event()
+
+    async def work() -> None:
+        started.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        if end is not None:
+            raise end
+
+    @worker.handler("one")
+    async def one(_: Job) -> str:
+        await work()
+        return "done by half"
+
+    @worker.batch_handler("many")
+    async def many(_: Sequence[Job]) -> None:
+        await work()
+
+    job = router.give("many" if batch else "one")
+    task = asyncio.create_task(worker.run())
+    await started.wait()
+    worker.stop()
+    await stopped(task)
+    assert {each: router.settled(each) for each in ("Ack", "Nack", "Release")} == {
+        "Ack": [],
+        "Nack": [],
+        "Release": [],
+        verb: [job.id],
+    }
+
+
 async def test_a_handler_that_blocks_the_event_loop_is_warned_of(
     router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -1263,6 +1303,96 @@ async def test_a_signal_stops_a_worker_of_the_main_thread(router: FakeRouter, cl
     os.kill(os.getpid(), signal.SIGTERM)
     await stopped(task)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+HANGS = """
+import asyncio, logging, sys, windrow
+
+logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
+worker = windrow.Worker(windrow.Client(sys.argv[1], org="acme"), "q", name="w1")
+
+@worker.handler("hangs")
+async def hangs(job):
+    print("begun", flush=True)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        print("cancelled", flush=True)
+        await asyncio.Event().wait()
+
+windrow.run(worker)
+"""
+
+
+async def test_a_third_signal_ends_a_worker_whose_handler_does_not_end_when_it_is_cancelled(router: FakeRouter) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", HANGS, router.address, cwd=CHECKOUT, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(3 * WAIT_S):
+            router.give("hangs")
+            for line in (b"begun\n", b"w1: stopping; handlers that have 20 s to finish: 1\n", b"cancelled\n"):
+                while await process.stdout.readline() != line:
+                    pass
+                process.send_signal(signal.SIGTERM)
+            assert await process.wait() == -signal.SIGTERM
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@pytest.mark.parametrize("by_loop", [False, True])
+async def test_a_worker_leaves_signals_to_a_program_that_handles_them(
+    router: FakeRouter, client: Client, by_loop: bool
+) -> None:
+    """As in a task beside a web server, which ends its workers itself."""
+    loop, worker, seen = asyncio.get_running_loop(), Worker(client, "q"), asyncio.Event()
+    before = signal.getsignal(signal.SIGTERM)
+    if by_loop:
+        loop.add_signal_handler(signal.SIGTERM, seen.set)
+    else:
+        signal.signal(signal.SIGTERM, lambda *_: seen.set())
+    try:
+        async with running(worker) as task:
+            await router.until(lambda: router.streams)
+            os.kill(os.getpid(), signal.SIGTERM)
+            async with asyncio.timeout(WAIT_S):
+                await seen.wait()
+            assert not task.done()
+        seen.clear()
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(WAIT_S):
+            await seen.wait()
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, before)
+
+
+OWN_HANDLER = """
+import signal, sys, windrow
+
+signal.signal(signal.SIGTERM, lambda *_: print("not taken", flush=True))
+windrow.run(windrow.Worker(windrow.Client(sys.argv[1], org="acme"), "q"))
+print("stopped", flush=True)
+"""
+
+
+async def test_a_script_takes_signals_although_the_program_handles_them(router: FakeRouter) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", OWN_HANDLER, router.address, cwd=CHECKOUT, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(3 * WAIT_S):
+            await router.until(lambda: router.streams, within_s=2 * WAIT_S)
+            process.send_signal(signal.SIGTERM)
+            output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert output == b"stopped\n"
 
 
 async def test_a_cancelled_worker_says_what_is_done_and_releases_the_rest(router: FakeRouter, client: Client) -> None:

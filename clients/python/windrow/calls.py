@@ -12,6 +12,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -149,6 +150,8 @@ class Calls:
         self.try_s = try_s
         self._tokens = tokens
         self._tasks: set[asyncio.Task[None]] = set()
+        # Set when the client is closed.
+        self._closing = asyncio.Event()
         # A router has answered, or the log says already that none does.
         self._heard = False
         # A router has answered: the client and the routers are set up for each other.
@@ -182,9 +185,10 @@ class Calls:
         began = time.monotonic()
         tries = 0
         while True:
-            if self._tokens is not None:
-                token = await self._tokens.metadata()
             spent_s = time.monotonic() - began if tries else 0.0
+            if self._tokens is not None:
+                token = await self._tokens.metadata(within_s=budget_s - spent_s)
+                spent_s = time.monotonic() - began
             wait_left_s = max(0.0, wait_s - spent_s)
             if before_try is not None:
                 before_try(wait_left_s)
@@ -200,12 +204,13 @@ class Calls:
                 # Closing a channel cancels its calls; the caller's own cancellation passes through.
                 task = asyncio.current_task()
                 if self.closed and task is not None and not task.cancelling():
-                    raise ClientClosed(f"{verb} at {self.address}: the client was closed meanwhile") from None
+                    raise self._closed_meanwhile(verb) from None
                 raise
             failure = CallFailure.of(cause)
             if failure.code is StatusCode.UNAUTHENTICATED and not renewed:
                 try:
-                    renewed = await self.renew_token(token)
+                    left_s = budget_s - (time.monotonic() - began)
+                    renewed = self._tokens is not None and await self._tokens.renew(token, within_s=left_s)
                 except Exception as error:
                     none = f"no other token: {type(error).__name__}: {error}"
                     spent_s = time.monotonic() - began
@@ -233,12 +238,16 @@ class Calls:
                 # timeout.
                 log.warning("no router answers at %s; trying again: %s", self.address, failure.message)
             self._heard = True
-            await asyncio.sleep(pause)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._closing.wait()
+                    raise self._closed_meanwhile(verb)
 
     async def close(self) -> None:
         """Closes the connections, which ends the calls under way. A second close does nothing."""
+        self._closing.set()
         if await self.channels.close() and self._tasks:
-            # Their calls have just been cancelled.
+            # Their calls have just been cancelled, or their pauses have ended.
             await asyncio.wait(self._tasks)
 
     @property
@@ -256,13 +265,14 @@ class Calls:
         task.add_done_callback(self._tasks.discard)
 
     async def token(self) -> Metadata:
-        """Returns the metadata with the token for the next call, if this client has one."""
-        return () if self._tokens is None else await self._tokens.metadata()
+        """Returns the metadata with the token for the next stream, if this client has one. Raises what the function of
+        the token raises. Raises DeadlineExceeded if the function takes longer than a try may."""
+        return () if self._tokens is None else await self._tokens.metadata(within_s=self.try_s)
 
     async def renew_token(self, refused: Metadata) -> bool:
-        """Returns whether there is another token than the refused one: then the call may be made again. Raises what the
-        function of the token raises."""
-        return self._tokens is not None and await self._tokens.renew(refused)
+        """Returns whether there is another token than the refused one: then the stream may be opened again. Raises what
+        token() raises."""
+        return self._tokens is not None and await self._tokens.renew(refused, within_s=self.try_s)
 
     def refusals(self) -> Refusals:
         """Returns a new count of refused tokens, for a caller that tries for ever."""
@@ -283,6 +293,9 @@ class Calls:
         if not isinstance(error, Unavailable) or error.reason or (why := await self.channels.tls_fault()) is None:
             return error
         return (Unavailable if self.answered else TlsFailed)(f"Consume at {self.address}: {why}")
+
+    def _closed_meanwhile(self, verb: str) -> ClientClosed:
+        return ClientClosed(f"{verb} at {self.address}: the client was closed meanwhile")
 
     def _error(
         self, verb: str, failure: CallFailure, *, tries: int, spent_s: float, no_retry: str = ""

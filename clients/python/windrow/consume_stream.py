@@ -136,10 +136,9 @@ class ConsumeStream:
         final = self._refusals.is_final()
         failure: Exception | None = None
         try:
-            async with asyncio.timeout(self._client.calls.try_s):
-                if await self._client.calls.renew_token(self._token) and not self._renewed:
-                    self._renewed = True
-                    return
+            if await self._client.calls.renew_token(self._token) and not self._renewed:
+                self._renewed = True
+                return
         except Exception as error:  # noqa: BLE001 - the function of the token may raise anything
             failure = error
         if final:

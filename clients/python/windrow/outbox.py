@@ -254,8 +254,8 @@ class Relay:
                 self._loop.call_soon_threadsafe(self._stopping.set)
 
     async def run(self) -> None:
-        """Relays until stop(), or, in the main thread, until SIGTERM or SIGINT. Continues after outages of the database
-        or the router.
+        """Relays until stop(), or, in the main thread, until SIGTERM or SIGINT, unless the program handles SIGTERM
+        itself. Continues after outages of the database or the router.
 
         Raises a WindrowError that no retry can fix and that concerns every org: Unauthenticated, PermissionDenied if
         the token has no scope to enqueue, TlsFailed, RouterTooOld or ClientClosed. If a router refuses the jobs of one

@@ -133,6 +133,18 @@ class Waits(Action):
 DONE = Done()
 
 
+def is_chosen(action: Action) -> bool:
+    """Returns whether only a handler's own choice can have this outcome: it did not just return early, or fail to clean
+    up, because it was cancelled."""
+    match action:
+        case Done():
+            return False
+        case Failed():
+            return action.failure.permanent or action.retry_after_s is not None
+        case _:
+            return True
+
+
 def acks_of(leases: Sequence[bytes]) -> bytes:
     """Returns acks without result and log as bytes that can be merged into a ConsumeRequest. They are the bytes that
     the generated code would write for the field `acks`, at a tenth of the cost."""

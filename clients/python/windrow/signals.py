@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import threading
 from collections.abc import Callable, Generator
@@ -22,46 +23,56 @@ class Service(Protocol):
 
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_log = logging.getLogger("windrow.worker")
 _stops: list[Callable[[], None]] = []
+# The handlers of the signals that are taken now, as they were before.
 _before: dict[signal.Signals, Any] = {}
+# How many signals have come since the signals were taken.
+_count = 0
 
 
 def run(*services: Service) -> None:
     """Runs workers and relays from a script until SIGTERM or Ctrl-C, then closes their clients.
 
-    The first signal stops them gracefully, the second at once. A `def` handler that still runs in its thread keeps the
-    process alive until it ends or another signal comes. Several services share one fate: if a service raises, for
-    example because its key was revoked, the others are cancelled, and the error is raised in an ExceptionGroup. If
-    services of different orgs must not end each other, run each in a process of its own.
+    The first signal stops them gracefully, the second at once. A third signal does what it would do without this
+    function: usually, it ends the process. A `def` handler that still runs in its thread keeps the process alive until
+    it ends or another signal comes. Several services share one fate: if a service raises, for example because its key
+    was revoked, the others are cancelled, and the error is raised in an ExceptionGroup. If services of different orgs
+    must not end each other, run each in a process of its own.
     """
     asyncio.run(_run_all(services))
 
 
 async def _run_all(services: tuple[Service, ...]) -> None:
-    try:
-        if len(services) == 1:
-            await services[0].run()
-            return
-        async with asyncio.TaskGroup() as group:
-            for service in services:
-                group.create_task(service.run())
-    finally:
-        for client in {id(service.client): service.client for service in services}.values():
-            await client.close()
+    # The services add their own stop() when they run.
+    with stopped_by_signals(lambda: None, always=True):
+        try:
+            if len(services) == 1:
+                await services[0].run()
+                return
+            async with asyncio.TaskGroup() as group:
+                for service in services:
+                    group.create_task(service.run())
+        finally:
+            for client in {id(service.client): service.client for service in services}.values():
+                await client.close()
 
 
 @contextmanager
-def stopped_by_signals(stop: Callable[[], None]) -> Generator[None]:
-    """Calls `stop` on each signal. Does nothing outside the main thread, or if the event loop has no signal support."""
+def stopped_by_signals(stop: Callable[[], None], *, always: bool = False) -> Generator[None]:
+    """Calls `stop` on the first two signals. Does nothing outside the main thread, or if the event loop has no signal
+    support. Does nothing either, unless `always`, if the program handles SIGTERM itself, as a web server does: the
+    server would not end, and a handler of the event loop could not be put back."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    loop = asyncio.get_running_loop()
     if not _stops:
+        if not always and callable(signal.getsignal(signal.SIGTERM)):
+            _log.info("the program handles SIGTERM itself, so signals do not stop its workers and relays")
+            yield
+            return
         try:
-            for number in _SIGNALS:
-                _before[number] = signal.getsignal(number)
-                loop.add_signal_handler(number, _stop_all)
+            _take()
         except NotImplementedError:
             yield
             return
@@ -72,11 +83,33 @@ def stopped_by_signals(stop: Callable[[], None]) -> Generator[None]:
         _stops.remove(stop)
         # The last service to end restores the handlers, in whatever order they started.
         if not _stops:
-            for number in _SIGNALS:
-                loop.remove_signal_handler(number)
-                signal.signal(number, _before.pop(number) or signal.SIG_DFL)
+            _restore()
 
 
-def _stop_all() -> None:
+def _take() -> None:
+    global _count
+    _count = 0
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        before = signal.getsignal(number)
+        loop.add_signal_handler(number, _on_signal)
+        _before[number] = before
+
+
+def _restore() -> None:
+    loop = asyncio.get_running_loop()
+    while _before:
+        number, before = _before.popitem()
+        loop.remove_signal_handler(number)
+        signal.signal(number, before or signal.SIG_DFL)
+
+
+def _on_signal() -> None:
+    global _count
+    _count += 1
     for stop in tuple(_stops):
         stop()
+    if _count == 2:
+        # A handler that does not end although it was cancelled would keep the process alive: let one more signal end
+        # the process.
+        _restore()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from windrow.errors import InvalidRequest
+from windrow.errors import DeadlineExceeded, InvalidRequest
 
 _Result = TypeVar("_Result")
 TOKEN_VARIABLE = "WINDROW_TOKEN"  # noqa: S105 - the name of a variable
@@ -40,23 +40,31 @@ class Tokens:
         """Whether a function returns the tokens."""
         return self._ask is not None
 
-    async def metadata(self) -> Metadata:
-        """Returns the metadata of a call. Raises what the function raises."""
-        return self._metadata or await self._asked(None)
+    async def metadata(self, *, within_s: float) -> Metadata:
+        """Returns the metadata of a call. Raises what the function raises. Raises DeadlineExceeded if the function does
+        not return in time."""
+        return self._metadata or await self._asked(None, within_s)
 
-    async def renew(self, refused: Metadata) -> bool:
-        """Returns whether there is another token than the refused one."""
-        return self._ask is not None and await self._asked(refused) != refused
+    async def renew(self, refused: Metadata, *, within_s: float) -> bool:
+        """Returns whether there is another token than the refused one. Raises what `metadata` raises."""
+        return self._ask is not None and await self._asked(refused, within_s) != refused
 
-    async def _asked(self, refused: Metadata | None) -> Metadata:
+    async def _asked(self, refused: Metadata | None, within_s: float) -> Metadata:
         assert self._ask is not None
         if self._asking is None:
             self._asking = asyncio.Lock()
-        async with self._asking:
-            # Calls that were refused at the same time ask the function only once.
-            if self._metadata == refused:
-                token = self._ask() if _is_async(self._ask) else await _in_thread(self._ask)
-                self._metadata = _metadata(await token if inspect.isawaitable(token) else token)
+        scope = asyncio.timeout(within_s)
+        try:
+            async with scope, self._asking:
+                # Calls that were refused at the same time ask the function only once.
+                if self._metadata == refused:
+                    token = self._ask() if _is_async(self._ask) else await _in_thread(self._ask)
+                    self._metadata = _metadata(await token if inspect.isawaitable(token) else token)
+        except TimeoutError as error:
+            # The function may have raised this error, too.
+            if not scope.expired():
+                raise
+            raise DeadlineExceeded(f"the function of the token did not return in {within_s:.1f} s") from error
         assert self._metadata is not None
         return self._metadata
 

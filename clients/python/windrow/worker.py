@@ -34,7 +34,7 @@ from windrow.handlers import Handlers, HandlerT, Middleware, Suspended
 from windrow.jobs import Job, LostReason, WorkflowNode, read_leased
 from windrow.leases import Connectivity, HeldLease, Leases, log, named
 from windrow.new_jobs import NewJob
-from windrow.outcomes import DONE, Action, Waits
+from windrow.outcomes import DONE, Action, Waits, is_chosen
 from windrow.payloads import Payload, checked_text, duration, named_seconds
 from windrow.processes import is_handler_process
 from windrow.reports import Report, Reporter
@@ -314,12 +314,16 @@ class Worker:
         return register
 
     async def run(self) -> None:
-        """Works until stop(), or, in the main thread, until SIGTERM or SIGINT. A worker can run only once.
+        """Works until stop(), or, in the main thread, until SIGTERM or SIGINT. It leaves both signals alone if the
+        program handles SIGTERM itself, as a web server does. A worker can run only once.
 
         To shut down, it takes no more jobs and releases the jobs that have not begun. It gives handlers `grace` to
-        finish, then cancels them and releases their jobs, and sends the last acks. It cannot stop a `def` handler: it
-        sets job.lost, lets the lease expire, and returns. The process then ends only when that thread ends, or by a
-        later signal, because the old signal handlers are restored by then.
+        finish, then cancels them and releases their jobs, and sends the last acks. It also releases the job of a
+        handler that catches its cancellation and returns, or whose clean-up fails; a Snooze, a Kill or a Retry with a
+        delay counts. It cannot stop a `def` handler: it sets job.lost, lets the lease expire, and returns. The process
+        then ends only when that thread ends, or by a later signal, because the old signal handlers are restored by
+        then. They are restored after the second signal already, so a third one ends a process whose handler does not
+        end when it is cancelled.
 
         Raises a WindrowError that no retry can fix, such as PermissionDenied or RouterTooOld. If this task is
         cancelled, it cancels its handlers and releases their jobs. If a router refuses a token that it has accepted
@@ -608,6 +612,16 @@ class Worker:
             )
         elif isinstance(fate, Waits):
             self._leases.end(held)
+        elif held.task is not None and held.task.cancelling() and self._stops_handlers() and not is_chosen(fate):
+            # The handler has caught its cancellation and returned, so its work may not be done. Or its clean-up has
+            # failed, for example because it used a connection that the cancellation had interrupted.
+            log.warning(
+                "%s: attempt %d of %s was cancelled; its outcome is dropped, and the job is released",
+                self.name,
+                held.job.attempt,
+                named(held.job),
+            )
+            self._settlements.give_back(held)
         else:
             self._settlements.settle(held, fate)
 
@@ -660,11 +674,15 @@ class Worker:
             held.lost = True
             held.job.lost.set(LostReason.STOPPED)
             self._leases.drop(held)
-        elif self._ending or (self._task is not None and self._task.cancelling()):
+        elif self._stops_handlers():
             self._settlements.give_back(held)
         else:
             # The handler's own code has cancelled the task, and would do so again: this attempt counts.
             self._settlements.settle(held, self._handlers.outcome_of(held, error))
+
+    def _stops_handlers(self) -> bool:
+        """Whether the worker cancels the handlers that still run."""
+        return self._ending or (self._task is not None and self._task.cancelling() > 0)
 
     def _on_place(self) -> None:
         """Starts waiting jobs, because a place may have become free."""
