@@ -487,6 +487,7 @@ def admin_cases() -> Iterator[Bad]:
     rates = {"negative": -1.0, "too slow": 0.0001, "too fast": 100_001.0, "no number": math.nan}
     yield from of("RedriveQueue", "per_second", rates)
     yield from of("RedriveQueue", "already_redriven", {"negative": -1, "too many": 1_000_000_001})
+    yield from of("RedriveQueue", "already_redriven", {"due in 32,000 years": 1_000_000_000}, per_second=0.001)
     for rpc in ("CountJobs", "RedriveQueue"):
         for field in ("died_after", "died_before"):
             yield from of(rpc, field, TIMESTAMPS)
