@@ -746,6 +746,12 @@ def workflow_cases() -> Iterator[Bad]:
         "nodes[0].job.run_at": {**node, "job": {**job, "run_at": Timestamp(seconds=2 * TEN_YEARS_S + 10**9 * 2)}},
         "nodes[0].after[0].node": {**node, "after": [{"node": "first"}]},
         "nodes[0].after[0].on_failed": {**node, "after": [{"node": "other", "on_failed": 99}]},
+        "nodes[0].job.template.retry.exponential.max_delay": {
+            **node,
+            "job": {
+                "template": {**job["template"], "retry": {"exponential": {"initial_delay": Duration(seconds=3601)}}}
+            },
+        },
         "nodes[0].callback": {**node, "callback": 99},
     }
     for path, bad in nodes.items():
