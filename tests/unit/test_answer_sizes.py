@@ -299,7 +299,11 @@ def test_an_answer_that_ends_with_the_largest_job_is_one_that_clients_accept(cha
         return character * (limit(message, field, Rule.STRING_MAX_BYTES) // len(character.encode()))
 
     bytes_max = limit(job_pb2.JobTemplate, "payload", Rule.BYTES_MAX_LEN)
-    texts = {field: fill(job_pb2.Failure, field) for field in ("type", "message", "stack")}
+    failure = job_pb2.Failure(
+        type=fill(job_pb2.Failure, "type"),
+        message=fill(job_pb2.Failure, "message"),
+        stack=fill(job_pb2.Failure, "stack"),
+    )
     log = convert.printable(fill(queue_pb2.Extend, "log"))
     # Old attempts have neither stacks nor logs.
     entries = [
@@ -309,7 +313,7 @@ def test_an_answer_that_ends_with_the_largest_job_is_one_that_clients_accept(cha
             "leased_at_us": 2**51,
             "ended_at_us": 2**51,
             "outcome": "nacked",
-            "failure": json.loads(convert.failure(job_pb2.Failure(**texts)).to_json()),
+            "failure": json.loads(convert.failure(failure).to_json()),
             "log": log,
         }
         for _ in range(50)
