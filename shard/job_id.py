@@ -10,6 +10,8 @@ from uuid import UUID
 
 from shard.vocabulary import JobId
 
+# How far in the future of a shard's clock an id may have been made.
+_HOUR_US = 3_600_000_000
 _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
@@ -21,6 +23,12 @@ def is_uuid(text: str) -> bool:
 def made_at_ms(job_id: str) -> int:
     """Returns the milliseconds since 1970 with which a UUIDv7 begins."""
     return int(job_id[:8] + job_id[9:13], 16)
+
+
+def bounds_ms(now_us: int, *, horizon_us: int) -> tuple[int, int]:
+    """Returns the first and the last millisecond in which the id of a new job or workflow may have been made. The
+    statements that store these have the same rule."""
+    return -(-(now_us - horizon_us) // 1000), (now_us + _HOUR_US) // 1000
 
 
 def to_hex(job_id: str) -> str:

@@ -10,6 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from router.codec.rules import Rule, limit
 from router.codec.status import InvalidRequest, Violation
 from shard import retry_policy
 from shard.admin.job_counts import WantedCount
@@ -52,6 +53,9 @@ ALL_FIELDS = "*"
 # Control characters except tab and line ends.
 _PRINTABLE = dict.fromkeys(set(range(32)) - set(b"\t\n\r"), "\ufffd")
 _DEDUP_WINDOW_DEFAULT_US = 86_400_000_000
+_FAILURE_BYTES_MAX = tuple(
+    limit(job_pb2.Failure, field, Rule.STRING_MAX_BYTES) for field in ("type", "message", "stack")
+)
 
 # The enums of the contract have the same names as those of the vocabulary, after a prefix.
 ANSWERS: dict[Answer, job_pb2.JobAnswer.ValueType] = {
@@ -224,8 +228,19 @@ def printable(text: str) -> str:
 
 
 def failure(message: job_pb2.Failure) -> Failure:
-    type_, text, stack = map(printable, (message.type, message.message, message.stack))
+    """Returns a valid failure. Its texts keep the limits of the contract, so that an answer with 50 of them stays below
+    4 MiB."""
+    type_, text, stack = (
+        _printable_within(given, most)
+        for given, most in zip((message.type, message.message, message.stack), _FAILURE_BYTES_MAX, strict=True)
+    )
     return Failure(type=type_, message=text, stack=stack, permanent=message.permanent)
+
+
+def _printable_within(text: str, bytes_max: int) -> str:
+    """Does what `printable` does, and then cuts off what exceeds `bytes_max`: U+FFFD has three bytes."""
+    shown = printable(text)
+    return shown if shown == text else shown.encode()[:bytes_max].decode(errors="ignore")
 
 
 def progress(message: job_pb2.Progress) -> Progress:

@@ -30,7 +30,7 @@ from router.codec.status import InvalidRequest, Violation
 from shard.lease_token import TOKEN_BYTES, TOKEN_VERSION
 from shard.retry_policy import Exponential
 from shard.vocabulary import NewJobs, OrgId, QueueName
-from windrow.v1 import admin_pb2, job_pb2, queue_pb2, schedules_pb2
+from windrow.v1 import admin_pb2, job_pb2, queue_pb2, schedules_pb2, workflows_pb2
 
 _JOBS_MAX = 1000
 _CREDIT_MAX = 10_000
@@ -74,7 +74,7 @@ _SPAN_RANGE = re.compile(r"^must be (\S+)s to (\S+)s$")
 _ONE_OF = re.compile(r"^must be in list \[(.*)\]$")
 # Descriptions that replace less clear ones of protovalidate, by rule; {rule} stands for the rule's value.
 _RULES = {
-    "required": "must be set",
+    "enum.defined_only": "must be a value that the enum has",
     "repeated.min_items": "must have at least {rule:,} items",
     "repeated.max_items": "must have at most {rule:,} items",
     "repeated.unique": "must name each only once",
@@ -413,7 +413,7 @@ def plain_jobs(request: queue_pb2.EnqueueRequest) -> NewJobs | None:
 
 def _too_far(field: str, stamp: Timestamp, *, latest_s: float) -> Iterable[Violation]:
     if latest_s < stamp.seconds < _TIMESTAMP_S.stop:
-        yield Violation(field, "must be at most 3,650 days ahead" if field.endswith("run_at") else "is too far ahead")
+        yield Violation(field, f"must be at most {'3,650' if field.endswith('run_at') else '7,300'} days ahead")
 
 
 def _caps_below_the_first_delay(request: Message, reported: set[str]) -> Iterator[Violation]:
@@ -427,6 +427,12 @@ def _caps_below_the_first_delay(request: Message, reported: set[str]) -> Iterato
                 (f"jobs[{at}].template.retry", job.template.retry)
                 for at, job in enumerate(request.jobs)
                 if job.template.HasField("retry")
+            )
+        case workflows_pb2.StartWorkflowRequest() | workflows_pb2.AddNodesRequest():
+            policies = (
+                (f"nodes[{at}].job.template.retry", node.job.template.retry)
+                for at, node in enumerate(request.nodes)
+                if node.job.template.HasField("retry")
             )
         case admin_pb2.CreateQueueRequest() | admin_pb2.UpdateQueueRequest():
             policies = (("config.retry", request.config.retry),)
@@ -496,9 +502,13 @@ def _in_words(found: protovalidate.Violation) -> str:
     if value in ("", b""):
         return "must not be empty"
     message, rule = found.proto.message, found.proto.rule_id
+    if rule == "required" or (rule == "enum.not_in" and value == 0):
+        return "must be set"
     if rule == "string.pattern":
         # The message contains the pattern too. Reading `rule_value` takes 0.1 ms, and a request may break 2,000 rules.
         message = next((words for pattern, words in _PATTERNS.items() if pattern in message), message)
+    elif rule == "enum.not_in":
+        return f"must not be {value}"
     elif rule in _RULES:
         message = _RULES[rule].format(rule=found.rule_value)
     message = _ONE_OF.sub(r"must be one of \1", _RANGE.sub(r"must be \1 to \2", message))

@@ -20,7 +20,7 @@ from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health
 from grpc_status import rpc_status
 
-from router.codec.fields import bounded, number_in
+from router.codec.fields import FIELDS_MAX, bounded, number_in
 from router.codec.rules import Rule, limit
 from router.codec.status import INTERNAL, MessageTooLarge, OrgMismatch, Undecodable, status_of
 from router.codec.validate import check
@@ -87,13 +87,16 @@ class Received(NamedTuple):
     too_large: MessageTooLarge | None = None
 
 
-def unary(rules: Callable[[Any], None] = check, *, answer_bytes: AnswerBytes) -> Callable[[_Method], _Method]:
+def unary(
+    rules: Callable[[Any], None] = check, *, answer_bytes: AnswerBytes, fields_max: int = FIELDS_MAX
+) -> Callable[[_Method], _Method]:
     """Declares a method with one request and one answer. `rules` checks the request. `answer_bytes` is how much memory
     the answer may take in addition to that of the request, or a function that returns it for a request that has not
-    been checked yet. The memory is reserved before the method begins."""
+    been checked yet. The memory is reserved before the method begins. `fields_max`: how many fields the request may
+    have."""
 
     def mark(method: _Method) -> _Method:
-        cast("Any", method).options = _Options(rules, answer_bytes, DEADLINE_S_MAX)
+        cast("Any", method).options = _Options(rules, answer_bytes, DEADLINE_S_MAX, fields_max)
         return method
 
     return mark
@@ -119,6 +122,7 @@ class _Options(NamedTuple):
     rules: Callable[[Any], None]
     answer_bytes: AnswerBytes
     deadline_s: float
+    fields_max: int = FIELDS_MAX
 
 
 def for_each(request: type[Message], field: str, bytes_each: int) -> Callable[[Any], int]:
@@ -175,8 +179,12 @@ class Methods(grpc.GenericRpcHandler):
         all orgs."""
         for method in descriptor.methods:
             access = access_of(method, org_elsewhere=org_of is not None)
-            decode = bounded(message_factory.GetMessageClass(method.input_type).FromString, method.input_type)
             act = getattr(service, method.name)
+            decode = bounded(
+                message_factory.GetMessageClass(method.input_type).FromString,
+                method.input_type,
+                fields_max=FIELDS_MAX if method.client_streaming else act.options.fields_max,
+            )
             if self._gate.audit is not None:
                 act = self._gate.audit.around(act, access)
             if method.client_streaming:

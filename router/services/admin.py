@@ -39,6 +39,8 @@ _LIMIT_DEFAULT = 1000
 _EXPLANATION_BYTES = 192 * 1024
 # The lowest rate of a redrive: jobs that it makes due in a second.
 _REDRIVE_RATE_MIN = 0.001
+# A redrive may make jobs due this far ahead, as an Enqueue may. Times after the year 9999 do not fit into a Timestamp.
+_DELAY_S_MAX = 3650 * 86_400
 _REFUSALS = {
     Refusal.NOT_FOUND: admin_pb2.RESTORE_REFUSAL_NOT_FOUND,
     Refusal.LIVE: admin_pb2.RESTORE_REFUSAL_LIVE,
@@ -176,7 +178,12 @@ class AdminService:
     async def RedriveQueue(self, request: admin_pb2.RedriveQueueRequest) -> admin_pb2.RedriveQueueResponse:
         org, queue, limit = OrgId(request.org), QueueName(request.queue), request.limit or _LIMIT_DEFAULT
         if 0 < request.per_second < _REDRIVE_RATE_MIN:
-            raise InvalidRequest([Violation("per_second", f"must be 0, or {_REDRIVE_RATE_MIN:g} or more")])
+            why = f"must be 0, or {_REDRIVE_RATE_MIN:g} or more, not {request.per_second:g}"
+            raise InvalidRequest([Violation("per_second", why)])
+        if request.per_second and request.already_redriven > (most := int(_DELAY_S_MAX * request.per_second) - limit):
+            why = f"must be at most {most:,} at {request.per_second:g} jobs per second and a limit of {limit:,}"
+            told = f"{why}, not {request.already_redriven:,}: no job may become due more than 3,650 days ahead"
+            raise InvalidRequest([Violation("already_redriven", told)])
 
         async def redrive(member: ShardHandle, limit_left: int) -> int:
             count = await member.queue_admin.redrive(

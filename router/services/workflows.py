@@ -35,8 +35,14 @@ _PARENTS_DEFAULT = 100
 _JOBS_AT_ONCE = 1000
 # The memory of a retry: the content of the jobs that run again, and a page of these jobs while they are looked up.
 _RETRY_BYTES = MESSAGE_BYTES_MAX + ANSWER_HELD_BYTES
-# A request with more nodes is checked and converted by a calculator. 10,000 nodes take half a second.
-_NODES_HERE_MAX = 200
+# A request with more nodes or edges is checked and converted by a calculator. 10,000 nodes, or 100,000 edges, take half
+# a second.
+_NODES_HERE_MAX, _EDGES_HERE_MAX = 200, 1000
+# The most fields of a new workflow: 100,000 edges have 300,000, and 10,000 nodes may have 20 each.
+_FIELDS_MAX = 500_000
+# How much memory is reserved for a request that waits for the calculator, in addition to its bytes. Decoded, each field
+# may take 86 bytes. A reserved byte stands for four bytes of memory (docs/internals.md).
+_WAITING_BYTES = _FIELDS_MAX * 86 // 4
 
 # For how long a job that must wait for nodes is given back, if it is on a shard that its org leaves.
 _AWAY_US = 1_000_000
@@ -45,8 +51,14 @@ _Nodes = workflows_pb2.StartWorkflowRequest | workflows_pb2.AddNodesRequest
 _Decoded = TypeVar("_Decoded")
 
 
-def _checked_by_method(_request: _Nodes) -> None:
-    """The method checks its request itself, because a calculator checks a large one."""
+def _is_large(request: _Nodes) -> bool:
+    return len(request.nodes) > _NODES_HERE_MAX or codec.count_edges(request) > _EDGES_HERE_MAX
+
+
+def _nodes_bytes(of: type[_Nodes]) -> Callable[[_Nodes], int]:
+    """Returns the memory of an answer with the ids of the nodes, and of its request while it waits."""
+    answer_bytes = for_each(of, "nodes", LISTED_ID_BYTES)
+    return lambda request: answer_bytes(request) + (_WAITING_BYTES if _is_large(request) else 0)
 
 
 class WorkflowsService:
@@ -58,11 +70,12 @@ class WorkflowsService:
 
     async def _decoded(self, decode: Callable[..., _Decoded], request: _Nodes) -> _Decoded:
         decoded = partial(decode, request, trace=current_trace())
-        if len(request.nodes) > _NODES_HERE_MAX:
+        if _is_large(request):
             return await self._calculator.run(OrgId(request.org), decoded)
         return decoded()
 
-    @unary(_checked_by_method, answer_bytes=for_each(workflows_pb2.StartWorkflowRequest, "nodes", LISTED_ID_BYTES))
+    # The method makes the other checks itself, because a calculator makes those of a large request.
+    @unary(codec.check_size, answer_bytes=_nodes_bytes(workflows_pb2.StartWorkflowRequest), fields_max=_FIELDS_MAX)
     async def StartWorkflow(self, request: workflows_pb2.StartWorkflowRequest) -> workflows_pb2.StartWorkflowResponse:
         workflow, numbers = await self._decoded(codec.new_workflow, request)
         duplicate = await self._store(workflow, field="id")
@@ -95,7 +108,7 @@ class WorkflowsService:
                 charge.refund()
             return duplicate
 
-    @unary(_checked_by_method, answer_bytes=for_each(workflows_pb2.AddNodesRequest, "nodes", LISTED_ID_BYTES))
+    @unary(codec.check_size, answer_bytes=_nodes_bytes(workflows_pb2.AddNodesRequest))
     async def AddNodes(self, request: workflows_pb2.AddNodesRequest) -> workflows_pb2.AddNodesResponse:
         nodes, places = await self._decoded(codec.new_nodes, request)
         ((tag, lease),) = convert.leases([request.lease], field="lease")

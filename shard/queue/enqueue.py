@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NoReturn
 
 import psycopg
 
 from shard.errors import BadIds, IdsOutsideHorizon, NotOwned, RowLocked, ShardUnavailable, TooManyQueues
-from shard.job_id import made_at_ms, to_hex
+from shard.job_id import bounds_ms, made_at_ms, to_hex
 from shard.placement.slots import slot_of
 from shard.postgres import arrays
 from shard.postgres.clock import ShardClock
@@ -74,8 +76,7 @@ class Enqueuer:
             raise IdsOutsideHorizon(self._outside(ids, now_us), now=Micros(now_us), horizon_days=self._horizon_days)
 
     def _bounds_ms(self, now_us: int) -> tuple[int, int]:
-        """Returns the first and the last millisecond in which an id may have been made."""
-        return -(-(now_us - self._horizon_us) // 1000), (now_us + _HOUR_US) // 1000
+        return bounds_ms(now_us, horizon_us=self._horizon_us)
 
     def _outside(self, ids: Sequence[str], now_us: int) -> list[int]:
         """Returns the positions of ids whose time lies outside the bounds (`_bounds_ms`)."""
@@ -184,7 +185,7 @@ class Enqueuer:
         for _ in range(_TRIES_MAX):
             epochs = _least_epochs(calls)
             try:
-                numbers = await self._names.make(epochs)
+                numbers = await self._names.make(epochs, check=partial(self._check_ids, calls))
             except NewQueuesLocked as error:
                 raise _Refused(
                     {
@@ -229,11 +230,7 @@ class Enqueuer:
             now, ids_fit, admitted, gives_jobs, max_attempts, stored, stored_ids, stored_in, *_ = rows[0]
             self._shard_time_us, self._shard_time_read_ns = now, time.monotonic_ns()
             if not ids_fit:
-                if made_at_ms(newest) > self._bounds_ms(now)[1]:
-                    # If the shard's clock was set back, new ids seem to be of the future.
-                    await self._clock.record()
-                    self._clock.check()
-                raise _Refused(self._outside_horizon(calls, now))
+                await self._refuse_ids(calls, now)
             if len(admitted or ()) == len(lanes):
                 return Inserted(
                     None if stored == count else _with_orgs(stored_ids or (), stored_in or (), lanes),
@@ -257,6 +254,20 @@ class Enqueuer:
             if missing:
                 errors[index] = TooManyQueues(self._shard, jobs.org, missing, queues_max=QUEUES_MAX)
         return errors
+
+    async def _check_ids(self, calls: Sequence[Call], now: Micros) -> None:
+        """Refuses what the enqueue statement would refuse, so that a call that is refused makes no queues. Raises
+        _Refused, ClockSetBack."""
+        if self._outside_horizon(calls, now):
+            await self._refuse_ids(calls, now)
+
+    async def _refuse_ids(self, calls: Sequence[Call], now: int) -> NoReturn:
+        """Refuses the calls with ids outside the horizon. Raises _Refused, ClockSetBack."""
+        if max(made_at_ms(max(jobs.ids)) for jobs, _, _ in calls) > self._bounds_ms(now)[1]:
+            # If the shard's clock was set back, new ids seem to be of the future.
+            await self._clock.record()
+            self._clock.check()
+        raise _Refused(self._outside_horizon(calls, now))
 
     def _outside_horizon(self, calls: Sequence[Call], now: int) -> dict[int, Exception]:
         errors: dict[int, Exception] = {}

@@ -12,7 +12,7 @@ from shard.placement.slots import slot_of
 from shard.postgres import arrays
 from shard.postgres.pool import Database
 from shard.queue import row_locks, statements
-from shard.vocabulary import OrgId, QueueId, QueueName, ShardName
+from shard.vocabulary import Micros, OrgId, QueueId, QueueName, ShardName
 
 # Upper bound for the queues of one org on one shard. A queue's row is never deleted, so a program that invents names
 # would add rows forever.
@@ -95,9 +95,12 @@ class QueueIds:
         """Returns the ids that are remembered, without asking the database."""
         return [known for queue in queues if (known := self._queue_ids.get((org, queue))) is not None]
 
-    async def make(self, queues: Collection[Name]) -> dict[Name, QueueId]:
+    async def make(
+        self, queues: Collection[Name], *, check: Callable[[Micros], Awaitable[None]] | None = None
+    ) -> dict[Name, QueueId]:
         """Returns the ids of these queues, and makes the queues that do not exist. A queue is missing from the result
-        if its org already has QUEUES_MAX queues. Raises NewQueuesLocked."""
+        if its org already has QUEUES_MAX queues. Before it makes any, calls `check` with the shard's time: if that
+        raises an error, nothing is changed. Raises NewQueuesLocked."""
         # If an org is erased meanwhile, its new queues are erased too. They are made again, for a new org of that name.
         for _ in range(_TRIES_MAX):
             found = await self.find(queues)
@@ -105,7 +108,7 @@ class QueueIds:
             fitting: list[Name] = []
             locked: set[Name] = set()
             for at in range(0, len(missing), _BATCH_MAX):
-                part = await self._within_limit(missing[at : at + _BATCH_MAX])
+                part = await self._within_limit(missing[at : at + _BATCH_MAX], check=check)
                 fitting += part
                 locked |= await self._make(part, self._make_all)
             if len(locked) == len(fitting):
@@ -156,12 +159,16 @@ class QueueIds:
         }
         await self._database.run(placement_statements.INSERT_NAMES, names)
 
-    async def _within_limit(self, queues: list[Name]) -> list[Name]:
+    async def _within_limit(
+        self, queues: list[Name], *, check: Callable[[Micros], Awaitable[None]] | None = None
+    ) -> list[Name]:
         """Returns the queues for which their orgs have room. Concurrent calls may exceed the limit by a few queues."""
         orgs = {org for org, _ in queues}
         parameters = {"orgs": arrays.texts(list(orgs)), "queues_max": QUEUES_MAX}
-        counts: list[tuple[OrgId, int]] = await self._database.run(statements.COUNT_QUEUES, parameters)
-        room = {org: QUEUES_MAX - count for org, count in counts}
+        counts: list[tuple[OrgId, int, Micros]] = await self._database.run(statements.COUNT_QUEUES, parameters)
+        if check is not None:
+            await check(counts[0][2])
+        room = {org: QUEUES_MAX - count for org, count, _ in counts}
         fitting: list[Name] = []
         for org, queue in queues:
             if room[org]:

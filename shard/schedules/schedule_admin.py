@@ -175,8 +175,10 @@ class ScheduleAdmin:
             # The schedule may have moved away with its org.
             await self._refuse_unowned(org, epoch)
             raise
-        _, template = change(before.schedule.spec, before.schedule.template)
+        spec, template = change(before.schedule.spec, before.schedule.template)
         if template["queue"] != before.schedule.template["queue"]:
+            # A call that is refused makes no queue.
+            refuse_bad(spec)
             await self._refuse_unowned(org, epoch)
             await self._make_queue(org, template)
         async with self._locked(org, name, epoch) as (connection, found):

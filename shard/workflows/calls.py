@@ -23,7 +23,7 @@ from shard.queue.coalescer import SingleCall, single_calls
 from shard.queue.enqueue import find_refused
 from shard.queue.queue_ids import QUEUES_MAX
 from shard.queue.store import Store
-from shard.vocabulary import OrgId, QueueId, QueueName
+from shard.vocabulary import Micros, OrgId, QueueId, QueueName
 from shard.workflow import WorkflowId, WorkflowState
 from shard.workflows import statements
 
@@ -110,9 +110,12 @@ class WorkflowCalls:
         for error in (await find_refused(self._database, [(org, epoch)])).values():
             raise error
 
-    async def queue_ids(self, org: OrgId, queues: Sequence[QueueName]) -> dict[QueueName, QueueId]:
-        """Returns the ids of the queues, and makes the queues that do not exist. Raises TooManyQueues."""
-        numbers = await self._store.names.make([(org, queue) for queue in queues])
+    async def queue_ids(
+        self, org: OrgId, queues: Sequence[QueueName], *, check: Callable[[Micros], Awaitable[None]] | None = None
+    ) -> dict[QueueName, QueueId]:
+        """Returns the ids of the queues, and makes the queues that do not exist; `check` is as in QueueIds.make. Raises
+        TooManyQueues."""
+        numbers = await self._store.names.make([(org, queue) for queue in queues], check=check)
         if len(numbers) < len(queues):
             missing = [queue for queue in queues if (org, queue) not in numbers]
             raise TooManyQueues(self._database.name, org, missing, queues_max=QUEUES_MAX)

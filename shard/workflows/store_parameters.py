@@ -12,7 +12,8 @@ from shard.queue.store import ID_AGE_DAYS_MAX
 from shard.vocabulary import SPARSE_COLUMNS, QueueId, QueueName
 from shard.workflow import NewWorkflow
 
-_DAY_US = 86_400_000_000
+# The maximum age of a workflow's id.
+HORIZON_US = round(ID_AGE_DAYS_MAX * 86_400_000_000)
 
 
 class Growth(NamedTuple):
@@ -52,7 +53,7 @@ def store_parameters(
     nodes = min(workflow.callbacks, default=plain)
     return {
         "made_ms": made_at_ms(workflow.id),
-        "horizon_us": round(ID_AGE_DAYS_MAX * _DAY_US),
+        "horizon_us": HORIZON_US,
         "org": jobs.org,
         "epoch": epoch,
         "id": workflow.id,

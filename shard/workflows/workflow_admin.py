@@ -16,6 +16,7 @@ from shard.errors import (
     UnknownWorkflow,
     WorkflowExists,
 )
+from shard.job_id import bounds_ms, made_at_ms
 from shard.postgres.pool import Database
 from shard.queue.store import ID_AGE_DAYS_MAX, Store
 from shard.vocabulary import JobId, Micros, OrgId
@@ -35,7 +36,7 @@ from shard.workflow import (
 from shard.workflows import statements
 from shard.workflows.calls import LockedWorkflow, WorkflowCalls
 from shard.workflows.page_tokens import pack, unpack_id, unpack_number
-from shard.workflows.store_parameters import store_parameters
+from shard.workflows.store_parameters import HORIZON_US, store_parameters
 from shard.workflows.sweep import WorkflowSweep
 
 _TRIES_MAX = 6
@@ -75,7 +76,7 @@ class WorkflowAdmin:
         await self._calls.refuse_unowned(org, epoch)
         queues = sorted(set(workflow.jobs.queues))
         for _ in range(_TRIES_MAX):
-            ids = await self._calls.queue_ids(org, queues)
+            ids = await self._calls.queue_ids(org, queues, check=partial(self._check_id, workflow.id))
             try:
                 rows = await self._database.run(statements.STORE_WORKFLOW, store_parameters(workflow, ids, epoch=epoch))
             except psycopg.errors.UniqueViolation as error:
@@ -98,6 +99,13 @@ class WorkflowAdmin:
             await self._calls.refuse_unowned(org, epoch)
             self._store.names.forget()
         raise ShardUnavailable(self._database.name, "the ids of its queues keep changing")
+
+    async def _check_id(self, workflow: WorkflowId, now: Micros) -> None:
+        """Refuses what the statement would refuse, so that a call that is refused makes no queues. Raises
+        IdsOutsideHorizon."""
+        oldest_ms, newest_ms = bounds_ms(now, horizon_us=HORIZON_US)
+        if not oldest_ms <= made_at_ms(workflow) <= newest_ms:
+            raise IdsOutsideHorizon([0], now=now, horizon_days=ID_AGE_DAYS_MAX)
 
     async def _refuse_second_retry(self, workflow: NewWorkflow) -> None:
         """Raises NotRetryable if a different workflow already retries the old workflow."""

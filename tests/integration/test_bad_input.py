@@ -487,6 +487,7 @@ def admin_cases() -> Iterator[Bad]:
     rates = {"negative": -1.0, "too slow": 0.0001, "too fast": 100_001.0, "no number": math.nan}
     yield from of("RedriveQueue", "per_second", rates)
     yield from of("RedriveQueue", "already_redriven", {"negative": -1, "too many": 1_000_000_001})
+    yield from of("RedriveQueue", "already_redriven", {"due in 32,000 years": 1_000_000_000}, per_second=0.001)
     for rpc in ("CountJobs", "RedriveQueue"):
         for field in ("died_after", "died_before"):
             yield from of(rpc, field, TIMESTAMPS)
@@ -745,6 +746,12 @@ def workflow_cases() -> Iterator[Bad]:
         "nodes[0].job.run_at": {**node, "job": {**job, "run_at": Timestamp(seconds=2 * TEN_YEARS_S + 10**9 * 2)}},
         "nodes[0].after[0].node": {**node, "after": [{"node": "first"}]},
         "nodes[0].after[0].on_failed": {**node, "after": [{"node": "other", "on_failed": 99}]},
+        "nodes[0].job.template.retry.exponential.max_delay": {
+            **node,
+            "job": {
+                "template": {**job["template"], "retry": {"exponential": {"initial_delay": Duration(seconds=3601)}}}
+            },
+        },
         "nodes[0].callback": {**node, "callback": 99},
     }
     for path, bad in nodes.items():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from tests.jobs import job_id, job_message
 from tests.postgres import Server
@@ -46,8 +48,16 @@ def update(both: Stubs, config: admin_pb2.QueueConfig | None) -> None:
     both.admin.UpdateQueue(admin_pb2.UpdateQueueRequest(org="acme", queue="mail", config=config), timeout=PATIENCE_S)
 
 
-def list_jobs(both: Stubs, page_token: str) -> None:
-    both.admin.ListJobs(admin_pb2.ListJobsRequest(org="acme", page_token=page_token), timeout=PATIENCE_S)
+def list_jobs(both: Stubs, page_token: str, **fields: Any) -> None:
+    both.admin.ListJobs(admin_pb2.ListJobsRequest(org="acme", page_token=page_token, **fields), timeout=PATIENCE_S)
+
+
+def redrive(both: Stubs, **fields: Any) -> None:
+    both.admin.RedriveQueue(admin_pb2.RedriveQueueRequest(org="acme", queue="mail", **fields), timeout=PATIENCE_S)
+
+
+def set_limit(both: Stubs, **fields: Any) -> None:
+    both.cluster.SetLimit(cluster_pb2.SetLimitRequest(org="acme", **fields), timeout=PATIENCE_S)
 
 
 def check_shard(both: Stubs) -> Iterator[object]:
@@ -108,6 +118,25 @@ REFUSALS: dict[str, tuple[Callable[[Stubs], object], str]] = {
     "a long retention": (
         lambda both: update(both, admin_pb2.QueueConfig(retention_days=4000)),
         "config.retention_days: must be 0 to 3650, not 4000",
+    ),
+    "no measure": (lambda both: set_limit(both, amount=1), "measure: must be set"),
+    "an unknown measure": (
+        lambda both: set_limit(both, amount=1, measure=99),
+        "measure: must be a value that the enum has, not 99",
+    ),
+    "no state": (lambda both: list_jobs(both, "", states=[0]), "states[0]: must be set"),
+    "no delay": (
+        lambda both: update(both, admin_pb2.QueueConfig(retry={"fixed": {}})),  # type: ignore[arg-type]
+        "config.retry.fixed.delay: must be set",
+    ),
+    "a late expiry": (
+        lambda both: enqueue(both, job(expires_at=Timestamp(seconds=253_402_300_799))),
+        "jobs[0].expires_at: must be at most 7,300 days ahead",
+    ),
+    "a redrive that takes too long": (
+        lambda both: redrive(both, per_second=0.01, already_redriven=4_000_000, limit=10),
+        "already_redriven: must be at most 3,153,590 at 0.01 jobs per second and a limit of 10, not 4,000,000: no job "
+        "may become due more than 3,650 days ahead",
     ),
     "no configuration": (lambda both: update(both, None), "config: must be set"),
     "a page token": (

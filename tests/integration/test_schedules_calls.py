@@ -21,7 +21,7 @@ from shard.vocabulary import OrgId
 from tests.conftest import SHARD
 from tests.routers import PATIENCE_S, Routers, Stubs, running_routers, stubs, until, violated_fields, write_cluster
 from windrow.ids import uuid7
-from windrow.v1 import job_pb2, queue_pb2
+from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 from windrow.v1 import schedules_pb2 as pb
 
 # 2026-01-05, a Monday.
@@ -124,6 +124,20 @@ def test_an_update_changes_what_the_mask_names(router: Stubs, org: OrgId) -> Non
         with pytest.raises(grpc.RpcError) as refused:
             update(pb.ScheduleSpec(note="x"), *paths)
         assert violated_fields(refused.value) == [field]
+
+
+def test_an_update_that_is_refused_does_not_make_the_queue_of_its_jobs(router: Stubs, org: OrgId) -> None:
+    create(router, org, cron())
+    request = pb.UpdateScheduleRequest(
+        org=org,
+        name="daily",
+        spec=pb.ScheduleSpec(end=Timestamp(seconds=31_536_001)),
+        job=job_pb2.JobTemplate(queue="other", kind="push"),
+    )
+    with pytest.raises(grpc.RpcError, match="leaves no instant"):
+        router.schedules.UpdateSchedule(request, timeout=PATIENCE_S)
+    listed = router.admin.ListQueues(admin_pb2.ListQueuesRequest(org=org), timeout=PATIENCE_S).queues
+    assert [one.queue for one in listed] == ["mail"]
 
 
 def test_schedules_are_listed_a_page_at_a_time_by_name(router: Stubs, org: OrgId) -> None:

@@ -222,8 +222,9 @@ async def test_an_org_whose_slot_is_not_owned_is_refused_alone(
 # What the bad calls of one org cost the others (I4)
 
 
-async def too_old(_store: Store, org: OrgId) -> NewJobs:
+async def too_old(store: Store, org: OrgId) -> NewJobs:
     """The id is too old by so little that only the shard can see it."""
+    await store.names.make([(org, QUEUE)])
     return some_jobs(org, ids=[job_id(ahead_ms=-7 * DAY_MS - 60_000)])
 
 

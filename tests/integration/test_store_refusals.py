@@ -100,6 +100,8 @@ async def test_ids_made_outside_the_horizon_are_refused_with_their_positions(
         await store.enqueue(two_queues(org, ids))
     assert caught.value.positions == [1, 3]
     assert await everything(fresh_database) == {"jobs": 0, "dedup keys": 0, "accepted": 0}
+    # The queues are not made either: an org may have only so many.
+    assert await fresh_database.run(b"SELECT FROM windrow.org UNION ALL SELECT FROM windrow.queue", {}) == []
 
 
 @pytest.mark.parametrize(

@@ -279,6 +279,7 @@ async def test_a_callback_of_an_old_workflow_runs(flows: Flows) -> None:
     week_ms = 7 * 24 * 3_600_000
     with pytest.raises(IdsOutsideHorizon):
         await flows.start(chain(1), workflow=WorkflowId(job_id(ahead_ms=-week_ms - 3_600_000)))
+    assert await flows.database.run(b"SELECT FROM windrow.org WHERE org = %(org)s", {"org": flows.org}) == []
     flow = await flows.start(chain(1), callbacks=CALLBACKS, workflow=WorkflowId(job_id(ahead_ms=60_000 - week_ms)))
     assert await flows.run_all() == [{"n0"}, {"won", "over"}]
     assert await flows.state(flow) == "succeeded"

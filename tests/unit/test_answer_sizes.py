@@ -3,6 +3,7 @@ behind it allow (I9)."""
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from google.protobuf.message import Message
 
 from router import buffer
 from router.buffer import Buffer
+from router.codec import convert
 from router.codec.rules import Rule, limit
 from router.codec.status import InvalidRequest, RouterFull, Violation, status_of
 from router.fleet.fleet import Fleet
@@ -29,10 +31,12 @@ from router.services.queue import QueueService
 from router.services.schedules import SchedulesService
 from router.services.workflows import WorkflowsService
 from shard.errors import LimitReached
+from shard.job_record import ANSWER_BYTES_MAX
 from shard.limits import LIMITS_MAX, Limit, LimitKey, Measure
 from shard.schedule import RUNS_KEPT
 from shard.schedules.schedule_admin import LISTED_BYTES_MAX
-from shard.vocabulary import OrgId, QueueName
+from shard.vocabulary import OrgId, QueueName, ShardName
+from tests.unit.test_job_fields import RECORD
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2, schedules_pb2, workflows_pb2
 
 ORG = OrgId("acme")
@@ -287,3 +291,44 @@ async def test_the_memory_of_acks_that_a_dequeue_answers_is_kept() -> None:
     answer = queue_pb2.DequeueResponse(not_ok=await service._ack_before(request))
     assert len(answer.not_ok) == 1000
     assert call.held >= answer.ByteSize()
+
+
+@pytest.mark.parametrize("character", ["x", "é", "\x01", "\x7f", '"'])
+def test_an_answer_that_ends_with_the_largest_job_is_one_that_clients_accept(character: str) -> None:
+    def fill(message: type[Message], field: str) -> str:
+        return character * (limit(message, field, Rule.STRING_MAX_BYTES) // len(character.encode()))
+
+    bytes_max = limit(job_pb2.JobTemplate, "payload", Rule.BYTES_MAX_LEN)
+    failure = job_pb2.Failure(
+        type=fill(job_pb2.Failure, "type"),
+        message=fill(job_pb2.Failure, "message"),
+        stack=fill(job_pb2.Failure, "stack"),
+    )
+    log = convert.printable(fill(queue_pb2.Extend, "log"))
+    # Old attempts have neither stacks nor logs.
+    entries = [
+        {
+            "attempt": 1000,
+            "worker": "w" * 128,
+            "leased_at_us": 2**51,
+            "ended_at_us": 2**51,
+            "outcome": "nacked",
+            "failure": json.loads(convert.failure(failure).to_json()),
+            "log": log,
+        }
+        for _ in range(50)
+    ]
+    for entry in entries[:-5]:
+        del entry["failure"]["stack"], entry["log"]
+    largest = convert.job(
+        RECORD._replace(
+            payload=bytes(bytes_max),
+            result=bytes(limit(queue_pb2.Ack, "result", Rule.BYTES_MAX_LEN)),
+            checkpoint=bytes(limit(queue_pb2.Extend, "checkpoint", Rule.BYTES_MAX_LEN)),
+            attributes=json.dumps({f"{at:0128}": "v" * 1024 for at in range(ATTRIBUTES)}),
+            reason="r" * TEXTS["reason"],
+            history=json.dumps(entries),
+        ),
+        ShardName("s" * 63),
+    )
+    assert ANSWER_BYTES_MAX + largest.ByteSize() < 4 * 1024 * 1024

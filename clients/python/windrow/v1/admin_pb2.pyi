@@ -1070,7 +1070,7 @@ class RedriveQueueRequest(_message.Message):
     """
     already_redriven: _builtins.int
     """How many jobs earlier calls of the same redrive have brought back: the jobs of this call become due after those.
-    Only with per_second. 0 to 1,000,000,000.
+    Only with per_second. 0 to 1,000,000,000. No job may become due more than 3,650 days ahead.
     """
     @_builtins.property
     def died_after(self) -> _timestamp_pb2.Timestamp:

@@ -782,7 +782,7 @@ Global___Progress: _TypeAlias = Progress  # noqa: Y015
 @_typing.final
 class Failure(_message.Message):
     """Why an attempt failed, as its worker reports it. Control characters in its texts, except tabs and line ends, are
-    stored as U+FFFD.
+    stored as U+FFFD, which has three bytes. A text that is then too long loses its end.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

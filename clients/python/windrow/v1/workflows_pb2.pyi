@@ -265,7 +265,8 @@ class StartWorkflowRequest(_message.Message):
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewNode]:
         """1 to 10,000, of which at most 10 are callbacks and at least one is not. Together they may have 100,000 edges, in
-        chains of at most 1,000 nodes. No node may wait for itself, directly or through others.
+        chains of at most 1,000 nodes. No node may wait for itself, directly or through others. The request may have 500,000
+        fields, those of its messages included: an edge with `on_failed` has three.
         """
 
     def __init__(
