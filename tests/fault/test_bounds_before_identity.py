@@ -265,6 +265,20 @@ async def test_streams_of_strangers_leave_room_for_others(entrance: Entrance) ->
         await check(health)
 
 
+async def test_a_watch_that_is_not_read_holds_up_no_other_watch(entrance: Entrance) -> None:
+    async with entrance.for_peers() as address, open_peer(address) as peer:
+        # The router cannot send its answer, because the peer grants it no bytes.
+        await peer.call(WATCH, b"")
+        await peer.until(lambda seen: seen.answering, within_s=PATIENCE_S)
+        async with entrance.health() as health:
+            watch = health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+            answer = await watch.read()
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            # The answer did not wait for the end of the peer's connection, which comes after 30 s.
+            await peer.heard()
+            assert not peer.closed
+
+
 async def test_large_calls_of_strangers_take_no_memory_of_others(entrance: Entrance) -> None:
     key = await entrance.operators_key()
     async with entrance.for_peers() as address, contextlib.AsyncExitStack() as stack:
