@@ -35,7 +35,7 @@ from shard.queue.enqueue import Enqueuer
 from shard.queue.explain import BlockedFacts, JobFacts, QuarantineFacts, QueueFacts
 from shard.queue.groups import Groups
 from shard.queue.pending_enqueue import NOTHING_HANDED, Call, Handover
-from shard.queue.quarantine import Quarantine
+from shard.queue.quarantine import KINDS_MAX, Quarantine
 from shard.queue.queue_ids import QueueIds
 from shard.queue.queue_walk import QueueWalk
 from shard.queue.revocation import Revocation
@@ -79,8 +79,6 @@ _UNRELEASED_MAX = 10_000
 _AGED_MAX = 200
 # Verbs after which a job may have ended.
 _ENDING = frozenset({"ack", "nack"})
-# How many quarantined kinds one call returns.
-QUARANTINES_MAX = 1_000
 # Effectively no bound: the number of waiting claims is bounded elsewhere, by the number of callers.
 _CLAIMS_WEIGHT_MAX = 20_000_000
 # Upper bound for the claims in one act. With large payloads a statement may serve only two claims, and each claim of an
@@ -619,7 +617,7 @@ class Store:
     async def quarantines(self, org: OrgId, queue: QueueName | None) -> list[QuarantineFacts]:
         """Returns the quarantined kinds of a queue of the org, or of all its queues. Raises ShardUnavailable,
         TooManyWaiting."""
-        read = partial(explain.read_quarantines, self._database, org, queue, kinds_max=QUARANTINES_MAX)
+        read = partial(explain.read_quarantines, self._database, org, queue, kinds_max=KINDS_MAX)
         found: list[QuarantineFacts] = await self._single_calls.submit(SingleCall(org, 1, read))
         return found
 
