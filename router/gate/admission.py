@@ -38,6 +38,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 # The most calls that one process serves at a time, and the most streams and waiting calls together.
 CALLS_MAX = 4_000
 STREAMS_MAX = 10_000
+# A stream or waiting call takes a place, and one more for each so many queues that it waits for: each of these takes
+# 1.3 KiB, and the rest of a stream 45 KiB.
+QUEUES_PER_PLACE = 16
 # Calls that anybody may make, such as those of the health service. They have a limit of their own, so that strangers
 # cannot take the places of callers who prove who they are.
 PUBLIC_CALLS_MAX = 500
@@ -226,19 +229,22 @@ class Gate:
     # ── Streams and waiting calls ────────────────────────────────────────────────────────────────────────────────────
 
     @contextlib.contextmanager
-    def stream(self, key: str) -> Generator[None, None, None]:
-        """Counts a stream for `key`, an org or a connection, within this scope. Raises RouterFull."""
-        if not self._streams.take(key):
+    def stream(self, key: str, queues: int = 0) -> Generator[None, None, None]:
+        """Counts a stream for `key`, an org or a connection, within this scope. `queues`: for how many queues it waits.
+        Raises RouterFull."""
+        places = 1 + queues // QUEUES_PER_PLACE
+        if not self._streams.take(key, places):
             raise RouterFull("streams and waiting calls", STREAMS_MAX)
         try:
             yield
         finally:
-            self._streams.give_back(key)
+            self._streams.give_back(key, places)
 
     @contextlib.contextmanager
-    def waiting(self, call: Call) -> Generator[None, None, None]:
-        """Within this scope, counts a call that waits for jobs as a stream and not as a call. Raises RouterFull."""
-        with self.stream(call.org), self.lasting(call):
+    def waiting(self, call: Call, queues: int = 0) -> Generator[None, None, None]:
+        """Within this scope, counts a call that waits for jobs as a stream and not as a call. `queues`: for how many
+        queues it waits. Raises RouterFull."""
+        with self.stream(call.org, queues), self.lasting(call):
             self._calls.give_back(call.org)
             call.counted = False
             try:
