@@ -265,7 +265,8 @@ class LimitReached(ShardError):
 class TooManyQuarantines(ShardError):
     def __init__(self, org: OrgId, *, kinds_max: int) -> None:
         super().__init__(
-            f"org {org!r} has {kinds_max:,} quarantined kinds, the most that it may have: release some, or pause the queue"
+            f"org {org!r} has {kinds_max:,} quarantined kinds, the most that it may have: release some, or pause their "
+            "queues"
         )
 
 
