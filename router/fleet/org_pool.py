@@ -18,11 +18,11 @@ from router.buffer import Account
 from router.codec import fast_write
 from router.codec.fast_write import Delivery
 from router.fair.schedule import Schedule
-from router.fleet.periodic import attempt
 from router.fleet.shard_handle import ShardHandle
 from router.fleet.shares import Share, deal
 from router.fleet.starts import ClaimedPart, Held, Starts
 from router.fleet.waiter import AwaitedQueue, Recipient
+from shard.attempts import attempt
 from shard.errors import ShardUnavailable
 from shard.lease_token import lease_of
 from shard.queue.claim import bytes_most

@@ -30,7 +30,8 @@ class HealthService(health_pb2_grpc.HealthServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return _Response(status=_Response.NOT_SERVING if self._draining.is_set() else _Response.SERVING)
 
-    async def Watch(self, request: health_pb2.HealthCheckRequest, _: Context) -> AsyncGenerator[_Response, None]:
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> AsyncGenerator[_Response, None]:
+        del context
         if not self._draining.is_set():
             known = request.service in self._services
             yield _Response(status=_Response.SERVING if known else _Response.SERVICE_UNKNOWN)
