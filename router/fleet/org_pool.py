@@ -282,8 +282,12 @@ class OrgPool:
         """Tries these queues of an org again later."""
 
         def again() -> None:
-            for queue in queues:
-                self.found(shard, org, queue)
+            # If the shard is away or removed by now, its orgs are found again when it comes back. Until then they must
+            # not count as ready: no jobs would be handed over to this pool.
+            member = self._shards().get(shard)
+            if member is not None and member.up.is_set():
+                for queue in queues:
+                    self.found(shard, org, queue)
 
         if not self._is_found(org, shard):
             self.schedule.idle(org, shard)
