@@ -21,6 +21,7 @@ ShardError
 ├── TooManyQueues         use queues that the org has
 ├── TooManyRetentions     use a retention that the shard has
 ├── LimitReached          wait for `retry_after_s`; if it is None, send less at a time
+├── TooManyQuarantines    release a kind first, or pause the queue
 ├── TooManyLimits         remove a limit first, or use a default
 ├── UnknownSchedule       name another schedule, or create this one
 ├── ScheduleExists        update the schedule instead
@@ -259,6 +260,14 @@ class LimitReached(ShardError):
         self.usage = usage
         self.retry_after_s = retry_after_s
         self.positions = positions
+
+
+class TooManyQuarantines(ShardError):
+    def __init__(self, org: OrgId, *, kinds_max: int) -> None:
+        super().__init__(
+            f"org {org!r} has {kinds_max:,} quarantined kinds, the most that it may have: release some, or pause their "
+            "queues"
+        )
 
 
 class TooManyLimits(ShardError):

@@ -218,6 +218,7 @@ _REASONS: dict[type[BaseException], reasons.ErrorReason.ValueType] = {
     errors.TooManyQueues: reasons.ERROR_REASON_TOO_MANY_QUEUES,
     errors.TooManyRetentions: reasons.ERROR_REASON_TOO_MANY_RETENTIONS,
     errors.LimitReached: reasons.ERROR_REASON_LIMIT_REACHED,
+    errors.TooManyQuarantines: reasons.ERROR_REASON_LIMIT_REACHED,
     errors.TooManyLimits: reasons.ERROR_REASON_LIMIT_REACHED,
     errors.TooManyWeights: reasons.ERROR_REASON_LIMIT_REACHED,
     errors.UnknownSchedule: reasons.ERROR_REASON_SCHEDULE_NOT_FOUND,

@@ -7,9 +7,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from router.fleet.periodic import attempt, every
+from router.fleet.periodic import every
 from shard.admin import limits, weights
 from shard.admin.weights import Weights
+from shard.attempts import attempt
 from shard.errors import ShardUnavailable
 from shard.limits import LimitTable
 from shard.placement import catalog

@@ -16,7 +16,7 @@ import itertools
 import logging
 from collections.abc import Collection, Iterable
 
-from router.fleet.periodic import attempt
+from shard.attempts import attempt
 from shard.errors import ShardUnavailable
 from shard.job_id import to_hex
 from shard.queue.doorbell import Doorbell

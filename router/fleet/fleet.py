@@ -52,6 +52,7 @@ from shard.placement.marks import Made
 from shard.placement.slots import Placement
 from shard.postgres import schema
 from shard.postgres.pool import Database, Mark
+from shard.queue.revocation import Revocation
 from shard.vocabulary import OrgId, ShardName
 
 _log = logging.getLogger(__name__)
@@ -167,7 +168,7 @@ class Fleet:
                     prove=self._prove,
                     proved=self._proved,
                     confirm=self._confirm,
-                    revoked=self.revocations.tell,
+                    revoked=self._revoked,
                     siblings=self.siblings,
                     elsewhere=self._elsewhere,
                     pools=self.pools,
@@ -306,6 +307,12 @@ class Fleet:
                 except TimeoutError:
                     why = f"{error}; no other shard was found to take them within {_UNOWNED_S_MAX:g} s"
                     raise PlacementChanging(member.name, why) from error
+
+    def _revoked(self, shard: ShardName, revocations: Sequence[Revocation]) -> None:
+        """Leases of this shard were ended by somebody other than their consumers."""
+        self.revocations.tell(shard, revocations)
+        for revocation in revocations:
+            self.pools.ended(revocation.leases)
 
     def _elsewhere(self, org: OrgId, name: ShardName) -> list[ShardHandle] | None:
         """Returns the shards other than `name` that may have live jobs of the org. Returns None if this router's copy

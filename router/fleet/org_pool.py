@@ -18,11 +18,11 @@ from router.buffer import Account
 from router.codec import fast_write
 from router.codec.fast_write import Delivery
 from router.fair.schedule import Schedule
-from router.fleet.periodic import attempt
 from router.fleet.shard_handle import ShardHandle
 from router.fleet.shares import Share, deal
 from router.fleet.starts import ClaimedPart, Held, Starts
 from router.fleet.waiter import AwaitedQueue, Recipient
+from shard.attempts import attempt
 from shard.errors import ShardUnavailable
 from shard.lease_token import lease_of
 from shard.queue.claim import bytes_most
@@ -282,8 +282,12 @@ class OrgPool:
         """Tries these queues of an org again later."""
 
         def again() -> None:
-            for queue in queues:
-                self.found(shard, org, queue)
+            # If the shard is away or removed by now, its orgs are found again when it comes back. Until then they must
+            # not count as ready: no jobs would be handed over to this pool.
+            member = self._shards().get(shard)
+            if member is not None and member.up.is_set():
+                for queue in queues:
+                    self.found(shard, org, queue)
 
         if not self._is_found(org, shard):
             self.schedule.idle(org, shard)

@@ -7,9 +7,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable
 
-from shard.errors import ShardError
-
-_log = logging.getLogger(__name__)
+from shard.attempts import attempt
 
 _RESTART_S = 1.0
 
@@ -29,17 +27,3 @@ async def keep_on(what: str, run: Callable[[], Awaitable[object]], *, pause_s: f
     while True:
         await attempt(what, run)
         await asyncio.sleep(pause_s)
-
-
-async def attempt(what: str, act: Callable[[], Awaitable[object]], *, level: int = logging.WARNING) -> bool:
-    """Runs `act` once, and returns whether it succeeded. A failure is logged and not raised, because the next run will
-    try again."""
-    try:
-        await act()
-    except ShardError as error:
-        _log.log(level, "could not %s: %s", what, error)
-    except Exception:  # noqa: BLE001 - one failure must not end the other periodic tasks
-        _log.exception("could not %s", what)
-    else:
-        return True
-    return False

@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from router.fleet.fleet import Fleet
-from router.fleet.periodic import attempt
 from router.fleet.shard_handle import ShardHandle
 from shard import metrics
 from shard.admin.queue_figures import QueueFigures, folded
+from shard.attempts import attempt
 from shard.health.signs import Signs
 from shard.placement.catalog import Holding
 from shard.vocabulary import ShardName

@@ -11,7 +11,7 @@ from typing import Self
 from router.fleet.all_orgs import AllOrgs
 from router.fleet.end_waits import EndWaits
 from router.fleet.handover import Handovers
-from router.fleet.periodic import attempt, every, keep_on
+from router.fleet.periodic import every, keep_on
 from router.fleet.ready_orgs import ReadyOrgs
 from router.fleet.schedules import Scheduler
 from router.fleet.siblings.frame import QueueKey
@@ -19,6 +19,7 @@ from router.fleet.siblings.siblings import Siblings
 from router.fleet.starts import Starts
 from router.fleet.wait_room import WaitRoom
 from shard.admin.queue_admin import QueueAdmin
+from shard.attempts import attempt
 from shard.errors import Misconfigured, ShardError, ShardUnavailable
 from shard.health import signs
 from shard.health.signs import Signs

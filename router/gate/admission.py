@@ -38,9 +38,14 @@ Context = grpc.aio.ServicerContext[Any, Any]
 # The most calls that one process serves at a time, and the most streams and waiting calls together.
 CALLS_MAX = 4_000
 STREAMS_MAX = 10_000
+# A stream or waiting call takes a place, and one more for each so many queues that it waits for: each of these takes
+# 1.3 KiB, and the rest of a stream 45 KiB.
+QUEUES_PER_PLACE = 16
 # Calls that anybody may make, such as those of the health service. They have a limit of their own, so that strangers
 # cannot take the places of callers who prove who they are.
 PUBLIC_CALLS_MAX = 500
+# The largest request of such a call: it has only the name of a service.
+PUBLIC_MESSAGE_BYTES_MAX = 4 * 1024
 # The largest request, and the largest message of a stream: 1,000 jobs of 16 KiB, or 15 jobs of the largest size.
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024
 # The largest size of all metadata of a call, for which gRPC adds 32 bytes for each entry. gRPC takes up to 16 MiB until
@@ -62,11 +67,6 @@ DRAIN_S = 2.0
 # is closed, because each such call costs as much as a served one.
 RESETS_MAX = 200
 _RESETS_S = 1.0
-
-
-def too_large(raw: bytes, *, request_id: int = 0) -> MessageTooLarge:
-    """Returns the error for a message above MESSAGE_BYTES_MAX."""
-    return MessageTooLarge(len(raw), MESSAGE_BYTES_MAX, request_id)
 
 
 class Gate:
@@ -130,9 +130,11 @@ class Gate:
         return call
 
     def identified(self, call: Call) -> None:
-        """Counts a call for its caller's org until it ends, if the caller is of one org. Raises RouterFull."""
+        """Counts a call and its memory for its caller's org until it ends, if the caller is of one org. Raises
+        RouterFull."""
         assert call.principal is not None
         if call.principal.org is not None:
+            call.org = call.principal.org
             if not self._of_callers.take(call.principal.org):
                 raise RouterFull("calls and streams", CALLS_MAX + STREAMS_MAX)
             call.caller_counted = True
@@ -152,7 +154,7 @@ class Gate:
         if self.draining and not self._count:
             self._emptied.set()
 
-    async def receive(self, context: Context, call: Call) -> bytes:
+    async def receive(self, context: Context, call: Call, *, bytes_max: int = MESSAGE_BYTES_MAX) -> bytes:
         """Returns the request of a unary call. Raises RequestLate after 60 s, MessageTooLarge, and CancelledError if
         the client has left."""
         task = asyncio.current_task()
@@ -173,8 +175,8 @@ class Gate:
             self.was_reset(call)
             raise asyncio.CancelledError
         self.arrivals.received(call.peer, call.round, CALL_BYTES + MESSAGE_BYTES + len(raw))
-        if len(raw) > MESSAGE_BYTES_MAX:
-            raise too_large(raw)
+        if len(raw) > bytes_max:
+            raise MessageTooLarge(len(raw), bytes_max)
         return raw
 
     def refuse_metadata(self, context: Context, count: int) -> None:
@@ -227,19 +229,22 @@ class Gate:
     # ── Streams and waiting calls ────────────────────────────────────────────────────────────────────────────────────
 
     @contextlib.contextmanager
-    def stream(self, key: str) -> Generator[None, None, None]:
-        """Counts a stream for `key`, an org or a connection, within this scope. Raises RouterFull."""
-        if not self._streams.take(key):
+    def stream(self, key: str, queues: int = 0) -> Generator[None, None, None]:
+        """Counts a stream for `key`, an org or a connection, within this scope. `queues`: for how many queues it waits.
+        Raises RouterFull."""
+        places = 1 + queues // QUEUES_PER_PLACE
+        if not self._streams.take(key, places):
             raise RouterFull("streams and waiting calls", STREAMS_MAX)
         try:
             yield
         finally:
-            self._streams.give_back(key)
+            self._streams.give_back(key, places)
 
     @contextlib.contextmanager
-    def waiting(self, call: Call) -> Generator[None, None, None]:
-        """Within this scope, counts a call that waits for jobs as a stream and not as a call. Raises RouterFull."""
-        with self.stream(call.org), self.lasting(call):
+    def waiting(self, call: Call, queues: int = 0) -> Generator[None, None, None]:
+        """Within this scope, counts a call that waits for jobs as a stream and not as a call. `queues`: for how many
+        queues it waits. Raises RouterFull."""
+        with self.stream(call.org, queues), self.lasting(call):
             self._calls.give_back(call.org)
             call.counted = False
             try:

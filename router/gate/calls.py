@@ -24,7 +24,13 @@ from router.codec.fields import FIELDS_MAX, bounded, number_in
 from router.codec.rules import Rule, limit
 from router.codec.status import INTERNAL, MessageTooLarge, OrgMismatch, Undecodable, status_of
 from router.codec.validate import check
-from router.gate.admission import MESSAGE_BYTES_MAX, METADATA_BYTES_MAX, Context, Gate, too_large
+from router.gate.admission import (
+    MESSAGE_BYTES_MAX,
+    METADATA_BYTES_MAX,
+    PUBLIC_MESSAGE_BYTES_MAX,
+    Context,
+    Gate,
+)
 from router.gate.auth.access import Access, access_of, require_org
 from router.gate.auth.principal import Unauthenticated
 from router.gate.call import Call, current_call
@@ -339,9 +345,7 @@ def _library_unary(
     signals = _Signals(method, unary=True)
 
     async def act(call: Call, context: Context) -> bytes:
-        raw = await gate.receive(context, call)
-        await gate.enter(call, "", len(raw))
-        request = _decoded(handler.request_deserializer, raw)
+        request = await _library_request(gate, call, context, handler.request_deserializer, access)
         answer: bytes = handler.response_serializer(await handler.unary_unary(request, context))
         gate.answered(call, len(answer))
         return answer
@@ -375,6 +379,21 @@ def _library_unary(
     return serve
 
 
+async def _library_request(
+    gate: Gate, call: Call, context: Context, decode: Callable[[bytes], Any], access: Access | None
+) -> Any:
+    """Returns the single request of a library's method as soon as there is room for it. Raises MessageTooLarge,
+    RouterFull, Undecodable."""
+    if access is None:
+        # Such calls have a limit of their own, and take no place of another call.
+        raw = await gate.receive(context, call, bytes_max=PUBLIC_MESSAGE_BYTES_MAX)
+        await call.reserve(len(raw), received=len(raw))
+    else:
+        raw = await gate.receive(context, call)
+        await gate.enter(call, call.org, len(raw))
+    return _decoded(decode, raw)
+
+
 def _stream(
     gate: Gate,
     method: Callable[[Any, Context], Any],
@@ -393,9 +412,7 @@ def _stream(
         if takes_stream:
             received: object = _messages(gate, call, context, decode, id_field)
         else:
-            raw = await gate.receive(context, call)
-            await gate.enter(call, "", len(raw))
-            received = _decoded(decode, raw)
+            received = await _library_request(gate, call, context, decode, access)
         answers = method(received, context)
         if inspect.isasyncgen(answers):
             await _write_answers(gate, call, context, answers)
@@ -456,7 +473,8 @@ async def _messages(
         gate.received(call, raw)
         count = len(raw)
         if count > MESSAGE_BYTES_MAX:
-            refused = too_large(raw, request_id=number_in(raw, id_field, fields_max=_ID_WITHIN) if id_field else 0)
+            request_id = number_in(raw, id_field, fields_max=_ID_WITHIN) if id_field else 0
+            refused = MessageTooLarge(count, MESSAGE_BYTES_MAX, request_id)
             del raw
             yield Received(None, 0, refused)
             continue
@@ -513,8 +531,8 @@ async def _admitted(
     request = _decoded(decode, raw)
     # Check the org before the call counts for it.
     org = check_named(call, context, request)
-    # Calls without an org come from operators and share a quota.
-    gate.admit(call, org or "")
+    # Calls of operators may have no org. They share a quota.
+    gate.admit(call, org or call.org)
     count = len(raw) + (answer_bytes if isinstance(answer_bytes, int) else answer_bytes(request))
     if not call.take_in_turn(count):
         # While the call waits, keep only the raw bytes: the decoded message takes more memory.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from router.buffer import Buffer
@@ -63,8 +63,6 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(
 _STOP_S_MAX = 2.0
 # How much of END_S_MAX is left for the connections to databases and for spans, which are closed last.
 _CLOSE_S_MAX = 6.0
-# How long it may take to tell the watchers of the health service about a drain.
-_HEALTH_DRAIN_S_MAX = 1.0
 SERVICES = (
     QueueService.service_name,
     AdminService.service_name,
@@ -121,8 +119,6 @@ async def serve(
             queue, scaler, checks, server = _server(fleet, reloader, gate, settings, connections_max)
             port = server.listen(listen, None if certificates is None else certificates.credentials())
             await server.start()
-            for service in (health.OVERALL_HEALTH, *SERVICES):
-                await checks.set(service, health_pb2.HealthCheckResponse.SERVING)
             ready(port)
             async with Upkeep(stop) as upkeep:
                 upkeep.begin(watch.run(gate, port))
@@ -144,10 +140,7 @@ async def serve(
                 end_s = loop.time() + settings.drain_seconds + END_S_MAX - _CLOSE_S_MAX
                 _log.info("draining: calls in flight have %g s", settings.drain_seconds)
                 connections.stop_listening(port)
-                # A watcher that does not read its answers would delay the drain.
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_HEALTH_DRAIN_S_MAX):
-                        await checks.enter_graceful_shutdown()
+                checks.drain()
                 queue.drain()
                 scaler.drain()
                 gate.drain()
@@ -255,7 +248,8 @@ def _server(
     fleet: Fleet, reloader: Reloader, gate: Gate, settings: RouterSettings, connections_max: int
 ) -> tuple[QueueService, ExternalScalerService, HealthService, GrpcServer]:
     methods = Methods(gate)
-    queue, checks = QueueService(fleet, gate, stream_s_max=settings.stream_s_max), HealthService(gate)
+    queue = QueueService(fleet, gate, stream_s_max=settings.stream_s_max)
+    checks = HealthService((health.OVERALL_HEALTH, *SERVICES))
     methods.add(queue, queue_pb2.DESCRIPTOR.services_by_name["Queue"])
     methods.add(AdminService(fleet, gate.buffer), admin_pb2.DESCRIPTOR.services_by_name["Admin"])
     methods.add(ClusterService(fleet, reloader), cluster_pb2.DESCRIPTOR.services_by_name["Cluster"])

@@ -1,46 +1,39 @@
 """The standard health service (grpc.health.v1). Its watches end when the router drains, so that they do not delay the
-drain."""
+drain. The library has such a service too, but there a watch whose client does not read holds up all other watches."""
 
 from __future__ import annotations
 
-import contextlib
-from typing import cast
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
 
-from grpc_health.v1 import health, health_pb2
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from router.gate.admission import Context, Gate
-from router.gate.call import current_call
+from router.gate.admission import Context
 
-
-class HealthService(health.aio.HealthServicer):
-    """Ends each watch after NOT_SERVING has been sent. The base class would keep it open for ever."""
-
-    def __init__(self, gate: Gate) -> None:
-        super().__init__()
-        self._gate = gate
-
-    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
-        with contextlib.suppress(_NotServingSent):
-            await super().Watch(request, cast("Context", _WatchContext(self._gate, context)))
+_Response = health_pb2.HealthCheckResponse
 
 
-class _NotServingSent(Exception):
-    """The client of this watch knows that the router drains."""
+class HealthService(health_pb2_grpc.HealthServicer):
+    """Serves `services`, the names that callers may ask for, until `drain`."""
 
+    def __init__(self, services: Iterable[str]) -> None:
+        self._services = frozenset(services)
+        self._draining = asyncio.Event()
 
-class _WatchContext:
-    """The context of one watch. Raises _NotServingSent after it has written NOT_SERVING."""
+    def drain(self) -> None:
+        """From now on nothing is served."""
+        self._draining.set()
 
-    def __init__(self, gate: Gate, context: Context) -> None:
-        self._gate = gate
-        self._context = context
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> _Response:
+        if request.service not in self._services:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return _Response(status=_Response.NOT_SERVING if self._draining.is_set() else _Response.SERVING)
 
-    async def write(self, answer: health_pb2.HealthCheckResponse) -> None:
-        # While this write waits for its client to read, all other watches of the service wait too. So the client has
-        # only 30 s.
-        call = current_call()
-        self._gate.writing(call)
-        await self._context.write(answer)
-        self._gate.written(call)
-        if answer.status == health_pb2.HealthCheckResponse.NOT_SERVING:
-            raise _NotServingSent
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> AsyncGenerator[_Response, None]:
+        del context
+        if not self._draining.is_set():
+            known = request.service in self._services
+            yield _Response(status=_Response.SERVING if known else _Response.SERVICE_UNKNOWN)
+            await self._draining.wait()
+        yield _Response(status=_Response.NOT_SERVING)

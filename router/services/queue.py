@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 from router.codec import convert, fast_write
 from router.codec.fast_write import Delivery
 from router.codec.lease_verbs import ACK, VERBS, LeaseVerb, not_ok
+from router.codec.rules import Rule, limit
 from router.codec.status import InvalidRequest, Violation, status_of
 from router.codec.validate import check, check_ack, check_alter, check_dequeue, enqueue_violations, plain_jobs
 from router.fleet.fleet import Fleet
@@ -54,6 +55,7 @@ _CONSUME = access_of(queue_pb2.DESCRIPTOR.services_by_name["Queue"].methods_by_n
 # and the violations of an error.
 _RESULT_BYTES = 64
 REFUSAL_BYTES = 7 * 1024
+_QUEUES_MAX = limit(queue_pb2.ConsumeStart, "queues", Rule.REPEATED_MAX_ITEMS)
 _JOB_PATH = re.compile(r"jobs\[(\d+)\]")
 _FoundJobs = Found[tuple[ShardName, JobRecord]]
 
@@ -202,7 +204,7 @@ class QueueService:
         timer = asyncio.get_running_loop().call_later(0 if self._draining.is_set() else wait_s, consumer.stop_waiting)
         self._waiting.add(consumer)
         try:
-            with self._gate.waiting(current_call()):
+            with self._gate.waiting(current_call(), len(consumer.queues)):
                 await consumer.serve_first()
         finally:
             self._waiting.discard(consumer)
@@ -230,7 +232,9 @@ class QueueService:
                         check_all_orgs(call, context, _CONSUME, field="start.org")
                     else:
                         check_org(call, context, first.message.start.org, field="start.org")
-                with self._gate.stream(first.message.start.org):
+                # The number of queues has not been checked yet.
+                queues = min(len(first.message.start.queues), _QUEUES_MAX)
+                with self._gate.stream(first.message.start.org, queues):
                     stream = Stream(self._fleet, self._gate, call, first, messages, context)
                     # The stream drops its own reference as soon as it has handled the message.
                     del first

@@ -136,6 +136,9 @@ class WorkflowsService:
             added = await member.node_adder.add(nodes, adder=adder, epoch=placement.epoch)
             if not added.stored:
                 charge.refund()
+        if added.waits:
+            # The job has no lease while it waits.
+            self._fleet.pools.ended([lease])
         if added.waits and holder is not None and holder is not member:
             # The job cannot wait on the shard that it leaves. It runs again on the other shard, and waits there.
             snooze = Snooze(lease, _AWAY_US, WAITS)

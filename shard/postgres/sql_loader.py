@@ -33,6 +33,8 @@ Text that several statements share is written only here, and is included by its 
     {{expiry_reason(e)}}  the reason of the job e, which is cancelled because it has expired
     {{is_paused(w)}}     whether the workflow w releases no jobs until its pause ends
     {{is_set_aside(j)}}  whether the row j is set aside, because its kind is quarantined
+    {{may_quarantine(q)}}  whether the org of the queue q has fewer than `kinds_max` quarantined kinds: routers remember
+                         all of them. Concurrent statements may exceed this by a few
     {{is_later(j)}}      whether the row j becomes visible later, by its time or at the end of its lease
     {{history_with_lost(j)}}  the history of row j, with an entry for its lease if the lease has expired unnoticed
     {{seen_history(j)}}  the history of row j, and what the attempt under way has logged (JobRecord.history)
@@ -156,6 +158,10 @@ _EXPRESSIONS = {
         "(SELECT FROM windrow.workflow_node n WHERE n.flow = {0}.flow AND n.is_left AND n.state = 'due')))"
     ),
     # The same condition as in the index job_set_aside.
+    "may_quarantine": (
+        "(SELECT count(*) FROM (SELECT FROM windrow.queue o JOIN windrow.quarantine h ON h.queue_id = o.queue_id "
+        "WHERE o.org = {0}.org LIMIT %(kinds_max)s) counted) < %(kinds_max)s"
+    ),
     "is_set_aside": (
         "NOT isfinite({0}.visible_at) AND isfinite({0}.run_at) "
         "AND ({0}.group_key IS NULL OR {0}.group_slot IS NOT NULL)"

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Sequence
 
+from shard.fair_quota import FairQuota
 from shard.postgres import arrays
 from shard.postgres.pool import Database
 from shard.queue import statements
@@ -31,8 +32,8 @@ SEEN_US = 180_000_000
 _FORGET_EVERY_S = 3600.0
 # Upper bound for the rows of one statement.
 _ROWS_MAX = 1_000
-# Upper bound for the queues and kinds that wait to be written. Further ones are not noted until these have been
-# written.
+# Upper bound for the queues and kinds that wait to be written, which orgs share (I4). Further ones are not noted until
+# these have been written.
 _NOTED_MAX = 10_000
 # If there are more consumers than this, all are forgotten. Each is noted again when it next looks for jobs.
 _CONSUMERS_MAX = 50_000
@@ -51,6 +52,7 @@ class ConsumersSeen:
         # Set while something is to be written.
         self.noted = asyncio.Event()
         self._to_write: dict[_Seen, None] = {}
+        self._places = FairQuota(_NOTED_MAX)
         # The time at which each consumer was noted, by time.monotonic. The key is a hash of what the consumer asks for.
         # Two consumers with the same hash would count as one, which does no harm to a hint.
         self._noted_s: dict[int, float] = {}
@@ -67,14 +69,16 @@ class ConsumersSeen:
         self._noted_s[consumer] = now_s
         for queue in queues:
             for kind in kinds or (ANY_KIND,):
-                if len(self._to_write) < _NOTED_MAX:
-                    self._to_write[org, queue, kind] = None
+                seen = org, queue, kind
+                if seen not in self._to_write and self._places.take(org):
+                    self._to_write[seen] = None
         self.noted.set()
 
     async def write(self) -> None:
         """Writes the notes, except those about queues that do not exist yet. Raises ShardUnavailable: then the notes
         are lost, and the consumers are noted again within a minute."""
         noted, self._to_write = list(self._to_write), dict[_Seen, None]()
+        self._places = FairQuota(_NOTED_MAX)
         self.noted.clear()
         began_s = time.monotonic()
         exist = await self._names.find({(org, queue) for org, queue, _ in noted if org is not None})

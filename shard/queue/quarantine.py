@@ -17,7 +17,7 @@ from enum import Enum, auto
 from typing import NamedTuple, NoReturn
 
 from shard import metrics
-from shard.errors import UnknownQueue
+from shard.errors import TooManyQuarantines, UnknownQueue
 from shard.job_record import JobRecord
 from shard.postgres import arrays
 from shard.postgres.pool import Database
@@ -31,8 +31,10 @@ _log = logging.getLogger(__name__)
 # The pause before the first trial of a kind. It doubles after each trial that crashes.
 PAUSE_S = 60
 PAUSE_S_MAX = 3600
+# How many kinds of an org may be quarantined on a shard. Every router process reads all of them at each change.
+KINDS_MAX = 1_000
 # How many kinds one sweep judges by their crashes, and how many trials one sweep begins.
-_KINDS_MAX = 20
+_JUDGED_MAX = 20
 _TRIALS_MAX = 100
 # How many jobs one statement releases, and how many of these statements one sweep runs.
 _RELEASED_AT_ONCE = 1_000
@@ -122,9 +124,10 @@ class Quarantine:
         self, org: OrgId, queue: QueueName, kind: str, reason: str, *, epoch: int, draining: bool = False
     ) -> None:
         """Quarantines a kind until `release` is called. `epoch` and `draining` have the same meaning as for
-        QueueAdmin.alter_queue. Raises UnknownQueue, NotOwned."""
-        parameters = {**_named(org, queue, kind, epoch, draining=draining), "reason": reason, "pause_s": PAUSE_S}
-        if not await self._database.run(statements.ADD_QUARANTINE, parameters):
+        QueueAdmin.alter_queue. Raises UnknownQueue, TooManyQuarantines, NotOwned."""
+        parameters = _named(org, queue, kind, epoch, draining=draining)
+        bounds = {"pause_s": PAUSE_S, "kinds_max": KINDS_MAX}
+        if not await self._database.run(statements.ADD_QUARANTINE, {**parameters, **bounds, "reason": reason}):
             await self._refuse(org, queue, epoch)
         self.on_changed()
         await self.refresh()
@@ -143,6 +146,9 @@ class Quarantine:
     async def _refuse(self, org: OrgId, queue: QueueName, epoch: int) -> NoReturn:
         for error in (await find_refused(self._database, [(org, epoch)])).values():
             raise error
+        names = {"orgs": arrays.texts([org]), "queues": arrays.names([queue])}
+        if await self._database.run(statements.FIND_QUEUE_IDS, names):
+            raise TooManyQuarantines(org, kinds_max=KINDS_MAX)
         raise UnknownQueue(org, queue)
 
     async def sweep(self) -> set[QueueId]:
@@ -167,7 +173,7 @@ class Quarantine:
         crashes of the org's other kinds: jobs of the quarantined kind may have caused them."""
         judged: set[OrgId] = set()
         for queue_id, org, kind, allowed, jobs in await self._database.run(
-            statements.FIND_SUSPECTS, {"kinds_max": _KINDS_MAX}
+            statements.FIND_SUSPECTS, {"kinds_max": _JUDGED_MAX}
         ):
             if org in judged:
                 continue
@@ -180,7 +186,8 @@ class Quarantine:
                 continue
             judged.add(org)
             if await self._database.run(
-                statements.QUARANTINE_KIND, {**parameters, "org": org, "crashes": crashes, "pause_s": PAUSE_S}
+                statements.QUARANTINE_KIND,
+                {**parameters, "org": org, "crashes": crashes, "pause_s": PAUSE_S, "kinds_max": KINDS_MAX},
             ):
                 self.on_changed()
                 _log.warning(

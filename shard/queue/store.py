@@ -13,9 +13,10 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from shard.errors import IdsOutsideHorizon, NoAnswer, RowLocked, ShardError, ShardUnavailable, UnknownQueue
+from shard.attempts import attempt
+from shard.errors import IdsOutsideHorizon, NoAnswer, RowLocked, ShardUnavailable, UnknownQueue
 from shard.job_id import made_at_ms, to_hex
 from shard.job_record import ANSWER_BYTES_MAX, JobRecord
 from shard.lease_token import lease_of
@@ -35,7 +36,7 @@ from shard.queue.enqueue import Enqueuer
 from shard.queue.explain import BlockedFacts, JobFacts, QuarantineFacts, QueueFacts
 from shard.queue.groups import Groups
 from shard.queue.pending_enqueue import NOTHING_HANDED, Call, Handover
-from shard.queue.quarantine import Quarantine
+from shard.queue.quarantine import KINDS_MAX, Quarantine
 from shard.queue.queue_ids import QueueIds
 from shard.queue.queue_walk import QueueWalk
 from shard.queue.revocation import Revocation
@@ -60,7 +61,6 @@ from shard.vocabulary import (
 )
 from shard.workflow import NodeOf
 
-_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 # How old the time in a new job's id may be.
@@ -79,8 +79,6 @@ _UNRELEASED_MAX = 10_000
 _AGED_MAX = 200
 # Verbs after which a job may have ended.
 _ENDING = frozenset({"ack", "nack"})
-# How many quarantined kinds one call returns.
-QUARANTINES_MAX = 1_000
 # Effectively no bound: the number of waiting claims is bounded elsewhere, by the number of callers.
 _CLAIMS_WEIGHT_MAX = 20_000_000
 # Upper bound for the claims in one act. With large payloads a statement may serve only two claims, and each claim of an
@@ -619,7 +617,7 @@ class Store:
     async def quarantines(self, org: OrgId, queue: QueueName | None) -> list[QuarantineFacts]:
         """Returns the quarantined kinds of a queue of the org, or of all its queues. Raises ShardUnavailable,
         TooManyWaiting."""
-        read = partial(explain.read_quarantines, self._database, org, queue, kinds_max=QUARANTINES_MAX)
+        read = partial(explain.read_quarantines, self._database, org, queue, kinds_max=KINDS_MAX)
         found: list[QuarantineFacts] = await self._single_calls.submit(SingleCall(org, 1, read))
         return found
 
@@ -689,33 +687,30 @@ class Store:
         queues = list({*self._floors.to_sweep(), *awaited})
         await self.names.prove(queues)
         due = await self._look(queues)
+
+        async def fill_groups() -> None:
+            due.first.update(dict.fromkeys(await self._groups.sweep(queues), due.now))
+
+        async def look_after_kinds() -> None:
+            due.first.update(dict.fromkeys(await self.quarantine.sweep(), due.now))
+
         if due.groups_wait:
-            freed = await self._attempt("fill slots of groups", partial(self._groups.sweep, queues))
-            due.first.update(dict.fromkeys(freed or (), due.now))
+            await self._attempt("fill slots of groups", fill_groups)
         if due.ages:
             await self._attempt("move jobs that have aged", partial(self._move_aged, queues))
         if due.quarantines:
-            freed = await self._attempt("look after quarantined kinds", self.quarantine.sweep)
-            due.first.update(dict.fromkeys(freed or (), due.now))
+            await self._attempt("look after quarantined kinds", look_after_kinds)
         else:
             self.quarantine.forget()
         return due
 
-    async def _attempt(self, what: str, act: Callable[[], Awaitable[_T]]) -> _T | None:
-        """Runs a part of a sweep. A failure is logged and not raised, because the next sweep tries again. Only the
-        first of several failures in a row is a warning."""
+    async def _attempt(self, what: str, act: Callable[[], Awaitable[object]]) -> None:
+        """Runs a part of a sweep. Only the first of several failures in a row is a warning."""
         level = logging.DEBUG if what in self._failing else logging.WARNING
-        self._failing.add(what)
-        try:
-            done = await act()
-        except ShardError as error:
-            _log.log(level, "could not %s of shard %r: %s", what, self._database.name, error)
-            return None
-        except Exception:  # noqa: BLE001 - the jobs that the sweep has found must reach their consumers
-            _log.exception("could not %s of shard %r", what, self._database.name)
-            return None
-        self._failing.discard(what)
-        return done
+        if await attempt(f"{what} of shard {self.name!r}", act, level=level):
+            self._failing.discard(what)
+        else:
+            self._failing.add(what)
 
     async def _move_aged(self, queues: Sequence[QueueId]) -> None:
         """Moves jobs that have been ready for long to priority 1. No consumer has to be woken: the jobs were ready

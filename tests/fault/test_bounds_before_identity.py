@@ -29,10 +29,15 @@ from proof.hostile_peer import (
     send_large_headers,
 )
 from router.gate.connection_limit import accepted_max
+from shard.admin import api_keys
+from shard.postgres.pool import Database
+from shard.vocabulary import CATALOG
+from tests.access import ALL, bearer
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, Routers, running_routers, until, write_cluster
 from tests.streams import until as until_async
 from tests.tls_tunnel import tunnel
+from windrow.v1 import cluster_pb2, cluster_pb2_grpc
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -42,8 +47,13 @@ CONNECTIONS_MAX = 100
 # How much a router may grow while it refuses.
 GROWTH_MIB = 64
 ENQUEUE, CHECK, WATCH = "/windrow.v1.Queue/Enqueue", "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
-RESOURCE_EXHAUSTED, UNIMPLEMENTED = (
-    code.value[0] for code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED)
+INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNIMPLEMENTED = (
+    code.value[0]
+    for code in (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNIMPLEMENTED,
+    )
 )
 # An address of this machine. Other callers come from 127.0.0.1.
 ATTACKER = "127.0.0.2"
@@ -55,6 +65,16 @@ class Entrance:
 
     routers: Routers
     ca: Path | None
+    dsn: str
+
+    async def operators_key(self) -> str:
+        """Creates a key with all scopes for all orgs."""
+        catalog = Database(CATALOG, self.dsn, connections=1)
+        await catalog.open()
+        try:
+            return (await api_keys.create(catalog, org=None, scopes=ALL, name="", expires_in_s=None))[1]
+        finally:
+            await catalog.close()
 
     @contextlib.asynccontextmanager
     async def for_peers(self) -> AsyncGenerator[str, None]:
@@ -68,6 +88,13 @@ class Entrance:
     @contextlib.asynccontextmanager
     async def health(self) -> AsyncGenerator[Any, None]:
         """Yields a stub of the health service, over a connection of its own."""
+        async with self.channel() as channel:
+            # The published types do not know the methods of the stub.
+            yield health_pb2_grpc.HealthStub(channel)
+
+    @contextlib.asynccontextmanager
+    async def channel(self) -> AsyncGenerator[grpc.aio.Channel, None]:
+        """Yields a channel with a connection of its own."""
         address, options = self.routers.address, [("grpc.use_local_subchannel_pool", 1)]
         channel = (
             grpc.aio.insecure_channel(address, options=options)
@@ -75,8 +102,7 @@ class Entrance:
             else grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(self.ca.read_bytes()), options=options)
         )
         async with channel:
-            # The published types do not know the methods of the stub.
-            yield health_pb2_grpc.HealthStub(channel)
+            yield channel
 
     @property
     def process(self) -> psutil.Process:
@@ -120,7 +146,7 @@ def opened(kind: str, postgres: Server, folder: Path) -> Generator[Entrance, Non
         tables += f"\n[tls]\ncertificate = '{folder / 'tls.crt'}'\nkey = '{folder / 'tls.key'}'\n"
     config.write_text(config.read_text() + tables)
     with running_routers(config) as routers:
-        yield Entrance(routers=routers, ca=ca)
+        yield Entrance(routers=routers, ca=ca, dsn=dsn)
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -237,6 +263,38 @@ async def test_streams_of_strangers_leave_room_for_others(entrance: Entrance) ->
         assert peer.seen.statuses.keys() == {RESOURCE_EXHAUSTED}
         assert peer.seen.resets.total() > 0
         await check(health)
+
+
+async def test_a_watch_that_is_not_read_holds_up_no_other_watch(entrance: Entrance) -> None:
+    async with entrance.for_peers() as address, open_peer(address) as peer:
+        # The router cannot send its answer, because the peer grants it no bytes.
+        await peer.call(WATCH, b"")
+        await peer.until(lambda seen: seen.answering, within_s=PATIENCE_S)
+        async with entrance.health() as health:
+            watch = health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+            answer = await watch.read()
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            # The answer did not wait for the end of the peer's connection, which comes after 30 s.
+            await peer.heard()
+            assert not peer.closed
+
+
+async def test_large_calls_of_strangers_take_no_memory_of_others(entrance: Entrance) -> None:
+    key = await entrance.operators_key()
+    async with entrance.for_peers() as address, contextlib.AsyncExitStack() as stack:
+        peers = [await stack.enter_async_context(open_peer(address, window_bytes=65_535)) for _ in range(4)]
+        for peer in peers:
+            for _ in range(10):
+                # The request has a field of 1 MiB that the contract does not know.
+                await peer.call(WATCH, b"\x7a\x80\x80\x40" + bytes(MIB))
+        async with entrance.channel() as channel:
+            answer = await cluster_pb2_grpc.ClusterStub(channel).ListShards(
+                cluster_pb2.ListShardsRequest(), metadata=bearer(key), timeout=PATIENCE_S, wait_for_ready=True
+            )
+        assert answer.shards
+        for peer in peers:
+            await peer.until(lambda seen: seen.statuses.total() == 10, within_s=PATIENCE_S)
+            assert peer.seen.statuses.keys() == {INVALID_ARGUMENT}
 
 
 @pytest.mark.turns(3)

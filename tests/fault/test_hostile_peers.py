@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Generator
 from pathlib import Path
 
@@ -166,6 +167,26 @@ async def test_streams_that_never_read_stay_within_the_memory_of_the_router(rout
     peak, _ = await peak_mib(routers, attack)
     assert peak < MEMORY_MIB
     until(lambda: resident_mib(routers) < before + 64, "the memory is given back")
+
+
+async def test_streams_that_wait_for_many_queues_take_more_places(routers: Routers) -> None:
+    first = queue_pb2.ConsumeRequest(start=start("waiting", *(f"queue-{at}" for at in range(64))), credit=1)
+    attack = leave_answers_unread(
+        routers.address,
+        CONSUME,
+        first.SerializeToString(),
+        calls=1_200,
+        connections=2,
+        seconds=PATIENCE_S,
+        ends=False,
+        # By then each call of a connection was refused, or has become a stream.
+        enough=lambda seen: seen.statuses.total() + len(seen.answering) >= 600,
+    )
+    _, seen = await peak_mib(routers, attack)
+    # One org has half of the 10,000 places, and each of these streams takes five.
+    assert sum(len(one.answering) for one in seen) <= 1_000
+    refused = sum((one.statuses for one in seen), Counter[int]())
+    assert refused.keys() == {RESOURCE_EXHAUSTED}
 
 
 async def test_streams_keep_nothing_of_messages_that_are_done_with(routers: Routers) -> None:

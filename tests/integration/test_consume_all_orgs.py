@@ -20,10 +20,11 @@ from shard.history import erasure
 from shard.postgres.pool import Database
 from shard.vocabulary import OrgId, ShardName
 from tests import moves
+from tests.jobs import job_id
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
 from tests.streams import NOT_FOUND, STALE, Client, acks, client, new_job, sql, start, until, window
-from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
+from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2, workflows_pb2, workflows_pb2_grpc
 
 SHARDS = ("s1", "s2")
 # Longer than a test takes, so that no sweep hides a lost wake-up.
@@ -325,6 +326,36 @@ async def test_a_stream_of_all_orgs_is_told_of_a_cancelled_job(near: Client, far
         (job,) = await stream.until_jobs(1)
         await far.queue.CancelJobs(queue_pb2.CancelJobsRequest(org=org, ids=[job.id]), timeout=PATIENCE_S)
         await stream.until(lambda: job.lease in stream.revoked, "the revoked lease")
+
+
+@pytest.mark.parametrize("how", ["cancel", "wait"])
+async def test_an_org_is_not_charged_for_a_job_whose_lease_was_ended_by_others_or_that_waits_for_nodes(
+    near: Client, queue: str, how: str
+) -> None:
+    (org,) = orgs(1)
+    workflow, loop = job_id(), asyncio.get_running_loop()
+    flows: workflows_pb2_grpc.WorkflowsAsyncStub = workflows_pb2_grpc.WorkflowsStub(near.channel)
+    node = workflows_pb2.NewNode(name="first", job=new_job(id="", queue=queue))
+    begun = workflows_pb2.StartWorkflowRequest(org=org, id=workflow, nodes=[node])
+    await flows.StartWorkflow(begun, timeout=PATIENCE_S)
+    async with near.stream(None, queue, credit=1, worker="w-" + queue, window_s=3600) as stream:
+        (job,) = await stream.until_jobs(1)
+        if how == "cancel":
+            await near.queue.CancelJobs(queue_pb2.CancelJobsRequest(org=org, ids=[job.id]), timeout=PATIENCE_S)
+        else:
+            more = workflows_pb2.NewNode(name="second", job=new_job(id="", queue="other-" + queue))
+            added = workflows_pb2.AddNodesRequest(org=org, id=workflow, lease=job.lease, nodes=[more], wait=True)
+            assert (await flows.AddNodes(added, timeout=PATIENCE_S)).waits
+        ahead, since_s = -1.0, loop.time()
+        async with asyncio.timeout(PATIENCE_S):
+            while loop.time() < since_s + 0.5:
+                # The new job makes the router charge orgs for the leases that last.
+                await near.enqueue(org, new_job(queue=queue))
+                asked = admin_pb2.ExplainQueueRequest(org=org, queue=queue)
+                answer = await near.admin.ExplainQueue(asked, timeout=PATIENCE_S)
+                (share,) = [cause.fair_share for cause in answer.causes if cause.HasField("fair_share")]
+                if (now := share.ahead.ToTimedelta().total_seconds()) != ahead:
+                    ahead, since_s = now, loop.time()
 
 
 # ── Under fire ───────────────────────────────────────────────────────────────────────────────────────────────────────

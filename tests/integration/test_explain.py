@@ -757,6 +757,18 @@ async def test_a_queue_has_rows_of_a_bounded_number_of_kinds(recorder: Recorder,
     assert found[0] == ""
 
 
+async def test_an_org_with_many_consumers_leaves_room_for_the_consumers_of_others(
+    recorder: Recorder, recorded: Store, org: OrgId, other_org: OrgId
+) -> None:
+    await recorded.enqueue(some_jobs(other_org, 1))
+    kinds = [f"kind-{number}" for number in range(64)]
+    for number in range(300):
+        recorded.consumers_seen.note(org, [QueueName(f"queue-{number}")], kinds)
+    recorded.consumers_seen.note(other_org, [QUEUE], [KIND])
+    await recorded.consumers_seen.write()
+    assert await rows(recorder, other_org) == [(QUEUE, KIND)]
+
+
 async def test_what_was_not_seen_for_a_day_is_forgotten_and_an_erased_org_leaves_nothing(
     fresh_recorder: Recorder, org: OrgId, other_org: OrgId
 ) -> None:

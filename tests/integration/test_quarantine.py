@@ -12,7 +12,7 @@ from shard.admin.queue_admin import QueueAdmin
 from shard.errors import RowLocked, ShardUnavailable
 from shard.postgres.pool import Database
 from shard.queue import statements
-from shard.queue.quarantine import PAUSE_S, PAUSE_S_MAX
+from shard.queue.quarantine import KINDS_MAX, PAUSE_S, PAUSE_S_MAX
 from shard.queue.settle import Nack, Settlement, Snooze
 from shard.queue.store import Store
 from shard.queue_settings import QueueSettings
@@ -649,6 +649,29 @@ async def test_operators_quarantine_and_release_a_kind_by_the_client_and_the_com
             reset = ("queues", "update", "acme", "mail", "--reset", "quarantine_after", "--json")
             assert command(*reset, *address).documents[0]["quarantine_after"] is None
             assert command("queues", "update", "acme", "mail", "--quarantine-after", "0", *address).code == 2
+
+
+async def test_an_org_has_a_bounded_number_of_quarantined_kinds(
+    postgres: Server, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    database = postgres.create("quarantine_bound")
+    config = write_cluster(tmp_path_factory.mktemp("bound") / "cluster.toml", {"s1": database}, sweep_seconds=3600)
+    with running_routers(config) as routers:
+        async with windrow.Client(routers.address, org="acme") as client:
+            for queue in ("mail", "images"):
+                await client.create_queue(queue)
+            for at in range(KINDS_MAX):
+                await client.quarantine_kind(("mail", "images")[at % 2], f"kind-{at}")
+            with pytest.raises(windrow.ResourceExhausted, match="acme' has 1,000 quarantined kinds") as refused:
+                await client.quarantine_kind("mail", "another")
+            assert refused.value.reason == "LIMIT_REACHED"
+            # A kind that is quarantined already may get another reason, and other orgs have room of their own.
+            await client.quarantine_kind("mail", "kind-0", reason="still bad")
+            await client.release_kind("mail", "kind-0")
+            await client.quarantine_kind("mail", "another")
+        async with windrow.Client(routers.address, org="other") as client:
+            await client.create_queue("mail")
+            await client.quarantine_kind("mail", "kind")
 
 
 async def test_other_routers_are_told_of_a_quarantine_before_they_sweep(

@@ -910,6 +910,8 @@ def test_health_is_serving_until_the_drain_which_no_watcher_holds_up(running: Ru
         watches = [health.Watch(health_pb2.HealthCheckRequest(service=service)) for service in services]
         for watch in watches:
             assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        watches.append(health.Watch(health_pb2.HealthCheckRequest(service="no.such.Service")))
+        assert next(watches[-1]).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         routers.supervisor.terminate()
         for watch in watches:
             assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING

@@ -156,6 +156,16 @@ async def test_calls_of_one_org_whose_requests_never_come_leave_places_to_others
     await asyncio.wait(tasks)
 
 
+async def test_memory_of_a_caller_of_one_org_counts_for_that_org_before_its_request_names_it(gate: Gate) -> None:
+    call, end = await begun(gate)
+    call.principal = Principal(name="key", org=OrgId("busy"), scopes=frozenset())
+    gate.identified(call)
+    await call.reserve(10)
+    assert gate.buffer.held_by("busy") == 10
+    assert gate.buffer.held_by("") == 0
+    end.set()
+
+
 async def test_connections_that_have_all_the_calls_they_may_leave_some_to_another(gate: Gate) -> None:
     count = 0
     for number in range(15):

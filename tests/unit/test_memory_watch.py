@@ -179,7 +179,7 @@ async def test_a_process_that_is_too_large_for_another_reason_is_listed_again_on
 async def serving(gate: Gate) -> AsyncGenerator[int, None]:
     """Serves the health service behind the gate. Yields the port."""
     methods = Methods(gate)
-    health_pb2_grpc.add_HealthServicer_to_server(HealthService(gate), cast("grpc.aio.Server", methods))
+    health_pb2_grpc.add_HealthServicer_to_server(HealthService([""]), cast("grpc.aio.Server", methods))
     options = [("grpc.max_receive_message_length", RECEIVED_BYTES_MAX), ("grpc.http2.bdp_probe", 0)]
     server = grpc.aio.server(handlers=(methods,), options=options)
     port = server.add_insecure_port("127.0.0.1:0")

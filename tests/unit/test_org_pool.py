@@ -20,6 +20,22 @@ def no_store(_: OrgId) -> Store:
     raise ShardUnavailable(ShardName("s1"), "there is no shard")
 
 
+async def test_an_org_that_was_held_back_is_not_ready_on_a_shard_that_has_gone_away() -> None:
+    pool = OrgPool(
+        [QueueName("mail")],
+        shards=dict,
+        reads=lambda _: (),
+        weight_of=lambda _: 1.0,
+        starts=Starts(no_store, lambda: None),
+    )
+    pool._set_aside(OrgId("acme"), ShardName("s1"), [QueueName("mail")], for_s=0)
+    looked = asyncio.Event()
+    asyncio.get_running_loop().call_later(0, looked.set)
+    await looked.wait()
+    assert pool.schedule.ready_count == 0
+    assert pool.quiet.is_set()
+
+
 async def test_a_pool_goes_on_after_a_fault(caplog: pytest.LogCaptureFixture) -> None:
     failed, went_on = asyncio.Event(), asyncio.Event()
 

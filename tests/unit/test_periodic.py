@@ -23,7 +23,7 @@ async def test_a_failure_is_logged_once_until_the_task_has_succeeded_again(caplo
         elif not succeeds:
             raise ShardUnavailable(ShardName("s1"), "it does not answer")
 
-    with caplog.at_level(logging.INFO, "router.fleet.periodic"):
+    with caplog.at_level(logging.INFO, "shard.attempts"):
         task = asyncio.create_task(every(0.001, "look at s1", act))
         await asyncio.wait_for(over.wait(), 60)
         task.cancel()

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 
-from router.fleet.periodic import attempt
 from router.gate.auth.api_keys import ApiKeys, has_api_key, is_api_key
 from router.gate.auth.principal import End, Expired, NoCredentials, Principal, Unauthenticated
+from shard.attempts import attempt
 
 if TYPE_CHECKING:
     from router.gate.auth.certificates import ClientCertificates

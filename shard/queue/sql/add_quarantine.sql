@@ -1,6 +1,6 @@
 -- Quarantines a kind on the order of an operator, until an operator releases it. This shard must own the slot, with an
 -- epoch that is not later than the caller's. Or, if `draining`, the slot must be draining in the move of this epoch. A
--- kind that is quarantined already gets the reason, and no further trial.
+-- kind that is quarantined already gets the reason, and no further trial. Does nothing if this is one kind too many.
 INSERT INTO windrow.quarantine AS k (queue_id, kind, crashes, reason, pause_s)
 SELECT q.queue_id, %(kind)s, 0, %(reason)s, %(pause_s)s
 FROM windrow.queue q
@@ -10,6 +10,10 @@ WHERE q.org = %(org)s AND q.queue = %(queue)s
         WHEN %(draining)s THEN s.state = 'draining' AND s.epoch = %(epoch)s
         ELSE s.state = 'owned' AND s.epoch <= %(epoch)s
     END
+    AND (
+        EXISTS (SELECT FROM windrow.quarantine k WHERE k.queue_id = q.queue_id AND k.kind = %(kind)s)
+        OR {{may_quarantine(q)}}
+    )
 ON CONFLICT (queue_id, kind) DO UPDATE
 SET reason = excluded.reason, next_trial_at = NULL, trial_id = NULL, trial_at = NULL
 RETURNING k.kind

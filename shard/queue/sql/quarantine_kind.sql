@@ -1,5 +1,5 @@
 -- Quarantines a kind whose jobs have crashed, and forgets the crashes of all kinds of its org: jobs of other kinds may have
--- crashed only because they were leased to the same workers.
+-- crashed only because they were leased to the same workers. Quarantines nothing if this is one kind too many.
 WITH forgotten AS (
     DELETE FROM windrow.crash c
     WHERE {{org_of(c)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
@@ -9,5 +9,6 @@ SELECT q.queue_id, %(kind)s, %(crashes)s, now() + %(pause_s)s * interval '1 s', 
 FROM windrow.queue q
 JOIN windrow.owned_slot o ON o.slot = q.slot AND o.state = 'owned'
 WHERE q.queue_id = %(queue_id)s AND q.org = %(org)s AND q.quarantine_after IS NOT NULL
+    AND {{may_quarantine(q)}}
 ON CONFLICT (queue_id, kind) DO NOTHING
 RETURNING kind

@@ -251,7 +251,8 @@ class AdminServicer:
 
     def QuarantineKind(self, request, context):
         """Quarantines a kind of a queue's jobs until ReleaseKind, without trials. If the kind is quarantined already, its
-        quarantine gets this reason. NOT_FOUND if the org has no such queue. All routers set the jobs aside within seconds.
+        quarantine gets this reason. NOT_FOUND if the org has no such queue. RESOURCE_EXHAUSTED if the org has 1,000
+        quarantined kinds. All routers set the jobs aside within seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -98,7 +98,8 @@ class AdminStub:
     """Lists the kinds of an org's jobs that are quarantined: their jobs are set aside, and no consumer gets them."""
     QuarantineKind: _grpc.UnaryUnaryMultiCallable[_admin_pb2.QuarantineKindRequest, _admin_pb2.QuarantineKindResponse]
     """Quarantines a kind of a queue's jobs until ReleaseKind, without trials. If the kind is quarantined already, its
-    quarantine gets this reason. NOT_FOUND if the org has no such queue. All routers set the jobs aside within seconds.
+    quarantine gets this reason. NOT_FOUND if the org has no such queue. RESOURCE_EXHAUSTED if the org has 1,000
+    quarantined kinds. All routers set the jobs aside within seconds.
     """
     ReleaseKind: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReleaseKindRequest, _admin_pb2.ReleaseKindResponse]
     """Ends the quarantine of a kind: consumers get its jobs again within seconds. If there are many jobs, they come back
@@ -179,7 +180,8 @@ class AdminAsyncStub(AdminStub):
     """Lists the kinds of an org's jobs that are quarantined: their jobs are set aside, and no consumer gets them."""
     QuarantineKind: _aio.UnaryUnaryMultiCallable[_admin_pb2.QuarantineKindRequest, _admin_pb2.QuarantineKindResponse]  # type: ignore[assignment]
     """Quarantines a kind of a queue's jobs until ReleaseKind, without trials. If the kind is quarantined already, its
-    quarantine gets this reason. NOT_FOUND if the org has no such queue. All routers set the jobs aside within seconds.
+    quarantine gets this reason. NOT_FOUND if the org has no such queue. RESOURCE_EXHAUSTED if the org has 1,000
+    quarantined kinds. All routers set the jobs aside within seconds.
     """
     ReleaseKind: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReleaseKindRequest, _admin_pb2.ReleaseKindResponse]  # type: ignore[assignment]
     """Ends the quarantine of a kind: consumers get its jobs again within seconds. If there are many jobs, they come back
@@ -347,7 +349,8 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.QuarantineKindResponse, _abc.Awaitable[_admin_pb2.QuarantineKindResponse]]:
         """Quarantines a kind of a queue's jobs until ReleaseKind, without trials. If the kind is quarantined already, its
-        quarantine gets this reason. NOT_FOUND if the org has no such queue. All routers set the jobs aside within seconds.
+        quarantine gets this reason. NOT_FOUND if the org has no such queue. RESOURCE_EXHAUSTED if the org has 1,000
+        quarantined kinds. All routers set the jobs aside within seconds.
         """
 
     @_abc_1.abstractmethod

@@ -83,7 +83,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_LIMIT_REACHED: _ErrorReason.ValueType  # 33
     """RESOURCE_EXHAUSTED. A limit of the org or of a queue has no room for the jobs (limits.proto). The details have a
     LimitReached. Without RetryInfo the call asks for more than the limit ever allows at once; or the call is SetLimit, and
-    the cluster has 10,000 limits. Nothing was done.
+    the cluster has 10,000 limits; or it is QuarantineKind, and the org has 1,000 quarantined kinds. Nothing was done.
     """
     ERROR_REASON_SCHEDULE_NOT_FOUND: _ErrorReason.ValueType  # 38
     """NOT_FOUND. The org has no schedule of this name."""
@@ -220,7 +220,7 @@ message names the retentions that the shard has. Nothing was done.
 ERROR_REASON_LIMIT_REACHED: ErrorReason.ValueType  # 33
 """RESOURCE_EXHAUSTED. A limit of the org or of a queue has no room for the jobs (limits.proto). The details have a
 LimitReached. Without RetryInfo the call asks for more than the limit ever allows at once; or the call is SetLimit, and
-the cluster has 10,000 limits. Nothing was done.
+the cluster has 10,000 limits; or it is QuarantineKind, and the org has 1,000 quarantined kinds. Nothing was done.
 """
 ERROR_REASON_SCHEDULE_NOT_FOUND: ErrorReason.ValueType  # 38
 """NOT_FOUND. The org has no schedule of this name."""
