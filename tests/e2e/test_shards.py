@@ -261,6 +261,25 @@ async def test_a_drained_shard_is_forgotten_when_it_can_know_nothing_any_more_or
     assert (done.code, done.out) == (0, "shard s2 is not used: it may be removed from the cluster file\n")
 
 
+async def test_a_plan_refuses_a_file_without_a_shard_that_is_still_needed(field: Field) -> None:
+    field.write(s1=BUT_A_PART, s2={})
+    assert (await windrow(field, "balancer", "--once")).code == 0
+    field.write(s1={})
+    done = await windrow(field, "shards", "plan")
+    assert done.code == 5
+    assert "the catalog places slots on shard(s) s2, which the cluster file does not name: put them back" in done.err
+    field.write(s1={}, s2={"state": "draining"})
+    assert (await windrow(field, "balancer", "--once")).code == 0
+    field.write(s1={})
+    done = await windrow(field, "shards", "plan")
+    assert done.code == 5
+    assert "shard 's2': routers refuse a file without it, because they still ask it about retried" in done.err
+    field.write(s1={}, s2={"state": "draining"})
+    assert (await windrow(field, "shards", "forget", "s2", "--force")).code == 0
+    field.write(s1={})
+    assert (await windrow(field, "shards", "plan")).code == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
