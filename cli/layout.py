@@ -15,8 +15,10 @@ from typer.core import TyperCommand, TyperGroup
 
 # Longer than any first sentence of a help text.
 _SENTENCE = 200
-# Names that other systems have for a command, each with the command.
+# Names that other systems have for a command, and names that one may look for in another group, each with the command.
 ELSEWHERE = {
+    "jobs show": "jobs get",
+    "queues purge": "jobs purge",
     **dict.fromkeys(("dead", "dlq"), "jobs list ORG --state dead"),
     **dict.fromkeys(("retry", "requeue", "replay"), "jobs redrive"),
     **dict.fromkeys(("delete", "remove", "kill"), "jobs cancel"),
@@ -42,9 +44,10 @@ class Group(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0] if args else ""
         if name not in self.commands:
+            root = ctx.find_root()
             within = [f"`{ctx.command_path} {group} {name}`" for group, one in self.commands.items() if _has(one, name)]
-            if not within and name in ELSEWHERE:
-                within = [f"`{ctx.find_root().command_path} {ELSEWHERE[name]}`"]
+            if not within and (meant := ELSEWHERE.get(f"{self.name} {name}") or ELSEWHERE.get(name)):
+                within = [f"`{root.command_path} {meant}`"]
             if within:
                 ctx.fail(f"No such command {name!r}. Did you mean {' or '.join(within)}?")
         return super().resolve_command(ctx, args)
@@ -135,7 +138,8 @@ class Command(TyperCommand):
 
 def _tell_its_place(error: Any, ctx: Any) -> None:
     """Makes an error about an unknown option say where the option belongs: before the command if it is for all
-    commands, or at the end if this command has an argument where other commands have this option."""
+    commands, after it if it is for some of a group's commands. If this command has an argument where other commands
+    have this option, the error names the argument."""
     root = ctx.find_root()
     # typer does not export the error's class.
     if type(error).__name__ != "NoSuchOption":
@@ -146,6 +150,10 @@ def _tell_its_place(error: Any, ctx: Any) -> None:
         error.message = (
             f"{error.option_name} stands before the command: {root.command_path} {error.option_name} … {within} …"
         )
+    elif _is_option_within(ctx.command, error.option_name):
+        error.message = (
+            f"{error.option_name} stands after the command: {ctx.command_path} COMMAND … {error.option_name} …"
+        )
     elif (name := error.option_name.removeprefix("--").upper()) in arguments:
         error.message = (
             f"{error.option_name} is no option of this command, but its argument {name}: see the usage above"
@@ -153,6 +161,14 @@ def _tell_its_place(error: Any, ctx: Any) -> None:
     else:
         return
     error.possibilities = None
+
+
+def _is_option_within(group: Any, option: str) -> bool:
+    """Returns whether any command of a group has the option. False for a command that is no group."""
+    return isinstance(group, Group) and any(
+        _is_option_within(one, option) or any(option in parameter.opts for parameter in one.params)
+        for one in group.commands.values()
+    )
 
 
 def _write_parameters(command: Any, ctx: Any, formatter: Any) -> None:

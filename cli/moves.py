@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
@@ -67,7 +67,7 @@ def plan(config: options.Config, as_json: options.Json = False) -> None:
 
     Needs no running balancer. Counts the jobs of these slots, and checks the databases. Exit code 1: slots have to
     move, are moving, or cannot move; 3: no slots have to move, and a shard did not answer; 5: a shard's database cannot
-    be used.
+    be used, or a shard that is still needed is not in the file.
     """
     cluster = databases.read(config)
     with output.working("planning moves"):
@@ -169,7 +169,21 @@ async def _plan(cluster: Cluster) -> tuple[list[_Transfer], Collection[str], Col
             )
             for transfer in transfers(known, cluster, pinned.owners)
         ]
-        return moving + planned, pinned.complaints.values(), (await shards.troubles()).values()
+        troubles = (await shards.troubles()).values()
+        return moving + planned, pinned.complaints.values(), [*_removed_too_early(known, cluster), *troubles]
+
+
+def _removed_too_early(known: Catalog, cluster: Cluster) -> Iterator[ShardError]:
+    """Yields an error for each shard that holds no slots and is not in the file, but is still asked about jobs. Routers
+    refuse such a file. A file that lacks a shard with slots is refused when the catalog is read."""
+    from shard.errors import Misconfigured
+
+    for name in sorted({owner.shard for placement in known.slots for owner in placement.former}):
+        if cluster.shard(name) is None:
+            yield Misconfigured(
+                f"shard {name!r}: routers refuse a file without it, because they still ask it about retried enqueues "
+                f"and finished jobs: put it back, or give that up with `windrow shards forget {name}`"
+            )
 
 
 def _why(transfer: Transfer, cluster: Cluster) -> str:

@@ -122,10 +122,11 @@ def note(text: str) -> None:
 
 
 def refuse_away(shards: Iterable[str]) -> None:
-    """Raises CommandFailed if any shards did not answer: the printed answer is then incomplete."""
+    """Raises CommandFailed if any shards of an org, or of the cluster, did not answer: the printed answer is then
+    incomplete."""
     names = ", ".join(sorted(shards))
     if names:
-        why = f"incomplete: these shards of the org are off or did not answer: {names}"
+        why = f"incomplete: these shards are off or did not answer: {names}"
         raise CommandFailed(why, ExitCode.UNAVAILABLE)
 
 
@@ -298,6 +299,12 @@ def _print(lines: Iterable[Text]) -> None:
     text = captured.get().rstrip("\n")
     if text:
         _write(text)
+
+
+def can_redraw() -> bool:
+    """Returns whether standard output is a terminal that can show new figures in the place of old ones. One without
+    that ability, such as TERM=dumb, would show nothing."""
+    return sys.stdout.isatty() and not _stdout().is_dumb_terminal
 
 
 def _stdout() -> Console:

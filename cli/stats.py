@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
@@ -58,7 +57,7 @@ def stats(
         def look() -> admin_pb2.GetStatsResponse:
             return router.call(router.admin.GetStats, request)
 
-        if watch and not as_json and sys.stdout.isatty():
+        if watch and not as_json and output.can_redraw():
             _watch(org, look, interval, finished=finished)
         while True:
             seen = look()

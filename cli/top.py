@@ -89,7 +89,7 @@ def top(
                 return _orgs(router, sort, rows, max_age)
             return _queues(router, org, sort, rows)
 
-        if not once and not as_json and sys.stdout.isatty():
+        if not once and not as_json and output.can_redraw():
             _show(look, interval, limit)
             return
         seen = look(limit, interval)

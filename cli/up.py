@@ -88,9 +88,9 @@ def up(
     root = None if ephemeral else default_root() if data is None else data.absolute()
     if port and _is_answered(host, port):
         raise CommandFailed(f"{listen} is in use, most likely by {_user(root, listen, host)}", ExitCode.REFUSED)
-    names = local_file.servers(root, shards)
-    cluster = _Up(shards=names, processes=processes, listen=listen, root=root, secure=secure, as_json=as_json)
     try:
+        names = local_file.servers(root, shards)
+        cluster = _Up(shards=names, processes=processes, listen=listen, root=root, secure=secure, as_json=as_json)
         asyncio.run(cluster.run())
     except asyncio.CancelledError:
         raise typer.Exit(ExitCode.INTERRUPTED) from None

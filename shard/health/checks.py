@@ -11,6 +11,7 @@ from shard.health.finding import Finding, Severity, comment, literal, system
 from shard.health.setting_checks import judge_checkpoints, judge_settings
 from shard.postgres import partitions
 from shard.postgres.clock import BEHIND_S_MAX, DIFFERENCE_S_MAX
+from shard.vocabulary import RETENTION_DEFAULT
 
 _MB = 1024**2
 _GB = 1024**3
@@ -366,12 +367,19 @@ def judge_partitions(missing: Sequence[MissingPartition]) -> Iterator[Finding]:
     if not missing:
         return
     # A single missing partition is harmless. After midnight UTC, the partition of the last day ahead is missing until a
-    # router makes it, which happens within an hour.
+    # router makes it, which happens within an hour. Every shard uses the default retention. So if that has its
+    # partitions, routers do make them, and the missing ones are of a retention that an operator has just set.
+    is_new = all(partition.retention != RETENTION_DEFAULT for partition in missing)
     names = ", ".join(partition.name for partition in missing)
     yield Finding(
-        severity=Severity.NOTICE if len(missing) == 1 else Severity.WARNING,
+        severity=Severity.NOTICE if is_new or len(missing) == 1 else Severity.WARNING,
         about="partition",
         what=f"{len(missing)} partition(s) of finished jobs for the days around today are missing: {names}",
-        why="routers create them ahead, every hour, so none has run; the first ack that needs one creates it",
+        why=(
+            "they are of a retention that this shard has not used before: routers create them within an hour; the "
+            "first ack that needs one creates it"
+            if is_new
+            else "routers create them ahead, every hour, so none has run; the first ack that needs one creates it"
+        ),
         fix="\n".join(partitions.making(*partition).as_string(None) for partition in missing),
     )

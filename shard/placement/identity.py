@@ -66,7 +66,7 @@ async def examine(database: Database, catalog: Database | None, *, cluster: str)
     Misconfigured if the database cannot be used. Raises LostHistory if it is the shard's database but lacks history
     that the catalog has confirmed."""
     found = await read(database)
-    await schema.refuse_encoding(database)
+    await schema.refuse_unfit(database)
     record = Record() if catalog is None else await _read_record(catalog, database.name)
     ours = (cluster, database.name)
     if found is not None and found == (*ours, record.id):

@@ -90,7 +90,7 @@ async def migrate(database: Database, *, cluster: str | None) -> list[Migration]
 
     Returns the migrations that were run. Raises Misconfigured, ShardUnavailable."""
     done: list[Migration] = []
-    await refuse_encoding(database)
+    await refuse_unfit(database)
     while (migration := await _next(database)) is not None:
         done.append(migration)
     database.newest_migration = migrations()[-1].number
@@ -103,6 +103,7 @@ async def migrate(database: Database, *, cluster: str | None) -> list[Migration]
 async def pending(database: Database) -> list[Migration] | None:
     """Returns the migrations of this release that have not been run on this database, or None if it has no schema yet.
     Changes nothing. Raises ShardUnavailable. Raises Misconfigured in the cases in which `migrate` raises it."""
+    await refuse_unfit(database)
     async with database.transaction() as connection:
         if not await _has_table(connection):
             return None
@@ -113,14 +114,18 @@ async def pending(database: Database) -> list[Migration] | None:
     return [migration for migration in migrations() if migration.number not in applied]
 
 
-async def refuse_encoding(database: Database) -> None:
-    """Raises Misconfigured if the database's encoding is not UTF8."""
-    rows = await database.run(statements.READ_ENCODING, {})
-    encoding = rows[0][0]
+async def refuse_unfit(database: Database) -> None:
+    """Raises Misconfigured if the database's encoding is not UTF8, or if the role may not create the schema."""
+    ((encoding, may_create),) = await database.run(statements.READ_FITNESS, {})
     if encoding != "UTF8":
         raise Misconfigured(
             f"shard {database.name!r}: its database's encoding is {encoding}, and Windrow needs UTF8; "
             "make it with: createdb -T template0 -E UTF8 NAME"
+        )
+    if not may_create:
+        raise Misconfigured(
+            f"shard {database.name!r}: the role in its DSN may not create the schema windrow; make it the owner of the "
+            "database, or a member of the role that is"
         )
 
 

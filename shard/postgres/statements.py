@@ -18,7 +18,7 @@ RECORD_TIME = _load("record_time", short_lock_wait=True)
 ACCEPT_CLOCK = _load("accept_clock", repeatable=False)
 
 LOCK_EXCLUSIVE = _load("lock_exclusive")
-READ_ENCODING = _load("read_encoding")
+READ_FITNESS = _load("read_fitness")
 LIST_MIGRATIONS = _load("list_migrations")
 RECORD_MIGRATION = _load("record_migration")
 MEASURE_TABLES = _load("measure_tables")

@@ -1114,7 +1114,7 @@ def test_answers_without_a_shard_that_is_away_are_told_not_to_be_all(windrow: Wi
     for arguments in (["stats", "acme"], ["jobs", "list", "acme", "q"], ["jobs", "get", "acme", str(uuid7())]):
         done = windrow(*arguments, "--address", half_away)
         assert done.code == 3
-        assert "incomplete: these shards of the org are off or did not answer: s2" in done.err
+        assert "incomplete: these shards are off or did not answer: s2" in done.err
     assert windrow("stats", "acme", "--address", half_away, "--json").documents[0]["unavailable_shards"] == ["s2"]
 
 
@@ -1230,10 +1230,18 @@ def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
         (["up", "--listen", "7419"], 2, "must be HOST:PORT"),
         (["up", "--ephemeral", "--data", "/x"], 2, "keeps no data"),
         (["up", "--data", "/etc/passwd"], 2, "'/etc/passwd' is a file"),
+        (
+            ["up", "--listen", "127.0.0.1:0", "--data", f"/tmp/{'x' * 300}"],
+            5,
+            "File name too long; name another folder",
+        ),
         (["up", "--shards", "99"], 2, "99 is out of range: it must be 1 to 16"),
         (["stats", "a", "--token-file", "f"], 2, "before the command: windrow --token-file … stats …"),
         (["jobs", "list", "a", "--profile=p"], 2, "before the command: windrow --profile … jobs list …"),
         (["jobs", "--token-file", "f", "list", "a"], 2, "before the command: windrow --token-file … jobs …"),
+        (["--address", "x:1", "stats", "a"], 2, "--address stands after the command: windrow COMMAND … --address …"),
+        (["jobs", "--json", "list", "a"], 2, "--json stands after the command: windrow jobs COMMAND … --json …"),
+        (["--nonsense", "stats", "a"], 2, "No such option: --nonsense"),
         (["stats", "a", "--token-fil", "f"], 2, "No such option: --token-fil"),
         (["jobs", "count", "a", "--queue", "q"], 2, "--queue is no option of this command, but its argument QUEUE"),
         (["jobs", "cancel", "a", "mail"], 2, "8f0e-3f2b6d1c9a55; a queue is named by --queue"),
@@ -1258,6 +1266,8 @@ def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
         (["workflows", "start", "--id", "x", "a"], 2, "Invalid value for '--id': 'x' is not the id of a workflow"),
         (["stat"], 2, "Did you mean 'stats'"),
         (["get", "a", "x"], 2, "No such command 'get'. Did you mean `windrow jobs get`?"),
+        (["queues", "purge", "a", "q"], 2, "No such command 'purge'. Did you mean `windrow jobs purge`?"),
+        (["jobs", "show", "a", "x"], 2, "No such command 'show'. Did you mean `windrow jobs get`?"),
         (["dead", "a"], 2, "No such command 'dead'. Did you mean `windrow jobs list ORG --state dead`?"),
         (["jobs", "retry", "a"], 2, "No such command 'retry'. Did you mean `windrow jobs redrive`?"),
         (["stats", "a", "--timeout", "0s"], 2, "'0s' is no time for a call: write a longer one, such as 10s"),

@@ -135,20 +135,24 @@ async def test_what_cannot_go_on_is_told_with_the_reason(field: Field) -> None:
 
 
 async def test_a_plan_tells_which_databases_will_not_do(field: Field, postgres: Server, empty_dsn: str) -> None:
-    encoded = "encoded_for_a_plan"
+    encoded, foreign = "encoded_for_a_plan", "foreign_for_a_plan"
     with psycopg.connect(postgres.superuser_dsn, autocommit=True) as admin:
         admin.execute(f"CREATE DATABASE {encoded} TEMPLATE template0 ENCODING 'LATIN1' LOCALE 'C'".encode())
+        admin.execute(f"CREATE DATABASE {foreign} TEMPLATE template0 ENCODING 'UTF8'".encode())
     others = {"s3": postgres.superuser_dsn_of(encoded), "s4": empty_dsn, "s5": empty_dsn, "s6": field.dsns[A]}
     field.dsns |= {ShardName(name): dsn for name, dsn in others.items()}
     field.dsns[ShardName("s7")] = postgres.dsn("no_such_database")
+    field.dsns[ShardName("s8")] = postgres.dsn(foreign)
     try:
-        field.write(s1={}, s2={}, s3={}, s4={}, s5={}, s6={}, s7={})
+        field.write(s1={}, s2={}, s3={}, s4={}, s5={}, s6={}, s7={}, s8={})
         done = await windrow(field, "shards", "plan")
+        upgrades = await windrow(field, "upgrade", "plan")
     finally:
         postgres.drop(encoded)
+        postgres.drop(foreign)
     assert done.code == 5
-    assert re.search(r"^s1 +s2 +2,341 +0 +planned +by weight$", done.out, flags=re.MULTILINE)
-    noted, refused = done.err.split("windrow: 3 shards cannot be used with this cluster file\n")
+    assert re.search(r"^s1 +s2 +2,048 +0 +planned +by weight$", done.out, flags=re.MULTILINE)
+    noted, refused = done.err.split("windrow: 4 shards cannot be used with this cluster file\n")
     assert noted.startswith("shard 's7' is unavailable: ")
     assert noted.count("\n") == 1
     told = [line.partition(" (")[0].strip() for line in refused.splitlines()]
@@ -157,7 +161,10 @@ async def test_a_plan_tells_which_databases_will_not_do(field: Field, postgres: 
         "UTF8 NAME",
         "shard 's5': its DSN leads to the database of shard 's4' too",
         "shard 's6' of cluster 'tests': its DSN leads to the database of shard 's1' of cluster 'tests'",
+        "shard 's8': the role in its DSN may not create the schema windrow; make it the owner of the database, or a "
+        "member of the role that is",
     ]
+    assert re.findall(r"^(s\d) +refused", upgrades.out, flags=re.MULTILINE) == ["s3", "s8"]
 
 
 async def test_who_waits_for_a_shard_whose_database_is_refused_is_told(field: Field, empty_dsn: str) -> None:
@@ -252,6 +259,25 @@ async def test_a_drained_shard_is_forgotten_when_it_can_know_nothing_any_more_or
     assert (await field.known()).epoch == before.epoch + 1
     done = await windrow(field, "shards", "forget", "s2")
     assert (done.code, done.out) == (0, "shard s2 is not used: it may be removed from the cluster file\n")
+
+
+async def test_a_plan_refuses_a_file_without_a_shard_that_is_still_needed(field: Field) -> None:
+    field.write(s1=BUT_A_PART, s2={})
+    assert (await windrow(field, "balancer", "--once")).code == 0
+    field.write(s1={})
+    done = await windrow(field, "shards", "plan")
+    assert done.code == 5
+    assert "the catalog places slots on shard(s) s2, which the cluster file does not name: put them back" in done.err
+    field.write(s1={}, s2={"state": "draining"})
+    assert (await windrow(field, "balancer", "--once")).code == 0
+    field.write(s1={})
+    done = await windrow(field, "shards", "plan")
+    assert done.code == 5
+    assert "shard 's2': routers refuse a file without it, because they still ask it about retried" in done.err
+    field.write(s1={}, s2={"state": "draining"})
+    assert (await windrow(field, "shards", "forget", "s2", "--force")).code == 0
+    field.write(s1={})
+    assert (await windrow(field, "shards", "plan")).code == 0
 
 
 @pytest.mark.parametrize(

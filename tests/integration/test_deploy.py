@@ -235,6 +235,7 @@ def test_the_role_that_compose_makes_can_make_the_schema(tmp_path: Path, postgre
     for old, new in (
         ("/run/secrets/windrow_password", str(secret)),
         ("ROLE windrow", "ROLE made_by_compose"),
+        ("TO windrow;", "TO made_by_compose;"),
         ("OWNER windrow", "OWNER made_by_compose"),
         ("DATABASE windrow", "DATABASE made_by_compose"),
     ):
@@ -248,8 +249,10 @@ def test_the_role_that_compose_makes_can_make_the_schema(tmp_path: Path, postgre
         )
         asyncio.run(migrate(dsn))
         with psycopg.connect(dsn) as connection:
-            row = connection.execute("SELECT rolsuper FROM pg_roles WHERE rolname = current_user").fetchone()
-        assert row == (False,)
+            row = connection.execute(
+                "SELECT rolsuper, pg_has_role('pg_read_all_stats', 'USAGE') FROM pg_roles WHERE rolname = current_user"
+            ).fetchone()
+        assert row == (False, True)
     finally:
         postgres.drop("made_by_compose")
         with psycopg.connect(postgres.superuser_dsn, autocommit=True) as connection:

@@ -267,6 +267,19 @@ def test_a_chart_with_defaults_needs_neither_cert_manager_nor_the_prometheus_ope
     assert (shard["weight"], shard["state"]) == (1000000, "draining")
 
 
+def test_a_shard_has_the_labels_of_its_values() -> None:
+    labels = {"region": "eu", "disk type": 'nv"me'}
+    made = rendered({"cluster": {"shards": [SHARD | {"labels": labels}, {"name": "other"}]}})
+    (config,) = of(made, "ConfigMap")
+    cluster = parse_cluster(without_secrets(config["data"]["cluster.toml"]), source="chart")
+    assert [dict(entry.labels) for entry in cluster.shards] == [labels, {}]
+
+
+def test_a_router_that_waits_for_the_catalog_or_migrates_is_not_killed_for_an_hour(objects: list[Object]) -> None:
+    probe = container_of(objects, "router")["startupProbe"]
+    assert probe["failureThreshold"] * probe["periodSeconds"] >= 3600
+
+
 def test_the_schema_knows_every_state_of_a_shard() -> None:
     rendered({"cluster": {"shards": [{"name": state.value, "state": state.value} for state in ShardState]}})
 
@@ -282,6 +295,7 @@ SHARD = {"name": SHARDS[0]}
         ({"cluster": {"shards": [SHARD]}, "ingress": {}}, "'ingress' not allowed"),
         ({"cluster": {"shards": [SHARD | {"wieght": 1}]}}, "'wieght' not allowed"),
         ({"cluster": {"shards": [SHARD | {"state": "drained"}]}}, "/cluster/shards/0/state"),
+        ({"cluster": {"shards": [SHARD | {"labels": {"ssd": True}}]}}, "/cluster/shards/0/labels/ssd"),
         ({"cluster": {"shards": [SHARD], "tables": "[audit]\n"}}, "/cluster/tables"),
         ({"cluster": {"shards": [SHARD], "tables": "[auth]\n[router]\n"}}, "/cluster/tables"),
         ({"cluster": {"shards": [SHARD]}, "router": {"replicasMin": 9}}, "replicasMin is more than"),

@@ -273,6 +273,23 @@ def test_the_command_lists_them(cluster: tuple[Stubs, str]) -> None:
     assert "no org matches" in windrow("orgs", "list", "--search", "nobody", "--address", address).err
 
 
+def test_top_prints_its_figures_once_on_a_terminal_that_cannot_update_them(cluster: tuple[Stubs, str]) -> None:
+    _, address = cluster
+    ours, terminal = pty.openpty()
+    command = [sys.executable, "-m", "cli.main", "top", "--interval", "10ms", "--limit", "3", "--address", address]
+    with subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=subprocess.PIPE, env={**os.environ, "TERM": "dumb"}
+    ) as process:
+        try:
+            assert process.wait(PATIENCE_S) == 0
+            assert select.select([ours], [], [], 0)[0], "nothing was printed"
+            assert b"org-19" in os.read(ours, 65536)
+        finally:
+            process.kill()
+            os.close(ours)
+            os.close(terminal)
+
+
 def test_top_updates_its_figures_in_place_until_q_is_pressed(cluster: tuple[Stubs, str]) -> None:
     both, address = cluster
     ours, terminal = pty.openpty()

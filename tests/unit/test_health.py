@@ -421,6 +421,17 @@ def test_the_last_day_may_be_missing_until_a_router_looks_again() -> None:
     assert not list(judge_partitions([]))
 
 
+def test_the_partitions_of_a_retention_that_was_just_set_are_no_warning() -> None:
+    new = [
+        MissingPartition("finished_90", 90, None, None),
+        MissingPartition("finished_90_20261121", 90, "2026-11-21", "2026-11-22"),
+    ]
+    found = only(judge_partitions(new))
+    assert (found.severity, "routers create them within an hour" in found.why) == (NOTICE, True)
+    both = [MissingPartition("finished_30_20261121", 30, "2026-11-21", "2026-11-22"), *new]
+    assert only(judge_partitions(both)).severity is WARNING
+
+
 @pytest.mark.parametrize(
     ("size", "text"),
     [(0, "0 bytes"), (999, "999 bytes"), (1000, "1.0 kB"), (8192, "8.0 kB"), (5 * 1024**4, "5,120.0 GB")],

@@ -1,2 +1,0 @@
--- Returns the encoding of this database.
-SELECT current_setting('server_encoding')
