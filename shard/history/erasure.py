@@ -118,7 +118,10 @@ async def _erase_some(database: Database, at: dict[str, object]) -> bool:
         await database.run(statements.ERASE_COLD, cold)
         return True
     ((erased,),) = await database.run(statements.ERASE_KEYS, {**at, "rows": _HISTORY_ROWS, "wholes": _WHOLES})
-    return bool(erased)
+    if erased:
+        return True
+    await database.run(statements.ERASE_PAST_IDS, at)
+    return False
 
 
 async def read(database: Database, ids: Sequence[str]) -> list[Erasure]:

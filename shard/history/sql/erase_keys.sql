@@ -1,20 +1,14 @@
--- Erases other rows of an org that is being erased: up to `rows` dedup keys and as many ids of dropped jobs, and up to
--- `wholes` schedules and as many workflows, with all that belongs to them. Returns how many of all these it erased.
+-- Erases other rows of an org that is being erased: up to `rows` dedup keys, and up to `wholes` schedules and as many
+-- workflows, with all that belongs to them. Returns how many of all these it erased.
 WITH keys AS (
     DELETE FROM windrow.dedup d
-    WHERE (d.queue_id, d.key) IN (
-        SELECT one.queue_id, one.key
+    WHERE d.ctid = ANY (ARRAY(
+        SELECT one.ctid
         FROM windrow.queue q
         JOIN windrow.dedup one ON one.queue_id = q.queue_id
         WHERE q.org = chr(127) || %(org_id)s::integer::text
         LIMIT %(rows)s
-    )
-    RETURNING 1
-), ids AS (
-    DELETE FROM windrow.past_id p
-    WHERE (p.tableoid, p.ctid) IN (
-        SELECT one.tableoid, one.ctid FROM windrow.past_id one WHERE one.org_id = %(org_id)s LIMIT %(rows)s
-    )
+    ))
     RETURNING 1
 ), schedules AS (
     DELETE FROM windrow.schedule s
@@ -33,10 +27,7 @@ WITH keys AS (
 ), arrivals AS (
     DELETE FROM windrow.workflow_arrival a WHERE a.org_id = %(org_id)s
 ), noted AS (
-    UPDATE windrow.erasure e
-    SET dedup_keys = e.dedup_keys + (SELECT count(*) FROM keys), past_ids = e.past_ids + (SELECT count(*) FROM ids)
+    UPDATE windrow.erasure e SET dedup_keys = e.dedup_keys + (SELECT count(*) FROM keys)
     WHERE e.org_id = %(org_id)s AND e.ended_at IS NULL
 )
-SELECT
-    (SELECT count(*) FROM keys) + (SELECT count(*) FROM ids) + (SELECT count(*) FROM schedules)
-        + (SELECT count(*) FROM workflows)
+SELECT (SELECT count(*) FROM keys) + (SELECT count(*) FROM schedules) + (SELECT count(*) FROM workflows)

@@ -1,0 +1,8 @@
+-- Erases the ids of dropped jobs of an org that is being erased. They have no index by org: all of them go at once,
+-- because each statement reads the ids of all orgs.
+WITH ids AS (
+    DELETE FROM windrow.past_id p WHERE p.org_id = %(org_id)s
+    RETURNING 1
+)
+UPDATE windrow.erasure e SET past_ids = e.past_ids + (SELECT count(*) FROM ids)
+WHERE e.org_id = %(org_id)s AND e.ended_at IS NULL
