@@ -966,6 +966,12 @@ def test_an_orderly_restart_that_shows_unavailable_passes() -> None:
     assert found(restarted(*calls)) == []
 
 
+def test_a_call_that_was_given_up_while_the_machine_stalled_is_not_blamed_on_the_restart() -> None:
+    evidence = restarted(failed(Verb.DEQUEUE, 21.0, "DEADLINE_EXCEEDED"))
+    assert found(replace(evidence, answer_s_max=4.9)) == ["restart"]
+    assert found(replace(evidence, answer_s_max=5.0)) == []
+
+
 def locked(*acks: Call) -> Evidence:
     """The history of one org whose rows were locked from 20 to 26, without other faults."""
     alone = [Alone(fault="lock-rows", began_s=20.0, ended_s=26.0, orgs=[OTHER])]
