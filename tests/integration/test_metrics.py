@@ -194,7 +194,7 @@ def test_prometheus_scrapes_a_router_and_loads_the_alerts(routers: Routers, tmp_
             (one["metric"]["outcome"], one["metric"]["shard"]): float(one["value"][1]) for one in found["result"]
         } == expected
         loaded = asked(address, "rules", type="alert")
-        assert len(loaded["groups"][0]["rules"]) == 17
+        assert len(loaded["groups"][0]["rules"]) == 18
 
 
 @pytest.mark.parametrize("file", alerts.TESTS)

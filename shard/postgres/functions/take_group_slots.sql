@@ -1,8 +1,8 @@
 -- For an enqueue, which knows the groups of its jobs: finds the slots that the jobs get, before the first of them is
--- inserted. Locks the groups' buckets until the end of the transaction. Returns a slot for each job, by position. 0: the
--- job waits for a slot. NULL: the job needs none, because it has no group or is not due yet. Returns NULL if no job has a
--- group; `groups` is empty then. The jobs of a group get its free slots in the order of their ids. They get none if an
--- earlier job of the group waits or has become due.
+-- inserted. Locks the groups' buckets until the end of the transaction. Returns a slot for each job, by position. NULL:
+-- the job waits for a slot, is not due yet, or has no group. Returns NULL if no job has a group; `groups` is empty then.
+-- The jobs of a group get its free slots in the order of their ids. They get none if an earlier job of the group waits
+-- or has become due.
 CREATE OR REPLACE FUNCTION windrow.take_group_slots(
     ids uuid[], queues bigint[], groups text[], run_at_us bigint[], delay_us bigint[]
 ) RETURNS smallint[]
@@ -72,7 +72,7 @@ BEGIN
             (SELECT array_agg(g.group_key) FROM of_groups g WHERE g.is_late)
         INTO slots, late_queues, late_groups
         FROM (
-            SELECT p.at, coalesce(f.slots[p.turn], 0::smallint) AS slot
+            SELECT p.at, f.slots[p.turn] AS slot
             FROM free f
             CROSS JOIN unnest(f.places) WITH ORDINALITY AS p (at, turn)
             UNION ALL

@@ -17,33 +17,28 @@ WITH clock AS (
     -- A remembered queue_id must still name this org's queue. A slot that has moved away admits no jobs. Neither does a
     -- slot that arrived by a move that the caller does not know (I6): the caller has not asked the slot's former owner
     -- for the ids. OFFSET 0 fences: find queues and slots by their numbers, never by a scan of all of them.
-    SELECT l.queue_id, q.gives_jobs, q.max_attempts
+    SELECT queue_id, gives_jobs, max_attempts
     FROM unnest(%(lane_ids)s::bigint[], %(lane_orgs)s::text[], %(lane_queues)s::text[], %(lane_epochs)s::bigint[])
         AS l (queue_id, org, queue, epoch)
     CROSS JOIN LATERAL (
-        SELECT q.org, q.queue, q.slot, {{gives_jobs(q)}} AS gives_jobs, q.max_attempts
-        FROM windrow.queue q WHERE q.queue_id = l.queue_id OFFSET 0
+        SELECT org, queue, slot, {{gives_jobs(q)}} AS gives_jobs, max_attempts
+        FROM windrow.queue q WHERE queue_id = l.queue_id OFFSET 0
     ) q
-    CROSS JOIN LATERAL (SELECT s.state, s.epoch FROM windrow.owned_slot s WHERE s.slot = q.slot OFFSET 0) s
+    CROSS JOIN LATERAL (SELECT state, epoch FROM windrow.owned_slot WHERE slot = q.slot OFFSET 0) s
     WHERE q.org = l.org AND q.queue = l.queue AND s.state = 'owned' AND s.epoch <= l.epoch
 ), incoming AS (
     -- A column that no job of the batch uses is an empty array; unnest fills it with NULLs.
     SELECT
-        id, queue_id, priority, n.max_attempts, {{new_job_values}}, n.at,
+        id, queue_id, priority, n.max_attempts, {{new_job_values}}, at,
         -- This is never before now(), because claims do not look below the floor.
-        greatest(now(), coalesce(timestamptz 'epoch' + run_at_us * interval '1 us', now() + delay_us * interval '1 us')) AS run_at,
+        greatest(now(), timestamptz 'epoch' + run_at_us * interval '1 us', now() + delay_us * interval '1 us') AS run_at,
         timestamptz 'epoch' + expires_at_us * interval '1 us' AS expires_at,
         now() + dedup_window_us * interval '1 us' AS dedup_until,
         -- The waiting consumer to which the job is leased at once, if the queue gives jobs.
         CASE WHEN gives_jobs THEN taker END AS taker,
-        -- The slot of the job's group; 0: the job waits for one. The subquery runs a single time, before the first
-        -- insert, and locks the groups.
-        (
-            SELECT windrow.take_group_slots(
-                %(ids)s::uuid[], %(queue_ids)s::bigint[], %(groups)s::text[],
-                %(run_at_us)s::bigint[], %(delay_us)s::bigint[]
-            )
-        )[n.at] AS group_slot
+        -- The slot of the job's group. A job that is due without a slot waits: see wait_for_slot. The subquery runs a
+        -- single time, before the first insert, and locks the groups.
+        (SELECT windrow.take_group_slots(%(ids)s, %(queue_ids)s, %(groups)s, %(run_at_us)s, %(delay_us)s))[at] AS group_slot
     FROM unnest(
         %(ids)s::uuid[], %(queue_ids)s::bigint[], %(priorities)s::smallint[], %(max_attempts)s::smallint[],
         %(run_at_us)s::bigint[], %(delay_us)s::bigint[], %(expires_at_us)s::bigint[], %(dedup_window_us)s::bigint[],
@@ -55,36 +50,33 @@ WITH clock AS (
     JOIN lane USING (queue_id)
     -- All or none: if one queue is not admitted, nothing is stored.
     WHERE (SELECT ids_fit FROM clock)
-        AND (SELECT count(*) FROM lane) = cardinality(%(lane_ids)s::bigint[])
+        AND (SELECT count(*) FROM lane) = cardinality(%(lane_ids)s)
 ), reserved AS (
     -- Takes dedup keys that are new or whose windows are over, each for the first job that has the key. They are sorted
     -- by key, so that two batches cannot deadlock.
     INSERT INTO windrow.dedup AS d (queue_id, key, job_id, until)
-    SELECT DISTINCT ON (i.queue_id, i.dedup_key) i.queue_id, i.dedup_key, i.id, i.dedup_until
-    FROM incoming i
-    WHERE i.dedup_key IS NOT NULL
-    ORDER BY i.queue_id, i.dedup_key, i.at
+    SELECT DISTINCT ON (queue_id, dedup_key) queue_id, dedup_key, id, dedup_until
+    FROM incoming
+    WHERE dedup_key IS NOT NULL
+    ORDER BY queue_id, dedup_key, at
     ON CONFLICT (queue_id, key) DO UPDATE SET job_id = excluded.job_id, until = excluded.until WHERE d.until <= now()
-    RETURNING d.queue_id, d.job_id
+    RETURNING queue_id, job_id
 ), stored AS (
     INSERT INTO windrow.job (
         id, queue_id, priority, max_attempts, {{job_content}}, group_slot, run_at, visible_at, expires_at, lease,
         leased_at, worker, attempt
     )
     SELECT
-        i.id, i.queue_id, coalesce(i.priority, 5), i.max_attempts, {{job_content(i)}}, nullif(i.group_slot, 0), i.run_at,
-        CASE
-            WHEN i.group_slot = 0 THEN 'infinity'
-            ELSE coalesce(now() + (%(windows_us)s::bigint[])[i.taker] * interval '1 us', i.run_at)
-        END,
-        i.expires_at, (%(leases)s::bigint[])[i.taker],
-        CASE WHEN i.taker IS NOT NULL THEN now() END, (%(workers)s::text[])[i.taker], (i.taker IS NOT NULL)::int
-    FROM incoming i
-    WHERE i.dedup_key IS NULL OR (i.queue_id, i.id) IN (TABLE reserved)
+        id, queue_id, coalesce(priority, 5), max_attempts, {{job_content}}, group_slot, run_at,
+        coalesce(now() + (%(windows_us)s::bigint[])[taker] * interval '1 us', run_at), expires_at,
+        (%(leases)s::bigint[])[taker],
+        CASE WHEN taker IS NOT NULL THEN now() END, (%(workers)s::text[])[taker], (taker IS NOT NULL)::int
+    FROM incoming
+    WHERE dedup_key IS NULL OR (queue_id, id) IN (TABLE reserved)
     -- Jobs with a live key come first, sorted by key. All other jobs follow, sorted by id, as in enqueue_plain.sql. So
     -- two batches cannot deadlock, whichever of the two statements stores them. If several jobs have one live key, the
     -- first is stored.
-    ORDER BY i.live_key, CASE WHEN i.live_key > '' THEN (i.queue_id, i.at) END, i.id
+    ORDER BY live_key, CASE WHEN live_key > '' THEN (queue_id, at) END, id
     -- Stores nothing for a job if a live job has the same id, or the same live key.
     ON CONFLICT DO NOTHING
     RETURNING id, queue_id, dedup_key
@@ -102,15 +94,11 @@ SELECT
         ELSE windrow.refuse_settled(s.ids, s.queues, clock.since)
     END,
     -- Jobs that were not stored have left their slots to jobs of the batch that wait.
-    CASE WHEN s.n BETWEEN 1 AND %(jobs)s - 1 AND %(groups)s::text[] <> '{}' THEN
-        windrow.fill_group_slots(%(queue_ids)s::bigint[], %(groups)s::text[])
-    END
-FROM clock
-CROSS JOIN (
+    CASE WHEN s.n < %(jobs)s THEN windrow.fill_group_slots(%(queue_ids)s, %(groups)s) END
+FROM clock, (
     SELECT array_agg(queue_id), array_agg(gives_jobs), array_agg(max_attempts)
     FROM lane
-) l
-CROSS JOIN (
-    SELECT count(*) AS n, count(t.dedup_key) AS keyed, array_agg(t.id) AS ids, array_agg(t.queue_id) AS queues
-    FROM stored t
+) l, (
+    SELECT count(*) AS n, count(dedup_key) AS keyed, array_agg(id) AS ids, array_agg(queue_id) AS queues
+    FROM stored
 ) s

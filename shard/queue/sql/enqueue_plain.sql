@@ -16,14 +16,14 @@ WITH clock AS (
     -- A remembered queue_id must still name this org's queue. A slot that has moved away admits no jobs. Neither does a
     -- slot that arrived by a move that the caller does not know (I6): the caller has not asked the slot's former owner
     -- for the ids. OFFSET 0 fences: find queues and slots by their numbers, never by a scan of all of them.
-    SELECT l.queue_id, q.gives_jobs, q.max_attempts
+    SELECT queue_id, gives_jobs, max_attempts
     FROM unnest(%(lane_ids)s::bigint[], %(lane_orgs)s::text[], %(lane_queues)s::text[], %(lane_epochs)s::bigint[])
         AS l (queue_id, org, queue, epoch)
     CROSS JOIN LATERAL (
-        SELECT q.org, q.queue, q.slot, {{gives_jobs(q)}} AS gives_jobs, q.max_attempts
-        FROM windrow.queue q WHERE q.queue_id = l.queue_id OFFSET 0
+        SELECT org, queue, slot, {{gives_jobs(q)}} AS gives_jobs, max_attempts
+        FROM windrow.queue q WHERE queue_id = l.queue_id OFFSET 0
     ) q
-    CROSS JOIN LATERAL (SELECT s.state, s.epoch FROM windrow.owned_slot s WHERE s.slot = q.slot OFFSET 0) s
+    CROSS JOIN LATERAL (SELECT state, epoch FROM windrow.owned_slot WHERE slot = q.slot OFFSET 0) s
     WHERE q.org = l.org AND q.queue = l.queue AND s.state = 'owned' AND s.epoch <= l.epoch
 ), stored AS (
     INSERT INTO windrow.job (
