@@ -33,7 +33,7 @@ WITH clock AS (
         -- This is never before now(), because claims do not look below the floor.
         greatest(now(), timestamptz 'epoch' + run_at_us * interval '1 us', now() + delay_us * interval '1 us') AS run_at,
         timestamptz 'epoch' + expires_at_us * interval '1 us' AS expires_at,
-        now() + dedup_window_us * interval '1 us' AS dedup_until,
+        now() + dedup_window_us * interval '1 us' AS until,
         -- The waiting consumer to which the job is leased at once, if the queue gives jobs.
         CASE WHEN gives_jobs THEN taker END AS taker,
         -- The slot of the job's group. A job that is due without a slot waits: see wait_for_slot. The subquery runs a
@@ -55,7 +55,7 @@ WITH clock AS (
     -- Takes dedup keys that are new or whose windows are over, each for the first job that has the key. They are sorted
     -- by key, so that two batches cannot deadlock.
     INSERT INTO windrow.dedup AS d (queue_id, key, job_id, until)
-    SELECT DISTINCT ON (queue_id, dedup_key) queue_id, dedup_key, id, dedup_until
+    SELECT DISTINCT ON (queue_id, dedup_key) queue_id, dedup_key, id, until
     FROM incoming
     WHERE dedup_key IS NOT NULL
     ORDER BY queue_id, dedup_key, at
@@ -93,8 +93,9 @@ SELECT
         WHEN s.keyed < (SELECT count(*) FROM reserved) THEN windrow.refuse_unstored_keys()
         ELSE windrow.refuse_settled(s.ids, s.queues, clock.since)
     END,
-    -- Jobs that were not stored have left their slots to jobs of the batch that wait.
-    CASE WHEN s.n < %(jobs)s THEN windrow.fill_group_slots(%(queue_ids)s, %(groups)s) END
+    -- Jobs that were not stored have left their slots to jobs of the batch that wait. If none was stored, the groups
+    -- may not be locked.
+    CASE WHEN s.n > 0 AND s.n < %(jobs)s THEN windrow.fill_group_slots(%(queue_ids)s, %(groups)s) END
 FROM clock, (
     SELECT array_agg(queue_id), array_agg(gives_jobs), array_agg(max_attempts)
     FROM lane
