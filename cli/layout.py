@@ -44,10 +44,9 @@ class Group(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0] if args else ""
         if name not in self.commands:
-            root = ctx.find_root()
             within = [f"`{ctx.command_path} {group} {name}`" for group, one in self.commands.items() if _has(one, name)]
             if not within and (meant := ELSEWHERE.get(f"{self.name} {name}") or ELSEWHERE.get(name)):
-                within = [f"`{root.command_path} {meant}`"]
+                within = [f"`{ctx.find_root().command_path} {meant}`"]
             if within:
                 ctx.fail(f"No such command {name!r}. Did you mean {' or '.join(within)}?")
         return super().resolve_command(ctx, args)
