@@ -400,8 +400,8 @@ async def leave_answers_unread(
     ends: bool = True,
     enough: Callable[[Seen], object] | None = None,
 ) -> list[Seen]:
-    """Makes `calls` calls, spread over the connections, and takes no answer. Stays for `seconds`, or until a connection
-    has seen `enough`, if that is earlier.
+    """Makes `calls` calls, spread over the connections, and takes no answer. Stays for `seconds`, or until each
+    connection has seen `enough`, if that is earlier.
 
     If `ends` is False, the requests stay open. This is for Consume, whose first ConsumeRequest is `message`.
     """
@@ -411,9 +411,11 @@ async def leave_answers_unread(
             await peer.call(path, message, ends=ends)
 
     shares = _shares(calls, connections)
+    # A connection that left before the others would give back what it holds in the server.
+    done = None if enough is None else _Enough(enough, asyncio.Barrier(len(shares)))
     return await asyncio.gather(
         *(
-            _attack(open_peer(address, window_bytes=window_bytes, reads=reads), attack, n, seconds, enough=enough)
+            _attack(open_peer(address, window_bytes=window_bytes, reads=reads), attack, n, seconds, enough=done)
             for n in shares
         )
     )
@@ -538,6 +540,14 @@ async def drip(address: str, path: str, *, connections: int, seconds: float, eve
     )
 
 
+@dataclass(frozen=True)
+class _Enough:
+    """Tells when an attack ends: each of its connections waits until `of` holds, and then for the others."""
+
+    of: Callable[[Seen], object]
+    by_all: asyncio.Barrier
+
+
 async def _attack(
     opening: contextlib.AbstractAsyncContextManager[HostilePeer],
     attack: Callable[[HostilePeer, int], Coroutine[Any, Any, None]],
@@ -545,10 +555,10 @@ async def _attack(
     seconds: float,
     *,
     stays: bool = True,
-    enough: Callable[[Seen], object] | None = None,
+    enough: _Enough | None = None,
 ) -> Seen:
-    """Runs an attack on one connection, for `seconds`, or until the server closes the connection, or until it has seen
-    `enough`. If `stays` is False, ends with the attack."""
+    """Runs an attack on one connection, for `seconds`, or until the server closes the connection, or until each
+    connection has seen `enough`. If `stays` is False, ends with the attack."""
     async with opening as peer:
         with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(seconds):
@@ -561,12 +571,11 @@ async def _attack(
         return peer.seen
 
 
-async def _until_enough(
-    peer: HostilePeer, attack: Coroutine[Any, Any, None], enough: Callable[[Seen], object], seconds: float
-) -> None:
+async def _until_enough(peer: HostilePeer, attack: Coroutine[Any, Any, None], enough: _Enough, seconds: float) -> None:
     attacking = asyncio.create_task(attack)
     try:
-        await peer.until(lambda seen: peer.closed or enough(seen), within_s=seconds)
+        await peer.until(lambda seen: peer.closed or enough.of(seen), within_s=seconds)
+        await enough.by_all.wait()
     finally:
         attacking.cancel()
         # The attack may have failed because the connection was closed. Take its error, so that asyncio does not log it.
