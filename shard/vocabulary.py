@@ -167,6 +167,13 @@ class NewJobs:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def sizes(self, positions: Sequence[int]) -> list[int]:
+        """Returns the number of bytes of each job's payload and attributes."""
+        if not self.attributes:
+            return [len(self.payloads[at]) for at in positions]
+        # The JSON text of attributes is ASCII.
+        return [len(self.payloads[at]) + len(self.attributes.get(at, "")) for at in positions]
+
     def only(self, positions: Sequence[int]) -> NewJobs:
         """Returns the jobs at these positions as a batch of their own."""
         part = NewJobs(org=self.org)

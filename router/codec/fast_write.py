@@ -16,7 +16,7 @@ from shard.job_id import to_hex
 from shard.lease_token import TOKEN_BYTES, lease_of, token_prefix
 from shard.queue.pending_enqueue import Handed, Taker
 from shard.queue.store import Store
-from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, PRIORITY_DEFAULT, Claimed, JobId, Lease, Micros, NewJobs, OrgId
+from shard.vocabulary import PRIORITY_DEFAULT, Claimed, JobId, Lease, Micros, NewJobs, OrgId
 
 
 def _varint(number: int) -> bytes:
@@ -106,7 +106,15 @@ def handed(
     ids: list[str] = []
     for at in positions:
         queue = jobs.queues[at]
-        key = (queue, jobs.kinds[at], jobs.priorities.get(at), jobs.traces.get(at))
+        key = (
+            queue,
+            jobs.kinds[at],
+            jobs.priorities.get(at),
+            jobs.traces.get(at),
+            jobs.attributes.get(at),
+            jobs.max_attempts.get(at),
+            jobs.groups.get(at),
+        )
         shared = encodings.get(key)
         if shared is None:
             job = Claimed(
@@ -114,13 +122,14 @@ def handed(
                 queue=queue,
                 kind=jobs.kinds[at],
                 payload=b"",
-                attributes=None,
+                attributes=jobs.attributes.get(at),
                 priority=jobs.priorities.get(at, PRIORITY_DEFAULT),
                 attempt=1,
-                max_attempts=outcome.max_attempts.get((jobs.org, queue)) or MAX_ATTEMPTS_DEFAULT,
+                max_attempts=jobs.max_attempts.get(at) or outcome.max_attempts.get((jobs.org, queue)),
                 enqueued_at=now,
                 run_at=now,
                 trace=jobs.traces.get(at),
+                group_key=jobs.groups.get(at),
                 lease=taker.number,
                 leased_at=now,
                 deadline=deadline,

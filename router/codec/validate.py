@@ -51,6 +51,7 @@ _TEN_YEARS_S = 3650 * 86400
 _TIMESTAMP_S = range(-62_135_596_800, 253_402_300_800)
 _DURATION_S_MAX = 315_576_000_000
 _KEY_CHARS_MAX = 64
+_GROUP_BYTES_MAX = 256
 _SHOWN_CHARS_MAX = 128
 # At most this many violations of a request are described with their values. To read a value takes 0.05 ms, and a
 # request may break thousands of rules.
@@ -346,8 +347,8 @@ def _check_encoded(encoded: bytes) -> None:
 
 
 def plain_jobs(request: queue_pb2.EnqueueRequest) -> NewJobs | None:
-    """Returns the columns of a valid request whose jobs have only id, queue, kind, payload, priority and trace. Returns
-    None for every other request."""
+    """Returns the columns of a valid request whose jobs have only id, queue, kind, payload, priority, group and trace.
+    Returns None for every other request."""
     org, count = request.org, len(request.jobs)
     if not _ORG.fullmatch(org) or not 1 <= count <= _JOBS_MAX:
         return None
@@ -385,8 +386,16 @@ def plain_jobs(request: queue_pb2.EnqueueRequest) -> NewJobs | None:
             ]
         in_jobs = [_ID_BYTES + _FIELD[size] for size in in_templates]
         beside_jobs = _FIELD[len(org)] + (2 if request.independent else 0)
+        groups: dict[int, str] = {}
         traces: dict[int, str] = {}
         if beside_jobs + sum([_FIELD[size] for size in in_jobs]) != request.ByteSize():
+            for at, template in enumerate(templates):
+                if group := template.group:
+                    size = len(group.encode())
+                    if size > _GROUP_BYTES_MAX or "\0" in group:
+                        return None
+                    in_jobs[at] = _ID_BYTES + _FIELD[in_templates[at] + _FIELD[size]]
+                    groups[at] = group
             for at, job in enumerate(jobs):
                 if job.HasField("trace"):
                     trace = job.trace
@@ -404,6 +413,7 @@ def plain_jobs(request: queue_pb2.EnqueueRequest) -> NewJobs | None:
         queues=cast("list[QueueName]", queues),
         kinds=kinds,
         payloads=payloads,
+        groups=groups,
         traces=traces,
     )
     if any(priorities):

@@ -20,6 +20,12 @@ from shard.queue.pending_enqueue import Handed, Handover, Taker
 from shard.queue.store import Store
 from shard.vocabulary import PRIORITY_DEFAULT, Lease, NewJobs, OrgId, QueueName
 
+# Only claims give jobs with these columns. The first four set times that an insert with a lease does not look at. Jobs
+# with keys are often known already, and then nothing is handed over.
+_CLAIMED_COLUMNS = ("run_at_us", "delay_us", "expires_at_us", "max_runtimes_us", "dedup_keys", "live_keys")
+# Only claims give jobs with larger payloads.
+_PAYLOAD_BYTES_MAX = 16 * 1024
+
 
 class Handovers:
     """Finds consumers for the new jobs of one shard."""
@@ -36,9 +42,8 @@ class Handovers:
         return deal(self._room.queue(org, queue), org, sizes) if self._room.gives else []
 
     async def offer(self, jobs: NewJobs) -> Handover | None:
-        """Chooses waiting consumers for new jobs. The jobs must be due at once and have no fields that only a claim
-        handles (plain_jobs in router/codec/validate.py). Returns None if no consumer can take any of them. Offered jobs
-        count against the credit until the handover is done.
+        """Chooses waiting consumers for new jobs. Returns None if no consumer can take any of them. Offered jobs count
+        against the credit until the handover is done.
 
         Consumers of this process come first: those of the org, then those of all orgs. Siblings are asked only if these
         are too few. If a limit on starts applies to a queue, its jobs are offered only to consumers of this process,
@@ -88,7 +93,7 @@ class Handovers:
         caller gives back what was added. Raises ShardUnavailable."""
         left: dict[QueueName, Sequence[int]] = {}
         positions: Sequence[int]
-        for queue, positions in _by_queue(jobs).items():
+        for queue, positions in _by_queue(jobs, _handed_positions(jobs)).items():
             if quarantined := self.store.quarantine.kinds(jobs.org, queue):
                 # Leave jobs of quarantined kinds to claims, which set them aside.
                 positions = [at for at in positions if jobs.kinds[at] not in quarantined]
@@ -97,11 +102,11 @@ class Handovers:
                 positions = positions[: permit.jobs]
                 permits.append((permit, positions))
             start = 0
-            for share in self.deal(jobs.org, queue, [len(jobs.payloads[at]) for at in positions]):
+            for share in self.deal(jobs.org, queue, jobs.sizes(positions)):
                 dealt.append((share, positions[start : start + share.count]))
                 start += share.count
             if start < len(positions) and self._pools.serves(queue) and self._room.gives:
-                for share in self._pools.deal(jobs.org, queue, [len(jobs.payloads[at]) for at in positions[start:]]):
+                for share in self._pools.deal(jobs.org, queue, jobs.sizes(positions[start:])):
                     dealt.append((share, positions[start : start + share.count]))
                     start += share.count
             awaited = self._room.queue(jobs.org, queue)
@@ -121,13 +126,14 @@ class Handovers:
     ) -> None:
         """Gives each waiter the jobs that were leased to it, and gives back the credit for the other jobs."""
         leased = set(handed.positions)
+        certain = leased.union(handed.waiting)
         unsure: list[Lease] = []
         permit_of = {jobs.queues[positions[0]]: permit for permit, positions in permits if positions}
 
         def delivery(taker: Taker, positions: Sequence[int], *, names_org: bool = False) -> Delivery | None:
             got = [at for at in positions if at in leased]
             if not handed.sure:
-                unsure.extend(lease_of(jobs.ids[at], taker.number) for at in positions if at not in leased)
+                unsure.extend(lease_of(jobs.ids[at], taker.number) for at in positions if at not in certain)
             return fast_write.handed(self.store, jobs, got, taker, handed, names_org=names_org) if got else None
 
         for share, positions in dealt:
@@ -143,15 +149,27 @@ class Handovers:
         self.store.release_soon(jobs.org, unsure)
 
 
-def _by_queue(jobs: NewJobs) -> dict[QueueName, list[int]]:
-    """Returns the positions of the jobs of each queue, in the order of their priorities."""
+def _handed_positions(jobs: NewJobs) -> Sequence[int]:
+    """Returns the positions of the jobs that may be handed over."""
+    claimed: set[int] = set()
+    for name in _CLAIMED_COLUMNS:
+        claimed.update(getattr(jobs, name))
+    if max(map(len, jobs.payloads)) > _PAYLOAD_BYTES_MAX:
+        claimed.update(at for at, payload in enumerate(jobs.payloads) if len(payload) > _PAYLOAD_BYTES_MAX)
+    return [at for at in range(len(jobs)) if at not in claimed] if claimed else range(len(jobs))
+
+
+def _by_queue(jobs: NewJobs, positions: Sequence[int]) -> dict[QueueName, list[int]]:
+    """Returns which of these positions are of jobs of each queue, in the order of their priorities."""
     by_queue: dict[QueueName, list[int]] = {}
+    if not positions:
+        return by_queue
     if len(set(jobs.queues)) == 1:
-        by_queue[jobs.queues[0]] = list(range(len(jobs)))
+        by_queue[jobs.queues[0]] = list(positions)
     else:
-        for at, queue in enumerate(jobs.queues):
-            by_queue.setdefault(queue, []).append(at)
+        for at in positions:
+            by_queue.setdefault(jobs.queues[at], []).append(at)
     if jobs.priorities:
-        for positions in by_queue.values():
-            positions.sort(key=lambda at: jobs.priorities.get(at, PRIORITY_DEFAULT))
+        for of_queue in by_queue.values():
+            of_queue.sort(key=lambda at: jobs.priorities.get(at, PRIORITY_DEFAULT))
     return by_queue

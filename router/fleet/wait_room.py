@@ -292,9 +292,9 @@ class WaitRoom:
     def stored(self, jobs: NewJobs, duplicates: Collection[int], handover: Handover | None) -> None:
         """Wakes consumers for new jobs that have committed. The jobs at the positions `duplicates` are not new."""
         # If not all offered jobs were handed over, their takers may have claimed before the commit: then wake consumers
-        # as if no job had been offered.
+        # as if no job had been offered. Jobs that wait for slots need no consumer before they get them.
         takers: Collection[int] = ()
-        if handover is not None and handover.handed == len(handover.takers):
+        if handover is not None and handover.is_complete:
             takers = handover.takers
         if len(takers) == len(jobs) or len(duplicates) == len(jobs):
             return

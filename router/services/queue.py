@@ -99,7 +99,6 @@ class QueueService:
         # The positions that the jobs of `columns` have in the request.
         positions: Sequence[int] = range(len(request.jobs))
         columns = plain_jobs(request)
-        is_plain = columns is not None
         trace = current_trace()
         if columns is None:
             violations = enqueue_violations(request)
@@ -118,7 +117,7 @@ class QueueService:
         while len(columns):
             refused: dict[int, queue_pb2.EnqueueResult] = {}
             try:
-                duplicates = await store(self._fleet, columns, hand=is_plain, independent=request.independent)
+                duplicates = await store(self._fleet, columns, hand=True, independent=request.independent)
             except BadIds as error:
                 violations = [
                     Violation(f"jobs[{positions[at]}].id", error.about(columns.ids[at])) for at in error.positions
@@ -136,7 +135,7 @@ class QueueService:
                     raise
                 refused = dict.fromkeys(error.positions, queue_pb2.EnqueueResult(error=status_of(error)))
             else:
-                if is_plain and not duplicates and not results:
+                if not duplicates and not results:
                     return fast_write.stored(columns.ids)
                 known = await describe(self._fleet, columns, duplicates) if duplicates else {}
                 results.update(zip(positions, convert.enqueue_results(columns.ids, duplicates, known), strict=True))

@@ -171,8 +171,11 @@ class Enqueuer:
             # The lookup below finds which jobs are known.
             pass
         else:
+            first = 0
             for call in batch:
-                call.add_stored(inserted)
+                jobs = len(call.remaining)
+                call.add_stored(inserted, first)
+                first += jobs
         pending = [call for call in calls if call.remaining]
         if pending:
             await self._look_up(pending)
@@ -227,7 +230,7 @@ class Enqueuer:
                 if error.sqlstate == "WD001":
                     raise _AlreadyKnown from error
                 raise
-            now, ids_fit, admitted, gives_jobs, max_attempts, stored, stored_ids, stored_in, *_ = rows[0]
+            now, ids_fit, admitted, gives_jobs, max_attempts, stored, slots, stored_ids, stored_in, *_ = rows[0]
             self._shard_time_us, self._shard_time_read_ns = now, time.monotonic_ns()
             if not ids_fit:
                 await self._refuse_ids(calls, now)
@@ -237,6 +240,7 @@ class Enqueuer:
                     now,
                     {lanes[number] for number, gives in zip(admitted, gives_jobs, strict=True) if gives},
                     {lanes[number]: most for number, most in zip(admitted, max_attempts, strict=True)},
+                    slots,
                 )
             # Nothing was stored, because not all queues were admitted.
             unowned: dict[int, Exception] = {

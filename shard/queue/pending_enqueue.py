@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +24,8 @@ class Handed(NamedTuple):
 
     # The positions of the jobs that are now leased to their takers. For the other jobs see Handover.
     positions: list[int]
+    # The positions of the jobs that were not leased, because they wait for slots of their groups.
+    waiting: Collection[int]
     leased_at: Micros
     # The max_attempts setting of each queue. None: the default.
     max_attempts: Mapping[tuple[OrgId, QueueName], int | None]
@@ -36,22 +38,23 @@ class Handover:
     """Leases jobs to waiting consumers while they are enqueued. `takers` maps positions of jobs that are due at once to
     their takers. `done` is called exactly once with the result, even if the caller was cancelled.
 
-    A job that is not in `Handed.positions` was not leased, unless the shard's answer was lost. So the caller releases
-    the job's lease in any case."""
+    A job that is in neither `Handed.positions` nor `Handed.waiting` was not leased, unless the shard's answer was lost.
+    So the caller releases the job's lease in any case."""
 
     takers: Mapping[int, Taker]
     done: Callable[[Handed], None]
     # An insert that begins after this time (by time.monotonic) leases nothing to the takers.
     until_s: float = math.inf
     _is_done: bool = False
-    # How many jobs were handed over.
-    handed: int = 0
+    # True if each job of `takers` was handed over, or waits for a slot of its group: then no consumer need be woken for
+    # these jobs.
+    is_complete: bool = False
 
     def tell(self, handed: Handed) -> None:
         """Calls `done`, unless it was called before."""
         if not self._is_done:
             self._is_done = True
-            self.handed = len(handed.positions)
+            self.is_complete = len(handed.positions) + len(handed.waiting) == len(self.takers)
             self.done(handed)
 
 
@@ -72,6 +75,8 @@ class Inserted(NamedTuple):
     giving: set[Name]
     # The max_attempts setting of each queue. None: the default.
     max_attempts: dict[Name, int | None]
+    # The slot of each job in its group, by its position in the statement. None: no job has a group.
+    group_slots: Sequence[int | None] | None
 
 
 class PendingEnqueue:
@@ -128,8 +133,9 @@ class PendingEnqueue:
             self.known[at] = self.known.get(first, JobId(self.call.jobs.ids[first]))
         return self.known
 
-    def add_stored(self, inserted: Inserted) -> None:
-        """Removes the stored jobs from the remaining ones, and completes the hand-over."""
+    def add_stored(self, inserted: Inserted, first: int) -> None:
+        """Removes the stored jobs from the remaining ones, and completes the hand-over. `first`: the position of the
+        first remaining job in the statement."""
         jobs, handover, epoch = self.call
         if inserted.stored is None:
             stored = self.remaining
@@ -138,7 +144,14 @@ class PendingEnqueue:
         if handover is not None:
             self.call = Call(jobs, None, epoch)
             leased = [at for at in stored if at in handover.takers and (jobs.org, jobs.queues[at]) in inserted.giving]
-            handover.tell(Handed(leased, inserted.now, inserted.max_attempts))
+            waiting: Collection[int] = ()
+            if jobs.groups and inserted.group_slots is not None:
+                slots = dict(zip(self.remaining, inserted.group_slots[first:], strict=False))
+                slotless = {at for at in leased if at in jobs.groups and slots[at] is None}
+                leased = [at for at in leased if at not in slotless]
+                # If a job of the statement was known already, its slot may have gone to one of these jobs meanwhile.
+                waiting = slotless if inserted.stored is None else ()
+            handover.tell(Handed(leased, waiting, inserted.now, inserted.max_attempts))
         if stored is self.remaining:
             self.remaining = ()
         else:
@@ -150,5 +163,5 @@ class PendingEnqueue:
         self.remaining = ()
 
 
-NOTHING_HANDED = Handed([], Micros(0), {}, sure=True)
-RESULT_UNKNOWN = Handed([], Micros(0), {})
+NOTHING_HANDED = Handed([], (), Micros(0), {}, sure=True)
+RESULT_UNKNOWN = Handed([], (), Micros(0), {})

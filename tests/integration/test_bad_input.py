@@ -991,6 +991,7 @@ _plain_jobs = st.builds(
     id=_ids,
     queue=st.sampled_from(["mail", "a/b"]),
     kind=st.sampled_from(["k", "a\n"]),
+    group=st.sampled_from(["", "", "g", "é" * 128, "é" * 129, "a\0"]),
     trace=_traces,
 )
 _requests = st.builds(
@@ -1013,9 +1014,12 @@ def test_what_the_fast_path_accepts_the_rules_accept(request: queue_pb2.EnqueueR
 @given(
     st.lists(
         st.builds(
-            lambda payload, priority, trace: new_job(id=job_id(), payload=payload, priority=priority, trace=trace),
+            lambda payload, priority, group, trace: new_job(
+                id=job_id(), payload=payload, priority=priority, group=group, trace=trace
+            ),
             st.binary(max_size=9),
             st.integers(0, 9),
+            st.sampled_from(["", "g", "é" * 128]),
             st.sampled_from([None, job_pb2.TraceContext(traceparent=TRACEPARENT, tracestate="a=b")]),
         ),
         min_size=1,

@@ -25,7 +25,7 @@ from shard.queue_settings import QueueSettings
 from shard.vocabulary import Answer, Failure, JobId, Lease, NewJobs, OrgId, Outcome, QueueName
 from tests.jobs import HOUR_US, MINUTE_US, QUEUE, SHORT_US, at_once, ids_of, job_id, lease_jobs, some_jobs
 from tests.recorder import Recorder
-from tests.timemachine import end_leases, pass_time, until_blocked
+from tests.timemachine import end_leases, make_due, pass_time, until_blocked
 
 A, B = QueueName("a"), QueueName("b")
 
@@ -214,6 +214,88 @@ async def test_a_probe_tells_when_the_lease_of_a_job_handed_over_ends(database: 
     due = await store.probe([queue_id])
     assert due.first == {queue_id: told.calls[0].leased_at + MINUTE_US}
     assert due.now >= told.calls[0].leased_at
+
+
+async def test_jobs_of_a_group_are_handed_over_as_far_as_the_group_has_slots(
+    database: Database, books: QueueAdmin, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(database)
+    await store.names.make([(org, QUEUE)])
+    await books.alter_queue(org, QUEUE, QueueSettings(group_concurrency=2))
+    jobs = some_jobs(org, 7)
+    jobs.ids.sort()
+    jobs.groups = {0: "g", 1: "h", 2: "g", 4: "g", 5: "g"}
+    handed, told = handover(to_all(jobs))
+    # Their positions in the statement are behind those of another call.
+    beside = some_jobs(other_org, 3, group="g")
+    handed_beside, told_beside = handover(to_all(beside, number=43))
+    await at_once(store.enqueue(beside, handed_beside), store.enqueue(jobs, handed))
+    assert (told.positions, told.calls[0].waiting) == ([0, 1, 2, 3, 6], {4, 5})
+    assert handed.is_complete
+    assert (len(told_beside.positions), len(told_beside.calls[0].waiting)) == (1, 2)
+    found = {record.id: record for record in await store.get(org, ids_of(jobs), include_payload=False)}
+    assert [found[name].attempt for name in ids_of(jobs)] == [1, 1, 1, 1, 0, 0, 1]
+    # A group whose slots are taken gets none.
+    later = some_jobs(org, 1, group="g")
+    handed_later, told_later = handover(to_all(later, number=44))
+    await store.enqueue(later, handed_later)
+    assert (told_later.positions, told_later.calls[0].waiting) == ([], {0})
+    assert await lease_jobs(store, org) == []
+    for at in (0, 2):
+        assert await store.settle(Settlement.ack(org, [lease_of(jobs.ids[at])])) == [Answer.OK]
+    assert {job.id for job, _ in await lease_jobs(store, org)} == {jobs.ids[4], jobs.ids[5]}
+
+
+async def test_a_job_of_a_group_behind_one_that_has_become_due_is_not_handed_over(
+    database: Database, org: OrgId
+) -> None:
+    store = Store(database)
+    scheduled = some_jobs(org, 1, group="g", delay_us=MINUTE_US)
+    await store.enqueue(scheduled)
+    await make_due(database, org)
+    jobs = some_jobs(org, 1, group="g")
+    handed, told = handover(to_all(jobs))
+    await store.enqueue(jobs, handed)
+    assert (told.positions, told.calls[0].waiting) == ([], {0})
+    ((job, lease),) = await lease_jobs(store, org)
+    assert job.id == scheduled.ids[0]
+    await store.settle(Settlement.ack(org, [lease]))
+    assert [job.id for job, _ in await lease_jobs(store, org)] == jobs.ids
+
+
+async def test_a_job_that_gets_the_slot_of_a_known_job_is_ready_and_its_hand_over_is_not_complete(
+    database: Database, org: OrgId
+) -> None:
+    store = Store(database)
+    known = some_jobs(org, 1, group="other")
+    await store.enqueue(known)
+    jobs = some_jobs(org, ids=[JobId(known.ids[0]), job_id()], group="g")
+    jobs.ids.sort()
+    handed, told = handover(to_all(jobs))
+    await store.enqueue(jobs, handed)
+    assert told.positions == []
+    assert not handed.is_complete
+    assert {job.id for job, _ in await lease_jobs(store, org)} == set(jobs.ids)
+
+
+async def test_an_enqueue_that_stores_nothing_gives_no_slots(database: Database, org: OrgId) -> None:
+    """It may not hold the locks of the groups."""
+    store = Store(database)
+    first, second = some_jobs(org, 1, group="g"), some_jobs(org, 1, group="g")
+    await store.enqueue(first)
+    await store.enqueue(second)
+    (((_, lease),)) = await lease_jobs(store, org)
+    async with database.transaction() as connection:
+        # The slot is free, and nobody has filled it yet.
+        await connection.run(b"ALTER TABLE windrow.job DISABLE TRIGGER USER", {})
+        await connection.run(b"DELETE FROM windrow.job WHERE id = %(id)s::uuid", {"id": lease.job_hex})
+        await connection.run(b"ALTER TABLE windrow.job ENABLE TRIGGER USER", {})
+    refused = some_jobs(org, 1, group="g")
+    handed, told = handover(to_all(refused))
+    with pytest.raises(NotOwned):
+        await store.enqueue(refused, handed, epoch=-1)
+    assert told.positions == []
+    assert await lease_jobs(store, org) == []
 
 
 # What is not handed over

@@ -34,10 +34,10 @@ from shard.postgres import arrays
 from shard.postgres.pool import Database
 from shard.queue import statements
 from shard.queue.doorbell import Doorbell
-from shard.queue.pending_enqueue import Handed, Handover
+from shard.queue.pending_enqueue import NOTHING_HANDED, Handover
 from shard.queue.settle import Settlement
 from shard.queue.store import Store
-from shard.vocabulary import Micros, NewJobs, OrgId, QueueId, QueueName, ShardName
+from shard.vocabulary import NewJobs, OrgId, QueueId, QueueName, ShardName
 from tests.conftest import SHARD
 from tests.effort import luck_of, trials
 from tests.jobs import job_id, lease_jobs, some_jobs
@@ -1127,7 +1127,7 @@ async def test_a_call_that_jobs_are_on_their_way_to_is_not_woken_for_others(room
     stored(room, some_jobs(OrgId("o"), 5))
     # The call's answer has no room for the job.
     assert (call.woken, stream.woken) == (0, 1)
-    handover.tell(Handed([], Micros(0), {}, sure=True))
+    handover.tell(NOTHING_HANDED)
     assert (call.woken, call.credit) == (1, 1000)
     stored(room, some_jobs(OrgId("o"), 5))
     assert call.woken == 2

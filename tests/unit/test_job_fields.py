@@ -124,7 +124,7 @@ def test_every_column_of_new_jobs_is_sent_to_the_shard() -> None:
 
 def test_plain_jobs_are_admitted_as_all_others_are() -> None:
     plain, full = (statement.decode() for statement in (statements.ENQUEUE_PLAIN, statements.ENQUEUE))
-    assert plain.partition("), stored AS (")[0] == full.partition("), incoming AS (")[0]
+    assert plain.partition("), stored AS (")[0] == full.partition("), slots AS (")[0]
 
 
 def test_psycopg_caches_how_it_parsed_the_hot_statements() -> None:

@@ -204,45 +204,57 @@ def test_lengths_around_a_longer_varint_are_right(size: int) -> None:
 @settings(max_examples=60)
 @given(
     st.lists(
-        st.tuples(IDS, st.sampled_from(["a", "b"]), NAMES, PAYLOADS, st.none() | st.integers(1, 9), st.none() | TRACES),
+        st.tuples(
+            IDS,
+            st.sampled_from(["a", "b"]),
+            NAMES,
+            PAYLOADS,
+            st.none() | st.integers(1, 9),
+            st.none() | TRACES,
+            st.none() | st.sampled_from(["{}", '{"plan": "pro"}']),
+            st.none() | st.integers(1, 100),
+            st.none() | NAMES,
+        ),
         min_size=1,
         max_size=6,
     ),
     st.data(),
 )
 def test_jobs_handed_over_are_written_as_the_generated_code_would(
-    rows: list[tuple[JobId, str, str, bytes, int | None, str | None]], data: st.DataObject
+    rows: list[tuple[JobId, str, str, bytes, int | None, str | None, str | None, int | None, str | None]],
+    data: st.DataObject,
 ) -> None:
     jobs = NewJobs(org=ORG)
-    for at, (name, queue, kind, payload, priority, trace) in enumerate(rows):
+    for at, (name, queue, kind, payload, *options) in enumerate(rows):
         jobs.ids.append(name)
         jobs.queues.append(QueueName(queue))
         jobs.kinds.append(kind)
         jobs.payloads.append(payload)
-        if priority is not None:
-            jobs.priorities[at] = priority
-        if trace is not None:
-            jobs.traces[at] = trace
+        columns = (jobs.priorities, jobs.traces, jobs.attributes, jobs.max_attempts, jobs.groups)
+        for column, value in zip(columns, options, strict=True):
+            if value is not None:
+                column[at] = value  # type: ignore[index]
     positions = data.draw(st.lists(st.sampled_from(range(len(rows))), unique=True, min_size=1))
     taker = Taker(data.draw(NUMBERS), "w", data.draw(st.integers(100_000, 43_200_000_000)))
     now = data.draw(st.integers(0, 2**52).map(Micros))
-    told = Handed(positions, now, {(ORG, QueueName("a")): 3, (ORG, QueueName("b")): None})
+    told = Handed(positions, (), now, {(ORG, QueueName("a")): 3, (ORG, QueueName("b")): None})
     given_ = fast_write.handed(STORE, jobs, positions, taker, told)
     expected: list[job_pb2.LeasedJob] = []
     for at in positions:
-        name, queue, kind, payload, priority, trace = rows[at]
+        name, queue, kind, payload, priority, trace, attributes, max_attempts, group = rows[at]
         job = Claimed(
             id=name,
             queue=QueueName(queue),
             kind=kind,
             payload=payload,
-            attributes=None,
+            attributes=attributes,
             priority=priority or 5,
             attempt=1,
-            max_attempts={"a": 3, "b": None}[queue],
+            max_attempts=max_attempts or {"a": 3, "b": None}[queue],
             enqueued_at=now,
             run_at=now,
             trace=trace,
+            group_key=group,
             lease=taker.number,
             leased_at=now,
             deadline=Micros(now + taker.window_us),

@@ -109,8 +109,7 @@ class Asks:
         requests cover too many jobs already, or if there is not enough free memory."""
         sizes: list[int] = []
         room = _ASK_BYTES_MAX
-        for at in positions[:_ASK_JOBS_MAX]:
-            size = len(jobs.payloads[at])
+        for size in jobs.sizes(positions[:_ASK_JOBS_MAX]):
             room -= size + JOB_BYTES
             if room < 0:
                 break

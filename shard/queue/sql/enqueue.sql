@@ -1,8 +1,9 @@
 -- Stores a batch of jobs, each once, in the queues whose slots this shard owns. A job may come with a lease, for a
 -- consumer that waits for it: the consumer gets it without a claim. Returns one row: the time, whether the times of the
 -- ids are acceptable (ids_fit), the ids of the queues that were admitted, whether each of these queues gives jobs, its
--- max_attempts, and the number of stored jobs. If not all jobs were stored, the row also has the ids of the stored
--- jobs, and their queues. Postgres materializes each WITH query that is used twice.
+-- max_attempts, the number of stored jobs, and the slots that the jobs got in their groups. If not all jobs were stored,
+-- the row also has the ids of the stored jobs, and their queues. Postgres materializes each WITH query that is used
+-- twice.
 WITH clock AS (
     -- An id contains the time when it was made. If that time is older than the horizon, an earlier job with this id may
     -- have been deleted already. If that time is far in the future, an earlier job with this id may have finished
@@ -17,16 +18,19 @@ WITH clock AS (
     -- A remembered queue_id must still name this org's queue. A slot that has moved away admits no jobs. Neither does a
     -- slot that arrived by a move that the caller does not know (I6): the caller has not asked the slot's former owner
     -- for the ids. OFFSET 0 fences: find queues and slots by their numbers, never by a scan of all of them.
-    SELECT queue_id, gives_jobs, max_attempts
+    SELECT l.queue_id, gives_jobs, max_attempts
     FROM unnest(%(lane_ids)s::bigint[], %(lane_orgs)s::text[], %(lane_queues)s::text[], %(lane_epochs)s::bigint[])
-        AS l (queue_id, org, queue, epoch)
-    CROSS JOIN LATERAL (
-        SELECT org, queue, slot, {{gives_jobs(q)}} AS gives_jobs, max_attempts
-        FROM windrow.queue q WHERE queue_id = l.queue_id OFFSET 0
-    ) q
-    CROSS JOIN LATERAL (SELECT state, epoch FROM windrow.owned_slot WHERE slot = q.slot OFFSET 0) s
+        AS l (queue_id, org, queue, epoch),
+    LATERAL (
+        SELECT *, {{gives_jobs(q)}} AS gives_jobs FROM windrow.queue q WHERE queue_id = l.queue_id OFFSET 0
+    ) q,
+    LATERAL (SELECT state, epoch FROM windrow.owned_slot WHERE slot = q.slot OFFSET 0) s
     WHERE q.org = l.org AND q.queue = l.queue AND s.state = 'owned' AND s.epoch <= l.epoch
-), incoming AS (
+), slots AS (
+    -- The slot that each job gets in its group. A job that is due without a slot waits: see wait_for_slot. The function
+    -- runs once, before the first insert, and locks the groups.
+    SELECT windrow.take_group_slots(%(ids)s, %(queue_ids)s, %(groups)s, %(run_at_us)s, %(delay_us)s)
+), sent AS (
     -- A column that no job of the batch uses is an empty array; unnest fills it with NULLs.
     SELECT
         id, queue_id, priority, n.max_attempts, {{new_job_values}}, at,
@@ -34,11 +38,9 @@ WITH clock AS (
         greatest(now(), timestamptz 'epoch' + run_at_us * interval '1 us', now() + delay_us * interval '1 us') AS run_at,
         timestamptz 'epoch' + expires_at_us * interval '1 us' AS expires_at,
         now() + dedup_window_us * interval '1 us' AS until,
-        -- The waiting consumer to which the job is leased at once, if the queue gives jobs.
-        CASE WHEN gives_jobs THEN taker END AS taker,
-        -- The slot of the job's group. A job that is due without a slot waits: see wait_for_slot. The subquery runs a
-        -- single time, before the first insert, and locks the groups.
-        (SELECT windrow.take_group_slots(%(ids)s, %(queue_ids)s, %(groups)s, %(run_at_us)s, %(delay_us)s))[at] AS group_slot
+        (TABLE slots)[at] AS group_slot,
+        -- The waiting consumer to which the job is leased at once, if the queue and the job's group give it.
+        CASE WHEN gives_jobs AND (group_key IS NULL OR (TABLE slots)[at] > 0) THEN taker END AS taker
     FROM unnest(
         %(ids)s::uuid[], %(queue_ids)s::bigint[], %(priorities)s::smallint[], %(max_attempts)s::smallint[],
         %(run_at_us)s::bigint[], %(delay_us)s::bigint[], %(expires_at_us)s::bigint[], %(dedup_window_us)s::bigint[],
@@ -51,12 +53,12 @@ WITH clock AS (
     -- All or none: if one queue is not admitted, nothing is stored.
     WHERE (SELECT ids_fit FROM clock)
         AND (SELECT count(*) FROM lane) = cardinality(%(lane_ids)s)
-), reserved AS (
+), keys AS (
     -- Takes dedup keys that are new or whose windows are over, each for the first job that has the key. They are sorted
     -- by key, so that two batches cannot deadlock.
     INSERT INTO windrow.dedup AS d (queue_id, key, job_id, until)
     SELECT DISTINCT ON (queue_id, dedup_key) queue_id, dedup_key, id, until
-    FROM incoming
+    FROM sent
     WHERE dedup_key IS NOT NULL
     ORDER BY queue_id, dedup_key, at
     ON CONFLICT (queue_id, key) DO UPDATE SET job_id = excluded.job_id, until = excluded.until WHERE d.until <= now()
@@ -70,9 +72,9 @@ WITH clock AS (
         id, queue_id, coalesce(priority, 5), max_attempts, {{job_content}}, group_slot, run_at,
         coalesce(now() + (%(windows_us)s::bigint[])[taker] * interval '1 us', run_at), expires_at,
         (%(leases)s::bigint[])[taker],
-        CASE WHEN taker IS NOT NULL THEN now() END, (%(workers)s::text[])[taker], (taker IS NOT NULL)::int
-    FROM incoming
-    WHERE dedup_key IS NULL OR (queue_id, id) IN (TABLE reserved)
+        CASE WHEN taker > 0 THEN now() END, (%(workers)s::text[])[taker], (taker IS NOT NULL)::int
+    FROM sent
+    WHERE dedup_key IS NULL OR (queue_id, id) IN (TABLE keys)
     -- Jobs with a live key come first, sorted by key. All other jobs follow, sorted by id, as in enqueue_plain.sql. So
     -- two batches cannot deadlock, whichever of the two statements stores them. If several jobs have one live key, the
     -- first is stored.
@@ -85,21 +87,23 @@ WITH clock AS (
     SELECT ({{org_of(s)}})::integer, count(*) FROM stored s GROUP BY 1
 )
 SELECT
-    now(), clock.ids_fit, l.*, s.n,
-    CASE WHEN s.n < %(jobs)s THEN s.ids::text[] END,
-    CASE WHEN s.n < %(jobs)s THEN s.queues END,
+    now(), ids_fit, l.*, n, (TABLE slots),
+    CASE WHEN partly THEN ids::text[] END,
+    CASE WHEN partly THEN queues END,
     CASE
         -- A key was taken for a job that was not stored, because a live job has its id.
-        WHEN s.keyed < (SELECT count(*) FROM reserved) THEN windrow.refuse_unstored_keys()
-        ELSE windrow.refuse_settled(s.ids, s.queues, clock.since)
+        WHEN keyed < (SELECT count(*) FROM keys) THEN windrow.refuse_unstored_keys()
+        ELSE windrow.refuse_settled(ids, queues, since)
     END,
     -- Jobs that were not stored have left their slots to jobs of the batch that wait. If none was stored, the groups
     -- may not be locked.
-    CASE WHEN s.n > 0 AND s.n < %(jobs)s THEN windrow.fill_group_slots(%(queue_ids)s, %(groups)s) END
+    CASE WHEN partly AND n > 0 THEN windrow.fill_group_slots(%(queue_ids)s, %(groups)s) END
 FROM clock, (
     SELECT array_agg(queue_id), array_agg(gives_jobs), array_agg(max_attempts)
     FROM lane
 ) l, (
-    SELECT count(*) AS n, count(dedup_key) AS keyed, array_agg(id) AS ids, array_agg(queue_id) AS queues
+    SELECT
+        count(*) AS n, count(*) < %(jobs)s AS partly, count(dedup_key) AS keyed, array_agg(id) AS ids,
+        array_agg(queue_id) AS queues
     FROM stored
 ) s

@@ -16,14 +16,13 @@ WITH clock AS (
     -- A remembered queue_id must still name this org's queue. A slot that has moved away admits no jobs. Neither does a
     -- slot that arrived by a move that the caller does not know (I6): the caller has not asked the slot's former owner
     -- for the ids. OFFSET 0 fences: find queues and slots by their numbers, never by a scan of all of them.
-    SELECT queue_id, gives_jobs, max_attempts
+    SELECT l.queue_id, gives_jobs, max_attempts
     FROM unnest(%(lane_ids)s::bigint[], %(lane_orgs)s::text[], %(lane_queues)s::text[], %(lane_epochs)s::bigint[])
-        AS l (queue_id, org, queue, epoch)
-    CROSS JOIN LATERAL (
-        SELECT org, queue, slot, {{gives_jobs(q)}} AS gives_jobs, max_attempts
-        FROM windrow.queue q WHERE queue_id = l.queue_id OFFSET 0
-    ) q
-    CROSS JOIN LATERAL (SELECT state, epoch FROM windrow.owned_slot WHERE slot = q.slot OFFSET 0) s
+        AS l (queue_id, org, queue, epoch),
+    LATERAL (
+        SELECT *, {{gives_jobs(q)}} AS gives_jobs FROM windrow.queue q WHERE queue_id = l.queue_id OFFSET 0
+    ) q,
+    LATERAL (SELECT state, epoch FROM windrow.owned_slot WHERE slot = q.slot OFFSET 0) s
     WHERE q.org = l.org AND q.queue = l.queue AND s.state = 'owned' AND s.epoch <= l.epoch
 ), stored AS (
     INSERT INTO windrow.job (
@@ -57,7 +56,7 @@ WITH clock AS (
     SELECT ({{org_of(s)}})::integer, count(*) FROM stored s GROUP BY 1
 )
 SELECT
-    now(), clock.ids_fit, l.*, s.stored, NULL::text[], NULL::bigint[],
+    now(), clock.ids_fit, l.*, s.stored, NULL::smallint[], NULL::text[], NULL::bigint[],
     CASE
         WHEN s.stored > 0 THEN windrow.refuse_settled(%(ids)s::uuid[], %(queue_ids)s::bigint[], clock.since)
     END,
