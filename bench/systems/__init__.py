@@ -24,6 +24,8 @@ TRACED, MEASURED, TELLING = "windrow-traced", "windrow-measured", "windrow-telli
 TLS, TLS_UNARY = "windrow-tls", "windrow-tls-unary"
 # Windrow with routers that speak TLS and require an API key: as users have it, and with unary calls of one job each.
 SECURE, SECURE_UNARY = "windrow-secure", "windrow-secure-unary"
+# Windrow as users have it, with jobs of 1,000 groups.
+GROUPS, GROUPS_OF_THREE = "windrow-groups", "windrow-groups-of-three"
 # Windrow with a worker and a stream for each consumer.
 WORKERS = "windrow-workers"
 
@@ -39,6 +41,8 @@ OURS = MappingProxyType(
         TLS_UNARY: "bench.systems.stubs:UnaryTls",
         SECURE: "bench.systems.windrow:WindrowSecure",
         SECURE_UNARY: "bench.systems.stubs:UnarySecure",
+        GROUPS: "bench.systems.windrow:WindrowGroups",
+        GROUPS_OF_THREE: "bench.systems.windrow:WindrowGroupsOfThree",
         RAW: "bench.systems.stubs:RawStreams",
         "windrow-pull": "bench.systems.stubs:Pulled",
         UNARY: "bench.systems.stubs:Unary",

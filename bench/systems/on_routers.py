@@ -21,6 +21,8 @@ class OnRouters:
     """A client process's connections, and the orgs of its run. Subclasses enqueue and work."""
 
     title: ClassVar[str]
+    # The settings of each org's queue.
+    queue: ClassVar[admin_pb2.QueueConfig] = admin_pb2.QueueConfig()
 
     def __init__(self, site: Site) -> None:
         self._site = site
@@ -70,7 +72,7 @@ class OnRouters:
         raise Wrong(f"{_ORG_TRIES} orgs live on {len(orgs)} of {len(self._site.dsns)} shards")
 
     async def _shard_of(self, org: str) -> str:
-        create = admin_pb2.CreateQueueRequest(org=org, queue=QUEUE)
+        create = admin_pb2.CreateQueueRequest(org=org, queue=QUEUE, config=self.queue)
         try:
             made = await self._admin.CreateQueue(create, timeout=CALL_S_MAX, metadata=self._proof)
         except grpc.aio.AioRpcError as error:

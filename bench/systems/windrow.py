@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import time
 from collections.abc import Sequence
 from typing import ClassVar
@@ -11,12 +12,14 @@ from typing import ClassVar
 import windrow
 from bench.system import Finished, Site, Taken, Wrong
 from bench.systems.on_routers import QUEUE, OnRouters
+from windrow.v1 import admin_pb2
 
 KIND = "no-op"
 # How many handlers a worker process runs at the same time. The peers' own benchmarks have 512 to 2,000
 # (bench/peers/README.md).
 PLACES = 500
 _JOBS_AT_ONCE = 100
+_GROUPS = 1_000
 
 
 class Windrow(OnRouters):
@@ -44,11 +47,16 @@ class Windrow(OnRouters):
     async def enqueue(self, payloads: Sequence[bytes]) -> None:
         client = next(self._turns)
         if len(payloads) == 1:
-            stored = [await client.enqueue(QUEUE, KIND, payloads[0])]
+            stored = [await client.enqueue(QUEUE, KIND, payloads[0], group=self._group())]
         else:
-            stored = await client.enqueue_many([windrow.NewJob(QUEUE, KIND, payload) for payload in payloads])
+            jobs = [windrow.NewJob(QUEUE, KIND, payload, group=self._group()) for payload in payloads]
+            stored = await client.enqueue_many(jobs)
         if len(stored) != len(payloads) or any(one.duplicate for one in stored):
             raise Wrong("an enqueue stored less than it was given")
+
+    def _group(self) -> str:
+        """Returns the group of the next job. Empty: it has none."""
+        return ""
 
     async def work(self, *, batch: int, concurrency: int, taken: Taken, finished: Finished) -> None:
         places = max(1, PLACES // len(self._clients))
@@ -137,3 +145,24 @@ class WindrowBatches(Windrow):
             for job in jobs:
                 taken(at_ns, job.payload)
             finished(len(jobs))
+
+
+class WindrowGroups(Windrow):
+    """The jobs of each group run one after another."""
+
+    title: ClassVar[str] = "Windrow, groups of one"
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(site)
+        # Each process begins with another group, so that the processes do not enqueue for the same groups all the time.
+        self._next_group = itertools.count(random.randrange(_GROUPS))
+
+    def _group(self) -> str:
+        return f"group-{next(self._next_group) % _GROUPS}"
+
+
+class WindrowGroupsOfThree(WindrowGroups):
+    """Of the jobs of each group, three run at the same time."""
+
+    title: ClassVar[str] = "Windrow, groups of three"
+    queue: ClassVar[admin_pb2.QueueConfig] = admin_pb2.QueueConfig(group_concurrency=3)

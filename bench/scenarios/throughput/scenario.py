@@ -31,6 +31,8 @@ from bench.stage import Servers, Stage
 from bench.systems import (
     BATCHES,
     ECHO,
+    GROUPS,
+    GROUPS_OF_THREE,
     LIMIT,
     RAW,
     SECURE,
@@ -55,6 +57,7 @@ class Beside(StrEnum):
     TELEMETRY = "telemetry"
     TLS = "tls"
     TLS_UNARY = "tls-unary"
+    GROUPS = "groups"
 
 
 # The first system is compared with each of the other systems.
@@ -64,6 +67,7 @@ _SYSTEMS = {
     Beside.TELEMETRY: (WINDROW, *telemetry.SYSTEMS),
     Beside.TLS: (WINDROW, TLS, SECURE),
     Beside.TLS_UNARY: (UNARY, TLS_UNARY, SECURE_UNARY),
+    Beside.GROUPS: (WINDROW, GROUPS, GROUPS_OF_THREE),
 }
 # None: the number of callers depends on the size of batches.
 _CALLERS_BESIDE = {
@@ -72,6 +76,7 @@ _CALLERS_BESIDE = {
     Beside.TELEMETRY: (16,),
     Beside.TLS: None,
     Beside.TLS_UNARY: None,
+    Beside.GROUPS: None,
 }
 _BATCHES = {
     Beside.LIMIT: (100,),
@@ -79,10 +84,11 @@ _BATCHES = {
     Beside.TELEMETRY: (1, 100),
     Beside.TLS: (100,),
     Beside.TLS_UNARY: (1,),
+    Beside.GROUPS: (100,),
 }
 # Comparisons in which all systems get the same number of jobs: their difference is small, and another number of jobs
 # would have more influence.
-_ALIKE = frozenset({Beside.TELEMETRY, Beside.TLS, Beside.TLS_UNARY})
+_ALIKE = frozenset({Beside.TELEMETRY, Beside.TLS, Beside.TLS_UNARY, Beside.GROUPS})
 # In these systems one half of the callers enqueues, and the other half works, when the whole life of jobs is measured.
 _SHARED_CALLERS = frozenset({UNARY, TLS_UNARY, SECURE_UNARY, ECHO})
 
@@ -299,7 +305,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
         help="limit: raw streams, and the same statements without gRPC; echo: one job a unary call beside an echo of "
         "the same messages, and one job a client.enqueue(); telemetry: routers that trace 1 %% of their calls, that "
         "serve metrics, and that do both; tls (by one job a unary call: tls-unary): routers that speak TLS, and "
-        "such that also ask for an API key; limit",
+        "such that also ask for an API key; groups: jobs of 1,000 groups, of which one or three run at a time; limit",
     )
     parser.add_argument(
         "--batch",
