@@ -299,7 +299,7 @@ def wanted_count(request: admin_pb2.CountJobsRequest) -> WantedCount:
 
 
 def leased_job(job: Claimed, org: OrgId) -> job_pb2.LeasedJob:
-    """Returns a claimed job without its lease, id and payload: jobs of one claim always differ in these."""
+    """Returns a claimed job without its lease, id, payload and group: jobs of one claim differ in these."""
     message = job_pb2.LeasedJob(
         org=org,
         queue=job.queue,
@@ -316,8 +316,6 @@ def leased_job(job: Claimed, org: OrgId) -> job_pb2.LeasedJob:
         message.trace.traceparent, _, message.trace.tracestate = job.trace.partition(" ")
     if job.max_runtime_us is not None:
         message.max_runtime.CopyFrom(duration(job.max_runtime_us))
-    if job.group_key is not None:
-        message.group = job.group_key
     if job.checkpoint is not None:
         message.checkpoint = job.checkpoint
     if job.scheduled_run is not None:

@@ -30,10 +30,11 @@ def _varint(number: int) -> bytes:
 
 _VARINTS = [_varint(number) for number in range(1 << 14)]
 _ID_CHARS = 36
-# Tags of LeasedJob.lease, .id and .payload, and of a LeasedJob as field 1 of an answer.
+# Tags of LeasedJob.lease, .id, .payload and .group, and of a LeasedJob as field 1 of an answer.
 _LEASE = b"\x0a" + _varint(TOKEN_BYTES)
 _ID = b"\x12" + _varint(_ID_CHARS)
 _PAYLOAD = b"\x2a"
+_GROUP = b"\x8a\x01"
 _JOB = b"\x0a"
 _FIXED_BYTES = len(_ID) + _ID_CHARS + len(_PAYLOAD)
 # Start of an EnqueueResponse.results entry that has only an id. These tags and lengths happen to be ASCII.
@@ -41,7 +42,7 @@ _RESULT = f"\x0a{chr(_ID_CHARS + 2)}\x0a{chr(_ID_CHARS)}"
 # Fields of Claimed that convert.leased_job does not read. Jobs that agree in all other fields share the encoding of
 # these fields. A new field of Claimed is one of these other fields unless it is added here.
 NOT_SHARED = frozenset(
-    {"id", "payload", "lease", "leased_at", "deadline", "expired", "expired_lease", "expired_worker"}
+    {"id", "payload", "group_key", "lease", "leased_at", "deadline", "expired", "expired_lease", "expired_worker"}
 )
 _shared_fields = attrgetter(*(field for field in Claimed._fields if field not in NOT_SHARED))
 
@@ -89,7 +90,7 @@ def claimed(store: Store, org: OrgId, jobs: Sequence[Claimed], *, names_org: boo
         shared = encodings.get(key)
         if shared is None:
             shared = encodings[key] = convert.leased_job(job, org).SerializeToString()
-        written.append(_job(lease, job.id, job.payload, shared))
+        written.append(_job(lease, job.id, job.payload, job.group_key, shared))
     return Delivery(store, number, deadline, [job.id for job in jobs], written, org)
 
 
@@ -113,7 +114,6 @@ def handed(
             jobs.traces.get(at),
             jobs.attributes.get(at),
             jobs.max_attempts.get(at),
-            jobs.groups.get(at),
         )
         shared = encodings.get(key)
         if shared is None:
@@ -129,7 +129,6 @@ def handed(
                 enqueued_at=now,
                 run_at=now,
                 trace=jobs.traces.get(at),
-                group_key=jobs.groups.get(at),
                 lease=taker.number,
                 leased_at=now,
                 deadline=deadline,
@@ -137,7 +136,7 @@ def handed(
             )
             shared = encodings[key] = convert.leased_job(job, jobs.org).SerializeToString()
         ids.append(jobs.ids[at])
-        written.append(_job(lease, jobs.ids[at], jobs.payloads[at], shared))
+        written.append(_job(lease, jobs.ids[at], jobs.payloads[at], jobs.groups.get(at), shared))
     return Delivery(store, taker.number, deadline, ids, written, jobs.org)
 
 
@@ -163,7 +162,10 @@ class _Lease(NamedTuple):
         return cls(tag + prefix, after, len(tag) + TOKEN_BYTES + len(after))
 
 
-def _job(lease: _Lease, job_id: str, payload: bytes, shared: bytes) -> bytes:
+def _job(lease: _Lease, job_id: str, payload: bytes, group: str | None, shared: bytes) -> bytes:
+    if group is not None:
+        encoded = group.encode()
+        shared = b"".join((_GROUP, _length(len(encoded)), encoded, shared))
     length = _length(len(payload))
     size = lease.size + _FIXED_BYTES + len(length) + len(payload) + len(shared)
     return b"".join(
