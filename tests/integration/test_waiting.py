@@ -1116,6 +1116,11 @@ async def test_jobs_are_offered_to_those_with_credit_by_turns(room: WaitRoom) ->
     assert await offer(room, some_jobs(OrgId("another"), 3)) is None
 
 
+async def test_an_enqueue_whose_jobs_a_former_owner_knows_hands_nothing_over(room: WaitRoom) -> None:
+    room.enter(_Waits(OrgId("o"), "mail", credit=10))
+    assert await offer(room, NewJobs(org=OrgId("o"))) is None
+
+
 async def test_a_call_that_jobs_are_on_their_way_to_is_not_woken_for_others(room: WaitRoom) -> None:
     call, stream = _Waits(OrgId("o"), "mail", credit=1000), _Waits(OrgId("o"), "mail", credit=1000)
     call.takes_once = True
