@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import psycopg
 import pytest
 
 import windrow
@@ -660,14 +661,20 @@ async def test_an_org_has_a_bounded_number_of_quarantined_kinds(
         async with windrow.Client(routers.address, org="acme") as client:
             for queue in ("mail", "images"):
                 await client.create_queue(queue)
-            for at in range(KINDS_MAX):
-                await client.quarantine_kind(("mail", "images")[at % 2], f"kind-{at}")
+            await client.quarantine_kind("images", "kind")
+            with psycopg.connect(database) as connection:
+                connection.execute(
+                    "INSERT INTO windrow.quarantine (queue_id, kind, crashes, pause_s)"
+                    " SELECT q.queue_id, 'kind-' || n, 0, 1 FROM windrow.queue q, generate_series(2, %s) AS n"
+                    " WHERE q.org = 'acme' AND q.queue = 'mail'",
+                    [KINDS_MAX],
+                )
             with pytest.raises(windrow.ResourceExhausted, match="acme' has 1,000 quarantined kinds") as refused:
                 await client.quarantine_kind("mail", "another")
             assert refused.value.reason == "LIMIT_REACHED"
             # A kind that is quarantined already may get another reason, and other orgs have room of their own.
-            await client.quarantine_kind("mail", "kind-0", reason="still bad")
-            await client.release_kind("mail", "kind-0")
+            await client.quarantine_kind("images", "kind", reason="still bad")
+            await client.release_kind("images", "kind")
             await client.quarantine_kind("mail", "another")
         async with windrow.Client(routers.address, org="other") as client:
             await client.create_queue("mail")
