@@ -156,8 +156,8 @@ class Breaker:
 
 
 async def _heard(probes: set[asyncio.Task[str | None]], *, within_s: float) -> set[str | None]:
-    """Waits until the server answers or refuses a probe. Returns a set with None for an answer, and the reason for a
-    refusal. The set is empty if the server stays silent. Removes from `probes` those that have ended."""
+    """Waits until the server answers or refuses a probe. The returned set has None if the server answered, and the
+    reason if it refused. The set is empty if the server stays silent. Removes from `probes` those that have ended."""
     loop = asyncio.get_running_loop()
     end_s = loop.time() + within_s
     while probes and loop.time() < end_s:

@@ -44,8 +44,8 @@ BATCH_MAX = 500
 _RUNS_MAX = 2000
 # After this many schedules were decided, other tasks get their turn.
 _AT_ONCE = 5
-# After how long a schedule that could not be decided is looked at again. The first time is for a schedule that waits
-# for news of a job, the second for an error.
+# If a schedule cannot be decided now, the router decides it again after this time. _AGAIN_US is for a schedule that
+# waits for news of a job, and _AGAIN_LATER_US for a schedule whose decision failed.
 _AGAIN_US = 100_000
 _AGAIN_LATER_US = 60_000_000
 

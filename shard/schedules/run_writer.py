@@ -151,7 +151,7 @@ async def forget_runs(connection: Connection, schedules: Sequence[ScheduleId]) -
         parameters = {
             "schedules": arrays.plain(schedules),
             "kept": RUNS_KEPT,
-            # Runs of backfills are kept for as long as the ids of jobs count.
+            # Runs of backfills are kept for as long as shards accept ids of their age.
             "backfill_us": round(ID_AGE_DAYS_MAX * _DAY_US),
         }
         await connection.run(statements.FORGET_RUNS, parameters)
