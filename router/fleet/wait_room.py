@@ -255,7 +255,8 @@ class WaitRoom:
             self._probe_old(waiter)
 
     def found_more(self, waiter: Waiter, queues: Sequence[QueueName]) -> None:
-        """The waiter took as many jobs of these queues as it could, and there may be more: wakes another consumer."""
+        """Wakes another consumer. Call this after the waiter has taken as many jobs of these queues as it could: there
+        may be more jobs."""
         for queue in queues:
             awaited = self._queues.get((waiter.org, queue))
             if awaited is not None:
@@ -291,8 +292,9 @@ class WaitRoom:
 
     def stored(self, jobs: NewJobs, duplicates: Collection[int], handover: Handover | None) -> None:
         """Wakes consumers for new jobs that have committed. The jobs at the positions `duplicates` are not new."""
-        # If not all offered jobs were handed over, their takers may have claimed before the commit: then wake consumers
-        # as if no job had been offered. Jobs that wait for slots need no consumer before they get them.
+        # If some of the offered jobs were not handed over, the consumers that were to take them may have claimed before
+        # the commit. Then wake consumers as if no job had been offered. A job that waits for a slot of its group needs
+        # no consumer until it gets the slot.
         takers: Collection[int] = ()
         if handover is not None and handover.is_complete:
             takers = handover.takers
@@ -344,7 +346,8 @@ class WaitRoom:
         self._probe_soon([key for number in numbers if (key := self._by_number.get(number)) is not None])
 
     async def may_have_jobs(self, org: OrgId, queue: QueueName) -> None:
-        """This queue may have due jobs without an enqueue: it was resumed, or its dead jobs were redriven."""
+        """Looks for due jobs of this queue, and rings the doorbell of the other routers. Call this when jobs may have
+        become due without an enqueue: the queue was resumed, or its dead jobs were redriven."""
         self._probe_soon([(org, queue)])
         if self._pools.serves(queue):
             self._ready_orgs.stored(org, queue, later=False)
@@ -441,7 +444,8 @@ class WaitRoom:
             awaited = self._queues.get(key) if key is not None else None
             if key is None or awaited is None:
                 continue
-            # Both times are by the shard's clock: only their difference is used with this machine's clock.
+            # Both times are by the shard's clock, which may differ from this machine's clock: use only their
+            # difference.
             left_s = (when - due.now) / 1_000_000
             if left_s > within_s:
                 continue

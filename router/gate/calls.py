@@ -543,8 +543,8 @@ async def _admitted(
 
 
 def _org_check(access: Access, org_of: _OrgOf | None) -> Callable[[Call, Context, Any], str | None]:
-    """Returns a function that checks the org that a request names, and returns that org, or None if the request names
-    none."""
+    """Returns a function that checks the org of a request. That function returns the org, or None if the request names
+    no org."""
 
     def check_field(call: Call, context: Context, request: Any) -> str | None:
         org: str | None = getattr(request, "org", None)

@@ -71,7 +71,8 @@ class MemoryWatch:
         # `_forget_at`.
         self._list_at = _LIST_EVERY
         self._forget_at = 1000
-        # How many bytes each connection had received at the last listing. None if the arrivals have been told already.
+        # How many bytes each connection had received at a listing. It is None again after these numbers were passed to
+        # the gate's arrivals.
         self._listed: Mapping[str, int] | None = None
         self._handed_over_s = 0.0
         self._spare = _spare_files()

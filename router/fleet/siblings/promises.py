@@ -62,8 +62,8 @@ class _Kept:
 
 
 class Promises:
-    """`consumers` returns the consumers of a shard; None: this process does not use the shard. `on_in_vain` is called
-    with a queue for which the sibling has asked for more places than it got."""
+    """`consumers` returns the consumers of a shard, or None if this process does not use the shard. `on_in_vain` is
+    called with a queue when the sibling gets fewer places in it than it asked for."""
 
     def __init__(
         self, link: Link, consumers: Callable[[ShardName], Consumers | None], on_in_vain: Callable[[QueueKey], None]
