@@ -535,7 +535,8 @@ class AdminCalls:
 
 async def _in_steps(change: Callable[[int], Awaitable[tuple[int, bool]]], limit: int | None, *, done: str) -> int:
     """Changes jobs in bounded steps, at most `limit` in all. `change` gets how many it may change; it returns how many
-    it has changed, and whether there may be more. Returns the sum. `done`: what becomes of the jobs, for errors."""
+    it has changed, and whether there may be more. Returns the sum. `done` is a word for error messages, such as
+    "cancelled", that says what was done to the jobs."""
     count = 0
     while limit is None or count < limit:
         step = _CHANGE_MAX if limit is None else min(_CHANGE_MAX, limit - count)

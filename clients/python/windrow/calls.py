@@ -327,7 +327,8 @@ class Calls:
 
 
 def _metadata(org: str | None) -> tuple[tuple[str, str], ...]:
-    """Returns the metadata of a call: its org (None: it is about all orgs), and the current trace if there is one."""
+    """Returns the metadata of a call: its org, and the current trace if there is one. `org` is None for a call about
+    all orgs."""
     named = () if org is None else org_metadata(org)
     trace = tracing.headers()
     return named if trace is None else named + trace

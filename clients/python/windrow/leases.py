@@ -225,8 +225,8 @@ class Leases:
             log.warning("%s: lost the lease of %s: %s", self._worker, named(held.job), why)
 
     def _end(self, held: HeldLease, reason: LostReason) -> bool:
-        """Stops working under a lease. Returns False if the job's outcome is on its way: the outcome may have ended the
-        lease, and the answer to it will tell."""
+        """Stops working under a lease. Returns False if the job's outcome is on its way to the router. Perhaps this
+        outcome has ended the lease. The router's answer to it will say so."""
         self.drop(held)
         held.over = True
         if held.settling:

@@ -76,7 +76,7 @@ class Refusals:
         self._may_change = tokens is not None and tokens.may_change
         # A router has accepted a token of this caller.
         self._accepted = False
-        # The first refusal since then; monotonic seconds.
+        # The time of the first refusal after the last acceptance, in monotonic seconds. None: no refusal came since.
         self._since: float | None = None
 
     def accepted(self) -> None:
