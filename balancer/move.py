@@ -247,7 +247,7 @@ class Mover:
             if jobs < sum(exported.values()):
                 # The target lost chunks, or another process carries out this move. Compare the states again first.
                 return
-            # The last slot may have more jobs.
+            # The export may have stopped inside the last slot, so go on with the next chunk of this slot.
             last = max(exported)
             chunks[last] += 1
             slots = [slot for slot in slots if slot >= last]

@@ -344,7 +344,8 @@ class _Change:
     answers: Mapping[str, str]
     by_ids: Callable[[SyncClient, Sequence[str]], list[Answer]]
     by_filter: Callable[[SyncClient], Callable[..., BulkChange]]
-    # Changes all jobs that meet the conditions, and returns how many it changed. None: jobs are changed page by page.
+    # Changes all jobs that meet the conditions, and returns how many it changed. If this is None, the command changes
+    # the jobs page by page.
     at_once: Callable[[SyncClient], int] | None = None
 
 
