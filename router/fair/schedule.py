@@ -141,7 +141,7 @@ class Schedule:
             self._forget()
 
     def drop_shard(self, shard: ShardName) -> None:
-        """As far as this process knows, no org has ready jobs on this shard any more."""
+        """Records that no org has ready jobs on this shard, as far as this process knows."""
         for org in [org for org, known in self._orgs.items() if shard in known.shards]:
             self.idle(org, shard)
         self._heaps.pop(shard, None)

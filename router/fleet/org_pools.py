@@ -165,7 +165,7 @@ class OrgPools:
                 pool.schedule.extended(lease, until_s=until_s)
 
     def lost(self, shard: ShardName) -> None:
-        """The shard is not used any more, or does not answer."""
+        """Call this when a shard is not used any more, or does not answer. Tells all pools."""
         for pool in self._pools.values():
             pool.lost(shard)
 

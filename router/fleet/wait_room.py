@@ -141,7 +141,7 @@ class WaitRoom:
         return not self._queues
 
     def has_credit(self, waiter: Waiter) -> None:
-        """The waiter had no credit, and has some now."""
+        """Call this when a waiter that had no credit has got some. Its queues may then wake it."""
         for queue in waiter.queues:
             awaited = self._queues.get((waiter.org, queue))
             if awaited is not None:

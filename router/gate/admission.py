@@ -254,15 +254,17 @@ class Gate:
                 call.counted = True
 
     def lasting(self, call: Call) -> contextlib.AbstractContextManager[None]:
-        """Ends the current task's work within this scope when the proof of its caller ends. Then raises what
-        Authenticator.lasting raises."""
+        """Interrupts the current task within this scope when the caller's key, token or certificate is no longer valid.
+        Then raises what Authenticator.lasting raises."""
         if self.authenticator is None or call.principal is None:
             return contextlib.nullcontext()
         return self.authenticator.lasting(call.principal)
 
     @contextlib.contextmanager
     def public(self, call: Call) -> Generator[None, None, None]:
-        """Within this scope, counts a call that anybody may make, for the call's connection. Raises RouterFull."""
+        """Counts a call that needs no authentication for the call's connection, until this scope ends. Raises
+        RouterFull.
+        """
         if not self._public.take(call.peer):
             raise RouterFull("calls that anybody may make", PUBLIC_CALLS_MAX)
         try:

@@ -22,8 +22,8 @@ from router.gate.admission import Gate
 _log = logging.getLogger(__name__)
 
 _MIB = 1024 * 1024
-# The pause between two looks at the memory. While the process is above half of its limit, it looks more often, so that
-# little can arrive between two looks: on loopback 25 MiB.
+# The pause between two looks at the memory. While the process is above half of its limit, it looks more often. Then
+# little can arrive between two looks, such as 25 MiB on loopback.
 _LOOK_S = 0.25
 _QUICK_LOOK_S = 0.025
 # How long it takes until closed connections have given back their memory.
