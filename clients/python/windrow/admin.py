@@ -309,8 +309,9 @@ class AdminCalls:
         """Cancels the queue's jobs that are not leased, at most `limit`; leased jobs may finish. Returns how many jobs
         it cancelled. Raises NotFound.
 
-        After another error the client does not try again, because it would cancel further jobs: the error says how many
-        jobs were cancelled before. Compare `stats` before you call again."""
+        If a call fails and its jobs may have been cancelled, the client does not try again, because a second try could
+        cancel further jobs. The error says how many jobs were cancelled before. Compare `stats` before you call again.
+        """
 
         async def purge(count: int) -> tuple[int, bool]:
             request = admin_pb2.PurgeQueueRequest(org=self.org, queue=queue, include_dead=include_dead, limit=count)

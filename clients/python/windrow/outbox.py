@@ -79,8 +79,8 @@ SELECT new.id::uuid, %(org)s, new.job FROM unnest(%(ids)s::text[], %(jobs)s::byt
 ON CONFLICT (id) DO NOTHING
 """
 
-# Locks up to rows_max rows that no other relay has locked, and returns the first of them, up to bytes_max. `only`: the
-# orgs whose rows to take; NULL: every org.
+# Locks up to rows_max rows that no other relay has locked, and returns the first of them, up to bytes_max. Takes only
+# the rows of the orgs in `only`. If that is NULL, takes the rows of every org.
 _TAKE: Final = """
 WITH taken AS MATERIALIZED (
     SELECT id, org, job, added_at FROM windrow_outbox

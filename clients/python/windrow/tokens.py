@@ -83,8 +83,8 @@ class Refusals:
         self._accepted, self._since = True, None
 
     def is_final(self) -> bool:
-        """Returns whether to give up after this refusal. Another token may still come for a while, if a function
-        returns the tokens, and a router has accepted one of them: whoever renews the tokens may be late."""
+        """Returns whether to give up after this refusal. If a function returns the tokens, and a router has accepted an
+        earlier token, the answer is no for RENEWAL_S_MAX: the new token may only be late."""
         now = time.monotonic()
         if self._since is None:
             self._since = now
