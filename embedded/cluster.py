@@ -213,7 +213,8 @@ class Cluster:
                     f"cluster {self._name!r} (pid {self.pid}) still runs {timeout_s:g} s after a {mode} stop; "
                     f'see {self._log.path}, and try stop(mode="immediate") or kill()'
                 )
-            # When this lock is free, no children of a killed server are left either.
+            # The children of a killed server may live longer than the server. They hold this lock, so wait until it is
+            # free.
             if self._folder.is_dir():
                 self._await_orphans(deadline, StopTimedOut).close()
             self._process = None
