@@ -46,7 +46,8 @@ def bounded(decode: Callable[[bytes], Any], of: Descriptor, *, fields_max: int =
 
 
 def _shape(of: Descriptor) -> _Shape:
-    """This ends because no message type of the contract contains itself."""
+    """Returns the shape of a message type. The recursion ends, because no message type of the contract contains itself.
+    """
     return _Shape({field.number: _shape(field.message_type) for field in of.fields if field.message_type is not None})
 
 

@@ -128,7 +128,7 @@ class OrgPools:
     # ── Jobs ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def found(self, shard: ShardName, org: OrgId, queue: QueueName) -> None:
-        """The org may have ready jobs in this queue of the shard."""
+        """Tells the pools and watchers of this queue that the org may have ready jobs in it on the shard."""
         for pool in self._by_queue.get(queue, ()):
             pool.found(shard, org, queue)
         for watcher in self._watchers.get(queue, ()):
@@ -151,14 +151,14 @@ class OrgPools:
         return shares
 
     def ended(self, leases: Iterable[Lease]) -> None:
-        """These leases have ended. Ignores leases that are not of a pool."""
+        """Tells the pools that these leases have ended. Ignores leases that are not of a pool."""
         now_s = asyncio.get_running_loop().time()
         for lease in leases:
             for pool in self._pools.values():
                 pool.schedule.ended(lease, now_s=now_s)
 
     def extended(self, leases: Iterable[Lease], *, window_us: int) -> None:
-        """These leases last for `window_us` from now on. Ignores leases that are not of a pool."""
+        """Tells the pools that these leases last for `window_us` from now on. Ignores leases that are not of a pool."""
         until_s = asyncio.get_running_loop().time() + window_us / 1_000_000
         for lease in leases:
             for pool in self._pools.values():
@@ -170,7 +170,7 @@ class OrgPools:
             pool.lost(shard)
 
     def wake(self) -> None:
-        """The shards or the placements of orgs have changed."""
+        """Wakes all pools and watchers. Call this when the shards or the placements of orgs have changed."""
         for pool in self._pools.values():
             pool.wake()
         for watchers in self._watchers.values():

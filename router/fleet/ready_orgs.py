@@ -104,7 +104,8 @@ class ReadyOrgs:
     # ── Hints ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def rang(self, numbers: Collection[QueueId] | None) -> None:
-        """These queues may have new jobs, now or later. None: any queue may."""
+        """Looks for jobs of these queues, which may have new jobs, now or later. If `numbers` is None, any queue
+        may."""
         if not self._names:
             return
         if numbers is None:
@@ -128,7 +129,8 @@ class ReadyOrgs:
             self._has_work.set()
 
     def stored(self, org: OrgId, queue: QueueName, *, later: bool) -> None:
-        """This process has stored jobs of a queue that is taken for all orgs. `later`: some may be due later."""
+        """Call this when this process has stored jobs of a queue that is taken for all orgs. `later` says that some of
+        them may be due later."""
         numbers = self._store.names.known(org, [queue])
         if later and numbers:
             self.rang(numbers)
@@ -136,7 +138,8 @@ class ReadyOrgs:
             self._on_ready(org, queue)
 
     def emptied(self, org: OrgId, queues: Iterable[QueueName]) -> None:
-        """A claim has probably taken the last ready jobs of these queues: finds out when the next jobs are due."""
+        """Finds out when the next jobs of these queues are due. Call this when a claim has probably taken their last
+        ready jobs."""
         numbers = self._store.names.known(org, list(queues))
         self._store.emptied(numbers)
         self.rang(numbers)

@@ -148,8 +148,8 @@ class WaitRoom:
                 awaited.has_credit(waiter)
 
     def rests(self, waiter: Waiter) -> None:
-        """The waiter is idle and has got credit. Reports those of its queues in which no older job waits: new jobs of
-        them can be handed over to the waiter."""
+        """Call this when a waiter is idle and has got credit. Reports those of its queues in which no older job waits.
+        New jobs of these queues can be handed over to the waiter."""
         for queue in waiter.queues:
             awaited = self._queues.get((waiter.org, queue))
             if awaited is not None and not awaited.backlog:
@@ -175,8 +175,8 @@ class WaitRoom:
                     watcher.wake()
 
     def hold(self, org: OrgId, queues: Iterable[QueueName], for_s: float) -> None:
-        """A limit holds the jobs of these queues back. For `for_s` seconds, no consumer is woken for them. After that,
-        one consumer of each queue is woken."""
+        """Call this when a limit holds the jobs of these queues back. For `for_s` seconds, wakes no consumer for them.
+        After that, wakes one consumer of each queue."""
         loop = asyncio.get_running_loop()
         for queue in queues:
             awaited = self._queues.get((org, queue))
@@ -196,8 +196,8 @@ class WaitRoom:
         self.lease_ended(None)
 
     async def hold_if_full(self, org: OrgId, queues: Sequence[QueueName], limits: InFlightLimits) -> bool:
-        """A claim of these queues got fewer jobs than it had room for. If these limits have no room, this returns True,
-        and no consumer is woken for these queues before a lease of the org has ended."""
+        """Call this after a claim of these queues got fewer jobs than it had room for. If these limits have no room,
+        returns True, and wakes no consumer for these queues before a lease of the org has ended."""
         number = next(iter(self._store.names.known(org, queues)), None)
         if number is None:
             return False
@@ -225,8 +225,8 @@ class WaitRoom:
         return (org, queue) in self._full
 
     def lease_ended(self, numbers: Collection[QueueId] | None) -> None:
-        """Leases of these queues have ended, or may have ended. So a limit of jobs in flight, of a queue or of its org,
-        may have room again. `numbers` is None if the leases may be of any queue."""
+        """Call this when leases of these queues have ended, or may have ended. Then a limit of jobs in flight, of a
+        queue or of its org, may have room again. `numbers` is None if the leases may be of any queue."""
         if not self._full:
             return
         orgs = None if numbers is None else {org_number(number) for number in numbers}
@@ -243,8 +243,9 @@ class WaitRoom:
             self._wake(key, 1)
 
     def found_all(self, waiter: Waiter, queues: Sequence[QueueName], *, woken: bool) -> None:
-        """The waiter has taken all due jobs of these queues. A probe then finds out when the next job is due. `woken`:
-        something had woken the waiter, perhaps just a job that is due later, so the probe must not be skipped."""
+        """Call this after the waiter has taken all due jobs of these queues. A probe then finds out when the next job
+        is due. `woken` says that something had woken the waiter. This may have been a job that is due later, so the
+        probe must not be skipped."""
         for queue in queues:
             awaited = self._queues.get((waiter.org, queue))
             if awaited is not None:
@@ -320,7 +321,8 @@ class WaitRoom:
             self._doorbell.ring(self._store.names.known(jobs.org, ring))
 
     def on_doorbell(self, numbers: Collection[QueueId] | None) -> None:
-        """Another router's doorbell rang for these queues; None: for any queue."""
+        """Wakes consumers of these queues, because another router's doorbell rang for them. If `numbers` is None, it
+        may have rung for any queue."""
         self._ready_orgs.rang(numbers)
         if not self._queues:
             return
@@ -339,7 +341,7 @@ class WaitRoom:
                 self._probe_soon([key for key, queue in self._queues.items() if queue.number is None])
 
     def arrived(self, numbers: Collection[QueueId]) -> None:
-        """Jobs of these queues arrived from another shard."""
+        """Looks for jobs of these queues that arrived from another shard, and wakes their consumers."""
         self._store.arrived(numbers)
         self.on_doorbell(numbers)
         # A probe finds the jobs that are due later: nothing else would wake consumers for those jobs.
@@ -357,7 +359,7 @@ class WaitRoom:
             self._doorbell.ring((await self._store.names.find([(org, queue)])).values())
 
     def _visible(self, numbers: set[QueueId]) -> None:
-        """Jobs of these queues can be claimed again."""
+        """Wakes consumers here and on other routers, because jobs of these queues can be claimed again."""
         if not numbers:
             return
         self._doorbell.ring(numbers, lease_ended=True)

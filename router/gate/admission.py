@@ -191,7 +191,8 @@ class Gate:
             gc.collect(1)
 
     def was_reset(self, call: Call) -> None:
-        """The client has left before its request was received."""
+        """Counts a request whose client left before the request was received. Closes the connection of a client that
+        does this too often."""
         now_s = asyncio.get_running_loop().time()
         if now_s >= self._resets_until_s:
             self._resets.clear()

@@ -150,7 +150,7 @@ class _Signals:
         self._seconds = metrics.CALL_SECONDS.labels(method) if unary else None
 
     def ended(self, began_s: float, code: int) -> None:
-        """A call that began at `began_s`, a time of time.perf_counter, has ended with this code."""
+        """Counts a call that has ended with this code. `began_s` is when it began, by time.perf_counter."""
         self._calls.get(code, self._calls[_UNKNOWN]).inc()
         if self._seconds is not None:
             self._seconds.observe(time.perf_counter() - began_s)

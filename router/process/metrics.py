@@ -83,8 +83,8 @@ class Metrics:
         return gauges.values()
 
     def ended(self, pid: int) -> None:
-        """A router process has ended: keeps what it has counted, and drops its gauges and exemplars. If that fails,
-        its files stay, and are read as before."""
+        """Call this when a router process has ended. Keeps what the process has counted, and drops its gauges and
+        exemplars. If that fails, its files stay, and are read as before."""
         try:
             with self._lock:
                 for pattern in (f"gauge_*_{pid}.db", f"exemplars_{pid}.json"):

@@ -175,7 +175,7 @@ def _hurry(file: WatchedFile, certificates: Certificates | None) -> None:
 
 
 def _hear(supervisor: socket.socket, fleet: Fleet, stop: asyncio.Event) -> None:
-    """The supervisor has passed the connection to a sibling process, or has ended."""
+    """Reads from the supervisor, which has passed on the connection to a sibling process, or has ended."""
     said, received, _, _ = socket.recv_fds(supervisor, 1, 1)
     for descriptor in received:
         # Unlike the descriptors that Python opens, this one would stay open in programs that this process starts.

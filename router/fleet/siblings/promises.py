@@ -139,8 +139,8 @@ class Promises:
             self._link.send_soon()
 
     def close(self) -> None:
-        """The sibling is gone. Its enqueues may still lease jobs: these are released when the enqueues must have
-        ended."""
+        """Call this when the sibling is gone. Its enqueues may still lease jobs. These jobs are released as soon as the
+        enqueues must have ended."""
         if self._timer is not None:
             self._timer.cancel()
         kept, self._kept = self._kept, {}
