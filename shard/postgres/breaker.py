@@ -21,7 +21,7 @@ from shard.vocabulary import ShardName
 
 _log = logging.getLogger(__name__)
 
-# A statement that takes longer than this raises a doubt.
+# If a statement takes longer than this, the breaker asks the server whether it still answers.
 OVERDUE_S = 0.4
 # The breaker opens if a server in doubt answers nothing at all for this long.
 _SILENCE_S = 0.8
