@@ -529,7 +529,7 @@ async def _admitted(
     """Returns the request as soon as there is room for it and for its answer. Raises RouterFull, Undecodable,
     InvalidRequest, OrgForbidden, ScopeMissing."""
     request = _decoded(decode, raw)
-    # Check the org before the call counts for it.
+    # Check the org first, so that a call never counts for an org that its caller may not use.
     org = check_named(call, context, request)
     # Calls of operators may have no org. They share a quota.
     gate.admit(call, org or call.org)
