@@ -741,8 +741,8 @@ class Store:
         *,
         is_sweep: bool = False,
     ) -> Due:
-        """Finds the first live job of each queue, from these floors on. `floors_of` None: from the beginning of
-        time."""
+        """Finds the first live job of each queue, at or above these floors. If `floors_of` is None, there are no
+        floors."""
         first: dict[QueueId, Micros] = {}
         now = Micros(0)
         groups_wait = workflows_wait = ages = quarantines = False

@@ -199,8 +199,8 @@ class _Writer:
         if decided.promotes:
             self._promoted[schedule.id] = schedule
         count = len(decided.runs) + decided.promotes
-        # Runs that wait go on waiting for the job that they have waited for. With ALLOW, later runs are stored
-        # meanwhile, and one of their jobs may always be live.
+        # Runs that wait still wait for the same job. With ALLOW, later runs are stored meanwhile. If the waiting runs
+        # waited for the jobs of those, one of these jobs might always be live.
         run_at = None if schedule.buffered and schedule.spec.overlap is Overlap.ALLOW else latest
         self._advances[schedule.id] = Advance(
             schedule.id, decided.next_at, decided.wake_at, latest, run_at, decided.buffered, count

@@ -91,7 +91,7 @@ class Backfilled:
 
 
 async def _nowhere_else(_: JobId) -> bool:
-    """For an org whose live jobs are all on this shard."""
+    """Says that a job is not live on any other shard. Used for an org whose live jobs are all on this shard."""
     return True
 
 
