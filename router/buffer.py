@@ -206,8 +206,8 @@ class Account:
         self, count: int, *, received: int = 0, patiently: bool = False, shard: ShardName | None = None
     ) -> None:
         """Takes `count` more bytes as soon as there is room. `received` is the memory that the waiting request itself
-        takes; `shard`: the bytes are for a claim on this shard. Raises RouterFull after 5 s, unless it waits
-        `patiently`."""
+        takes. If the bytes are for a claim, `shard` is the shard of the claim. Raises RouterFull after 5 s, unless
+        `patiently` is true."""
         if not self.take_in_turn(count, shard=shard):
             wait_s = None if patiently else WAIT_S_MAX
             await self._buffer.wait(self, count, wait_s, received=received, shard=shard)

@@ -309,7 +309,7 @@ class Fleet:
                     raise PlacementChanging(member.name, why) from error
 
     def _revoked(self, shard: ShardName, revocations: Sequence[Revocation]) -> None:
-        """Leases of this shard were ended by somebody other than their consumers."""
+        """Tells consumers that somebody else has ended their leases of this shard."""
         self.revocations.tell(shard, revocations)
         for revocation in revocations:
             self.pools.ended(revocation.leases)

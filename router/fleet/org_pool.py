@@ -183,7 +183,7 @@ class OrgPool:
     # ── Claims ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def wake(self) -> None:
-        """Something has changed that may let jobs be handed out."""
+        """Looks for jobs to hand out again, because something has changed that may allow it."""
         self._wake()
 
     def _wake(self) -> None:

@@ -188,7 +188,7 @@ class OrgPools:
 
     def ahead(self, org: OrgId, queue: QueueName) -> tuple[float, float] | None:
         """Returns how many seconds the tag of an org is above the floor, and the org's weight. Returns None if the org
-        has no ready jobs that wait for this reason."""
+        has no ready jobs, or if its tag is not above the floor."""
         for pool in self._by_queue.get(queue, ()):
             lead_s = pool.schedule.lead(org)
             if pool.schedule.is_ready(org) and lead_s > 0:

@@ -223,7 +223,7 @@ class Gate:
         await call.reserve(count, received=count)
 
     def answered(self, call: Call, count: int) -> None:
-        """gRPC now has an answer of `count` bytes. The client must read it within 30 s."""
+        """Call this when gRPC has got an answer of `count` bytes. The client must read it within 30 s."""
         call.set(count)
         self._unread.begin(call)
 
@@ -274,11 +274,11 @@ class Gate:
             self._public.give_back(call.peer)
 
     def writing(self, call: Call) -> None:
-        """A stream is about to pass a message to gRPC. The client must read it within 30 s."""
+        """Call this before a stream passes a message to gRPC. The client must read it within 30 s."""
         self._unread.begin(call)
 
     def written(self, call: Call) -> None:
-        """gRPC has taken the message: the client has read enough of the earlier ones."""
+        """Call this when gRPC has taken the message, because the client has read enough of the earlier ones."""
         self._unread.end(call)
 
     # ── Drain ────────────────────────────────────────────────────────────────────────────────────────────────────────

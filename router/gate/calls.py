@@ -47,7 +47,7 @@ _StreamHandler = Callable[[object, Context], Awaitable[None]]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 # Returns the org that a request names; None: the request is about all orgs.
 _OrgOf = Callable[[Any], str | None]
-# How much memory an answer may take: always, or by its request.
+# How much memory an answer may take. It is a number for all answers, or a function of the request.
 AnswerBytes = int | Callable[[Any], int]
 
 # The longest deadline of a call, and its deadline if the caller sets none. It is longer than the longest wait of a
