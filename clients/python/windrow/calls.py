@@ -247,7 +247,7 @@ class Calls:
         """Closes the connections, which ends the calls under way. A second close does nothing."""
         self._closing.set()
         if await self.channels.close() and self._tasks:
-            # Their calls have just been cancelled, or their pauses have ended.
+            # These tasks end soon: their calls were just cancelled, or the pauses between their tries were ended.
             await asyncio.wait(self._tasks)
 
     @property

@@ -30,7 +30,8 @@ def named(job: Job) -> str:
 class HeldLease:
     """A leased job that the worker holds."""
 
-    # The class has the values of most jobs until they end. An object stores only the values that differ from these.
+    # These class attributes are the values that most jobs have until they end. An object stores only values that
+    # differ.
 
     # The lease ends at this time at the latest, however often it is extended.
     until = math.inf

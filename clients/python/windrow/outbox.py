@@ -418,7 +418,8 @@ class Relay:
             if isinstance(error, Unauthenticated) and not self._refusals.is_final():
                 self._rest(request.org, error)
             elif _concerns_every_org(error):
-                # Raise it when the jobs that other orgs' calls have stored are deleted from the outbox.
+                # This error is raised later, when the jobs that the calls of other orgs have stored are deleted from
+                # the outbox.
                 self._fatal = error
             else:
                 self._rest(request.org, error)
@@ -451,7 +452,7 @@ class Relay:
         rest.until = now + pause_s
         rest.next_s = min(_REST_MAX_S, rest.next_s * 2)
         if isinstance(error, DeadlineExceeded):
-            # The org's shard may only be slow: without more time its jobs would never be stored.
+            # The org's shard may be slow, and not away. Its jobs would never be stored if each try had the same time.
             rest.timeout_s = min(_SEND_MAX_S, rest.timeout_s * 2)
 
 
