@@ -261,7 +261,7 @@ class Claimer:
             else:
                 taker.again = True
         for number in errors:
-            # It must not lease more under this number in this act: a late release could end the new lease.
+            # This taker must not lease more under this number in this act: a late release could end the new lease.
             by_lease[number].again = False
         return [errors.get(taker.number) for taker in takers]
 
