@@ -164,7 +164,7 @@ class Schedule:
         return Pick(org, at, charged_s)
 
     def unused(self, org: OrgId, charged_s: float) -> None:
-        """Picks of the org found no job: takes their charges back."""
+        """Takes back the charges of picks of the org that found no job."""
         self._charge(org, -charged_s)
 
     # ── Leases ───────────────────────────────────────────────────────────────────────────────────────────────────────
