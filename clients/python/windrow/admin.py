@@ -663,7 +663,7 @@ def _read_stats(message: admin_pb2.QueueStats, *, with_finished: bool) -> QueueS
     )
 
 
-# The keys are numbers of the contract's enum. The names there are the same after a prefix.
+# The keys are the numbers of the enum in the proto files. The names of the values are the same there, after a prefix.
 _REFUSALS: dict[int, RestoreRefusal] = {
     admin_pb2.RestoreRefusal.Value(f"RESTORE_REFUSAL_{refusal.name}"): refusal
     for refusal in RestoreRefusal

@@ -170,9 +170,10 @@ class Calls:
         refusals: Collection[str] = (),
         verb: str = "",
     ) -> _Response:
-        """Makes one call, with as many tries as its timeout allows, but no further try after a status of `final` or an
-        error with `final_reason`. `refusals`: reasons that say that nothing was done, so that another try may follow
-        even after a status of `final`. `verb`: the call's name in errors; default: its method. Raises WindrowError.
+        """Makes one call, with as many tries as its timeout allows. No further try follows a status in `final`, or an
+        error with `final_reason`. There is one exception: the reasons in `refusals` say that nothing was done, so
+        another try may follow even a status in `final`. `verb` is the call's name in errors, by default its method.
+        Raises WindrowError.
 
         `wait_s` is added to the timeouts, for a call that asks the router to wait for jobs. `before_try` is called
         before each try with the part of `wait_s` that is left.
