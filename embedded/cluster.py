@@ -304,7 +304,8 @@ class Cluster:
             binaries = find_binaries(self._wanted_binaries, major=existing, copies=self._copies)
             if existing is None:
                 self._initialize(binaries, deadline, lock)
-            # No process of this cluster lives. If a process with the id in this file exists, it is another one.
+            # No process of this cluster lives. If a process has the id in this file, it is not a process of this
+            # cluster.
             (self._data / "postmaster.pid").unlink(missing_ok=True)
             self._log.rotate()
             self._launch_on_a_free_port(binaries, deadline, lock)
