@@ -83,8 +83,8 @@ class Mover:
         self._pace = pace
         self._report = report
         self._stopping = asyncio.Event()
-        # True if nobody may be taking jobs of the slots: the source is closed, and the target is not the writer yet.
-        # Another Mover may have left the move in this state, so the value is True until the first step has looked.
+        # True if perhaps nobody takes jobs of the slots, because the source is closed and the target is not the writer
+        # yet. Another Mover may have left the move in this state, so the value is True until the first step has looked.
         self._closed = True
         # This process has deleted the schedules and workflows on the source, because the target has them.
         self._cleared = False
