@@ -70,7 +70,7 @@ class OnFailed(enum.Enum):
 
 
 class Callback(enum.Enum):
-    """For which end of the workflow a callback runs."""
+    """When a callback runs: if the workflow has succeeded, if it has failed, or in any case."""
 
     SUCCESS = "success"
     FAILURE = "failure"

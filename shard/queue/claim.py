@@ -55,7 +55,7 @@ class ClaimRequest(NamedTuple):
     max_jobs: int
     window_us: int
     worker: str
-    # The last job may exceed it. A claim may end before it has reached it, when less than CLAIM_BYTES_MIN are left.
+    # The last job may exceed this bound. A claim may also end below the bound, when less than CLAIM_BYTES_MIN are left.
     bytes_max: int = CLAIM_BYTES_MAX
     # The limits of jobs in flight that count for these queues together. None: there are no such limits.
     in_flight: InFlightLimits | None = None

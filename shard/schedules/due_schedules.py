@@ -224,7 +224,8 @@ class _Writer:
             return
         rows = await connection.run(statements.FIND_BUFFERED, {"schedules": arrays.plain(self._promoted)})
         # A backfill may have buffered an instant that this firing has just decided too. One statement cannot store an
-        # instant twice. store_runs records a skip of several instants at a later one, so that the others stay told.
+        # instant twice. store_runs records a skip of several instants at a later one, so that the skip of the others
+        # stays recorded.
         promoted = {(name, at) for name, at, _ in rows}
         self.runs = [new for new in self.runs if (new.schedule, new.run.at) not in promoted or new.run.through]
         for name, at, cause in rows:
