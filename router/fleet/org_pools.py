@@ -40,7 +40,7 @@ class OrgPools:
         self.weights = Weights(0, {})
 
     def start(self, group: asyncio.TaskGroup) -> None:
-        """Pools run in this group from now on."""
+        """Makes pools run their tasks in this group from now on."""
         self._group = group
 
     # ── Consumers ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -120,7 +120,7 @@ class OrgPools:
             yield from pool.consumers
 
     def note(self, store: Store) -> None:
-        """Notes on a shard that all consumers of the pools were seen (shard/queue/consumers_seen.py)."""
+        """Records on a shard that all consumers of the pools were seen (shard/queue/consumers_seen.py)."""
         for pool in self._pools.values():
             for consumer in pool.consumers:
                 store.consumers_seen.note(None, consumer.queues, consumer.kinds)

@@ -2,7 +2,7 @@
 finds are hints (I7), like those of the wait room: a claim or the sweep corrects a wrong hint.
 
 The hints need no writes. This process knows of new jobs from its own enqueues and from the doorbells of other routers,
-which ring for other reasons too. A probe says when jobs fall due later. A first walk over the ready index finds the
+which ring in any case. A probe says when jobs fall due later. A first walk over the ready index finds the
 jobs that were there before. After that, each sweep continues the walk for some milliseconds from where the last sweep
 ended, and so finds every job whose hint was lost. While nobody takes jobs of all orgs, none of this runs.
 """

@@ -118,7 +118,7 @@ class WaitRoom:
             self._drop_if_unused((org, queue), awaited)
 
     async def note_waiters(self) -> None:
-        """Notes that all these consumers were seen. Its owner calls this every NOTE_S seconds."""
+        """Records that all these consumers were seen. Its owner calls this every NOTE_S seconds."""
         waiters = {waiter: None for awaited in self._queues.values() for waiter in awaited.waiters}
         for number, waiter in enumerate(waiters):
             self._note(waiter)

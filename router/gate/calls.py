@@ -504,8 +504,8 @@ def _message_only(act: Callable[..., Any]) -> Callable[[Any, Context], Any]:
 
 
 async def _identify(gate: Gate, call: Call, context: Context, access: Access) -> None:
-    """Notes who makes the call, in a cluster that authenticates callers. Raises Unauthenticated, ScopeMissing and
-    RouterFull. Raises ShardError if the router cannot find out now who the caller is."""
+    """Records in the call who makes it, in a cluster that authenticates callers. Raises Unauthenticated, ScopeMissing
+    and RouterFull. Raises ShardError if the router cannot find out now who the caller is."""
     if gate.authenticator is None:
         return
     try:

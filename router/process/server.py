@@ -87,7 +87,7 @@ async def serve(
     Calls `ready` with the port once the process takes calls. `cluster` and `settings` are the first contents of `file`;
     later changes, and those of the TLS files, are applied when they are noticed, or at once on SIGHUP. Through the
     connection `supervisor`, the supervisor passes the connections to the sibling processes. When the supervisor ends,
-    this process stops as on SIGTERM. It also does if a task of its upkeep fails, and then raises the task's error.
+    this process stops as on SIGTERM. It also stops if a task of its upkeep fails, and then raises the task's error.
     After the drain it ends within END_S_MAX. Raises CannotListen, ClusterFileError, shard.errors.Misconfigured.
     """
     stop = asyncio.Event()
