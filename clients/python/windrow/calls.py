@@ -301,7 +301,8 @@ class Calls:
     def _error(
         self, verb: str, failure: CallFailure, *, tries: int, spent_s: float, no_retry: str = ""
     ) -> WindrowError:
-        """`no_retry`: why the call is not retried, if the status does not show that."""
+        """Returns the error of a call that has failed. `no_retry` says why the call is not retried, if the status does
+        not show that."""
         effort = f"{tries} tries in {spent_s:.1f} s" if tries > 1 else f"after {spent_s:.1f} s"
         effort += f"; {no_retry}" if no_retry else ""
         why = failure.message + self._remedy(failure)

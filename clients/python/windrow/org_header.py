@@ -13,7 +13,7 @@ VALUE_CHARS_MAX = 384
 @lru_cache(maxsize=4096)
 def org_metadata(org: str) -> tuple[tuple[str, str], ...]:
     """Returns the metadata of a call for this org, or no metadata if the name is too long for an org. gRPC refuses
-    metadata above 8 KiB. Without the metadata, the call reaches the router, which refuses the name with a clear error.
+    metadata above 8 KiB. Without the metadata, the call reaches the router, which refuses the name.
     """
     # ASCII letters, digits and - . _ ~ stay as they are. Every other byte of the UTF-8 text becomes %XX.
     value = quote(org, safe="")

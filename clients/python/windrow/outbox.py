@@ -175,8 +175,7 @@ async def _add_async(connection: psycopg.AsyncConnection[Any], parameters: dict[
 
 
 class Relayed(NamedTuple):
-    """How many jobs of one batch were sent, were set aside, and were left for a retry because their org could not be
-    reached."""
+    """Counts of the jobs of one batch: sent, set aside, and left for a retry because their org could not be reached."""
 
     sent: int = 0
     set_aside: int = 0

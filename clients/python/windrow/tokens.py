@@ -109,7 +109,7 @@ def _called(function: Callable[[], _Result]) -> _Result:
     try:
         return function()
     except StopIteration as error:
-        # No future takes it.
+        # A future cannot carry a StopIteration, so raise another error.
         raise RuntimeError("the function of the token raised StopIteration") from error
 
 
