@@ -377,7 +377,8 @@ def _data_files(files: Files, folder: str) -> set[str]:
 
 
 def _delete(files: Files, paths: Iterable[str]) -> None:
-    """Deletes files that do not count. A file that cannot be deleted stays: `windrow archive verify` names it."""
+    """Deletes files that are not the day's valid export. A file that cannot be deleted stays: `windrow archive verify`
+    names it."""
     for path in sorted(paths):
         with contextlib.suppress(FilesFailed):
             files.delete(path)

@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 
 # Time between two polls of the catalog, unless something wakes the loop earlier.
 _POLL_S = 3.0
-# Upper bound for moves that have begun and not ended. Most of them only wait for leases to end. The number of moves
-# that copy jobs at the same time is smaller than the number of shards.
+# Upper bound for moves that have begun and not ended. Most of them only wait for leases to end. The others
+# are fewer than the shards.
 _OPEN_MAX = 16
 # Upper bounds for one move of several slots. Producers of its slots wait while its queues and workflows are copied:
 # some 60 µs for each queue, and 0.1 ms for each node. To count these, the first read takes _SLOTS_FIRST slots, and each
@@ -70,7 +70,7 @@ class _Pause:
     why: str
     until_s: float
     next_s: float
-    # The shards that an operator must look at. Until the failed move has ended, no other move from or to them begins.
+    # The shards that an operator must look at. While the move is paused, no other move from or to them begins.
     suspect: frozenset[ShardName]
 
 
@@ -85,7 +85,7 @@ class _Logged:
 
 
 class Controller:
-    """Makes the cluster as its file wants it. With `once`, `run` returns as soon as nothing is left to do."""
+    """Moves slots to where the cluster file wants them. With `once`, `run` returns as soon as nothing is left to do."""
 
     def __init__(self, cluster: Cluster, shards: Shards, *, pace: Pace, once: bool = False) -> None:
         # Moves that the cluster file blocks, and why, as of the latest pass.
