@@ -70,7 +70,8 @@ class Checked(NamedTuple):
 
 
 class Erased(NamedTuple):
-    """What an org had in an exported file. `file` was deleted; a new file has the other orgs' jobs."""
+    """How many rows an org had in the exported file `file`. This file was deleted, and a new file has the jobs of the
+    other orgs."""
 
     file: str
     rows: int
@@ -131,9 +132,9 @@ async def _exported(
                 await asyncio.to_thread(_delete, files, earlier - {existing.path})
                 return existing, False
         else:
-            # The file and the table have different rows. The clock may have gone back, so that a dropped day has jobs
-            # again, or the day has other jobs. Or an org was erased from the table and not yet from the file. Exported
-            # jobs must stay exported, so merge the rows of both.
+            # The file and the table have different rows. If the clock went back, jobs may have been added to a day that
+            # was exported, or was dropped, already. Or an org was erased from the table and not yet from the file.
+            # Exported jobs must stay exported, so merge the rows of both.
             await asyncio.to_thread(parquet.check, files, existing)
 
             def source() -> AsyncIterator[Batch]:
@@ -376,7 +377,8 @@ def _data_files(files: Files, folder: str) -> set[str]:
 
 
 def _delete(files: Files, paths: Iterable[str]) -> None:
-    """Deletes files that do not count. A file that cannot be deleted stays: `windrow archive verify` names it."""
+    """Deletes files that are not the day's valid export. A file that cannot be deleted stays: `windrow archive verify`
+    names it."""
     for path in sorted(paths):
         with contextlib.suppress(FilesFailed):
             files.delete(path)

@@ -40,8 +40,8 @@ _BEGIN_PAUSE_S = 0.25
 
 
 async def keep(cluster: Cluster, org: OrgId, *, days: int | None) -> tuple[Policy, Mapping[ShardName, ShardError]]:
-    """Sets the retention of an org's finished jobs; None: the default. Returns what `change` returns. Raises
-    TooManyRetentions if a shard has no room for another retention; nothing was changed then."""
+    """Sets the retention of an org's finished jobs. If `days` is None, the default applies again. Returns what `change`
+    returns. Raises TooManyRetentions, and changes nothing, if a shard has no room for another retention."""
 
     async def admit(entry: ShardEntry, retention: int) -> None:
         # Ignore a shard that is away: it gets the policy later, and may then have one retention more than allowed.

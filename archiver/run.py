@@ -116,8 +116,8 @@ class _Exports:
 async def pass_over(
     entry: ShardEntry, database: Database, settings: Settings, *, cluster: str, digest: str, stop: asyncio.Event
 ) -> Pass:
-    """Does what is due, until nothing more can be done now or soon after `stop` is set. Raises AnotherArchives,
-    ClocksDiffer, ShardUnavailable."""
+    """Does what is due. Returns when nothing more can be done now. After `stop` is set, returns soon. Raises
+    AnotherArchives, ClocksDiffer, ShardUnavailable."""
     async with leader_session(entry.dsn, digest, role=ARCHIVER, shard=entry.name) as session:
         if not await session.lead():
             who = await session.leader() or "it has just ended"
@@ -232,7 +232,7 @@ async def _record_step(summary: Pass, aged: list[Aged], step: Awaitable[Aged]) -
 
 
 class _Repeated(NamedTuple):
-    # The sum of what the steps did.
+    # The sum of the numbers that the steps returned.
     total: int
     # Whether the last step found nothing more to do.
     ended: bool

@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 
 # Time between two polls of the catalog, unless something wakes the loop earlier.
 _POLL_S = 3.0
-# Upper bound for moves that have begun and not ended. Most of them only wait for leases to end; the moves that work are
-# fewer than the shards.
+# Upper bound for moves that have begun and not ended. Most of them only wait for leases to end. The others
+# are fewer than the shards.
 _OPEN_MAX = 16
 # Upper bounds for one move of several slots. Producers of its slots wait while its queues and workflows are copied:
 # some 60 µs for each queue, and 0.1 ms for each node. To count these, the first read takes _SLOTS_FIRST slots, and each
@@ -70,7 +70,7 @@ class _Pause:
     why: str
     until_s: float
     next_s: float
-    # The shards that an operator must look at first. Until then no move from or to them begins.
+    # The shards that an operator must look at. While the move is paused, no other move from or to them begins.
     suspect: frozenset[ShardName]
 
 
@@ -85,7 +85,7 @@ class _Logged:
 
 
 class Controller:
-    """Makes the cluster as its file wants it. With `once`, `run` returns as soon as nothing is left to do."""
+    """Moves slots to where the cluster file wants them. With `once`, `run` returns as soon as nothing is left to do."""
 
     def __init__(self, cluster: Cluster, shards: Shards, *, pace: Pace, once: bool = False) -> None:
         # Moves that the cluster file blocks, and why, as of the latest pass.
@@ -107,7 +107,7 @@ class Controller:
         self._logged = _Logged()
 
     def end(self) -> None:
-        """Makes `run` return as soon as each move is at a point where it can be left."""
+        """Makes `run` return as soon as each move is at a point where it can be interrupted."""
         self._ending = True
         self._woken.set()
         for running in self._running.values():
@@ -277,7 +277,8 @@ class Controller:
         )
 
     def _idle_s(self) -> float:
-        """Returns the time until the next pass: until the next poll, or until a pause ends before it."""
+        """Returns the time until the next pass. This is the time until the next poll, or less if a pause ends
+        earlier."""
         now_s = asyncio.get_running_loop().time()
         ends = (pause.until_s - now_s for pause in self._paused.values())
         return min([_POLL_S, *(left_s for left_s in ends if left_s > 0)])

@@ -83,8 +83,8 @@ class Mover:
         self._pace = pace
         self._report = report
         self._stopping = asyncio.Event()
-        # The source may be closed and the target not switched to, so that nobody takes jobs of the slots. Another Mover
-        # may have left the move like that, so this is True until the first step has looked.
+        # True if perhaps nobody takes jobs of the slots, because the source is closed and the target is not the writer
+        # yet. Another Mover may have left the move in this state, so the value is True until the first step has looked.
         self._closed = True
         # This process has deleted the schedules and workflows on the source, because the target has them.
         self._cleared = False
@@ -247,7 +247,7 @@ class Mover:
             if jobs < sum(exported.values()):
                 # The target lost chunks, or another process carries out this move. Compare the states again first.
                 return
-            # The last slot may have more jobs.
+            # The export may have stopped inside the last slot, so go on with the next chunk of this slot.
             last = max(exported)
             chunks[last] += 1
             slots = [slot for slot in slots if slot >= last]

@@ -108,7 +108,8 @@ def takes_pins(entry: ShardEntry) -> bool:
 
 
 def _may_stay(entry: ShardEntry, target: PinTarget) -> bool:
-    """Returns whether a pinned org may stay on its shard. It may even if the shard is not to take jobs for now."""
+    """Returns whether a pinned org may stay on its shard. It may stay even on a shard whose state says that it takes no
+    jobs for now."""
     return fits(entry, target) and entry.state is not ShardState.DRAINING
 
 

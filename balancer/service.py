@@ -48,9 +48,9 @@ async def balance(file: WatchedFile, cluster: Cluster, *, stop: asyncio.Event) -
 
 
 async def balance_once(cluster: Cluster, *, stop: asyncio.Event) -> Mapping[Move, str]:
-    """Makes the cluster as its file wants it, until nothing is left to do, or until soon after `stop` is set. Returns
-    the moves that the file itself blocks, and why. Raises AnotherLeads, Misconfigured. Raises ShardUnavailable if the
-    catalog cannot be reached."""
+    """Moves slots to where the cluster file wants them. Returns when nothing is left to do, or soon after `stop` is
+    set. Returns the moves that the file itself blocks, and why. Raises AnotherLeads, Misconfigured. Raises
+    ShardUnavailable if the catalog cannot be reached."""
     async with leader_session(cluster.catalog_dsn, cluster.digest) as session:
         if not await session.lead():
             raise AnotherLeads(await session.leader() or "it has just ended")

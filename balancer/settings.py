@@ -21,5 +21,6 @@ def pace_of(cluster: Cluster) -> Pace:
         return Pace()
     if isinstance(rate, bool) or not isinstance(rate, int) or not 1 <= rate <= 1_000_000:
         raise ClusterFileError(f"{where} jobs_per_second: must be a whole number from 1 to 1000000, not {rate!r}")
-    # A chunk has at most as many jobs as may move in one second: a larger chunk would be a burst, and then a long rest.
+    # A chunk has at most as many jobs as may move in one second. A larger chunk would move as a burst, and a long pause
+    # would follow.
     return Pace(rows_max=min(Pace().rows_max, rate), rest=0.0, jobs_per_s_max=rate)

@@ -317,7 +317,8 @@ def _violations(details: status_pb2.Status | None) -> list[tuple[str, str]]:
 
 
 def as_typed(field: str) -> str:
-    """Returns the argument or option of a field: --retry for jobs[0].template.retry.exponential.max_delay."""
+    """Returns the command's argument or option for a field of the request. For example, this is --retry for
+    jobs[0].template.retry.exponential.max_delay."""
     parts = [part.partition("[") for part in field.split(".")]
     name, _, index = next((part for part in parts if part[0] not in _WITHIN), parts[-1])
     if name in ("lease", "leases"):

@@ -137,7 +137,7 @@ def run_demo(*, events: int | None = None, faults: bool = False, seconds: float 
 
 
 async def _demo(console: Console, *, events: int | None, seconds: float) -> bool:
-    """`seconds` 0: no faults."""
+    """Runs the demo. Spreads the enqueues over `seconds`, with faults. If `seconds` is 0, there are no faults."""
     _stop_on_sigterm()
     run = Run(pushes=read_pushes(most=events))
     if not run.pushes:

@@ -344,7 +344,8 @@ class _Change:
     answers: Mapping[str, str]
     by_ids: Callable[[SyncClient, Sequence[str]], list[Answer]]
     by_filter: Callable[[SyncClient], Callable[..., BulkChange]]
-    # Changes all jobs that meet the conditions, and returns how many it changed. None: jobs are changed page by page.
+    # Changes all jobs that meet the conditions, and returns how many it changed. If this is None, the command changes
+    # the jobs page by page.
     at_once: Callable[[SyncClient], int] | None = None
 
 
@@ -416,8 +417,8 @@ def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions:
         with connect_client(how.address, org, how.timeout) as client:
             _change_named(client, change, wanted, as_json=how.as_json)
         return
-    # Leave out jobs that are made while the command runs: nobody has counted them. Their ids have the times of their
-    # producers' clocks, so the routers' clock would not tell better than the clock of this machine.
+    # Leave out jobs that are made while the command runs, because nobody has counted them. The time in a job's id comes
+    # from its producer's clock, so the clock of a router would be no better for this than the clock of this machine.
     found = replace(found, created_before=found.created_before or datetime.now(UTC))
     with connect_client(how.address, org, how.timeout) as client:
         total = None
@@ -454,7 +455,8 @@ def _change_named(client: SyncClient, change: _Change, ids: Sequence[str], *, as
 
 
 def _preview(client: SyncClient, change: _Change, where: JobFilter, org: str, how: _How) -> int:
-    """Counts the jobs. A dry run reports them; otherwise asks, and ends the command if the answer is no."""
+    """Counts the jobs. In a dry run, prints the result. Otherwise asks the user for a confirmation, and ends the
+    command if the user says no."""
     with output.working("counting"):
         preview = change.by_filter(client)(where, limit=how.limit, dry_run=True)
     would = f"{output.counted(preview.found, 'job')} of org {org!r}"

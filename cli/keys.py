@@ -60,9 +60,9 @@ def create(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Creates a key, and prints it on standard output: nobody can read it again.
+    """Creates a key, and prints it on standard output. No command can show the key again.
 
-    An org may have several keys, so that a new one can be handed out before the old one is revoked. The scope cluster
+    An org may have several keys, so that a new one can be handed out before the old one is revoked. The scope `cluster`
     needs --all-orgs.
     """
     from shard.admin import api_keys

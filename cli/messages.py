@@ -228,7 +228,8 @@ def first_line(text: str) -> str:
 
 
 def _progress_json(progress: job_pb2.Progress | str | None) -> dict[str, object] | None:
-    """An exported job has its progress as the shard stores it: as JSON text without empty fields."""
+    """Returns the progress of a job as JSON values. `progress` is a text for an exported job: JSON as the shard stores
+    it, without empty fields."""
     if progress is None:
         return None
     stored = json.loads(progress) if isinstance(progress, str) else _fields(progress)

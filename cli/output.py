@@ -302,8 +302,8 @@ def _print(lines: Iterable[Text]) -> None:
 
 
 def can_redraw() -> bool:
-    """Returns whether standard output is a terminal that can show new figures in the place of old ones. One without
-    that ability, such as TERM=dumb, would show nothing."""
+    """Returns whether standard output is a terminal that can show new figures in the place of old ones. On a terminal
+    without that ability, such as TERM=dumb, the user would see nothing."""
     return sys.stdout.isatty() and not _stdout().is_dumb_terminal
 
 

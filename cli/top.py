@@ -35,7 +35,7 @@ _HEADS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Figures:
-    """What one look has found: the rows in order."""
+    """The result of one look. `rows` are in the order in which they are shown."""
 
     head: str
     columns: Sequence[Column]

@@ -213,7 +213,8 @@ class Cluster:
                     f"cluster {self._name!r} (pid {self.pid}) still runs {timeout_s:g} s after a {mode} stop; "
                     f'see {self._log.path}, and try stop(mode="immediate") or kill()'
                 )
-            # When this lock is free, no children of a killed server are left either.
+            # The children of a killed server may live longer than the server. They hold this lock, so wait until it is
+            # free.
             if self._folder.is_dir():
                 self._await_orphans(deadline, StopTimedOut).close()
             self._process = None
@@ -303,7 +304,8 @@ class Cluster:
             binaries = find_binaries(self._wanted_binaries, major=existing, copies=self._copies)
             if existing is None:
                 self._initialize(binaries, deadline, lock)
-            # No process of this cluster lives. If a process with the id in this file exists, it is another one.
+            # No process of this cluster lives. If a process has the id in this file, it is not a process of this
+            # cluster.
             (self._data / "postmaster.pid").unlink(missing_ok=True)
             self._log.rotate()
             self._launch_on_a_free_port(binaries, deadline, lock)

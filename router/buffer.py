@@ -72,8 +72,8 @@ class Buffer:
         shard: ShardName | None = None,
     ) -> None:
         """Waits until the account holds `count` more bytes. `received` is the memory that the waiting request itself
-        takes; `shard`: the request is a claim on this shard. Raises RouterFull after `wait_s`, or at once if too many
-        bytes wait."""
+        takes. If the request is a claim, `shard` is the shard that it claims from. Raises RouterFull after `wait_s`, or
+        at once if too many bytes wait."""
         if received and not self._received.take(account.peer, received):
             raise RouterFull("bytes in calls and answers", self.bytes_max)
         waiting = _Waiting(account, count, asyncio.get_running_loop().create_future())
@@ -199,15 +199,15 @@ class Account:
 
     def take_in_turn(self, count: int, *, shard: ShardName | None = None) -> bool:
         """Takes `count` more bytes if there is room and no other such call of its org waits. Returns whether it did.
-        `shard`: the bytes are for a claim on this shard."""
+        If the bytes are for a claim, `shard` is the shard of the claim."""
         return not self._buffer.waits(self.org, shard) and self.take(count, shard=shard)
 
     async def reserve(
         self, count: int, *, received: int = 0, patiently: bool = False, shard: ShardName | None = None
     ) -> None:
         """Takes `count` more bytes as soon as there is room. `received` is the memory that the waiting request itself
-        takes; `shard`: the bytes are for a claim on this shard. Raises RouterFull after 5 s, unless it waits
-        `patiently`."""
+        takes. If the bytes are for a claim, `shard` is the shard of the claim. Raises RouterFull after 5 s, unless
+        `patiently` is true."""
         if not self.take_in_turn(count, shard=shard):
             wait_s = None if patiently else WAIT_S_MAX
             await self._buffer.wait(self, count, wait_s, received=received, shard=shard)

@@ -27,7 +27,7 @@ def made_at_ms(job_id: str) -> int:
 
 def bounds_ms(now_us: int, *, horizon_us: int) -> tuple[int, int]:
     """Returns the first and the last millisecond in which the id of a new job or workflow may have been made. The
-    statements that store these have the same rule."""
+    statements that store jobs and workflows have the same rule."""
     return -(-(now_us - horizon_us) // 1000), (now_us + _HOUR_US) // 1000
 
 

@@ -49,7 +49,8 @@ def token_prefix(shard: ShardName, number: int, *, names_org: bool = False) -> b
 
 
 def token(prefix: bytes, job: JobId, org: OrgId | None = None) -> bytes:
-    """Returns the lease token of one job of a claim. `org`: given if the prefix says that an org follows."""
+    """Returns the lease token of one job of a claim. Give `org` if the prefix says that an org follows, and
+    only then."""
     return prefix + bytes.fromhex(to_hex(job)) + (b"" if org is None else org.encode())
 
 

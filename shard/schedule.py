@@ -42,7 +42,7 @@ class Overlap(enum.Enum):
     BUFFER_ONE = "buffer_one"
     # The run waits. Up to BUFFERED_MAX runs wait, and further runs are skipped.
     BUFFER_ALL = "buffer_all"
-    # That job is cancelled, and the run is stored.
+    # The live job is cancelled, and the run is stored.
     CANCEL_RUNNING = "cancel_running"
 
 

@@ -70,7 +70,7 @@ class OnFailed(enum.Enum):
 
 
 class Callback(enum.Enum):
-    """For which end of the workflow a callback runs."""
+    """When a callback runs: if the workflow has succeeded, if it has failed, or in any case."""
 
     SUCCESS = "success"
     FAILURE = "failure"
@@ -127,7 +127,7 @@ class NewWorkflow:
     edges: Sequence[Edge]
     # The callbacks, by the number of their node.
     callbacks: Mapping[int, Callback]
-    # None: it retries no workflow.
+    # The workflow that this one retries. None: it is no retry.
     retry_of: WorkflowId | None = None
     ended: Sequence[EndedNode] = ()
     # For each node that a job has added, also if it has ended, the node of that job. Both are numbers.
@@ -138,8 +138,9 @@ class NewWorkflow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewNodes:
-    """Nodes that a job of a workflow adds to it. `names` and `jobs` have an entry for each node. A node comes after
-    those of the new nodes that it waits for. The ids of the jobs are made when their numbers are known."""
+    """Nodes that a job of a workflow adds to it. `names` and `jobs` have an entry for each node. A new node
+    stands after the new nodes that it waits for. The ids of the jobs are made when the numbers of the nodes are known.
+    """
 
     workflow: WorkflowId
     names: Sequence[NodeName]

@@ -42,7 +42,7 @@ class Waiting:
 
     # The kinds that each of these consumers takes; empty: all kinds.
     kinds: Sequence[Collection[str]] = ()
-    # Whether one of them has found no jobs, and has room.
+    # Whether one of these consumers has found no jobs, and has room for more.
     has_room: bool = False
 
     def takes(self, kind: str) -> bool:

@@ -495,8 +495,8 @@ def org_books(books: OrgBooks, *, home_shard: str = "") -> cluster_pb2.OrgBooks:
 def enqueue_results(
     ids: Sequence[str], duplicates: Mapping[int, str], known: Mapping[int, Known]
 ) -> list[queue_pb2.EnqueueResult]:
-    """Returns one result for each job. `duplicates` has the ids of already known jobs by position, and `known` what is
-    known about them."""
+    """Returns one result for each job. Both mappings are by position. `duplicates` has the ids of the jobs that were
+    known already. `known` has the states of these jobs, and says whether their content differs from the request."""
     results = [queue_pb2.EnqueueResult(id=duplicates.get(at, job_id)) for at, job_id in enumerate(ids)]
     for at in duplicates:
         results[at].duplicate = True

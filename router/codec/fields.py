@@ -46,7 +46,7 @@ def bounded(decode: Callable[[bytes], Any], of: Descriptor, *, fields_max: int =
 
 
 def _shape(of: Descriptor) -> _Shape:
-    """This ends because no message type of the contract contains itself."""
+    """Returns the shape of a message type. The recursion ends, because no message type contains itself."""
     return _Shape({field.number: _shape(field.message_type) for field in of.fields if field.message_type is not None})
 
 
@@ -100,7 +100,7 @@ def number_in(raw: bytes, field: int, *, fields_max: int) -> int:
         if kind in (_VARINT, _BYTES):
             value, at = _varint(raw, at, end)
             if tag == wanted:
-                # A varint that does not end is none.
+                # A varint whose last byte says that more bytes follow is incomplete, so the field has no value.
                 return 0 if raw[at - 1] & _MORE else _signed(value)
             at += value if kind == _BYTES else 0
         elif kind in (_FIXED_64, _FIXED_32):

@@ -191,8 +191,8 @@ class TooManyChanges(Exception):
         self.retry_after_s = retry_after_s
 
 
-# The reason of each error that has a row here, and of its subclasses that have none. An error with `retry_after_s` is
-# sent with RetryInfo.
+# The reason that is sent with each error. A subclass without a row has the reason of its nearest base class with a row.
+# An error with `retry_after_s` is sent with RetryInfo.
 _REASONS: dict[type[BaseException], reasons.ErrorReason.ValueType] = {
     InvalidRequest: reasons.ERROR_REASON_INVALID_REQUEST,
     OrgMismatch: reasons.ERROR_REASON_ORG_MISMATCH,

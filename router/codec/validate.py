@@ -486,8 +486,8 @@ def _malformed_times(message: Message, path: str) -> Iterator[Violation]:
 
 @functools.cache
 def _names_of_times(descriptor: Descriptor) -> tuple[tuple[str, bool], ...]:
-    """Returns the names of the fields that may contain times, and whether each is repeated. Cached, because a
-    descriptor makes new Python objects for both on every access."""
+    """Returns the names of the fields that may contain times, and whether each field is repeated. The result is
+    cached, because a descriptor makes a new Python object on every access to a name or to is_repeated."""
     return tuple((field.name, field.is_repeated) for field in _leading_to_times(descriptor))
 
 

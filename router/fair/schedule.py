@@ -114,7 +114,7 @@ class Schedule:
     # ── Ready jobs ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def ready(self, org: OrgId, shard: ShardName) -> None:
-        """The org has ready jobs on this shard."""
+        """Records that the org has ready jobs on this shard."""
         known = self._orgs.get(org)
         if known is None:
             known = self._orgs[org] = _Org(self.floor, self._weight_of(org))
@@ -127,7 +127,7 @@ class Schedule:
         self._push(org, known, (shard,))
 
     def idle(self, org: OrgId, shard: ShardName) -> None:
-        """The org has no more ready jobs on this shard."""
+        """Records that the org has no more ready jobs on this shard."""
         known = self._orgs.get(org)
         if known is None or shard not in known.shards:
             return
@@ -141,7 +141,7 @@ class Schedule:
             self._forget()
 
     def drop_shard(self, shard: ShardName) -> None:
-        """As far as this process knows, no org has ready jobs on this shard any more."""
+        """Records that no org has ready jobs on this shard, as far as this process knows."""
         for org in [org for org, known in self._orgs.items() if shard in known.shards]:
             self.idle(org, shard)
         self._heaps.pop(shard, None)
@@ -164,7 +164,7 @@ class Schedule:
         return Pick(org, at, charged_s)
 
     def unused(self, org: OrgId, charged_s: float) -> None:
-        """Picks of the org found no job: takes their charges back."""
+        """Takes back the charges of picks of the org that found no job."""
         self._charge(org, -charged_s)
 
     # ── Leases ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -176,8 +176,8 @@ class Schedule:
     def began(
         self, org: OrgId, lease: Hashable, *, now_s: float, until_s: float, charged_s: float | None = None
     ) -> None:
-        """A job of the org was handed out. `until_s`: when its lease ends if nobody extends it. `charged_s`: what the
-        pick of this job charged; None: the job was not picked, so its org is charged now."""
+        """Records that a job of the org was handed out. Its lease ends at `until_s` if nobody extends it. `charged_s`
+        is what the pick of this job charged. It is None if the job was not picked; then the org is charged now."""
         if charged_s is None:
             self._orgs.setdefault(org, _Org(self.floor, self._weight_of(org)))
             charged_s = self.estimate_s(org)
@@ -188,13 +188,13 @@ class Schedule:
             self._leases[lease] = _Lease(org, now_s, until_s, charged_s)
 
     def extended(self, lease: Hashable, *, until_s: float) -> None:
-        """A lease now ends at `until_s`, unless that is earlier than before."""
+        """Records that a lease now ends at `until_s`. Ignores a time that is earlier than the recorded one."""
         known = self._leases.get(lease)
         if known is not None:
             known.until_s = max(known.until_s, until_s)
 
     def ended(self, lease: Hashable, *, now_s: float) -> None:
-        """A lease has ended: the org is charged for as long as it lasted. Does nothing for a lease that is unknown
+        """Ends a lease, and charges its org for as long as the lease lasted. Does nothing for a lease that is unknown
         here, or has ended before."""
         known = self._leases.pop(lease, None)
         if known is None:
@@ -207,7 +207,7 @@ class Schedule:
         self._measured(known.org, lasted_s)
 
     def returned(self, lease: Hashable) -> None:
-        """A lease ended before its job reached a worker: the org is charged nothing for it."""
+        """Ends a lease whose job did not reach a worker, and charges its org nothing for it."""
         known = self._leases.pop(lease, None)
         if known is not None:
             org = self._orgs.get(known.org)

@@ -29,7 +29,7 @@ class AllOrgs(Protocol):
         ...
 
     def found(self, shard: ShardName, org: OrgId, queue: QueueName) -> None:
-        """The org may have ready jobs in this queue of the shard."""
+        """Call this when the org may have ready jobs in this queue of the shard."""
         ...
 
     def room(self, queue: QueueName, jobs: int) -> int:
@@ -41,9 +41,9 @@ class AllOrgs(Protocol):
         ...
 
     def lost(self, shard: ShardName) -> None:
-        """The shard is not used any more, or does not answer."""
+        """Call this when the shard is not used any more, or does not answer."""
         ...
 
     def note(self, store: Store) -> None:
-        """Notes on this shard that all these consumers were seen."""
+        """Records on this shard that all these consumers were seen."""
         ...

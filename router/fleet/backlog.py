@@ -63,8 +63,8 @@ class Backlog:
         self._added -= cost
 
     def settled(self, cost: int) -> None:
-        """The shard has answered an enqueue that a `take` let through: a count that begins now includes what the
-        enqueue stored."""
+        """Call this when the shard has answered an enqueue that a `take` let through. A count that begins now includes
+        the jobs of the enqueue."""
         self._unsettled -= cost
 
     def ready_in_s(self, lack: int) -> float:

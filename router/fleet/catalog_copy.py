@@ -134,7 +134,8 @@ class CatalogCopy:
         after, marks, revocations, limits_version, weights_version = await catalog.look(self.database, before)
         self._current, self._looked_s = after, began_s
         if after is not before:
-            # Tell of the change before anything that may fail: the next look compares with this copy.
+            # Announce the change before any step that may fail. The next look compares the catalog with this copy, so
+            # it would not announce this change.
             self._changed.set()
             self._changed = asyncio.Event()
             self._on_change(before, after)

@@ -88,13 +88,13 @@ class EndWaits:
         self.ended(list(self._by_job))
 
     def ended(self, jobs: Collection[str]) -> None:
-        """Another router reports that these jobs may have ended."""
+        """Wakes the callers that wait for these jobs: another router reports that the jobs may have ended."""
         for job in jobs:
             for wait in self._by_job.get(job, ()):
                 wait.wake()
 
     def awaited_elsewhere(self, jobs: Collection[str]) -> None:
-        """Another router reports that its callers wait for the ends of these jobs."""
+        """Remembers jobs for whose ends callers of another router wait, as that router reports."""
         now_s = asyncio.get_running_loop().time()
         for job in jobs:
             # Put the job last: the jobs are in the order of their times.

@@ -309,7 +309,7 @@ class Fleet:
                     raise PlacementChanging(member.name, why) from error
 
     def _revoked(self, shard: ShardName, revocations: Sequence[Revocation]) -> None:
-        """Leases of this shard were ended by somebody other than their consumers."""
+        """Tells consumers that somebody else has ended their leases of this shard."""
         self.revocations.tell(shard, revocations)
         for revocation in revocations:
             self.pools.ended(revocation.leases)
@@ -420,7 +420,8 @@ class Fleet:
                 await shard.open()
                 await identity.examine(shard, None, cluster=self._cluster.name)
             except Misconfigured:
-                # Another router may have founded this catalog just now; then the slots belong to this catalog.
+                # Another router may have founded this catalog just now. Then the shard's slots belong to this catalog,
+                # and nothing is wrong.
                 if not await catalog.is_founded(self._catalog.database, cluster=self._cluster.name):
                     raise
             finally:

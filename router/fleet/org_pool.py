@@ -110,7 +110,7 @@ class OrgPool:
         self._waiting.leave(consumer)
 
     def able(self, consumer: PoolConsumer) -> None:
-        """The consumer may have credit and room now."""
+        """Call this when the consumer may have credit and room again."""
         if consumer.credit > 0 and consumer in self._waiting.waiters:
             self._waiting.has_credit(consumer)
             if self.schedule.ready_count:
@@ -134,11 +134,11 @@ class OrgPool:
     # ── Leases ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def handed(self, jobs: Delivery, window_us: int) -> None:
-        """An enqueue has leased these jobs to a consumer of the pool."""
+        """Records jobs that an enqueue has leased to a consumer of the pool."""
         self._began(jobs.org, jobs.leases(), window_us, charged_s=None)
 
     def returned(self, jobs: Delivery) -> None:
-        """Jobs are released, because they did not reach their consumer."""
+        """Charges nothing for jobs that are released because they did not reach their consumer."""
         for lease in jobs.leases():
             self.schedule.returned(lease)
 
@@ -151,7 +151,7 @@ class OrgPool:
     # ── Ready jobs ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def found(self, shard: ShardName, org: OrgId, queue: QueueName) -> None:
-        """The org may have ready jobs in this queue of the shard."""
+        """Records that the org may have ready jobs in this queue of the shard, and wakes consumers."""
         by_shard = self._ready.get(org)
         if by_shard is None:
             if len(self._ready) >= _READY_MAX:
@@ -162,7 +162,7 @@ class OrgPool:
         self._wake()
 
     def lost(self, shard: ShardName) -> None:
-        """The shard does not answer. Its orgs are found again when it does."""
+        """Forgets the ready jobs of a shard that does not answer. They are found again when it answers."""
         for org, by_shard in list(self._ready.items()):
             by_shard.pop(shard, None)
             if not by_shard:
@@ -183,7 +183,7 @@ class OrgPool:
     # ── Claims ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def wake(self) -> None:
-        """Something has changed that may let jobs be handed out."""
+        """Looks for jobs to hand out again, because something has changed that may allow it."""
         self._wake()
 
     def _wake(self) -> None:

@@ -40,7 +40,7 @@ class OrgPools:
         self.weights = Weights(0, {})
 
     def start(self, group: asyncio.TaskGroup) -> None:
-        """Pools run in this group from now on."""
+        """Makes pools run their tasks in this group from now on."""
         self._group = group
 
     # ── Consumers ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -120,7 +120,7 @@ class OrgPools:
             yield from pool.consumers
 
     def note(self, store: Store) -> None:
-        """Notes on a shard that all consumers of the pools were seen (shard/queue/consumers_seen.py)."""
+        """Records on a shard that all consumers of the pools were seen (shard/queue/consumers_seen.py)."""
         for pool in self._pools.values():
             for consumer in pool.consumers:
                 store.consumers_seen.note(None, consumer.queues, consumer.kinds)
@@ -128,7 +128,7 @@ class OrgPools:
     # ── Jobs ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def found(self, shard: ShardName, org: OrgId, queue: QueueName) -> None:
-        """The org may have ready jobs in this queue of the shard."""
+        """Tells the pools and watchers of this queue that the org may have ready jobs in it on the shard."""
         for pool in self._by_queue.get(queue, ()):
             pool.found(shard, org, queue)
         for watcher in self._watchers.get(queue, ()):
@@ -151,26 +151,26 @@ class OrgPools:
         return shares
 
     def ended(self, leases: Iterable[Lease]) -> None:
-        """These leases have ended. Ignores leases that are not of a pool."""
+        """Tells the pools that these leases have ended. Ignores leases that are not of a pool."""
         now_s = asyncio.get_running_loop().time()
         for lease in leases:
             for pool in self._pools.values():
                 pool.schedule.ended(lease, now_s=now_s)
 
     def extended(self, leases: Iterable[Lease], *, window_us: int) -> None:
-        """These leases last for `window_us` from now on. Ignores leases that are not of a pool."""
+        """Tells the pools that these leases last for `window_us` from now on. Ignores leases that are not of a pool."""
         until_s = asyncio.get_running_loop().time() + window_us / 1_000_000
         for lease in leases:
             for pool in self._pools.values():
                 pool.schedule.extended(lease, until_s=until_s)
 
     def lost(self, shard: ShardName) -> None:
-        """The shard is not used any more, or does not answer."""
+        """Call this when a shard is not used any more, or does not answer. Tells all pools."""
         for pool in self._pools.values():
             pool.lost(shard)
 
     def wake(self) -> None:
-        """The shards or the placements of orgs have changed."""
+        """Wakes all pools and watchers. Call this when the shards or the placements of orgs have changed."""
         for pool in self._pools.values():
             pool.wake()
         for watchers in self._watchers.values():
@@ -188,7 +188,7 @@ class OrgPools:
 
     def ahead(self, org: OrgId, queue: QueueName) -> tuple[float, float] | None:
         """Returns how many seconds the tag of an org is above the floor, and the org's weight. Returns None if the org
-        has no ready jobs that wait for this reason."""
+        has no ready jobs, or if its tag is not above the floor."""
         for pool in self._by_queue.get(queue, ()):
             lead_s = pool.schedule.lead(org)
             if pool.schedule.is_ready(org) and lead_s > 0:

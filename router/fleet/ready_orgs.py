@@ -2,9 +2,9 @@
 finds are hints (I7), like those of the wait room: a claim or the sweep corrects a wrong hint.
 
 The hints need no writes. This process knows of new jobs from its own enqueues and from the doorbells of other routers,
-which ring anyway. A probe says when jobs fall due later. A first walk over the ready index finds the jobs that were
-there before. After that, each sweep continues the walk for some milliseconds from where the last sweep ended, and so
-finds every job whose hint was lost. While nobody takes jobs of all orgs, none of this runs.
+which ring in any case. A probe says when jobs fall due later. A first walk over the ready index finds the
+jobs that were there before. After that, each sweep continues the walk for some milliseconds from where the last sweep
+ended, and so finds every job whose hint was lost. While nobody takes jobs of all orgs, none of this runs.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class ReadyOrgs:
     # ── Hints ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def rang(self, numbers: Collection[QueueId] | None) -> None:
-        """These queues may have new jobs, now or later. None: any queue may."""
+        """Looks for jobs of these queues, which may have new jobs, now or later. If `numbers` is None, any queue
+        may."""
         if not self._names:
             return
         if numbers is None:
@@ -128,7 +129,8 @@ class ReadyOrgs:
             self._has_work.set()
 
     def stored(self, org: OrgId, queue: QueueName, *, later: bool) -> None:
-        """This process has stored jobs of a queue that is taken for all orgs. `later`: some may be due later."""
+        """Call this when this process has stored jobs of a queue that is taken for all orgs. `later` says that some of
+        them may be due later."""
         numbers = self._store.names.known(org, [queue])
         if later and numbers:
             self.rang(numbers)
@@ -136,7 +138,8 @@ class ReadyOrgs:
             self._on_ready(org, queue)
 
     def emptied(self, org: OrgId, queues: Iterable[QueueName]) -> None:
-        """A claim has probably taken the last ready jobs of these queues: finds out when the next jobs are due."""
+        """Finds out when the next jobs of these queues are due. Call this when a claim has probably taken their last
+        ready jobs."""
         numbers = self._store.names.known(org, list(queues))
         self._store.emptied(numbers)
         self.rang(numbers)

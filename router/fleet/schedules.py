@@ -75,7 +75,7 @@ class Scheduler:
         self._known: dict[JobId, tuple[bool, float]] = {}
 
     def look(self) -> None:
-        """A schedule may be due earlier than before."""
+        """Looks at the schedules again, because one may be due earlier than before."""
         self._changed.set()
 
     async def run(self) -> None:

@@ -347,8 +347,8 @@ class ShardHandle:
             await asyncio.sleep(consumers_seen.PAUSE_S)
 
     async def finish(self) -> None:
-        """Waits for the calls under way, which include releases of jobs that reached no consumer, and until other
-        routers have been told of these releases. Waits at most 3 s."""
+        """Waits until the calls under way have ended. Some of them release jobs that reached no consumer. Waits also
+        until other routers have been notified of these releases. Waits at most 3 s."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FINISH_S_MAX):
                 await self.store.finish()

@@ -90,7 +90,7 @@ class ClaimedPart(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A limit holds the jobs of a part back for this time."""
+    """For how long a limit holds back the jobs of a part of a claim."""
 
     for_s: float
 

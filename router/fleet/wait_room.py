@@ -118,7 +118,7 @@ class WaitRoom:
             self._drop_if_unused((org, queue), awaited)
 
     async def note_waiters(self) -> None:
-        """Notes that all these consumers were seen. Its owner calls this every NOTE_S seconds."""
+        """Records that all these consumers were seen. Its owner calls this every NOTE_S seconds."""
         waiters = {waiter: None for awaited in self._queues.values() for waiter in awaited.waiters}
         for number, waiter in enumerate(waiters):
             self._note(waiter)
@@ -141,15 +141,15 @@ class WaitRoom:
         return not self._queues
 
     def has_credit(self, waiter: Waiter) -> None:
-        """The waiter had no credit, and has some now."""
+        """Call this when a waiter that had no credit has got some. Its queues may then wake it."""
         for queue in waiter.queues:
             awaited = self._queues.get((waiter.org, queue))
             if awaited is not None:
                 awaited.has_credit(waiter)
 
     def rests(self, waiter: Waiter) -> None:
-        """The waiter is idle and has got credit. Reports those of its queues in which no older job waits: new jobs of
-        them can be handed over to the waiter."""
+        """Call this when a waiter is idle and has got credit. Reports those of its queues in which no older job waits.
+        New jobs of these queues can be handed over to the waiter."""
         for queue in waiter.queues:
             awaited = self._queues.get((waiter.org, queue))
             if awaited is not None and not awaited.backlog:
@@ -175,8 +175,8 @@ class WaitRoom:
                     watcher.wake()
 
     def hold(self, org: OrgId, queues: Iterable[QueueName], for_s: float) -> None:
-        """A limit holds the jobs of these queues back. For `for_s` seconds, no consumer is woken for them. After that,
-        one consumer of each queue is woken."""
+        """Call this when a limit holds the jobs of these queues back. For `for_s` seconds, wakes no consumer for them.
+        After that, wakes one consumer of each queue."""
         loop = asyncio.get_running_loop()
         for queue in queues:
             awaited = self._queues.get((org, queue))
@@ -196,8 +196,8 @@ class WaitRoom:
         self.lease_ended(None)
 
     async def hold_if_full(self, org: OrgId, queues: Sequence[QueueName], limits: InFlightLimits) -> bool:
-        """A claim of these queues got fewer jobs than it had room for. If these limits have no room, this returns True,
-        and no consumer is woken for these queues before a lease of the org has ended."""
+        """Call this after a claim of these queues got fewer jobs than it had room for. If these limits have no room,
+        returns True, and wakes no consumer for these queues before a lease of the org has ended."""
         number = next(iter(self._store.names.known(org, queues)), None)
         if number is None:
             return False
@@ -225,8 +225,8 @@ class WaitRoom:
         return (org, queue) in self._full
 
     def lease_ended(self, numbers: Collection[QueueId] | None) -> None:
-        """Leases of these queues have ended, or may have ended. So a limit of jobs in flight, of a queue or of its org,
-        may have room again. `numbers` is None if the leases may be of any queue."""
+        """Call this when leases of these queues have ended, or may have ended. Then a limit of jobs in flight, of a
+        queue or of its org, may have room again. `numbers` is None if the leases may be of any queue."""
         if not self._full:
             return
         orgs = None if numbers is None else {org_number(number) for number in numbers}
@@ -243,8 +243,9 @@ class WaitRoom:
             self._wake(key, 1)
 
     def found_all(self, waiter: Waiter, queues: Sequence[QueueName], *, woken: bool) -> None:
-        """The waiter has taken all due jobs of these queues. A probe then finds out when the next job is due. `woken`:
-        something had woken the waiter, perhaps just a job that is due later, so the probe must not be skipped."""
+        """Call this after the waiter has taken all due jobs of these queues. A probe then finds out when the next job
+        is due. `woken` says that something had woken the waiter. This may have been a job that is due later, so the
+        probe must not be skipped."""
         for queue in queues:
             awaited = self._queues.get((waiter.org, queue))
             if awaited is not None:
@@ -255,7 +256,8 @@ class WaitRoom:
             self._probe_old(waiter)
 
     def found_more(self, waiter: Waiter, queues: Sequence[QueueName]) -> None:
-        """The waiter took as many jobs of these queues as it could, and there may be more: wakes another consumer."""
+        """Wakes another consumer. Call this after the waiter has taken as many jobs of these queues as it could: there
+        may be more jobs."""
         for queue in queues:
             awaited = self._queues.get((waiter.org, queue))
             if awaited is not None:
@@ -291,8 +293,9 @@ class WaitRoom:
 
     def stored(self, jobs: NewJobs, duplicates: Collection[int], handover: Handover | None) -> None:
         """Wakes consumers for new jobs that have committed. The jobs at the positions `duplicates` are not new."""
-        # If not all offered jobs were handed over, their takers may have claimed before the commit: then wake consumers
-        # as if no job had been offered. Jobs that wait for slots need no consumer before they get them.
+        # If some of the offered jobs were not handed over, the consumers that were to take them may have claimed before
+        # the commit. Then wake consumers as if no job had been offered. A job that waits for a slot of its group needs
+        # no consumer until it gets the slot.
         takers: Collection[int] = ()
         if handover is not None and handover.is_complete:
             takers = handover.takers
@@ -318,7 +321,8 @@ class WaitRoom:
             self._doorbell.ring(self._store.names.known(jobs.org, ring))
 
     def on_doorbell(self, numbers: Collection[QueueId] | None) -> None:
-        """Another router's doorbell rang for these queues; None: for any queue."""
+        """Wakes consumers of these queues, because another router's doorbell rang for them. If `numbers` is None, it
+        may have rung for any queue."""
         self._ready_orgs.rang(numbers)
         if not self._queues:
             return
@@ -337,14 +341,15 @@ class WaitRoom:
                 self._probe_soon([key for key, queue in self._queues.items() if queue.number is None])
 
     def arrived(self, numbers: Collection[QueueId]) -> None:
-        """Jobs of these queues arrived from another shard."""
+        """Looks for jobs of these queues that arrived from another shard, and wakes their consumers."""
         self._store.arrived(numbers)
         self.on_doorbell(numbers)
         # A probe finds the jobs that are due later: nothing else would wake consumers for those jobs.
         self._probe_soon([key for number in numbers if (key := self._by_number.get(number)) is not None])
 
     async def may_have_jobs(self, org: OrgId, queue: QueueName) -> None:
-        """This queue may have due jobs without an enqueue: it was resumed, or its dead jobs were redriven."""
+        """Looks for due jobs of this queue, and rings the doorbell of the other routers. Call this when jobs may have
+        become due without an enqueue: the queue was resumed, or its dead jobs were redriven."""
         self._probe_soon([(org, queue)])
         if self._pools.serves(queue):
             self._ready_orgs.stored(org, queue, later=False)
@@ -354,7 +359,7 @@ class WaitRoom:
             self._doorbell.ring((await self._store.names.find([(org, queue)])).values())
 
     def _visible(self, numbers: set[QueueId]) -> None:
-        """Jobs of these queues can be claimed again."""
+        """Wakes consumers here and on other routers, because jobs of these queues can be claimed again."""
         if not numbers:
             return
         self._doorbell.ring(numbers, lease_ended=True)
@@ -441,7 +446,8 @@ class WaitRoom:
             awaited = self._queues.get(key) if key is not None else None
             if key is None or awaited is None:
                 continue
-            # Both times are by the shard's clock: only their difference is used with this machine's clock.
+            # Both times are by the shard's clock, which may differ from this machine's clock: use only their
+            # difference.
             left_s = (when - due.now) / 1_000_000
             if left_s > within_s:
                 continue

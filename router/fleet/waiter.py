@@ -66,8 +66,8 @@ class Recipient(Protocol):
         ...
 
     def free_places(self, unused: int) -> None:
-        """It is known which of these jobs come: gives it back the credit for the unused places, and wakes it if there
-        are any."""
+        """Call this when it is known which of these jobs come. Gives the consumer back the credit for the unused
+        places, and wakes it if there are any."""
         ...
 
     def give(self, jobs: Delivery) -> None:
@@ -139,5 +139,5 @@ class AwaitedQueue(Generic[_W]):
             self.able.move_to_end(waiter, last=False)
 
     def served(self, waiter: _W) -> None:
-        """The waiter was woken, or gets jobs: it comes last."""
+        """Puts the waiter last, because it was woken or gets jobs."""
         self.able.move_to_end(waiter)

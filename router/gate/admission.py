@@ -191,7 +191,8 @@ class Gate:
             gc.collect(1)
 
     def was_reset(self, call: Call) -> None:
-        """The client has left before its request was received."""
+        """Counts a request whose client left before the request was received. Closes the connection of a client that
+        does this too often."""
         now_s = asyncio.get_running_loop().time()
         if now_s >= self._resets_until_s:
             self._resets.clear()
@@ -222,7 +223,7 @@ class Gate:
         await call.reserve(count, received=count)
 
     def answered(self, call: Call, count: int) -> None:
-        """gRPC now has an answer of `count` bytes. The client must read it within 30 s."""
+        """Call this when gRPC has got an answer of `count` bytes. The client must read it within 30 s."""
         call.set(count)
         self._unread.begin(call)
 
@@ -254,15 +255,17 @@ class Gate:
                 call.counted = True
 
     def lasting(self, call: Call) -> contextlib.AbstractContextManager[None]:
-        """Ends the current task's work within this scope when the proof of its caller ends. Then raises what
-        Authenticator.lasting raises."""
+        """Interrupts the current task within this scope when the caller's key, token or certificate is no longer valid.
+        Then raises what Authenticator.lasting raises."""
         if self.authenticator is None or call.principal is None:
             return contextlib.nullcontext()
         return self.authenticator.lasting(call.principal)
 
     @contextlib.contextmanager
     def public(self, call: Call) -> Generator[None, None, None]:
-        """Within this scope, counts a call that anybody may make, for the call's connection. Raises RouterFull."""
+        """Counts a call that needs no authentication for the call's connection, until this scope ends. Raises
+        RouterFull.
+        """
         if not self._public.take(call.peer):
             raise RouterFull("calls that anybody may make", PUBLIC_CALLS_MAX)
         try:
@@ -271,11 +274,11 @@ class Gate:
             self._public.give_back(call.peer)
 
     def writing(self, call: Call) -> None:
-        """A stream is about to pass a message to gRPC. The client must read it within 30 s."""
+        """Call this before a stream passes a message to gRPC. The client must read it within 30 s."""
         self._unread.begin(call)
 
     def written(self, call: Call) -> None:
-        """gRPC has taken the message: the client has read enough of the earlier ones."""
+        """Call this when gRPC has taken the message, because the client has read enough of the earlier ones."""
         self._unread.end(call)
 
     # ── Drain ────────────────────────────────────────────────────────────────────────────────────────────────────────

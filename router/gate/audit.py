@@ -103,7 +103,7 @@ class Audit:
             self._export.close()
 
     def around(self, method: _Method, access: Access) -> _Method:
-        """Returns the method. If its scope demands that, its calls are written down."""
+        """Returns the method. If its scope requires records, the returned method also writes down its calls."""
         if access.scope is Scope.ADMIN or access.method in CLUSTER_CHANGES:
             recorded: Callable[..., Any] = functools.partial(self._change, method, access.method)
         elif access.scope is Scope.CLUSTER and inspect.isasyncgenfunction(method):

@@ -47,7 +47,7 @@ _StreamHandler = Callable[[object, Context], Awaitable[None]]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 # Returns the org that a request names; None: the request is about all orgs.
 _OrgOf = Callable[[Any], str | None]
-# How much memory an answer may take: always, or by its request.
+# How much memory an answer may take. It is a number for all answers, or a function of the request.
 AnswerBytes = int | Callable[[Any], int]
 
 # The longest deadline of a call, and its deadline if the caller sets none. It is longer than the longest wait of a
@@ -150,7 +150,7 @@ class _Signals:
         self._seconds = metrics.CALL_SECONDS.labels(method) if unary else None
 
     def ended(self, began_s: float, code: int) -> None:
-        """A call that began at `began_s`, a time of time.perf_counter, has ended with this code."""
+        """Counts a call that has ended with this code. `began_s` is when it began, by time.perf_counter."""
         self._calls.get(code, self._calls[_UNKNOWN]).inc()
         if self._seconds is not None:
             self._seconds.observe(time.perf_counter() - began_s)
@@ -504,8 +504,8 @@ def _message_only(act: Callable[..., Any]) -> Callable[[Any, Context], Any]:
 
 
 async def _identify(gate: Gate, call: Call, context: Context, access: Access) -> None:
-    """Notes who makes the call, in a cluster that authenticates callers. Raises Unauthenticated, ScopeMissing and
-    RouterFull. Raises ShardError if the router cannot find out now who the caller is."""
+    """Records in the call who makes it, in a cluster that authenticates callers. Raises Unauthenticated, ScopeMissing
+    and RouterFull. Raises ShardError if the router cannot find out now who the caller is."""
     if gate.authenticator is None:
         return
     try:
@@ -529,7 +529,7 @@ async def _admitted(
     """Returns the request as soon as there is room for it and for its answer. Raises RouterFull, Undecodable,
     InvalidRequest, OrgForbidden, ScopeMissing."""
     request = _decoded(decode, raw)
-    # Check the org before the call counts for it.
+    # Check the org first, so that a call never counts for an org that its caller may not use.
     org = check_named(call, context, request)
     # Calls of operators may have no org. They share a quota.
     gate.admit(call, org or call.org)
@@ -543,8 +543,8 @@ async def _admitted(
 
 
 def _org_check(access: Access, org_of: _OrgOf | None) -> Callable[[Call, Context, Any], str | None]:
-    """Returns a function that checks the org that a request names, and returns that org, or None if the request names
-    none."""
+    """Returns a function that checks the org of a request. That function returns the org, or None if the request names
+    no org."""
 
     def check_field(call: Call, context: Context, request: Any) -> str | None:
         org: str | None = getattr(request, "org", None)

@@ -22,8 +22,8 @@ from router.gate.admission import Gate
 _log = logging.getLogger(__name__)
 
 _MIB = 1024 * 1024
-# The pause between two looks at the memory. While the process is above half of its limit, it looks more often, so that
-# little can arrive between two looks: on loopback 25 MiB.
+# The pause between two looks at the memory. While the process is above half of its limit, it looks more often. Then
+# little can arrive between two looks, such as 25 MiB on loopback.
 _LOOK_S = 0.25
 _QUICK_LOOK_S = 0.025
 # How long it takes until closed connections have given back their memory.
@@ -71,7 +71,8 @@ class MemoryWatch:
         # `_forget_at`.
         self._list_at = _LIST_EVERY
         self._forget_at = 1000
-        # How many bytes each connection had received at the last listing. None if the arrivals have been told already.
+        # How many bytes each connection had received at a listing. It is None again after these numbers were passed to
+        # the gate's arrivals.
         self._listed: Mapping[str, int] | None = None
         self._handed_over_s = 0.0
         self._spare = _spare_files()

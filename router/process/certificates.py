@@ -94,7 +94,8 @@ class Certificates:
             self._report_expiry()
 
     def _new_configuration(self) -> grpc.ServerCertificateConfiguration | None:
-        """gRPC calls this before every handshake, in a thread of its own. None: nothing has changed."""
+        """Returns the configuration for the next handshakes, or None if it has not changed. gRPC calls this before
+        every handshake, in a thread of its own."""
         configuration = self._loaded.configuration
         if configuration is self._given:
             return None

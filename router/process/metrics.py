@@ -83,8 +83,8 @@ class Metrics:
         return gauges.values()
 
     def ended(self, pid: int) -> None:
-        """A router process has ended: keeps what it has counted, and drops its gauges and exemplars. If that fails,
-        its files stay, and are read as before."""
+        """Call this when a router process has ended. Keeps what the process has counted, and drops its gauges and
+        exemplars. If that fails, its files stay, and are read as before."""
         try:
             with self._lock:
                 for pattern in (f"gauge_*_{pid}.db", f"exemplars_{pid}.json"):
@@ -125,7 +125,8 @@ def _folder() -> Generator[Path, None, None]:
         if (lock := _locked(left)) is not None:
             shutil.rmtree(left, ignore_errors=True)
             os.close(lock)
-    # Before it is locked, another supervisor may take the folder for a left one.
+    # Until the new folder is locked, another supervisor may think that its owner was killed, and delete it. If that
+    # happens, make another folder.
     while (lock := _locked(folder := Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place)))) is None:
         pass
     try:
@@ -139,7 +140,7 @@ def _locked(folder: Path) -> int | None:
     """Returns a descriptor that holds the lock of the folder until it is closed. None: another process has the lock, or
     the folder belongs to another user, was deleted, or is no folder."""
     try:
-        # Any user may put anything there: to open a pipe would take for ever.
+        # Any user may put anything into this place. An open() of a pipe would wait for ever, so open only folders.
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return None

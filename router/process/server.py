@@ -87,7 +87,7 @@ async def serve(
     Calls `ready` with the port once the process takes calls. `cluster` and `settings` are the first contents of `file`;
     later changes, and those of the TLS files, are applied when they are noticed, or at once on SIGHUP. Through the
     connection `supervisor`, the supervisor passes the connections to the sibling processes. When the supervisor ends,
-    this process stops as on SIGTERM. It also does if a task of its upkeep fails, and then raises the task's error.
+    this process stops as on SIGTERM. It also stops if a task of its upkeep fails, and then raises the task's error.
     After the drain it ends within END_S_MAX. Raises CannotListen, ClusterFileError, shard.errors.Misconfigured.
     """
     stop = asyncio.Event()
@@ -175,7 +175,7 @@ def _hurry(file: WatchedFile, certificates: Certificates | None) -> None:
 
 
 def _hear(supervisor: socket.socket, fleet: Fleet, stop: asyncio.Event) -> None:
-    """The supervisor has passed the connection to a sibling process, or has ended."""
+    """Reads from the supervisor, which has passed on the connection to a sibling process, or has ended."""
     said, received, _, _ = socket.recv_fds(supervisor, 1, 1)
     for descriptor in received:
         # Unlike the descriptors that Python opens, this one would stay open in programs that this process starts.

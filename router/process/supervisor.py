@@ -119,7 +119,7 @@ class Supervisor:
                     start_new_session=True,
                 )
             except OSError as error:
-                # There is no memory, or there are too many processes: the other router processes must go on serving.
+                # The machine has no memory left, or too many processes. The other router processes must go on serving.
                 ours.close()
                 if not up.is_set():
                     raise RouterFailed(f"a router process cannot be started: {error.strerror}") from error

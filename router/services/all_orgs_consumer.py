@@ -89,7 +89,7 @@ class AllOrgsConsumer:
         self._receiver.receive(jobs)
 
     def sent(self, jobs: Sequence[Delivery], count: int) -> None:
-        """The client has got these jobs, which have `count` bytes."""
+        """Gives back the memory of jobs that the client has got, which have `count` bytes, and wakes the consumer."""
         for delivery in jobs:
             self.account_of(delivery.org).give_back(delivery.bytes)
         self.wake()

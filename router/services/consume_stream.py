@@ -87,8 +87,9 @@ async def first_message(messages: AsyncIterator[Received], draining: asyncio.Eve
 
 
 def _gravest(errors: Sequence[BaseException]) -> BaseException:
-    """Returns the error with which a stream ends, of those that occurred at the same time, and logs the others. A fault
-    of the router is graver than an error that was expected, and the least is that the client is gone."""
+    """Returns the gravest of several errors that occurred at the same time, and logs the others. The stream ends with
+    the gravest one. A fault of the router is graver than an expected error. The least grave error is that the client is
+    gone."""
 
     def gravity(error: BaseException) -> int:
         if isinstance(error, grpc.aio.InternalError):

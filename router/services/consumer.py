@@ -161,7 +161,7 @@ class Consumer:
         self.add_credit(len(jobs.ids))
 
     def sent(self, jobs: Sequence[Delivery], count: int) -> None:
-        """The client has got these jobs, which have `count` bytes."""
+        """Gives back the memory of jobs that the client has got. The jobs have `count` bytes."""
         self.account.give_back(count)
 
     def release(self, jobs: Delivery) -> None:

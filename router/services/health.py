@@ -22,7 +22,7 @@ class HealthService(health_pb2_grpc.HealthServicer):
         self._draining = asyncio.Event()
 
     def drain(self) -> None:
-        """From now on nothing is served."""
+        """Makes all health checks say from now on that this router serves nothing."""
         self._draining.set()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> _Response:

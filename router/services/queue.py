@@ -226,7 +226,7 @@ class QueueService:
                 first = await first_message(messages, self._draining)
             if first is not None:
                 if first.message.HasField("start"):
-                    # Check the org before the stream counts for it.
+                    # Check the org first, so that a stream never counts for an org that its caller may not use.
                     if first.message.start.all_orgs:
                         check_all_orgs(call, context, _CONSUME, field="start.org")
                     else:

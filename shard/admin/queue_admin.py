@@ -44,7 +44,7 @@ _SCAN_WAIT_S_MAX = 60.0
 # nine priorities. The second bounds the jobs due later that it reads in each lane to find the leased jobs.
 _WORK_LANES_MAX = 100_000
 _WORK_LATER_MAX = 10_000
-# Replaces the second bound in a count that only asks whether there is any work.
+# A count that only asks whether there is any work uses this bound instead of _WORK_LATER_MAX.
 _ANY_WORK_LATER_MAX = 100
 # How many tries the creation of a queue gets if its org is erased meanwhile.
 _CREATE_TRIES_MAX = 6

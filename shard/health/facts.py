@@ -166,7 +166,7 @@ class Clock(NamedTuple):
 
     @classmethod
     def read(cls, behind_s: float, shown_s: float) -> Clock:
-        """`shown_s`: the time that it shows now, in seconds since 1970."""
+        """`shown_s` is the time that the server's clock shows now, in seconds since 1970."""
         return cls(behind_s, shown_s - time.time())
 
 

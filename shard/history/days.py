@@ -26,9 +26,9 @@ from shard.postgres.pool import Database
 from shard.postgres.sql_loader import Statement
 from shard.vocabulary import OrgId
 
-# All statements on the table queue behind a session that waits for an exclusive lock, so this wait must be short. Only
-# writers of a past day queue behind a session that waits for a weaker lock, so this wait may be longer. It must be
-# longer, because an autovacuum gives way only to a session that has waited for deadlock_timeout, which is one second.
+# The wait for an exclusive lock must be short, because all statements on the table queue behind the session that waits.
+# The wait for a weaker lock may be longer, because only writers of a past day queue behind it. It must be longer,
+# because an autovacuum gives way only to a session that has waited for deadlock_timeout, which is one second.
 _EXCLUSIVE_LOCK_WAIT, _WEAKER_LOCK_WAIT = "50ms", "2s"
 _SET_LOCK_WAIT: LiteralString = "SELECT set_config('lock_timeout', %s, true)"
 _TRIES = 10

@@ -65,8 +65,8 @@ async def begin(database: Database, org: OrgId, *, erasure: str) -> bool:
             raise OrgMoves(org, [database.name])
         slots = await connection.run(statements.READ_ORG_SLOT, {"org": org})
         if await connection.run(statements.BEGIN_ERASURE, {"org": org, "id": erasure, "slots": SLOTS}):
-            # No row: the org was inserted after that look. Then it has no slot of its own, because an org that has one
-            # would need a queue to be erased.
+            # If READ_ORG_SLOT found no row, the org was inserted after it. Then the org has no slot of its own:
+            # BEGIN_ERASURE erases an org that has one only if the org has a queue, and no queue can be created now.
             slot = slots[0][0] if slots else 0
             if slot >= SLOTS:
                 # The org has a slot of its own, which the catalog keeps. Insert a new org in that slot, for the next

@@ -141,7 +141,8 @@ async def _restore_from_shard(catalog: Database, shard: Database, version: int) 
         for policy in applied:
             reason = policy.held_for and (known.get(policy.org, policy).held_for or policy.held_for)
             await _write(connection, policy._replace(held_for=reason))
-        # No newer version than the shard's: another shard may have newer policies than this one.
+        # Set the version of this shard, and no higher version. Another shard may have newer policies, and they are
+        # copied only if their version is higher than the catalog's.
         await connection.run(statements.SET_POLICIES_VERSION, {"version": version})
         _log.warning(
             "the catalog's org policies were older than those of shard %r, as after a restore: copied the policies of "

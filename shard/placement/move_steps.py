@@ -119,7 +119,7 @@ class Remaining(NamedTuple):
     dead: int
     # Exported jobs that are not deleted yet.
     departing: int
-    # Ends of nodes of which the target has not been told yet.
+    # How many nodes have ended without the target having been told.
     arrivals: int
 
 

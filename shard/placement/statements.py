@@ -29,7 +29,7 @@ READ_MOVES = _load("read_moves")
 BEGIN_MOVE = _load("begin_move")
 SWITCH_WRITER = _load("switch_writer")
 FINISH_MOVE = _load("finish_move")
-# Not repeatable: a second run would find nothing to forget, as if it were too early.
+# Not repeatable: a second run would return 0, as if the statement had run too early.
 FORGET_OWNER = _load("forget_owner", repeatable=False)
 READ_PIN = _load("read_pin")
 READ_PINS = _load("read_pins")

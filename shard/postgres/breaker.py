@@ -21,7 +21,7 @@ from shard.vocabulary import ShardName
 
 _log = logging.getLogger(__name__)
 
-# A statement that takes longer than this raises a doubt.
+# If a statement takes longer than this, the breaker asks the server whether it still answers.
 OVERDUE_S = 0.4
 # The breaker opens if a server in doubt answers nothing at all for this long.
 _SILENCE_S = 0.8
@@ -156,8 +156,8 @@ class Breaker:
 
 
 async def _heard(probes: set[asyncio.Task[str | None]], *, within_s: float) -> set[str | None]:
-    """Waits until the server answers or refuses a probe. Returns a set with None for an answer, and the reason for a
-    refusal. The set is empty if the server stays silent. Removes from `probes` those that have ended."""
+    """Waits until the server answers or refuses a probe. The returned set has None if the server answered, and the
+    reason if it refused. The set is empty if the server stays silent. Removes from `probes` those that have ended."""
     loop = asyncio.get_running_loop()
     end_s = loop.time() + within_s
     while probes and loop.time() < end_s:

@@ -187,7 +187,7 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
         except asyncio.CancelledError:
             await self._abandon()
             raise
-        # An error after the rows counts too: the statement was not committed then.
+        # An error can follow the rows. Then the statement was not committed, so raise the error.
         for result in self._results:
             if result.status == ExecStatus.FATAL_ERROR:
                 raise error_from_result(result)

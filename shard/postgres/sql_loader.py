@@ -219,8 +219,9 @@ class Statement(bytes):
     # for reports.
     repeatable: bool
     # True if the statement waits only briefly for a lock, and changes nothing if it does not get it: the caller gets
-    # RowLocked. Statements that serve calls of several orgs at once have this flag; their callers then find out which
-    # rows are locked (shard/queue/row_locks.py). So have statements that would delay those by their own locks.
+    # RowLocked. Statements that serve calls of several orgs at once have this flag. Their callers then find out which
+    # rows are locked (shard/queue/row_locks.py). Statements that would delay such statements by their own locks have
+    # the flag too.
     short_lock_wait: bool
     # True if the statement must not scan tables, not even in a Database with `may_scan`. With a LIMIT, the planner
     # expects that the rows of an org are spread over the whole table, but they may all be at its end.

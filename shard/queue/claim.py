@@ -55,7 +55,7 @@ class ClaimRequest(NamedTuple):
     max_jobs: int
     window_us: int
     worker: str
-    # The last job may exceed it. A claim may end before it has reached it, when less than CLAIM_BYTES_MIN are left.
+    # The last job may exceed this bound. A claim may also end below the bound, when less than CLAIM_BYTES_MIN are left.
     bytes_max: int = CLAIM_BYTES_MAX
     # The limits of jobs in flight that count for these queues together. None: there are no such limits.
     in_flight: InFlightLimits | None = None
@@ -261,7 +261,7 @@ class Claimer:
             else:
                 taker.again = True
         for number in errors:
-            # It must not lease more under this number in this act: a late release could end the new lease.
+            # This taker must not lease more under this number in this act: a late release could end the new lease.
             by_lease[number].again = False
         return [errors.get(taker.number) for taker in takers]
 

@@ -94,7 +94,8 @@ class Floors:
         for queue_id, floors in before.items():
             queue = self._queues.get(queue_id)
             if queue is not None:
-                # Claims that are still under way may have skipped the rows, too. They must not raise these floors.
+                # Other claims, which are still under way, may have skipped these rows too. Setting `arrived` keeps
+                # those claims from raising the lowered floors.
                 queue.arrived = self.arrivals
                 queue.floors = [min(pair) for pair in zip(queue.floors, floors, strict=True)]
 

@@ -20,7 +20,7 @@ from shard.queue import statements
 from shard.queue.queue_ids import QueueIds
 from shard.vocabulary import OrgId, QueueName
 
-# How often consumers that stay are noted.
+# The interval at which consumers that stay connected are noted again.
 NOTE_S = 60.0
 # The pause after each write.
 PAUSE_S = 1.0

@@ -38,7 +38,7 @@ SPARSE_ENCODERS = {
 }
 # The sparse columns that enqueue_plain.sql takes. Jobs with any other sparse column need enqueue.sql.
 _PLAIN = frozenset({"priorities", "traces"})
-# For how long the time that the shard returned last is used to refuse ids that are far too old.
+# The time that the shard returned last is used for this long to refuse ids that are far too old.
 _HINT_NS = 2_000_000_000
 
 

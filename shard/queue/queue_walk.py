@@ -48,8 +48,8 @@ class QueueWalk:
         return dict(rows)
 
     async def walk(self, queue: QueueName, name_id: int, *, after: QueueId | None, queues_max: int) -> Walked:
-        """Returns the next queues of this name that have live jobs. `after`: the id of the queue after which the walk
-        goes on. None: it begins with the first queue."""
+        """Returns the next queues of this name that have live jobs. The walk goes on after the queue with the id
+        `after`. If that is None, the walk begins with the first queue."""
         last = (name_id + 1 << _ORG_BITS) - 1
         parameters = {
             "first": (name_id << _ORG_BITS) if after is None else after + 1,

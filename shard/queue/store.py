@@ -282,8 +282,8 @@ class Store:
         in_flight: InFlightLimits | None = None,
     ) -> ClaimResult:
         """Leases up to `max_jobs` due jobs for `window_us` microseconds. Leases fewer jobs if they fill `bytes_max` or
-        the limits of jobs in flight. Raises ShardUnavailable and TooManyWaiting. Raises RowLocked if other claims of a
-        limited org take long."""
+        the limits of jobs in flight. Raises ShardUnavailable and TooManyWaiting. Raises RowLocked if such a limit
+        exists, and other claims hold the lock of the org for too long."""
         self.clock.check()
         request = ClaimRequest(org, tuple(queues), max_jobs, window_us, worker, bytes_max, in_flight)
         while True:
@@ -370,8 +370,8 @@ class Store:
 
     async def alter(self, org: OrgId, ids: Sequence[JobId], alteration: Alteration) -> list[Answer]:
         """Changes jobs that are blocked, scheduled or ready. Returns an answer for each job. It is STALE if the job is
-        leased or dead, or has succeeded, or if a blocked job was to get a time. It is DEPARTING if the job is on its
-        way to another shard. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
+        leased or dead, or has succeeded. It is also STALE if the job is blocked and the change sets its time. It is
+        DEPARTING if the job is on its way to another shard. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
         self.clock.check()
         answers: list[Answer] = await self._single_calls.submit(
             SingleCall(org, len(ids), partial(self._alter, org, ids, alteration))
@@ -741,8 +741,8 @@ class Store:
         *,
         is_sweep: bool = False,
     ) -> Due:
-        """Finds the first live job of each queue, from these floors on. `floors_of` None: from the beginning of
-        time."""
+        """Finds the first live job of each queue, at or above these floors. If `floors_of` is None, there are no
+        floors."""
         first: dict[QueueId, Micros] = {}
         now = Micros(0)
         groups_wait = workflows_wait = ages = quarantines = False

@@ -44,8 +44,8 @@ BATCH_MAX = 500
 _RUNS_MAX = 2000
 # After this many schedules were decided, other tasks get their turn.
 _AT_ONCE = 5
-# After how long a schedule that could not be decided is looked at again. The first time is for a schedule that waits
-# for news of a job, the second for an error.
+# If a schedule cannot be decided now, the router decides it again after this time. _AGAIN_US is for a schedule that
+# waits for news of a job, and _AGAIN_LATER_US for a schedule whose decision failed.
 _AGAIN_US = 100_000
 _AGAIN_LATER_US = 60_000_000
 
@@ -199,8 +199,8 @@ class _Writer:
         if decided.promotes:
             self._promoted[schedule.id] = schedule
         count = len(decided.runs) + decided.promotes
-        # Runs that wait go on waiting for the job that they have waited for. With ALLOW, later runs are stored
-        # meanwhile, and one of their jobs may always be live.
+        # Runs that wait still wait for the same job. With ALLOW, later runs are stored meanwhile. If the waiting runs
+        # waited for the jobs of those, one of these jobs might always be live.
         run_at = None if schedule.buffered and schedule.spec.overlap is Overlap.ALLOW else latest
         self._advances[schedule.id] = Advance(
             schedule.id, decided.next_at, decided.wake_at, latest, run_at, decided.buffered, count
@@ -224,7 +224,8 @@ class _Writer:
             return
         rows = await connection.run(statements.FIND_BUFFERED, {"schedules": arrays.plain(self._promoted)})
         # A backfill may have buffered an instant that this firing has just decided too. One statement cannot store an
-        # instant twice. store_runs records a skip of several instants at a later one, so that the others stay told.
+        # instant twice. store_runs records a skip of several instants at a later one, so that the skip of the others
+        # stays recorded.
         promoted = {(name, at) for name, at, _ in rows}
         self.runs = [new for new in self.runs if (new.schedule, new.run.at) not in promoted or new.run.through]
         for name, at, cause in rows:

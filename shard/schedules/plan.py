@@ -159,9 +159,9 @@ class _Line:
 
 
 def _latest_due(schedule: ScheduleId, timing: Timing, next_at: Micros, now: Micros) -> tuple[Micros | None, Micros]:
-    """Returns the latest instant that is due, and since when it is. No run is stored before an earlier one: so an
-    instant is due when its own jitter and the jitter of each earlier instant is over. Looks at CATCH_UP_MAX instants at
-    most: the next look finds further ones."""
+    """Returns the latest instant that is due, and the time since when it is due. Runs are stored in the order of their
+    instants. So an instant is due when its own jitter is over, and that of each earlier instant. Looks at CATCH_UP_MAX
+    instants at most. If there are more, the next call finds them."""
     # The jitter of these instants is over, whatever it is.
     latest = next(calendar.until(timing, Micros(now - timing.jitter_us)), None)
     if latest is not None and latest < next_at:

@@ -97,9 +97,9 @@ async def store_runs(connection: Connection, runs: Sequence[NewRun]) -> Stored:
 
 
 async def _tell_all(connection: Connection, runs: Sequence[NewRun]) -> Sequence[NewRun]:
-    """Moves skips of several instants, which are recorded at their first instant. That instant may have a run already,
-    for example of a backfill, and would keep it. Nothing would tell of the other instants then. So such a skip is
-    recorded at its first instant without a run."""
+    """Makes sure that skips of several instants are recorded. Such a skip is recorded at its first instant. If that
+    instant has a run already, for example of a backfill, the skip would not be stored, and no record would tell of the
+    other instants. So this function moves the skip to its first instant without a run."""
     skips = [at for at, new in enumerate(runs) if new.run.through is not None]
     if not skips:
         return runs
@@ -151,7 +151,7 @@ async def forget_runs(connection: Connection, schedules: Sequence[ScheduleId]) -
         parameters = {
             "schedules": arrays.plain(schedules),
             "kept": RUNS_KEPT,
-            # Runs of backfills are kept for as long as the ids of jobs count.
+            # Runs of backfills are kept for as long as shards accept ids of their age.
             "backfill_us": round(ID_AGE_DAYS_MAX * _DAY_US),
         }
         await connection.run(statements.FORGET_RUNS, parameters)

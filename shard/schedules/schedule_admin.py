@@ -91,7 +91,7 @@ class Backfilled:
 
 
 async def _nowhere_else(_: JobId) -> bool:
-    """For an org whose live jobs are all on this shard."""
+    """Says that a job is not live on any other shard. Used for an org whose live jobs are all on this shard."""
     return True
 
 
@@ -398,9 +398,9 @@ class ScheduleAdmin:
     async def _find_undecided(
         self, connection: Connection, schedule: ScheduleRecord, new: Collection[Micros]
     ) -> Micros | None:
-        """Returns the first instant that is not decided when the instants of `new` have runs. Instants that are skipped
-        together are recorded at the first of them. If that first instant had a run already, nothing would record the
-        others."""
+        """Returns the first instant that is not decided after the instants of `new` have got runs. Instants that are
+        skipped together are recorded at the first of them. If that first instant had a run already, nothing would
+        record the others."""
         if schedule.next_at is None or schedule.next_at not in new:
             return schedule.next_at
         return await self._first_without_run(connection, schedule, schedule.next_at, new)
@@ -408,9 +408,9 @@ class ScheduleAdmin:
     async def _first_without_run(
         self, connection: Connection, schedule: ScheduleRecord, after: Micros, new: Collection[Micros]
     ) -> Micros | None:
-        """Returns the first instant after this one that has no run when the instants of `new` have runs."""
+        """Returns the first instant after `after` that has no run and is not in `new`, or None if there is none."""
         later = calendar.after(schedule.spec.timing, after)
-        # The loop ends after the instants that have runs.
+        # The loop ends, because only some instants have runs.
         while instants := list(islice(later, RUNS_KEPT)):
             taken = {*new, *(run.at for run in await self._find_runs(connection, schedule.id, instants))}
             for at in instants:

@@ -101,8 +101,8 @@ class WorkflowAdmin:
         raise ShardUnavailable(self._database.name, "the ids of its queues keep changing")
 
     async def _check_id(self, workflow: WorkflowId, now: Micros) -> None:
-        """Refuses what the statement would refuse, so that a call that is refused makes no queues. Raises
-        IdsOutsideHorizon."""
+        """Refuses the ids that the statement would refuse. This check comes before queues are created, so that a
+        refused call creates none. Raises IdsOutsideHorizon."""
         oldest_ms, newest_ms = bounds_ms(now, horizon_us=HORIZON_US)
         if not oldest_ms <= made_at_ms(workflow) <= newest_ms:
             raise IdsOutsideHorizon([0], now=now, horizon_days=ID_AGE_DAYS_MAX)

@@ -309,8 +309,9 @@ class AdminCalls:
         """Cancels the queue's jobs that are not leased, at most `limit`; leased jobs may finish. Returns how many jobs
         it cancelled. Raises NotFound.
 
-        After another error the client does not try again, because it would cancel further jobs: the error says how many
-        jobs were cancelled before. Compare `stats` before you call again."""
+        If a call fails and its jobs may have been cancelled, the client does not try again, because a second try could
+        cancel further jobs. The error says how many jobs were cancelled before. Compare `stats` before you call again.
+        """
 
         async def purge(count: int) -> tuple[int, bool]:
             request = admin_pb2.PurgeQueueRequest(org=self.org, queue=queue, include_dead=include_dead, limit=count)
@@ -535,7 +536,8 @@ class AdminCalls:
 
 async def _in_steps(change: Callable[[int], Awaitable[tuple[int, bool]]], limit: int | None, *, done: str) -> int:
     """Changes jobs in bounded steps, at most `limit` in all. `change` gets how many it may change; it returns how many
-    it has changed, and whether there may be more. Returns the sum. `done`: what becomes of the jobs, for errors."""
+    it has changed, and whether there may be more. Returns the sum. `done` is a word for error messages, such as
+    "cancelled", that says what was done to the jobs."""
     count = 0
     while limit is None or count < limit:
         step = _CHANGE_MAX if limit is None else min(_CHANGE_MAX, limit - count)
@@ -661,7 +663,7 @@ def _read_stats(message: admin_pb2.QueueStats, *, with_finished: bool) -> QueueS
     )
 
 
-# The keys are numbers of the contract's enum. The names there are the same after a prefix.
+# The keys are the numbers of the enum in the proto files. The names of the values are the same there, after a prefix.
 _REFUSALS: dict[int, RestoreRefusal] = {
     admin_pb2.RestoreRefusal.Value(f"RESTORE_REFUSAL_{refusal.name}"): refusal
     for refusal in RestoreRefusal

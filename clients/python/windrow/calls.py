@@ -170,9 +170,10 @@ class Calls:
         refusals: Collection[str] = (),
         verb: str = "",
     ) -> _Response:
-        """Makes one call, with as many tries as its timeout allows, but no further try after a status of `final` or an
-        error with `final_reason`. `refusals`: reasons that say that nothing was done, so that another try may follow
-        even after a status of `final`. `verb`: the call's name in errors; default: its method. Raises WindrowError.
+        """Makes one call, with as many tries as its timeout allows. No further try follows a status in `final`, or an
+        error with `final_reason`. There is one exception: the reasons in `refusals` say that nothing was done, so
+        another try may follow even a status in `final`. `verb` is the call's name in errors, by default its method.
+        Raises WindrowError.
 
         `wait_s` is added to the timeouts, for a call that asks the router to wait for jobs. `before_try` is called
         before each try with the part of `wait_s` that is left.
@@ -247,7 +248,7 @@ class Calls:
         """Closes the connections, which ends the calls under way. A second close does nothing."""
         self._closing.set()
         if await self.channels.close() and self._tasks:
-            # Their calls have just been cancelled, or their pauses have ended.
+            # These tasks end soon: their calls were just cancelled, or the pauses between their tries were ended.
             await asyncio.wait(self._tasks)
 
     @property
@@ -300,7 +301,8 @@ class Calls:
     def _error(
         self, verb: str, failure: CallFailure, *, tries: int, spent_s: float, no_retry: str = ""
     ) -> WindrowError:
-        """`no_retry`: why the call is not retried, if the status does not show that."""
+        """Returns the error of a call that has failed. `no_retry` says why the call is not retried, if the status does
+        not show that."""
         effort = f"{tries} tries in {spent_s:.1f} s" if tries > 1 else f"after {spent_s:.1f} s"
         effort += f"; {no_retry}" if no_retry else ""
         why = failure.message + self._remedy(failure)
@@ -327,7 +329,8 @@ class Calls:
 
 
 def _metadata(org: str | None) -> tuple[tuple[str, str], ...]:
-    """Returns the metadata of a call: its org (None: it is about all orgs), and the current trace if there is one."""
+    """Returns the metadata of a call: its org, and the current trace if there is one. `org` is None for a call about
+    all orgs."""
     named = () if org is None else org_metadata(org)
     trace = tracing.headers()
     return named if trace is None else named + trace

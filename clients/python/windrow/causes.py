@@ -86,7 +86,7 @@ def read_queue(message: admin_pb2.ExplainQueueResponse) -> QueueExplanation:
 
 
 def read_causes(messages: Iterable[cause_pb2.Cause], *, of_queue: bool = False) -> list[Cause]:
-    """`of_queue`: the causes explain a queue, and not a job."""
+    """Converts causes. `of_queue` says that they explain a queue, and not a job."""
     return [_read(message, of_queue) for message in messages]
 
 

@@ -133,7 +133,7 @@ class Channels:
     on they belong to the event loop of that use."""
 
     def __init__(self, address: str, *, count: int, tls: Tls | Path | str | bool | None, has_token: bool) -> None:
-        """`has_token`: calls carry a secret, which must not travel in plain text."""
+        """`has_token` says that the calls carry a secret, which must not travel in plain text."""
         address, secure = split_scheme(address)
         if fault := address_fault(address):
             raise InvalidRequest(fault)

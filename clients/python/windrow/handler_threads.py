@@ -90,13 +90,13 @@ class HandlerThreads:
             result, error = await asyncio.wrap_future(thread)
         except asyncio.CancelledError:
             if thread.cancel():
-                # It had not begun, so nothing goes on alone.
+                # The thread had not begun the handler, so no handler goes on alone.
                 _mark(helds, in_thread=False)
             elif process is None:
                 self._abandon(thread)
             else:
                 assert self._killer is not None
-                # Until the thread kills it, another job must not get it.
+                # Another job must not get this process before the killer thread has killed it.
                 process.retire()
                 self._killer.submit(process.kill)
             raise

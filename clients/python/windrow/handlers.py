@@ -53,7 +53,7 @@ class Registered(NamedTuple):
     is_async: bool
     timeout_s: float | None
     isolated: bool = False
-    # Whether its own coroutine may be run, with nothing around it.
+    # Whether the coroutine of the function may be run directly, with nothing around it.
     is_bare: bool = False
 
 

@@ -97,7 +97,7 @@ _ALL = JobFilter()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BulkChange:
-    """How far a change of all jobs that meet conditions has come."""
+    """The progress of a change to all jobs that meet some conditions."""
 
     # How many jobs met the conditions.
     found: int = 0

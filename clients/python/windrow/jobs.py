@@ -344,7 +344,8 @@ class JobRecord:
     workflow: WorkflowNode | None = None
 
 
-# The keys are numbers of the contract's enums. The names there are the same after a prefix.
+# The keys are the numbers of the enum values in the proto files. The names of those values are the same as here, after
+# a prefix such as JOB_STATE_.
 _STATES: dict[int, JobState] = {
     job_pb2.JobState.Value(f"JOB_STATE_{state.name}"): state for state in JobState if state is not JobState.UNKNOWN
 }

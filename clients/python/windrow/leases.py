@@ -30,7 +30,8 @@ def named(job: Job) -> str:
 class HeldLease:
     """A leased job that the worker holds."""
 
-    # The class has the values of most jobs until they end. An object stores only the values that differ from these.
+    # These class attributes are the values that most jobs have until they end. An object stores only values that
+    # differ.
 
     # The lease ends at this time at the latest, however often it is extended.
     until = math.inf
@@ -225,8 +226,8 @@ class Leases:
             log.warning("%s: lost the lease of %s: %s", self._worker, named(held.job), why)
 
     def _end(self, held: HeldLease, reason: LostReason) -> bool:
-        """Stops working under a lease. Returns False if the job's outcome is on its way: the outcome may have ended the
-        lease, and the answer to it will tell."""
+        """Stops working under a lease. Returns False if the job's outcome is on its way to the router. Perhaps this
+        outcome has ended the lease. The router's answer to it will say so."""
         self.drop(held)
         held.over = True
         if held.settling:

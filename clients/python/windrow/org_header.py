@@ -12,8 +12,9 @@ VALUE_CHARS_MAX = 384
 
 @lru_cache(maxsize=4096)
 def org_metadata(org: str) -> tuple[tuple[str, str], ...]:
-    """Returns the metadata of a call for this org. Returns none if the name is too long for an org: so the router
-    refuses the call, and not gRPC, which refuses metadata above 8 KiB."""
+    """Returns the metadata of a call for this org, or no metadata if the name is too long for an org. gRPC refuses
+    metadata above 8 KiB. Without the metadata, the call reaches the router, which refuses the name.
+    """
     # ASCII letters, digits and - . _ ~ stay as they are. Every other byte of the UTF-8 text becomes %XX.
     value = quote(org, safe="")
     return ((ORG_HEADER, value),) if len(value) <= VALUE_CHARS_MAX else ()

@@ -79,8 +79,8 @@ SELECT new.id::uuid, %(org)s, new.job FROM unnest(%(ids)s::text[], %(jobs)s::byt
 ON CONFLICT (id) DO NOTHING
 """
 
-# Locks up to rows_max rows that no other relay has locked, and returns the first of them, up to bytes_max. `only`: the
-# orgs whose rows to take; NULL: every org.
+# Locks up to rows_max rows that no other relay has locked, and returns the first of them, up to bytes_max. Takes only
+# the rows of the orgs in `only`. If that is NULL, takes the rows of every org.
 _TAKE: Final = """
 WITH taken AS MATERIALIZED (
     SELECT id, org, job, added_at FROM windrow_outbox
@@ -175,8 +175,7 @@ async def _add_async(connection: psycopg.AsyncConnection[Any], parameters: dict[
 
 
 class Relayed(NamedTuple):
-    """How many jobs of one batch were sent, were set aside, and were left for a retry because their org could not be
-    reached."""
+    """Counts of the jobs of one batch: sent, set aside, and left for a retry because their org could not be reached."""
 
     sent: int = 0
     set_aside: int = 0
@@ -418,7 +417,8 @@ class Relay:
             if isinstance(error, Unauthenticated) and not self._refusals.is_final():
                 self._rest(request.org, error)
             elif _concerns_every_org(error):
-                # Raise it when the jobs that other orgs' calls have stored are deleted from the outbox.
+                # This error is raised later, when the jobs that the calls of other orgs have stored are deleted from
+                # the outbox.
                 self._fatal = error
             else:
                 self._rest(request.org, error)
@@ -451,7 +451,7 @@ class Relay:
         rest.until = now + pause_s
         rest.next_s = min(_REST_MAX_S, rest.next_s * 2)
         if isinstance(error, DeadlineExceeded):
-            # The org's shard may only be slow: without more time its jobs would never be stored.
+            # The org's shard may be slow, and not away. Its jobs would never be stored if each try had the same time.
             rest.timeout_s = min(_SEND_MAX_S, rest.timeout_s * 2)
 
 

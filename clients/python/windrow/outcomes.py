@@ -263,7 +263,7 @@ def action_of(error: BaseException, *, runners: Collection[str]) -> tuple[Action
             return Failed(failure=failure_of(error, stack=stack_of(error, frames_of(error, runners=runners)))), error
         action = error.action()
         if isinstance(action, Failed) and error.__cause__ is not None:
-            # The handler has raised it on purpose, from an error that says more.
+            # The handler has raised this outcome from another error (`raise … from error`). That error says more.
             stack = stack_of(error, frames_of(error, runners=runners))
             action = replace(action, failure=replace(action.failure, stack=stack))
         return action, error

@@ -1,4 +1,5 @@
-"""Processes that run handlers, each for one job at a time. A process can be killed. Its end ends only its own job.
+"""Processes that run handlers, each for one job at a time. A process can be killed. This ends only the job of the
+process.
 
 Owns a process and the pipe to it. Knows no leases, and does not decide when a job must stop.
 """

@@ -42,7 +42,7 @@ class Report:
 
     @property
     def size(self) -> int:
-        """How many bytes it takes at most."""
+        """The largest number of bytes that the report can take in a message."""
         return len(self.checkpoint or b"") + (0 if self.progress is None else NOTE_BYTES_MAX + 32)
 
     def write(self, extend: queue_pb2.Extend) -> None:

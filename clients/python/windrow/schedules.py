@@ -431,7 +431,7 @@ def _read_run(message: schedules_pb2.ScheduleRun) -> ScheduleRun:
     )
 
 
-# The numbers are those of the contract's enums. The names there are the same after a prefix.
+# The numbers are those of the enums in the proto files. The names of the values are the same there, after a prefix.
 _OVERLAP_NUMBERS: dict[Overlap, schedules_pb2.OverlapPolicy.ValueType] = {
     policy: schedules_pb2.OverlapPolicy.Value(f"OVERLAP_POLICY_{policy.name}")
     for policy in Overlap

@@ -34,7 +34,7 @@ UNANSWERED_MAX = 2
 
 
 class _Entry:
-    # The class has the values of most entries. An entry stores only the values that differ from these.
+    # These class attributes are the values that most entries have. An entry stores only values that differ.
 
     # The entry may be why a whole message was refused: send it in a message of its own.
     alone = False

@@ -61,8 +61,9 @@ async def _run_all(services: tuple[Service, ...]) -> None:
 @contextmanager
 def stopped_by_signals(stop: Callable[[], None], *, always: bool = False) -> Generator[None]:
     """Calls `stop` on the first two signals. Does nothing outside the main thread, or if the event loop has no signal
-    support. Does nothing either, unless `always`, if the program handles SIGTERM itself, as a web server does: the
-    server would not end, and a handler of the event loop could not be put back."""
+    support. Also does nothing if the program handles SIGTERM itself, as a web server does, unless `always` is true. If
+    this function took the signals from such a server, the server would not end, and a handler that the server had set
+    in the event loop could not be restored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

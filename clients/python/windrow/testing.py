@@ -266,8 +266,8 @@ class _Recorder(Calls):
 
 
 class _FlowCalls(_Recorder):
-    """Answers the calls of a job about its workflow as a router does, if those of its nodes that have results have
-    ended."""
+    """Answers the calls of a job about its workflow, as a router does. Assumes that the nodes with results have ended,
+    and no others."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -74,7 +74,7 @@ def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 def chosen(given: Tls | Path | str | bool | None, *, secure: bool) -> Tls | None:
     """Returns how to connect, or None for plain text. `given` is what the program says; if that is None, the
-    environment decides. `secure`: the address says grpcs://. Raises InvalidRequest."""
+    environment decides. `secure` says whether the address begins with grpcs://. Raises InvalidRequest."""
     match given:
         case Tls():
             return given

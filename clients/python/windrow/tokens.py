@@ -76,15 +76,15 @@ class Refusals:
         self._may_change = tokens is not None and tokens.may_change
         # A router has accepted a token of this caller.
         self._accepted = False
-        # The first refusal since then; monotonic seconds.
+        # The time of the first refusal after the last acceptance, in monotonic seconds. None: no refusal came since.
         self._since: float | None = None
 
     def accepted(self) -> None:
         self._accepted, self._since = True, None
 
     def is_final(self) -> bool:
-        """Returns whether to give up after this refusal. Another token may still come for a while, if a function
-        returns the tokens, and a router has accepted one of them: whoever renews the tokens may be late."""
+        """Returns whether to give up after this refusal. If a function returns the tokens, and a router has accepted an
+        earlier token, the answer is no for RENEWAL_S_MAX: the new token may only be late."""
         now = time.monotonic()
         if self._since is None:
             self._since = now
@@ -109,7 +109,7 @@ def _called(function: Callable[[], _Result]) -> _Result:
     try:
         return function()
     except StopIteration as error:
-        # No future takes it.
+        # A future cannot carry a StopIteration, so raise another error.
         raise RuntimeError("the function of the token raised StopIteration") from error
 
 

@@ -349,7 +349,7 @@ def read_parent(message: workflows_pb2.ParentInfo) -> Parent:
     )
 
 
-# The numbers are those of the contract's enums. The names there are the same after a prefix.
+# The numbers are those of the enums in the proto files. The names of the values are the same there, after a prefix.
 _POLICY_NUMBERS: dict[FailurePolicy, workflows_pb2.FailurePolicy.ValueType] = {
     policy: workflows_pb2.FailurePolicy.Value(f"FAILURE_POLICY_{policy.name}")
     for policy in FailurePolicy

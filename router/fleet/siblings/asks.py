@@ -68,7 +68,7 @@ class Asked:
     release_s: float = math.inf
 
     def abandon(self) -> None:
-        """The enqueue does not go on. A promise that has come, or that still comes, is given back."""
+        """Call this when the enqueue does not go on. Gives back a promise that has come, or that still comes."""
         if not self.promise.done():
             self.promise.cancel()
         elif not self.promise.cancelled() and (promise := self.promise.result()) is not None:
@@ -223,7 +223,7 @@ class Asks:
             self._release_timer = loop.call_at(next_s, self._release_late)
 
     def on_received(self, number: int) -> None:
-        """The sibling's consumers get these jobs from now on. Raises ValueError."""
+        """Records that the sibling has confirmed an outcome: its consumers get the jobs. Raises ValueError."""
         asked = self._promised.pop(number, None)
         if asked is None or not asked.told:
             raise ValueError(f"it has received outcome {number}, which was not sent")
@@ -237,7 +237,7 @@ class Asks:
             self._all_over.set()
 
     def _release(self, asked: Asked) -> None:
-        """The sibling is gone, and has not confirmed that its consumers get these jobs."""
+        """Releases jobs of a sibling that is gone and has not confirmed that its consumers get them."""
         self._release_told(asked)
         self._over(asked)
 
@@ -246,7 +246,7 @@ class Asks:
             delivery.store.release_soon(asked.key.org, delivery.leases())
 
     def close(self) -> None:
-        """The sibling is gone."""
+        """Call this when the sibling is gone. Ends all asks, and releases the jobs that it has not confirmed."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()

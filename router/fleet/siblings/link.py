@@ -14,9 +14,9 @@ _log = logging.getLogger(__name__)
 
 
 class Link(asyncio.Protocol):
-    """`out` is what the sibling is to be told; `send_soon` sends it. `on_open` is called when the sibling has greeted,
-    `on_frame` with each frame, `on_closed` when the connection has ended, because the sibling is gone, is of another
-    release, or sent something that is not a frame."""
+    """The connection to a sibling. `out` collects what the sibling is to be told, and `send_soon` sends it. `on_open`
+    is called when the sibling has greeted, and `on_frame` with each frame. `on_closed` is called when the connection
+    has ended: the sibling is gone, is of another release, or sent something that is not a frame."""
 
     def __init__(
         self,

@@ -62,8 +62,8 @@ class _Kept:
 
 
 class Promises:
-    """`consumers` returns the consumers of a shard; None: this process does not use the shard. `on_in_vain` is called
-    with a queue for which the sibling has asked for more places than it got."""
+    """`consumers` returns the consumers of a shard, or None if this process does not use the shard. `on_in_vain` is
+    called with a queue when the sibling gets fewer places in it than it asked for."""
 
     def __init__(
         self, link: Link, consumers: Callable[[ShardName], Consumers | None], on_in_vain: Callable[[QueueKey], None]
@@ -139,8 +139,8 @@ class Promises:
             self._link.send_soon()
 
     def close(self) -> None:
-        """The sibling is gone. Its enqueues may still lease jobs: these are released when the enqueues must have
-        ended."""
+        """Call this when the sibling is gone. Its enqueues may still lease jobs. These jobs are released as soon as the
+        enqueues must have ended."""
         if self._timer is not None:
             self._timer.cancel()
         kept, self._kept = self._kept, {}

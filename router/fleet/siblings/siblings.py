@@ -68,12 +68,12 @@ class Siblings:
     # ── Hints ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def tell_ready(self, key: QueueKey) -> None:
-        """A consumer of this process that waits for the queue can be handed jobs."""
+        """Tells the siblings that a consumer of this process waits for the queue, and can be handed jobs."""
         for sibling in self._siblings:
             sibling.tell_ready(key)
 
     def tell_gone(self, key: QueueKey) -> None:
-        """No consumer of this process waits for the queue any more."""
+        """Tells the siblings that no consumer of this process waits for the queue any more."""
         for sibling in self._siblings:
             sibling.tell_gone(key)
 

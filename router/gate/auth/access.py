@@ -55,7 +55,7 @@ class OrgForbidden(AccessRefused):
 
 
 class Access(NamedTuple):
-    """What the caller of a method needs."""
+    """What a caller must be allowed to do, to call this method."""
 
     method: str
     # None: any caller who has proved who it is.

@@ -137,7 +137,8 @@ class Authenticator:
             self._lasting.discard(lasting)
 
     async def run(self) -> None:
-        """Ends the proofs and the calls that have to end, until cancelled."""
+        """Runs until cancelled. Forgets keys and tokens that are no longer valid, and ends the calls that used them.
+        Records which API keys were used."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._judge())
             if self._api_keys is not None:

@@ -17,7 +17,7 @@ from router.gate.auth.jwks import JWKS_BYTES_MAX, shown
 from shard.placement.file_watcher import WatchedFiles
 
 _FETCH_S_MAX = 5.0
-# How much later a thread may see that its time is over.
+# A thread may notice up to this much later that its time is over.
 _GRACE_S = 1.0
 _CHUNK_BYTES = 64 * 1024
 

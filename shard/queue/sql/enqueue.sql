@@ -39,7 +39,8 @@ WITH clock AS (
         timestamptz 'epoch' + expires_at_us * interval '1 us' AS expires_at,
         now() + dedup_window_us * interval '1 us' AS until,
         (TABLE slots)[at] AS group_slot,
-        -- The waiting consumer to which the job is leased at once, if the queue and the job's group give it.
+        -- The waiting consumer to which the job is leased at once. No consumer gets the job if its queue gives no jobs,
+        -- or if it got no slot in its group.
         CASE WHEN gives_jobs AND (group_key IS NULL OR (TABLE slots)[at] > 0) THEN taker END AS taker
     FROM unnest(
         %(ids)s::uuid[], %(queue_ids)s::bigint[], %(priorities)s::smallint[], %(max_attempts)s::smallint[],
