@@ -292,6 +292,12 @@ _JOB_JSON: Mapping[str, Callable[[Any], object] | None] = {
     "history": lambda history: json.loads(history or "[]"),
     "shard": None,
 }
+# The texts of a job's template that need no form of their own, such as its group.
+OTHER_TEXTS = tuple(
+    field.name
+    for field in job_pb2.JobTemplate.DESCRIPTOR.fields
+    if field.type == field.TYPE_STRING and field.name not in _JOB_JSON
+)
 
 
 def job_json(job: job_pb2.LeasedJob | job_pb2.Job | Mapping[str, Any], *, payloads: bool) -> dict[str, object]:
@@ -308,9 +314,9 @@ def job_json(job: job_pb2.LeasedJob | job_pb2.Job | Mapping[str, Any], *, payloa
     elif "max_runtime_us" in fields:
         span_us = fields["max_runtime_us"]
         document["max_runtime_s"] = span_us and span_us / 1_000_000
-    for name in ("group", "group_key"):
-        if name in fields:
-            document["group"] = _text_json(fields[name])
+    # An exported job has its group as the shard stores it.
+    texts = {"group": fields["group_key"], **fields} if "group_key" in fields else fields
+    document |= {name: _text_json(texts[name]) for name in OTHER_TEXTS if name in texts}
     if payloads:
         for name in ("payload", "result", "checkpoint"):
             if name in fields:
@@ -348,7 +354,7 @@ def job_facts(job: job_pb2.LeasedJob | job_pb2.Job) -> list[tuple[str, str]]:
         ("finished", shown("finished_at", time)),
         ("schedule", shown("scheduled_run", lambda run: f"{run.schedule}, run of {time(run.at)}")),
         ("workflow", shown("workflow", lambda of: f"{of.workflow_id}, node {of.node}")),
-        ("group", shown("group")),
+        *((name.replace("_", " "), shown(name)) for name in OTHER_TEXTS),
         ("dedup key", shown("dedup_key") + (" (while live)" if fields.get("dedup_while_live") else "")),
         ("attributes", "\n".join(f"{key}={value}" for key, value in sorted(job.attributes.items()))),
         ("shard", shown("shard")),

@@ -14,7 +14,7 @@ def print_schedule(schedule: schedules_pb2.ScheduleInfo, *, as_json: bool = Fals
     if as_json:
         output.say_json([schedule_json(schedule)])
         return
-    from cli.messages import bytes_shown, retry_policy, time_shown
+    from cli.messages import OTHER_TEXTS, bytes_shown, retry_policy, time_shown
     from windrow.v1 import schedules_pb2
 
     spec, job = schedule.spec, schedule.job
@@ -43,7 +43,7 @@ def print_schedule(schedule: schedules_pb2.ScheduleInfo, *, as_json: bool = Fals
             ("max attempts", str(job.max_attempts or "")),
             ("max runtime", values.exact(job.max_runtime.ToTimedelta()) if job.HasField("max_runtime") else ""),
             ("retry", values.retry_text(retry_policy(job.retry)) if job.HasField("retry") else ""),
-            ("group", job.group),
+            *((name.replace("_", " "), getattr(job, name)) for name in OTHER_TEXTS),
             ("attributes", "\n".join(f"{key}={value}" for key, value in sorted(job.attributes.items()))),
             ("payload", bytes_shown(job.payload)),
             ("created", time_shown(schedule, "created_at")),
@@ -108,7 +108,7 @@ def run_row(run: schedules_pb2.ScheduleRun) -> tuple[str, ...]:
 
 
 def schedule_json(schedule: schedules_pb2.ScheduleInfo) -> dict[str, object]:
-    from cli.messages import bytes_json, retry_json, time_json
+    from cli.messages import OTHER_TEXTS, bytes_json, retry_json, time_json
     from windrow.v1 import schedules_pb2
 
     spec, job = schedule.spec, schedule.job
@@ -139,7 +139,7 @@ def schedule_json(schedule: schedules_pb2.ScheduleInfo) -> dict[str, object]:
         "max_attempts": job.max_attempts or None,
         "max_runtime_s": job.max_runtime.ToTimedelta().total_seconds() if job.HasField("max_runtime") else None,
         "retry": retry_json(job.retry) if job.HasField("retry") else None,
-        "group": job.group or None,
+        **{name: getattr(job, name) or None for name in OTHER_TEXTS},
         "attributes": dict(job.attributes),
         **bytes_json("payload", job.payload),
         "created_at": time_json(schedule, "created_at"),

@@ -1,7 +1,8 @@
 """Generates docs/cli.md from the commands and docs/cli.md.in. With --check, only reports whether it is up to date.
 
 A line `{{windrow …}}` of the template becomes the reference of that command: heading, usage, help, options and their
-defaults. The template adds what the commands do not contain: examples with their output, and JSON keys.
+defaults. A line `{{keys of …}}` becomes the JSON keys of a job or a schedule. The template adds what the commands do
+not contain: examples with their output, and the JSON keys of other things.
 """
 
 import re
@@ -20,6 +21,9 @@ sys.path.insert(0, str(DOCS.parent))
 
 from cli.exits import MEANINGS  # noqa: E402  (the checkout is not on the path when this file runs as a script)
 from cli.main import commands  # noqa: E402
+from cli.messages import job_json  # noqa: E402
+from cli.schedule_output import schedule_json  # noqa: E402
+from windrow.v1 import job_pb2, schedules_pb2  # noqa: E402
 
 TEMPLATE = DOCS / "cli.md.in"
 PAGE = DOCS / "cli.md"
@@ -123,6 +127,19 @@ def escaped(text: str) -> str:
     return quoted.replace("|", "\\|").replace("~", "\\~")
 
 
+def json_keys() -> Iterator[tuple[str, str]]:
+    """Yields the name of each list of keys, and the list."""
+    job = job_pb2.Job()
+    job.retry.fixed.SetInParent()
+    documents = {
+        "a job": job_json(job, payloads=False),
+        "a leased job": job_json(job_pb2.LeasedJob(), payloads=True),
+        "a schedule": schedule_json(schedules_pb2.ScheduleInfo()),
+    }
+    for what, document in documents.items():
+        yield f"keys of {what}", wrapped(", ".join(f"`{key}`" for key in document) + ".")
+
+
 def generate() -> str:
     found = {one.name: one for one in references(commands(), "windrow")}
     every = Counter(parameter for one in found.values() for parameter in one.parameters if parameter.flag in SHARED)
@@ -132,6 +149,7 @@ def generate() -> str:
     pages["exit codes"] = "\n".join(
         ["| | |", "|---|---|", *(f"| {code} | {text} |" for code, text in MEANINGS.items())]
     )
+    pages.update(json_keys())
     template = TEMPLATE.read_text()
     used = Counter(INCLUDE.findall(template))
     if wrong := sorted(name for name in {*pages, *used} if name not in pages or used[name] != 1):

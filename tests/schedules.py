@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from shard.postgres.pool import Database
 from shard.queue.settle import Settlement
 from shard.queue.store import Store
-from shard.schedule import Run, ScheduleName, ScheduleSpec, Template, Timing
+from shard.schedule import TEMPLATE_COLUMNS, Run, ScheduleName, ScheduleSpec, Template, Timing
 from shard.schedules import calendar
 from shard.schedules.due_schedules import DueSchedules, Fired
 from shard.schedules.schedule_admin import Found, ScheduleAdmin
@@ -23,17 +23,15 @@ HALF_US = HOUR_US // 2
 
 
 def template(*, queue: str = "mail", payload: bytes = b"hello") -> Template:
-    return {
+    """Returns a template. A column that is not named here is not set."""
+    given = {
         "queue": queue,
-        "priority": None,
         "max_attempts": 3,
         "kind": "send",
         "payload": payload,
         "attributes": '{"from": "schedule"}',
-        "retry": None,
-        "max_runtime_us": None,
-        "group_key": None,
     }
+    return dict.fromkeys(TEMPLATE_COLUMNS) | given
 
 
 class StoredJob(NamedTuple):

@@ -10,7 +10,6 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from router.codec.rules import Rule, limit
 from router.codec.status import InvalidRequest, Violation
 from shard import retry_policy
 from shard.admin.job_counts import WantedCount
@@ -45,6 +44,7 @@ from shard.vocabulary import (
 )
 from shard.workflow import Fault, NodeOf
 from windrow.ids import uuid7
+from windrow.rules import Rule, limit
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
 WINDOW_DEFAULT_US = 30_000_000

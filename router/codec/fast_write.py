@@ -9,14 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from router.codec import convert
 from shard.job_id import to_hex
 from shard.lease_token import TOKEN_BYTES, lease_of, token_prefix
 from shard.queue.pending_enqueue import Handed, Taker
 from shard.queue.store import Store
-from shard.vocabulary import PRIORITY_DEFAULT, Claimed, JobId, Lease, Micros, NewJobs, OrgId
+from shard.vocabulary import (
+    JOB_CONTENT,
+    PRIORITY_DEFAULT,
+    SPARSE_COLUMNS,
+    Claimed,
+    JobId,
+    Lease,
+    Micros,
+    NewJobs,
+    OrgId,
+)
 
 
 def _varint(number: int) -> bytes:
@@ -45,6 +55,12 @@ NOT_SHARED = frozenset(
     {"id", "payload", "group_key", "lease", "leased_at", "deadline", "expired", "expired_lease", "expired_worker"}
 )
 _shared_fields = attrgetter(*(field for field in Claimed._fields if field not in NOT_SHARED))
+# The sparse columns of NewJobs that fill such shared fields of Claimed, by the names of these fields.
+_SPARSE_CONTENT = {
+    column: array
+    for column, array in JOB_CONTENT.items()
+    if column in Claimed._fields and column not in NOT_SHARED and array in SPARSE_COLUMNS
+}
 
 
 class Delivery(NamedTuple):
@@ -102,19 +118,14 @@ def handed(
     lease = _Lease.of(store, taker.number, jobs.org if names_org else None)
     now = outcome.leased_at
     deadline = Micros(now + taker.window_us)
+    columns: list[dict[int, Any]] = [getattr(jobs, array) for array in _SPARSE_CONTENT.values()]
     encodings: dict[tuple[object, ...], bytes] = {}
     written: list[bytes] = []
     ids: list[str] = []
     for at in positions:
         queue = jobs.queues[at]
-        key = (
-            queue,
-            jobs.kinds[at],
-            jobs.priorities.get(at),
-            jobs.traces.get(at),
-            jobs.attributes.get(at),
-            jobs.max_attempts.get(at),
-        )
+        values = [column.get(at) for column in columns]
+        key = (queue, jobs.kinds[at], jobs.priorities.get(at), jobs.max_attempts.get(at), *values)
         shared = encodings.get(key)
         if shared is None:
             job = Claimed(
@@ -122,17 +133,16 @@ def handed(
                 queue=queue,
                 kind=jobs.kinds[at],
                 payload=b"",
-                attributes=jobs.attributes.get(at),
                 priority=jobs.priorities.get(at, PRIORITY_DEFAULT),
                 attempt=1,
                 max_attempts=jobs.max_attempts.get(at) or outcome.max_attempts.get((jobs.org, queue)),
                 enqueued_at=now,
                 run_at=now,
-                trace=jobs.traces.get(at),
                 lease=taker.number,
                 leased_at=now,
                 deadline=deadline,
                 expired=False,
+                **dict(zip(_SPARSE_CONTENT, values, strict=True)),
             )
             shared = encodings[key] = convert.leased_job(job, jobs.org).SerializeToString()
         ids.append(jobs.ids[at])

@@ -21,7 +21,6 @@ from grpc_health.v1 import health
 from grpc_status import rpc_status
 
 from router.codec.fields import FIELDS_MAX, bounded, number_in
-from router.codec.rules import Rule, limit
 from router.codec.status import INTERNAL, MessageTooLarge, OrgMismatch, Undecodable, status_of
 from router.codec.validate import check
 from router.gate.admission import (
@@ -37,6 +36,7 @@ from router.gate.call import Call, current_call
 from shard import metrics
 from shard.job_record import ANSWER_BYTES_MAX
 from windrow.org_header import ORG_HEADER, org_of_header
+from windrow.rules import Rule, limit
 
 _log = logging.getLogger(__name__)
 # These are not grpc's types, because grpc's stubs have only the types of the server without asyncio.

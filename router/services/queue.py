@@ -18,7 +18,6 @@ from google.protobuf.message import Message
 from router.codec import convert, fast_write
 from router.codec.fast_write import Delivery
 from router.codec.lease_verbs import ACK, VERBS, LeaseVerb, not_ok
-from router.codec.rules import Rule, limit
 from router.codec.status import InvalidRequest, Violation, status_of
 from router.codec.validate import check, check_ack, check_alter, check_dequeue, enqueue_violations, plain_jobs
 from router.fleet.fleet import Fleet
@@ -48,6 +47,7 @@ from router.services.server_info import server_info
 from shard.errors import BadIds, LimitReached, TooManyQueues
 from shard.job_record import ANSWER_BYTES_MAX, JobRecord
 from shard.vocabulary import LIVE, Answer, JobId, JobState, OrgId, QueueName, ShardName
+from windrow.rules import Rule, limit
 from windrow.v1 import queue_pb2, server_pb2
 
 _CONSUME = access_of(queue_pb2.DESCRIPTOR.services_by_name["Queue"].methods_by_name["Consume"])

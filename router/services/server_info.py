@@ -8,10 +8,10 @@ from importlib.metadata import version
 
 from google.protobuf.duration_pb2 import Duration
 
-from router.codec.rules import Rule, SpanRule, limit, span_limit
 from router.gate.admission import MESSAGE_BYTES_MAX
 from shard.queue.queue_ids import QUEUES_MAX
 from shard.queue.store import ID_AGE_DAYS_MAX
+from windrow.rules import Rule, SpanRule, limit, span_limit
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2, server_pb2
 
 _FEATURES = (

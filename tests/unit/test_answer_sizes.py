@@ -14,7 +14,6 @@ from google.protobuf.message import Message
 from router import buffer
 from router.buffer import Buffer
 from router.codec import convert
-from router.codec.rules import Rule, limit
 from router.codec.status import InvalidRequest, RouterFull, Violation, status_of
 from router.fleet.fleet import Fleet
 from router.fleet.reload import Reloader
@@ -37,6 +36,7 @@ from shard.schedule import RUNS_KEPT
 from shard.schedules.schedule_admin import LISTED_BYTES_MAX
 from shard.vocabulary import OrgId, QueueName, ShardName
 from tests.unit.test_job_fields import RECORD
+from windrow.rules import Rule, limit
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2, schedules_pb2, workflows_pb2
 
 ORG = OrgId("acme")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,23 @@ async def test_a_handler_that_returns_has_its_result_log_and_reports_in_what_it_
     assert (sent.outcome, sent.state) == (AttemptOutcome.ACKED, JobState.SUCCEEDED)
     assert sent.result == b'{"to":"ada","attempt":2,"before":"none"}'
     assert (sent.log, sent.progress, sent.checkpoint) == ("to ada", Progress(done=2, total=2), b"half")
+
+
+async def test_a_handler_sees_what_the_producer_gave(client: Client) -> None:
+    both = {field.name for field in fields(NewJob)} & {field.name for field in fields(Job)}
+    values: dict[str, Any] = {name: f"of-{name}" for name in both}
+    values |= {"payload": b"x", "attributes": {"a": "b"}, "priority": 3, "max_attempts": 7}
+    values |= {"id": uuid7(), "run_at": datetime.now(UTC), "max_runtime": timedelta(minutes=1)}
+    worker, seen = Worker(client, [values["queue"]]), list[Job]()
+
+    @worker.handler(values["kind"])
+    async def look(job: Job) -> None:
+        seen.append(job)
+
+    await testing.run_job(worker, NewJob(**values))
+    # The job runs now, whatever its time is.
+    for name in both - {"run_at"}:
+        assert getattr(seen[0], name) == values[name], name
 
 
 @pytest.mark.parametrize(

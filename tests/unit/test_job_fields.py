@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from google.protobuf.message import Message
@@ -13,6 +14,8 @@ from google.protobuf.message import Message
 from router.codec import convert, fast_write
 from shard.job_record import NOT_REPEATED, JobRecord, as_new
 from shard.queue import statements
+from shard.queue.pending_enqueue import Handed, Taker
+from shard.queue.store import Store
 from shard.schedules.statements import STORE_RUNS
 from shard.vocabulary import (
     JOB_CONTENT,
@@ -29,7 +32,7 @@ from shard.vocabulary import (
     ShardName,
 )
 from shard.workflows.statements import STORE_WORKFLOW
-from tests.jobs import fullest_job
+from tests.jobs import MINUTE_US, fullest_job
 from tests.unit.test_statements import PACKAGES, SHARD, loaded
 from windrow.v1 import job_pb2
 
@@ -197,6 +200,22 @@ def test_a_column_of_a_claim_is_in_its_message(column: str) -> None:
     nothing: Any = "" if column == "kind" else None
     without = CLAIMED._replace(**{column: nothing})
     assert convert.leased_job(without, OrgId("acme")) != convert.leased_job(CLAIMED, OrgId("acme"))
+
+
+@pytest.mark.parametrize(
+    "array", [array for column, array in JOB_CONTENT.items() if column in Claimed._fields and array in SPARSE_COLUMNS]
+)
+def test_jobs_that_are_handed_over_have_what_their_producer_gave(array: str) -> None:
+    jobs = fullest_job(ORG)
+    for name in ("ids", "queues", "kinds", "payloads"):
+        getattr(jobs, name).append(getattr(jobs, name)[0])
+    for name in SPARSE_COLUMNS:
+        if name != array:
+            getattr(jobs, name)[1] = getattr(jobs, name)[0]
+    taker, handed = Taker(1, "w", MINUTE_US), Handed([0, 1], (), Micros(1), {})
+    delivery = fast_write.handed(cast("Store", SimpleNamespace(name=ShardName("s1"))), jobs, [0, 1], taker, handed)
+    with_it, without = delivery.jobs
+    assert with_it != without
 
 
 def test_every_sparse_column_is_of_texts_or_of_numbers() -> None:

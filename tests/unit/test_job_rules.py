@@ -13,6 +13,7 @@ from router.codec.validate import check, enqueue_violations, violations_of
 from windrow import ExponentialRetry, FixedRetry, InvalidJob, InvalidRequest, NewJob, outbox
 from windrow.job_rules import job_faults, org_fault
 from windrow.new_jobs import enqueue_request
+from windrow.rules import Rule, limit
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
 DAY_S = 86_400
@@ -22,6 +23,12 @@ def ahead(days: float) -> datetime:
     return datetime.now(UTC) + timedelta(days=days)
 
 
+# The texts of a template, except those that are names.
+TEXTS = [
+    field.name
+    for field in job_pb2.JobTemplate.DESCRIPTOR.fields
+    if field.type == field.TYPE_STRING and field.name not in ("queue", "kind")
+]
 # Values of each field at a bound and beyond it.
 FIELDS: list[dict[str, Any]] = [
     *(
@@ -46,6 +53,12 @@ FIELDS: list[dict[str, Any]] = [
     {"dedup_key": "k", "dedup_while_live": True, "dedup_window": 60},
     {"dedup_key": "k", "dedup_while_live": True, "dedup_window": 0},
     *({"max_runtime": value} for value in (0, 0.9, 1, 30 * DAY_S, 30 * DAY_S + 1)),
+    *(
+        {name: text}
+        for name in TEXTS
+        for size in (limit(job_pb2.JobTemplate, name, Rule.STRING_MAX_BYTES),)
+        for text in ("k" * size, "k" * (size + 1), "ä" * (size // 2 + 1), "a\0")
+    ),
     *({"retry": FixedRetry(value)} for value in (-1, 0, 3650 * DAY_S, 3650 * DAY_S + 1)),
     *({"retry": ExponentialRetry(initial_delay=value)} for value in (-1, 0, 3600, 3601, 3650 * DAY_S + 1)),
     *({"retry": ExponentialRetry(max_delay=value)} for value in (-1, 0.9, 1, 3650 * DAY_S, 3650 * DAY_S + 1)),

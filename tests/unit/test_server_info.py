@@ -14,11 +14,11 @@ import windrow.job_rules
 import windrow.payloads
 import windrow.settlements
 from router.codec import validate
-from router.codec.rules import Rule, limit
 from router.services.consume_stream import CREDIT_MAX
 from router.services.server_info import server_info
 from tests.unit.client_fake import FakeRouter
 from windrow import Client, ServerInfo, channels
+from windrow.rules import Rule, limit
 from windrow.server_info import read_server_info
 from windrow.v1 import admin_pb2, queue_pb2, server_pb2
 

@@ -14,6 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from windrow.errors import Violation
 from windrow.ids import made_at
+from windrow.rules import Rule, limit
 from windrow.v1 import job_pb2
 
 # The contract's limit on the jobs, leases or ids of one call.
@@ -27,6 +28,12 @@ _UUID7 = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _RUN_AT_DAYS_MAX, _EXPIRES_AT_DAYS_MAX = 3650, 7300
 _DEDUP_WINDOW_DAYS_MAX = _MAX_RUNTIME_DAYS = 30
+# The upper bound of each text of a template, except the queue and the kind, which are names.
+_TEXT_BYTES_MAX = {
+    field.name: limit(job_pb2.JobTemplate, field.name, Rule.STRING_MAX_BYTES)
+    for field in job_pb2.JobTemplate.DESCRIPTOR.fields
+    if field.type == field.TYPE_STRING and field.name not in ("queue", "kind")
+}
 _SPAN_S_MAX = _RUN_AT_DAYS_MAX * _DAY_S
 
 
@@ -67,8 +74,9 @@ def job_faults(job: job_pb2.NewJob) -> Iterator[Violation]:
             yield Violation(f"template.{name}", f"must be 1 to {largest:,}, not {number}")
     if template.HasField("max_runtime") and not 1 <= _s(template.max_runtime) <= _MAX_RUNTIME_DAYS * _DAY_S:
         yield Violation("template.max_runtime", f"must be 1 s to 30 days, not {_s(template.max_runtime):g} s")
-    if not _is_text(template.group, 0, 256):
-        yield Violation("template.group", "must be at most 256 bytes without NUL")
+    for name, bytes_max in _TEXT_BYTES_MAX.items():
+        if not _is_text(getattr(template, name), 0, bytes_max):
+            yield Violation(f"template.{name}", f"must be at most {bytes_max:,} bytes without NUL")
     yield from _retry_faults(template.retry)
     if not 0 <= _s(job.delay) <= _SPAN_S_MAX:
         yield Violation("delay", f"must be 0 s to 3,650 days, not {_s(job.delay):g} s")

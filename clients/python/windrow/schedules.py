@@ -166,8 +166,8 @@ class ScheduleCalls:
     async def create_schedule(
         self, name: str, schedule: Schedule, job: NewJob, *, paused: bool = False
     ) -> ScheduleRecord:
-        """Creates a schedule, which stores a job like `job` at each of its instants: with its queue, kind, payload (64
-        KiB), attributes, priority, max_attempts, max_runtime, retry and group. Other fields of `job` must not be set.
+        """Creates a schedule, which stores a job like `job`, with an id of its own, at each of its instants. The
+        payload has at most 64 KiB. The times, the delay and the dedup key of `job` must not be set.
 
         Raises AlreadyExists, also if the first try of this call created it and its answer was lost. Raises
         InvalidRequest, for example for a cron expression that cannot be read."""

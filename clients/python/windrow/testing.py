@@ -37,11 +37,11 @@ from windrow.errors import Violation, invalid_argument
 from windrow.failures import Failure
 from windrow.ids import uuid7
 from windrow.job_rules import job_faults, org_fault
-from windrow.jobs import AttemptOutcome, Job, JobState, WorkflowNode, state_value
+from windrow.jobs import AttemptOutcome, Job, JobState, WorkflowNode, read_leased, state_value
 from windrow.leases import HeldLease
 from windrow.new_jobs import JobOptions, NewJob, new_message, read_new
 from windrow.outcomes import Action, Done, Failed, Snoozed, Waits
-from windrow.payloads import Payload, encode
+from windrow.payloads import Payload, encode, timestamp
 from windrow.reports import Progress, Report, Reporter
 from windrow.sync_client import SyncClient
 from windrow.tokens import Metadata
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 _PRIORITY_DEFAULT = 5
 _MAX_ATTEMPTS_DEFAULT = 20
+_LEASED_FIELDS = frozenset(job_pb2.LeasedJob.DESCRIPTOR.fields_by_name)
 _ANY_PAYLOAD: Any = object()
 
 _Request = TypeVar("_Request", bound=Message)
@@ -160,27 +161,24 @@ async def run_job(
 
 
 def _leased(message: job_pb2.NewJob, attempt: int, checkpoint: Payload, reporter: Reporter) -> Job:
-    template, now = message.template, datetime.now(UTC)
+    template, now = message.template, timestamp(datetime.now(UTC))
     max_attempts = template.max_attempts or _MAX_ATTEMPTS_DEFAULT
     if not 1 <= attempt <= max_attempts:
         raise invalid_argument("attempt", f"must be 1 to {max_attempts}, the job's max_attempts, not {attempt}")
-    return Job(
-        lease=b"a lease of windrow.testing",
-        id=message.id,
-        queue=template.queue,
-        kind=template.kind,
-        payload=template.payload,
-        attributes=dict(template.attributes),
-        priority=template.priority or _PRIORITY_DEFAULT,
-        attempt=attempt,
-        max_attempts=max_attempts,
-        enqueued_at=now,
-        run_at=now,
-        max_runtime=template.max_runtime.ToTimedelta() if template.HasField("max_runtime") else None,
-        group=template.group,
-        checkpoint=b"" if checkpoint is None else encode(checkpoint, what="checkpoint"),
-        reporter=reporter,
-    )
+    content: dict[str, Any] = {
+        field.name: value for field, value in template.ListFields() if field.name in _LEASED_FIELDS
+    }
+    leased = job_pb2.LeasedJob(**content)
+    leased.lease = b"a lease of windrow.testing"
+    leased.id = message.id
+    leased.priority = template.priority or _PRIORITY_DEFAULT
+    leased.attempt = attempt
+    leased.max_attempts = max_attempts
+    leased.enqueued_at.CopyFrom(now)
+    leased.run_at.CopyFrom(now)
+    if checkpoint is not None:
+        leased.checkpoint = encode(checkpoint, what="checkpoint")
+    return read_leased(leased, reporter=reporter)
 
 
 def _result_of(action: object, job: Job) -> AttemptResult:

@@ -31,9 +31,9 @@ WITH clock AS (
     -- runs once, before the first insert, and locks the groups.
     SELECT windrow.take_group_slots(%(ids)s, %(queue_ids)s, %(groups)s, %(run_at_us)s, %(delay_us)s)
 ), sent AS (
-    -- A column that no job of the batch uses is an empty array; unnest fills it with NULLs.
+    -- A column that no job of the batch uses is an empty array; unnest fills it with NULLs. JSON is still text here.
     SELECT
-        id, queue_id, priority, n.max_attempts, {{new_job_values}}, at,
+        n.*,
         -- This is never before now(), because claims do not look below the floor.
         greatest(now(), timestamptz 'epoch' + run_at_us * interval '1 us', now() + delay_us * interval '1 us') AS run_at,
         timestamptz 'epoch' + expires_at_us * interval '1 us' AS expires_at,
@@ -41,14 +41,14 @@ WITH clock AS (
         (TABLE slots)[at] AS group_slot,
         -- The waiting consumer to which the job is leased at once. No consumer gets the job if its queue gives no jobs,
         -- or if it got no slot in its group.
-        CASE WHEN gives_jobs AND (group_key IS NULL OR (TABLE slots)[at] > 0) THEN taker END AS taker
+        CASE WHEN gives_jobs AND (group_key IS NULL OR (TABLE slots)[at] > 0) THEN offered END AS taker
     FROM unnest(
         %(ids)s::uuid[], %(queue_ids)s::bigint[], %(priorities)s::smallint[], %(max_attempts)s::smallint[],
         %(run_at_us)s::bigint[], %(delay_us)s::bigint[], %(expires_at_us)s::bigint[], %(dedup_window_us)s::bigint[],
         {{new_job_arrays}}, %(takers)s::smallint[]
     ) WITH ORDINALITY n (
         id, queue_id, priority, max_attempts, run_at_us, delay_us, expires_at_us, dedup_window_us,
-        {{job_content}}, taker, at
+        {{job_content}}, offered, at
     )
     JOIN lane USING (queue_id)
     -- All or none: if one queue is not admitted, nothing is stored.
@@ -70,7 +70,7 @@ WITH clock AS (
         leased_at, worker, attempt
     )
     SELECT
-        id, queue_id, coalesce(priority, 5), max_attempts, {{job_content}}, group_slot, run_at,
+        id, queue_id, coalesce(priority, 5), max_attempts, {{new_job_values}}, group_slot, run_at,
         coalesce(now() + (%(windows_us)s::bigint[])[taker] * interval '1 us', run_at), expires_at,
         (%(leases)s::bigint[])[taker],
         CASE WHEN taker > 0 THEN now() END, (%(workers)s::text[])[taker], (taker IS NOT NULL)::int
