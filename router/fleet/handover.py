@@ -154,6 +154,7 @@ def _handed_positions(jobs: NewJobs) -> Sequence[int]:
     claimed: set[int] = set()
     for name in _CLAIMED_COLUMNS:
         claimed.update(getattr(jobs, name))
+    # There is no job left if the jobs of a call are all known already.
     if max(map(len, jobs.payloads), default=0) > _PAYLOAD_BYTES_MAX:
         claimed.update(at for at, payload in enumerate(jobs.payloads) if len(payload) > _PAYLOAD_BYTES_MAX)
     return [at for at in range(len(jobs)) if at not in claimed] if claimed else range(len(jobs))

@@ -25,6 +25,7 @@ from embedded import Cluster as OwnServer
 from shard.limits import EVERY_ORG
 from shard.placement.cluster_file import read_cluster
 from shard.vocabulary import OrgId
+from tests import streams
 from tests.command import windrow
 from tests.jobs import job_id, job_message
 from tests.moves import begin_move
@@ -327,6 +328,16 @@ def test_a_repeat_of_stored_jobs_is_not_refused_and_costs_nothing(cluster: Clust
     refused(lambda: enqueue(cluster.near, org, [*jobs, new_job()]))
     mixed = enqueue(cluster.near, org, [*jobs, new_job()], independent=True)
     assert [bool(result.id) for result in mixed] == [True, True, True, False]
+
+
+async def test_a_repeat_at_a_limit_is_not_refused_while_consumers_wait(cluster: Cluster) -> None:
+    org, jobs = cluster.org(), some(2)
+    cluster.limit(org, 2)
+    async with streams.client(cluster.routers.address) as near, near.stream(org, credit=100) as stream:
+        enqueue(cluster.near, org, jobs)
+        await stream.until_jobs(2)
+        results = enqueue(cluster.near, org, jobs)
+        assert [(result.id, result.duplicate) for result in results] == [(job.id, True) for job in jobs]
 
 
 def test_a_dedup_key_that_is_taken_costs_nothing(cluster: Cluster) -> None:

@@ -298,6 +298,23 @@ async def test_an_enqueue_that_stores_nothing_gives_no_slots(database: Database,
     assert await lease_jobs(store, org) == []
 
 
+async def test_an_enqueue_that_is_refused_looks_at_no_group(database: Database, org: OrgId) -> None:
+    """It neither waits for a group nor gives a slot to a job that has become due."""
+    store = Store(database)
+    scheduled = some_jobs(org, 1, group="g", delay_us=MINUTE_US)
+    await store.enqueue(scheduled)
+    await make_due(database, org)
+    refused = some_jobs(org, 1, group="g")
+    async with database.transaction() as rival:
+        await rival.run(b"SELECT pg_advisory_xact_lock(14, bucket) FROM generate_series(0, 1023) AS bucket", {})
+        with pytest.raises(NotOwned):
+            await store.enqueue(refused, epoch=-1)
+    with pytest.raises(NotOwned):
+        await store.enqueue(refused, epoch=-1)
+    slots = await database.run(b"SELECT group_slot FROM windrow.job WHERE id = %(id)s::uuid", {"id": scheduled.ids[0]})
+    assert slots == [(None,)]
+
+
 # What is not handed over
 
 

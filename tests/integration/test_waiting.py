@@ -1116,9 +1116,12 @@ async def test_jobs_are_offered_to_those_with_credit_by_turns(room: WaitRoom) ->
     assert await offer(room, some_jobs(OrgId("another"), 3)) is None
 
 
-async def test_an_enqueue_whose_jobs_a_former_owner_knows_hands_nothing_over(room: WaitRoom) -> None:
-    room.enter(_Waits(OrgId("o"), "mail", credit=10))
+async def test_of_no_jobs_none_is_offered(room: WaitRoom) -> None:
+    """A call has no jobs left if a former owner knows all of them, or if it repeats an enqueue at a limit."""
+    one = _Waits(OrgId("o"), "mail", credit=1)
+    room.enter(one)
     assert await offer(room, NewJobs(org=OrgId("o"))) is None
+    assert one.credit == 1
 
 
 async def test_a_call_that_jobs_are_on_their_way_to_is_not_woken_for_others(room: WaitRoom) -> None:

@@ -88,9 +88,10 @@ WITH clock AS (
     SELECT ({{org_of(s)}})::integer, count(*) FROM stored s GROUP BY 1
 )
 SELECT
-    now(), ids_fit, l.*, n, (TABLE slots),
-    CASE WHEN partly THEN ids::text[] END,
-    CASE WHEN partly THEN queues END,
+    -- If no job was stored, the slots are of no use. A call that is refused must not wait for its groups.
+    now(), ids_fit, l.*, n, CASE WHEN n > 0 THEN (TABLE slots) END,
+    CASE WHEN part THEN ids::text[] END,
+    CASE WHEN part THEN queues END,
     CASE
         -- A key was taken for a job that was not stored, because a live job has its id.
         WHEN keyed < (SELECT count(*) FROM keys) THEN windrow.refuse_unstored_keys()
@@ -98,13 +99,10 @@ SELECT
     END,
     -- Jobs that were not stored have left their slots to jobs of the batch that wait. If none was stored, the groups
     -- may not be locked.
-    CASE WHEN partly AND n > 0 THEN windrow.fill_group_slots(%(queue_ids)s, %(groups)s) END
+    CASE WHEN part AND n > 0 THEN windrow.fill_group_slots(%(queue_ids)s, %(groups)s) END
 FROM clock, (
     SELECT array_agg(queue_id), array_agg(gives_jobs), array_agg(max_attempts)
     FROM lane
 ) l, (
-    SELECT
-        count(*) AS n, count(*) < %(jobs)s AS partly, count(dedup_key) AS keyed, array_agg(id) AS ids,
-        array_agg(queue_id) AS queues
-    FROM stored
-) s
+    SELECT count(*), count(*) < %(jobs)s, count(dedup_key), array_agg(id), array_agg(queue_id) FROM stored
+) s (n, part, keyed, ids, queues)
