@@ -1,5 +1,5 @@
-"""Searches exported jobs. This is much slower than a search of the tables: there is no index, and the search reads
-every file that may have a match from where it is stored. It skips a file or a row group if the folder name, the
+"""Searches exported jobs. This is much slower than a search of the tables. There is no index. Each file that may have
+a match is read from the place where it is stored. The search skips a file or a row group if the folder name, the
 manifest or the statistics show that it has no match."""
 
 from __future__ import annotations

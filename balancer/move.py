@@ -160,8 +160,9 @@ class Mover:
         return self._shards[name]
 
     async def _close(self, move: Move, source: Database, target: Database) -> bool:
-        """Closes the source. Producers wait from then until the switch. So before that, the source learns which orgs
-        have slots of their own, and the target creates the queues, which also shows that the target is reachable.
+        """Closes the source. From then until the switch, producers wait. So two things are done before the source is
+        closed: the source learns which orgs have slots of their own, and the target creates the queues. The latter also
+        shows that the target is reachable.
         Returns False if the mover was stopped."""
         # No org can be pinned while its hash slot moves, so this reading is complete.
         org_pins = await pins.read_on(self._catalog, move.source)

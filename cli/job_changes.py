@@ -122,7 +122,7 @@ def alter(
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
     """Changes jobs that are blocked, scheduled or ready: when they run, their priority, their attributes (--attribute
-    replaces all that they have). A blocked job can get no time.
+    replaces all that they have). A blocked job has no time yet, so --delay and --run-at do not change it.
 
     Jobs are named by their ids, or by conditions, as for `windrow jobs cancel`. A command that was interrupted can be
     repeated: it skips jobs that are already changed. Only --delay postpones such jobs again; --run-at does not.

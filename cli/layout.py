@@ -136,9 +136,9 @@ class Command(TyperCommand):
 
 
 def _tell_its_place(error: Any, ctx: Any) -> None:
-    """Makes an error about an unknown option say where the option belongs: before the command if it is for all
-    commands, after it if it is for some of a group's commands. If this command has an argument where other commands
-    have this option, the error names the argument."""
+    """Makes an error about an unknown option say where the option belongs. An option for all commands stands before the
+    command. An option for some of a group's commands stands after the name of such a command. If this command has an
+    argument where other commands have this option, the error names the argument."""
     root = ctx.find_root()
     # typer does not export the error's class.
     if type(error).__name__ != "NoSuchOption":

@@ -486,7 +486,7 @@ def _drawn(nodes: Sequence[workflows_pb2.NodeInfo]) -> Iterator[list[str]]:
 
 
 def _title(node: workflows_pb2.NodeInfo) -> str:
-    """Returns a node's name, after what the node is if it is no ordinary one."""
+    """Returns a node's name. If the node is a callback or waits for a signal, this is said before the name."""
     what = _callback(node) or ("signal" if node.signal else None)
     return node.name if what is None else f"{what}: {node.name}"
 

@@ -161,7 +161,7 @@ def _handed_positions(jobs: NewJobs) -> Sequence[int]:
 
 
 def _by_queue(jobs: NewJobs, positions: Sequence[int]) -> dict[QueueName, list[int]]:
-    """Returns which of these positions are of jobs of each queue, in the order of their priorities."""
+    """Groups these positions by the queues of their jobs. Within a queue, the most urgent jobs come first."""
     by_queue: dict[QueueName, list[int]] = {}
     if not positions:
         return by_queue

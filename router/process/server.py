@@ -221,7 +221,7 @@ def _authenticator(settings: AuthSettings | None, fleet: Fleet) -> Authenticator
 
 
 async def _end_with(server: GrpcServer) -> None:
-    """Returns if the server ends by itself: another process can take the calls."""
+    """Waits until the server ends by itself. Raises no error then, because another process can take the calls."""
     try:
         await server.ended()
     except Exception:  # noqa: BLE001 - whatever it was, this process serves no more calls

@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 class Upkeep:
-    """Runs tasks until the end of its scope, if none ends before. If one does, sets `stop`."""
+    """Runs tasks until the end of its scope. If a task ends by itself before that, sets `stop`."""
 
     def __init__(self, stop: asyncio.Event) -> None:
         self._stop = stop

@@ -251,9 +251,9 @@ async def _reattach(connection: Connection, day: Day) -> None:
 
 
 async def _compare(connection: Connection, day: Day, exported: Mapping[OrgId, int]) -> None:
-    """Compares the day with its export. Takes the day's jobs from the books, which change in the same transactions as
-    the rows, so that nobody waits for a count. If an org has fewer jobs than were exported, the drop loses nothing.
-    Raises NotExported."""
+    """Compares the day with its export. Reads from the books how many jobs the day has. The books change in the same
+    transactions as the rows, so no rows have to be counted while others wait. If an org has fewer jobs than were
+    exported, the drop loses nothing. Raises NotExported."""
     for org, jobs in await connection.run(statements.READ_ARCHIVED, _parameters(day)):
         if jobs > exported.get(org, 0):
             raise NotExported(f"{day.name} has {jobs:,} job(s) of org {org!r}, and its export {exported.get(org, 0):,}")

@@ -194,9 +194,9 @@ async def read_workflows(database: Database, slots: Sequence[Slot]) -> list[Work
 
 
 async def delete_workflows(database: Database, slots: Sequence[Slot], *, epoch: int) -> None:
-    """Deletes the workflows of these slots on the source. Call it when routers read the workflows on the target. Ends
-    of nodes that are appended on the source after it closed the slots stay there until `carry_arrivals` carries them to
-    the target."""
+    """Deletes the workflows of these slots on the source. Call it when routers read the workflows on the target.
+    After the source has closed the slots, ends of nodes may still be appended on it. They stay there until
+    `carry_arrivals` carries them to the target."""
     parameters = {"slots": arrays.numbers(slots), "state": "draining", "epoch": epoch}
     await database.run(statements.DELETE_WORKFLOWS, parameters)
 

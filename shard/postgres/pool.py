@@ -106,8 +106,8 @@ class Database:
         self.address = ""
         # Called when the server becomes unavailable, so that other connections to it can be closed too.
         self.went_away: Callable[[], None] = _ignore
-        # Called after a change whose answer was lost with its connection: it may have been made, and then nobody was
-        # told of what it has made visible or ended (I7).
+        # Called after a connection was lost before it had brought the answer to a change. The change may have been
+        # made. If so, nobody was told what it made visible, or what it ended (I7).
         self.hints_lost: Callable[[], None] = _ignore
         self._wait_s = wait_s
         self._short_lock_wait_s = short_lock_wait_s

@@ -140,7 +140,7 @@ class QueueFacts(NamedTuple):
     leased: int
     first_deadline: Micros | None
     next_due: Micros | None
-    # False: more jobs become visible later than were looked at.
+    # False: not all jobs that become visible later were looked at.
     complete: bool
     consumers: ConsumersOf
     # The kinds that are quarantined.

@@ -113,9 +113,10 @@ class NodeAdder:
         must wait for the nodes, ends its lease, and blocks the job.
 
         `adder`: the lease of the job that adds the nodes. If that job is on another shard, which has checked its lease,
-        `adder` is the number of the job's node. Then the caller must give back a job that must wait: it runs again on
-        this shard, and waits. Raises LeaseEnded, UnknownWorkflow, WorkflowEnded, NodeEnded, NodeExists,
-        NodeMayWaitForJob, UnknownNode, TooManyNodes, TooManyQueues."""
+        `adder` is the number of the job's node. Then this method cannot end the lease. If the job must wait, the caller
+        must give it back on its shard. The job then runs again, on this shard, and waits. Raises LeaseEnded,
+        UnknownWorkflow, WorkflowEnded, NodeEnded, NodeExists, NodeMayWaitForJob, UnknownNode, TooManyNodes,
+        TooManyQueues."""
         org = nodes.jobs.org
         for _ in range(_TRIES_MAX):
             ids = await self._calls.in_turn(org, partial(self._queues_for, nodes, epoch))

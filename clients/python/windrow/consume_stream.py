@@ -248,8 +248,9 @@ class ConsumeStream:
             has_content = settlements.fill(request) or request.HasField("start")
             wanted = self._jobs_wanted()
             more = wanted - self._credit
-            # Grant credit when it covers at most half of the wanted jobs: one message for each job would be too many.
-            # A message that is sent anyway carries any amount of credit.
+            # One message for each job would be too many. So a message is sent only to grant credit if the credit that
+            # the router still has covers at most half of the wanted jobs. A message that is sent anyway grants more
+            # credit, however little it is.
             if more > 0 and (has_content or self._credit * 2 <= wanted):
                 request.credit = more
                 self._credit += more

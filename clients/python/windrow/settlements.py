@@ -161,8 +161,8 @@ class Settlements:
         self._notify()
 
     def when_stored(self, held: HeldLease, stored: Future[None]) -> None:
-        """Ends the future when all lines that the handler has logged are sent, and no report of this job is on its way,
-        or when its lease is lost."""
+        """Completes the future when one of two conditions holds: the job's lease is lost, or all lines that the handler
+        has logged are sent and no report of this job is on its way."""
         if held.job.logged.count > held.lines_told:
             self.report(held, Report())
         self._told.setdefault(held, []).append(stored)

@@ -235,7 +235,8 @@ class Worker:
         killed when the handler times out, when its job is lost, and when the worker stops. If the process ends by
         itself, only this job's attempt fails, as `windrow.Crashed`. A process runs one job at a time, and at most 1,000
         jobs in all. It imports the handler's module by name, so the handler must be a function of a module. It also
-        imports the program's own module; run() returns at once there. job.lost is never set in the process.
+        imports the program's own module. If that module calls run(), run() returns at once. job.lost is never set in
+        the process.
 
         Raises InvalidRequest if no kind is given, if a kind already has a handler, if `timeout` is not more than 0 s,
         for an unknown `isolate`, or for an `async def` in a process.

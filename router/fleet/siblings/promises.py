@@ -101,8 +101,8 @@ class Promises:
         self._link.send_soon()
 
     def _give_up(self) -> None:
-        """Gives waiters whose promises are too old their credit back, and releases the jobs that may have been leased
-        to them."""
+        """Ends promises that are too old: gives their waiters the credit back, and releases the jobs that may have been
+        leased to these waiters."""
         loop = asyncio.get_running_loop()
         self._timer = None
         for kept in self._kept.values():
