@@ -1,4 +1,4 @@
-"""Claims jobs: leases due jobs of one shard, to several claim requests in one statement."""
+"""Claims jobs: leases due jobs of one shard. One statement serves several claim requests."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from shard.queue.queue_ids import QueueIds
 from shard.queue.revocation import Revocation
 from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, Answer, Claimed, Lease, OrgId, QueueId, QueueName
 
-# Upper bound for the statements of one act. Usually one statement serves all takers. More statements are needed if it
-# took jobs that were expired or out of attempts, or if the jobs are large: two jobs of 1 MiB fill a statement.
+# Upper bound for the statements of one act. Usually one statement serves all takers. More statements are needed if
+# some of the jobs were expired or out of attempts, or if the jobs are large: two jobs of 1 MiB fill a statement.
 _RUNS_MAX = 8
 # Upper bound for the groups (sets of queues) in one statement.
 _GROUPS_MAX = 64
@@ -33,9 +33,10 @@ _GROUPS_MAX = 64
 # the default limit of gRPC clients.
 CLAIM_BYTES_MAX = 2 * 1024 * 1024 - 192 * 1024
 _LARGEST_JOB_BYTES = (1024 + 36 + 64) * 1024
-# A claim asks for at least this many bytes. A statement has a single limit of bytes: the smallest number that any of
-# its takers has left. A taker that has less than this left counts as served. So each of the _RUNS_MAX statements of an
-# act may give at least this much, and the other takers get as much from an act as from a statement of their own.
+# A claim asks for at least this many bytes, and a taker with fewer bytes left counts as served. A statement has one
+# limit of bytes: the smallest number that any of its takers has left. So each of the _RUNS_MAX statements of an act may
+# give at least this many bytes. Together they may give CLAIM_BYTES_MAX, as a single statement may. So a taker with few
+# bytes left takes nothing from the other takers.
 CLAIM_BYTES_MIN = CLAIM_BYTES_MAX // _RUNS_MAX
 # The memory that a job needs in addition to its payload, attributes and checkpoint.
 JOB_BYTES = 500
@@ -195,9 +196,9 @@ class Claimer:
         by_lease = {taker.number: taker for taker in takers}
         began_to_wait = any(row[7] is None for row in rows)
         if began_to_wait:
-            # Rows without a lease are scheduled jobs of groups that have become due. Jobs that got a group slot at once
-            # can be claimed now. It is not known for which takers these rows were, so the statement runs again for all
-            # of them.
+            # Rows without a lease are scheduled jobs that have a group and have just become due. Those that got a group
+            # slot at once can be claimed now. It is not known for which takers these rows were, so the statement runs
+            # again for all takers.
             self._visible({row[1] for row in rows if row[7] is None})
             rows = [row for row in rows if row[7] is not None]
         claimed = [Claimed(row[0], queue_names[row[1]], *row[2:]) for row in rows]
@@ -376,8 +377,8 @@ def _next_batch(takers: Sequence[_Taker]) -> tuple[list[_Taker], list[_Taker]]:
     """Splits takers into those for the next statement and those that wait for a later statement. A taker waits if there
     are too many groups. It also waits if its queues overlap with the queues of another group and the two sets differ:
     SKIP LOCKED does not skip rows that the same statement has locked, so the statement would take such rows twice. A
-    group with a limit of jobs in flight has a statement of its own: this statement may have to wait for other claims of
-    the org, and counts the leased jobs a single time."""
+    group with a limit of jobs in flight has a statement of its own, because this statement may have to wait for other
+    claims of the org, and counts the leased jobs only once."""
     batch: list[_Taker] = []
     later: list[_Taker] = []
     owners: dict[tuple[OrgId, QueueName], tuple[QueueName, ...]] = {}

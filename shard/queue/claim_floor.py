@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 
 from shard.vocabulary import PRIORITIES, Claimed, Micros, QueueId
 
-# How long an enqueue may take from its now() to its commit, so that claims find its jobs. If it takes longer, only the
-# sweep finds them.
+# Claims find the jobs of an enqueue that takes at most this long from its now() to its commit. If the enqueue takes
+# longer, only the sweep finds its jobs.
 GUARD_US = 1_000_000
-# How long an enqueue may take, so that every sweep finds its jobs. If it takes longer, only a full sweep finds them.
+# Every sweep finds the jobs of an enqueue that takes at most this long. If the enqueue takes longer, only a full sweep
+# finds its jobs.
 _LATE_US = 10_000_000
 # A queue is forgotten if there is no claim of its jobs for this long. The next claim then begins at zero.
 _FORGET_AFTER_S = 60.0
@@ -89,7 +90,7 @@ class Floors:
     def missed(self, before: Mapping[QueueId, Sequence[Micros]]) -> None:
         """Lowers floors after a claim that locked rows and did not lease them: claims that ran at the same time have
         skipped these rows. `before`: the floors at which that claim began. Floors that are higher now are set back to
-        them."""
+        those floors."""
         self.arrivals += 1
         for queue_id, floors in before.items():
             queue = self._queues.get(queue_id)
@@ -100,8 +101,9 @@ class Floors:
                 queue.floors = [min(pair) for pair in zip(queue.floors, floors, strict=True)]
 
     def emptied(self, queues: Iterable[QueueId]) -> None:
-        """Forgets these queues if many queues are remembered: a claim for consumers of all orgs has probably taken
-        their last jobs. There may be a hundred thousand such queues, and most of them get no job soon."""
+        """Forgets these queues if many queues are remembered. Call this when a claim for consumers of all orgs has
+        probably taken the last jobs of the queues: there may be a hundred thousand such queues, and most of them get
+        no job soon."""
         if len(self._queues) > _EMPTIED_KEPT_MAX:
             for queue_id in queues:
                 self._queues.pop(queue_id, None)

@@ -40,9 +40,9 @@ Result = TypeVar("Result")
 
 
 class SingleCall(NamedTuple):
-    """A call that shares no statement with others and runs by itself. A Coalescer of `single_calls`, or another one
-    with `one_by_one` as its act, runs such calls, so that one org's calls leave connections for the calls of other orgs
-    (I4). `org`: None if the call is about no org."""
+    """A call that shares no statement with others and runs by itself. Such calls go through a Coalescer whose act is
+    `one_by_one` (`single_calls` makes one), so that one org's calls leave connections for the calls of other orgs (I4).
+    `org`: None if the call is about no org."""
 
     org: OrgId | None
     weight: int
@@ -317,7 +317,7 @@ class Coalescer(Generic[Call, Result]):
             nonlocal callers
             if result.cancelled():
                 callers -= 1
-                # The act goes on if `on_abandoned` needs its results: it may have committed already.
+                # The act may have committed already. If `on_abandoned` needs its results, the act goes on.
                 if not callers and self._on_abandoned is None:
                     task.cancel()
 

@@ -1,5 +1,5 @@
-"""Records which queues consumers look for on one shard, and which kinds they take, so that ExplainJob can say that
-nobody takes a job. These records are a hint (I7): nothing else reads them, and they may be wrong.
+"""Records on one shard in which queues consumers look for jobs, and which kinds they take, so that ExplainJob can say
+that nobody takes a job. These records are a hint (I7): nothing else reads them, and they may be wrong.
 
 A consumer is noted when it looks for jobs for the first time, and then each minute while it stays. The notes are
 written at most once a second, and the row of each queue and kind about once a minute. So the hot path only looks up one
@@ -24,16 +24,16 @@ from shard.vocabulary import OrgId, QueueName
 NOTE_S = 60.0
 # The pause after each write.
 PAUSE_S = 1.0
-# A consumer that was noted this long ago is noted again. This is less than the shortest interval between two notes
-# (NOTE_S), and more than the age from which record_consumers.sql writes a row again.
+# A consumer that was noted this long ago is noted again. This time is shorter than the interval at which consumers that
+# stay are noted (NOTE_S), and longer than the age from which record_consumers.sql writes a row again.
 _AGAIN_S = 50.0
 # For how long a consumer counts as present after it was seen. A few notes may come late, or get lost.
 SEEN_US = 180_000_000
 _FORGET_EVERY_S = 3600.0
 # Upper bound for the rows of one statement.
 _ROWS_MAX = 1_000
-# Upper bound for the queues and kinds that wait to be written, which orgs share (I4). Further ones are not noted until
-# these have been written.
+# Upper bound for the pairs of a queue and a kind that wait to be written. Orgs share it fairly (I4). Further pairs are
+# not noted until these have been written.
 _NOTED_MAX = 10_000
 # If there are more consumers than this, all are forgotten. Each is noted again when it next looks for jobs.
 _CONSUMERS_MAX = 50_000

@@ -2,9 +2,9 @@
 have new jobs, that leases have ended, that a router awaits the ends of some jobs, and that awaited jobs have ended.
 Router processes of one supervisor also tell each other directly (router/fleet/siblings).
 
-Notifications are hints (I7), and may be lost. Then waiting consumers get the jobs at the next sweep. A consumer learns
-from the answer to its next extend that its lease has ended. A router that awaits the end of a job looks at the job
-again.
+Notifications are hints (I7), and may be lost. Waiting consumers then get the jobs only at the next sweep, and a
+consumer learns only from the answer to its next extend that its lease has ended. A router that awaits the end of a job
+looks at the job again from time to time.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Doorbell:
     ended at another router. `on_awaited` is called with the jobs (as 32 hexadecimal digits) whose ends another router
     awaits, and `on_ended` with awaited jobs that may have ended there. `on_schedules` is called when a schedule was
     changed at another router, and `on_quarantines` when kinds were quarantined or released there. Both are also called
-    when notifications may have been missed. `on_fold_left` is called with the orgs' numbers and the ids of workflows of
-    which a fold, by this router or another one, has left work. `on_migration` is called after a migration, and when
-    notifications may have been missed."""
+    when notifications may have been missed. `on_fold_left` is called with workflows (the org's number and the
+    workflow's id) for which a fold has left work, by this router or by another one. `on_migration` is called after a
+    migration, and when notifications may have been missed."""
 
     def __init__(
         self,
@@ -148,8 +148,8 @@ class Doorbell:
         self._tell_alone(_QUARANTINES)
 
     def hints_lost(self) -> None:
-        """Makes all routers, also this one, look into all queues for which consumers wait: something may have been
-        changed on this shard, and nobody knows what (Database.hints_lost)."""
+        """Makes all routers, also this one, look into all queues for which consumers wait. Call this if something may
+        have been changed on this shard and nobody knows what (Database.hints_lost)."""
         self._on_lease_ended(None)
         self._on_ring(None)
         self._tell_alone(str(_LEASE_ENDED))

@@ -1,8 +1,8 @@
 """Enqueues jobs on one shard: each job once, each call wholly or not at all, many calls in one statement.
 
-A bad call does not harm the others. A call that is invalid (its ids are too old, its slot is not owned here) gets its
-error, and the statement runs again without it. Jobs that the shard knows already are looked up, for all calls at once.
-If Postgres refuses a row, bisection finds the call with that row (shard/queue/bisect_errors.py).
+A bad call does not harm the others. A call that is invalid (its ids are too old, or its slot is not owned here) gets
+its error, and the statement runs again without this call. Jobs that the shard knows already are looked up, for all
+calls at once. If Postgres refuses a row, bisection finds the call with that row (shard/queue/bisect_errors.py).
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Enqueuer:
 
     def refuse_outside_horizon(self, ids: Sequence[str]) -> None:
         """Refuses ids that are far too old, without asking the shard: a refused call must cost less than a served one.
-        Only the shard refuses ids of the future, because new ids seem to be of the future after the shard's clock was
-        set back. Raises IdsOutsideHorizon."""
+        Ids of the future are left to the shard: if the shard's clock was set back, new ids seem to be of the future.
+        Raises IdsOutsideHorizon."""
         since_ns = time.monotonic_ns() - self._shard_time_read_ns
         if since_ns >= _HINT_NS:
             # The shard's clock may have been set meanwhile. The enqueue statement checks the ids by the shard's present
@@ -154,8 +154,8 @@ class Enqueuer:
                 call.refuse(RowLocked(self._shard, locked[0]))
 
     async def _store_once(self, calls: Sequence[PendingEnqueue]) -> None:
-        """Stores the remaining jobs with one statement. Looks up the jobs that were not stored with another
-        statement."""
+        """Stores the remaining jobs by one statement. Then looks up, by another statement, the jobs that were not
+        stored."""
         batch = _without_shared_ids(calls)
         for call in batch:
             call.end_late_handover(time.monotonic())
@@ -260,7 +260,7 @@ class Enqueuer:
         return errors
 
     async def _check_ids(self, calls: Sequence[Call], now: Micros) -> None:
-        """Refuses what the enqueue statement would refuse, so that a call that is refused makes no queues. Raises
+        """Refuses the ids that the enqueue statement would refuse, so that a refused call makes no queues. Raises
         _Refused, ClockSetBack."""
         if self._outside_horizon(calls, now):
             await self._refuse_ids(calls, now)
@@ -371,8 +371,8 @@ class _Refused(Exception):
 
 class _AlreadyKnown(Exception):
     """Nothing was stored, because a job of the calls has already finished or died, or because a job with the same id is
-    live. In the second case, enqueue.sql stores nothing only if it has taken the job's dedup key, which was free;
-    enqueue_plain.sql always stores nothing."""
+    live. In the second case, enqueue_plain.sql always stores nothing. enqueue.sql stores nothing only if the new job
+    has a dedup key that was free, and that the statement has taken."""
 
 
 def _without_shared_ids(calls: Sequence[PendingEnqueue]) -> Sequence[PendingEnqueue]:

@@ -1,5 +1,5 @@
-"""Reads for ExplainJob and ExplainQueue what decides when a job, or the first job of a queue, is leased.
-router/codec/causes.py draws the conclusions."""
+"""Reads the facts that decide when a job, or the first job of a queue, is leased. ExplainJob and ExplainQueue use them,
+and router/codec/causes.py draws the conclusions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shard.workflow import NodeOf
 
 # Ready jobs are counted up to this number, so that the call takes no longer for a large backlog.
 COUNTED_MAX = 1_000
-# How many of the jobs of each priority that become visible later are looked at.
+# Of the jobs that become visible later, at most this many of each priority are looked at.
 _NEXT_MAX = 100
 # How many quarantined kinds of a queue are named.
 _KINDS_MAX = 20
@@ -74,7 +74,7 @@ class QuarantineFacts(NamedTuple):
     kind: str
     since: Micros
     crashes: int
-    # None: crashes caused the quarantine, and not an operator.
+    # None: crashes caused the quarantine; no operator ordered it.
     reason: str | None
     # None: a trial is under way, or no trials are made.
     next_trial_at: Micros | None

@@ -29,14 +29,14 @@ class Handed(NamedTuple):
     leased_at: Micros
     # The max_attempts setting of each queue. None: the default.
     max_attempts: Mapping[tuple[OrgId, QueueName], int | None]
-    # True if this call certainly stored, and so leased, none of the other jobs.
+    # True if it is certain that this call stored none of the other jobs, and so leased none of them.
     sure: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
 class Handover:
-    """Leases jobs to waiting consumers while they are enqueued. `takers` maps positions of jobs that are due at once to
-    their takers. `done` is called exactly once with the result, even if the caller was cancelled.
+    """Leases jobs to waiting consumers while the jobs are enqueued. `takers` maps positions of jobs that are due at
+    once to their takers. `done` is called exactly once with the result, even if the caller was cancelled.
 
     A job that is in neither `Handed.positions` nor `Handed.waiting` was not leased, unless the shard's answer was lost.
     So the caller releases the job's lease in any case."""

@@ -115,8 +115,8 @@ class Quarantine:
         return rows
 
     def forget(self) -> None:
-        """Forgets all kinds: a sweep has seen that no kind is quarantined, and that there is nothing to judge or to
-        release."""
+        """Forgets all kinds. Call this when a sweep has seen that no kind is quarantined, and that there is nothing to
+        judge or to release."""
         self._kinds = {}
         self._count.set(0)
 
@@ -133,8 +133,9 @@ class Quarantine:
         await self.refresh()
 
     async def release(self, org: OrgId, queue: QueueName, kind: str, *, epoch: int, draining: bool = False) -> bool:
-        """Ends the quarantine of a kind. Returns whether the kind was quarantined, or may have been: a run whose answer
-        was lost may have ended it. Later sweeps release its jobs. Raises UnknownQueue, NotOwned."""
+        """Ends the quarantine of a kind. Returns whether the kind was quarantined. Also returns True if a run whose
+        answer was lost may have ended the quarantine. Later sweeps release the jobs of the kind. Raises UnknownQueue,
+        NotOwned."""
         parameters = _named(org, queue, kind, epoch, draining=draining)
         rows = await self._database.run(statements.RELEASE_QUARANTINE, parameters)
         if not rows:

@@ -99,8 +99,8 @@ class QueueIds:
         self, queues: Collection[Name], *, check: Callable[[Micros], Awaitable[None]] | None = None
     ) -> dict[Name, QueueId]:
         """Returns the ids of these queues, and makes the queues that do not exist. A queue is missing from the result
-        if its org already has QUEUES_MAX queues. Before it makes any, calls `check` with the shard's time: if that
-        raises an error, nothing is changed. Raises NewQueuesLocked."""
+        if its org already has QUEUES_MAX queues. `check` is called with the shard's time before any queue is made. If
+        `check` raises an error, nothing is changed. Raises NewQueuesLocked."""
         # If an org is erased meanwhile, its new queues are erased too. They are made again, for a new org of that name.
         for _ in range(_TRIES_MAX):
             found = await self.find(queues)

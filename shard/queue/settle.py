@@ -379,7 +379,7 @@ VERBS = {
 
 def split_by_owner(calls: Sequence[Settlement]) -> list[list[Settlement]]:
     """Splits calls into parts, so that in each part a lease is named by calls of one org only. If calls of two orgs
-    name one lease, it belongs to one of them at most, and the other must not learn its outcome (I4)."""
+    name one lease, the lease belongs to at most one of the orgs, and the other org must not learn its outcome (I4)."""
     remaining = list(calls)
     if len({call.org for call in remaining}) == 1:
         # The usual case: the leases need not be compared.

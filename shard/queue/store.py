@@ -215,7 +215,7 @@ class Store:
         self, jobs: NewJobs, handover: Handover | None = None, *, epoch: int = FIRST_EPOCH
     ) -> dict[int, JobId]:
         """Stores the jobs, all or none, each once. `epoch`: the epoch of the caller's placement. By this placement the
-        caller sends the jobs to this shard, and has asked the former owners for them (`known`).
+        caller sends the jobs to this shard, and has asked the former owners whether they know the jobs (`known`).
 
         Returns the positions of jobs that the shard knew already, each with the id of the known job; all other jobs are
         newly stored. Raises NotOwned, BadIds, TooManyQueues, ShardUnavailable, TooManyWaiting."""
@@ -252,8 +252,8 @@ class Store:
         return await self._draws.submit(draw)
 
     async def count_backlog(self, org: OrgId, limit: Limit) -> int:
-        """Returns how many of the org's jobs that count for this limit have not ended, or how many bytes they have, but
-        no more than the limit. Raises ShardUnavailable, TooManyWaiting."""
+        """Counts the org's jobs, or their bytes, that count for this limit and have not ended. The count stops at the
+        limit's amount. Raises ShardUnavailable, TooManyWaiting."""
 
         async def count() -> int:
             parameters = {
@@ -301,8 +301,8 @@ class Store:
     async def count_in_flight(
         self, org: OrgId, queue: QueueName, limits: InFlightLimits
     ) -> tuple[int | None, int | None]:
-        """Returns how many jobs of the org, and of this queue, are leased and count for these limits, but no more than
-        the limits. None: there is no such limit. Raises ShardUnavailable, TooManyWaiting."""
+        """Returns how many jobs of the org, and how many of this queue, are leased and count for these limits. The
+        counts stop at the limits. None: there is no such limit. Raises ShardUnavailable, TooManyWaiting."""
 
         async def count() -> tuple[int | None, int | None]:
             numbers = await self.names.find([(org, queue)])
@@ -388,9 +388,9 @@ class Store:
         return answers
 
     async def signal(self, org: OrgId, job_id: JobId, node: NodeOf, payload: bytes) -> Signalled:
-        """Gives a signal to the job of this node, which must be a node that waits for one. Its first signal is the
-        result of the job. The answer is CANCELLED if the job was cancelled before, DEPARTING if it is on its way to
-        another shard. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
+        """Gives a signal to the job of this node. The node must be one that waits for a signal. The first signal
+        becomes the result of the job. The answer is CANCELLED if the job was cancelled before, and DEPARTING if it is
+        on its way to another shard. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
         self.clock.check()
         signalled: Signalled = await self._single_calls.submit(
             SingleCall(org, 1, partial(self._signal, org, job_id, node, payload))
@@ -474,8 +474,8 @@ class Store:
     ) -> list[Answer]:
         """Changes jobs by id. `act` changes the jobs that it can change, and returns the answers for them. `missed_in`:
         the answers for the other jobs, by their state. A job in none of these states has changed while the statement
-        ran, and is tried again. `changed_in`: the states in which the answer is OK if a run whose answer was lost may
-        have changed the job."""
+        ran, and is tried again. `changed_in`: if a run whose answer was lost may have changed a job, and the job is in
+        one of these states, the answer is OK."""
         answers: dict[JobId, Answer] = {}
         done_before: list[JobId] = []
         ran_before = False
@@ -676,11 +676,12 @@ class Store:
         below the floors (I7). Corrects the floors, checks the remembered queue ids, fills free slots of groups, moves
         jobs that have aged, looks after quarantined kinds, and sends failed releases again.
 
-        Normally a sweep looks from the beginning of time. If such a sweep has just taken long, an old snapshot keeps
-        dead row versions of jobs. Then the next sweeps look only for jobs that may have committed late.
+        Normally a sweep looks from the beginning of time. Such a sweep takes long while an old snapshot keeps dead row
+        versions of jobs. After a sweep that took long, the next sweeps look only for jobs that may have committed
+        late.
 
-        If the times are found, but something else of this fails, the sweep logs that and returns the times. Raises
-        ShardUnavailable."""
+        If the times are found and another part of the sweep fails, the sweep logs the failure and returns the times.
+        Raises ShardUnavailable."""
         unreleased, self._unreleased = self._unreleased, []
         for call in unreleased:
             self.release_soon(call.org, call.leases)

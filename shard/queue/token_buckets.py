@@ -42,7 +42,7 @@ class TokenBuckets:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        # Whether this process has drawn since it looked for full buckets.
+        # Whether this process has drawn since it last deleted the rows of full buckets.
         self._has_drawn = False
 
     async def draw(self, draws: Sequence[Draw]) -> list[Drawn | Exception]:
