@@ -1,7 +1,8 @@
 """API keys in the catalog's database: how they are made, listed, revoked and found.
 
 A key is the text `wr_ID_SECRET`. The database has the SHA-256 of the secret only, so whoever reads the database cannot
-call. router/gate/auth decides who may do what with a key. The parameter `database` is always the catalog's database.
+make calls. router/gate/auth decides who may do what with a key. The parameter `database` is always the catalog's
+database.
 """
 
 from __future__ import annotations

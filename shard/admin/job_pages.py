@@ -40,8 +40,8 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # How far the clock that times a job's end may be behind the clock that made the job's id.
 _CLOCKS_MS = 2 * _HOUR_MS
 # A search goes through ids in ranges of the time at which the ids were made. Each range is longer than the range
-# before. A short range is usually enough for a full page and leaves older days alone. If jobs are sparse, the search
-# reads several ranges; after _SEARCH_S_MAX the page ends early.
+# before. A short range is usually enough for a full page, and then older days are not read. If jobs are sparse, the
+# search reads several ranges; after _SEARCH_S_MAX the page ends early.
 _RANGE_MS, _RANGE_GROWTH = _HOUR_MS, 8
 _SEARCH_S_MAX = 1.0
 # Conditions may match few of an org's jobs, or none, and no index finds the jobs that match. A search by conditions
@@ -151,7 +151,7 @@ def merged(
 
 
 def _sortable(key: Key) -> Any:
-    # Any key can be compared: all keys of a list have parts of the same types.
+    # The keys of a list can be compared with each other, because their parts have the same types.
     return key
 
 

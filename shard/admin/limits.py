@@ -25,7 +25,8 @@ async def set_limit(database: Database, key: LimitKey, *, amount: int, interval_
 
 
 async def clear(database: Database, key: LimitKey) -> bool:
-    """Removes a limit. Returns False if it was not set, unless a run whose answer was lost may have removed it."""
+    """Removes a limit. Returns whether it was set. Also returns True if a run whose answer was lost may have removed
+    it."""
     rows = await database.run(statements.CLEAR_LIMITS, _named(key))
     return bool(rows) or rows.ran_before
 

@@ -175,7 +175,7 @@ class QueueAdmin:
                 await partitions.refuse_another(self._database, settings.retention_days)
             if not await self._queue_ids.make_names((org, queue)):
                 raise TooManyQueues(self.name, org, [queue], queues_max=QUEUES_MAX)
-            # The queue and its settings come with one statement. So whoever finds the queue finds its settings too.
+            # One statement stores the queue and its settings. So whoever finds the queue finds its settings too.
             rows: Sequence[tuple[Any, ...]]
             if settings.retention_days is None:
                 rows = await self._database.run(statements.CREATE_QUEUE, parameters)
@@ -426,7 +426,7 @@ class QueueAdmin:
         return str(version), int(newest), bool(is_standby)
 
     async def probe_disk(self) -> None:
-        """Raises ShardUnavailable. Raises DiskFull if the server cannot write."""
+        """Checks that the server can write. Raises DiskFull if its disk is full. Raises ShardUnavailable."""
         await self._database.run(postgres_statements.PROBE_DISK, {})
 
     async def make_partitions(self) -> int:

@@ -11,10 +11,10 @@ from shard.admin import statements
 from shard.postgres.pool import Database
 from shard.vocabulary import OrgId, QueueName
 
-# How many queues, the largest, have figures of their own.
+# How many of the largest queues have figures of their own.
 NAMED_MAX = 200
-# While other orgs have queues, an org has at most one part in this many of the named queues. An org with many full
-# queues must not hide the queues of other orgs.
+# While other orgs have queues, at most 1/_SHARES of the named queues belong to one org. An org with many full queues
+# must not hide the queues of other orgs.
 _SHARES = 4
 
 
@@ -28,8 +28,8 @@ class QueueFigures(NamedTuple):
     ready: int
     leased: int
     dead: int
-    # For how long the job that became ready first had been ready when the jobs were counted. Jobs that no claim would
-    # get are left out. None: there were no other ready jobs.
+    # For how long the oldest ready job that a claim would get had been ready when the jobs were counted. None: no claim
+    # would get a job.
     oldest_ready_s: float | None
 
     def plus(self, other: QueueFigures) -> QueueFigures:
