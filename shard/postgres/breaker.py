@@ -55,8 +55,8 @@ class Breaker:
     ) -> None:
         # Why the breaker is open. None: it is closed.
         self.trouble: str | None = None
-        # How many statements the server has answered. The owner of the breaker counts the answers; one more answer ends
-        # a doubt.
+        # How many statements the server has answered. The owner of the breaker counts them here. While the breaker
+        # doubts the server, one more answer ends the doubt.
         self.answers = 0
         self._shard = shard
         self._ask = ask
@@ -72,7 +72,7 @@ class Breaker:
         self._ended = False
 
     def doubt(self) -> None:
-        """Asks the server, which may be unavailable, unless it was asked a moment ago."""
+        """Asks whether the server still answers, unless it was asked a moment ago."""
         now_s = asyncio.get_running_loop().time()
         if now_s - self._closed_s > _CALM_S:
             self._silence_s = self._patience * _SILENCE_S

@@ -1,14 +1,14 @@
 """Notices when a shard's clock was set back, by comparing it with the latest time that it has shown before.
 
 Finished jobs are looked up by the time at which they finished. If the clock is set back, a finished job may not be
-found; if it is enqueued again, it would run again. Two rules prevent that. First, a job never finishes before the
+found, and would run again if it is enqueued again. Two rules prevent that. First, a job never finishes before the
 latest recorded time (the statements use the later of that time and now()). Second, a shard whose clock is more than a
 minute behind that time takes no calls until the clock has caught up, or an operator confirms that the clock is right
-(`accept`). For this, the clock is not compared with another clock.
+(`accept`). These rules compare the clock with no other clock.
 
-A clock that was set forward makes all that is kept for a time seem old. So what deletes for good by this clock first
-compares it with the clock of its own machine (`check_difference`). The other clock only has a veto: it never decides
-what is old.
+If the shard's clock was set forward, everything that is kept for a limited time seems old. So code that deletes for
+good what is old by this clock first compares this clock with the clock of the machine that it runs on
+(`check_difference`). The machine's clock can only prevent the deletion: it never decides what is old.
 """
 
 from __future__ import annotations

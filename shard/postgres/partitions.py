@@ -25,8 +25,9 @@ LOCK = 0x77696E64_70617274
 
 
 async def make_ahead(database: Database) -> int:
-    """Makes the missing partitions from yesterday to DAYS_AHEAD days ahead, by the shard's clock, and if this clock was
-    set back, also those from the latest time that it has shown. Returns how many it made."""
+    """Makes the missing partitions from yesterday to DAYS_AHEAD days ahead, by the shard's clock. If this clock was set
+    back, also makes the partitions for the day of the latest time that it has shown, and for DAYS_AHEAD days after
+    it. Returns how many partitions it made."""
     # Look without the lock first. Most often no partition is missing, and processes that start at the same moment need
     # not wait for each other to see that.
     if not await database.run(statements.FIND_MISSING_PARTITIONS, _AHEAD):

@@ -2,9 +2,9 @@
 
 Every statement runs in a transaction of its own (autocommit), so it is done completely or not at all. After a lost
 connection, the pool tries a statement again a few times. Nearly every statement of the queue may be repeated, because
-it names the ids or the lease that it changes; Rows.ran_before then tells the caller. If a statement may not be
-repeated, the caller gets InDoubt, because the statement may have been done. A server that does not answer gets no
-statements until it answers again (shard/postgres/breaker.py).
+it names the ids or the lease that it changes. Rows.ran_before tells the caller that the statement may have been done
+before. If a statement may not be repeated, the caller gets InDoubt, because the statement may have been done. A server
+that does not answer gets no statements until it answers again (shard/postgres/breaker.py).
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Database:
         self.address = ""
         # Called when the server becomes unavailable, so that other connections to it can be closed too.
         self.went_away: Callable[[], None] = _ignore
-        # Called after a connection was lost before it had brought the answer to a change. The change may have been
-        # made. If so, nobody was told what it made visible, or what it ended (I7).
+        # Called after a connection was lost before the answer to a change had arrived. The change may have been made.
+        # If so, nobody was told what the change made visible, or what it ended (I7).
         self.hints_lost: Callable[[], None] = _ignore
         self._wait_s = wait_s
         self._short_lock_wait_s = short_lock_wait_s

@@ -3,8 +3,8 @@ mode.
 
 Through such a pooler, settings, prepared statements, advisory locks and LISTEN would get lost or reach the sessions of
 other clients. Some calls would fail, and commits might not wait for the disk. PgBouncer does not tell its mode, so this
-module tries it out. If other clients use the pooler at the same moment, the try may miss it: the pool then recognizes
-the pooler by a prepared statement that another client has made.
+module tries it out. If other clients use the pooler at the same moment, the try may not recognize the pooler.
+Then shard/postgres/pool.py recognizes it later, by a prepared statement that another client has made.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ checked, and made if necessary, on the first connection to a database.
 functions/ has the current text of each database function. A migration installs texts from there by lines like
 "-- INSTALL functions/NAME.sql DIGEST". The digest is the SHA-256 of the file when the migration was written, so whoever
 changes the file must write a new migration that installs it (tests/unit/test_database_functions.py). If the file has
-changed since, the line leaves a function that exists as it is: the later migration replaces it, together with the
-tables that the new text needs. A migration that changes what a function returns, or which arguments it has, drops it
-IF EXISTS before the line. A file stays as long as a migration names it.
+changed since, the line does not replace a function that exists already: the later migration replaces the function, and
+changes the tables as the new text needs them. A migration that changes what a function returns, or which arguments it
+has, drops the function IF EXISTS before the line. A file stays as long as a migration names it.
 """
 
 from __future__ import annotations

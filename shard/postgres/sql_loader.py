@@ -6,12 +6,12 @@ Text that several statements share is written only here, and is included by its 
     {{columns_but_history}}  job_columns without the last column, history
     {{cancelled_columns(e)}}  columns_but_history of the live job e, which is cancelled now
     {{cancelled_run_at(e)}}  the run_at of the live job e, which is cancelled now: a blocked job has no time, so it gets
-                         the present one
+                         the present time
     {{job_content}}      the job_columns that the producer filled: JOB_CONTENT in shard/vocabulary.py
     {{kept_content}}     job_content and further columns: everything that a job keeps wherever it goes
     {{unkeyed_content(e)}}  kept_content of row e, with NULL instead of the live key, which the row has given up
     {{new_job_arrays}}   job_content as the parameters of enqueue.sql: an array for each column
-    {{new_job_values(n)}}  job_content of row n, which is made from these arrays, in which JSON is text
+    {{new_job_values(n)}}  job_content of row n, which is made from new_job_arrays. Casts the texts of JSON columns
     {{claimed_content}}  the columns of job_content that a claim returns: the fields that Claimed has
     {{answer_columns}}   the columns of a job that lookups and lists read in every table
     {{short_content}}    the answer_columns that are texts or numbers. Each statement says how it returns the other
@@ -33,8 +33,8 @@ Text that several statements share is written only here, and is included by its 
     {{expiry_reason(e)}}  the reason of the job e, which is cancelled because it has expired
     {{is_paused(w)}}     whether the workflow w releases no jobs until its pause ends
     {{is_set_aside(j)}}  whether the row j is set aside, because its kind is quarantined
-    {{may_quarantine(q)}}  whether the org of the queue q has fewer than `kinds_max` quarantined kinds: routers remember
-                         all of them. Concurrent statements may exceed this by a few
+    {{may_quarantine(q)}}  whether the org of the queue q has fewer than `kinds_max` quarantined kinds (a bound,
+                         because routers remember all of them). Concurrent statements may exceed it by a few
     {{is_later(j)}}      whether the row j becomes visible later, by its time or at the end of its lease
     {{history_with_lost(j)}}  the history of row j, with an entry for its lease if the lease has expired unnoticed
     {{seen_history(j)}}  the history of row j, and what the attempt under way has logged (JobRecord.history)
@@ -49,8 +49,8 @@ Text that several statements share is written only here, and is included by its 
     {{template_values}}  template_columns as parameters
     {{template_content(s)}}  job_content of a new job of the schedule s
     {{schedule_record(s)}}  the columns of the schedule s that lookups and lists read, except the payload
-    {{is_fired_here(s)}}  whether this shard owns the slot of the schedule s, and so fires it. Finds org and slot by
-                         their numbers, for one schedule after another (OFFSET 0 fences)
+    {{is_fired_here(s)}}  whether this shard owns the slot of the schedule s, and so fires it. OFFSET 0 fences: finds
+                         org and slot by their numbers, for one schedule after another
     {{holds_snapshot(a)}}  whether the session a of pg_stat_activity holds a snapshot of this database. A vacuum does
                          not count, because its snapshot does not hold back other vacuums
     {{connections_max}}  how many connections ordinary roles may open on the server
@@ -157,11 +157,11 @@ _EXPRESSIONS = {
         "({0}.paused_at IS NOT NULL AND ({0}.ended_at IS NULL OR EXISTS "
         "(SELECT FROM windrow.workflow_node n WHERE n.flow = {0}.flow AND n.is_left AND n.state = 'due')))"
     ),
-    # The same condition as in the index job_set_aside.
     "may_quarantine": (
         "(SELECT count(*) FROM (SELECT FROM windrow.queue o JOIN windrow.quarantine h ON h.queue_id = o.queue_id "
         "WHERE o.org = {0}.org LIMIT %(kinds_max)s) counted) < %(kinds_max)s"
     ),
+    # The same condition as in the index job_set_aside.
     "is_set_aside": (
         "NOT isfinite({0}.visible_at) AND isfinite({0}.run_at) "
         "AND ({0}.group_key IS NULL OR {0}.group_slot IS NOT NULL)"
@@ -213,10 +213,10 @@ class Statement(bytes):
     # The name of the statement's file. It differs from `name` if several statements come from one file.
     file: str
     # True if the statement may run again after a lost connection, when nobody knows whether the first run committed.
-    # Most statements may: they name the ids or the lease that they change. The answer to the caller must then be as
-    # good as that of the first run. So a statement returns what holds after it rather than what it has changed, or its
-    # caller looks at Rows.ran_before (shard/postgres/pool.py). Only hints may be lost (Database.hints_lost), and counts
-    # for reports.
+    # Most statements may: they name the ids or the lease that they change. The answer of the second run must be as
+    # good as the answer of the first run. So either a statement returns the state after it, not what it has changed, or
+    # its caller looks at Rows.ran_before (shard/postgres/pool.py). If the first answer is lost, only hints
+    # (Database.hints_lost) and counts for reports may be lost with it.
     repeatable: bool
     # True if the statement waits only briefly for a lock, and changes nothing if it does not get it: the caller gets
     # RowLocked. Statements that serve calls of several orgs at once have this flag. Their callers then find out which
