@@ -1,4 +1,4 @@
-"""Runs what is run again if it fails."""
+"""Runs actions that run again later, so that a failure need only be logged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ async def attempt(what: str, act: Callable[[], Awaitable[object]], *, level: int
         await act()
     except ShardError as error:
         _log.log(level, "could not %s: %s", what, error)
-    except Exception:  # noqa: BLE001 - one failure must not end what else is to be done
+    except Exception:  # noqa: BLE001 - one failure must not stop the other work
         _log.exception("could not %s", what)
     else:
         return True

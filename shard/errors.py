@@ -5,7 +5,8 @@ ShardError
 ├── NoAnswer              the shard does not answer now: try again later
 │   ├── TooManyWaiting    nothing was done: send less at a time
 │   └── ShardUnavailable  possibly nothing was done
-│       ├── InDoubt           the change may have been made: find out, or make a change that may be repeated
+│       ├── InDoubt           the change may have been made: find out whether it was, or make a change that may
+│       │                     be repeated
 │       ├── RowLocked         try again, or end the transaction that holds the lock
 │       ├── PlacementChanging try again: the org is moving to another shard
 │       ├── ClockSetBack      try again; an operator corrects the server's clock, or accepts what it shows
@@ -34,7 +35,8 @@ ShardError
 ├── NotSignalled          nothing to do: the node takes no signal, or no longer takes one
 ├── WorkflowEnded         start another workflow
 ├── LeaseEnded            nothing to do: another consumer may have the job, or nobody will run it any more
-├── NodeMayWaitForJob     wait for this node later, or not at all: it waits for a node that may wait for the job
+├── NodeMayWaitForJob     let the job wait for this node later, or not at all: the node waits for a node that may wait
+│                         for the job
 ├── NodeExists            give the new node another name
 ├── TooManyNodes          start another workflow, or let one job do the work of several
 ├── NotRetryable          retry another workflow, or start a new one
@@ -84,7 +86,7 @@ class ShardError(Exception):
 
 
 class NoAnswer(ShardError):
-    """The shard does not answer now. A call that asks several shards goes on with those that do."""
+    """The shard does not answer now. A call that asks several shards goes on with the shards that answer."""
 
 
 class TooManyWaiting(NoAnswer):
@@ -125,7 +127,7 @@ class RowLocked(ShardUnavailable):
 
 
 class PlacementChanging(ShardUnavailable):
-    """Every shard that was asked refused the org's jobs (NotOwned), as it should while the org moves."""
+    """Every shard that was asked refused the org's jobs (NotOwned). This is normal while the org moves."""
 
 
 class ClockSetBack(ShardUnavailable):
@@ -340,7 +342,7 @@ class LeaseEnded(ShardError):
 
 
 class NodeMayWaitForJob(ShardError):
-    """`parent` may wait for the job that waits for `node`."""
+    """The job cannot wait for `node`: `node` waits for `parent`, and `parent` may wait for the job."""
 
     def __init__(self, workflow: str, node: str, parent: str) -> None:
         super().__init__(
@@ -374,7 +376,8 @@ class NotRetryable(ShardError):
 
 
 class BadSchedule(ShardError):
-    """A field of a request about a schedule, by its path, breaks a rule that only the shard can check."""
+    """A field of a request about a schedule breaks a rule that only the shard can check. `field`: the path of the
+    field."""
 
     def __init__(self, field: str, description: str) -> None:
         super().__init__(f"{field}: {description}")
@@ -447,8 +450,8 @@ class Misconfigured(ShardError):
 
 
 class ClocksDiffer(Misconfigured):
-    """The clock of a database and that of this machine differ so much that one of them is wrong. Nothing was deleted by
-    the database's clock."""
+    """The clock of a database and the clock of this machine differ so much that one of them is wrong. Nothing was
+    deleted that is old by the database's clock."""
 
     def __init__(self, shard: ShardName, *, shows: str, here: str) -> None:
         super().__init__(
@@ -458,7 +461,8 @@ class ClocksDiffer(Misconfigured):
 
 
 class LostHistory(Misconfigured):
-    """The shard's database lacks what it had when the catalog confirmed its last mark (shard/placement/marks.py)."""
+    """The shard's database lacks history that it had when the catalog confirmed the shard's last mark
+    (shard/placement/marks.py)."""
 
     def __init__(self, shard: ShardName, address: str) -> None:
         super().__init__(f"shard {shard!r}: {lost_history(shard, address)}")

@@ -17,7 +17,8 @@ class FairQuota:
         self._held: dict[Hashable, int] = {}
 
     def take(self, key: Hashable, count: int = 1) -> bool:
-        """Takes `count` places if there is room. Returns whether it did. If all places are free, any count fits."""
+        """Takes `count` places if there is room. Returns whether they were taken. If all places are free, any count
+        fits."""
         if not self.fits(key, count):
             return False
         held = self._held.get(key, 0) + count

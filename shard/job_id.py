@@ -10,7 +10,7 @@ from uuid import UUID
 
 from shard.vocabulary import JobId
 
-# How far in the future of a shard's clock an id may have been made.
+# How far the time in an id may be ahead of the shard's clock.
 _HOUR_US = 3_600_000_000
 _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 

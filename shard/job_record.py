@@ -29,7 +29,7 @@ class Attempt:
     ended_at: Micros
     outcome: Outcome
     failure: Failure | None = None
-    # The lines that it logged.
+    # The lines that the attempt logged.
     log: str = ""
 
 
@@ -75,15 +75,15 @@ class JobRecord(NamedTuple):
 
     @property
     def may_await_signal(self) -> bool:
-        """Whether it is the released job of a node that waits for a signal, as {{awaits_signal}} says
+        """Whether this is the released job of a node that waits for a signal, by the same rule as {{awaits_signal}}
         (shard/postgres/sql_loader.py)."""
         return self.workflow_node is not None and self.expires_at == self.run_at
 
     @property
     def awaited_signal(self) -> bool:
-        """Whether this job, which has ended, belongs to a node that waited for a signal: the signal has ended it
-        without a lease, or it was released. The record of a job that was cancelled before its release does not show
-        this."""
+        """Whether this ended job belongs to a node that waited for a signal. This is so if a signal ended the job
+        without a lease, or if the job was released to wait for a signal. The record does not show it if the job was
+        cancelled before its release."""
         was_signalled = self.state == "succeeded" and self.leased_at is None
         return self.workflow_node is not None and (was_signalled or self.may_await_signal)
 
@@ -138,8 +138,9 @@ class JobRecord(NamedTuple):
 
 
 def as_new(org: OrgId, records: Sequence[JobRecord], ids: Sequence[JobId]) -> NewJobs:
-    """Returns new jobs with these ids and the content of the old jobs, as that was stored (`as_stored`). The new jobs
-    are due at once. They have no dedup keys, traces and expiry times: those of the old jobs no longer apply."""
+    """Returns new jobs with these ids and the content of the old jobs. `records`: the old jobs, read with `as_stored`.
+    The new jobs are due at once. They have no dedup keys, traces and expiry times, because those of the old jobs no
+    longer apply."""
     jobs = NewJobs(org=org, ids=list(ids), queues=[record.queue for record in records])
     columns = {array: name for name, array in JOB_CONTENT.items() if name not in NOT_REPEATED}
     columns |= {"priorities": "priority", "max_attempts": "max_attempts"}

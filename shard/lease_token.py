@@ -1,9 +1,9 @@
 """Lease tokens on the wire. Pure.
 
-A token names the shard, the job and the lease. Because of the shard, a router finds the lease even if the org has moved
-since. Because of the lease, an ack never ends another lease of the job. A token has 29 bytes: version 1, the shard's
-tag, the lease's number, the job's id; integers are big-endian. A token of version 2 also names the org, in UTF-8 after
-these bytes: consumers of all orgs get such tokens, because their streams name no org.
+A token names the shard, the job and the lease. The shard is named so that a router finds the lease even if the org has
+moved since. The lease is named so that an ack never ends another lease of the job. A token has 29 bytes: version 1, the
+shard's tag, the lease's number, the job's id; integers are big-endian. A token of version 2 also names the org, in
+UTF-8 after these bytes: consumers of all orgs get such tokens, because their streams name no org.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def parse_token(data: bytes) -> tuple[int, Lease]:
 
 
 def org_of_token(data: bytes) -> OrgId | None:
-    """Returns the org that a token names; None: it names none, or is no token."""
+    """Returns the org that a token names, or None if the bytes name no org or are not a token."""
     if not TOKEN_BYTES < len(data) <= TOKEN_BYTES + _ORG_BYTES_MAX or data[0] != ORG_TOKEN_VERSION:
         return None
     try:

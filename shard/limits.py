@@ -35,7 +35,7 @@ class Measure(enum.StrEnum):
 
     @property
     def has_interval(self) -> bool:
-        """Whether a limit of this measure counts what comes in an interval. The other limits count what there is at the
+        """Whether a limit of this measure counts what happens in an interval. The other limits count what exists at the
         same time."""
         return self not in _AT_A_TIME
 
@@ -44,7 +44,7 @@ class Measure(enum.StrEnum):
 # other measures hold jobs back, and refuse no call.
 ENQUEUED = (Measure.JOBS, Measure.BYTES)
 BACKLOG = (Measure.BACKLOG, Measure.BACKLOG_BYTES)
-# The measures that have no interval, in words that follow a number.
+# The measures that have no interval, each with the words that follow its number in messages.
 _AT_A_TIME = {
     Measure.IN_FLIGHT: "jobs in flight",
     Measure.BACKLOG: "jobs that have not ended",
@@ -65,8 +65,8 @@ class LimitKey(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """A limit. A bucket holds up to `amount` tokens, and an empty bucket is full after `interval_us`. A limit of what
-    there is at the same time has no bucket, and its `interval_us` is 0."""
+    """A limit. A bucket holds up to `amount` tokens, and an empty bucket is full after `interval_us`. A limit
+    without an interval has no bucket, and its `interval_us` is 0."""
 
     key: LimitKey
     amount: int
@@ -119,8 +119,8 @@ class LimitTable:
         return org in self._by_queue or EVERY_ORG in self._by_queue
 
     def of(self, org: OrgId, queue: QueueName = ALL_QUEUES) -> list[Limit]:
-        """Returns the limits that count for the org as a whole, or for one of its queues, at most one of each measure:
-        the org's own limit, or else the default."""
+        """Returns the limits that count for the org as a whole, or for one of its queues. There is at most one for each
+        measure: the org's own limit or, if the org has none, the default."""
         if queue not in self._every and queue not in self._queues.get(org, ()):
             return []
         limits = self.limits
@@ -131,6 +131,6 @@ class LimitTable:
         return [limit for limit in found if limit is not None]
 
     def all_of(self, org: OrgId) -> list[Limit]:
-        """Returns all limits that count for the org: as a whole, then for its queues by name."""
+        """Returns all limits that count for the org as a whole, and then those for its queues, by name."""
         queues = sorted(self._every | self._queues.get(org, set()))
         return [limit for queue in queues for limit in self.of(org, queue)]

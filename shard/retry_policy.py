@@ -47,9 +47,8 @@ Fate = RetryAfter | MarkDead
 
 
 def delay_us(policy: Policy, *, attempt: int, luck: float) -> int:
-    """Returns the delay in microseconds before the run after this attempt (counted from 1). `luck` is uniform in [0,
-    1).
-    """
+    """Returns the delay in microseconds before the run after this attempt (counted from 1). `luck`: a random number
+    from 0 to below 1."""
     match policy:
         case Fixed():
             return policy.delay_us
@@ -63,8 +62,8 @@ def delay_us(policy: Policy, *, attempt: int, luck: float) -> int:
 
 
 def fate(policy: Policy, *, attempt: int, max_attempts: int | None, luck: float) -> Fate:
-    """Returns the fate of a job whose attempt with this number (counted from 1) was nacked without a delay of its
-    own."""
+    """Returns whether a job runs again or becomes dead, after its attempt with this number (counted from 1) was
+    nacked. The returned delay is meant for a nack that names no delay."""
     allowed = max_attempts or MAX_ATTEMPTS_DEFAULT
     if attempt >= allowed:
         return MarkDead(reason=f"out of attempts ({attempt} of {allowed})")

@@ -26,7 +26,8 @@ BUFFERED_MAX = 100
 CATCH_UP_MAX = 1000
 # How many instants one backfill may have.
 BACKFILL_MAX = 1000
-# How many runs of a schedule are kept, besides those of backfills, which are kept for as long as ids of jobs count.
+# How many runs of a schedule are kept. Runs of backfills are kept in addition, for as long as shards accept ids of
+# their age.
 RUNS_KEPT = 20
 PREVIEW_MAX = 100
 
@@ -77,7 +78,7 @@ class SkipReason(enum.Enum):
     OVERLAP = "overlap"
     CATCH_UP = "catch_up"
     PAUSE = "pause"
-    # The shard lost history, and may have stored the run before.
+    # The shard lost history, and may have stored this run before that.
     RECOVERED = "recovered"
 
 
@@ -149,7 +150,7 @@ def spec_of(values: Sequence[Any]) -> ScheduleSpec:
     )
 
 
-# The columns of windrow.schedule that say what each job of the schedule is like: a job without its identity.
+# The columns of windrow.schedule that hold the template: what each job of the schedule gets, except its identity.
 TEMPLATE_COLUMNS = ("queue", "priority", "max_attempts", *(name for name in JOB_CONTENT if name not in NOT_REPEATED))
 Template = Mapping[str, object]
 
@@ -184,7 +185,8 @@ class Run(NamedTuple):
 
 
 class ScheduledRun(NamedTuple):
-    """What a job knows of the run that stored it. `previous`: the instant of the run that was stored before."""
+    """What a job knows of the run that stored it. `previous`: the instant of the run that was stored before this
+    one."""
 
     schedule: ScheduleName
     at: Micros

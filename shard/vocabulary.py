@@ -81,8 +81,8 @@ class Answer(enum.Enum):
 
 
 class Signalled(NamedTuple):
-    """The result of a signal for a job. `is_first`: this signal counts. False: the job had a signal before, if the
-    answer is OK."""
+    """The result of a signal for a job. `is_first`: whether this signal counts. If it does not, and the answer
+    is OK, the job had a signal before."""
 
     answer: Answer
     is_first: bool

@@ -21,16 +21,16 @@ NodeName = NewType("NodeName", str)
 
 NODES_MAX = 10_000
 EDGES_MAX = 100_000
-# Upper bounds for the nodes and edges of one addition. An addition is stored under the workflow's lock. The ends of the
-# workflow's other jobs wait for that lock, and so do the calls of other orgs that share a statement with them
-# (docs/decisions/0058-folds-in-portions.md).
+# Upper bounds for the nodes and edges of one addition. An addition is stored under the workflow's lock. Calls that
+# end other jobs of the workflow wait for that lock, and so do calls of other orgs that share a statement with such a
+# call (docs/decisions/0058-folds-in-portions.md).
 ADDED_NODES_MAX = 1_000
 ADDED_EDGES_MAX = 10_000
 CALLBACKS_MAX = 10
 # The most nodes of a chain in which each node waits for the one before it.
 DEPTH_MAX = 1_000
-# For how many days a workflow is known after its end. A repeated start with the same id is accepted only for a shorter
-# time.
+# For how many days a workflow is known after its end. A start may be repeated with the same id only within the
+# horizon, which is shorter.
 KEPT_DAYS = 30
 
 
@@ -123,14 +123,15 @@ class NewWorkflow:
     numbers: Sequence[int]
     names: Sequence[NodeName]
     jobs: NewJobs
-    # In the order of nodes and parents.
+    # In the order of their nodes.
     edges: Sequence[Edge]
     # The callbacks, by the number of their node.
     callbacks: Mapping[int, Callback]
     # The workflow that this one retries. None: it is no retry.
     retry_of: WorkflowId | None = None
     ended: Sequence[EndedNode] = ()
-    # For each node that a job has added, also if it has ended, the node of that job. Both are numbers.
+    # Maps the number of each node that a job has added to the number of that job's node. Nodes that have ended are
+    # included.
     added_by: Mapping[int, int] = field(default_factory=dict[int, int])
     # The numbers of the nodes in `numbers` that wait for signals.
     signals: Set[int] = frozenset()
@@ -145,10 +146,9 @@ class NewNodes:
     workflow: WorkflowId
     names: Sequence[NodeName]
     jobs: NewJobs
-    # The nodes that a new node waits for, by the position of the new node. They may be nodes that the workflow has
-    # already.
+    # The nodes that a new node waits for, by the position of the new node. Some of them may be in the workflow already.
     after: Mapping[int, Sequence[tuple[NodeName, OnFailed]]]
-    # If the job is to wait for these nodes: what becomes of it if one of them fails.
+    # What becomes of the job if one of these nodes fails. None: the job does not wait for them.
     wait: OnFailed | None = None
     # The positions of the nodes that wait for signals.
     signals: Set[int] = frozenset()
@@ -159,7 +159,7 @@ class AddedNodes(NamedTuple):
 
     jobs: Sequence[JobId]
     stored: int
-    # Whether the job that adds them must wait for them.
+    # Whether the job that adds the nodes must wait for them.
     waits: bool = False
 
 
