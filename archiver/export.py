@@ -132,9 +132,9 @@ async def _exported(
                 await asyncio.to_thread(_delete, files, earlier - {existing.path})
                 return existing, False
         else:
-            # The file and the table have different rows. If the clock went back, jobs may have been added to a day that
-            # was exported, or was dropped, already. Or an org was erased from the table and not yet from the file.
-            # Exported jobs must stay exported, so merge the rows of both.
+            # The file and the table have different rows. If the clock went back, jobs may have been added to a day
+            # after it was exported or dropped. Or an org was erased from the table and not yet from the file. Exported
+            # jobs must stay exported, so merge the rows of both.
             await asyncio.to_thread(parquet.check, files, existing)
 
             def source() -> AsyncIterator[Batch]:
@@ -202,7 +202,7 @@ def check_all(files: Files, *, shard: ShardName | None = None) -> Iterator[Check
 
 
 async def erase_org(files: Files, shard: ShardName, org: OrgId) -> list[Erased]:
-    """Rewrites each exported file of a shard that has jobs of an org: leaves out these jobs. Returns an Erased for each
+    """Rewrites each exported file of a shard that has jobs of an org, without these jobs. Returns an Erased for each
     file. Call it after the org's rows are deleted, while holding the archiver's leader lock on the shard
     (shard/postgres/leader_lock.py), and again after a crash. Files that cannot be read stay, and are named in the
     error. Raises ExportFailed."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # The size of one read or upload part, which is held in memory.
 _CHUNK_BYTES = 8 * 1024 * 1024
-# Fail soon: the failed day waits for the next pass, while long retries would delay the other days.
+# Fail soon, because long retries would delay the other days. The next pass tries the failed day again.
 _RETRIES, _RETRY_S_MAX = 3, 15
 _REQUEST_S_MAX, _CONNECT_S_MAX = 60, 5
 _NO_KEYS = "169.254.169.254"
@@ -45,8 +45,8 @@ class FileInfo:
 
 
 class Files:
-    """Paths are relative to the location, with slashes. With `make`, the directory is created if it does not exist.
-    Every method may raise FilesFailed."""
+    """The files of one location. Paths are relative to the location, with slashes. With `make`, the directory is
+    created if it does not exist. Every method may raise FilesFailed."""
 
     def __init__(self, location: ExportLocation, *, make: bool = False) -> None:
         self.location = location
@@ -74,8 +74,8 @@ class Files:
                 )
 
     def check(self) -> None:
-        """Checks that files can be made, if the location is a directory. Does nothing for a bucket: this method sends
-        no requests."""
+        """Checks that files can be made, if the location is a directory. Does nothing for a bucket, because this method
+        sends no requests."""
         if self._folder is not None:
             with self.failures(""), tempfile.TemporaryFile(dir=self._folder):
                 pass
@@ -95,7 +95,7 @@ class Files:
             return bytes(obstore.get(self._store, path).bytes())
 
     def part(self, path: str, start: int, length: int) -> bytes:
-        """Returns a range of a file, which must exist. Raises NoSuchFile."""
+        """Returns `length` bytes of a file, from `start` on. The file must have these bytes. Raises NoSuchFile."""
         with self.failures(path):
             return bytes(obstore.get_range(self._store, path, start=start, length=length))
 
@@ -141,16 +141,16 @@ class Files:
         return iter(sorted(found, key=lambda file: file.path))
 
     def tidy(self, folder: str) -> None:
-        """Removes files that a killed process left half written in a directory. A bucket can be configured to end
-        abandoned uploads itself."""
+        """Removes files that a killed process left half written in a directory. Does nothing for a bucket, which can be
+        configured to end abandoned uploads itself."""
         if self._folder is not None:
             with self.failures(folder):
                 for unfinished in (self._folder / folder).glob("*#[0-9]*"):
                     unfinished.unlink(missing_ok=True)
 
     def _flush_with_folders(self, path: str) -> None:
-        """Flushes the file and its parent folders to disk: rows are dropped from the database because the file
-        exists."""
+        """Flushes the file and its parent folders to disk. The file must survive a power failure, because its rows are
+        dropped from the database."""
         if self._folder is None:
             return
         target = self._folder / path

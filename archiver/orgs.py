@@ -73,8 +73,8 @@ async def change(
                 return error
             return None
 
-        # If the catalog was restored from a backup, the shards know newer policies. The catalog takes these over before
-        # it gets a version that is newer still.
+        # If the catalog was restored from a backup, the shards have newer policies than the catalog. This copies them
+        # back to the catalog, before `decide` makes a version that is newer still.
         await asyncio.gather(*map(copy, cluster.shards))
         policy = await decide(catalog)
         errors = await asyncio.gather(*map(copy, cluster.shards))
@@ -111,7 +111,7 @@ class Receipt:
     """What was erased of an org."""
 
     org: OrgId
-    # The requested erasure, and those that had not ended on some shard when this run began.
+    # For each shard, the requested erasure, and the erasures that any shard had not ended when this run began.
     shards: Mapping[ShardName, list[Erasure]]
     # Export files that were deleted. Jobs of other orgs in them were copied to new files.
     files: list[Erased]
@@ -123,7 +123,7 @@ async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None], era
     ExportFailed; if it is interrupted, call it again. `erasure_id`: a UUID; default: a new one. If it is the same as
     before, the receipt also has what the shards had erased before."""
     erasure_id = erasure_id or str(uuid.uuid4())
-    # Open the exports before anything is erased: an unreachable location must not be noticed at the end.
+    # Open the exports before anything is erased, so that an unreachable location is noticed now, and not at the end.
     exports = await _exports(cluster)
     erasure_ids = {erasure_id}
     files: list[Erased] = []
@@ -134,8 +134,8 @@ async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None], era
         await org_policies.delete(catalog, org)
         await limits.forget_org(catalog, org)
         await weights.set_weight(catalog, org, weights.WEIGHT_DEFAULT)
-        # Copy now. If a copy of the earlier policies is still under way, it is then older than what the shards have,
-        # and they refuse it.
+        # Copy now, so that the shards have the newest policies. They then refuse a copy of the earlier policies that
+        # may still be under way.
         for database in shards.values():
             await org_policies.copy(catalog, database)
         if await _begin(catalog, shards, org, erasure_id):
@@ -147,7 +147,8 @@ async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None], era
                     while await erasure.go_on(database, unfinished):
                         pass
                 if exports is not None:
-                    # Erasing the tables may have taken hours. Check that no archiver may be exporting now.
+                    # Erasing the tables may have taken hours. Check that this session still holds the leader lock, so
+                    # that no archiver exports now.
                     await session.lead()
                     # Erase the exports after the tables, so that the org's jobs are not exported again.
                     files += await exports.erase(name, org)
@@ -155,7 +156,7 @@ async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None], era
         if exports is not None:
             for name in await exports.shards() - shards.keys():
                 files += await exports.erase(name, org)
-        # Read them all on every shard: an erasure that was interrupted had ended on some shards before this run.
+        # Read all of them on every shard, because an interrupted erasure may have ended on some shards before this run.
         read = {name: await erasure.read(database, [*erasure_ids]) for name, database in shards.items()}
     return Receipt(org=org, shards=read, files=files)
 

@@ -49,8 +49,8 @@ def _column(name: str, of: Any) -> Any:
 SCHEMA = pa.schema(
     [_column(name, of) for name, of in get_type_hints(ColdJob).items()], metadata={"windrow.format": str(FORMAT)}
 )
-# A file of this format has at least the first columns of SCHEMA, as many as this. Later releases have added the others.
-# A file that lacks some of these is read as if they were null.
+# Every file of this format has at least this many columns, the first ones of SCHEMA. Later releases added the other
+# columns. Columns that a file lacks are read as null.
 _FIRST_COLUMNS = 23
 LARGE = ("payload", "result", "checkpoint")
 # A row group ends with the batch that reaches one of these sizes. Readers skip row groups without the wanted org.

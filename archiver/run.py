@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from archiver.export import Exported
     from archiver.object_store import Files
 
-# The time for each kind of small step; a backlog is left to later passes. Steps for whole days have no such limit: a
-# day may take long, but there are few days.
+# Upper bound for the time that a pass spends on one kind of small steps. A backlog is left to later passes. Steps for
+# whole days have no such limit: a day may take long, but there are few days.
 _PASS_S_MAX = 60.0
 
 
@@ -51,7 +51,7 @@ class Pass:
     dead_jobs_cancelled: int = 0
     # How many jobs were dropped that had been set aside for a legal hold, which has ended.
     released_jobs_dropped: int = 0
-    # How many orgs' erasures had begun before, and ended in this pass.
+    # How many erasures that had begun earlier ended in this pass.
     erased: int = 0
     # Days that other sessions kept locked, and which sessions. The next pass tries again.
     in_use: list[str] = field(default_factory=list[str])

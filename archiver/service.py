@@ -115,7 +115,7 @@ async def _forget_audit(catalog: Database, days: int, stop: asyncio.Event) -> No
 
 @contextlib.asynccontextmanager
 async def opened(name: ShardName, dsn: str) -> AsyncGenerator[Database]:
-    """Opens one database with a single connection of the kind for long scans."""
+    """Opens one database with a single connection, which may run long scans."""
     database = Database(name, dsn, connections=1, may_scan=True)
     await database.open()
     try:

@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 
 # Time between two polls of the catalog, unless something wakes the loop earlier.
 _POLL_S = 3.0
-# Upper bound for moves that have begun and not ended. Most of them only wait for leases to end. The others
-# are fewer than the shards.
+# Upper bound for moves that have begun and not ended. Most of them only wait for leases to end. The number of moves
+# that do more than wait is smaller than the number of shards.
 _OPEN_MAX = 16
 # Upper bounds for one move of several slots. Producers of its slots wait while its queues and workflows are copied:
 # some 60 µs for each queue, and 0.1 ms for each node. To count these, the first read takes _SLOTS_FIRST slots, and each
@@ -39,8 +39,8 @@ _SLOTS_MAX = 1024
 _QUEUES_MAX = 5000
 _NODES_MAX = 10_000
 _SLOTS_FIRST = 16
-# Time before a failed move is tried again. It doubles each time if the move is switched. Before the switch it stays the
-# same, because then perhaps nobody takes jobs of the slots.
+# Time before a failed move is tried again. It doubles after each failure of a move that is switched. Before the switch
+# it does not grow, because perhaps no shard accepts new jobs of the slots meanwhile.
 _PAUSE_S = 1.0
 _PAUSE_S_MAX = 30.0
 _LOG_S = 10.0
@@ -184,7 +184,7 @@ class Controller:
 
     async def _resume(self, group: asyncio.TaskGroup, move: Move) -> None:
         """Starts carrying out a move that has begun, unless it failed a moment ago or its shards are busy. A move that
-        is not switched does not wait for busy shards, because nobody may be taking jobs of its slots."""
+        is not switched does not wait for busy shards, because perhaps no shard accepts new jobs of its slots."""
         pause = self._paused.get(move.epoch)
         if self._ending or (pause is not None and asyncio.get_running_loop().time() < pause.until_s):
             return
@@ -213,7 +213,8 @@ class Controller:
             # The slots changed after the catalog was read.
             self._woken.set()
             return False
-        # Check the shards again: only now that the move is recorded, no other database can take the target's place.
+        # Check the shards again: from now on, no other database can take the target's place, because the move is
+        # recorded.
         await self._resume(group, move)
         return True
 

@@ -2,8 +2,8 @@
 accepted. Changes only the shard's schema, and only if the backup is of an older release.
 
 Some differences are certain, because the catalog knows where orgs live now, other shards have jobs, and the audit log
-has recorded changes. Only clients know which of the shard's own jobs have ended since the point of recovery, and which
-were new. So this module lists all jobs that may run again.
+has recorded changes. Only clients know which jobs have ended on the shard since the point of recovery, and which jobs
+were stored on it since then. So this module lists all jobs that may run again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from shard.vocabulary import JobId, Micros, OrgId, QueueName, ShardName, Slot
 
 _T = TypeVar("_T")
 
-# How much earlier to begin with the audit log: the clocks of the catalog and of the shard may differ, and a change is
-# recorded before it is made.
+# The audit log is read from this long before the point of recovery, because the clocks of the catalog and of the shard
+# may differ, and because a change is recorded before it is made.
 _MARGIN_US = 60_000_000
 _ENTRIES_MAX = 100_000
 _SLOTS_AT_ONCE = 1000
@@ -41,9 +41,9 @@ _NO_SETTINGS = (QueueSettings(), QueueSettings(paused=False))
 class Fate(StrEnum):
     """What becomes of a job that a restored shard has."""
 
-    # Another shard has it: `accept` or `recover` deletes the copy.
+    # Another shard knows it: `accept` or `recover` deletes the copy.
     DELETED = "deleted"
-    # Its org lives elsewhere, and no shard there knows it: `recover` moves it there.
+    # No other shard knows it, and its org lives on another shard: `recover` moves it there.
     MOVED = "moved"
     # It will run, perhaps for the second time, because it may have ended after the point of recovery.
     MAY_RUN_AGAIN = "may_run_again"
@@ -157,7 +157,7 @@ class Differences:
         return self._loss.shard in self._known.placement(org).writes
 
     async def _judge(self, org: OrgId, jobs: Sequence[RestoredJob]) -> list[FoundJob]:
-        # If the org is leaving the shard, `accept` ends its move.
+        # An org that is leaving the shard counts as living elsewhere, because `accept` ends its move.
         lives_elsewhere = not self._is_written(org)
         # If a slot is where it was at the point of recovery, its jobs are nowhere else.
         copies: dict[JobId, ShardName] = {}

@@ -83,10 +83,11 @@ class Mover:
         self._pace = pace
         self._report = report
         self._stopping = asyncio.Event()
-        # True if perhaps nobody takes jobs of the slots, because the source is closed and the target is not the writer
-        # yet. Another Mover may have left the move in this state, so the value is True until the first step has looked.
+        # True if perhaps no shard accepts new jobs of the slots, because the source is closed and the target is not the
+        # writer yet. Another Mover may have left the move in this state, so the value is True until the first step has
+        # looked.
         self._closed = True
-        # This process has deleted the schedules and workflows on the source, because the target has them.
+        # Whether this process has deleted the schedules and workflows on the source, because the target has them.
         self._cleared = False
         # Used for reports only.
         self._moved = 0
@@ -197,7 +198,7 @@ class Mover:
         """Hands over the jobs that were exported before. If there are none, exports and hands over all free jobs. If
         there are no free jobs either, puts empty slots to rest. If no slot is empty, waits."""
         if not self._cleared:
-            # Only now, after the switch: before it, routers read schedules and workflows on the source.
+            # Delete them only now, after the switch. Before it, routers read schedules and workflows on the source.
             await move_steps.delete_schedules(source, move.slots, epoch=move.epoch)
             await move_steps.delete_workflows(source, move.slots, epoch=move.epoch)
             self._cleared = True
@@ -226,8 +227,8 @@ class Mover:
             await self._pause(self._pace.poll_s)
 
     async def _move_chunks(self, move: Move, source: Database, target: Database, chunks: dict[Slot, int]) -> None:
-        """Moves one chunk after another, through the slots in ascending order. The next count finds the jobs that it
-        misses."""
+        """Moves one chunk after another, through the slots in ascending order. Some jobs may be missed. The next step
+        counts the remaining jobs and moves them."""
         slots: list[Slot] = sorted(chunks)
         before = self._moved
         loop = asyncio.get_running_loop()

@@ -41,7 +41,7 @@ def wanted(known: Catalog, cluster: Cluster, pinned: Mapping[Slot, ShardName]) -
 
 
 def transfers(known: Catalog, cluster: Cluster, pinned: Mapping[Slot, ShardName]) -> list[Transfer]:
-    """Returns all transfers that should begin, and first the transfers from draining shards."""
+    """Returns all transfers that should begin. Transfers from draining shards come first."""
     routes: dict[tuple[ShardName, ShardName], list[Slot]] = {}
     for slot, target in _misplaced(known, wanted(known, cluster, pinned)):
         routes.setdefault((known.slots[slot].reads[0], target), []).append(slot)

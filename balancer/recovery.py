@@ -53,13 +53,13 @@ class Loss:
     shard: ShardName
     # The mark that the catalog has confirmed and the shard lacks.
     confirmed: marks.Confirmed
-    # The newest mark that the shard still has from its history before the restore; None: it has none. Routers may have
-    # marked the restored database before they noticed the loss: marks that are newer than the confirmed one belong to
-    # its new history.
+    # The newest mark that the shard still has from its history before the restore; None: it has none. Marks that are
+    # newer than the confirmed one belong to the shard's new history: routers may have marked the restored database
+    # before they noticed the loss.
     newest: int | None
     newest_at: Micros | None
-    # How many slots have moved to the shard since the point of recovery (their jobs are lost), and how many have moved
-    # away, as the epochs that the shard knows show.
+    # How many slots have moved to the shard since the point of recovery, and how many have moved away. The epochs that
+    # the shard knows show this. The jobs of the slots that have moved to the shard are lost.
     slots_come: int
     slots_left: int
 
@@ -346,7 +346,7 @@ async def recover(
                     done[org, home, False] += duplicates
                     report(sum(done.values()))
             if stayed:
-                # These orgs are moving now. A later run finds the jobs where the orgs are then.
+                # These orgs are moving now. A later run moves the jobs to where the orgs live then.
                 break
     after = await strays.count(shard, known)
     recovery.leased = sum(row.leased for row in after)

@@ -119,7 +119,8 @@ def judge_server(server: Server) -> Iterator[Finding]:
                 what=f"the oldest {what} ids, of database {database}, are {age:,} old",
                 why="Postgres refuses writes in all databases of the server before they are 2,147,483,648 old; vacuum "
                 "does not freeze them",
-                # To truncate a table takes a transaction id, which Postgres no longer gives once it refuses writes.
+                # Without TRUNCATE false, VACUUM may need a transaction id to truncate a table, and Postgres gives no
+                # transaction ids while it refuses writes.
                 fix=comment(f"after what holds a snapshot has ended; as a superuser, in database {database}")
                 + "VACUUM (FREEZE, TRUNCATE false);",
             )
@@ -285,7 +286,7 @@ def judge_tables(tables: Sequence[Table]) -> Iterator[Finding]:
                 why="nothing removes its dead rows",
                 fix=f"ALTER TABLE {name} RESET (autovacuum_enabled);",
             )
-        # Options that make autovacuum more eager than ours may stay.
+        # An option may make autovacuum more eager than `_OPTIONS` does.
         lazy = {
             option: (options.get(option, "not set"), value)
             for option, value in _OPTIONS.get(table.name, {}).items()
@@ -367,8 +368,9 @@ def judge_partitions(missing: Sequence[MissingPartition]) -> Iterator[Finding]:
     if not missing:
         return
     # A single missing partition is harmless. After midnight UTC, the partition of the last day ahead is missing until a
-    # router makes it, which happens within an hour. Every shard uses the default retention. So if that has its
-    # partitions, routers do make them, and the missing ones are of a retention that an operator has just set.
+    # router makes it, which happens within an hour. Every shard uses the default retention. So if no partition of the
+    # default retention is missing, routers do make partitions, and the missing ones belong to a retention that an
+    # operator has just set.
     is_new = all(partition.retention != RETENTION_DEFAULT for partition in missing)
     names = ", ".join(partition.name for partition in missing)
     yield Finding(

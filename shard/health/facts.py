@@ -166,7 +166,8 @@ class Clock(NamedTuple):
 
     @classmethod
     def read(cls, behind_s: float, shown_s: float) -> Clock:
-        """`shown_s` is the time that the server's clock shows now, in seconds since 1970."""
+        """Makes a Clock from a row of read_clock.sql. `shown_s` is the time that the server's clock shows now, in
+        seconds since 1970."""
         return cls(behind_s, shown_s - time.time())
 
 

@@ -29,7 +29,7 @@ class Signs(NamedTuple):
 
 
 async def read(database: Database) -> Signs:
-    """Raises ShardUnavailable."""
+    """Reads the signs. Raises ShardUnavailable."""
     (found,) = await database.run(statements.READ_SIGNS, {})
     missing = await database.run(postgres_statements.FIND_MISSING_PARTITIONS, {"days_ahead": DAYS_AHEAD})
     return Signs._make([*found, len(missing)])

@@ -163,7 +163,8 @@ async def expire_dedup(database: Database) -> int:
 
 
 async def expire_waiting(database: Database) -> int:
-    """Cancels some jobs past their expires_at that have no lease and that no claim has reached. Returns how many."""
+    """Cancels some jobs that are past their expires_at, have no valid lease, and were reached by no claim. Returns how
+    many."""
     return await _run_step(database, statements.EXPIRE_WAITING)
 
 
@@ -190,7 +191,7 @@ async def _run_step(database: Database, statement: Statement, **parameters: obje
 
 
 async def _prepare(database: Database, day: Day) -> None:
-    """Does in advance the slow steps, which block nobody. Creates an index by org. Validates the constraint, so that
+    """Does the slow steps in advance; they block nobody. Creates an index by org. Validates the constraint, so that
     moving the partition need not scan it. Collects statistics, because without them the planner assumes that a cold day
     is empty."""
     async with _transaction(database) as connection:
@@ -252,8 +253,8 @@ async def _reattach(connection: Connection, day: Day) -> None:
 
 async def _compare(connection: Connection, day: Day, exported: Mapping[OrgId, int]) -> None:
     """Compares the day with its export. Reads from the books how many jobs the day has. The books change in the same
-    transactions as the rows, so no rows have to be counted while others wait. If an org has fewer jobs than were
-    exported, the drop loses nothing. Raises NotExported."""
+    transactions as the rows, so no rows have to be counted while other sessions wait. If an org has fewer jobs than
+    were exported, the drop loses nothing. Raises NotExported."""
     for org, jobs in await connection.run(statements.READ_ARCHIVED, _parameters(day)):
         if jobs > exported.get(org, 0):
             raise NotExported(f"{day.name} has {jobs:,} job(s) of org {org!r}, and its export {exported.get(org, 0):,}")
@@ -303,7 +304,7 @@ async def _exclude(connection: Connection, name: str, parent: str) -> float:
 
 
 async def _lock(connection: Connection, mode: LiteralString, *names: str) -> None:
-    """Raises InUse if other sessions keep one of the tables locked."""
+    """Locks these tables until the transaction ends. Raises InUse if other sessions keep one of them locked."""
     lock = sql.SQL("LOCK TABLE ONLY {} IN {} MODE").format(sql.SQL(", ONLY ").join(map(table, names)), sql.SQL(mode))
     for tries_left in reversed(range(_TRIES)):
         try:

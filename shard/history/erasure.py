@@ -23,7 +23,7 @@ from shard.vocabulary import Micros, OrgId
 _ROWS = 2_000
 # More for finished and cold jobs, because no other session waits for their rows.
 _HISTORY_ROWS = 50_000
-# Schedules and workflows that a step erases as a whole. A workflow may have 110,000 rows.
+# How many schedules, and how many workflows, a step erases, each as a whole. A workflow may have 110,000 rows.
 _WHOLES = 10
 _CHECKS = 3
 
@@ -65,8 +65,9 @@ async def begin(database: Database, org: OrgId, *, erasure: str) -> bool:
             raise OrgMoves(org, [database.name])
         slots = await connection.run(statements.READ_ORG_SLOT, {"org": org})
         if await connection.run(statements.BEGIN_ERASURE, {"org": org, "id": erasure, "slots": SLOTS}):
-            # If READ_ORG_SLOT found no row, the org was inserted after it. Then the org has no slot of its own:
-            # BEGIN_ERASURE erases an org that has one only if the org has a queue, and no queue can be created now.
+            # If READ_ORG_SLOT found no row, the org was inserted after that statement. It has no queue, because no
+            # queue can be created now. BEGIN_ERASURE erases an org without a queue only if the org has no slot of its
+            # own.
             slot = slots[0][0] if slots else 0
             if slot >= SLOTS:
                 # The org has a slot of its own, which the catalog keeps. Insert a new org in that slot, for the next

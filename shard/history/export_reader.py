@@ -162,8 +162,8 @@ async def pages(database: Database, day: Day, orgs: Sequence[OrgDay]) -> AsyncGe
                 remaining -= len(rows)
                 if remaining > 0:
                     reading = read(turn=rows[-1][-1], after=rows[-1][_ID])
-                # Leave out `turn`. The caller needs columns. Making an object for each job would cost as much as all
-                # other work together.
+                # Turn the rows into columns, and leave out `turn`. To make an object for each job would cost as much as
+                # all other work together.
                 columns = list(zip(*rows, strict=True))[:-1]
                 del rows
                 yield columns

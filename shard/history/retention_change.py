@@ -1,5 +1,5 @@
-"""Changes for how long jobs that have already finished are kept. They get the present retention of their queue instead
-of the retention that counted when they finished.
+"""Changes the retention of jobs that have already finished. They get the present retention of their queue instead of
+the retention that counted when they finished.
 
 Jobs move from the partition of one retention to the partition of another retention, one day per transaction. Enqueues,
 acks and claims do not wait.

@@ -13,7 +13,7 @@ def refuse_change(before: Cluster, after: Cluster) -> None:
             "it cannot be changed; put it back"
         )
     if before.catalog_shard is not None and after.catalog_shard is not None:
-        # The address of the catalog's shard may change: a database proves which shard it is.
+        # The address of the catalog's shard may change, because each database says itself which shard it is.
         moved = after.catalog_shard != before.catalog_shard
     else:
         moved = after.catalog_dsn != before.catalog_dsn

@@ -252,7 +252,7 @@ def _text(value: object, where: str) -> str:
 
 
 def _shard(value: object, at: int, source: str, environ: Mapping[str, str], faults: Faults) -> ShardEntry | None:
-    """Returns None, and adds to `faults`, if anything is wrong."""
+    """Parses one [[shard]] table. If anything is wrong, adds to `faults` and returns None."""
     where = f"{source}: [[shard]] number {at}"
     if not isinstance(value, dict):
         faults.add(f"{where}: must be a table")

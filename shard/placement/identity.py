@@ -52,7 +52,7 @@ class Record(NamedTuple):
 
 
 async def read(database: Database) -> Identity | None:
-    """Returns None if the database does not belong to a shard yet."""
+    """Returns which shard the database says it is, or None if it does not belong to a shard yet."""
     try:
         rows = await database.run(postgres_statements.READ_IDENTITY, {})
     except NO_SCHEMA:

@@ -99,7 +99,7 @@ class WorkflowOfSlot(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """An end of a node that its workflow has not taken in on the source, in the order of read_arrivals.sql's
+    """An end of a node that was appended on the source and not folded there, in the order of read_arrivals.sql's
     columns."""
 
     number: int
@@ -119,7 +119,7 @@ class Remaining(NamedTuple):
     dead: int
     # Exported jobs that are not deleted yet.
     departing: int
-    # How many nodes have ended without the target having been told.
+    # How many ends of nodes the target was not told of yet.
     arrivals: int
 
 
@@ -391,8 +391,8 @@ async def read_exported(database: Database, slots: Sequence[Slot], *, epoch: int
 
 
 async def import_chunk(database: Database, exported: Sequence[ExportedJobs], *, epoch: int) -> set[Slot]:
-    """Stores exported jobs on the target. A slot's chunk is stored only if its number is the slot's next. Returns the
-    slots whose chunks were stored. Raises Misconfigured if the target refuses the rows."""
+    """Stores exported jobs on the target. A chunk is stored only if it is the next chunk of its slot. Returns the slots
+    whose chunks were stored. Raises Misconfigured if the target refuses the rows."""
     chunks = {part.slot: part.chunk for part in exported}
     slots = sorted(chunks)
     try:

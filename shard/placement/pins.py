@@ -1,7 +1,7 @@
 """Pinned orgs. Each pinned org has a slot of its own (docs/decisions/0017-moving-slots.md). The catalog says on which
 shard the org should live, or which label its shard should have.
 
-Pinning is one transaction in the catalog. The shard that holds the org may file it under its own slot (`adopt`) later,
+Pinning is one transaction in the catalog. The shard that holds the org may record the org's own slot (`adopt`) later,
 but before the org's own slot or its hash slot leaves that shard. So `adopt` runs before the shard closes one of these
 slots. The balancer moves the org's own slot to its target shard.
 """
@@ -104,9 +104,9 @@ async def read_on(database: Database, shard: ShardName) -> list[Pin]:
 
 
 async def adopt(shard: Database, pins: Sequence[Pin]) -> bool:
-    """Makes the shard file these orgs under their own slots. `pins` are pinned orgs whose jobs the shard takes, as read
-    from the catalog at any time after they were pinned. Returns False if queues were being created or changed; then
-    nothing was done, and the caller may try again. A late or second call changes nothing. Raises ShardUnavailable."""
+    """Makes the shard record these orgs' own slots. `pins` are pinned orgs whose jobs the shard takes, as read from the
+    catalog at any time after they were pinned. Returns False if queues were being created or changed; then nothing was
+    done, and the caller may try again. A late or second call changes nothing. Raises ShardUnavailable."""
     rows = await shard.run(
         statements.FIND_UNADOPTED,
         {
@@ -121,7 +121,7 @@ async def adopt(shard: Database, pins: Sequence[Pin]) -> bool:
     named = {"orgs": arrays.texts(orgs), "slots": arrays.numbers(slots)}
     try:
         async with shard.transaction() as connection:
-            # Slots before queues, as in an erasure (docs/internals.md, "Locks, and their order").
+            # Lock the slots before the queues, as an erasure does (docs/internals.md, "Locks, and their order").
             await connection.run(
                 statements.GRANT_SLOTS, {"slots": arrays.numbers(slots), "epochs": arrays.numbers(epochs)}
             )

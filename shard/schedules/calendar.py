@@ -1,9 +1,9 @@
 """The instants of a schedule. Pure: no I/O, and no clock; the caller gives every moment.
 
 Cronsim reads the cron expressions, with the rules of Debian's cron about daylight saving. If neither the minute nor the
-hour begins with `*`, a time that the clocks skip comes when they have been set, and a time that they show twice comes
-once. Other expressions of five fields, and all expressions with seconds, match the clock on the wall: a time that it
-skips does not come, and a time that it shows twice comes twice.
+hour begins with `*`, a time that the clocks skip comes as soon as they have been set forward, and a time that they show
+twice comes once. Other expressions of five fields, and all expressions with seconds, match the clock on the wall: a
+time that it skips does not come, and a time that it shows twice comes twice.
 """
 
 from __future__ import annotations
@@ -158,8 +158,9 @@ def _cron_after(cron: str, zone: str, moment: int) -> Iterator[int]:
 
 
 def _cron_until(cron: str, zone: str, moment: int) -> Iterator[int]:
-    """Searches forwards in spans that lie further and further back, so that it finds the same instants as
-    `_cron_after`. A span with too many instants is halved, because only the latest instants are needed."""
+    """Yields the instants until `moment`, the latest first. Searches one span of time after another, each before the
+    previous one. Within a span, `_cron_after` searches forwards, so that both functions find the same instants. A span
+    with too many instants is halved, because only the latest instants are needed."""
     last, span_us = min(moment, _micros(_LAST)), _BACK_US
     while last >= _micros(_FIRST):
         before = last - span_us

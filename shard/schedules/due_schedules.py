@@ -186,7 +186,7 @@ class _Writer:
         self._full: list[ScheduleId] = []
 
     def postpone(self, schedule: Due, by_us: int) -> None:
-        """Looks at the schedule again later."""
+        """Leaves the schedule undecided, so that a router looks at it again after this time."""
         wake_at = Micros(schedule.now + by_us)
         self._advances[schedule.id] = Advance(schedule.id, schedule.next_at, wake_at, None, None, schedule.buffered, 0)
 
@@ -199,14 +199,15 @@ class _Writer:
         if decided.promotes:
             self._promoted[schedule.id] = schedule
         count = len(decided.runs) + decided.promotes
-        # Runs that wait still wait for the same job. With ALLOW, later runs are stored meanwhile. If the waiting runs
-        # waited for the jobs of those, one of these jobs might always be live.
+        # With ALLOW, new runs are stored although buffered runs wait. The buffered runs then still wait for the same
+        # job as before. If they waited for the jobs of the new runs, they might wait for ever, because one of these
+        # jobs might always be live.
         run_at = None if schedule.buffered and schedule.spec.overlap is Overlap.ALLOW else latest
         self._advances[schedule.id] = Advance(
             schedule.id, decided.next_at, decided.wake_at, latest, run_at, decided.buffered, count
         )
-        # Forgets older runs only once in RUNS_KEPT runs. Otherwise a schedule that is due often would look for its
-        # oldest run at each new run.
+        # Forget older runs only once in RUNS_KEPT runs. Otherwise each new run of a schedule that is due often would
+        # cost a search for older runs.
         if schedule.decided // RUNS_KEPT < (schedule.decided + count) // RUNS_KEPT:
             self._full.append(schedule.id)
 
@@ -219,21 +220,21 @@ class _Writer:
         return stored
 
     async def _promote(self, connection: Connection) -> None:
-        """Finds the runs that have waited and are stored now."""
+        """Adds the waiting runs that are stored now: the first one of each schedule in `_promoted`."""
         if not self._promoted:
             return
         rows = await connection.run(statements.FIND_BUFFERED, {"schedules": arrays.plain(self._promoted)})
         # A backfill may have buffered an instant that this firing has just decided too. One statement cannot store an
-        # instant twice. store_runs records a skip of several instants at a later one, so that the skip of the others
-        # stays recorded.
+        # instant twice, so leave out the new decision. But keep a skip of several instants: store_runs records it at a
+        # later one of them.
         promoted = {(name, at) for name, at, _ in rows}
         self.runs = [new for new in self.runs if (new.schedule, new.run.at) not in promoted or new.run.through]
         for name, at, cause in rows:
             schedule = self._promoted.pop(name)
             self.runs.append(_new(schedule, Run(at, RunCause(cause), RunOutcome.STORED), schedule.last_at))
             change = self._advances[schedule.id]._replace(run_at=at)
-            # If a run of the calendar is stored in the same transaction, it is later, and has set `last_at`. A backfill
-            # is no run of the calendar.
+            # A run of the calendar that is stored in the same transaction is later than this run, and has set
+            # `last_at`. A backfill is no run of the calendar.
             if change.last_at is None and cause != RunCause.BACKFILL.value:
                 change = change._replace(last_at=at)
             self._advances[schedule.id] = change

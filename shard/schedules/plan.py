@@ -137,7 +137,7 @@ class _Line:
             case Overlap.ALLOW:
                 return Run(at, cause, RunOutcome.STORED)
             case Overlap.CANCEL_RUNNING:
-                # Only the last run is stored: the next run would cancel each earlier one at once.
+                # Only the last run is stored, because each earlier run would be cancelled at once by the next one.
                 if at == last:
                     return Run(at, cause, RunOutcome.STORED)
                 room = 0
@@ -160,9 +160,9 @@ class _Line:
 
 def _latest_due(schedule: ScheduleId, timing: Timing, next_at: Micros, now: Micros) -> tuple[Micros | None, Micros]:
     """Returns the latest instant that is due, and the time since when it is due. Runs are stored in the order of their
-    instants. So an instant is due when its own jitter is over, and that of each earlier instant. Looks at CATCH_UP_MAX
-    instants at most. If there are more, the next call finds them."""
-    # The jitter of these instants is over, whatever it is.
+    instants. So an instant is due when its own jitter and the jitter of each earlier instant are over. Looks at
+    CATCH_UP_MAX instants at most. If there are more, the next call finds them."""
+    # The jitter of an instant that is this old is over, however long it is.
     latest = next(calendar.until(timing, Micros(now - timing.jitter_us)), None)
     if latest is not None and latest < next_at:
         latest = None

@@ -62,8 +62,8 @@ from shard.vocabulary import JobId, Micros, OrgId, QueueId, QueueName
 _T = TypeVar("_T")
 _NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _PAYLOAD = "payload"
-# The attributes of a page of schedules may take this much. 1,000 schedules take 2.7 MB besides, and gRPC clients accept
-# 4 MiB.
+# Upper bound for the attributes of a page of schedules. Without attributes, a page of 1,000 schedules takes 2.7 MB, and
+# gRPC clients accept 4 MiB.
 LISTED_BYTES_MAX = 1024 * 1024
 # A backfill stores instants that were skipped for these reasons. An instant that was skipped for an overlap stays
 # skipped.
@@ -118,7 +118,8 @@ class ScheduleAdmin:
         self, org: OrgId, name: ScheduleName, spec: ScheduleSpec, template: Template, paused: bool, epoch: int
     ) -> Found:
         self._store.clock.check()
-        # Refuse before creating the queue, which would be an org's first trace on a shard that does not own its slot.
+        # Refuse the call before the queue is created: a shard that does not own the org's slot must not get a queue of
+        # this org.
         await self._refuse_unowned(org, epoch)
         await self._make_queue(org, template)
         async with self._database.transaction() as connection:
@@ -177,7 +178,7 @@ class ScheduleAdmin:
             raise
         spec, template = change(before.schedule.spec, before.schedule.template)
         if template["queue"] != before.schedule.template["queue"]:
-            # A call that is refused makes no queue.
+            # Refuse the call before the queue is created.
             refuse_bad(spec)
             await self._refuse_unowned(org, epoch)
             await self._make_queue(org, template)
@@ -196,9 +197,10 @@ class ScheduleAdmin:
         return answer
 
     async def _skip_due(self, connection: Connection, found: Found) -> None:
-        """Skips the instants of a locked schedule until now that are not decided: its new timing does not have them."""
+        """Records the undecided instants of a locked schedule until now as skipped, because they belong to its old
+        timing."""
         schedule, now = found
-        # A timing that has become invalid has no instants: its time zone may be gone.
+        # A timing that has become invalid, for example because its time zone is gone, has no instants.
         if calendar.faults(schedule.spec.timing):
             return
         reason = SkipReason.CATCH_UP if schedule.paused_at is None else SkipReason.PAUSE
@@ -207,7 +209,7 @@ class ScheduleAdmin:
             await self._store_runs(connection, found, [skipped], buffered=schedule.buffered)
 
     async def set_paused(self, org: OrgId, name: ScheduleName, *, paused: bool, epoch: int) -> Found:
-        """Pauses or resumes a schedule; changes nothing if it is paused, or not paused, already. Raises
+        """Pauses or resumes a schedule. Changes nothing if the schedule already is as `paused` says. Raises
         UnknownSchedule."""
         return await self._in_turn(org, partial(self._set_paused, org, name, paused, epoch))
 
@@ -306,8 +308,8 @@ class ScheduleAdmin:
         ended_elsewhere: Callable[[JobId], Awaitable[bool]] = _nowhere_else,
     ) -> Backfilled:
         """Stores a run for each instant from `begin` up to, but not including, `end` that has no run, or was skipped
-        for a reason in _BACKFILLED. `ended_elsewhere` says whether a job is not live on the shards from which jobs of
-        the org move to this one. Raises UnknownSchedule, UnknownQueue, BadSchedule, and what `ended_elsewhere`
+        for a reason in _BACKFILLED. `ended_elsewhere` returns True if a job is live on none of the shards from which
+        jobs of the org move to this one. Raises UnknownSchedule, UnknownQueue, BadSchedule, and what `ended_elsewhere`
         raises."""
         return await self._in_turn(org, partial(self._backfill, org, name, begin, end, overlap, epoch, ended_elsewhere))
 
@@ -322,8 +324,8 @@ class ScheduleAdmin:
         ended_elsewhere: Callable[[JobId], Awaitable[bool]],
     ) -> Backfilled:
         self._store.clock.check()
-        # Shards are asked about the job of the run before while no transaction is open: it would hold a connection and
-        # the lock of the schedule for that long.
+        # Ask shards about the job of the previous run while no transaction is open. A transaction would hold a
+        # connection and the lock of the schedule for that long.
         live: dict[JobId, bool] = {}
         for _ in range(_ASKS_MAX):
             answer = await self._backfill_if_known(org, name, begin, end, overlap, epoch, live)
@@ -367,7 +369,7 @@ class ScheduleAdmin:
                 running = live[schedule.last_job]
             runs, buffered = plan.backfill(new, overlap, running=running, buffered=schedule.buffered)
             rest = [run for one in skipped if (run := await self._rest(connection, schedule, one, new)) is not None]
-            # Skips of a timing that was changed may overlap; a statement cannot store one instant twice.
+            # After the timing was changed, skips may overlap. A statement cannot store one instant twice.
             rest = list({run.at: run for run in rest}.values())
             next_at = await self._find_undecided(connection, schedule, new)
             found = found._replace(schedule=replace(schedule, next_at=next_at))
@@ -385,9 +387,9 @@ class ScheduleAdmin:
     async def _rest(
         self, connection: Connection, schedule: ScheduleRecord, skipped: Run, new: Collection[Micros]
     ) -> Run | None:
-        """If the instant of `skipped` is stored now, the instants that were skipped together with it need another
-        record. Returns that record: a skip of the instants that have no run of their own. None: there are no such
-        instants."""
+        """Returns a new record for the instants that were skipped together with the instant of `skipped`. They need it
+        if that instant is stored now. The record is a skip of those instants that have no run of their own. None: no
+        new record is needed."""
         if skipped.through is None or skipped.at not in new:
             return None
         first = await self._first_without_run(connection, schedule, skipped.at, new)
@@ -398,9 +400,9 @@ class ScheduleAdmin:
     async def _find_undecided(
         self, connection: Connection, schedule: ScheduleRecord, new: Collection[Micros]
     ) -> Micros | None:
-        """Returns the first instant that is not decided after the instants of `new` have got runs. Instants that are
-        skipped together are recorded at the first of them. If that first instant had a run already, nothing would
-        record the others."""
+        """Returns the first instant that is still undecided after the instants of `new` have got runs. This instant
+        must have no run. Otherwise, if it were skipped together with later instants, nothing would record the skip of
+        the later ones, because a skip is recorded at its first instant."""
         if schedule.next_at is None or schedule.next_at not in new:
             return schedule.next_at
         return await self._first_without_run(connection, schedule, schedule.next_at, new)
@@ -474,7 +476,7 @@ class ScheduleAdmin:
             async with self._database.transaction() as connection:
                 yield connection, await self._lock(connection, org, name, epoch)
         except UnknownSchedule:
-            # Only here, where the transaction does not hold a connection any more.
+            # Ask only here, where the transaction does not hold a connection any more.
             await self._refuse_unowned(org, epoch)
             raise
 

@@ -43,7 +43,7 @@ from shard.workflows.calls import LockedWorkflow, WorkflowCalls
 from shard.workflows.store_parameters import Growth, store_parameters
 
 _TRIES_MAX = 6
-# Why the history of a job that waits for nodes says that the job was given back.
+# The reason that the history of a job gives if the job has given up its lease to wait for nodes.
 WAITS = "waits for nodes that it has added"
 
 
@@ -135,7 +135,7 @@ class NodeAdder:
 
     async def _queues_for(self, nodes: NewNodes, epoch: int) -> dict[QueueName, QueueId]:
         """Returns the ids of the nodes' queues, and makes the queues that do not exist. Refuses first what cannot be
-        stored, because a queue would be a trace of the org on a shard that does not own its slot."""
+        stored, because a shard that does not own the org's slot must not get a queue of this org."""
         org = nodes.jobs.org
         await self._calls.refuse_unowned(org, epoch)
         if not await self._database.run(statements.GET_WORKFLOW, {"org": org, "id": nodes.workflow}):
@@ -153,9 +153,10 @@ class NodeAdder:
         adder: Lease | int,
         epoch: int,
     ) -> tuple[AddedNodes, set[QueueId]]:
-        """Adds nodes under the workflow's lock. So either the last end was taken in before, and the workflow has ended,
-        or that end will find these nodes. The end of the job that adds the nodes is taken in under this lock, too. Also
-        returns the queue in which a job has given up its place because it waits."""
+        """Adds nodes under the workflow's lock, which every fold needs too. So either the end of the last node was
+        folded before, and the workflow has ended, or the fold of that end will find the new nodes. The same holds for
+        the end of the job that adds the nodes. Also returns the queue of that job if the job has given up its lease to
+        wait."""
         connection, workflow, org = locked.connection, nodes.workflow, nodes.jobs.org
         lease = None if isinstance(adder, int) else adder
         has_waited = False
@@ -210,10 +211,11 @@ class NodeAdder:
     async def _refuse_cycles(
         self, locked: LockedWorkflow, nodes: NewNodes, new: Sequence[int], known: Mapping[NodeName, _Known]
     ) -> None:
-        """Refuses nodes that wait for a node which may itself wait for the job. All nodes of the call, new ones and
-        those that this job has added before, may wait only for each other, for nodes that have ended, and for nodes
-        that their own jobs have added. The same holds for the latter. So the job is not among the nodes for which they
-        wait: it was there before all of these. Raises NodeMayWaitForJob."""
+        """Refuses nodes that wait for a node which may itself wait for the job. The nodes of the call, which are new or
+        were added by this job before, may wait only for each other, for nodes that have ended, and for nodes that their
+        own jobs have added. The same rule holds for the nodes that those jobs have added. So each open node for which
+        one of them waits was added later than the node of this job, and cannot be that node. Raises
+        NodeMayWaitForJob."""
         names = set(nodes.names)
         for at in new:
             for parent, _ in nodes.after.get(at, ()):

@@ -1,8 +1,8 @@
 """What all calls about the workflows of one shard have in common: the orgs' turns, the queues of new jobs, and changes
 under the lock of a workflow.
 
-A change locks the workflow first, in a statement of its own, so that the statements after it see all ends that were
-taken in before (docs/decisions/0054-ends-of-nodes-are-appended-and-folded.md).
+A change locks the workflow first, in a statement of its own, so that the statements after it see what all earlier folds
+have done (docs/decisions/0054-ends-of-nodes-are-appended-and-folded.md).
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class WorkflowCalls:
     def __init__(self, database: Database, store: Store) -> None:
         self._database = database
         self._store = store
-        # Serves the orgs in turn (I4). At most three acts run at the same time, and each uses one connection at a time.
+        # Serves the orgs in turn (I4). At most three acts run at the same time, the extra act of the coalescer
+        # included. Each act uses one connection at a time.
         self._calls = single_calls(
             lambda: ShardUnavailable(database.name, "earlier calls about workflows take long"), acts_max=2
         )
@@ -82,8 +83,8 @@ class WorkflowCalls:
         try:
             return await change()
         except psycopg.errors.CheckViolation as error:
-            # An error without the name of a constraint says that a partition is missing. It is made, as in
-            # partitions.finish.
+            # An error without the name of a constraint says that a partition is missing. Create it, as
+            # partitions.finish does.
             if error.diag.constraint_name is not None:
                 raise
             await partitions.make_ahead(self._database)
@@ -100,8 +101,8 @@ class WorkflowCalls:
                 ((flow, org_id, state),) = rows
                 yield LockedWorkflow(connection, flow, org_id, WorkflowState(state))
                 return
-        # Look only after the transaction has ended. Acts that hold a connection and need a second one would wait for
-        # each other.
+        # Ask about the slot only after the transaction has ended. Acts that hold a connection and need a second one
+        # would wait for each other.
         await self.refuse_unowned(org, epoch)
         raise UnknownWorkflow(org, workflow)
 

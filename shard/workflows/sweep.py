@@ -1,6 +1,6 @@
 """Continues the folds that have left work in workflows of one shard, and forgets old workflows.
 
-The transaction that ends a job also takes in that end (shard/postgres/functions/fold_at_commit.sql), but releases and
+The transaction that ends a job also folds that end (shard/postgres/functions/fold_at_commit.sql), but releases and
 cancels at most one portion of jobs (fold_portion.sql). If work is left, the transaction notifies the routers. Sweeps
 find the work of which no notification tells: jobs that were locked when they were to be released, and what moves and
 killed processes have left (I7).
@@ -31,7 +31,7 @@ _LEFT_MAX = 10_000
 
 # The number of an org on this shard, and the id of a workflow.
 Left = tuple[int, WorkflowId]
-# Before all workflows.
+# The positions before all workflows.
 _FIRST_ARRIVED: Left = (0, WorkflowId("00000000-0000-0000-0000-000000000000"))
 _FIRST_FLOW = 0
 
@@ -69,8 +69,8 @@ class WorkflowSweep:
         await self._finish([])
 
     async def sweep(self) -> None:
-        """Finds workflows with work that folds have left, and continues their folds. If there are more than one sweep
-        visits, the next sweep goes on after them."""
+        """Finds workflows with work that folds have left, and continues their folds. If there are more workflows than
+        one sweep may visit, the next sweep goes on after the last visited one."""
         after_org, after_workflow = self._after_arrived
         parameters = {
             "after_org": after_org,

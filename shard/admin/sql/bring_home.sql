@@ -17,7 +17,7 @@ WITH lane AS MATERIALIZED (
         CASE WHEN n.is_signal THEN n.due ELSE d.expires_at END AS expires
     FROM lane
     CROSS JOIN LATERAL unnest(lane.jobs::windrow.departing[]) d
-    -- The stray copy of the job is blocked, but its node was released here, or has ended here. Such a job becomes due
+    -- If the stray copy of a job is blocked, but the job's node was released or has ended here, the job becomes due
     -- now, because nothing else would release it. So it runs again, like other jobs whose ends were lost. If its node
     -- waits for a signal, it waits again.
     LEFT JOIN LATERAL (

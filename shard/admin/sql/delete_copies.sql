@@ -1,5 +1,6 @@
--- Deletes live and dead jobs of an org that live, or have finished, on another shard. Returns how many it deleted. It
--- does not cancel them: after the slot comes back, a finished record here would be found instead of the job itself.
+-- Deletes live and dead jobs of an org that another shard has too, live or finished. Returns how many it deleted. It
+-- does not cancel them, because a cancelled record here would be found instead of the job itself after the slot comes
+-- back.
 WITH live AS (
     DELETE FROM windrow.job j
     WHERE j.id = ANY (%(ids)s::uuid[])

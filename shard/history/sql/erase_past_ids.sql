@@ -1,5 +1,5 @@
--- Erases the ids of dropped jobs of an org that is being erased. They have no index by org: all of them go at once,
--- because each statement reads the ids of all orgs.
+-- Erases the ids of dropped jobs of an org that is being erased. There is no index by org, so a statement has to read
+-- the ids of all orgs. Therefore this one erases all ids of the org at once.
 WITH ids AS (
     DELETE FROM windrow.past_id p WHERE p.org_id = %(org_id)s
     RETURNING 1

@@ -1,2 +1,2 @@
--- The slot under which this shard files an org.
+-- The slot that this shard has recorded for an org.
 SELECT o.slot FROM windrow.org o WHERE o.org = %(org)s

@@ -1,6 +1,6 @@
 -- Counts, for each of these slots, the unfinished jobs that remain on this shard: jobs that may be exported, leased
--- jobs, dead jobs, and exported jobs that are not deleted yet. Also counts the ends of nodes that workflows have not
--- taken in. Leaves out slots of which nothing remains.
+-- jobs, dead jobs, and exported jobs that are not deleted yet. Also counts the ends of nodes that no fold has
+-- processed. Leaves out slots of which nothing remains.
 SELECT n.slot, coalesce(there.free, 0), coalesce(there.leased, 0), coalesce(there.dead, 0), away.departing, ends.arrivals
 FROM unnest(%(slots)s::smallint[]) AS n (slot)
 CROSS JOIN LATERAL (

@@ -1,6 +1,6 @@
--- Deletes the quarantines of these slots, and the crashes of these slots that were not judged. Leaves out slots that do
--- not have this state and this epoch. It runs for draining slots when they have no job left. For slots that have just
--- arrived, it deletes what is left from a time when this shard held them before.
+-- Deletes the quarantines and the recorded crashes of these slots. Leaves out slots that do not have this state and
+-- this epoch. It runs for draining slots when they have no job left. For slots that have just arrived, it deletes what
+-- is left from a time when this shard held them before.
 WITH queue AS MATERIALIZED (
     SELECT q.queue_id
     FROM windrow.owned_slot w

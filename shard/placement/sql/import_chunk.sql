@@ -1,5 +1,5 @@
--- Stores jobs that were exported from another shard. A slot's chunk is stored only if its number is the slot's next,
--- and so only once. Returns the slots whose chunks were stored.
+-- Stores jobs that were exported from another shard. A chunk is stored only if it is the next chunk of its slot, and so
+-- only once. Returns the slots whose chunks were stored.
 WITH taken AS (
     UPDATE windrow.owned_slot o SET chunk = n.chunk
     FROM unnest(%(slots)s::smallint[], %(chunks)s::integer[]) AS n (slot, chunk)

@@ -1,3 +1,3 @@
--- Keeps slots where they are until this transaction ends, because every change of a placement updates the epoch in this
--- row.
+-- Locks the row that has the catalog's epoch. Every change of a placement updates this row, so all slots stay where
+-- they are until this transaction ends.
 SELECT FROM windrow.catalog c FOR UPDATE

@@ -1,5 +1,5 @@
--- Writes 1 MB into a temporary file, which is deleted when the statement ends. Fails with disk_full if the disk is full.
--- Changes nothing else; a standby can run it too.
+-- Writes 1 MB into a temporary file, which is deleted when the statement ends. Fails with disk_full if the disk is
+-- full. Changes nothing else; a standby can run it too.
 SELECT count(*)
 -- OFFSET 0 fence: work_mem is set before the rows are made, so that they do not fit into memory.
 FROM (SELECT set_config('work_mem', '64kB', true) AS work_mem OFFSET 0) small

@@ -26,8 +26,8 @@ WITH chosen AS (
     SET
         priority = coalesce(%(priority)s::smallint, j.priority),
         attributes = nullif(coalesce(%(attributes)s::jsonb, j.attributes), '{}'),
-        -- While a job waits for a group slot, its visible_at is infinity. It keeps its run_at, which is its place among the
-        -- waiting jobs.
+        -- While a job waits for a group slot, its visible_at is infinity. It keeps its run_at, which is its place among
+        -- the waiting jobs.
         run_at = coalesce(nullif(c.due, 'infinity'), j.run_at),
         visible_at = CASE
             WHEN c.due <= now() AND j.group_key > '' AND j.group_slot IS NULL THEN 'infinity'

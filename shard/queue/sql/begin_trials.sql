@@ -1,6 +1,6 @@
 -- Lets through the first job of each kind whose trial is due. Returns the queues of these jobs. A trial whose job waits
--- for a slot of its group, or for nodes that it has added, is replaced: the jobs that have the slots, and the jobs of the
--- nodes, may be set aside until the trial has ended.
+-- for a slot of its group, or for nodes that it has added, is replaced: the jobs that have the slots, and the jobs of
+-- the nodes, may be set aside until the trial has ended.
 WITH due AS MATERIALIZED (
     SELECT k.queue_id, k.kind
     FROM windrow.quarantine k

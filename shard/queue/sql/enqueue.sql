@@ -1,15 +1,14 @@
--- Stores a batch of jobs, each once, in the queues whose slots this shard owns. A job may come with a lease, for a
--- consumer that waits for it: the consumer gets it without a claim. Returns one row: the time, whether the times of the
--- ids are acceptable (ids_fit), the ids of the queues that were admitted, whether each of these queues gives jobs, its
--- max_attempts, the number of stored jobs, and the slots that the jobs got in their groups. If not all jobs were stored,
--- the row also has the ids of the stored jobs, and their queues. Postgres materializes each WITH query that is used
--- twice.
+-- Stores a batch of jobs, each once, in the queues whose slots this shard owns. A job may come with a lease for a
+-- waiting consumer, which gets the job without a claim. Returns one row: the time, whether the times of the ids are
+-- acceptable (ids_fit), the ids of the queues that were admitted, whether each of these queues gives jobs, its
+-- max_attempts, the number of stored jobs, and the slots that the jobs got in their groups. If not all jobs were
+-- stored, the row also has the ids of the stored jobs, and their queues. Postgres materializes each WITH query that is
+-- used twice.
 WITH clock AS (
     -- An id contains the time when it was made. If that time is older than the horizon, an earlier job with this id may
     -- have been deleted already. If that time is far in the future, an earlier job with this id may have finished
-    -- before it, and nobody looks for the job there. `since` is the time from which finished jobs are looked at. It
-    -- allows one hour for ids of the future, and one more hour for clocks that differ: the job may have finished by
-    -- another server's clock.
+    -- before `since`, the time from which finished jobs are searched. `since` allows one hour for ids of the future,
+    -- and one more hour for clocks that differ: the job may have finished by another server's clock.
     SELECT
         to_timestamp(%(oldest_ms)s / 1e3) >= now() - %(horizon_us)s * interval '1 us'
             AND to_timestamp(%(newest_ms)s / 1e3) <= now() + interval '1 hour' AS ids_fit,
@@ -88,7 +87,8 @@ WITH clock AS (
     SELECT ({{org_of(s)}})::integer, count(*) FROM stored s GROUP BY 1
 )
 SELECT
-    -- If no job was stored, the slots are of no use. A call that is refused must not wait for its groups.
+    -- If no job was stored, do not read the slots: this would take them, and a call that is refused must not wait for
+    -- its groups.
     now(), ids_fit, l.*, n, CASE WHEN n > 0 THEN (TABLE slots) END,
     CASE WHEN part THEN ids::text[] END,
     CASE WHEN part THEN queues END,
@@ -97,8 +97,8 @@ SELECT
         WHEN keyed < (SELECT count(*) FROM keys) THEN windrow.refuse_unstored_keys()
         ELSE windrow.refuse_settled(ids, queues, since)
     END,
-    -- Jobs that were not stored have left their slots to jobs of the batch that wait. If none was stored, the groups
-    -- may not be locked.
+    -- If only some jobs were stored, the slots of the other jobs are free. Give them to jobs that wait. If no job was
+    -- stored, do nothing, because perhaps the groups are not locked.
     CASE WHEN part AND n > 0 THEN windrow.fill_group_slots(%(queue_ids)s, %(groups)s) END
 FROM clock, (
     SELECT array_agg(queue_id), array_agg(gives_jobs), array_agg(max_attempts)

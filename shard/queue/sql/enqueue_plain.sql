@@ -5,9 +5,8 @@
 WITH clock AS (
     -- An id contains the time when it was made. If that time is older than the horizon, an earlier job with this id may
     -- have been deleted already. If that time is far in the future, an earlier job with this id may have finished
-    -- before it, and nobody looks for the job there. `since` is the time from which finished jobs are looked at. It
-    -- allows one hour for ids of the future, and one more hour for clocks that differ: the job may have finished by
-    -- another server's clock.
+    -- before `since`, the time from which finished jobs are searched. `since` allows one hour for ids of the future,
+    -- and one more hour for clocks that differ: the job may have finished by another server's clock.
     SELECT
         to_timestamp(%(oldest_ms)s / 1e3) >= now() - %(horizon_us)s * interval '1 us'
             AND to_timestamp(%(newest_ms)s / 1e3) <= now() + interval '1 hour' AS ids_fit,

@@ -4,7 +4,7 @@
 -- needed too.
 SELECT now() AS now, array_agg(first.queue_id) AS queue_ids, array_agg(first.priority) AS priorities,
     array_agg(first.visible_at) AS visible_at, array_agg(first.gives_jobs) AS gives_jobs,
-    -- This statement does not find out these values. sweep.sql does.
+    -- Only sweep.sql computes these values. Here they are always true.
     true AS groups_wait, true AS workflows_wait, true AS ages, true AS quarantines
 FROM (
     SELECT q.queue_id, p.priority::smallint AS priority, j.visible_at, w.gives_jobs

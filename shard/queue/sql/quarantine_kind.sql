@@ -1,5 +1,6 @@
--- Quarantines a kind whose jobs have crashed, and forgets the crashes of all kinds of its org: jobs of other kinds may have
--- crashed only because they were leased to the same workers. Quarantines nothing if this is one kind too many.
+-- Quarantines a kind whose jobs have crashed, and forgets the crashes of all kinds of its org: jobs of other kinds may
+-- have crashed only because they were leased to the same workers. Quarantines nothing if the org already has the
+-- maximum number of quarantined kinds.
 WITH forgotten AS (
     DELETE FROM windrow.crash c
     WHERE {{org_of(c)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)

@@ -1,8 +1,8 @@
 -- Records that consumers look for jobs of these queues, with a row for each kind that they take. Rows that are younger
 -- than 45 s stay as they are. So all routers together write each row about once a minute. A queue that has rows for 100
--- kinds or more gets no rows for further kinds. A consumer of a further kind counts as one that takes all kinds, so
--- that nobody is told that no consumer takes this kind. The rows are ordered, so that all routers lock them in the same
--- order.
+-- kinds or more gets no rows for further kinds. Instead, a consumer of a further kind is recorded as a consumer of all
+-- kinds, because otherwise the further kind would seem to have no consumer. The rows are ordered, so that all routers
+-- lock them in the same order.
 INSERT INTO windrow.consumer_seen (queue_id, kind, at)
 SELECT DISTINCT q.queue_id, CASE WHEN q.seen_at IS NULL AND q.kinds >= 100 THEN '' ELSE n.kind END, now()
 FROM unnest(%(orgs)s::text[], %(queues)s::text[], %(kinds)s::text[]) AS n (org, queue, kind)

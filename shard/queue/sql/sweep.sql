@@ -1,8 +1,8 @@
 -- Returns what probe.sql returns, but looks from the beginning of time, so that it also finds jobs that committed late
 -- (I7). Most queues have jobs of one priority or no jobs. Therefore the statement steps from each lane that has jobs to
 -- the next such lane, instead of looking into all nine lanes. Also returns whether other statements may have work to
--- do: to fill group slots for which jobs wait, to take in ends of nodes of workflows, to move jobs that have aged, and
--- to look after quarantined kinds.
+-- do: to fill group slots for which jobs wait, to fold workflows, to move jobs that have aged, and to look after
+-- quarantined kinds.
 SELECT now() AS now, array_agg(first.queue_id) AS queue_ids, array_agg(first.priority) AS priorities,
     array_agg(first.visible_at) AS visible_at, array_agg(first.gives_jobs) AS gives_jobs,
     EXISTS (

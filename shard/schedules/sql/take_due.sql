@@ -1,7 +1,7 @@
--- Locks schedules that must be looked at, and returns what decides about them. Begins with the schedules that have
--- waited longest. Other routers skip these schedules until this transaction ends. The statement leaves out schedules of
--- slots that this shard does not own (I6). The transaction keeps a lock on owned_slot, and the close of a slot waits
--- for this lock.
+-- Locks schedules that must be looked at, and returns what a decision about them needs. Begins with the schedules that
+-- have waited longest. Other routers skip these schedules until this transaction ends. The statement leaves out
+-- schedules of slots that this shard does not own (I6). The transaction keeps a lock on owned_slot, and the close of a
+-- slot waits for this lock.
 SELECT
     s.id::text, o.org, s.org_id, s.name, s.queue, q.queue_id IS NOT NULL AS has_queue, {{schedule_spec(s)}}, s.next_at, s.last_at, s.last_job::text,
     s.buffered, s.decided,

@@ -1,6 +1,6 @@
 -- Cancels a workflow that runs. Also ends its pause, because its callbacks would wait for the end of the pause. The
--- caller holds the lock of the workflow. It then folds the workflow, which dooms the blocked nodes, and cancels the
--- jobs that were released.
+-- caller holds the lock of the workflow. After this statement, the caller folds the workflow, which dooms the blocked
+-- nodes. The caller also cancels the jobs that were released.
 UPDATE windrow.workflow w
 SET cancelled_at = coalesce(w.cancelled_at, now()), reason = coalesce(w.reason, %(reason)s), paused_at = NULL
 WHERE w.flow = %(flow)s AND w.state = 'running'

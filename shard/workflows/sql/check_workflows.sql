@@ -1,8 +1,8 @@
 -- Finds what is wrong with workflows, in one snapshot: blocked jobs that nothing will release, nodes that wait for the
--- wrong node or for each other, nodes whose job is missing, workflows whose last open node is wrong, jobs that wait for a
--- signal and would run, and ends that were not taken in. Leaves out orgs that move, because their jobs may be on the
--- other shard. Also leaves out the work that one fold has left for the next fold: nodes that were not told yet of an end,
--- and ends of jobs that the fold itself has ended.
+-- wrong node or for each other, nodes whose job is missing, workflows that have recorded a wrong node as their last
+-- open node, jobs that wait for a signal and would run, and ends that were not folded. Leaves out orgs that move,
+-- because their jobs may be on the other shard. Also leaves out the work that one fold has left for the next fold:
+-- nodes that were not told of an end yet, and ends of jobs that the fold itself has ended.
 WITH RECURSIVE settled AS MATERIALIZED (
     SELECT o.org_id, o.org
     FROM windrow.org o

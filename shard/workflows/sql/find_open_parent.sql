@@ -1,5 +1,5 @@
--- Looks at these nodes, at the nodes that they have added and wait for, at the nodes that those have added and wait
--- for, and so on. Finds one of all these nodes that waits for any other node which has not ended. Returns the names of
+-- Collects a set of nodes. It begins with the given nodes. For each node in the set, it also has the open nodes that
+-- this node has added and waits for. If a node in the set waits for an open node outside the set, returns the names of
 -- both.
 WITH RECURSIVE reached AS (
     SELECT x.node FROM unnest(%(nodes)s::integer[]) AS x (node)

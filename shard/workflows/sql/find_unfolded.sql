@@ -1,6 +1,6 @@
--- Visits workflows that may have to be folded, and returns which of them must be: those of this shard that have ends
--- which nobody has taken in, which is rare, or jobs that could not be released or cancelled because they were locked,
--- or were on another shard.
+-- Visits workflows that may have to be folded, and returns those that must be folded. These are workflows of this shard
+-- with ends that no fold has processed, which is rare, and workflows with jobs that a fold could not release or cancel,
+-- because they were locked or on another shard.
 --
 -- Visits up to `rows` workflows with ends, from the one after `after_org` and `after_workflow` on, and up to `rows`
 -- workflows with nodes that wait to be released or cancelled, from the one after `after_flow` on. Steps from workflow

@@ -1,7 +1,7 @@
 -- Stores a workflow with its nodes, edges and jobs, and with the nodes that it takes over from the workflow that it
 -- retries. Does so only if the shard owns the org's slot, all queue ids are right, and the org has no workflow with
--- this id. Or adds nodes to the workflow `flow`, whose lock the caller holds. Returns the time, whether the time of the
--- workflow's id is acceptable, how many queues were admitted, and whether anything was stored.
+-- this id. If `flow` is not NULL, adds nodes to this workflow instead; the caller holds its lock. Returns the time,
+-- whether the time of the workflow's id is acceptable, how many queues were admitted, and whether anything was stored.
 WITH clock AS (
     -- See enqueue.sql.
     SELECT

@@ -1,8 +1,8 @@
--- Ends the live lease of a job, without counting the attempt, and blocks the job until its workflow releases it. The node
--- waits for the last of its parents that has not ended. If `is_doomed` is true, it waits for none: the next fold cancels
--- the job. Returns the queue of the job, how many nodes were changed (0 if the node has ended, because its job was
--- redriven), and the name of the node. No row: another session has locked the job, or the lease has ended. Never waits:
--- the caller holds the lock of the workflow.
+-- Ends the live lease of a job, without counting the attempt, and blocks the job until its workflow releases it. The
+-- node waits for the last of its parents that has not ended. If `is_doomed` is true, it waits for none: the next fold
+-- cancels the job. Returns the queue of the job, how many nodes were changed (0 if the node has ended, because its job
+-- was redriven), and the name of the node. No row: another session has locked the job, or the lease has ended. Never
+-- waits: the caller holds the lock of the workflow.
 WITH held AS MATERIALIZED (
     SELECT j.ctid
     FROM windrow.job j
