@@ -1,1 +1,1 @@
-"""Which org is served next by consumers that work for all orgs."""
+"""Decides which org is served next by consumers that work for all orgs."""

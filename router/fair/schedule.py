@@ -2,13 +2,14 @@
 pass the time, in seconds of any monotonic clock.
 
 Start-time fair queueing (Goyal, Vin, Cheng: "Start-time fair queueing", 1996). Each org has a tag, a point in virtual
-time. The ready org with the least tag is served next, and its tag then grows by what it was charged, divided by its
+time. The ready org with the smallest tag is served next, and its tag then grows by what it was charged, divided by its
 weight. So orgs that always have ready jobs get worker-seconds in proportion to their weights. If only one org has ready
 jobs, it gets all worker-seconds.
 
-A charge is the time of a lease, from its hand-out to its end. When a job is handed out, this time is not known yet: the
-org is charged an estimate, which is corrected later. The floor of virtual time is the tag of the org served last. An
-org that becomes ready starts there at the earliest: it cannot save up credit while it has no jobs.
+An org is charged for each lease: for the time from the hand-out of the job to the end of the lease. When a job is
+handed out, this time is not known yet, so the org is charged an estimate, which is corrected later. The floor of
+virtual time is the tag of the org served last. An org that becomes ready starts there at the earliest: it cannot save
+up credit while it has no jobs.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from typing import NamedTuple
 
 from shard.vocabulary import OrgId, ShardName
 
-# The weight of an org that has none of its own.
+# The weight of an org for which none was set.
 WEIGHT_DEFAULT = 1.0
-# A new measurement counts for a fifth of an estimate.
+# The part of an estimate that comes from the newest measurement.
 _NEW_PART = 0.2
 # The estimate before anything was measured.
 _FIRST_ESTIMATE_S = 0.05
-# The interval at which charges are brought up to date, and how much longer this interval is for each lease.
+# Charges are brought up to date at the interval _ACCRUE_S, or at _ACCRUE_LEASE_S for each lease if that is longer.
 _ACCRUE_S = 0.05
 _ACCRUE_LEASE_S = 0.000_05
 # If more orgs than this are remembered, the schedule looks for orgs that it can forget.
@@ -53,7 +54,7 @@ class _Org:
 class _Lease:
     org: OrgId
     since_s: float
-    # When it ends if nobody extends it.
+    # When the lease ends if nobody extends it.
     until_s: float
     # The time that the org was charged for it so far.
     charged_s: float
@@ -104,7 +105,7 @@ class Schedule:
         return known is not None and bool(known.shards)
 
     def lead(self, org: OrgId) -> float:
-        """Returns how far the org's tag is above the floor, in seconds of virtual time; 0: it is not."""
+        """Returns how far the org's tag is above the floor, in seconds of virtual time, or 0 if it is not."""
         known = self._orgs.get(org)
         return 0.0 if known is None else max(0.0, known.tag - self.floor)
 
@@ -147,8 +148,9 @@ class Schedule:
         self._heaps.pop(shard, None)
 
     def pick(self, shards: Iterable[ShardName]) -> Pick | None:
-        """Returns the org whose job is handed out next, and a shard that has it; None: no org has ready jobs on these
-        shards. The org is charged its estimate. Call `began` when the job is handed out, or else `unused`."""
+        """Returns the org whose job is handed out next, and a shard on which this org has ready jobs. Returns None if
+        no org has ready jobs on these shards. The org is charged its estimate. Call `began` when the job is handed out,
+        or else `unused`."""
         best: tuple[float, int, OrgId] | None = None
         at: ShardName | None = None
         for shard in shards:
@@ -164,7 +166,7 @@ class Schedule:
         return Pick(org, at, charged_s)
 
     def unused(self, org: OrgId, charged_s: float) -> None:
-        """Takes back the charges of picks of the org that found no job."""
+        """Reduces the charge of the org by `charged_s`, because picks of this org have found no job."""
         self._charge(org, -charged_s)
 
     # ── Leases ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -291,7 +293,7 @@ class Schedule:
         kept = {o: known for o, known in self._orgs.items() if known.shards or known.running or known.tag > self.floor}
         idle = [org for org, known in kept.items() if not known.shards and not known.running]
         if len(idle) > _ORGS_MAX:
-            # Forget the orgs that are least ahead of the floor: for them it matters least.
+            # A forgotten org starts again at the floor, so forget the orgs that are least ahead of the floor.
             idle.sort(key=lambda org: kept[org].tag)
             for org in idle[: len(idle) // 2]:
                 del kept[org]

@@ -1,5 +1,5 @@
-"""What one shard of this process needs to know about the consumers and watchers that take jobs of all orgs
-(router/fleet/org_pools.py)."""
+"""What one shard of this process needs to know about the consumers that take jobs of all orgs, and about the watchers
+of all orgs (router/fleet/org_pools.py)."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Backlog:
         self._counted = 0
         # Jobs or bytes let through since the count, and those that the count may have missed.
         self._added = 0
-        # Jobs or bytes let through whose enqueue the shard has not answered: a count may miss them.
+        # Jobs or bytes that were let through, but whose enqueue the shard has not answered yet: a count may miss them.
         self._unsettled = 0
         self._used_until_s = 0.0
         self._counting: asyncio.Task[None] | None = None
@@ -80,7 +80,7 @@ class Backlog:
         del lack
         if self._counting is None:
             self._counting = asyncio.get_running_loop().create_task(self._count(store))
-            # If all callers are cancelled, nobody sees the error of the count.
+            # Take the error of the count: if all callers are cancelled, nobody else takes it.
             self._counting.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._counting)
 

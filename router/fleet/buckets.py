@@ -29,8 +29,8 @@ _Key: TypeAlias = tuple[OrgId, QueueName]
 
 # A block has what the process needs for this long.
 _AHEAD_S = 0.5
-# A block has at most what the limit gives in this time. So even all processes together hold few of a small limit's
-# tokens, and little of what a large limit gives in a minute.
+# What a block has in addition to the tokens that calls lack is at most what the limit gives in this time. So even all
+# processes together hold few tokens of a small limit, and a small part of what a large limit gives in a minute.
 _BLOCK_S_MAX = 0.1
 # The shortest time over which the pace of a process is computed.
 _PACE_S_MIN = 0.01
@@ -67,7 +67,7 @@ class Bucket:
         self.left = math.inf
         self._asked_s = 0.0
         self._org = org
-        # How many tokens this process has used since that draw was sent.
+        # How many tokens this process has used since the latest draw was sent.
         self._used = 0
         # With fewer tokens than this, the next block is drawn ahead.
         self._low = 0
@@ -80,7 +80,7 @@ class Bucket:
         return int(self.limit.tokens_per_s * _BLOCK_S_MAX)
 
     def take(self, cost: int, store: Store) -> None:
-        """Uses tokens, which must be there."""
+        """Uses tokens. `tokens` must be at least `cost`."""
         self.tokens -= cost
         self._used += cost
         if self.tokens < self._low and self._drawing is None:
@@ -89,7 +89,7 @@ class Bucket:
     def put_back(self, cost: int) -> None:
         """Undoes a `take`."""
         self.tokens += cost
-        # The tokens may have been taken before the latest draw, which has begun a new count.
+        # The tokens may have been taken before the latest draw, which has set `_used` to 0.
         self._used = max(0, self._used - cost)
 
     def ready_in_s(self, lack: int, *, within_s: float = math.inf) -> float:
@@ -121,7 +121,7 @@ class Bucket:
 
     def _run(self, act: Coroutine[None, None, None]) -> asyncio.Task[None]:
         self._drawing = asyncio.get_running_loop().create_task(act)
-        # A draw ahead has no caller who would see its error.
+        # Take the error: a draw ahead has no caller that would take it.
         self._drawing.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._drawing
 
@@ -200,8 +200,8 @@ class Buckets:
 
     def replace(self, table: LimitTable) -> None:
         """Puts these limits in force. Tokens that were drawn under a limit with another amount or interval are dropped.
-        If only the version of a limit is newer, its tokens stay: the removal of any limit gives a newer version to all
-        limits."""
+        If only the version of a limit is newer, its tokens stay, because the removal of any limit gives a newer version
+        to all limits."""
         self.table = table.only(self._measures)
         before, self._buckets = self._buckets, {}
         for (org, queue), buckets in before.items():
@@ -246,8 +246,8 @@ class Buckets:
         return buckets
 
     def _forget(self) -> None:
-        """Forgets buckets without tokens, and then the oldest ones. What this process knows of a bucket is a hint. With
-        each bucket that has tokens, at most one block of tokens is lost."""
+        """Forgets buckets without tokens, and then the oldest ones. With each bucket that has tokens, at most one block
+        of tokens is lost. What else this process knows of a bucket is a hint."""
         used = {key: buckets for key, buckets in self._buckets.items() if any(b.tokens or b.waiting for b in buckets)}
         for key in list(used)[: max(0, len(used) - _BUCKETS_MAX // 2)]:
             del used[key]
@@ -262,5 +262,6 @@ async def _return(bucket: Bucket) -> None:
 
 
 def _terms(limit: Limit) -> tuple[Measure, int, int]:
-    """Returns the terms of a limit without its org and queue: those are the bucket's own, or those of a default."""
+    """Returns what must not change if a bucket is to keep its tokens: the measure, the amount and the interval of its
+    limit. The org is left out, because a default may replace an org's own limit."""
     return limit.key.measure, limit.amount, limit.interval_us

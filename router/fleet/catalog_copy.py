@@ -1,6 +1,6 @@
 """This router's copy of the catalog, which says where each org lives. The copy is refreshed after a NOTIFY, whenever a
-call needs to be sure, and every 3 s. It may be old at any time: a shard refuses calls that follow a copy which is too
-old (I6)."""
+call needs to be sure, and every 3 s. The copy may be old at any time. This is safe, because a shard refuses calls that
+follow a copy which is too old (I6)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _LOOK_S = 3.0
 _LOOK_S_MAX = 5.0
 # A copy that is older than this is not fresh: at least one look has failed.
 _FRESH_S = 10.0
-# This process has a single connection to the catalog. While a look runs on it, only a new connection can find out
-# whether the server still answers, and to connect takes long on a busy machine. Few calls need the catalog, so they can
-# wait until its silence is certain.
+# How many times longer than a shard the catalog may be silent before it counts as unavailable. This process has a
+# single connection to the catalog. While a look runs on it, only a new connection can find out whether the server still
+# answers, and to connect takes long on a busy machine. Only few calls need the catalog and must wait so long.
 _PATIENCE = 4.0
 # A call that waits for a change looks at the copy again after this pause. Most often a notification ends it earlier.
 _WAIT_S = 0.1
@@ -39,8 +39,9 @@ class CatalogCopy:
 
     `on_change` is called with the old and the new copy when the copy has changed. `on_limits` is called with the
     limits, and `on_weights` with the weights of orgs, when these have changed. `on_marks` is called after each look
-    with the confirmed marks of the shards (shard/placement/marks.py), and `on_revocations` with how often API keys were
-    revoked, and with the time (of the event loop's clock) at which the look began. `database` is the catalog's.
+    with the confirmed marks of the shards (shard/placement/marks.py). `on_revocations` is called after each look with
+    how often API keys were revoked so far, and with the time (of the event loop's clock) at which the look began.
+    `database` is the database of the catalog.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class CatalogCopy:
         self._limits = LimitTable()
         self._weights_version = 0
         self._current: Catalog | None = None
-        # When the last look that succeeded began, by the clock of the event loop.
+        # When the last successful look began, by the event loop's clock.
         self._looked_s = float("-inf")
         self._notified = asyncio.Event()
         # Whether a migration was run, or the notification of a migration may have been missed.

@@ -30,7 +30,7 @@ _LOOK_S_MAX = 2.0
 # The most jobs of one statement, and the pause after it.
 _JOBS_MAX = 1000
 _PAUSE_S = 0.020
-# How long another router's wait is remembered, which is somewhat longer than a wait can last; and how many such waits
+# How long another router's wait is remembered: somewhat longer than a wait can last. At most _ELSEWHERE_MAX such waits
 # are remembered.
 _ELSEWHERE_S = 70.0
 _ELSEWHERE_MAX = 100_000
@@ -88,7 +88,7 @@ class EndWaits:
         self.ended(list(self._by_job))
 
     def ended(self, jobs: Collection[str]) -> None:
-        """Wakes the callers that wait for these jobs: another router reports that the jobs may have ended."""
+        """Wakes the callers that wait for these jobs, because the jobs may have ended."""
         for job in jobs:
             for wait in self._by_job.get(job, ()):
                 wait.wake()

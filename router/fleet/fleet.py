@@ -134,8 +134,8 @@ class Fleet:
         self._take_up(cluster)
 
     async def _refuse_to_remove(self, removed: Sequence[ShardName], source: str) -> None:
-        """Reads the catalog again. Raises ClusterFileError if one of the shards still holds something, or if the
-        catalog does not answer."""
+        """Reads the catalog again. Raises ClusterFileError if one of the shards still holds something or is still asked
+        about older jobs, or if the catalog does not answer."""
         try:
             await self._catalog.look()
         except ShardError as error:
@@ -276,7 +276,7 @@ class Fleet:
     async def read(self, org: OrgId, act: Callable[[ShardHandle], Awaitable[_T]]) -> _T:
         """Runs `act` on the shard that has the org's queue configurations, schedules and workflows. Another shard may
         have old copies of these, or none. So this function reads the catalog after `act`, and runs `act` again if the
-        org has moved. While the catalog does not answer, no move makes progress, and this router's copy of the catalog
+        org has moved. While the catalog does not answer, no move makes progress, so this router's copy of the catalog
         is good enough. Raises ShardUnavailable, and every error of `act`."""
         while True:
             placement = self.placement(org)
@@ -315,9 +315,9 @@ class Fleet:
             self.pools.ended(revocation.leases)
 
     def _elsewhere(self, org: OrgId, name: ShardName) -> list[ShardHandle] | None:
-        """Returns the shards other than `name` that may have live jobs of the org. Returns None if this router's copy
-        of the catalog is old: the caller's shard `name` takes the org's jobs, and the copy does not say so. Raises
-        ShardUnavailable."""
+        """Returns the shards other than `name` that may have live jobs of the org. The caller knows that the shard
+        `name` takes the org's jobs. If this router's copy of the catalog does not say so, the copy is old, and the
+        result is None. Raises ShardUnavailable."""
         placement = self.placement(org)
         if name not in placement.writes:
             return None
@@ -443,10 +443,11 @@ class Fleet:
                     "shard has the catalog; correct the dsn"
                 )
             admitted = await identity.admit(database, self._catalog.database, cluster=cluster.name)
-            # Read the catalog again before slots are granted: a new database would not refuse slots that have left the
-            # shard since the last look.
+            # Read the catalog again before slots are granted. An old copy may grant slots that have left the shard
+            # since the last look, and a new database would not refuse them.
             await self._catalog.look()
-            # An empty database that replaces a lost database does not know the orgs that are pinned to this shard.
+            # Tell the database which orgs are pinned to this shard: an empty database that replaces a lost one does not
+            # know them.
             if not await pins.adopt(database, await pins.read_on(self._catalog.database, name)):
                 raise ShardUnavailable(name, "its queues are being changed")
             self._identities[name] = admitted

@@ -20,10 +20,10 @@ from shard.queue.pending_enqueue import Handed, Handover, Taker
 from shard.queue.store import Store
 from shard.vocabulary import PRIORITY_DEFAULT, Lease, NewJobs, OrgId, QueueName
 
-# Only claims give jobs with these columns. The first four set times that an insert with a lease does not look at. Jobs
-# with keys are often known already, and then nothing is handed over.
+# Jobs with these columns are not handed over, but claimed. The first four columns set times that an insert with a lease
+# does not look at. Jobs with keys are often known already, and then nothing is handed over.
 _CLAIMED_COLUMNS = ("run_at_us", "delay_us", "expires_at_us", "max_runtimes_us", "dedup_keys", "live_keys")
-# Only claims give jobs with larger payloads.
+# Jobs with larger payloads are not handed over either.
 _PAYLOAD_BYTES_MAX = 16 * 1024
 
 
@@ -43,7 +43,7 @@ class Handovers:
 
     async def offer(self, jobs: NewJobs) -> Handover | None:
         """Chooses waiting consumers for new jobs. Returns None if no consumer can take any of them. Offered jobs count
-        against the credit until the handover is done.
+        against the consumers' credit until the handover is done.
 
         Consumers of this process come first: those of the org, then those of all orgs. Siblings are asked only if these
         are too few. If a limit on starts applies to a queue, its jobs are offered only to consumers of this process,
@@ -89,8 +89,8 @@ class Handovers:
         permits: list[tuple[Permit, Sequence[int]]],
     ) -> dict[QueueName, Sequence[int]]:
         """Takes places at consumers of this process, and adds them to `dealt`; takes tokens, and adds them to
-        `permits`. Returns the jobs of each queue for which siblings may have places. If this raises an error, the
-        caller gives back what was added. Raises ShardUnavailable."""
+        `permits`. Returns for each queue the positions of those jobs for which siblings may have places. If this raises
+        an error, the caller gives back what was added. Raises ShardUnavailable."""
         left: dict[QueueName, Sequence[int]] = {}
         positions: Sequence[int]
         for queue, positions in _by_queue(jobs, _handed_positions(jobs)).items():
@@ -154,7 +154,7 @@ def _handed_positions(jobs: NewJobs) -> Sequence[int]:
     claimed: set[int] = set()
     for name in _CLAIMED_COLUMNS:
         claimed.update(getattr(jobs, name))
-    # There is no job left if the jobs of a call are all known already.
+    # `jobs` is empty if the jobs of a call are all known already.
     if max(map(len, jobs.payloads), default=0) > _PAYLOAD_BYTES_MAX:
         claimed.update(at for at, payload in enumerate(jobs.payloads) if len(payload) > _PAYLOAD_BYTES_MAX)
     return [at for at in range(len(jobs)) if at not in claimed] if claimed else range(len(jobs))

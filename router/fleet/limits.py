@@ -14,7 +14,7 @@ from shard.limits import ALL_QUEUES, BACKLOG, ENQUEUED, Limit, LimitTable
 from shard.queue.store import Store
 from shard.vocabulary import NewJobs, OrgId, QueueName
 
-# How often a call asks the shard, at most: other calls may take the tokens that it drew.
+# How many times a call asks the shard, at most. It asks again if other calls have taken the tokens that it drew.
 _TRIES_MAX = 20
 
 
@@ -46,12 +46,12 @@ class Charge:
                 bucket.settled(tokens)
 
     def refund(self) -> None:
-        """Puts all tokens back: nothing was stored."""
+        """Puts all tokens back, because nothing was stored."""
         for bucket, _, tokens in self._costs:
             bucket.put_back(tokens)
 
     def refund_jobs(self, known: Collection[int]) -> None:
-        """Puts the tokens of the jobs at these positions back: they had been stored before."""
+        """Puts back the tokens of the jobs at these positions, because these jobs had been stored before."""
         for bucket, positions, _ in self._costs:
             of_bucket = known if positions is None else [at for at in positions if at in known]
             bucket.put_back(_cost(bucket, self._jobs, of_bucket))
@@ -94,7 +94,7 @@ class Limits(Buckets):
                 for bucket, _, tokens in costs:
                     bucket.take(tokens, store)
                 return Charge(costs, jobs)
-            # Nothing is drawn for a call that another bucket refuses.
+            # If any bucket refuses the call, draw from none.
             worst = max(short, key=_wait_s)
             if _wait_s(worst) > 0:
                 break
@@ -155,7 +155,7 @@ def _reached(
         else:
             positions = _without_room(each, min(limit.amount, bucket.tokens + bucket.left))
             asked = min(each[at] for at in positions)
-            # The jobs that are not refused take what is left now.
+            # Compute the wait as if no tokens were left: the jobs that are not refused take what is left now.
             retry_after_s = max(PAUSE_S, asked / limit.tokens_per_s if limit.interval_us else bucket.ready_in_s(asked))
     if retry_after_s is not None:
         # The shard rounds differently, so a caller that comes back at once could still be too early.

@@ -85,7 +85,7 @@ class OrgPool:
         self.schedule = Schedule(weight_of)
         self._shards = shards
         self._reads = reads
-        # A claim also removes a consumer from `able` whose client does not read.
+        # A consumer whose client does not read is removed from `able` too, when the next consumer is chosen.
         self._waiting = AwaitedQueue[PoolConsumer]()
         # The queues that may have ready jobs, by org and shard.
         self._ready: dict[OrgId, dict[ShardName, set[QueueName]]] = {}
@@ -183,7 +183,7 @@ class OrgPool:
     # ── Claims ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def wake(self) -> None:
-        """Looks for jobs to hand out again, because something has changed that may allow it."""
+        """Tries again to hand jobs out. Call this after a change that may make it possible."""
         self._wake()
 
     def _wake(self) -> None:
@@ -283,7 +283,7 @@ class OrgPool:
 
         def again() -> None:
             # If the shard is away or removed by now, its orgs are found again when it comes back. Until then they must
-            # not count as ready: no jobs would be handed over to this pool.
+            # not count as ready: while any org counts as ready, no jobs are handed over to this pool.
             member = self._shards().get(shard)
             if member is not None and member.up.is_set():
                 for queue in queues:
@@ -339,7 +339,7 @@ class OrgPool:
                 if await member.room.hold_if_full(request.org, queues, part.in_flight):
                     request.queues.difference_update(queues)
                 else:
-                    # Another request of the org may have found these queues full before, and have taken them out.
+                    # Another request of the org may have found these queues full before, and removed them.
                     request.queues.update(queues)
             # If a permit was used up, the next one may be larger.
             is_more = is_more or claimed.result.cut or (not claimed.is_short and claimed.max_jobs < room)
@@ -371,8 +371,8 @@ class OrgPool:
                 for queue in queues[org]:
                     self.found(shard, org, queue)
             elif not away:
-                # If many orgs are ready, each gets few jobs at a time, and most of them then have no more jobs. A probe
-                # is cheaper than a claim that finds nothing.
+                # If many orgs are ready, each claim takes few jobs of an org, and most orgs have no more jobs after it.
+                # So probe first: a probe is cheaper than a claim that finds nothing.
                 member.ready_orgs.emptied(org, queues[org])
             if not self._is_found(org, shard):
                 self.schedule.idle(org, shard)

@@ -1,5 +1,5 @@
 """The pools of this process (router/fleet/org_pool.py), by the queues that their consumers take for all orgs; and the
-watchers, which only want to know of such jobs."""
+watchers, which only want to know when queues of any org may have ready jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Periodic and everlasting tasks of a router: what becomes of them when they fail."""
+"""Runs a router's periodic tasks, and the tasks that never end. Logs their failures and runs them again."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _RESTART_S = 1.0
 
 
 async def every(interval_s: float, what: str, act: Callable[[], Awaitable[object]]) -> None:
-    """Runs `act` about every `interval_s` seconds (±10 %), for ever. The first of several failures in a row is logged
-    as "could not {what}"."""
+    """Runs `act` about every `interval_s` seconds (±10 %), for ever. Failures are logged as "could not {what}",
+    and only the first of several failures in a row as a warning."""
     failing = False
     while True:
         await asyncio.sleep(interval_s * random.uniform(0.9, 1.1))

@@ -1,10 +1,11 @@
-"""Finds the orgs of one shard with ready jobs in those queues that consumers of this process take for all orgs. What it
-finds are hints (I7), like those of the wait room: a claim or the sweep corrects a wrong hint.
+"""Finds the orgs that have ready jobs on one shard, in the queues that consumers of this process take for all orgs.
+What it finds are hints (I7), like those of the wait room: a claim or the sweep corrects a wrong hint.
 
-The hints need no writes. This process knows of new jobs from its own enqueues and from the doorbells of other routers,
-which ring in any case. A probe says when jobs fall due later. A first walk over the ready index finds the
-jobs that were there before. After that, each sweep continues the walk for some milliseconds from where the last sweep
-ended, and so finds every job whose hint was lost. While nobody takes jobs of all orgs, none of this runs.
+Nothing is written to the shard for these hints. This process knows of new jobs from its own enqueues and from the
+doorbells of other routers, which ring in any case. A probe finds out when later jobs fall due. A first walk over the
+ready index finds the jobs that were there before. After that, each sweep continues the walk for some milliseconds from
+where the last sweep ended, and so finds every job whose hint was lost. While nobody takes jobs of all orgs, none of
+this runs.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _PAUSE_S = 0.010
 _FAILED_PAUSE_S = 0.5
 # Jobs that fall due after more than this many sweeps are not remembered: a later sweep finds them in time.
 _SOON_SWEEPS = 3
-# If there are more queues to probe, they are dropped and the walk begins again. If there are more queues that fall due
-# soon, those are not remembered: a later sweep finds them.
+# If there are more queues to probe than this, all of them are dropped, and the walk begins again. At most this many
+# queues that fall due soon are remembered. A later sweep finds the others.
 _QUEUES_MAX = 100_000
 
 
@@ -41,7 +42,7 @@ class _Name:
     name_id: int | None = None
     # Where the walk of this name goes on. None: at the beginning.
     after: QueueId | None = None
-    # Whether a walk has come to the end since somebody took this name, and since hints were lost.
+    # Whether a walk has come to its end since a consumer first took this name, and since hints were last lost.
     walked: bool = False
     walk_began_s: float = 0.0
     # How long the last walk took from one end to the other.
@@ -49,8 +50,8 @@ class _Name:
 
 
 class ReadyOrgs:
-    """`on_ready` is called with an org and a queue that may have ready jobs. Its owner runs `run`
-    while the shard is up, and calls `sweep` every `sweep_s` seconds."""
+    """`on_ready` is called with an org and a queue that may have ready jobs. The owner of this object runs `run` while
+    the shard is up, and calls `sweep` every `sweep_s` seconds."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class ReadyOrgs:
         self._find_names = False
         self._to_probe: set[QueueId] = set()
         # Queues whose next job is due soon, and the time of that job by the event loop's clock. An entry of the heap
-        # counts only if it has the queue's time in `_due_s`.
+        # `_dues` counts only if `_due_s` has the same time for its queue.
         self._due_s: dict[QueueId, float] = {}
         self._dues: list[tuple[float, QueueId]] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -93,7 +94,7 @@ class ReadyOrgs:
                 self._others.add(name.name_id)
 
     def walk_again(self) -> None:
-        """Hints may have been lost: walks over all queues from the beginning."""
+        """Walks over all queues from the beginning, because hints may have been lost."""
         # New objects, because a step that runs now sets the fields of the old ones when it ends.
         self._names = {queue: replace(name, after=None, walked=False) for queue, name in self._names.items()}
         self._find_names = bool(self._names)
@@ -104,8 +105,8 @@ class ReadyOrgs:
     # ── Hints ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def rang(self, numbers: Collection[QueueId] | None) -> None:
-        """Looks for jobs of these queues, which may have new jobs, now or later. If `numbers` is None, any queue
-        may."""
+        """Looks for jobs of these queues. Call this when they may have new jobs, also jobs that are due later.
+        `numbers` is None if any queue may have new jobs."""
         if not self._names:
             return
         if numbers is None:
@@ -190,7 +191,7 @@ class ReadyOrgs:
                     name.name_id = name_id
                     self._by_name_id[name_id] = queue
                     self._others.discard(name_id)
-                    # A queue of this name got jobs before the id of the name was known here.
+                    # Walk: a queue of this name may have got jobs before the id of the name was known here.
                     name.walked = False
 
     async def _probe(self, numbers: Collection[QueueId]) -> None:
@@ -232,7 +233,8 @@ class ReadyOrgs:
             queue = self._by_name_id.get(name_id_of(queue_id))
             if first_us is None or queue is None:
                 continue
-            # Both times are by the shard's clock: only their difference is used with this machine's clock.
+            # Both times are by the shard's clock, which may differ from this machine's clock: use only their
+            # difference.
             left_s = (first_us - now) / 1_000_000
             if left_s <= 0:
                 self._due_s.pop(queue_id, None)

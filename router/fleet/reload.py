@@ -46,7 +46,7 @@ class Reloader:
         self.cluster = cluster
         self.since = datetime.now(UTC)
         self.refusal: Refusal | None = None
-        # The keys of [router], and [tls] and [auth], that have another value in the file than in this process.
+        # What differs between the file and this process: keys of [router], and the tables [tls] and [auth] as a whole.
         self.needs_restart: list[str] = []
         self._file = file
         self._settings = settings

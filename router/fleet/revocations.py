@@ -15,8 +15,9 @@ Told = Callable[[bytes], None]
 
 
 class Revocations:
-    """A lease names no stream. So every stream with the name of the lease's worker is told, if it is a stream of the
-    lease's org or of all orgs. The consumer knows which leases it has."""
+    """Tells consumers which leases somebody else has ended. A lease names no stream. So every stream with the name of
+    the lease's worker is told, if it is a stream of the lease's org or of all orgs. The consumer knows which leases it
+    has."""
 
     def __init__(self) -> None:
         self._consumers: dict[tuple[OrgId | None, str], dict[Told, None]] = {}

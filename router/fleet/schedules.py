@@ -1,5 +1,5 @@
 """Fires the schedules of one shard, as every other router does too: when the next schedule is due, when a schedule was
-changed, and with every sweep. This is only a set of hints (I7); the shard decides what is due
+changed, and at the interval of the sweeps. These times are only hints (I7): the shard decides what is due
 (shard/schedules/due_schedules.py).
 """
 
@@ -25,8 +25,8 @@ _PAUSE_S = 1.0
 _UNDECIDED_S = 0.1
 # How long the answers of other shards about a job are used.
 _KNOWN_S = 2.0
-# How often a router asks a shard that has no schedule with a future instant. When a schedule is created, the routers
-# are told, and look at once.
+# The interval at which a router asks a shard that has no schedule with a future instant. When a schedule is created,
+# the routers are told, and look at once.
 _NONE_S = 10.0
 _REASON = "replaced by the next run of its schedule"
 
@@ -71,7 +71,8 @@ class Scheduler:
         self._may_fire = may_fire
         self._elsewhere = elsewhere
         self._changed = asyncio.Event()
-        # Whether jobs on which decisions depend are live, and until when such an answer is used, by the loop's clock.
+        # For each job on which a decision depends: whether it is live, and until when this answer is used, by the event
+        # loop's clock.
         self._known: dict[JobId, tuple[bool, float]] = {}
 
     def look(self) -> None:
@@ -105,7 +106,8 @@ class Scheduler:
         while self._may_fire():
             if not is_more:
                 wake = await self._due.next_wake()
-                # Both are times of the shard's clock: only their difference is used here.
+                # Both times are by the shard's clock, which may differ from this machine's clock: use only their
+                # difference.
                 if wake.at is None:
                     return _NONE_S * random.uniform(0.9, 1.1)
                 left_s = (wake.at - wake.now) / 1_000_000
@@ -120,7 +122,7 @@ class Scheduler:
             self._known.update((job, (is_live, until_s)) for job, is_live in learned.items())
             is_more = fired.taken == BATCH_MAX
             if not is_more and not fired.jobs:
-                # Other routers have locked the due schedules, or these wait for an answer about a job.
+                # Other routers have locked the due schedules, or the schedules wait for an answer about a job.
                 await asyncio.sleep(_UNDECIDED_S)
         return self._sweep_s
 

@@ -1,7 +1,7 @@
 """Writes one file of figures for each shard into the metrics' folder: how many jobs its queues have, its slots, and
 signs that the shard needs an operator. The scrape endpoint adds these files to its answer (router/process/metrics.py).
-A new file replaces the shard's old file, even if another router process wrote that: all processes read the same
-figures."""
+A new file replaces the shard's old file, even if another router process wrote the old one, because all processes read
+the same figures."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from shard.health.signs import Signs
 from shard.placement.catalog import Holding
 from shard.vocabulary import ShardName
 
-# How often the figures are read, and how old the count of jobs may be at that time. A count may be older than 0, so
-# that one count serves all routers.
+# The interval at which the figures are read, and how old the count of jobs may be at that time. An older count is
+# allowed, so that one count serves all routers.
 _EVERY_S, _AGE_US_MAX = 60.0, 45_000_000
 # How long figures are shown if no process replaces them.
 _SHOWN_S = 180.0

@@ -226,7 +226,7 @@ class ShardHandle:
         for task in (self._keeping, self._switching, self._checking):
             if task is not None:
                 task.cancel()
-        # Consumers then wait on the org's other shards, or fail if there is none.
+        # The woken consumers wait on the other shards of their orgs, or fail if there is none.
         self.room.wake_all()
         self.ends.wake_all()
         self._pools.lost(self.name)
@@ -298,8 +298,8 @@ class ShardHandle:
             self._workflows_wait.set()
 
     async def _sweep_workflows(self) -> None:
-        """Sweeps workflows after each sweep of the lanes that has found any. This is a task of its own, because the
-        lanes must not wait for hundreds of workflows."""
+        """Sweeps the workflows each time a sweep of the lanes has found that workflows wait for this. It is a task of
+        its own, because the lanes must not wait for hundreds of workflows."""
         what, sweep = f"sweep the workflows of shard {self.name!r}", self._where_allowed(self._workflow_sweep.sweep)
         failing = False
         while True:
@@ -371,8 +371,8 @@ class ShardHandle:
             database.changed = False
         covered = False
         try:
-            # Other routers write marks too. If their mark is older than this router's changes, `covered` stays False,
-            # and the next call writes another mark.
+            # `make` writes no mark if another router has just written one. That mark may be older than this router's
+            # changes, so `covered` stays False, and the next call tries to write another mark.
             earlier = self._unconfirmed
             made = earlier or await marks.make(self._queue_database, apart_s=0.8 * MARK_S)
             # While the catalog does not answer, each call tries to confirm this mark again, and writes no further mark.
@@ -398,7 +398,8 @@ class ShardHandle:
                 database.reconnected = True
                 raise
             if comparison.lost:
-                # New connections are checked, and refused for as long as they lead to a database without the mark.
+                # Break all connections. New ones are checked, and refused while they lead to a database without the
+                # mark.
                 for lost in self._databases:
                     lost.hang_up()
                 return
@@ -430,7 +431,7 @@ class ShardHandle:
             try:
                 await self._prove(database)
             except ShardError as error:
-                # The error may be about the catalog, and then its text must name it.
+                # The error may be about the catalog. Then `trouble` must name the catalog, as the error's text does.
                 why = error.why if isinstance(error, ShardUnavailable) and error.shard == self.name else str(error)
                 if why != logged:
                     logged = why

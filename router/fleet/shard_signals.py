@@ -14,7 +14,7 @@ _EVERY_S = 1.0
 
 
 async def record(fleet: Fleet) -> None:
-    """Records this every second, until cancelled."""
+    """Sets the metrics of the shards and the catalog every second, until cancelled."""
     recorded: set[ShardName] = set()
     while True:
         metrics.CATALOG_UP.set(fleet.has_fresh_catalog)

@@ -24,7 +24,7 @@ from shard.queue.claim import CLAIM_BYTES_MAX, ClaimResult
 from shard.queue.store import Store
 from shard.vocabulary import OrgId, QueueName
 
-# How often a claim asks the shard, at most: other claims may take the tokens that it drew.
+# How many times a claim asks the shard, at most. It asks again if other claims have taken the tokens that it drew.
 _TRIES_MAX = 20
 # A bucket is asked again after this time, even if its next token comes later: another process may give tokens back.
 _HOLD_S_MAX = 3.0
@@ -32,9 +32,10 @@ _HOLD_S_MAX = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """Tokens for `jobs` starts. A job has started when it was leased and its consumer may have it. Its owner puts back
-    all other tokens. These include the tokens of jobs whose lease nobody knows because the shard's answer was lost: no
-    consumer has these jobs, and they are claimed again when their leases end."""
+    """Tokens for `jobs` starts. A job has started when it was leased and its consumer may have it. The owner of the
+    permit puts back the tokens of jobs that have not started. If the shard's answer was lost, nobody knows which jobs
+    were leased. Their tokens are put back too: no consumer has these jobs, and they are claimed again when their leases
+    end."""
 
     buckets: Sequence[Bucket]
     jobs: int
@@ -80,7 +81,7 @@ class ClaimedPart(NamedTuple):
     result: ClaimResult
     # The most jobs that the claim could lease.
     max_jobs: int
-    # Puts the tokens of jobs back that do not reach their consumer. None: no limit of starts counts.
+    # Puts back the tokens of jobs that do not reach their consumer. None: no limit of starts counts.
     put_back: Callable[[int], None] | None
 
     @property
@@ -193,7 +194,7 @@ class Starts(Buckets):
             short = next((bucket for bucket in buckets if bucket.tokens < 1), None)
             if short is None:
                 return self._take(org, buckets, wanted)
-            # Nothing is drawn for a claim that another bucket holds back.
+            # If any bucket holds the claim back, draw from none.
             if hold_s(buckets) > 0:
                 return None
             try:

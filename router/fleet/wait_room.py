@@ -34,7 +34,7 @@ _PAUSE_S = 0.010
 _PROBE_AGE_S_MIN = 1.0
 
 _UNAWAITED_MAX = 100_000
-# After it has noted this many consumers, the loop lets other tasks run.
+# Each time that `note_waiters` has noted this many consumers, it lets other tasks run.
 _NOTED_AT_ONCE = 100
 
 _Key = tuple[OrgId, QueueName]
@@ -118,7 +118,7 @@ class WaitRoom:
             self._drop_if_unused((org, queue), awaited)
 
     async def note_waiters(self) -> None:
-        """Records that all these consumers were seen. Its owner calls this every NOTE_S seconds."""
+        """Records that all consumers in the room were seen. The owner of the room calls this every NOTE_S seconds."""
         waiters = {waiter: None for awaited in self._queues.values() for waiter in awaited.waiters}
         for number, waiter in enumerate(waiters):
             self._note(waiter)
@@ -148,8 +148,8 @@ class WaitRoom:
                 awaited.has_credit(waiter)
 
     def rests(self, waiter: Waiter) -> None:
-        """Call this when a waiter is idle and has got credit. Reports those of its queues in which no older job waits.
-        New jobs of these queues can be handed over to the waiter."""
+        """Call this when a waiter is idle and has got credit. Calls `on_ready` for those of its queues in which no
+        older job waits, because new jobs of these queues can be handed over to the waiter."""
         for queue in waiter.queues:
             awaited = self._queues.get((waiter.org, queue))
             if awaited is not None and not awaited.backlog:
@@ -188,7 +188,7 @@ class WaitRoom:
                     awaited.hold_timer = loop.call_later(for_s, self._end_hold, (org, queue))
 
     def end_holds(self) -> None:
-        """Wakes a consumer of each queue whose jobs were held back: the limits have changed."""
+        """Wakes a consumer of each queue whose jobs were held back. Call this when the limits have changed."""
         for key, awaited in self._queues.items():
             if awaited.hold_timer is not None:
                 awaited.hold_timer.cancel()
@@ -217,7 +217,8 @@ class WaitRoom:
                     self._full.pop(key, None)
                 elif (awaited := self._queues.get(key)) is not None:
                     awaited.backlog = True
-        # Meanwhile a lease may have ended, or another caller may have found room. Neither wakes a consumer again.
+        # Meanwhile a lease may have ended, or another caller may have found room. No consumer is woken for that
+        # later, so return False: the caller must look for jobs again.
         return is_full and all(key in self._full for key in keys)
 
     def is_full(self, org: OrgId, queue: QueueName) -> bool:
@@ -294,8 +295,8 @@ class WaitRoom:
     def stored(self, jobs: NewJobs, duplicates: Collection[int], handover: Handover | None) -> None:
         """Wakes consumers for new jobs that have committed. The jobs at the positions `duplicates` are not new."""
         # If some of the offered jobs were not handed over, the consumers that were to take them may have claimed before
-        # the commit. Then wake consumers as if no job had been offered. A job that waits for a slot of its group needs
-        # no consumer until it gets the slot.
+        # the commit. Then wake consumers as if no job had been offered. Jobs that wait for a slot of their group count
+        # as handed over here: they need no consumer until they get the slot.
         takers: Collection[int] = ()
         if handover is not None and handover.is_complete:
             takers = handover.takers
@@ -414,8 +415,8 @@ class WaitRoom:
 
     async def sweep(self) -> bool:
         """Finds due jobs that every hint has missed, and corrects the store's claim floors. Leases may have expired, so
-        this also wakes consumers that a limit of jobs in flight has held back. Returns whether workflows of the shard
-        may have ends to take in."""
+        this also wakes consumers that a limit of jobs in flight has held back. Returns whether a sweep of the shard's
+        workflows may find work."""
         self.lease_ended(None)
         await self._numbers(list(self._queues))
         due = await self._store.sweep(self._by_number)
@@ -429,7 +430,7 @@ class WaitRoom:
             awaited = self._queues.get(key)
             if awaited is not None:
                 if awaited.number is None:
-                    # If the queue did not exist before, these consumers could not be recorded.
+                    # Record these consumers: this was impossible if the queue did not exist before.
                     for waiter in awaited.waiters:
                         self._note(waiter)
                 awaited.number = number
@@ -438,8 +439,8 @@ class WaitRoom:
         return numbers
 
     def _expect(self, due: Due, *, within_s: float = math.inf) -> None:
-        """Wakes the consumers of queues with due jobs, and sets timers for queues with jobs due in `within_s` seconds.
-        Does nothing about later jobs."""
+        """Wakes the consumers of queues with due jobs, and sets timers for queues whose next job is due within
+        `within_s` seconds. Ignores queues whose next job is due later."""
         loop = asyncio.get_running_loop()
         for number, when in due.first.items():
             key = self._by_number.get(number)

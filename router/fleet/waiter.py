@@ -62,12 +62,13 @@ class Recipient(Protocol):
         ...
 
     def keep_places(self, jobs: int) -> None:
-        """Takes the credit for jobs that may be on their way to it. `free_places` follows."""
+        """Reduces its credit by these jobs, which may be on their way to it. The caller must call `free_places`
+        later."""
         ...
 
     def free_places(self, unused: int) -> None:
-        """Call this when it is known which of these jobs come. Gives the consumer back the credit for the unused
-        places, and wakes it if there are any."""
+        """Call this after `keep_places`, when it is known which jobs come. Gives the consumer back the credit for the
+        unused places, and wakes it if there are any."""
         ...
 
     def give(self, jobs: Delivery) -> None:
@@ -111,8 +112,8 @@ class AwaitedQueue(Generic[_W]):
     """A queue that at least one consumer waits for, or that somebody watches."""
 
     waiters: dict[_W, None] = field(default_factory=dict[_W, None])
-    # The waiters that may have credit. The most recently served one comes last. A waiter without credit is removed when
-    # its turn comes, so that the others need not look at it again.
+    # The waiters that may have credit. The most recently served one comes last. A waiter that has no credit when its
+    # turn comes is removed, so that no later search looks at it again.
     able: OrderedDict[_W, None] = field(default_factory=OrderedDict[_W, None])
     watchers: set[Watcher] = field(default_factory=set[Watcher])
     # Whether there may be jobs that no waiting consumer had room for.
@@ -132,8 +133,8 @@ class AwaitedQueue(Generic[_W]):
         self.able.pop(waiter, None)
 
     def has_credit(self, waiter: _W) -> None:
-        """Call this when the waiter has credit again. If it had none when its turn came, it is the next one: all others
-        have been served since its own last turn."""
+        """Call this when the waiter has credit again. If it had no credit when its turn came, it is served next,
+        because all others have been served since its own last turn."""
         if waiter in self.waiters and waiter not in self.able:
             self.able[waiter] = None
             self.able.move_to_end(waiter, last=False)

@@ -1,8 +1,8 @@
 """Lists the orgs of all shards with their figures, one page at a time.
 
 Each shard sorts its own orgs, and the pages of the shards are merged. An org that moves has jobs on two shards. It is
-listed at the place of the larger of its two figures, and it shows the sum of both. So, to
-make a page of the list, it is enough to read pages of the shards, and the figures of the few orgs on it that move.
+listed at the place of the larger of its two figures, and it shows the sum of both. So a page of the list needs one page
+of each shard. For the few orgs on it that move, it also needs the figures that their other shards have.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def list_orgs(
         raise next(iter(errors.values()))
     parts, more = merged(pages, sort=wanted.sort, page_size=page_size)
     others = [] if shard is not None else [part for part in parts if len(_reads(fleet, part)) > 1]
-    # These calls also return the age of each shard's count.
+    # Ask all these shards even if `others` is empty, because the answers also have the age of each shard's count.
     read = await asyncio.gather(*(_figures(fleet, name, [part.figures.org for part in others]) for name in pages))
     counted = {name: some for name, some in zip(pages, read, strict=True) if some is not None}
     orgs: list[tuple[OrgFigures, Sequence[ShardName]]] = []
@@ -90,7 +90,7 @@ def merged(pages: dict[ShardName, OrgPage], *, sort: OrgSort, page_size: int) ->
     ]
     parts.sort(key=lambda part: part.place.key)
     ends = [Place(page.orgs[-1].figure(sort), page.orgs[-1].org).key for page in pages.values() if page.more]
-    # After the nearest end, a shard may have orgs that it has not sent.
+    # Beyond the first of these ends, a shard may have orgs that it has not sent.
     within = [part for part in parts if not ends or part.place.key <= min(ends)]
     if len(within) <= page_size:
         return within, len(within) < len(parts) or bool(ends)

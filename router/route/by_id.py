@@ -49,7 +49,8 @@ async def find_duplicates(fleet: Fleet, placement: Placement, jobs: NewJobs) -> 
     for at in by_id:
         by_key.pop(at, None)
     if by_key:
-        # A match by id outranks a match by dedup key: although one shard knows the key, another may know the id.
+        # A match by id outranks a match by dedup key. So look for these ids too: another shard than the one that knows
+        # the key may know the id.
         by_id |= await _known_by_id(fleet, jobs, list(by_key))
     return by_key | by_id
 
@@ -98,8 +99,8 @@ async def find(
     """Asks every shard that may know these jobs, in the order in which jobs move.
 
     `ask` gets positions of ids, and returns the answers for those ids that the shard knows. `at` limits the search to
-    these positions. An id counts as unknown only if the current placement was used to look for it. Raises
-    NoAnswer if no shard answers, and every other error of `ask`.
+    these positions. An id counts as unknown only if the current placement was used to look for it. Raises NoAnswer if
+    no shard answers, and every other error of `ask`.
     """
     found = Found[_T]()
     unknown: Sequence[int] = range(len(ids)) if at is None else at

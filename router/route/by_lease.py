@@ -73,7 +73,7 @@ class Leases:
         for at, (tag, _) in enumerate(tokens):
             positions[tag].append(at)
         answers = [Answer.NOT_FOUND] * len(tokens)
-        # Let every shard finish before an error is raised: the changes of the other shards are not undone.
+        # An error does not undo the changes of the other shards, so let every shard finish before it is raised.
         outcomes = await asyncio.gather(
             *(self._ask_one(tag, call.only(there)) for tag, there in positions.items()), return_exceptions=True
         )

@@ -44,7 +44,7 @@ async def ask_readers(
 ) -> Asked[_T]:
     """Asks every shard of the org's current placement, in the order in which jobs move, so that no job is missed.
 
-    `finished`: asks former owners first, which may still hold finished jobs. Raises NoAnswer if no shard
+    `finished`: asks former owners first, because they may still hold finished jobs. Raises NoAnswer if no shard
     answers, UnknownQueue if no shard that answers knows the queue, and every other error of `ask`.
     """
     while True:
@@ -111,8 +111,8 @@ async def change_readers(
 
 
 async def _until_arrived(member: ShardHandle, org: OrgId, queue: QueueName) -> None:
-    """Waits until all jobs of the queue that were leaving this shard have arrived. Raises ShardUnavailable after 5
-    s."""
+    """Waits until all jobs of the queue that were leaving this shard have arrived. Raises ShardUnavailable if that
+    takes longer than 5 s."""
     give_up_s = asyncio.get_running_loop().time() + DEPARTING_S_MAX
     while await member.queue_admin.departs(org, queue):
         if asyncio.get_running_loop().time() >= give_up_s:

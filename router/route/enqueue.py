@@ -14,9 +14,9 @@ from shard.vocabulary import JobId, Known, NewJobs
 
 
 async def describe(fleet: Fleet, jobs: NewJobs, duplicates: Mapping[int, JobId]) -> dict[int, Known]:
-    """The jobs at these positions are duplicates of known jobs. Returns a description of the known job for each
-    position. The result lacks a job that was deleted, or that may be on a shard that does not answer: the enqueue
-    succeeds anyway."""
+    """Returns a description of the known job for each position in `duplicates`, which has the ids of these known jobs.
+    The result lacks a job that was deleted, or that may be on a shard that does not answer: the enqueue succeeds
+    anyway."""
     at = list(duplicates)
     ids = [duplicates[position] for position in at]
 

@@ -38,7 +38,7 @@ async def explain_job(fleet: Fleet, buffer: Buffer, org: OrgId, job_id: JobId) -
         if not found.refusals:
             raise UnknownJob(org, job_id)
         for refusal in found.refusals.values():
-            # A busy shard is not down.
+            # A busy shard must not be reported as a shard that does not answer.
             if not isinstance(refusal, ShardUnavailable):
                 raise refusal
         return causes.of_unknown_job(Surroundings(troubles=_troubles(fleet, found.unavailable)))
@@ -84,7 +84,7 @@ async def _surroundings(
     waits_for_memory = any(buffer.waits(org, member.name) for member in members)
     return Surroundings(
         troubles=[*_troubles(fleet, away), *((member.name, why) for member in members if (why := _gives_none(member)))],
-        # Reads list shards in the order in which jobs move.
+        # `reads` has the shards in the order in which jobs move.
         move=(placement.reads[0], placement.reads[-1]) if len(placement.reads) > len(placement.writes) else None,
         waiting=Waiting(
             kinds=[waiter.kinds for waiter in waiting],

@@ -151,7 +151,8 @@ def _workflow(
 
 def _cycle(edges: Sequence[Edge], running: Collection[int]) -> Sequence[int]:
     """Returns nodes among `running` that wait for each other in a circle, or none. The old workflow had no circle. But
-    in the retry a node may wait for a node again that had ended before: a job waited for nodes which waited for it."""
+    its jobs may have added nodes and waited for them, and these nodes may wait for a node that had ended before. In the
+    retry that node has not ended, and may wait for the job that added them."""
     again = [edge for edge in edges if edge.node in running and edge.parent in running]
     if all(edge.parent < edge.node for edge in again):
         return ()
@@ -161,8 +162,7 @@ def _cycle(edges: Sequence[Edge], running: Collection[int]) -> Sequence[int]:
     try:
         sorter.prepare()
     except CycleError as error:
-        # In this list each node comes before the node that waits for it. The first node is in it once more, as the last
-        # one.
+        # In this list each node comes before the node that waits for it, and the first node is also the last one.
         return tuple(reversed(error.args[1]))
     return ()
 

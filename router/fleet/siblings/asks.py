@@ -19,8 +19,8 @@ from shard.queue.pending_enqueue import Taker
 from shard.vocabulary import Micros, NewJobs
 
 # How long an enqueue waits for an answer. After that, its jobs are stored without the sibling. The sibling is asked
-# nothing more until it has answered and `_REST_S` more have passed: otherwise a busy sibling would delay one enqueue
-# after another.
+# nothing more until it has answered and another `_REST_S` seconds have passed: otherwise a busy sibling would delay one
+# enqueue after another.
 _ASK_S_MAX = 0.020
 _REST_S = 1.0
 # The most jobs, and the most bytes of jobs, that one ask is about; further jobs get no place.
@@ -28,8 +28,9 @@ _ASK_JOBS_MAX = 1000
 _ASK_BYTES_MAX = 1024 * 1024
 # The most jobs of asks and promises that are not over. Orgs share this number (I4).
 JOBS_MAX = 10_000
-# How long places are kept for a sibling that does not tell the outcome: until then no hint wakes a `Dequeue` that was
-# promised a delivery. The outcome takes this long only if the shard hardly answers, or if the sibling was stopped.
+# How long places are kept for a sibling that does not tell the outcome. This time is short, because until it is
+# over no hint wakes a `Dequeue` that was promised a delivery. The outcome takes this long only if the shard hardly
+# answers, or if the sibling was stopped.
 KEPT_S_MAX = 3.0
 # An insert that begins later than this after the ask does not use the promise.
 _USED_S_MAX = 2.0

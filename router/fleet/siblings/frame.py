@@ -56,7 +56,7 @@ class Place(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The places that are kept for the ask (a request) with this number, in the order of its jobs. If `places` is
+    """The places that are kept for the jobs of the Ask with this number, in the order of these jobs. If `places` is
     empty, nothing is kept and no outcome will come."""
 
     number: int

@@ -151,7 +151,8 @@ class Promises:
 
 
 def _deliveries(kept: _Kept, leased: Sequence[Leased]) -> list[Delivery | None]:
-    """Raises ValueError if these jobs are not those of the promise."""
+    """Returns the jobs of each share. None: no job was leased to it. Raises ValueError if these jobs are not those of
+    the promise."""
     if len(leased) != len(kept.shares):
         raise ValueError(f"an outcome is about {len(leased)} consumer(s) instead of {len(kept.shares)}")
     deliveries: list[Delivery | None] = []

@@ -24,9 +24,9 @@ from router.fleet.siblings.promises import Consumers, Promises
 from shard.fair_quota import FairQuota
 from shard.vocabulary import NewJobs, QueueName, ShardName
 
-# This process tells its siblings together of at most this many queues with ready consumers. Each sibling gets an equal
-# part of this number, and orgs share that part (I4). The siblings are not told of further queues. So a process is told
-# of no more queues than this by all its siblings together.
+# The most queues with ready consumers of which this process tells its siblings, summed over the siblings. Each sibling
+# gets an equal part of this number, and orgs share that part (I4). The siblings are not told of further queues. All
+# processes do the same, so all siblings together tell a process of no more queues than this.
 _HINTS_MAX = 20_000
 # How long this process, when it ends, waits until its siblings have received the jobs of their consumers.
 _FINISH_S_MAX = 1.0
