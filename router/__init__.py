@@ -1,1 +1,1 @@
-"""gRPC in, shard calls out: services, placement, limits, errors. Knows gRPC and the shard package; knows no SQL."""
+"""Takes gRPC calls and carries them out with the shard package. Knows gRPC and that package, but no SQL."""

@@ -21,7 +21,7 @@ from shard.vocabulary import ShardName
 WAIT_S_MAX = 5.0
 # How many orgs, and how many connections of an org, are checked each time that memory is freed.
 _CHECKS_MAX = 16
-# If an account has this many parts, those that hold nothing are dropped.
+# If an account has this many parts, it drops the parts that hold nothing before it makes another one.
 _PARTS_KEPT = 100
 # The most that one claim reserves. A claim begins only if its shard has room for this: otherwise claims of few jobs,
 # which always find room sooner, could keep a claim of many jobs waiting for ever.
@@ -51,8 +51,8 @@ class Buffer:
         return self.orgs.taken
 
     def waits(self, org: str, shard: ShardName | None = None) -> bool:
-        """Returns whether claims of the org on this shard wait for memory. `shard` None: whether its other calls wait
-        for memory."""
+        """Returns whether claims of the org on this shard wait for memory. If `shard` is None, returns whether requests
+        of the org that are not claims wait for memory."""
         return org in self._waiting.get(shard, ())
 
     def held_by(self, org: str) -> int:
@@ -116,9 +116,9 @@ class Buffer:
                 self._serve(shard, org)
 
     def _serve(self, shard: ShardName | None, org: str) -> None:
-        """Grants memory to those waiting requests of an org that are claims on this shard (None: that are not claims).
-        If the org or the shard has no room for a request, all requests behind it wait too. If only its connection has
-        no room, the requests of other connections are still served."""
+        """Grants memory to waiting requests of an org: to its claims on this shard, or, if `shard` is None, to its
+        requests that are not claims. If the org or the shard has no room for a request, all requests behind it wait
+        too. If only the connection of the request has no room, the requests of other connections are still served."""
         by_peer = self._waiting[shard][org]
         for _ in range(min(len(by_peer), _CHECKS_MAX)):
             peer, line = next(iter(by_peer.items()))
@@ -198,8 +198,8 @@ class Account:
         return True
 
     def take_in_turn(self, count: int, *, shard: ShardName | None = None) -> bool:
-        """Takes `count` more bytes if there is room and no other such call of its org waits. Returns whether it did.
-        If the bytes are for a claim, `shard` is the shard of the claim."""
+        """Takes `count` more bytes if there is room and no earlier request of the org waits (`Buffer.waits`). Returns
+        whether it did. If the bytes are for a claim, `shard` is the shard of the claim."""
         return not self._buffer.waits(self.org, shard) and self.take(count, shard=shard)
 
     async def reserve(

@@ -1,5 +1,5 @@
-"""Calculations that take long: in a thread, so that the event loop serves other calls meanwhile. The thread does
-nothing else. The threads of asyncio.to_thread stay free for those who must not wait, such as the memory watch."""
+"""Runs long calculations in a thread of their own, so that the event loop serves other calls meanwhile. The threads of
+asyncio.to_thread stay free for work that must not wait, such as that of the memory watch."""
 
 from __future__ import annotations
 

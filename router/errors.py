@@ -21,5 +21,5 @@ class RouterFailed(Exception):
 
 
 class RouterGaveUp(RouterFailed):
-    """A router process ended, and starting it again cannot help until an operator has corrected something. Its own
-    message is on standard error."""
+    """A router process ended, and starting it again cannot help until an operator has corrected something. The process
+    has written the reason to standard error."""

@@ -1,8 +1,8 @@
-"""Decides why a job or a queue does not run: which causes hold, and in which order, by what a shard and this router
-know. Pure.
+"""Decides why a job or a queue does not run, from what a shard and this router know: which causes there are, and in
+which order. Pure.
 
-The order says what must end first. Causes of the job itself come first, then causes that hold its queue, then causes
-about the consumers, then the jobs ahead of it. Every job has at least one cause.
+The order says what must end first. Causes of the job itself come first, then causes that hold back its queue, then
+causes about the consumers, then the jobs ahead of it. Every job has at least one cause.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from windrow.v1.cause_pb2 import Cause
 
 # The reason of a job that was cancelled because its expires_at had passed (expire_unrun.sql, expire_waiting.sql).
 EXPIRED_REASON = "past its expires_at"
-# The same, if the job waited for a signal.
+# The reason of a job that waited for a signal, and was cancelled because its expires_at had passed.
 UNSIGNALLED_REASON = "no signal came in time"
 _KINDS_MAX = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """The consumers of a queue that are connected to this router process and wait for its jobs, or run some of them."""
+    """The consumers that are connected to this router process, and wait for jobs of a queue or run some of its jobs."""
 
     # The kinds that each of these consumers takes; empty: all kinds.
     kinds: Sequence[Collection[str]] = ()
@@ -60,8 +60,8 @@ class Surroundings:
     waiting: Waiting = Waiting()
     # What the org holds of this process's memory, if its claims wait for more. None: they do not wait.
     share: causes.RouterShareCause | None = None
-    # How far the org is ahead of other orgs, so that consumers of all orgs serve those first. None: they serve no other
-    # org first.
+    # How far the org is ahead of other orgs, so that consumers of all orgs serve the other orgs first. None: they serve
+    # no other org first.
     fair_share: causes.FairShareCause | None = None
     # The limits of starts that have no room.
     start_limits: Sequence[causes.StartLimitCause] = ()
@@ -80,7 +80,7 @@ def of_job(facts: JobFacts, shard: ShardName, around: Surroundings) -> admin_pb2
         found = [_on_its_way(shard, around), *([_dead(record)] if state is JobState.DEAD else [])]
     elif facts.live is not None:
         state = _state(facts.live)
-        # Without these facts, the workflow is on another shard.
+        # If there are no facts about the node, the workflow is on another shard.
         if record.may_await_signal and (facts.signal is None or facts.signal.is_signal):
             found = _signal(record, facts.live, facts.signal, around)
         else:
@@ -249,8 +249,8 @@ def _blocked(record: JobRecord, blocked: BlockedFacts | None) -> Cause:
 
 
 def _signal(record: JobRecord, live: LiveFacts, node: BlockedFacts | None, around: Surroundings) -> list[Cause]:
-    """Returns why a job waits for a signal. A consumer must find it when its time is over, so whatever holds the queue
-    holds the end of the node, too."""
+    """Returns why a job waits for a signal. When the time for the signal is over, a claim must find the job to end its
+    node. So causes that hold back the queue also delay the end of the node."""
     assert record.workflow_node is not None
     assert record.expires_at is not None
     signal = causes.SignalCause(
@@ -345,8 +345,8 @@ def _next_due(facts: QueueFacts) -> Iterable[Cause]:
 def _holding(
     gives_jobs: bool, kind: str | None, consumers: ConsumersOf, now: Micros, around: Surroundings
 ) -> list[Cause]:
-    """Returns the causes that hold all jobs of a queue, and those that hold all its jobs of the kind `kind` (None:
-    leaves these out), whatever the order of the jobs is."""
+    """Returns the causes that hold back all jobs of a queue, or all its jobs of one kind, whatever the order of the
+    jobs is. `kind` None: returns only the causes for all jobs."""
     found = _down(around)
     if not gives_jobs:
         found.append(Cause(paused=causes.PausedCause()))

@@ -228,8 +228,8 @@ def printable(text: str) -> str:
 
 
 def failure(message: job_pb2.Failure) -> Failure:
-    """Returns a valid failure. Its texts keep the limits of the contract, so that an answer with 50 of them stays below
-    4 MiB."""
+    """Converts a valid failure. Control characters are replaced, and the texts still keep the limits of the contract,
+    so that an answer with 50 failures stays below 4 MiB."""
     type_, text, stack = (
         _printable_within(given, most)
         for given, most in zip((message.type, message.message, message.stack), _FAILURE_BYTES_MAX, strict=True)
@@ -238,7 +238,8 @@ def failure(message: job_pb2.Failure) -> Failure:
 
 
 def _printable_within(text: str, bytes_max: int) -> str:
-    """Does what `printable` does, and then cuts off what exceeds `bytes_max`: U+FFFD has three bytes."""
+    """Replaces control characters as `printable` does. Cuts off what then exceeds `bytes_max`: the replacement, U+FFFD,
+    has three bytes, so the text may have grown."""
     shown = printable(text)
     return shown if shown == text else shown.encode()[:bytes_max].decode(errors="ignore")
 
@@ -474,7 +475,8 @@ def queue_stats(counts: QueueCounts) -> admin_pb2.QueueStats:
 
 
 def org_books(books: OrgBooks, *, home_shard: str = "") -> cluster_pb2.OrgBooks:
-    """Returns an org's books. `home_shard` names the shard where the org's live jobs belong, if it is another one."""
+    """Returns an org's books on one shard. `home_shard` names the shard where the org's live jobs belong, if that is
+    another shard."""
     return cluster_pb2.OrgBooks(
         org=books.org,
         accepted=books.accepted,

@@ -49,13 +49,13 @@ _JOB = b"\x0a"
 _FIXED_BYTES = len(_ID) + _ID_CHARS + len(_PAYLOAD)
 # Start of an EnqueueResponse.results entry that has only an id. These tags and lengths happen to be ASCII.
 _RESULT = f"\x0a{chr(_ID_CHARS + 2)}\x0a{chr(_ID_CHARS)}"
-# Fields of Claimed that convert.leased_job does not read. Jobs that agree in all other fields share the encoding of
-# these fields. A new field of Claimed is one of these other fields unless it is added here.
+# Fields of Claimed that convert.leased_job does not read. All other fields are shared fields: jobs that agree in them
+# share one encoding of them. A new field of Claimed is a shared field unless it is added here.
 NOT_SHARED = frozenset(
     {"id", "payload", "group_key", "lease", "leased_at", "deadline", "expired", "expired_lease", "expired_worker"}
 )
 _shared_fields = attrgetter(*(field for field in Claimed._fields if field not in NOT_SHARED))
-# The sparse columns of NewJobs that fill such shared fields of Claimed, by the names of these fields.
+# The sparse columns of NewJobs that fill shared fields of Claimed, by the names of these fields.
 _SPARSE_CONTENT = {
     column: array
     for column, array in JOB_CONTENT.items()

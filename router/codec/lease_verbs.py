@@ -16,7 +16,8 @@ from windrow.v1 import job_pb2, queue_pb2
 
 
 class LeaseVerb(NamedTuple):
-    """An entry of a request is about one lease: it is a message with a `lease`, or only the lease's token."""
+    """One verb. Each entry of its requests is about one lease, and is a message with a `lease`, or only the lease's
+    token."""
 
     # The method of the service.
     method: str

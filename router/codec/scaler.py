@@ -1,4 +1,4 @@
-"""What the metadata of a ScaledObject asks a router for, as KEDA sends it (docs/keda.md). Pure."""
+"""Reads the metadata of a ScaledObject, which KEDA sends with its requests (docs/keda.md). Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NUMBER = re.compile(r"[0-9]{1,6}", re.ASCII)
 
 
 class Target(NamedTuple):
-    """The work by which a ScaledObject scales. `org` None: the work of all orgs."""
+    """The work whose amount decides how many workers a ScaledObject gets. `org` None: the work of all orgs."""
 
     org: OrgId | None
     queue: QueueName

@@ -110,8 +110,8 @@ class OrgMismatch(InvalidRequest):
 
 
 class AccessRefused(Exception):
-    """The caller did not prove who it is, or may not do this: the base of the errors of router/gate/auth. The message
-    holds no secret."""
+    """The caller did not prove who it is, or may not make this call. This is the base class of the errors of
+    router/gate/auth. The message holds no secret."""
 
     reason: reasons.ErrorReason.ValueType
 
@@ -240,7 +240,8 @@ _REASONS: dict[type[BaseException], reasons.ErrorReason.ValueType] = {
 
 
 def status_of(error: BaseException) -> status_pb2.Status:
-    """Returns the status for an error. An error that nothing here knows becomes INTERNAL, without any details."""
+    """Returns the status for an error. An error that this module does not know becomes INTERNAL, and the status does
+    not tell its message."""
     match error:
         case errors.BadSchedule():
             return status_of(InvalidRequest([Violation(error.field, error.description)]))

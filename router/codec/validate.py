@@ -204,8 +204,8 @@ def enqueue_violations(request: queue_pb2.EnqueueRequest) -> list[Violation]:
 
 
 def check_alter(request: queue_pb2.AlterJobsRequest) -> None:
-    """Checks an AlterJobs as `check` does. Also checks its run_at by the current time, and that it changes something.
-    Raises InvalidRequest."""
+    """Checks an AlterJobs as `check` does. Also checks its run_at against the current time, and that the request
+    changes something. Raises InvalidRequest."""
     violations = violations_of(request)
     if request.HasField("run_at"):
         violations += _too_far("run_at", request.run_at, latest_s=time.time() + _TEN_YEARS_S)
@@ -309,8 +309,8 @@ def check_ack(request: queue_pb2.AckRequest) -> None:
 
 
 def _fit(acks: Sequence[queue_pb2.Ack]) -> bool:
-    """Returns whether these acks (at least one) need no `check`: there are not too many of them, and none has a result
-    that is too large or any log, because only `check` knows what logs may contain."""
+    """Returns whether these acks (at least one) need no `check`: their number and the size of each result are allowed,
+    and no ack has a log. Acks with a log always need it, because only `check` knows what logs may contain."""
     return (
         len(acks) <= _JOBS_MAX
         and max([len(ack.result) for ack in acks]) <= _RESULT_BYTES_MAX
@@ -556,7 +556,8 @@ def _of_items(message: str, rule: str, value: Sized) -> str:
 
 
 def _span(seconds: float) -> str:
-    """Formats a time span in the largest unit of which it is a whole number; in ms if it is below 1 s."""
+    """Formats a time span in days, hours or minutes if it is a whole number of them, in ms if it is below 1 s, and
+    otherwise in s."""
     for unit_s, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
         if seconds and seconds % unit_s == 0:
             return f"{seconds / unit_s:,.0f} {'day' if seconds == 86_400 else unit}"

@@ -52,8 +52,8 @@ _CALLBACKS_BY_NUMBER: Mapping[int, Callback] = {number: callback for callback, n
 
 
 def check_size(request: workflows_pb2.StartWorkflowRequest | workflows_pb2.AddNodesRequest) -> None:
-    """Raises InvalidRequest if there are too many nodes or edges. This takes no time, unlike all other checks of so
-    many nodes."""
+    """Raises InvalidRequest if there are too many nodes or edges. Unlike all other checks, this one is fast for any
+    number of nodes."""
     adds = isinstance(request, workflows_pb2.AddNodesRequest)
     nodes_max, edges_max = (ADDED_NODES_MAX, ADDED_EDGES_MAX) if adds else (NODES_MAX, EDGES_MAX)
     if (nodes := len(request.nodes)) > nodes_max:
@@ -250,8 +250,9 @@ def new_nodes(request: workflows_pb2.AddNodesRequest, *, trace: str | None) -> t
 
 
 def _put_first(jobs: NewJobs, signals: Set[int]) -> None:
-    """Gives priority 1 to the jobs of nodes that wait for signals, unless they have another one. A claim that finds
-    such a job ends it, and does not hand it out. So no job waits for it, and it should not wait behind a backlog."""
+    """Gives priority 1 to the jobs of nodes that wait for signals, unless a job has another priority. A claim that
+    finds such a job ends it, and does not give it to a consumer. So the job delays no other job, and should not wait
+    behind a backlog."""
     for at in signals:
         jobs.priorities.setdefault(at, 1)
 

@@ -38,18 +38,18 @@ Context = grpc.aio.ServicerContext[Any, Any]
 # The most calls that one process serves at a time, and the most streams and waiting calls together.
 CALLS_MAX = 4_000
 STREAMS_MAX = 10_000
-# A stream or waiting call takes a place, and one more for each so many queues that it waits for: each of these takes
-# 1.3 KiB, and the rest of a stream 45 KiB.
+# A stream or waiting call takes one place, and one more place for every QUEUES_PER_PLACE queues that it waits for. A
+# queue takes 1.3 KiB of memory, and the rest of a stream 45 KiB.
 QUEUES_PER_PLACE = 16
 # Calls that anybody may make, such as those of the health service. They have a limit of their own, so that strangers
 # cannot take the places of callers who prove who they are.
 PUBLIC_CALLS_MAX = 500
-# The largest request of such a call: it has only the name of a service.
+# The largest request of a call that anybody may make: the request has only the name of a service.
 PUBLIC_MESSAGE_BYTES_MAX = 4 * 1024
 # The largest request, and the largest message of a stream: 1,000 jobs of 16 KiB, or 15 jobs of the largest size.
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024
-# The largest size of all metadata of a call, for which gRPC adds 32 bytes for each entry. gRPC takes up to 16 MiB until
-# the client has acknowledged this limit, and an attacker need not acknowledge it.
+# The largest size of all metadata of a call. gRPC counts 32 bytes more for each entry. Until the client has
+# acknowledged this limit, gRPC takes up to 16 MiB, and an attacker need not acknowledge it.
 METADATA_BYTES_MAX = 16 * 1024
 # How much refused metadata may wait for the garbage collector.
 _METADATA_GARBAGE_MAX = 4 * 1024 * 1024
@@ -93,7 +93,7 @@ class Gate:
         self._refuse_from_s = 0.0
         self.arrivals = Arrivals()
         self._count = 0
-        # The calls and streams of callers that are of one org, including those whose requests never come.
+        # The calls and streams of callers that are of one org, including calls whose requests never come.
         self._of_callers = FairQuota(CALLS_MAX + STREAMS_MAX)
         self._calls = FairQuota(CALLS_MAX)
         self._streams = FairQuota(STREAMS_MAX)

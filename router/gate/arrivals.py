@@ -1,10 +1,11 @@
 """Counts the bytes that each connection has sent and this process is done with. All further bytes that the connection's
 socket has received (router/gate/connections.py) may be held here in messages that are not complete. Pure.
 
-For each message, this module counts only the bytes that the message must have had on the wire. Counting more, such as a
-call's metadata, would let a client hide what it holds: HPACK sends repeated metadata in a few bytes. So the count falls
-behind by about 100 bytes a call, and `catch_up` corrects it. It notes how many bytes a connection has received, and
-which calls the connection has. When all these calls have ended, none of these bytes are held any more.
+For each message, this module counts only the bytes that the message must have had on the wire. If it counted more, such
+as a call's metadata, a client could hide bytes that are held for it: HPACK sends repeated metadata in a few bytes. So
+the count falls behind by about 100 bytes a call, and `catch_up` corrects it. `catch_up` notes how many bytes a
+connection has received, and which calls the connection has. When all these calls have ended, none of these bytes are
+held any more.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Arrivals:
 
 
 class _Goal:
-    """The value to which the count rises when the calls of earlier rounds have ended."""
+    """The value to which the count of a connection rises when its calls of earlier rounds have ended."""
 
     __slots__ = ("done", "older", "round")
 

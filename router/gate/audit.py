@@ -48,7 +48,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 ANONYMOUS = "anonymous"
 # The fields of requests that the log keeps in addition to org and queue. A test fails if a request has a field that is
-# in none of these three sets: so the author of the field must decide what the log keeps of it.
+# in none of the sets RECORDED, NAMES_ONLY and TEMPLATES: so the author of the field must decide what the log keeps of
+# it.
 RECORDED = frozenset(
     {"already_redriven", "amount", "begin", "config", "delay", "died_after", "died_before", "end", "id"}
     | {"ids", "include_dead", "interval", "jobs", "kind", "limit", "measure", "name", "new_id", "node"}
@@ -103,7 +104,7 @@ class Audit:
             self._export.close()
 
     def around(self, method: _Method, access: Access) -> _Method:
-        """Returns the method. If its scope requires records, the returned method also writes down its calls."""
+        """Returns a method that also writes down its calls. Returns the method itself if its calls need no record."""
         if access.scope is Scope.ADMIN or access.method in CLUSTER_CHANGES:
             recorded: Callable[..., Any] = functools.partial(self._change, method, access.method)
         elif access.scope is Scope.CLUSTER and inspect.isasyncgenfunction(method):

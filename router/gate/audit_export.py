@@ -1,5 +1,6 @@
 """Sends the audit log's changes as OTLP log records, through OpenTelemetry's SDK. Imported only if log records are
-wanted. The table remains the audit log: while the collector is away, it misses records, but no change is refused."""
+wanted. The table remains the audit log: while the collector does not answer, it misses records, but no change is
+refused."""
 
 from __future__ import annotations
 

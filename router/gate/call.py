@@ -1,4 +1,4 @@
-"""A call or stream that a router process serves, and which of them the current task serves."""
+"""The calls and streams that a router process serves, and the one that the current task serves."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Call(Account):
         self.round = 0
         # The caller. None if the cluster does not authenticate, or if the method is open to everybody.
         self.principal: Principal | None = None
-        # Whether it is counted for the org of its caller. That org is known before the request has come.
+        # Whether the call is counted for the org of its caller. That org is known before the request has come.
         self.caller_counted = False
-        # Whether it is counted among its org's calls.
+        # Whether the call is counted among the calls of `org`.
         self.counted = False
 
     def set_current(self) -> None:

@@ -58,7 +58,7 @@ DEADLINE_S_MAX = 75.0
 ANSWER_HELD_BYTES = 2 * ANSWER_BYTES_MAX
 # How much memory is reserved for an answer about one thing, or with a short word about each of 1,000 jobs.
 SMALL_ANSWER_BYTES = 4 * 1024
-# For methods that reserve the memory of their answers themselves, because they may wait for a minute before.
+# For methods that may wait for a minute before they answer. They reserve the memory of their answers themselves.
 RESERVED_BY_METHOD = 0
 # The size of an id of a job in a list, with its tag.
 LISTED_ID_BYTES = 40
@@ -89,7 +89,7 @@ class Received(NamedTuple):
 
     message: Any
     bytes: int
-    # Set if the message has more bytes than the contract allows. Then `message` is None, and holds no bytes.
+    # Set if the message has more bytes than the contract allows. Then `message` is None, and `bytes` is 0.
     too_large: MessageTooLarge | None = None
 
 
@@ -112,8 +112,8 @@ def streamed_answer(
     rules: Callable[[Any], None] = check, *, answer_bytes: AnswerBytes, deadline_s: float = DEADLINE_S_MAX
 ) -> Callable[[_Method], _Method]:
     """Declares a method with one request and a stream of answers, as an asynchronous generator. `rules` and
-    `answer_bytes` are as in `unary`, for one answer at a time; the call ends after `deadline_s`, or earlier at the
-    caller's deadline."""
+    `answer_bytes` are as in `unary`; `answer_bytes` is for one answer of the stream. The call ends after `deadline_s`,
+    or earlier at the caller's deadline."""
 
     def mark(method: _Method) -> _Method:
         cast("Any", method).options = _Options(rules, answer_bytes, deadline_s)
@@ -132,8 +132,8 @@ class _Options(NamedTuple):
 
 
 def for_each(request: type[Message], field: str, bytes_each: int) -> Callable[[Any], int]:
-    """Returns the size of an answer with `bytes_each` for each item of a list of the request. A request with more items
-    than the contract allows counts as one with as many as that: it will be refused."""
+    """Returns a function that returns the size of the answer to a request: `bytes_each` for each item of the request's
+    list `field`. Items beyond the contract's limit do not count: a request with so many items will be refused."""
     items_max = limit(request, field, Rule.REPEATED_MAX_ITEMS)
 
     def answer_bytes(of: Message) -> int:
@@ -385,7 +385,7 @@ async def _library_request(
     """Returns the single request of a library's method as soon as there is room for it. Raises MessageTooLarge,
     RouterFull, Undecodable."""
     if access is None:
-        # Such calls have a limit of their own, and take no place of another call.
+        # Calls that anybody may make have a limit of their own, and take no place of another call.
         raw = await gate.receive(context, call, bytes_max=PUBLIC_MESSAGE_BYTES_MAX)
         await call.reserve(len(raw), received=len(raw))
     else:
@@ -406,7 +406,8 @@ def _stream(
 ) -> _StreamHandler:
     """Serves a method that takes a stream, or a method of a library that answers with a stream. `method` gets the
     messages of the stream, or its single request, and the context. It writes its answers to the context, or is an
-    asynchronous generator of answers. `id_field`: the number of the messages' request_id; 0 if they have none."""
+    asynchronous generator of answers. `id_field`: the number of the field request_id of the messages; 0 if they have
+    none."""
 
     async def act(call: Call, context: Context) -> None:
         if takes_stream:

@@ -1,24 +1,24 @@
-"""How many audited changes the callers of an org may make: each one is a row of the audit log, in the catalog's
-database. Pure."""
+"""Limits how many audited changes the callers of an org may make: each change is a row of the audit log, in the
+catalog's database. Pure."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
-# By org and router process. An operator's calls and commands are not bounded.
+# The limit for one org in one router process. The calls and commands of operators have no limit.
 CHANGES_PER_S = 5.0
 # How many changes an org may make at once after it has made none for a minute.
 CHANGES_AT_ONCE = 300
 
 
 class ChangeRate:
-    """Times are in seconds, by any one clock that does not go backwards."""
+    """Counts the changes of orgs. All times are in seconds of the same clock, which must not go backwards."""
 
     def __init__(self, per_s: float = CHANGES_PER_S, at_once: int = CHANGES_AT_ONCE) -> None:
         self._each_s = 1 / per_s
         self._debt_s_max = at_once / per_s
         # A change costs an org 1 / `per_s` seconds. This is the time at which each org has paid for all its changes;
-        # the org with the latest change comes last. An org that is not here may make `at_once` changes.
+        # the org with the latest change comes last. An org that has no time here may make `at_once` changes.
         self._paid_at_s: OrderedDict[str, float] = OrderedDict()
 
     def wait_s(self, org: str, now_s: float) -> float:

@@ -1,7 +1,7 @@
 """Bounds how many client connections this process has ([router] client_connections).
 
-Above the bound, the process closes connections of the host that has most of them, until that host has no more than
-other hosts. It closes connections without a call first, and among these first the ones that have sent least. So a host
+Above the bound, the process closes one connection after another, always of the host that has the most at that moment.
+Of a host's connections, it closes those without a call first, and among these the one that has sent least. So a host
 that opens more and more connections takes none away from the clients of other hosts. gRPC itself accepts no more
 connections than the bound plus a quarter of it: this limits how many can come between two looks.
 """
@@ -31,13 +31,13 @@ class ConnectionLimit:
 
     def __init__(self, connections_max: int) -> None:
         self._connections_max = connections_max
-        # How many of the process's descriptors were not those of client connections at the last listing.
+        # How many of the process's descriptors did not belong to client connections at the last listing.
         self._others = 0
         self._closed = 0
         self._log_again_s = 0.0
 
     async def run(self, gate: Gate, port: int) -> None:
-        """Closes connections of `port` that are too many, until cancelled."""
+        """Until cancelled, closes connections of `port` when there are too many."""
         while True:
             await asyncio.sleep(_LOOK_S)
             try:
@@ -78,8 +78,8 @@ def accepted_max(connections_max: int) -> int:
 
 
 def allow_files(connections_max: int) -> int:
-    """Raises the process's limit of open files so that it can have this many connections, or as far as it is allowed
-    to. Returns how many connections it can have, and warns if they are fewer."""
+    """Increases the process's limit of open files, so that the process can have this many connections, but not beyond
+    the hard limit. Returns how many connections it can have, and warns if they are fewer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = accepted_max(connections_max) + _OTHER_FILES
     files = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

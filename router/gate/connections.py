@@ -1,7 +1,7 @@
 """The client connections of this process, through the operating system. Linux only.
 
 gRPC offers no way to see how many bytes a connection has received, or to close a single connection. The operating
-system does this for a socket. This module finds the sockets among the file descriptors of the process.
+system offers both for a socket. This module finds the sockets among the file descriptors of the process.
 """
 
 from __future__ import annotations

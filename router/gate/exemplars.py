@@ -29,8 +29,8 @@ class Exemplars(SpanProcessor):
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / f"exemplars_{os.getpid()}.json"
-        # By method and bucket, as the scrape endpoint reads it: the series and its labels, the trace, the seconds, and
-        # when the call ended (Unix time).
+        # By method and bucket: the series and its labels, the trace, the seconds, and when the call ended (Unix time).
+        # The scrape endpoint reads these values in this form.
         self._last: dict[tuple[str, float], tuple[str, dict[str, str], str, float, float]] = {}
         self._written_s = 0.0
 

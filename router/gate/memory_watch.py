@@ -31,7 +31,7 @@ _CLOSE_S = 0.25
 # After a look that found no connection to close, no further look is made for this long. The memory is then in use, or
 # freed but kept by the allocator.
 _REST_S = 2.0
-# During these two times, connections are closed only if the memory has grown by more than this.
+# During _CLOSE_S and _REST_S, connections are closed only if the memory has grown by more than this.
 _GROWTH_BYTES = 8 * _MIB
 # A connection that holds less than this is not closed: it may hold only a message on its way, or frames that are not
 # counted.
@@ -71,8 +71,8 @@ class MemoryWatch:
         # `_forget_at`.
         self._list_at = _LIST_EVERY
         self._forget_at = 1000
-        # How many bytes each connection had received at a listing. It is None again after these numbers were passed to
-        # the gate's arrivals.
+        # How many bytes each connection had received at a listing. None: these numbers were passed to the gate's
+        # arrivals, or there was no listing yet.
         self._listed: Mapping[str, int] | None = None
         self._handed_over_s = 0.0
         self._spare = _spare_files()
@@ -206,7 +206,8 @@ def _resident() -> Callable[[], int]:
 
 
 def _give_back_freed() -> None:
-    """Gives freed memory back to the system if the C library can: glibc otherwise keeps it."""
+    """Gives freed memory back to the system, if the C library has a function for that. Without the call, glibc keeps
+    the memory."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -54,8 +54,7 @@ class Spans:
         self, name: str, context: grpc.aio.ServicerContext[object, object]
     ) -> contextlib.AbstractContextManager[object] | None:
         """Returns a SERVER span to enter around one call, as a child of the caller's span if the metadata names one.
-        Returns None if the call is not sampled; that takes a quarter of the time that a span which records nothing
-        would take."""
+        Returns None if the call is not sampled: a span that records nothing would take four times as long."""
         around, trace_id = _NOTHING, 0
         carrier = {key: value for key, value in context.invocation_metadata() or () if key in _CARRIED}
         if carrier:

@@ -1,4 +1,4 @@
-"""The certificate that a router process shows. Changes of its files are taken up while the process runs.
+"""The certificate that a router process shows. The process follows changes of the certificate's files while it runs.
 
 New files take effect with the next handshake; open connections stay open. If one of the files cannot be used, all of
 them are refused, and the previous ones stay in use. This module does not decide what a client may do.
@@ -74,7 +74,7 @@ class Certificates:
         self._files.hurry()
 
     async def run(self) -> None:
-        """Takes up changes of the files until cancelled."""
+        """Follows changes of the files until cancelled."""
         refused = ""
         while True:
             await self._files.changed(within_s=_RETRY_S if refused else _CLOCK_S)

@@ -1,4 +1,4 @@
-"""Finds out who can reach a router, and whether that needs more protection than the cluster file gives it."""
+"""Finds out who can reach a router, and whether the cluster file protects it well enough for that."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def exposure(cluster: Cluster, listen: str, *, insecure: bool) -> str | None:
 
 
 def _reaches_beyond_loopback(listen: str) -> bool:
-    """Returns False for a host that cannot be resolved: the listener reports that error."""
+    """Returns whether other machines can reach the address. Returns False for a host that cannot be resolved: the
+    listener reports that error."""
     host, port = host_and_port(listen, where="listen")
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

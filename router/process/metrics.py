@@ -1,9 +1,9 @@
 """The scrape endpoint of a router: one address for all its processes, in the supervisor.
 
 Each process writes its metrics (shard/metrics.py) into files of one folder, with prometheus_client's multiprocess mode.
-Each count is in the files at once, so that nothing is lost when a process is killed. The files of a process that has
-ended are added up in one file: the sums never go backwards, and restarts do not fill the folder. This module knows no
-metric by name.
+Each count is in the files at once, so that nothing is lost when a process is killed. The files of processes that have
+ended are added up in one file, so that the sums never go backwards and restarts do not fill the folder. This module
+knows no metric by name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _PREFIX = "windrow-metrics-"
 
 
 class Metrics:
-    """The files in `folder`. `environ`: what a router process needs in its environment."""
+    """The metrics that all router processes write into files in `folder`. `environ`: the variables that must be in the
+    environment of a router process."""
 
     def __init__(self, folder: Path) -> None:
         self.environ = {"PROMETHEUS_MULTIPROC_DIR": str(folder)}
@@ -102,7 +103,7 @@ class Metrics:
     def _add(self, own: Path, total: Path) -> None:
         """Adds the values of the file `own` to the file `total`, in a new file, which then replaces both."""
         if not own.stat().st_size:
-            # The process was killed when it had just made the file. No scrape can read it.
+            # The process was killed when it had just made the file. No scrape can read an empty file.
             own.unlink()
             return
         new = total.with_suffix(".new")

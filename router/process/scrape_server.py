@@ -38,7 +38,7 @@ class _Server(ThreadingWSGIServer):
         with self._lock:
             self._open.append(request)
             if len(self._open) > CONNECTIONS_MAX:
-                # Its thread closes it.
+                # Only shut the connection down: the thread that serves it closes it.
                 _end(self._open.pop(0))
         super().process_request(request, client_address)
 

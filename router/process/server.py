@@ -85,8 +85,8 @@ async def serve(
     """Serves on `listen` until SIGTERM or SIGINT, then lets calls in flight end.
 
     Calls `ready` with the port once the process takes calls. `cluster` and `settings` are the first contents of `file`;
-    later changes, and those of the TLS files, are applied when they are noticed, or at once on SIGHUP. Through the
-    connection `supervisor`, the supervisor passes the connections to the sibling processes. When the supervisor ends,
+    later changes, and those of the TLS files, are applied when they are noticed, or at once on SIGHUP. Over the
+    connection `supervisor`, this process receives its connections to the sibling processes. When the supervisor ends,
     this process stops as on SIGTERM. It also stops if a task of its upkeep fails, and then raises the task's error.
     After the drain it ends within END_S_MAX. Raises CannotListen, ClusterFileError, shard.errors.Misconfigured.
     """
@@ -270,9 +270,9 @@ def _server(
         options=[
             # Several processes serve one port; the kernel distributes the connections.
             ("grpc.so_reuseport", 1),
-            # Larger messages than the contract allows are received, so that the gate can refuse them with an error that
-            # names the cause. gRPC would end the call with RESOURCE_EXHAUSTED, and a consumer would take that for a
-            # full router.
+            # gRPC receives larger messages than the contract allows, so that the gate can refuse them with an error
+            # that names the cause. gRPC itself would end the call with RESOURCE_EXHAUSTED, and a consumer would take
+            # that for a full router.
             ("grpc.max_receive_message_length", RECEIVED_BYTES_MAX),
             ("grpc.max_send_message_length", -1),
             # A token has up to 8 KiB. By default gRPC refuses some of the calls with 8 to 16 KiB of metadata, at
@@ -300,8 +300,9 @@ def _server(
             ("grpc.max_connection_age_ms", round(settings.connection_age_seconds * 1000)),
             ("grpc.max_connection_age_grace_ms", round(settings.connection_grace_s * 1000)),
             # The gate decides which calls to refuse. But calls that it has not seen yet are in memory with their
-            # metadata: above the first number gRPC refuses some of them at random with CANCELLED, above the second one
-            # all. The defaults are 1,000 and 3,000.
+            # metadata. If there are more of these calls than the first number, gRPC refuses some of them at random with
+            # CANCELLED; if there are more than the second number, it refuses all further ones. The defaults are 1,000
+            # and 3,000.
             ("grpc.server.max_pending_requests", CALLS_MAX // 2),
             ("grpc.server.max_pending_requests_hard_limit", CALLS_MAX),
             # Pings find clients that have vanished without closing their connections, so that their streams end.

@@ -1,5 +1,5 @@
-"""The tasks beside the calls of a router process, such as the memory watch. Without one of them the process would go on
-without a bound that it relies on. So if one ends by itself, the process stops, and the supervisor starts another."""
+"""The tasks that run beside the calls of a router process, such as the memory watch. The process relies on each of
+them. So if a task ends by itself, the process stops, and the supervisor starts another process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Upkeep:
         task.add_done_callback(self._ended)
 
     def check(self) -> None:
-        """Raises the error of the first task that has ended by itself with one."""
+        """Raises the error of the first task that has failed, if any."""
         if self._error is not None:
             raise self._error
 

@@ -89,7 +89,8 @@ class AllOrgsConsumer:
         self._receiver.receive(jobs)
 
     def sent(self, jobs: Sequence[Delivery], count: int) -> None:
-        """Gives back the memory of jobs that the client has got, which have `count` bytes, and wakes the consumer."""
+        """Gives back the memory of jobs that the client has got, and wakes the consumer. The jobs have `count`
+        bytes."""
         for delivery in jobs:
             self.account_of(delivery.org).give_back(delivery.bytes)
         self.wake()

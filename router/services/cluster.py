@@ -1,5 +1,5 @@
-"""Calls about the whole cluster, for its operators: its shards, their books, the figures of all orgs, and the limits of
-what they may enqueue (proto/windrow/v1/cluster.proto)."""
+"""Calls about the whole cluster, for its operators: its shards and their books, and the figures, limits and weights of
+all orgs (proto/windrow/v1/cluster.proto)."""
 
 from __future__ import annotations
 
@@ -158,9 +158,9 @@ class ClusterService:
 def _homes_of_strays(
     shard: ShardName, books: Sequence[OrgBooks], before: Catalog, after: Catalog
 ) -> dict[str, ShardName]:
-    """Finds orgs that have unfinished jobs on this shard, although no router reads it for them. Returns for each such
-    org the shard where these jobs belong. `before` and `after` are the catalog before and after the count: an org that
-    moved in between is left out."""
+    """Finds orgs that have unfinished jobs on this shard, although routers do not read jobs of these orgs there.
+    Returns for each such org the shard where these jobs belong. `before` and `after` are the catalog before and after
+    the count: an org that moved in between is left out."""
     homes: dict[str, ShardName] = {}
     for org_books in books:
         org = OrgId(org_books.org)

@@ -56,7 +56,7 @@ _REVOKED_BYTES_MAX = 128 * 1024
 _SETTLING_MAX = 64
 # How long the first message, which names the org, may take to come.
 _START_S_MAX = 10.0
-# The time limit for settling one message. It ends before clients take the silence for a dead connection.
+# The time limit for settling one message. Clients wait longer than this before they take silence for a dead connection.
 _SETTLE_S_MAX = 8.0
 
 
@@ -107,8 +107,8 @@ def _gravest(errors: Sequence[BaseException]) -> BaseException:
 
 class Stream:
     """`run` serves the stream until the client closes its side, the router drains, the stream's time is over, or `run`
-    is cancelled. In the second and third case it announces the end, and leaves the client 2 s to close its side. The
-    constructor raises InvalidRequest if the first message has no valid `start`."""
+    is cancelled. When the router drains or the time is over, `run` announces the end, and leaves the client 2 s to
+    close its side. The constructor raises InvalidRequest if the first message has no valid `start`."""
 
     def __init__(
         self,
@@ -152,7 +152,8 @@ class Stream:
         self._jobs: deque[tuple[float, Delivery]] = deque()
         self._jobs_bytes = 0
         self._take_back_timer: asyncio.TimerHandle | None = None
-        # True if jobs were taken back because the client did not read, and it has not caught up with reading since.
+        # True from the time that jobs are taken back, because the client did not read, until everything that waits has
+        # been written.
         self._behind = False
         # Answers to be written, each with the bytes that its message holds in the buffer until then.
         self._settled: deque[tuple[queue_pb2.Settled, int]] = deque()
@@ -318,7 +319,7 @@ class Stream:
             ),
             return_exceptions=True,
         )
-        # Every org's part has ended before an error is raised: the settlements of the other orgs are not undone.
+        # Raise an error only now, when the parts of all orgs have ended. What was settled for other orgs stays settled.
         for there, outcome in zip(by_org.values(), settled, strict=True):
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -338,7 +339,7 @@ class Stream:
 
     @property
     def _patience_s(self) -> float:
-        """How long a job waits to be written: half of the visibility window, so that the other half is left to work."""
+        """How long a job may wait to be written: half of the visibility window. The other half is for the work."""
         return self._window_us / 2_000_000
 
     def _take_back(self) -> None:
@@ -395,9 +396,9 @@ class Stream:
             await self._to_write.wait()
 
     def _next_rest(self) -> tuple[queue_pb2.ConsumeResponse, int]:
-        """Returns a message that has no jobs yet: the announcement, if there is one, and as many answers as leave room
-        for the jobs. Removes these answers from those that wait. Also returns how many bytes the answered messages hold
-        in the buffer."""
+        """Returns the part of the next message that is not jobs: the announcement, if there is one, and as many waiting
+        answers as leave room for jobs. Removes these answers from `_settled`. Also returns how many bytes the answered
+        messages hold in the buffer."""
         rest = queue_pb2.ConsumeResponse(draining=self._announcing)
         self._announcing = False
         held, room = 0, _SETTLED_BYTES_MAX
@@ -419,7 +420,7 @@ class Stream:
         return revoked
 
     def _next_jobs(self) -> list[Delivery]:
-        """Returns as many waiting jobs as fit into one message, and removes them from those that wait."""
+        """Removes as many jobs from `_jobs` as fit into one message, and returns them."""
         jobs: list[Delivery] = []
         room = _MESSAGE_BYTES_MAX
         while self._jobs and room > 0:

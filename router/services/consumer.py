@@ -245,7 +245,7 @@ class Consumer:
             if hold_s(buckets) > 0:
                 member.room.hold(self.org, queues, look_again_s(buckets))
                 continue
-            # Reserve the memory that the jobs may take before they are leased, so that leased jobs are never refused
+            # Before the claim leases jobs, reserve the memory that they may take, so that leased jobs are never refused
             # for lack of room. After the claim, the account holds what the jobs really take.
             shard = member.store.name
             reserved = bytes_most(most)
@@ -295,7 +295,8 @@ class Consumer:
                     member.room.found_more(self, queues)
                 if taken.cut or claimed.max_jobs == room_for or room < CLAIM_BYTES_MIN:
                     return True
-                # The permit was used up. The next permit may be larger, but the other queues get their turn first.
+                # The claim took all that its Permit allowed. The next Permit may allow more, but the other queues get
+                # their turn first.
                 turns.append((member, part))
             elif self._entered:
                 if in_flight is None:

@@ -28,7 +28,7 @@ STREAMS_MAX = 1_000
 _LOOK_S = 5.0
 # The least time between two looks of a stream.
 _PAUSE_S = 0.1
-# A count ends at the jobs of this many workers, or at this many jobs.
+# A count stops at the jobs of _WORKERS_MAX workers, and at _COUNTED_MAX jobs at the latest.
 _WORKERS_MAX = 1_000
 _COUNTED_MAX = 1_000_000
 # The deadline of a stream. A stream ends earlier, after router.settings.RouterSettings.stream_s_max, if that is

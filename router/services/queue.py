@@ -70,7 +70,8 @@ class _Look(NamedTuple):
 
 
 def _checked_by_method(_request: queue_pb2.EnqueueRequest) -> None:
-    """Enqueue checks its request itself: in an independent Enqueue each job is accepted or refused alone."""
+    """Checks nothing. Enqueue checks its request itself, because an independent Enqueue accepts or refuses each job
+    alone."""
 
 
 class QueueService:
@@ -140,7 +141,7 @@ class QueueService:
                 known = await describe(self._fleet, columns, duplicates) if duplicates else {}
                 results.update(zip(positions, convert.enqueue_results(columns.ids, duplicates, known), strict=True))
                 break
-            # The shard refused these jobs and stored nothing. Send the remaining jobs again without them.
+            # The shard refused these jobs and stored nothing. Send only the remaining jobs again.
             await current_call().reserve(sum(result.ByteSize() for result in refused.values()))
             results.update((positions[at], result) for at, result in refused.items())
             remaining = [at for at in range(len(columns)) if at not in refused]
@@ -193,7 +194,7 @@ class QueueService:
         acks = request.acks
         answers = await self._leases.settle(OrgId(request.org), ACK, acks, field="acks", window_us=0)
         refused = not_ok([acks], answers)
-        # The answer has the refused leases once more.
+        # The call now holds memory for the refused leases, which its answer repeats, and no longer for the acks.
         call, kept = current_call(), sum(one.ByteSize() for one in refused)
         call.set(call.held - sum(ack.ByteSize() for ack in acks) + kept)
         return refused

@@ -35,8 +35,8 @@ _PARENTS_DEFAULT = 100
 _JOBS_AT_ONCE = 1000
 # The memory of a retry: the content of the jobs that run again, and a page of these jobs while they are looked up.
 _RETRY_BYTES = MESSAGE_BYTES_MAX + ANSWER_HELD_BYTES
-# A request with more nodes or edges is checked and converted by a calculator. 10,000 nodes, or 100,000 edges, take half
-# a second.
+# A calculator checks and converts requests with more nodes or more edges than this. 10,000 nodes, or 100,000 edges,
+# take half a second.
 _NODES_HERE_MAX, _EDGES_HERE_MAX = 200, 1000
 # The most fields of a new workflow: 100,000 edges have 300,000, and 10,000 nodes may have 20 each.
 _FIELDS_MAX = 500_000
@@ -56,7 +56,8 @@ def _is_large(request: _Nodes) -> bool:
 
 
 def _nodes_bytes(of: type[_Nodes]) -> Callable[[_Nodes], int]:
-    """Returns the memory of an answer with the ids of the nodes, and of its request while it waits."""
+    """Returns a function that returns the memory of an answer with the ids of the nodes, plus that of the request while
+    it waits for the calculator."""
     answer_bytes = for_each(of, "nodes", LISTED_ID_BYTES)
     return lambda request: answer_bytes(request) + (_WAITING_BYTES if _is_large(request) else 0)
 
@@ -273,7 +274,8 @@ class WorkflowsService:
         )
 
     async def _jobs(self, org: OrgId, ids: Sequence[JobId]) -> dict[JobId, JobRecord]:
-        """Raises ShardUnavailable, for example if a shard that may have one of the jobs does not answer."""
+        """Returns the jobs that were found. Raises ShardUnavailable, for example if a shard that may have a missing job
+        does not answer."""
 
         async def ask(member: ShardHandle, positions: Sequence[int]) -> dict[int, JobRecord]:
             wanted = [ids[at] for at in positions]

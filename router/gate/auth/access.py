@@ -55,7 +55,7 @@ class OrgForbidden(AccessRefused):
 
 
 class Access(NamedTuple):
-    """What a caller must be allowed to do, to call this method."""
+    """A method, and what its callers must be allowed to do."""
 
     method: str
     # None: any caller who has proved who it is.
@@ -95,7 +95,7 @@ def require_org(principal: Principal, org: str) -> None:
 
 
 def _has(principal: Principal, scope: Scope) -> bool:
-    """Whether the principal may use this scope. The scope for all orgs is of no use to the principal of one org."""
+    """Whether the principal may use this scope. Only a principal of all orgs may use the scope `cluster`."""
     return scope in principal.scopes and (scope is not Scope.CLUSTER or principal.org is None)
 
 

@@ -1,9 +1,9 @@
 """Verifies API keys, which are stored in the catalog (shard/admin/api_keys.py), and notices when they are revoked.
 
 A key is looked up in the catalog when it comes for the first time. Even many wrong keys cost the catalog only a few
-statements a second, because all look-ups that wait share one statement. The addresses of callers share the room for
-look-ups that wait. Every look at the catalog also reads the count of revocations, which says whether the known keys
-have to be looked up again. So known keys cost the catalog nothing.
+statements a second, because all look-ups that wait share one statement. How many look-ups may wait is shared fairly
+between the hosts of callers. Every look at the catalog also reads the count of revocations, which says whether the
+known keys have to be looked up again. So known keys cost the catalog nothing.
 authenticator.py remembers the keys that were verified.
 """
 
@@ -152,8 +152,8 @@ class ApiKeys:
         self._next_look_up_s = loop.time() + _LOOK_UP_S
         began_s = loop.time()
         found = await self._fleet.find_api_keys({look_up.key_id for look_up in look_ups})
-        # A check of the known keys may run at the same time. Only such a check may replace a count, so a look-up sets
-        # only the first one.
+        # A check of the known keys may run at the same time. Only such a check may replace the count, so a look-up sets
+        # the count only if there is none yet.
         self._revocations = found.revocations if self._revocations is None else self._revocations
         self._on_revocations(found.revocations, began_s)
         return [found.keys.get(look_up.key_id) for look_up in look_ups]

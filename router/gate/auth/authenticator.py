@@ -1,8 +1,8 @@
 """Finds out who calls, and ends calls whose proof is no longer good.
 
 A proof is verified once and then remembered under the SHA-256 of its token, because this process must keep no token. A
-remembered proof ends when it expires, or when its verifier says so. The proofs of streams and waiting calls are checked
-again while these last.
+remembered proof ends when it expires, or when its verifier says so. While a stream or a waiting call lasts, its proof
+is checked again and again.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 # How many proofs are remembered. Each takes about 500 bytes.
 _REMEMBERED_MAX = 10_000
-# The longest token. gRPC bounds all metadata of a call, to 16 KiB.
+# The longest token. gRPC limits all metadata of a call to 16 KiB.
 _TOKEN_CHARS_MAX = 8_192
-# The pause between two checks of the proofs of streams and waiting calls. Such a check asks nobody.
+# The pause between two checks of the proofs of streams and waiting calls. Such a check does no I/O.
 _JUDGE_S = 0.5
-# How often the use of keys is recorded, at most once per key and day.
+# The pause between two records of which keys were used. The use of each key is recorded at most once a day.
 _RECORD_S = 60.0
 _HEADER, _SCHEME = "authorization", "bearer "
 _MISSING = "this cluster wants to know who calls: send a token, as the metadata `authorization: Bearer TOKEN`"
@@ -91,7 +91,7 @@ class Authenticator:
         # By the SHA-256 of the token.
         self._remembered = OrderedDict[bytes, _Remembered]()
         self._lasting: set[_Lasting] = set()
-        # Principals whose keys were used since the last record of such uses, by name.
+        # Principals whose keys were used since uses were last recorded, by name.
         self._used: dict[str, Principal] = {}
         # The names of the principals whose use was recorded already, on the day `_recorded_on`.
         self._recorded = set[str]()
@@ -165,7 +165,7 @@ class Authenticator:
 
     def _remember(self, digest: bytes, principal: Principal) -> None:
         while len(self._remembered) >= _REMEMBERED_MAX:
-            # Forget the oldest proof, unless it was used since it was last the oldest.
+            # Forget the oldest proof. If it was used, keep it as the newest one, and mark it as unused.
             oldest, remembered = self._remembered.popitem(last=False)
             if remembered.used:
                 self._note_use(remembered)
@@ -205,7 +205,7 @@ class Authenticator:
         yield from (lasting.principal for lasting in self._lasting)
 
     def _forget(self, end_of: Callable[[Principal], End | None]) -> None:
-        """Forgets the proofs of all principals that have an end, and ends their calls with it."""
+        """Forgets the proofs of all principals for which `end_of` returns an end, and ends their calls with that."""
         for digest in [digest for digest, known in self._remembered.items() if end_of(known.principal) is not None]:
             del self._remembered[digest]
         self._end(end_of)

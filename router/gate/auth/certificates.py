@@ -22,7 +22,7 @@ _PEM = "x509_pem_cert"
 
 
 class ClientCertificates:
-    """The first entry that matches decides."""
+    """Finds the callers whom certificates name. The first entry that matches a certificate decides."""
 
     def __init__(self, entries: Sequence[CertificateEntry]) -> None:
         self._entries = tuple(entries)

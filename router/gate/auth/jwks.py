@@ -48,15 +48,15 @@ class VerificationKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeySet:
-    """The usable keys by their ids, and why the other keys are not used. If there is no usable key, the set has no keys
-    at all."""
+    """The usable keys by their ids, and why the other keys are not used. `keys` is empty only if the source has
+    published a set without any key."""
 
     keys: Mapping[str, VerificationKey]
     unusable: tuple[str, ...]
 
 
 class _Unusable(Exception):
-    """This key is not used. The others are."""
+    """One key of a set cannot be used. This says nothing about the other keys of the set."""
 
 
 def parse_jwks(answer: bytes, *, may_be_empty: bool = False) -> KeySet:

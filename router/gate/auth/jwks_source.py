@@ -32,8 +32,8 @@ class JwksSource(Protocol):
         """The file or the URL, for messages."""
         ...
 
-    # Whether the set is certainly what the operator wants. A file is; the answer of a URL may come from an outdated
-    # replica, or from another program.
+    # Whether the set is certainly what the operator wants. This is true for a file. The answer of a URL may come from
+    # an outdated replica, or from another program.
     is_deliberate: bool
 
     async def get(self) -> bytes:

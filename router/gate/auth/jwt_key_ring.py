@@ -24,13 +24,13 @@ _log = logging.getLogger(__name__)
 
 # An unknown key makes the process ask the source at once, but no sooner than this after the last time.
 _INTERVAL_S_MIN = 10.0
-# How soon a failed fetch is repeated, while there are keys to go on with.
+# While there are usable keys, a failed fetch is repeated after about this time, or sooner if `refresh_s` is less.
 _RETRY_S_MAX = 60.0
 # The most calls that wait for keys.
 _WAITING_MAX = 1000
 # With how many keys a token without `kid` is tried. There are several only while a key is being replaced.
 _TRIED_MAX = 4
-# How many keys one line or one fetch names in the log.
+# How many keys one line of the log names at most, and for how many unusable keys one fetch logs a line.
 _LOGGED_MAX = 10
 
 
@@ -145,7 +145,7 @@ class KeyRing:
 
     async def _fetch(self) -> None:
         try:
-            # An operator ends all tokens with a file that has no keys. A URL that gives no keys may be wrong.
+            # An operator may end all tokens with a file that has no keys. A URL may give a set without keys by mistake.
             self._take(parse_jwks(await self._source.get(), may_be_empty=self._source.is_deliberate))
         except (NoAnswer, BadKeySet) as error:
             self._failed(str(error))

@@ -28,18 +28,18 @@ from shard.vocabulary import OrgId
 
 # The longest token, header and signature included.
 TOKEN_CHARS_MAX = 8192
-# OpenID Connect allows no longer subjects either.
+# The longest subject. OpenID Connect has the same limit.
 _SUBJECT_CHARS_MAX = 255
 _ORG_BYTES_MAX = 128
 _ALL_ORGS = "*"
-# Other types of tokens, such as those of a logout, are signed by the same keys, and must not be taken for this type.
+# The types of tokens that are taken. The same keys also sign tokens of other types, such as logout tokens.
 _TYPES = {"jwt", "at+jwt"}
 _SCOPES: Final[Mapping[str, Scope]] = {scope.value: scope for scope in Scope}
 
 
 class _Registry(JWSRegistry):
-    """The algorithms of Windrow. EdDSA is Ed25519 by its older name: the library's own EdDSA takes other curves, and
-    warns whenever it is used."""
+    """The algorithms of Windrow. A token that names EdDSA is verified as Ed25519, which is the newer name. The
+    library's own EdDSA also takes other curves, and warns whenever it is used."""
 
     max_header_length = max_payload_length = max_signature_length = TOKEN_CHARS_MAX
 

@@ -52,6 +52,6 @@ class Expired(Unauthenticated):
 
 
 class Revoked(Unauthenticated):
-    """The proof was good, and was revoked, or the issuer no longer has the key that signed it."""
+    """The proof is no longer good: it was revoked, or the issuer no longer has the key that signed it."""
 
     reason = errors_pb2.ERROR_REASON_CREDENTIALS_REVOKED
