@@ -230,7 +230,7 @@ class Cluster:
             self.stop("immediate")
 
     def kill(self) -> None:
-        """Kills only the postmaster with SIGKILL, as a fault, and waits for its end. The next start() recovers the data."""
+        """Kills only the postmaster with SIGKILL, as a fault. Waits for its end. The next start() recovers the data."""
         deadline = time.monotonic() + _KILL_S_MAX
         with self._mutex:
             if self._folder.is_dir():
