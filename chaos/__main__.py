@@ -105,7 +105,7 @@ def _faults(text: str) -> tuple[str, ...]:
 
 
 async def _stoppable(running: Coroutine[Any, Any, Told]) -> Told:
-    """Runs it so that SIGTERM acts like Ctrl-C: every scope ends what it has started."""
+    """Runs the coroutine so that SIGTERM acts like Ctrl-C: every scope ends what it has started."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

@@ -94,7 +94,7 @@ def _signal(signal: Signal) -> str:
 
 
 def _outcome(call: Call, succeeded: str) -> str:
-    """Returns the outcome of a call; `succeeded`: if it was answered OK."""
+    """Returns the outcome of a call. `succeeded`: the text for a call that was answered OK."""
     match call.outcome:
         case Outcome.OK:
             return succeeded

@@ -60,7 +60,7 @@ class JobSchedules:
         self._end_s = end_s
 
     async def run(self) -> None:
-        """Creates the other schedules, and changes them until they end."""
+        """Creates the schedules that are not steady, and changes them until they end."""
         async with asyncio.TaskGroup() as group:
             for operator in self._operators:
                 group.create_task(operator.run())

@@ -378,13 +378,12 @@ async def _drained(stage: Stage) -> None:
 
 
 def _unfinished(shards: Iterable[Shard]) -> int:
-    # Count the jobs second: if a run stops waiting between the two counts, it is counted as a job.
+    # Count the jobs after the runs, so that a run that becomes a job between the two counts is not missed.
     return tables.open_runs(shards) + tables.live_jobs(shards)
 
 
 async def _until_still(stage: Stage, count: Callable[[Iterable[Shard]], int]) -> None:
-    """Waits until this number is 0, or has not changed for a while. In the latter case the checker reports what is
-    left."""
+    """Waits until the count is 0, or has not changed for a while. The checker then reports what is left."""
     left, moved_s = -1, time.monotonic()
     deadline_s = moved_s + _DRAIN_S_MAX
     while time.monotonic() < deadline_s and time.monotonic() - moved_s < _STUCK_S_MAX:

@@ -123,7 +123,7 @@ def _copies(count: int, orgs: int) -> str:
 
 
 def _ending(end_s: int) -> str:
-    """Returns the statement that lets a shard's steady schedules end then. No instant is at the end or after it."""
+    """Returns the statement that sets the end of a shard's steady schedules. No instant is at the end or after it."""
     return f"""
     UPDATE windrow.schedule
     SET ends_at = e.at,

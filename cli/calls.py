@@ -133,7 +133,7 @@ class Router:
     def call(
         self, method: grpc.UnaryUnaryMultiCallable[_Request, _Response], request: _Request, *, wait_s: float = 0.0
     ) -> _Response:
-        """Makes a call. `wait_s`, for which the router was asked to wait for jobs, is added to the call's timeout."""
+        """Makes a call. `wait_s`: how long the request lets the router wait for jobs; added to the call's timeout."""
         try:
             return method(request, timeout=self._timeout_s + wait_s, metadata=self._metadata(request))
         except grpc.RpcError as error:
@@ -288,7 +288,7 @@ def _failure(error: errors.WindrowError) -> CommandFailed:
             code = ExitCode.REFUSED
         case _:
             return CommandFailed(str(error), ExitCode.UNAVAILABLE)
-    # Leave out which call failed and how often it was tried: that does not help a user who made a mistake.
+    # Leave out which call failed and how often it was tried, because that does not help a user who made a mistake.
     return CommandFailed(error.details or str(error), code)
 
 

@@ -63,7 +63,7 @@ class _Books:
     shard: str
     orgs: list[cluster_pb2.OrgBooks] = field(default_factory=list["cluster_pb2.OrgBooks"])
     workflow_faults: list[cluster_pb2.WorkflowFault] = field(default_factory=list["cluster_pb2.WorkflowFault"])
-    # Why it did not answer; empty if it did.
+    # Why the shard did not answer; empty if it did.
     trouble: str = ""
 
     @property

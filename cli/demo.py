@@ -306,8 +306,8 @@ def _entries(books: cluster_pb2.OrgBooks) -> str:
 
 
 async def _fault_times(every_s: float, progress: Callable[[], int]) -> AsyncGenerator[None]:
-    """Yields whenever a fault is due, if `progress` has changed since the last fault. On a busy machine processes start
-    slowly, and a cluster that is killed before it works shows nothing."""
+    """Yields every `every_s`, when a fault is due, but only if `progress` has changed since the last fault. On a busy
+    machine processes start slowly, and killing a cluster that does not work yet proves nothing."""
     before = progress()
     while True:
         await asyncio.sleep(every_s)

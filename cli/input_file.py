@@ -1,4 +1,4 @@
-"""Reads what users name: files and payloads. If one cannot be read, its option or argument has a wrong value."""
+"""Reads the files and payloads that users name. An unreadable file is reported as a wrong option or argument."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def opened(file: Path, act: Callable[[], _T], *, hint: str = "--file") -> _T:
 
 
 def refuse_two_payloads(text: str | None, file: Path | None) -> None:
-    """Raises BadParameter if a command was given both."""
+    """Raises BadParameter if a command was given both a payload and a file."""
     if file is not None and text is not None:
         raise typer.BadParameter("give the payload or --file, not both", param_hint="'PAYLOAD' / '--file'")
 

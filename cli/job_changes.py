@@ -213,7 +213,7 @@ def redrive(
             raise typer.BadParameter(why, param_hint="'--per-second'")
         slowly = {name: conditions[name] for name in ("kind", "died_after", "died_before") if name in conditions}
 
-        # Redrives the jobs in the order of their deaths, with few statements and without a look at each job.
+        # Redrives the jobs in the order of their deaths, with few statements and without reading each job.
         def at_once(client: SyncClient, rate: float = per_second) -> int:
             return client.redrive_queue(queue, limit=limit, per_second=rate, **slowly)
 
@@ -329,7 +329,7 @@ def purge(
                     if not response.limit_reached:
                         break
         finally:
-            # Report them after an error or Ctrl-C too: these jobs are cancelled.
+            # Report the jobs that are already cancelled, also after an error or Ctrl-C.
             _report({"cancelled": done}, as_json=as_json)
 
 
@@ -417,8 +417,8 @@ def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions:
         with connect_client(how.address, org, how.timeout) as client:
             _change_named(client, change, wanted, as_json=how.as_json)
         return
-    # Leave out jobs that are made while the command runs, because nobody has counted them. The time in a job's id comes
-    # from its producer's clock, so the clock of a router would be no better for this than the clock of this machine.
+    # Leave out jobs that are made while the command runs, because nobody has counted them. A router's clock would be no
+    # better for this than the clock of this machine: the time in a job's id comes from its producer's clock.
     found = replace(found, created_before=found.created_before or datetime.now(UTC))
     with connect_client(how.address, org, how.timeout) as client:
         total = None
@@ -427,8 +427,8 @@ def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions:
         if not how.dry_run and total != 0:
             total = _change_found(client, change, found, how, total)
         elif not how.dry_run:
-            # The preview found no job. Since then, jobs may have come to meet the conditions, but the user has not
-            # confirmed a change of these.
+            # The preview found no job. If jobs meet the conditions by now, they are not changed, because the user has
+            # not confirmed that.
             _report({change.done: 0, "skipped": 0}, as_json=how.as_json)
         if total == 0 and not client.list_queues():
             output.note(no_queues(org))
@@ -502,7 +502,7 @@ def _change_found(client: SyncClient, change: _Change, where: JobFilter, how: _H
 
             return change.by_filter(client)(where, limit=how.limit, on_progress=note).found
     finally:
-        # Report them after an error or Ctrl-C too: these jobs are changed.
+        # Report the jobs that are already changed, also after an error or Ctrl-C.
         _report(counts, as_json=how.as_json)
 
 

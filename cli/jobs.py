@@ -366,7 +366,7 @@ def _pages(
         if state is not State.ALL:
             request.state = job_pb2.JobState.Value(f"JOB_STATE_{state.name}")
         response = router.call(router.admin.ListJobs, request)
-        # An older router ignores the attributes that it is asked for.
+        # An older router does not filter by attributes, so filter its answer here.
         jobs = [job for job in response.jobs if wanted.attributes.items() <= job.attributes.items()]
         left -= len(jobs)
         token = response.next_page_token

@@ -168,7 +168,7 @@ def revoke(
         async with databases.catalog_of(cluster) as database:
             known = (await api_keys.find(database, [key_id])).keys.get(key_id)
             org = "" if known is None or known.org is None else known.org
-            # The audit log has the org, which only the catalog knows.
+            # The audit log records the key's org, which only the catalog knows.
             work = recorded(cluster, "keys revoke", api_keys.revoke(database, key_id), org=org, key=_shown_id(key_id))
             return await work, known is not None and known.revoked
 

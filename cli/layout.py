@@ -15,7 +15,8 @@ from typer.core import TyperCommand, TyperGroup
 
 # Longer than any first sentence of a help text.
 _SENTENCE = 200
-# Names that other systems have for a command, and names that one may look for in another group, each with the command.
+# Command names that users may try by mistake, each with the right command. Some are the names in other systems; some
+# belong to a command of another group.
 ELSEWHERE = {
     "jobs show": "jobs get",
     "queues purge": "jobs purge",
@@ -31,8 +32,8 @@ ELSEWHERE = {
 
 
 class Group(TyperGroup):
-    """Lists its commands below the headings in their `rich_help_panel`. If it has no command of a name, says which
-    groups have that command, or what the command is called here."""
+    """Lists its commands below the headings in their `rich_help_panel`. For an unknown command, says which groups have
+    a command of that name, or what the command is called here."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -110,8 +111,8 @@ class Commands(Mapping[str, Any]):
 
 
 class Command(TyperCommand):
-    """Shows an argument as ORG instead of typer's {ORG}, and adds dots to an argument that can be repeated. Its
-    messages about wrong numbers are in words."""
+    """Shows an argument as ORG instead of typer's {ORG}, and adds dots to an argument that can be repeated. Rewords
+    typer's messages about wrong numbers."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:

@@ -120,8 +120,8 @@ def dequeue(
 
 
 def _reasons(router: Router, org: str, queues: Sequence[str]) -> list[str]:
-    """Returns one text with the reasons why queues give no jobs: missing, paused, or what holds their ready jobs. Empty
-    if there are none, or if the router does not answer."""
+    """Returns a list with one text: why the queues give no jobs. A queue may not exist, may be paused, or something may
+    hold its ready jobs. The list is empty if there is no such reason, or if the router does not answer."""
     from windrow.v1 import admin_pb2
 
     reasons: list[str] = []
@@ -151,7 +151,8 @@ def _held_by(router: Router, org: str, queue: str) -> str:
     except CommandFailed:
         return ""
     causes = read_causes(explained.causes, of_queue=True)
-    # A limit holds nothing if no job is ready, nor does the quarantine of a kind without jobs.
+    # Name a limit only if there are ready jobs, and a quarantine only if it has set jobs aside. Otherwise they hold
+    # nothing.
     ready = any(cause.name == "backlog" for cause in causes)
     for cause in causes:
         match cause.name:

@@ -105,7 +105,7 @@ def set_limit(
         with connect(address, timeout) as router:
             limit = router.call(router.cluster.SetLimit, request).limit
     except RequestRefused as error:
-        # The user gave the amount by one of six options.
+        # The router's message says --amount. Name the option that the user gave instead.
         particulars = [line.replace("--amount", _option(measure), 1) for line in error.particulars]
         raise RequestRefused(error.violations, particulars=particulars) from error
     if as_json:

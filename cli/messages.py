@@ -95,7 +95,7 @@ def retry_policy(message: job_pb2.RetryPolicy) -> values.Retry:
 
 
 def no_queues(org: str) -> str:
-    """Returns the text of a command about an org without queues, whose name may be a mistake."""
+    """Returns the text that a command prints if the org has no queues. The user may have mistyped the org's name."""
     return f"org {org!r} has no queues (is the name right?); the first job of a queue creates it"
 
 
@@ -228,8 +228,8 @@ def first_line(text: str) -> str:
 
 
 def _progress_json(progress: job_pb2.Progress | str | None) -> dict[str, object] | None:
-    """Returns the progress of a job as JSON values. `progress` is a text for an exported job: JSON as the shard stores
-    it, without empty fields."""
+    """Returns the progress of a job as JSON values. For an exported job, `progress` is a text: the JSON that the shard
+    stores, without empty fields."""
     if progress is None:
         return None
     stored = json.loads(progress) if isinstance(progress, str) else _fields(progress)
@@ -241,8 +241,8 @@ def _workflow_json(of: job_pb2.WorkflowNode | None) -> dict[str, object] | None:
 
 
 def _scheduled_run_json(run: job_pb2.ScheduledRun | str | None) -> dict[str, object] | None:
-    """Returns which run of a schedule has stored a job; None: a producer enqueued it. In an exported
-    job the run has the form in which the shard stores it: JSON, with times in microseconds."""
+    """Returns which run of a schedule has stored a job, or None if a producer enqueued the job. For an exported job,
+    `run` is a text: the JSON that the shard stores, with times in microseconds."""
     if run is None:
         return None
     if isinstance(run, str):
@@ -292,7 +292,7 @@ _JOB_JSON: Mapping[str, Callable[[Any], object] | None] = {
     "history": lambda history: json.loads(history or "[]"),
     "shard": None,
 }
-# The texts of a job's template that need no form of their own, such as its group.
+# The text fields of a job's template that need no entry in _JOB_JSON, such as its group.
 OTHER_TEXTS = tuple(
     field.name
     for field in job_pb2.JobTemplate.DESCRIPTOR.fields
@@ -314,7 +314,7 @@ def job_json(job: job_pb2.LeasedJob | job_pb2.Job | Mapping[str, Any], *, payloa
     elif "max_runtime_us" in fields:
         span_us = fields["max_runtime_us"]
         document["max_runtime_s"] = span_us and span_us / 1_000_000
-    # An exported job has its group as the shard stores it.
+    # In an exported job the group has the name of the shard's column, group_key.
     texts = {"group": fields["group_key"], **fields} if "group_key" in fields else fields
     document |= {name: _text_json(texts[name]) for name in OTHER_TEXTS if name in texts}
     if payloads:

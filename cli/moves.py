@@ -121,8 +121,8 @@ def plan(config: options.Config, as_json: options.Json = False) -> None:
 
 
 def _refuse_misfits(troubles: Collection[ShardError]) -> None:
-    """Raises CommandFailed for databases that cannot be used. Only reports databases that do not answer: they may be up
-    again when slots move."""
+    """Raises CommandFailed if databases cannot be used. For databases that do not answer, it only prints a note: they
+    may be up again when slots move."""
     from shard.errors import ShardUnavailable
 
     away = [str(trouble) for trouble in troubles if isinstance(trouble, ShardUnavailable)]

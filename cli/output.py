@@ -317,12 +317,12 @@ def _stdout() -> Console:
 
 @contextlib.contextmanager
 def _writing() -> Generator[None, None, None]:
-    """Ends the command if standard output takes no more: quietly if its reader closed the pipe."""
+    """Ends the command if a write to standard output fails; without a message if the reader closed the pipe."""
     _refuse_closed()
     try:
         yield
     except OSError as error:
-        # The interpreter would try to write the rest when it ends.
+        # Discard the rest, which the interpreter would otherwise try to write when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise typer.Exit(ExitCode.PIPE_CLOSED) from error

@@ -48,9 +48,9 @@ class _Choice:
     name: str | None = None
     profile: Profile | None = None
     is_read: bool = False
-    # The environment does not override the profile.
+    # Whether nothing overrides the profile, not even the environment.
     alone: bool = False
-    # The default profile does not apply, because an address is given.
+    # Whether the default profile does not apply, because an address is given.
     is_passed_over: bool = False
 
 

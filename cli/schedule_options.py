@@ -1,4 +1,4 @@
-"""The options of a schedule's timing, and the message that they make."""
+"""The options of a schedule's timing, and the conversion of their values into a message."""
 
 from __future__ import annotations
 

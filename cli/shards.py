@@ -1,5 +1,5 @@
-"""`windrow shards`: the shards as a router sees them. Other modules add commands to this group. These commands connect
-to the databases of a cluster file instead."""
+"""`windrow shards`: the shards as a router sees them. The commands that other modules add to this group do
+not ask a router: they connect to the databases of a cluster file."""
 
 from __future__ import annotations
 

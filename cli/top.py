@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cli.calls import Router
     from windrow.v1 import admin_pb2
 
-# Looks take at most one part in this many of the time. So shards count for no longer, however many jobs they have.
+# Looks take at most 1/_REST of the time, so that shards are not busy with counting, however many jobs they have.
 _REST = 20
 # How many lines of the screen are not rows: two heads, the line for trouble, and an empty line that prevents scrolling.
 _HEADS = 4
@@ -184,7 +184,7 @@ def _show(look: _Look, interval: timedelta, limit: int) -> None:
             lines = output.table_lines(seen.columns, seen.rows)
             for line in lines:
                 line.truncate(console.width)
-            # A router that nobody checks may have chosen the words of the trouble.
+            # Escape the trouble: its text may come from a router whose identity was not checked.
             live.update(Group(Text(head, "dim"), *lines, Text(output.visible(trouble), "red")), refresh=True)
             if quits_within(pause.total_seconds()):
                 return

@@ -156,10 +156,10 @@ class _Up:
     listen: str
     # The data's folder; None for an ephemeral cluster.
     root: Path | None
-    # The cluster asks who calls, and a key is created.
+    # Whether the cluster asks callers for an API key, and a key is created.
     secure: bool
     as_json: bool
-    # A second signal stopped the cluster at once.
+    # Whether a second signal stopped the cluster at once.
     hurried: bool = False
     _cluster: LocalCluster | None = None
     _stop: asyncio.Event = field(default_factory=asyncio.Event)

@@ -26,7 +26,7 @@ _DAYS = re.compile(r"([0-9]{1,4})d")
 _RETENTIONS = {"none": 0, "7y": 2557}
 _FACTOR = re.compile(r"([x~])(\d+(?:\.\d+)?)")
 
-# Fields of a job that users look for with --where, and the options that select jobs by them.
+# Fields of a job that users may take for attributes in --where, each with the option that selects jobs by it.
 _FIELD_OPTIONS = {"queue": "QUEUE or --queue", "kind": "--kind", "state": "--state", "priority": ""}
 
 
@@ -157,7 +157,7 @@ def fields_among(keys: Iterable[str]) -> Iterator[str]:
 
 
 def job_ids(values: Iterable[str], *, instead: str = "") -> list[str]:
-    """Parses job ids. Returns them in canonical lower-case text. `instead`: what an error says at its end."""
+    """Parses job ids. Returns them in canonical lower-case text. `instead`: a hint at the end of an error."""
     ids = [value.strip().lower() for value in values]
     for job_id in ids:
         if not _ID.fullmatch(job_id):

@@ -37,9 +37,9 @@ _OPTIONS = {
 }
 # The reverse: the name in the file for each name in the contract.
 _FIELDS = {option: name for name, option in _OPTIONS.items()}
-# The same for a node that waits for a signal: its `timeout` is the delay of its job.
+# As _FIELDS, for a node that waits for a signal: the contract's delay of its job is `timeout` in the file.
 _FIELDS_OF_SIGNALS = {"delay": "timeout"}
-# Checks a value. Returns what the value must be. None: the value is right.
+# Checks a value. Returns None if the value is right, and otherwise what the value must be.
 _Rule: TypeAlias = Callable[[Any], str | None]
 
 
@@ -137,7 +137,7 @@ def _add(flow: Workflow, document: Any) -> Node:
 
 
 def _after(added: Node, node: Mapping[str, Any]) -> Node:
-    # The router finds names that no node has: here they cannot be found, because a node may name later nodes.
+    # A node may name later nodes of the file, so unknown names cannot be detected here. The router refuses them.
     return added.after(*node.get("after", []), on_failed=FailurePolicy(node.get("on_failed", "cancel")))
 
 

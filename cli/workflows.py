@@ -452,7 +452,7 @@ def _print(workflow: workflows_pb2.WorkflowInfo, counts: workflows_pb2.NodeCount
 
 
 def _levels(nodes: Sequence[workflows_pb2.NodeInfo]) -> dict[str, int]:
-    """Returns the length of the longest chain of nodes that each node waits for."""
+    """Returns, for each node, the length of the longest chain of nodes that it waits for."""
     after = {node.name: [edge.node for edge in node.after] for node in nodes}
     levels: dict[str, int] = {}
     # A node comes after the nodes that it waits for, except those that its own job has added.

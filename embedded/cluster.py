@@ -230,7 +230,7 @@ class Cluster:
             self.stop("immediate")
 
     def kill(self) -> None:
-        """Kills only the postmaster with SIGKILL, as a fault, and waits until it has ended. start() recovers."""
+        """Kills only the postmaster with SIGKILL, as a fault. Waits for its end. The next start() recovers the data."""
         deadline = time.monotonic() + _KILL_S_MAX
         with self._mutex:
             if self._folder.is_dir():
@@ -293,7 +293,7 @@ class Cluster:
         return None
 
     def _remember_port(self, running: Postmaster) -> None:
-        # The server's owner may have been killed before it wrote the port.
+        # The owner that started the server may have been killed before it wrote the port to the file.
         if running.port is not None and running.port != self._port.read():
             self._port.write(running.port)
 
@@ -304,8 +304,7 @@ class Cluster:
             binaries = find_binaries(self._wanted_binaries, major=existing, copies=self._copies)
             if existing is None:
                 self._initialize(binaries, deadline, lock)
-            # No process of this cluster lives. If a process has the id in this file, it is not a process of this
-            # cluster.
+            # No process of this cluster lives, so the process id in this file is stale. Another program may have it.
             (self._data / "postmaster.pid").unlink(missing_ok=True)
             self._log.rotate()
             self._launch_on_a_free_port(binaries, deadline, lock)
@@ -319,7 +318,7 @@ class Cluster:
             return None
 
     def _initialize(self, binaries: Binaries, deadline: float, lock: IO[str]) -> None:
-        """Makes the data folder under another name and renames it, so that a folder named `data` is complete."""
+        """Makes the data folder under another name and renames it, so that a folder named `data` is always complete."""
         new = NewData(
             folder=self._folder / "data.new",
             binaries=binaries,
@@ -389,7 +388,7 @@ class Cluster:
             return
 
     def _write_conf(self, binaries: Binaries, port: int) -> None:
-        # Ask the server binary: no file that always exists says how it was built.
+        # Ask the server binary which settings it accepts. There may be no file that says how it was built.
         def accepts(setting: str) -> bool:
             answered, _ = run(
                 [binaries.program("postgres"), "-D", self._data, "-c", setting, "-C", setting.split("=")[0]],

@@ -15,7 +15,7 @@ import platformdirs
 from embedded.account import Account, can_enter
 from embedded.errors import StartFailed
 
-# Clusters start in parallel: none may use a folder before its mode is set.
+# Clusters start in parallel, and none may use a new folder before its mode is set.
 _making = threading.Lock()
 
 

@@ -39,8 +39,8 @@ def read_postmaster(data: Path) -> Postmaster | None:
 
 
 def free_shared_memory(data: Path) -> None:
-    """Frees the System V segment of a server that was killed. The next start on `data` would do so: call this if `data`
-    is about to be deleted. Otherwise each killed server leaves a segment, and Linux allows only 4,096."""
+    """Frees the System V segment of a server that was killed. Call this before `data` is deleted, because each killed
+    server leaves a segment, and Linux allows only 4,096. If `data` stays, the next start on it frees the segment."""
     try:
         key, segment = map(int, (data / "postmaster.pid").read_text(errors="replace").splitlines()[6].split())
     except (OSError, IndexError, ValueError):

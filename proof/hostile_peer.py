@@ -411,7 +411,7 @@ async def leave_answers_unread(
             await peer.call(path, message, ends=ends)
 
     shares = _shares(calls, connections)
-    # A connection that left before the others would give back what it holds in the server.
+    # All connections leave together: one that left earlier would give back what it holds in the server.
     done = None if enough is None else _Enough(enough, asyncio.Barrier(len(shares)))
     return await asyncio.gather(
         *(

@@ -79,8 +79,8 @@ class Node:
         return family(self.cluster.pid)
 
     def kill(self) -> float:
-        """Kills the whole server, so that no backend finishes its work, and waits until it has ended: a server that
-        still runs is not started. Returns the time of the kill, by the monotonic clock."""
+        """Kills the whole server, so that no backend finishes its work. Waits until it has ended, because `start` does
+        nothing while the server runs. Returns the time of the kill, by the monotonic clock."""
         processes = self.processes()
         killed_s = self._signal(signal.SIGKILL)
         while any(map(runs, processes)):
@@ -246,7 +246,7 @@ class Shard:
 
 
 def _writable(login_dsn: str, ports: Sequence[int]) -> str:
-    """Returns a DSN that leads to the one of the servers on these local ports that takes writes."""
+    """Returns a DSN for the servers on these local ports. It leads to the server that takes writes."""
     login = conninfo_to_dict(login_dsn)
     places: dict[str, str] = {
         "host": ",".join("127.0.0.1" for _ in ports),

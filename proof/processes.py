@@ -41,7 +41,7 @@ async def start(
         stderr=stderr,
         cwd=_ROOT,
         env=environ,
-        # Only the process that calls this gets Ctrl-C. It ends the processes that it has started in order.
+        # Ctrl-C reaches only the process that calls this, which then ends its child processes in an orderly way.
         start_new_session=True,
     )
 

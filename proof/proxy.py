@@ -60,7 +60,7 @@ class _Link:
 
 
 class Proxy:
-    """A proxy, made by `open_proxy`. `answered` says of the bytes that a server has sent whether its answer is
+    """A proxy, made by `open_proxy`. `answered` gets the bytes that a server has sent, and says whether its answer is
     complete."""
 
     def __init__(self, answered: Callable[[bytes], bool]) -> None:

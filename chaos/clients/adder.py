@@ -14,7 +14,7 @@ from windrow.v1 import job_pb2
 _CALLS_MAX = 3
 # Some calls are given up so soon that routers may execute them although their answers are lost.
 _HASTY_S = 0.05
-# This share of the calls comes when the lease may have ended: after this many windows.
+# The share of the calls that are made late, when the lease may have ended; and after how many windows they are made.
 _LATE = 0.2
 _LATE_WINDOWS = (0.5, 2.0)
 

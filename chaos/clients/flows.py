@@ -13,11 +13,11 @@ from proof.history import asked_to_start, payload_of
 from shard.workflow import WorkflowId, job_id_of
 
 _NODES_MAX = 12
-# This share of the nodes wait for signals, and for how long.
+# The share of the nodes that wait for signals, and for how long they wait.
 _SIGNALS = 0.2
 _TIMEOUT_S = (1.0, 8.0)
-# How many signals such a node gets, and how long after the answer to the start: early, late, or around the end of its
-# time.
+# How many signals such a node gets, and how long after the answer to the start a signal comes at the latest: early,
+# around the end of the node's time, or after it.
 _SIGNALS_EACH = (0, 1, 1, 2)
 _GIVEN_S = (0.5, 5.0, 10.0)
 

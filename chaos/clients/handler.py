@@ -42,7 +42,7 @@ def _worker(
                 await _add(job, job.workflow, org, recorder, luck)
             match fate:
                 case Fate.EXTEND | Fate.OVERSLEEP:
-                    # Mostly longer than the window. The worker extends the lease meanwhile.
+                    # Work mostly for longer than the window. The worker extends the lease meanwhile.
                     await asyncio.sleep(site.window_s * luck.uniform(0.9, 1.5))
                 case Fate.ACK | Fate.RELEASE | Fate.FORGET:
                     await asyncio.sleep(luck.expovariate(1 / _WORK_S))

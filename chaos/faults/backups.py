@@ -40,7 +40,7 @@ _ASK_S_MAX = 3.0
 _COMMAND_S_MAX = 60.0
 _DONE_S_MAX = 120.0
 _AGAIN_S = 1.0
-# After which time a command is killed, if it is killed at all. A command needs about a second until it does something.
+# How long a command runs before it is killed, if it is killed at all. It needs about a second to begin its work.
 _KILLED_S = (0.5, 2.5)
 
 
@@ -57,7 +57,7 @@ class RestoreBackup(Fault):
     _asking: asyncio.Task[None] | None = None
     _backup: Version | None = None
     _copied_s = _swapped_s = 0.0
-    # The time from which the backup could be reached in its place. 0: the database was not replaced.
+    # The time from which the backup could be reached in place of the old database. 0: the database was not replaced.
     _back_s = 0.0
 
     @classmethod

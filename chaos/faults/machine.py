@@ -50,7 +50,7 @@ class FillDisk(Fault):
 
 
 class JumpClock(Fault):
-    """The wall clock of every router and balancer is wrong, by up to a day, either way."""
+    """Sets the wall clock of all routers and balancers ahead or back, by up to a day."""
 
     name = "jump-clock"
 

@@ -44,7 +44,7 @@ class _EntryChange(Fault):
 
 
 class DrainShard(_EntryChange):
-    """The shard's slots move to other shards, and later back."""
+    """Drains a shard, so that its slots move to other shards, and later back."""
 
     name = "drain-shard"
     seconds = (3.0, 25.0)
@@ -54,7 +54,7 @@ class DrainShard(_EntryChange):
 
 
 class ChangeWeight(_EntryChange):
-    """Slots move to the shard or away from it, and later back."""
+    """Changes a shard's weight, so that slots move to the shard or away from it, and later back."""
 
     name = "change-weight"
     weight = 2.0

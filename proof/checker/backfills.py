@@ -3,8 +3,8 @@ instant for an overlap. No instant is stored twice, or without a call that asked
 
 If an instant was skipped for a pause or for a catch-up, a backfill decides the instant anew. If an instant has a run,
 it keeps this run for as long as the shard remembers the run. Shards remember runs of backfills for days, and other runs
-for as long as they are among the schedule's newest. So a backfill may store a run once more that the shard has
-forgotten.
+for as long as they are among the schedule's newest. So a backfill may store a run again if the shard has forgotten
+the run.
 """
 
 from __future__ import annotations

@@ -75,9 +75,10 @@ class Backup:
         return key in self._lost_keys
 
     def promises(self, enqueue: Enqueue) -> bool:
-        """Returns whether the job in this answer must exist. It may be missing if the backup may lack it. It may also
-        be lost if another shard still names it: a dedup key, after the job has moved to this shard; or a node of a
-        workflow that had been added before, and whose finished job stayed on this shard when the workflow left."""
+        """Returns whether the job in this answer must exist. The job may be missing in two cases. The call began before
+        the database was replaced, so the backup may lack the job. Or the answer may come from another shard, which
+        still names a job that this shard has lost. Such a shard has a dedup key whose job had moved to this shard, or a
+        workflow with an added node whose finished job stayed on this shard when the workflow left."""
         elsewhere = (
             enqueue.duplicate
             and bool(enqueue.key)

@@ -276,7 +276,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InForce:
-    """A router reported that it uses the cluster file with this digest."""
+    """A router's report that it uses the cluster file with this digest."""
 
     at_s: float
     digest: str
@@ -338,7 +338,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """During the run a shard's database was replaced by an older copy of itself, and the loss was accepted."""
+    """The replacement of a shard's database by an older copy of itself. An operator then accepted the loss."""
 
     shard: str
     # The copy, and the replaced database in its last state.

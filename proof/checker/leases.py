@@ -97,8 +97,8 @@ def check(evidence: Evidence) -> Iterator[Violation]:
 
 
 def _by_schedules(evidence: Evidence) -> Iterator[Cancel]:
-    """Yields the cancels that schedules caused whose overlap policy cancels the job of the run before. Routers made
-    these cancels, at unknown times."""
+    """Yields the cancels by schedules with an overlap policy that cancels the job of the run before. Routers made these
+    cancels, at unknown times."""
     cancelling = {
         (schedule.org, schedule.name)
         for schedule in evidence.schedules
@@ -124,7 +124,7 @@ def _overlaps(
     cancelled_s = min((cancel.call.began_s for cancel in cancels), default=float("inf"))
     for earlier in of_job:
         live_until_s = _live_until_s(earlier, settles[earlier.lease], cancelled_s, slack_s=slack_s)
-        # The time at which the replacement of the database ended the lease. The backup knows all answers after it.
+        # The time at which the replacement of the database ended the lease. The backup has all later answers.
         went_s = backup.ends_by(earlier.lease.job, earlier.call.began_s)
         for later in of_job:
             if _is_later(later, earlier, backup) and later.received_s < live_until_s:

@@ -16,7 +16,7 @@ class Moves:
     def __init__(self, evidence: Evidence) -> None:
         self._pins = evidence.pins
         self._slack_s = CLOCK_S + evidence.history.drift_s
-        # For each slot the times at which its moves began, and ended if they have.
+        # For each slot the times at which its moves began and ended. Infinity: the move has not ended.
         self._spans: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for now in evidence.placed:
             for slot in now.slots:

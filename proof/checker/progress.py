@@ -80,8 +80,8 @@ def _before(came: Mapping[str, Sequence[float]], delivery: Delivery) -> float:
 
 
 def _due_again_s(delivery: Delivery, settles: Mapping[LeaseKey, Sequence[Settle]]) -> float:
-    """Returns the latest time at which the job was due again, if it was not finished. The window counts from the
-    arrival, because the lease was given before."""
+    """Returns the latest time at which the job was due again, if it was not finished. The window is counted from
+    the arrival, which is later than the beginning of the lease."""
     due_s = delivery.received_s + delivery.window_s
     for settle in settles.get(delivery.lease, ()):
         ended_s = settle.call.ended_s

@@ -26,7 +26,7 @@ def check(evidence: Evidence) -> Iterator[Violation]:
 
 
 def _lost(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
-    # A copy of a job that a backup brought back counts as the job only if a client asked to cancel the job.
+    # A cancelled copy that a backup brought back counts as the job only if a client may have cancelled the job.
     cancelled = {one.job for one in evidence.history.cancels if one.answer in {Answer.OK, None}}
     there = {row.job for row in evidence.rows if row.job in cancelled or not backup.is_second(row)}
     acknowledged: defaultdict[str, list[Enqueue]] = defaultdict(list)
@@ -110,7 +110,7 @@ def _doubled(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
     for job, copies in Counter(row.job for row in there).items():
         if copies > 1:
             what = f"job {job} is stored {copies} times"
-            # If the backup had brought back a copy of a job that had left, the copy was cancelled.
+            # Excused: the job had left the shard, the backup brought a copy back, and the copy was then cancelled.
             yield Violation(invariant="I3", what=what, excused=seconds[job] == 1 and copies == 2)
     # Only one call may be told that it stored the job.
     news: defaultdict[str, list[Call]] = defaultdict(list)

@@ -1,5 +1,5 @@
-"""Checks I11 for workflows that operators change. A paused workflow releases no node. A cancelled workflow runs no node
-that was not leased before. A retry runs again each node that had not succeeded, and no other node.
+"""Checks I11 for workflows that operators change. A paused workflow releases no node. After a workflow is cancelled, it
+runs only nodes that were leased before. A retry runs again each node that had not succeeded, and no other node.
 
 The shards record each release of a node in the transaction of the release. A pause is certain from the answer to its
 call until the beginning of the call that ends it. Times are of the shards' clock.

@@ -31,9 +31,9 @@ _JOBS = {
 _ENDING = frozenset({Verb.ACK, Verb.NACK, Verb.KILL})
 # How many characters of an id are its time.
 _TIME = 13
-# Errors that an addition never gets: all jobs choose different names for nodes, and each lease belongs to a node of a
-# workflow that exists. Nor do jobs wait for nodes that may wait for them, which is an invalid request. The Python
-# client names this status otherwise.
+# Errors that an addition never gets. All jobs choose different names for nodes, each lease belongs to a node of a
+# workflow that exists, and no job waits for nodes that may wait for this job. The last two codes mean the same: the
+# Python client reports INVALID_ARGUMENT as InvalidRequest.
 _WRONG_CODES = frozenset({"ALREADY_EXISTS", "NOT_FOUND", "INVALID_ARGUMENT", "INVALID_REQUEST"})
 
 
@@ -102,7 +102,7 @@ def added_names(evidence: Evidence) -> dict[str, set[str]]:
 
 
 class LostJob(NamedTuple):
-    """A job of a workflow that the tables lack."""
+    """A job in the tables whose workflow the tables lack."""
 
     workflow: str
     # The name of its node. Empty: a job of the workflow has added the node, so only its number is known.
@@ -110,9 +110,9 @@ class LostJob(NamedTuple):
 
 
 def lost_jobs(evidence: Evidence) -> dict[str, LostJob]:
-    """Returns the jobs in the tables that belong to workflows that the tables lack, by their ids. Such a job stayed on
-    another shard, or came from there later. No client learns the ids of all jobs of a retry, or of nodes that jobs
-    add."""
+    """Returns, by id, the jobs in the tables whose workflows the tables lack. Such a job stayed on another shard, or
+    came from there later. The ids are computed, because no client learns the ids of all jobs of a retry, or of all
+    nodes that jobs add."""
     there = {flow.workflow for flow in evidence.flows}
     started: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for enqueue in evidence.history.enqueues:
@@ -215,7 +215,7 @@ def _too_early(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
 
 
 def _add_signals(evidence: Evidence, backup: Backup, ended_s: dict[str, float]) -> None:
-    """Adds the earliest times at which nodes may have ended that wait for signals. Such a node does not end before the
+    """Adds the earliest times at which nodes that wait for signals may have ended. Such a node does not end before the
     nodes that it waits for, even if its signal came early. Its time begins with the end of these nodes."""
     history = evidence.history
     signalled_s: dict[str, float] = {}
@@ -241,7 +241,7 @@ def _add_signals(evidence: Evidence, backup: Backup, ended_s: dict[str, float]) 
 
 
 def _waited_too_short(evidence: Evidence, backup: Backup, ended_s: Mapping[str, float]) -> Iterator[Violation]:
-    """Yields jobs that went on before the nodes had ended for which they had to wait. `ended_s`: for each node, the
+    """Yields jobs that had to wait for nodes, and went on before these nodes had ended. `ended_s`: for each node, the
     beginning of the first call that may have ended it."""
     rows = latest_by_job(evidence.rows, lambda row: row.departing or backup.is_second(row))
     deliveries = {delivery.lease: delivery for delivery in evidence.history.deliveries}

@@ -204,7 +204,7 @@ class Consumer:
             self._recorder.end(number, Outcome.OK, answered=[calls.answer_of(answer)])
 
     def _forget_sent(self) -> None:
-        """Plans to send everything again that was not answered, because the stream has ended."""
+        """Plans to send again everything that was not answered before the stream ended."""
         for number in list(self._sent):
             self._again(self._sent.pop(number), "STREAM_ENDED")
 

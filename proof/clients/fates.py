@@ -52,9 +52,9 @@ def pick_org(luck: random.Random, orgs: list[str]) -> str:
 
 
 def draw_added(node: str, luck: random.Random) -> dict[str, list[str]]:
-    """Returns the names of the nodes that the job of `node` adds to its workflow, each with the names of its parents.
-    The nodes are the same in each attempt of the job; `luck` only draws how many of them a call names. Empty: the job
-    adds no nodes. If the job waits for its nodes, none of them waits for the job, whichever call stores it first."""
+    """Returns the names of the nodes that the job of `node` adds to its workflow by one call, each with the names of
+    its parents. Empty: the job adds no nodes. All calls choose from the same nodes, in each attempt of the job; `luck`
+    only draws how many of them a call names. If the job waits for these nodes, none of them has `node` as a parent."""
     own = random.Random(node)
     added: dict[str, list[str]] = {}
     if node.count("+") < _GENERATIONS_MAX and own.random() < _ADDERS:
