@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """Imports a module of this package, or all of the client when one of its names is used for the first time.
-        Routers and the command need a few modules only, and would take a seventh longer to start if they imported the
-        whole client."""
+        """Imports a module of this package by its name. For any other name, such as Client, imports the whole client.
+        Routers and the command `windrow` need only a few modules. If they imported the whole client, they would take a
+        seventh longer to start."""
         # `from windrow import x` in a module of this package comes here too. Import only that module: the whole client
         # may need the very module that is being imported.
         if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:

@@ -32,6 +32,6 @@ def stays_here(address: str) -> bool:
 
 
 def uses_proxy(address: str) -> bool:
-    """Returns whether a proxy from the environment may be used. For a loopback address it may not: no proxy can reach
-    this machine's own."""
+    """Returns whether a proxy from the environment may be used. For a loopback address the answer is no, because no
+    proxy can reach the loopback address of this machine."""
     return _LOOPBACK.fullmatch(address) is None

@@ -38,8 +38,9 @@ from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, limits_pb2
 _PAGE_MAX = 1000
 # The limit of one purge or redrive call: a larger call would hold its locks for too long.
 _CHANGE_MAX = 1000
-# A purge or redrive is not made again after any status, because it may have been done, and would change further jobs.
-# The exceptions are refusals by which nothing was done (docs/errors.md).
+# The client does not repeat a purge or redrive that has failed, whatever its status: the call may have changed jobs,
+# and a second call would change further jobs. It repeats the call only after the refusals in _NOT_DONE, which say that
+# nothing was done (docs/errors.md).
 _ANY = frozenset(StatusCode)
 _NOT_DONE = ("ROUTER_FULL", "TOO_MANY_CHANGES")
 
@@ -154,7 +155,7 @@ class RestoreRefusal(enum.Enum):
     LIVE = "live"
     # The time in the new id is too old, or too far in the future.
     BAD_NEW_ID = "bad_new_id"
-    # The job belongs to a node of a workflow that waited for a signal. Such a job never runs.
+    # The job belongs to a workflow node that waited for a signal. Such a job never runs.
     SIGNAL = "signal"
     UNKNOWN = "unknown"
 
@@ -206,7 +207,8 @@ class AdminCalls:
         ageing_seconds: int | None = None,
         quarantine_after: int | None = None,
     ) -> QueueRecord:
-        """Creates a queue with these settings, before its first job creates it with the defaults. None: the default.
+        """Creates a queue with these settings; None: the default. A queue that is not created like this gets the
+        defaults when its first job is stored.
 
         Raises AlreadyExists, also if the first try of this call created the queue and its answer was lost."""
         return await self._create_queue(
@@ -238,7 +240,7 @@ class AdminCalls:
             raise invalid_argument("reset", f"names {min(both)!r}, which is given a value too")
         mask = FieldMask(paths=[*given, *resets])
         request = admin_pb2.UpdateQueueRequest(org=self.org, queue=queue, config=config, update_mask=mask)
-        # Only the paths from `reset` can be wrong.
+        # Only the paths from `reset` can be wrong, so name that argument in the error.
         paths = ["update_mask.paths", *(f"update_mask.paths[{at}]" for at in range(len(mask.paths)))]
         response = await self._ask(lambda stub: stub.UpdateQueue, request, arguments=dict.fromkeys(paths, "reset"))
         return _read_queue(response.queue)
@@ -254,9 +256,10 @@ class AdminCalls:
         ageing_seconds: int | None = None,
         quarantine_after: int | None = None,
     ) -> QueueRecord:
-        """Creates a queue with these settings, or gives them to the queue that exists: for programs that set up their
-        queues when they start. None: a new queue gets the default, and an existing queue keeps its setting. Several
-        processes may do this at the same time. Raises NotFound if somebody deletes the queue meanwhile."""
+        """Creates a queue with these settings, or gives these settings to the queue if it exists. This is for programs
+        that set up their queues when they start. None: a new queue gets the default, and an existing queue keeps its
+        setting. Several processes may do this at the same time. Raises NotFound if somebody deletes the queue
+        meanwhile."""
         settings = (retry, max_attempts, retention_days, group_concurrency, ageing_seconds, quarantine_after)
         try:
             return await self._create_queue(queue, _config(*settings))
@@ -310,7 +313,8 @@ class AdminCalls:
         it cancelled. Raises NotFound.
 
         If a call fails and its jobs may have been cancelled, the client does not try again, because a second try could
-        cancel further jobs. The error says how many jobs were cancelled before. Compare `stats` before you call again.
+        cancel further jobs. The error says how many jobs the purge had cancelled before that call. Look at `stats`
+        before you call again.
         """
 
         async def purge(count: int) -> tuple[int, bool]:
@@ -375,8 +379,8 @@ class AdminCalls:
 
     async def iter_jobs(self, queue: str = "", **conditions: Unpack[JobConditions]) -> AsyncIterator[JobRecord]:
         """Yields the jobs of all pages of list_jobs, and asks for a page when the one before is used up. A job that is
-        stored, or whose state changes, meanwhile may be left out. Raises what list_jobs raises, and Unavailable if a
-        shard of the org does not answer."""
+        stored or changes its state meanwhile may be left out. Raises what list_jobs raises, and Unavailable if a shard
+        of the org does not answer."""
         token = ""
         while True:
             page = await self.list_jobs(queue, page_token=token, **conditions)
@@ -399,8 +403,9 @@ class AdminCalls:
     ) -> int:
         """Makes the queue's dead jobs ready again, with all their attempts, if they meet all conditions. The job that
         died first goes first. Redrives at most as many jobs as are dead now, because some may die again meanwhile.
-        Returns how many jobs it redrove. `per_second`: how many of the jobs become due per second, while the later ones
-        are scheduled; 0: all at once. Raises NotFound, Unavailable. Does not try again, as purge_queue."""
+        Returns how many jobs it redrove. `per_second`: how many of the jobs become due per second; the other jobs are
+        scheduled until then. 0: all at once. Raises NotFound, Unavailable. If a call fails, it is not tried again, as
+        in purge_queue."""
         conditions = admin_pb2.RedriveQueueRequest(per_second=per_second)
         redriven = 0
         set_time(conditions.died_after, "died_after", died_after)
@@ -428,8 +433,8 @@ class AdminCalls:
         """Stores finished and dead jobs once more, as new jobs that are due now; the old jobs stay as they are. Returns
         a result for each job.
 
-        If you call it again after an error, pass the same `new_ids` (windrow.uuid7() for each; those that this call
-        made are in the error's `made_ids`), so that it stores no second copy."""
+        `new_ids`: the ids of the new jobs, each from windrow.uuid7(); None: the client makes them. If you call it again
+        after an error, pass the same `new_ids`, so that it stores no second copy. The error has them in `made_ids`."""
         old = listed_ids(ids)
         new = [uuid7() for _ in old] if new_ids is None else listed_ids(new_ids, "new_ids")
         if len(new) != len(old):
@@ -448,7 +453,7 @@ class AdminCalls:
         return results
 
     async def stats(self, queue: str = "", *, include_finished: bool = False) -> Stats:
-        """Counts the jobs of one queue, or of each queue of the org (of the first 1,000 by name), by state.
+        """Counts the jobs in each state, for one queue or for all queues of the org (the first 1,000 by name).
 
         `include_finished`: counts finished jobs too. To do so it scans them all, which is slow if there are many.
         Raises NotFound if `queue` is given and does not exist."""
@@ -483,9 +488,9 @@ class AdminCalls:
     ) -> Limit:
         """Sets a limit of the org, or of one of its queues. JOBS, BYTES and STARTS limit what it may enqueue or start:
         `amount` (at least 1) in each interval `per` (s, or timedelta; 1 s to 24 h). The other measures take no `per`:
-        IN_FLIGHT limits how many jobs it may have leased at a time, and BACKLOG and BACKLOG_BYTES limit how many jobs,
-        and how many bytes of jobs, it may have that have not ended. `every_org`: sets the default for each org that has
-        no such limit of its own.
+        IN_FLIGHT limits how many jobs it may have leased at a time. BACKLOG limits how many of its jobs have not ended,
+        and BACKLOG_BYTES how many bytes these jobs have. `every_org`: sets the default for each org that has no such
+        limit of its own.
 
         The limit is in force on every router within 2 s. Needs the scope cluster. Raises ResourceExhausted if the
         cluster has 10,000 limits."""
@@ -663,7 +668,7 @@ def _read_stats(message: admin_pb2.QueueStats, *, with_finished: bool) -> QueueS
     )
 
 
-# The keys are the numbers of the enum in the proto files. The names of the values are the same there, after a prefix.
+# The keys are the numbers of the enum in the proto files. A value's name there is a prefix and the name here.
 _REFUSALS: dict[int, RestoreRefusal] = {
     admin_pb2.RestoreRefusal.Value(f"RESTORE_REFUSAL_{refusal.name}"): refusal
     for refusal in RestoreRefusal

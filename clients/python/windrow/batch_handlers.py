@@ -44,7 +44,8 @@ _WAIT_S_MAX = 60.0
 
 
 class BatchHandlers:
-    """The batch handlers of a worker. Their kinds are registered in `handlers` too, so that a kind has one handler."""
+    """The batch handlers of a worker. Their kinds are registered in `handlers` too, so that no kind gets two
+    handlers."""
 
     def __init__(self, worker: str, handlers: Handlers, tracing: Tracing) -> None:
         self._worker = worker
@@ -124,13 +125,13 @@ class BatchHandlers:
         )
 
     def _all_failed(self, batch: Sequence[HeldLease], error: BaseException, span: trace.Span) -> Action:
-        """Returns the outcome of all jobs of a batch whose handler has raised this, and logs it once."""
+        """Returns the outcome of all jobs of a batch whose handler has raised `error`, and logs it once."""
         if not isinstance(error, Outcome) or error.is_failure:
             fail(span, error)
         action, cause = action_of(error, runners=RUNNERS)
         if isinstance(action, Waits):
-            # One of the jobs now waits for nodes that it has added. That has ended its lease, so only the other jobs
-            # are given back.
+            # One of the jobs now waits for nodes that it has added, so its lease has ended. Only the other jobs are
+            # given back.
             action = Released()
         if isinstance(action, Failed):
             self._log_failure(batch, action.failure, cause, frames_of(cause, runners=RUNNERS))
@@ -142,7 +143,7 @@ class BatchHandlers:
     def _log_failure(
         self, batch: Sequence[HeldLease], failure: Failure, error: BaseException, frames: TracebackType | None
     ) -> None:
-        # Neither of these is unexpected: a handler raises an Outcome on purpose, and its timeout was set on purpose.
+        # Both of these are expected: a handler raises an Outcome on purpose, and its timeout was set on purpose.
         deliberate, late = isinstance(error, Outcome), isinstance(error, TimedOut)
         last = sum(held.job.attempt >= held.job.max_attempts for held in batch)
         final = ", permanently" if failure.permanent else f", {last} of them in their last attempt" if last else ""

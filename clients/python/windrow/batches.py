@@ -26,7 +26,7 @@ Together = Sequence[tuple[int, queue_pb2.EnqueueRequest]]
 class Batch:
     """How far an enqueue_batch has come."""
 
-    # How many of the batch's first jobs are stored.
+    # How many jobs are stored. These are the first jobs of the batch.
     jobs: int = 0
     # How many of them were stored before, by an earlier call with the same batch.
     duplicates: int = 0

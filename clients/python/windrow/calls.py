@@ -50,8 +50,8 @@ _PAUSE_MAX_S = 2.0
 ASKED_S_MAX = 30.0
 
 # By the rule for retries, a call is not made again after one of these statuses, nor after RESOURCE_EXHAUSTED without
-# RetryInfo. CANCELLED is not among them: it comes from a router that shuts down. A caller's own cancellation has no
-# status.
+# RetryInfo. After CANCELLED it is made again, because CANCELLED comes from a router that shuts down; a caller's own
+# cancellation has no status.
 FINAL = frozenset(
     {
         StatusCode.INVALID_ARGUMENT,
@@ -95,7 +95,7 @@ class CallFailure:
     violations: tuple[Violation, ...] = ()
     # How long the router asked the client to wait.
     retry_after_s: float | None = None
-    # A reason of docs/errors.md; empty if the error is not a router's own.
+    # A reason of docs/errors.md; empty if the error does not come from a router's code.
     reason: str = ""
     limit: LimitReached | None = None
 
@@ -130,7 +130,7 @@ def patient_pause_s(error: WindrowError, *, own_s: float) -> float:
 
 
 class Calls:
-    """Calls to the routers behind one address, over `channels`."""
+    """Calls to the routers behind one address. `channels`: the number of connections."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Calls:
         self._closing = asyncio.Event()
         # A router has answered, or the log says already that none does.
         self._heard = False
-        # A router has answered: the client and the routers are set up for each other.
+        # A router has answered, so the address and the TLS settings are right.
         self.answered = False
 
     async def call(
@@ -266,13 +266,13 @@ class Calls:
         task.add_done_callback(self._tasks.discard)
 
     async def token(self) -> Metadata:
-        """Returns the metadata with the token for the next stream, if this client has one. Raises what the function of
-        the token raises. Raises DeadlineExceeded if the function takes longer than a try may."""
+        """Returns the metadata with the token for the next stream, if this client has one. Raises what the token
+        function raises. Raises DeadlineExceeded if that function takes longer than a try may."""
         return () if self._tokens is None else await self._tokens.metadata(within_s=self.try_s)
 
     async def renew_token(self, refused: Metadata) -> bool:
-        """Returns whether there is another token than the refused one: then the stream may be opened again. Raises what
-        token() raises."""
+        """Returns whether there is another token than the refused one. If so, the stream may be opened again. Raises
+        what token() raises."""
         return self._tokens is not None and await self._tokens.renew(refused, within_s=self.try_s)
 
     def refusals(self) -> Refusals:

@@ -329,7 +329,7 @@ _SENTENCES: Mapping[str, Callable[[_Figures], str]] = {
     "start_limit": _start_limit,
     "in_flight_limit": _in_flight_limit,
 }
-# The causes whose sentence for a queue is another one.
+# The causes that have another sentence if they explain a queue.
 _OF_QUEUES: Mapping[str, Callable[[_Figures], str]] = {
     "scheduled": lambda of: f"the next job that waits for its time is due at {_time(of['until'])}",
 }

@@ -59,7 +59,7 @@ else:
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024
 _CHANNEL_BYTES_MAX = MESSAGE_BYTES_MAX + 65536
 CHANNELS_MAX = 64
-# How often a client that reaches no router looks for what is wrong with TLS.
+# A client that reaches no router looks for a TLS fault at most once in this time.
 _LOOK_S = 5.0
 # Longer than a router lets a stream live.
 _STREAM_S_MAX = 100_000.0
@@ -73,7 +73,7 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     # the kernel still acknowledges packets for a stopped process.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 8_000),
-    # Otherwise a connection that a NAT or a firewall has forgotten meanwhile would fail the next call after a pause.
+    # Send pings between calls too. Otherwise a NAT or a firewall may forget the connection, and the next call fails.
     ("grpc.keepalive_permit_without_calls", 1),
     # The default of 60 s would override keepalive_timeout_ms.
     ("grpc.http2.ping_timeout_ms", 8_000),
@@ -85,7 +85,7 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_reconnect_backoff_ms", 2_000),
     # By default channels to one address share a connection, and a connection reaches only one router process.
     ("grpc.use_local_subchannel_pool", 1),
-    # This module decides about retries, not a service config from the resolver.
+    # calls.py decides about retries, not a service config from the resolver.
     ("grpc.service_config_disable_resolution", 1),
     ("grpc.enable_retries", 0),
 )
@@ -93,8 +93,8 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 
 # The channels of this process that have been connected and not closed.
 _connected: weakref.WeakSet[Channels] = weakref.WeakSet()
-# Whether channels were connected in the parent when it forked this process. A new channel would crash this process or
-# never get an answer: gRPC's threads end at the fork, and what they shared stays as it was.
+# Whether channels were connected in the parent when it forked this process. If so, a new channel would crash this
+# process or never get an answer: gRPC's threads end at the fork, and leave their shared state as it was.
 _is_broken = False
 # When this process closed its last connected channels; monotonic seconds.
 _closed_at_s = -math.inf
@@ -105,7 +105,8 @@ _THREAD_NAMES = Path("/proc/self/task")
 
 
 def _before_fork() -> None:
-    """Waits until gRPC's threads have ended, if the last channel has just been closed. Only Linux tells."""
+    """Waits until gRPC's threads have ended, if the last channel has just been closed. Only Linux shows these
+    threads."""
     while not _connected and time.monotonic() < _closed_at_s + _THREADS_END_S_MAX and _has_grpc_thread():
         time.sleep(0.001)
 
@@ -155,7 +156,7 @@ class Channels:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = 0
         self.closed = False
-        # The last look for what is wrong with TLS.
+        # The last look for a TLS fault.
         self._looking: asyncio.Future[tuple[str | None, Pem | None]] | None = None
         self._looked_at_s = 0.0
         # Channels with certificates that have been replaced since.

@@ -91,7 +91,7 @@ _SPLIT_CALLS_MAX = 4
 # How many shared calls may run at the same time, for each connection.
 _SHARED_CALLS = 2
 
-# How many bytes an EnqueueResult that has only an id adds to a response, besides the id: two tags and two lengths. Each
+# An EnqueueResult that has only an id adds its id and this many bytes to a response: two tags and two lengths. Each
 # length takes one byte, because ids have less than 124 bytes.
 _RESULT_BYTES = 4
 
@@ -114,8 +114,8 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
     - `tls` (True, the path of a CA's PEM file, or a Tls; default: as the environment says): see tls.py.
     - `token` (default $WINDROW_TOKEN): proves who calls, if the cluster asks for a proof. An API key, or a function
       (also an async one) that returns a token; a function that is not async runs in a thread. If a router refuses a
-      token, the client calls the function again; if this returns another token, the client makes the call again with
-      it. Without TLS, the client sends a token to this machine only, unless `tls` is False.
+      token, the client calls the function again. If the function returns another token, the client repeats the call
+      with that token. Without TLS, the client sends a token to this machine only, unless `tls` is False.
     - `create_spans`, `tracer_provider`: see tracing.py.
     - `middleware`: functions `async def middleware(jobs, call_next)` that run around every enqueue and enqueue_many,
       for example to add attributes to every job. The first function is the outermost. `await call_next(jobs)` stores
@@ -124,8 +124,8 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
 
     Every method raises WindrowError (see errors.py), after which the call may nevertheless have taken effect. Leases,
     job ids and NewJobs make it safe to call the method again. But enqueue, trigger_schedule and restore_jobs make new
-    ids in each call unless the caller gives them. So give them, or after an error pass its `made_ids`: otherwise the
-    second call may store a second job.
+    ids in each call unless the caller gives them. So give the ids yourself, or pass the error's `made_ids` to the
+    second call. Otherwise the second call may store a second job.
     """
 
     # testing.py sets another class.
@@ -212,9 +212,9 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         has its own outcome. If the caller is cancelled before the job is sent, the job is not stored. If the caller is
         cancelled later, the job may be stored.
 
-        Raises InvalidJob. To retry after DeadlineExceeded or Unavailable without a second job, pass the id that the
-        error has in `made_ids`; or from the first call on pass the same `id` (windrow.uuid7()) or `dedup_key`, or make
-        a NewJob and pass it to enqueue_many.
+        Raises InvalidJob. After DeadlineExceeded or Unavailable, the job may be stored. To retry without storing a
+        second job, pass the error's `made_ids[0]` as `id`. Other ways: pass the same `id` (windrow.uuid7()) or
+        `dedup_key` from the first call on, or make a NewJob and pass it to enqueue_many.
         """
         (stored,) = await self._through_middleware(self._store_one)([NewJob(queue, kind, payload, **options)])
         return stored
@@ -299,7 +299,8 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         return stored
 
     async def send(self, request: queue_pb2.EnqueueRequest, *, timeout: Span | None = None) -> list[Enqueued]:
-        """Stores the jobs of a prepared request: the low-level form of enqueue_many. Splits an independent request.
+        """Stores the jobs of a prepared request: the low-level form of enqueue_many. Splits a large independent request
+        into several calls.
 
         `timeout` (s, or timedelta): the time for each call with all its tries, instead of the client's `timeout`.
         """
@@ -351,8 +352,8 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         timedelta; at most 60 s; default 0: no wait) until the first job falls due. Returns an empty list if none does.
 
         The jobs stay invisible to other consumers for `visibility_window` (100 ms to 12 h; default 30 s). To know when
-        it ends, measure with a monotonic clock from before this call or, if you pass `wait`, from its return. `worker`
-        is the name to store in the attempt history.
+        this window ends, measure with a monotonic clock: from before this call, or from its return if you pass `wait`.
+        `worker` is the name to store in the attempt history.
         """
         if max_jobs < 1:
             # The router would read 0 as the default, which is 1. But a caller that passes the number of its free places
@@ -566,8 +567,8 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         *,
         entry_bytes: int = 0,
     ) -> Answer | list[Answer]:
-        """Sends one job, or many jobs in parts. `send` gets jobs of one org, and this org. `entry_bytes`: how many
-        bytes a request has for each job, besides its lease and its log."""
+        """Sends one job, or many jobs in parts. `send` gets an org and jobs of that org. `entry_bytes`: how many bytes
+        a request has for each job, besides its lease and its log."""
         if isinstance(jobs, Job):
             (answer,) = answers(await send(jobs.org or self.org, [jobs]))
             return answer
@@ -609,8 +610,9 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         return found
 
     async def find_job(self, queue: str, dedup_key: str, *, include_payload: bool = False) -> JobRecord | None:
-        """Looks a job up by its dedup key. Returns the job of which an enqueue with this key would be a duplicate now,
-        or None. If one job has the key while it is live and another job has it for a window, returns the former."""
+        """Looks a job up by its dedup key. Returns the job whose key counts now, so that an enqueue with this key would
+        be a duplicate of it. Returns None if there is none. If the key counts for two jobs, as the live key of one and
+        for a window of the other, returns the job with the live key."""
         request = queue_pb2.FindJobRequest(
             org=self.org,
             queue=checked_text("queue", queue),
@@ -692,7 +694,8 @@ def _size(message: queue_pb2.EnqueueRequest | job_pb2.NewJob) -> int:
 
 
 def _part_of(request: queue_pb2.EnqueueRequest, error: ResourceExhausted) -> int:
-    """Returns how many jobs to send per call, if the call was refused because it is larger than a limit, and else 0."""
+    """Returns how many jobs to send per call if the call was refused because it is larger than a limit. Otherwise
+    returns 0."""
     if error.limit is None or error.retry_after is not None:
         return 0
     return error.limit.part_of(len(request.jobs))
@@ -703,7 +706,7 @@ def _enqueued(request: queue_pb2.EnqueueRequest, response: queue_pb2.EnqueueResp
         raise RouterError(f"{len(request.jobs)} jobs were sent, but the router answered for {len(response.results)}")
     ids = [result.id for result in response.results]
     if "" not in ids and response.ByteSize() == sum(map(len, ids)) + len(ids) * _RESULT_BYTES:
-        # The answer is as long as its ids, so it says nothing else: all jobs are newly stored.
+        # An answer of this length has nothing except ids, so all jobs are newly stored.
         return newly_stored(ids)
     return [
         Enqueued(

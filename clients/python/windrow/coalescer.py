@@ -73,8 +73,8 @@ class Coalescer(Generic[_Item, _Answer]):
         self._start_scheduled = False
 
     async def put(self, item: _Item, size: int, loop: asyncio.AbstractEventLoop) -> _Answer:
-        """Sends an item and returns its answer, or raises its error. A caller that is cancelled before its item is sent
-        withdraws it."""
+        """Sends an item and returns its answer, or raises its error. If the caller is cancelled before the item is
+        sent, the item is not sent."""
         deadline = loop.time() + self._calls.timeout_s
         answer: asyncio.Future[_Answer] = loop.create_future()
         request = _Request(item, size, deadline, answer, contextvars.copy_context())
@@ -150,7 +150,7 @@ class Coalescer(Generic[_Item, _Answer]):
 
     def _refuse(self, request: _Request[_Item, _Answer], error: WindrowError) -> None:
         """If a limit refused the item, sends it again when the limit may have room; other items go first meanwhile.
-        Gives the caller any other error, and also this one if the deadline comes before that time."""
+        Gives the error to the caller if the deadline comes before that time, or if it is any other error."""
         loop = asyncio.get_running_loop()
         if error.reason == LIMIT_REACHED and error.retry_after is not None:
             # Spread the callers: the router names the same time to many of them.

@@ -55,7 +55,7 @@ class ConsumeStream:
     """The consumer's side of the Consume call.
 
     `jobs_wanted` returns how many more jobs the worker would take now. `take` is called with received jobs and the time
-    of their receipt (monotonic seconds), `revoked` with leases that ended without the worker.
+    of their receipt (monotonic seconds), `revoked` with leases that have ended although the worker did not end them.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ConsumeStream:
         self._draining = False
         # The credit of messages that are not answered yet, by their request_id.
         self._unconfirmed: dict[int, int] = {}
-        # A write found the stream ended.
+        # A write has failed, because the stream had ended.
         self._write_failed = False
         self._closing = asyncio.Event()
         self._backoff = Backoff(AWAY_FIRST_S, AWAY_MAX_S)
@@ -102,8 +102,8 @@ class ConsumeStream:
             self._start.kinds[:] = sorted(filter(_KIND.fullmatch, kinds))
 
     async def run(self) -> None:
-        """Runs until close(). Raises a WindrowError that no retry can fix, or what the function of the token raises
-        when the client asks it for the first time."""
+        """Runs until close(). Raises a WindrowError that no retry can fix, or what the token function raises when the
+        client calls it for the first time."""
         while not (self._closing.is_set() and self._settlements.idle.is_set()):
             began = time.monotonic()
             try:
@@ -139,7 +139,7 @@ class ConsumeStream:
             if await self._client.calls.renew_token(self._token) and not self._renewed:
                 self._renewed = True
                 return
-        except Exception as error:  # noqa: BLE001 - the function of the token may raise anything
+        except Exception as error:  # noqa: BLE001 - the token function may raise anything
             failure = error
         if final:
             if failure is None:
@@ -199,7 +199,8 @@ class ConsumeStream:
 
     async def _read(self, call: _Call) -> None:
         try:
-            # Do not use call.read(): when the stream ends, that drops messages that arrived before, with their jobs.
+            # Do not use call.read(): when the stream ends, read() drops messages that have arrived before, and the jobs
+            # in them.
             async for response in call:
                 self._on_response(response)
         except asyncio.CancelledError:
@@ -248,9 +249,9 @@ class ConsumeStream:
             has_content = settlements.fill(request) or request.HasField("start")
             wanted = self._jobs_wanted()
             more = wanted - self._credit
-            # One message for each job would be too many. So a message is sent only to grant credit if the credit that
-            # the router still has covers at most half of the wanted jobs. A message that is sent anyway grants more
-            # credit, however little it is.
+            # A message for each job would be too many. If there is nothing else to send, send credit only when the
+            # router's remaining credit covers at most half of the wanted jobs. If there is something else to send, add
+            # any credit to it.
             if more > 0 and (has_content or self._credit * 2 <= wanted):
                 request.credit = more
                 self._credit += more

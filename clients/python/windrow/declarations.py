@@ -60,10 +60,11 @@ class Declarations:
 def _may_pass(error: WindrowError) -> bool:
     match error:
         case ResourceExhausted():
-            # Without a time to wait it lasts: the org has as many schedules as it may have.
+            # An error without a time to wait does not pass: the org already has as many schedules as it may have.
             return error.retry_after is not None
         case FailedPrecondition():
-            # A database is not the one that the routers expect. A worker waits for the operator, as its stream does.
+            # A shard's database is not the one that the routers expect. Wait until an operator has corrected this, as
+            # the worker's stream does.
             return error.reason == "MISCONFIGURED"
         case _:
             return isinstance(error, TRANSIENT)

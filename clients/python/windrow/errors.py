@@ -170,7 +170,7 @@ def ids_in_error(ids: Sequence[str]) -> Generator[None]:
 
 
 def invalid_argument(name: str, fault: object) -> InvalidRequest:
-    """Returns the error for one argument of a call that cannot be sent."""
+    """Returns the error for an argument that cannot be sent."""
     return InvalidRequest(f"{name}: {fault}", [Violation(name, str(fault))])
 
 

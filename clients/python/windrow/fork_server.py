@@ -1,8 +1,9 @@
-"""Processes that a server of multiprocessing forks. The server is ours: what it imports, and which signals it ignores,
-does not concern the processes that the program starts itself. Windows has no such server.
+"""Starts processes through a fork server of multiprocessing. This server is separate from the one that the program
+itself may use, so its imports and ignored signals do not affect the program's own processes. Windows has no fork
+server.
 
-A server with one thread forks the processes. The worker's own process never does: another of its threads may run an
-event loop or hold locks, and the fork could hang.
+The server has one thread, and forks the processes. The worker's process does not fork, because it has other threads:
+they may run an event loop or hold locks, and the fork could hang.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _start: FunctionType = vars(popen_forkserver.Popen)["_launch"]
 
 
 class _Popen(popen_forkserver.Popen):
-    # The method knows only the server that its module `forkserver` has, so let it see another module.
+    # The method uses the server in the module that its globals call `forkserver`. Give it globals with our copy of the
+    # module.
     _launch = FunctionType(_start.__code__, {**vars(popen_forkserver), "forkserver": _with_our_server})
 
 

@@ -1,4 +1,5 @@
-"""The threads in which handlers run. A thread that does not end in time is left alone. Does not know timeouts."""
+"""The threads in which handlers run. A thread whose caller is cancelled, for example after a timeout, is left alone.
+The callers measure the time."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _ABANDONED_MAX = 1000
 
 
 class HandlerThreads:
-    """`abandoned_ended` is called when a thread that was left alone has ended: there may be one more place."""
+    """The threads of one worker's handlers. `abandoned_ended` is called when a thread that was left alone has ended,
+    because there may be one more place then."""
 
     def __init__(self, worker: str, *, abandoned_ended: Callable[[], None]) -> None:
         self._worker = worker
@@ -41,8 +43,8 @@ class HandlerThreads:
         self._threads = ThreadPoolExecutor(concurrency + _ABANDONED_MAX, thread_name_prefix=f"{self._worker}-handler")
 
     def close(self) -> None:
-        """Logs how many threads still run, because they cannot be stopped. Still kills the processes that are to be
-        killed."""
+        """Ends the threads without waiting. Logs how many handler threads still run, because they cannot be stopped.
+        Processes that are to be killed are still killed."""
         if self._running:
             log.warning(
                 "%s: has stopped; %d handler thread(s) still run, and keep the process alive; another signal ends it",
@@ -63,7 +65,8 @@ class HandlerThreads:
         self, function: Callable[[_Argument], _Result], argument: _Argument, helds: Sequence[HeldLease]
     ) -> _Result:
         """Runs a function in a thread, in a copy of the caller's context, for the jobs of these leases. Raises what the
-        function raises. A cancelled caller leaves the thread alone, or kills the process that runs the handler."""
+        function raises. If the caller is cancelled, leaves the thread alone, or kills the process that runs the
+        handler."""
         assert self._threads is not None
         context = contextvars.copy_context()
         process = helds[0].process

@@ -125,14 +125,15 @@ class Handlers:
         return register
 
     def register(self, kinds: Sequence[str], handler: Registered) -> None:
-        """Raises InvalidRequest if a kind has a handler already."""
+        """Sets the handler of these kinds. Raises InvalidRequest if a kind has a handler already."""
         for kind in kinds:
             if kind in self._by_kind:
                 raise InvalidRequest(f"kind {kind!r} has a handler already: {self._by_kind[kind].function!r}")
             self._by_kind[kind] = handler
 
     def open(self, concurrency: int) -> None:
-        """Raises InvalidRequest if a handler cannot run in a process."""
+        """Prepares the threads. Raises InvalidRequest if a handler is to run in a process, but cannot be sent to
+        one."""
         if not self._by_kind:
             log.warning("worker %s has no handlers, and gives every job back", self._worker)
         for kind, handler in self._by_kind.items():
@@ -191,7 +192,7 @@ class Handlers:
             return cast("Action", await _in_context(context, suspended))
         try:
             result = await _in_context(context, suspended)
-        except BaseException as error:  # noqa: BLE001 - _failed() raises what is not the handler's
+        except BaseException as error:  # noqa: BLE001 - _failed() raises errors that are meant for the worker
             return context.run(self._failed, handler, held, error)
         return DONE if result is None else context.run(self.done, handler, held, result)
 
@@ -215,21 +216,21 @@ class Handlers:
             else:
                 result = await run(handler, held, job)
             return DONE if result is None else self._done(held.job, encode(result, what="result"))
-        except BaseException as error:  # noqa: BLE001 - _failed() raises what is not the handler's
+        except BaseException as error:  # noqa: BLE001 - _failed() raises errors that are meant for the worker
             return self._failed(handler, held, error, span)
 
     def done(self, handler: Registered, held: HeldLease, result: Payload) -> Action:
         """Returns the outcome of a job with this result. If the result cannot be encoded, the attempt has failed."""
         try:
             return self._done(held.job, encode(result, what="result"))
-        except BaseException as error:  # noqa: BLE001 - _failed() raises what is not the handler's
+        except BaseException as error:  # noqa: BLE001 - _failed() raises errors that are meant for the worker
             return self._failed(handler, held, error)
 
     def _failed(
         self, handler: Registered, held: HeldLease, error: BaseException, span: trace.Span = trace.INVALID_SPAN
     ) -> Action:
-        """Returns the outcome of a job whose handler has raised this, and logs it. Raises the error if it is meant for
-        the worker."""
+        """Returns the outcome of a job whose handler has raised `error`, and logs it. Raises the error if it is meant
+        for the worker."""
         if is_the_workers(error, handler):
             raise error
         if not isinstance(error, Outcome) or error.is_failure:
@@ -240,7 +241,8 @@ class Handlers:
         """Returns the outcome of a job with this error, and logs it."""
         process = held.process
         if process is not None and process.error is error and process.action is not None:
-            # The traceback is in the failure: errors lose theirs on their way from another process.
+            # This error comes from another process, and has lost its traceback on the way. The failure has the
+            # traceback.
             action, cause, frames = process.action, error, None
         else:
             action, cause = action_of(error, runners=RUNNERS)
@@ -278,7 +280,8 @@ class Handlers:
                 self._processes.append(process)
 
     def _done(self, job: Job, result: bytes) -> Done:
-        """Drops a result that is too large. The work is done, and to fail the attempt would only repeat it."""
+        """Returns the outcome of a job with this encoded result. Drops a result that is too large: the work is done,
+        and a failed attempt would only repeat it."""
         if len(result) <= RESULT_BYTES_MAX:
             return Done(result=result)
         log.warning(
@@ -305,7 +308,7 @@ class Handlers:
         """Logs a failed attempt. An error that nobody expects is logged with its traceback; if it has none, with the
         stack that the failure has."""
         failure = action.failure
-        # Neither of these is unexpected: a handler raises an Outcome on purpose, and its timeout was set on purpose.
+        # Both of these are expected: a handler raises an Outcome on purpose, and its timeout was set on purpose.
         deliberate, late = isinstance(error, Outcome), isinstance(error, TimedOut)
         expected = deliberate or late
         last = job.attempt >= job.max_attempts
@@ -349,7 +352,7 @@ def _in_context(context: contextvars.Context, suspended: Suspended) -> Generator
 
 
 def timeout_of(timeout: Span | None) -> float | None:
-    """Raises InvalidRequest."""
+    """Returns a timeout in seconds, or None for no timeout. Raises InvalidRequest."""
     timeout_s = None if timeout is None else named_seconds("timeout", timeout)
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise InvalidRequest(f"timeout must be more than 0 s, not {timeout_s} s; None: no timeout")

@@ -2,8 +2,8 @@
 accept the other's certificate.
 
 gRPC reports all of these faults as UNAVAILABLE, like a router that does not answer, and some only as "Socket closed".
-So this module connects by itself, once or twice, and compares. It blocks for a few seconds at most. It never reports a
-fault because a router does not answer or is about to stop.
+So this module makes one or two connections of its own, and sees how the router reacts. It blocks for a few seconds at
+most. If a router does not answer, or is about to stop, that is no fault, and is not reported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HOST_AND_PORT = re.compile(r"\[?([^\[\]]+)\]?:([0-9]+)")
 # The preface of an HTTP/2 client, with empty SETTINGS. A server's first frame is SETTINGS, too (RFC 9113, section 3.4).
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 _FRAME_BYTES, _TYPE_AT, _SETTINGS = 9, 3, 4
-# A router that stops may close a connection after its handshake. It does so only once.
+# Connect twice, because a router that stops may close one connection after its handshake. It does so only once.
 _TIMES = 2
 
 

@@ -76,7 +76,8 @@ def made_at(id: str) -> float:  # noqa: A002
 
 
 def _begin(seen: tuple[int, str, Callable[[], int]]) -> None:
-    """Moves on to the next millisecond; runs ahead of the clock if the counter of the current one is used up."""
+    """Moves on to the next millisecond. Runs ahead of the clock if the counter of the current millisecond is used
+    up."""
     global _ms, _current
     with _lock:
         if _current is not seen:

@@ -55,7 +55,7 @@ class JobFilter:
     # The job is dead, and died at or after `died_after`, and before `died_before`.
     died_after: datetime | None = None
     died_before: datetime | None = None
-    # The last attempt of a dead job did not fail permanently (by Kill, or by a nack that says so).
+    # Leaves out jobs whose last attempt failed permanently (by Kill, or by a nack with `permanent`).
     not_killed: bool = False
 
     def __post_init__(self) -> None:
@@ -117,8 +117,8 @@ class JobChanges(AdminCalls):
 
     async def count_jobs(self, where: JobFilter = _ALL, *, on_progress: Callable[[int], object] | None = None) -> int:
         """Counts the jobs that meet the conditions, in every state if `where.states` is empty. Makes many short calls,
-        which take some seconds for a million jobs; `on_progress` gets the count so far. The conditions on a death are
-        true of dead jobs only.
+        which take some seconds for a million jobs; `on_progress` gets the count so far. With `died_after`,
+        `died_before` or `not_killed`, only dead jobs count.
 
         Each job counts once; a job whose state changes meanwhile may be left out. Raises Unavailable if a shard of the
         org does not answer. Raises NotFound if `where.queue` does not exist."""

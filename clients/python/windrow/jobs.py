@@ -226,8 +226,8 @@ class Job:
     # The job's node in a workflow. Client.parents returns the results of the nodes that it waited for. None: the job is
     # in no workflow.
     workflow: WorkflowNode | None = None
-    # The org that owns the job: the client's, unless the worker works for all orgs. Calls of a client that get this job
-    # are made for this org. Empty: for the client's.
+    # The org that owns the job. It is the client's org, unless the worker works for all orgs. If a client's method gets
+    # this job, its call is for this org, or for the client's org if this is empty.
     org: str = ""
     # A Worker sets this when the handler should stop; `job.lost.reason` says why. A `def` handler that runs long should
     # check `job.lost.is_set()` between its steps.
@@ -255,8 +255,8 @@ class Job:
         """Adds one line or several to the log of this attempt. The job's history keeps it, and `windrow jobs get` shows
         it.
 
-        The log keeps the first 512 bytes of a line, and the newest 50 lines of an attempt (at most 4 KiB; its first
-        line then says how many earlier lines were dropped). A job keeps the logs of its newest 5 attempts.
+        The log keeps the first 512 bytes of a line, and the newest 50 lines of an attempt, or fewer if they have more
+        than 4 KiB. If lines were dropped, the first line says how many. A job keeps the logs of its newest 5 attempts.
 
         Returns at once: the worker sends the lines with its extends, and with the outcome of the attempt. If the worker
         crashes, or the job is cancelled, the lines since the last extend are lost. Lines that are logged after the
@@ -265,8 +265,8 @@ class Job:
 
     def report(self, progress: Progress | None = None, *, checkpoint: Payload = None) -> None:
         """Reports how far the handler has come (`progress`), and what the next attempt needs in order to go on from
-        there (`checkpoint`, which it finds in job.checkpoint; at most 64 KiB; b"" removes an earlier checkpoint). None:
-        the earlier report stays.
+        there (`checkpoint`, at most 64 KiB). The next attempt finds the checkpoint in job.checkpoint. None: the earlier
+        report stays. b"" removes an earlier checkpoint.
 
         Only a Worker's handler reports like this; with a job from Client.dequeue, use Client.extend. Returns at once.
         The worker sends the newest report with its next message, which also extends the lease. It sends the job's
@@ -367,7 +367,7 @@ _STATE_VALUES = {state: job_pb2.JobState.ValueType(value) for value, state in _S
 
 
 def state_value(state: JobState) -> job_pb2.JobState.ValueType:
-    """Raises KeyError for UNKNOWN."""
+    """Returns the number of a state in the proto files. Raises KeyError for UNKNOWN."""
     return _STATE_VALUES[state]
 
 
@@ -388,9 +388,9 @@ def answers(values: Sequence[int]) -> list[Answer]:
 
 
 def listed_ids(ids: Iterable[str], name: str = "ids") -> list[str]:
-    """Returns a call's argument as a list. Raises InvalidRequest, also if the argument is a single id and not a list:
-    type checkers allow that mistake, because a text is a sequence of texts, and each of its 36 letters would be sent as
-    an id."""
+    """Returns a call's argument as a list. Raises InvalidRequest, also if the argument is a single id and not a list.
+    Type checkers allow that mistake, because a str is an iterable of str. Each of its 36 characters would be sent as an
+    id."""
     if isinstance(ids, str):
         raise invalid_argument(name, f"must be a list of ids, not one id: write [{shown(ids)}]")
     listed = list(ids)
@@ -408,8 +408,9 @@ class _Unfrozen:
 
 
 def read_leased(message: job_pb2.LeasedJob, *, reporter: Reporter = _NOBODY) -> Job:
-    # Set the fields one by one: passing so many arguments would take as long as reading them, and to set the fields of
-    # a frozen object takes several times as long. `lost` is made when it is first used.
+    # Set the fields one by one, in an object that is not frozen, because that is fast. A call with so many arguments
+    # would take as long as reading the message, and setting the fields of a frozen object several times as long. `lost`
+    # is made when it is first used.
     job: Any = _new(_Unfrozen)
     job.lease = message.lease
     job.id = message.id

@@ -1,9 +1,9 @@
 """The leases that a worker holds, and when they are extended. Does not know what runs under them.
 
 Time is the worker's own monotonic clock. A lease counts from the receipt of its job, or from just before its last
-successful extend was sent. Apart from the job's travel time, it therefore ends here no later than at the shard: a
-worker that cannot reach its router gives up a job before another worker gets it, or at that moment. If both run the job
-nevertheless, fencing rejects the older lease.
+successful extend was sent. Apart from the job's travel time, a lease therefore ends here no later than at the shard. So
+a worker that cannot reach its router gives up a job before another worker gets it, or at the same moment. If both run
+the job nevertheless, fencing rejects the older lease.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Connectivity:
 
 
 class Leases:
-    """Every lease from a job's receipt until the router has answered its outcome.
+    """Holds each lease from the receipt of its job until the router has answered the job's outcome.
 
     Callbacks: `extend` extends leases and sets their `extending`. `on_waited` gets a job that has not begun for a third
     of the window, `on_lost` a lease that ended before its job did.
@@ -226,8 +226,8 @@ class Leases:
             log.warning("%s: lost the lease of %s: %s", self._worker, named(held.job), why)
 
     def _end(self, held: HeldLease, reason: LostReason) -> bool:
-        """Stops working under a lease. Returns False if the job's outcome is on its way to the router. Perhaps this
-        outcome has ended the lease. The router's answer to it will say so."""
+        """Stops working under a lease. Returns False if the job's outcome is on its way to the router. In that case
+        this outcome may have ended the lease; the router's answer to it will tell."""
         self.drop(held)
         held.over = True
         if held.settling:

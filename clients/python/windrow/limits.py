@@ -76,7 +76,7 @@ def read_reached(message: limits_pb2.LimitReached) -> LimitReached:
 
 
 def measure_number(measure: LimitMeasure) -> limits_pb2.LimitMeasure.ValueType:
-    """Raises KeyError if the measure cannot be sent."""
+    """Returns the number of a measure in the proto files. Raises KeyError if the measure cannot be sent."""
     return _NUMBERS[measure]
 
 

@@ -264,7 +264,7 @@ def _value_fault(error: Exception) -> str:
 
 
 def retry_message(policy: object) -> job_pb2.RetryPolicy:
-    """Raises TypeError or ValueError."""
+    """Returns the message of a retry policy. Raises TypeError or ValueError."""
     match policy:
         case FixedRetry():
             return job_pb2.RetryPolicy(fixed=job_pb2.FixedRetry(delay=duration(policy.delay)))

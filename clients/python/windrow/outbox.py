@@ -114,8 +114,9 @@ _REST_FIRST_S, _REST_MAX_S = 0.5, 30.0
 # While an org's jobs wait, the log says so this often.
 _TELL_AGAIN_S = 60.0
 # How long to wait for an org's jobs to be stored, which delays the next batch. The limit starts at the first value and
-# doubles after each timeout of the org. It is never longer than the pause that a router asks for when a shard is down,
-# so the relay does not wait here for a dead shard. After a timeout the org is slow, and its jobs go in other batches.
+# doubles after each timeout of the org. It is never longer than the pause that a router asks for when a shard is down.
+# So a call to such a shard fails at once, and the relay does not wait here. After a timeout the org is slow, and its
+# jobs go in other batches.
 _SEND_FIRST_S, _SEND_MAX_S = 1.0, 10.0
 # Errors after which a retry may succeed. Three of them are not OperationalErrors. Two are raised if a transaction that
 # waits for the router stays open for longer than the server allows. One is raised if the server is a standby, or not
@@ -253,7 +254,7 @@ class Relay:
                 self._loop.call_soon_threadsafe(self._stopping.set)
 
     async def run(self) -> None:
-        """Relays until stop(), or, in the main thread, until SIGTERM or SIGINT, unless the program handles SIGTERM
+        """Relays until stop(). In the main thread, SIGTERM and SIGINT end it too, unless the program handles SIGTERM
         itself. Continues after outages of the database or the router.
 
         Raises a WindrowError that no retry can fix and that concerns every org: Unauthenticated, PermissionDenied if
@@ -417,8 +418,7 @@ class Relay:
             if isinstance(error, Unauthenticated) and not self._refusals.is_final():
                 self._rest(request.org, error)
             elif _concerns_every_org(error):
-                # This error is raised later, when the jobs that the calls of other orgs have stored are deleted from
-                # the outbox.
+                # Raise this error later: first delete from the outbox what the calls of other orgs have stored.
                 self._fatal = error
             else:
                 self._rest(request.org, error)

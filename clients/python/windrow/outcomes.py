@@ -134,8 +134,8 @@ DONE = Done()
 
 
 def is_chosen(action: Action) -> bool:
-    """Returns whether only a handler's own choice can have this outcome: it did not just return early, or fail to clean
-    up, because it was cancelled."""
+    """Returns whether the handler has certainly chosen this outcome. Returns False for an outcome that a cancelled
+    handler may also have because it returned early, or because its clean-up failed."""
     match action:
         case Done():
             return False

@@ -46,7 +46,7 @@ def encode(value: Payload, *, what: str = "payload") -> bytes:
 
 
 def _no_json(what: str, value: object, why: str) -> str:
-    # Batch handlers return such exceptions, so somebody does the same in a handler of single jobs.
+    # A batch handler may return exceptions, so somebody may do the same in a handler of single jobs.
     if what == "result" and isinstance(value, BaseException):
         why = "an exception is no result: raise it, or nack the job with it"
     return f"a {what} is bytes, str, or what JSON can hold, and this {type(value).__name__} is none of them: {why}"

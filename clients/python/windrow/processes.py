@@ -282,7 +282,8 @@ class _WorkersEnd:
             self._connection.send(told)
 
     def when_stored(self, lease: bytes) -> Future[None]:
-        """Asks the worker: it has taken all earlier reports and lines before it reads this question."""
+        """Asks the worker whether all reports and lines are stored. Returns a future that ends with the answer. The
+        worker reads this question after all earlier reports and lines."""
         number, stored = next(self._numbers), Future[None]()
         # A future that runs cannot be cancelled, so set_result() never fails.
         stored.set_running_or_notify_cancel()

@@ -56,8 +56,8 @@ class Report:
 
 
 class Reporter:
-    """Takes reports of handlers, and passes each with the lease token to `take`, or to nobody. A copy in another
-    process passes them to nobody. `when_stored`: see the method; None: nothing is ever on its way."""
+    """Takes reports of handlers, and passes each with the lease token to `take`. Without `take`, drops them. A copy in
+    another process drops them too. `when_stored`: see the method of this name; None: no report is ever on its way."""
 
     __slots__ = ("_take", "_when_stored")
 

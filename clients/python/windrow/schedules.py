@@ -275,8 +275,8 @@ class ScheduleCalls:
     async def preview_schedule(
         self, schedule: Schedule | str, *, count: int = 10, after: datetime | None = None
     ) -> list[datetime]:
-        """Returns the next `count` (1 to 100) instants of a Schedule, or of the schedule of this name: after `after`,
-        or after now. Raises NotFound, InvalidRequest."""
+        """Returns the next `count` (1 to 100) instants after `after`, or after now. `schedule` is a Schedule, or the
+        name of a schedule that exists. Raises NotFound, InvalidRequest."""
         request = schedules_pb2.PreviewScheduleRequest(org=self.org, count=count)
         if isinstance(schedule, str):
             request.name = schedule
@@ -291,8 +291,8 @@ class ScheduleCalls:
     ) -> list[str]:
         """Declares these schedules, and no others, under the name `declared_by` (1 to 128 bytes). Returns the names of
         the schedules that were declared under this name before and no longer are; `remove` deletes them. Several
-        processes may do this at the same time. Raises InvalidRequest if a schedule of one of the names exists that was
-        not declared under `declared_by`."""
+        processes may do this at the same time. Raises InvalidRequest if a schedule with the name of one of these
+        exists, but was not declared under `declared_by`."""
         names: set[str] = set()
         for name, schedule, job in declared:
             names.add(name)
@@ -431,7 +431,7 @@ def _read_run(message: schedules_pb2.ScheduleRun) -> ScheduleRun:
     )
 
 
-# The numbers are those of the enums in the proto files. The names of the values are the same there, after a prefix.
+# The numbers are those of the enums in the proto files. A value's name there is a prefix and the name here.
 _OVERLAP_NUMBERS: dict[Overlap, schedules_pb2.OverlapPolicy.ValueType] = {
     policy: schedules_pb2.OverlapPolicy.Value(f"OVERLAP_POLICY_{policy.name}")
     for policy in Overlap

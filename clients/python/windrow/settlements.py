@@ -102,7 +102,7 @@ class Settlements:
         # Outcomes of jobs whose report is on its way. They wait until the report is answered: the router settles
         # messages in parallel, and takes no report about a lease that has ended.
         self._after_report: dict[HeldLease, Action] = {}
-        # Those who wait until no report of a job is on its way.
+        # Futures that end when no report of a job is on its way.
         self._told: dict[HeldLease, list[Future[None]]] = {}
         # Set whenever there may be something to send.
         self.wake = asyncio.Event()
@@ -115,7 +115,8 @@ class Settlements:
         held.settling = True
         logged = held.job.logged
         reported = held in self._reports
-        # A log without lines need not be closed, unless the report that is on its way may still read it.
+        # Close the log if it is still to be read: because it has lines, or because a report is on its way. Any other
+        # log need not be closed.
         if logged.count or reported:
             logged.close()
             held.logs = logged.count > 0

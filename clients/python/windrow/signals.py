@@ -25,7 +25,7 @@ class Service(Protocol):
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _log = logging.getLogger("windrow.worker")
 _stops: list[Callable[[], None]] = []
-# The handlers of the signals that are taken now, as they were before.
+# For each signal that this module has taken, the handler that it had before.
 _before: dict[signal.Signals, Any] = {}
 # How many signals have come since the signals were taken.
 _count = 0

@@ -88,7 +88,7 @@ class SyncClient:
         self._pid: int | None = None
         # A signal handler may use the client while this thread holds the lock.
         self._lock = threading.RLock()
-        # Its event loop runs in the thread.
+        # The runner's event loop runs in the thread.
         self._runner: asyncio.Runner | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -107,8 +107,8 @@ class SyncClient:
     def close(self) -> None:
         """Closes the connections and ends the thread. Calls that are under way raise ClientClosed. A second close does
         nothing."""
-        # After a fork, another thread of the parent may have held the lock. When the interpreter shuts down, it has
-        # ended the client's thread.
+        # Do nothing in a forked process, where the lock may be held for ever: a thread of the parent may have held it
+        # at the fork. Do nothing while the interpreter shuts down: it has ended the client's thread.
         if not self._owns_loop or not self._claim() or sys.is_finalizing():
             return
         with self._lock:
@@ -244,7 +244,7 @@ class SyncClient:
     def _begin_call(self, work: Coroutine[Any, Any, _Result]) -> Future[_Result]:
         """Starts a call in the thread. Raises ClientClosed."""
         if not self._claim():
-            # Do not take the lock: another thread of the parent may have held it.
+            # Do not take the lock: a thread of the parent may have held it at the fork.
             raise self._refusal("was used before a fork")
         if sys.is_finalizing():
             # Its thread has ended, and a call from __del__ would never end.
@@ -259,7 +259,7 @@ class SyncClient:
                 runner.get_loop()
                 # A daemon thread, so that a program that forgets close() can still exit.
                 thread = threading.Thread(target=_serve, args=(runner,), name="windrow-sync-client", daemon=True)
-                # A signal handler that makes a call now uses the same thread.
+                # Set these before the thread starts: a signal handler that makes a call now must use the same thread.
                 self._runner, self._thread = runner, thread
                 try:
                     thread.start()
@@ -272,8 +272,9 @@ class SyncClient:
             return asyncio.run_coroutine_threadsafe(work, self._runner.get_loop())
 
     def _claim(self) -> bool:
-        """Ties the client to this process, unless it is tied already. Returns whether it belongs to this process. To be
-        called before the lock is taken: so a forked process can claim a client only if nobody held its lock."""
+        """Ties the client to this process, unless it is tied already. Returns whether it belongs to this process. Call
+        this before you take the lock. So nobody has taken the lock of a client that is not tied yet, and a forked
+        process may claim such a client."""
         if self._pid is None:
             self._pid = os.getpid()
         return self._pid == os.getpid()

@@ -80,8 +80,8 @@ class AttemptResult:
     log: str = ""
     progress: Progress | None = None
     checkpoint: bytes | None = None
-    # The jobs of the nodes that the handler has added with job.workflow, also of those that it waits for, by the names
-    # of the nodes. Their payloads are bytes.
+    # For each node that the handler has added with job.workflow, by its name: the node's job, with its payload as
+    # bytes. Includes the nodes that the handler waits for.
     added: Mapping[str, NewJob] = field(default_factory=dict[str, NewJob])
 
 
@@ -102,8 +102,9 @@ async def run_job(
     asyncio.run(run_job(...)).
 
     `results`: the results of nodes that have succeeded, by name. If it is given, the job is a node of a workflow:
-    job.workflow.add adds nodes, and job.workflow.wait_for returns nodes that all have results here. Otherwise the
-    attempt ends, and the job is BLOCKED: call run_job again with the results, and the handler runs from its beginning.
+    job.workflow.add adds nodes, and job.workflow.wait_for returns its nodes if all of them have results here. Otherwise
+    the attempt ends, and the job is BLOCKED: call run_job again with the results, and the handler runs from its
+    beginning.
 
     An error of the handler is in the result. Raises InvalidJob for a job that a router would refuse. Raises
     InvalidRequest if the worker does not take jobs of its queue or has no handler for its kind."""

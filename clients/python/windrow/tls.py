@@ -93,7 +93,8 @@ def read(tls: Tls) -> Pem:
     """Reads the files. Raises InvalidRequest if a file cannot be used."""
     if tls.certificate is not None and tls.key is not None:
         try:
-            # A key with a passphrase is refused. Without a password, OpenSSL would ask for it on the terminal.
+            # A key with a passphrase is refused. Without `password`, OpenSSL would ask for the passphrase on the
+            # terminal.
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(tls.certificate, tls.key, password="")
         except OSError as error:
             # An SSLError is an OSError, too. Its strerror does not help.
@@ -101,7 +102,7 @@ def read(tls: Tls) -> Pem:
             raise InvalidRequest(f"tls: certificate {tls.certificate} and key {tls.key}: {why}") from error
     ca = tls.ca or _system_ca()
     roots = None if ca is None else _read("ca", ca)
-    # The system's own file is trusted to be good: it has so many certificates that looking at them takes a while.
+    # Do not check the system's own file: it has so many certificates that the check would take a while.
     if tls.ca is not None and roots is not None and not _has_certificate(roots):
         raise InvalidRequest(f"tls ca: {tls.ca}: has no certificate that can be read (-----BEGIN CERTIFICATE-----)")
     return Pem(
@@ -129,7 +130,8 @@ def _has_certificate(content: bytes) -> bool:
 
 
 def _system_ca() -> str | None:
-    """Returns the file of the CAs that the system trusts, because gRPC for Python brings CAs of its own instead."""
+    """Returns the file of the CAs that the system trusts. Without this file, gRPC for Python would use CAs of its
+    own."""
     named = os.environ.get("SSL_CERT_FILE") or ssl.get_default_verify_paths().cafile
     return named or next((path for path in _SYSTEM_CAS if Path(path).exists()), None)
 

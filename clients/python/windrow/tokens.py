@@ -22,7 +22,7 @@ is not async runs in a thread."""
 
 Metadata = tuple[tuple[str, str], ...]
 _CHARS_MAX = 8_192
-# How long callers that try for ever wait for a token that routers accept, after they have refused one.
+# After a router has refused a token, callers that try for ever wait this long for a token that is accepted.
 RENEWAL_S_MAX = 60.0
 
 
@@ -70,7 +70,7 @@ class Tokens:
 
 
 class Refusals:
-    """The refusals of a caller's token in a row, for callers that try for ever: when to give up."""
+    """Decides when a caller that tries for ever gives up, because routers have refused its tokens for too long."""
 
     def __init__(self, tokens: Tokens | None) -> None:
         self._may_change = tokens is not None and tokens.may_change
@@ -120,7 +120,8 @@ def tokens_of(token: Token | None) -> Tokens | None:
 
 
 def _metadata(token: object) -> Metadata:
-    """Raises InvalidRequest if the token cannot be sent. The message does not show it."""
+    """Returns the metadata with a token. Raises InvalidRequest if the token cannot be sent; the message does not show
+    the token."""
     if not isinstance(token, str):
         raise InvalidRequest(f"token: must be a text, not {type(token).__name__}")
     bare = token.strip()

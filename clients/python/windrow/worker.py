@@ -119,11 +119,11 @@ class Worker:
     (see Job.report). A job that is cancelled loses its lease: see `cancel_lost`.
 
     A handler returns the job's result (see Payload; None: no result); the worker then acks the job. A result of more
-    than 64 KiB is dropped: the job succeeds without it, and the worker logs a WARNING. A handler that raises nacks the
-    job. Retry(after=...), Snooze(after=...) and Kill("why") set the outcome; after any other exception the retry policy
-    decides. The exception's type, message (8 KiB) and traceback (the newest frames, 32 KiB) are stored with the
-    attempt. sys.exit() in a handler also ends only the attempt, not the worker. A KeyboardInterrupt in an `async def`
-    ends the worker, as Ctrl-C would: the worker releases its jobs, and run() raises it.
+    than 64 KiB is dropped: the job succeeds without it, and the worker logs a WARNING. If the handler raises, the
+    worker nacks the job. Retry(after=...), Snooze(after=...) and Kill("why") set the outcome; after any other exception
+    the retry policy decides. The exception's type, message (8 KiB) and traceback (the newest frames, 32 KiB) are stored
+    with the attempt. sys.exit() in a handler also ends only the attempt, not the worker. A KeyboardInterrupt in an
+    `async def` ends the worker, as Ctrl-C would: the worker releases its jobs, and run() raises it.
 
     If the worker has no handler for the kind of a job, its program may be of an older release. So it snoozes the job
     for 5 s to 5 min, longer each time; the attempt does not count. A WARNING says so once a minute, and the counter
@@ -320,16 +320,16 @@ class Worker:
 
         To shut down, it takes no more jobs and releases the jobs that have not begun. It gives handlers `grace` to
         finish, then cancels them and releases their jobs, and sends the last acks. It also releases the job of a
-        handler that catches its cancellation and returns, or whose clean-up fails; a Snooze, a Kill or a Retry with a
-        delay counts. It cannot stop a `def` handler: it sets job.lost, lets the lease expire, and returns. The process
-        then ends only when that thread ends, or by a later signal, because the old signal handlers are restored by
-        then. They are restored after the second signal already, so a third one ends a process whose handler does not
-        end when it is cancelled.
+        handler that catches its cancellation and returns, or whose clean-up fails; but if the handler raises Snooze,
+        Kill or a Retry with a delay, that is the job's outcome. It cannot stop a `def` handler: it sets job.lost, lets
+        the lease expire, and returns. The process then ends when that thread ends, or by the next signal, because run()
+        has restored the old signal handlers. It restores them after the second signal already, so a third signal ends
+        the process even if a handler does not end when it is cancelled.
 
         Raises a WindrowError that no retry can fix, such as PermissionDenied or RouterTooOld. If this task is
-        cancelled, it cancels its handlers and releases their jobs. If a router refuses a token that it has accepted
-        before, and `token` is a function, the worker asks the function again for a minute, and tries again with what it
-        returns; meanwhile handlers go on, and an error of the function is only logged.
+        cancelled, it cancels its handlers and releases their jobs. If routers refuse the token after they have accepted
+        one, and `token` is a function, the worker does not give up for a minute: it calls the function again and again,
+        and tries the tokens that it gets. Meanwhile handlers go on, and an error of the function is only logged.
         """
         if self._loop is not None:
             raise InvalidRequest(f"worker {self.name} has run already; make a new one")

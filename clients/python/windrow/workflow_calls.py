@@ -56,9 +56,10 @@ class WorkflowCalls:
 
     async def add_nodes(self, job: Job, nodes: Nodes) -> Added:
         """Adds nodes to the workflow of a leased job: the workflow's callbacks then wait for these nodes too. Stores
-        all of them, or none. If this job has added a name before, also in an earlier attempt, the node of that name
-        stays as it is. So a handler should choose names that are the same in each attempt, or add nodes in the same
-        order. One call takes at most 1,000 nodes, with at most 10,000 edges; a handler may call it again and again.
+        all of them, or none. If this job has added a node of the same name before, also in an earlier attempt, that
+        node stays as it is. So a handler should choose names that are the same in each attempt, or add nodes in the
+        same order. One call takes at most 1,000 nodes, with at most 10,000 edges; a handler may call it again and
+        again.
 
         Raises InvalidJob, InvalidRequest; FailedPrecondition if the lease or the workflow has ended; AlreadyExists if
         another node has one of the names; NotFound if a node is to wait for a node that does not exist;
@@ -85,7 +86,8 @@ class WorkflowCalls:
         request.on_failed = policy_number(on_failed)
         if not request.nodes:
             return []
-        # The router takes no report about a lease that has ended.
+        # Wait for the job's reports first: this call may end the lease, and the router takes no report about an ended
+        # lease.
         await job.reporter.stored(job.lease)
         response = await self._ask_workflows(lambda stub: stub.AddNodes, request)
         if response.waits:
@@ -181,8 +183,8 @@ class WorkflowCalls:
         node's result. The node ends when the nodes that it waits for have ended, too. The first signal counts: returns
         False if there was one before, perhaps by an earlier try of this call whose answer was lost.
 
-        Raises NotFound. Raises FailedPrecondition if the node waits for no signal, or has ended without one: none came
-        in time, or it was cancelled or skipped."""
+        Raises NotFound. Raises FailedPrecondition if the node waits for no signal, or has ended without one, because
+        none came in time, or because the node was cancelled or skipped."""
         try:
             content = encode(payload)
         except (TypeError, ValueError) as error:

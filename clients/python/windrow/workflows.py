@@ -76,7 +76,8 @@ class Node:
 
     name: str
     job: NewJob = field(repr=False)
-    # Nodes of one Workflow or Nodes have the same mark. A reference to that object itself would be a cycle.
+    # All nodes of one Workflow, or of one object of class Nodes, have the same mark. A reference to the object itself
+    # would be a cycle.
     mark: object = field(repr=False)
     callback: Callback | None = None
     # Whether nobody has given it a name.
@@ -90,7 +91,8 @@ class Node:
         """Lets this node wait for these nodes of its workflow too, given as nodes or by name. Returns this node. Raises
         InvalidRequest for a node of another Workflow or Nodes."""
         for node in nodes:
-            # Its name may be that of another node here, or may still get a prefix there.
+            # Refuse a node of another object: a different node may have its name here, or its name may still get a
+            # prefix there.
             if isinstance(node, Node) and node.mark is not self.mark:
                 raise invalid_argument(
                     "after",
@@ -297,7 +299,7 @@ class Parent:
 
 
 def policy_number(policy: FailurePolicy) -> workflows_pb2.FailurePolicy.ValueType:
-    """Raises InvalidRequest, which names the argument on_failed."""
+    """Returns the number of a policy. Raises InvalidRequest, which names the argument on_failed."""
     try:
         return _POLICY_NUMBERS[policy]
     except KeyError as error:
@@ -305,7 +307,7 @@ def policy_number(policy: FailurePolicy) -> workflows_pb2.FailurePolicy.ValueTyp
 
 
 def state_number(state: WorkflowState) -> workflows_pb2.WorkflowState.ValueType:
-    """Raises InvalidRequest, which names the argument state."""
+    """Returns the number of a state. Raises InvalidRequest, which names the argument state."""
     try:
         return _STATE_NUMBERS[state]
     except KeyError as error:
@@ -349,7 +351,7 @@ def read_parent(message: workflows_pb2.ParentInfo) -> Parent:
     )
 
 
-# The numbers are those of the enums in the proto files. The names of the values are the same there, after a prefix.
+# The numbers are those of the enums in the proto files. A value's name there is a prefix and the name here.
 _POLICY_NUMBERS: dict[FailurePolicy, workflows_pb2.FailurePolicy.ValueType] = {
     policy: workflows_pb2.FailurePolicy.Value(f"FAILURE_POLICY_{policy.name}")
     for policy in FailurePolicy
