@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import FrameType
@@ -123,22 +122,38 @@ def turn_of(now: datetime) -> int:
 
 
 def run_tests(arguments: Sequence[str], environ: dict[str, str], beside: subprocess.Popen[bytes] | None = None) -> int:
-    tests = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-q", "--durations=15", *arguments], cwd=ROOT, env=os.environ | environ
-    )
+    running = [] if beside is None else [beside]
+    interrupted = False
 
     def pass_on(_number: int, _frame: FrameType | None) -> None:
-        tests.terminate()
-        if beside is not None:
-            beside.terminate()
+        for one in running:
+            one.terminate()
 
     # Ctrl-C reaches the child processes by itself. SIGTERM must be passed on to them.
     signal.signal(signal.SIGTERM, pass_on)
-    while tests.returncode is None:
-        with suppress(KeyboardInterrupt):
-            tests.wait()
+
+    def pytest(*given: str, stdout: int | None = None) -> int:
+        nonlocal interrupted
+        tests = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-q", *given], cwd=ROOT, env=os.environ | environ, stdout=stdout
+        )
+        running.append(tests)
+        while tests.returncode is None:
+            try:
+                tests.wait()
+            except KeyboardInterrupt:
+                interrupted = True
+        return tests.returncode
+
+    code = 0
+    if "-n" in arguments and not any(ROOT.glob("tests/__pycache__/conftest.*")):
+        # A fresh clone has no bytecode. Compile the tests and what they import once: otherwise each worker does it, all
+        # at the same time. The workers tell what is wrong with a test that cannot be imported.
+        code = pytest("--collect-only", stdout=subprocess.DEVNULL)
+    if code >= 0 and not interrupted:
+        code = pytest("--durations=15", *arguments)
     # The exit code as in a shell: 128 plus the number of the signal.
-    return tests.returncode if tests.returncode >= 0 else 128 - tests.returncode
+    return code if code >= 0 else 128 - code
 
 
 def main(given: Sequence[str]) -> int:
