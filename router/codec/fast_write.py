@@ -118,13 +118,16 @@ def handed(
     lease = _Lease.of(store, taker.number, jobs.org if names_org else None)
     now = outcome.leased_at
     deadline = Micros(now + taker.window_us)
-    columns: list[dict[int, Any]] = [getattr(jobs, array) for array in _SPARSE_CONTENT.values()]
+    # The columns that these jobs use, by the names of the fields of Claimed. Most batches use none.
+    used: dict[str, dict[int, Any]] = {
+        field: column for field, array in _SPARSE_CONTENT.items() if (column := getattr(jobs, array))
+    }
     encodings: dict[tuple[object, ...], bytes] = {}
     written: list[bytes] = []
     ids: list[str] = []
     for at in positions:
         queue = jobs.queues[at]
-        values = [column.get(at) for column in columns]
+        values = [column.get(at) for column in used.values()]
         key = (queue, jobs.kinds[at], jobs.priorities.get(at), jobs.max_attempts.get(at), *values)
         shared = encodings.get(key)
         if shared is None:
@@ -142,7 +145,7 @@ def handed(
                 leased_at=now,
                 deadline=deadline,
                 expired=False,
-                **dict(zip(_SPARSE_CONTENT, values, strict=True)),
+                **dict(zip(used, values, strict=True)),
             )
             shared = encodings[key] = convert.leased_job(job, jobs.org).SerializeToString()
         ids.append(jobs.ids[at])

@@ -30,6 +30,7 @@ from router.codec.status import InvalidRequest, Violation
 from shard.lease_token import TOKEN_BYTES, TOKEN_VERSION
 from shard.retry_policy import Exponential
 from shard.vocabulary import NewJobs, OrgId, QueueName
+from windrow.rules import Rule, limit
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2, schedules_pb2, workflows_pb2
 
 _JOBS_MAX = 1000
@@ -51,7 +52,7 @@ _TEN_YEARS_S = 3650 * 86400
 _TIMESTAMP_S = range(-62_135_596_800, 253_402_300_800)
 _DURATION_S_MAX = 315_576_000_000
 _KEY_CHARS_MAX = 64
-_GROUP_BYTES_MAX = 256
+_GROUP_BYTES_MAX = limit(job_pb2.JobTemplate, "group", Rule.STRING_MAX_BYTES)
 _SHOWN_CHARS_MAX = 128
 # At most this many violations of a request are described with their values. To read a value takes 0.05 ms, and a
 # request may break thousands of rules.

@@ -232,10 +232,11 @@ def test_jobs_handed_over_are_written_as_the_generated_code_would(
         jobs.queues.append(QueueName(queue))
         jobs.kinds.append(kind)
         jobs.payloads.append(payload)
-        columns = (jobs.priorities, jobs.traces, jobs.attributes, jobs.max_attempts, jobs.groups)
+        columns: list[dict[int, Any]]
+        columns = [jobs.priorities, jobs.traces, jobs.attributes, jobs.max_attempts, jobs.groups]
         for column, value in zip(columns, options, strict=True):
             if value is not None:
-                column[at] = value  # type: ignore[index]
+                column[at] = value
     positions = data.draw(st.lists(st.sampled_from(range(len(rows))), unique=True, min_size=1))
     taker = Taker(data.draw(NUMBERS), "w", data.draw(st.integers(100_000, 43_200_000_000)))
     now = data.draw(st.integers(0, 2**52).map(Micros))
