@@ -163,8 +163,7 @@ class Mover:
     async def _close(self, move: Move, source: Database, target: Database) -> bool:
         """Closes the source. From then until the switch, producers wait. So two things are done before the source is
         closed: the source learns which orgs have slots of their own, and the target creates the queues. The latter also
-        shows that the target is reachable.
-        Returns False if the mover was stopped."""
+        shows that the target is reachable. Returns False if the mover was stopped."""
         # No org can be pinned while its hash slot moves, so this reading is complete.
         org_pins = await pins.read_on(self._catalog, move.source)
         if not await self._retry_lock(

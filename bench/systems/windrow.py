@@ -162,7 +162,7 @@ class WindrowGroups(Windrow):
 
 
 class WindrowGroupsOfThree(WindrowGroups):
-    """Of the jobs of each group, three run at the same time."""
+    """Up to three jobs of each group run at the same time."""
 
     title: ClassVar[str] = "Windrow, groups of three"
     queue: ClassVar[admin_pb2.QueueConfig] = admin_pb2.QueueConfig(group_concurrency=3)

@@ -16,7 +16,7 @@ from shard.workflow import NodeOf
 
 # Ready jobs are counted up to this number, so that the call takes no longer for a large backlog.
 COUNTED_MAX = 1_000
-# Of the jobs that become visible later, at most this many of each priority are looked at.
+# The explanation of a queue looks at no more than this many jobs of each priority that become visible later.
 _NEXT_MAX = 100
 # How many quarantined kinds of a queue are named.
 _KINDS_MAX = 20

@@ -86,8 +86,8 @@ _BATCHES = {
     Beside.TLS_UNARY: (1,),
     Beside.GROUPS: (100,),
 }
-# Comparisons in which all systems get the same number of jobs: their difference is small, and another number of jobs
-# would have more influence.
+# Comparisons in which all systems get the same number of jobs. Another number would have more influence than telemetry
+# or TLS have. If jobs have groups, it would change how many of them wait.
 _ALIKE = frozenset({Beside.TELEMETRY, Beside.TLS, Beside.TLS_UNARY, Beside.GROUPS})
 # In these systems one half of the callers enqueues, and the other half works, when the whole life of jobs is measured.
 _SHARED_CALLERS = frozenset({UNARY, TLS_UNARY, SECURE_UNARY, ECHO})
