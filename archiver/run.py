@@ -53,7 +53,8 @@ class Pass:
     released_jobs_dropped: int = 0
     # How many erasures that had begun earlier ended in this pass.
     erased: int = 0
-    # Days that other sessions kept locked, and which sessions. The next pass tries again.
+    # Tables of days, or of old ids, that other sessions kept locked, with the names of these sessions. The next pass
+    # tries again.
     in_use: list[str] = field(default_factory=list[str])
     # Days that could not be exported, and why. They are not dropped.
     not_exported: list[str] = field(default_factory=list[str])

@@ -85,7 +85,8 @@ class _Logged:
 
 
 class Controller:
-    """Moves slots to where the cluster file wants them. With `once`, `run` returns as soon as nothing is left to do."""
+    """Moves slots to where the cluster file and the pins want them. With `once`, `run` returns as soon as nothing is
+    left to do."""
 
     def __init__(self, cluster: Cluster, shards: Shards, *, pace: Pace, once: bool = False) -> None:
         # Moves that the cluster file blocks, and why, as of the latest pass.

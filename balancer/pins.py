@@ -1,5 +1,5 @@
-"""Plans on which shards pinned orgs should live: what operators asked for, as far as the cluster file's shards allow.
-Pure.
+"""Plans on which shards pinned orgs should live. Follows the operators' pins, as far as the cluster file's shards
+allow. Pure.
 
 Orgs move as little as possible: an org on a suitable shard stays there. If no shard is suitable, the org stays too, and
 the plan says why. An org is never sent to a shard that its pin does not allow.
@@ -21,8 +21,8 @@ from shard.vocabulary import OrgId, ShardName, Slot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedPins:
-    """`owners`: for every slot that belongs to an org, the shard where it should be. For a slot that moves now, this is
-    the move's target."""
+    """`owners`: for every slot that belongs to an org, the shard where it should be. A slot that moves now counts as
+    being on the move's target."""
 
     owners: Mapping[Slot, ShardName]
     # Why an org is not where its pin wants it and cannot be moved there.

@@ -332,7 +332,7 @@ class _Striker:
             # Other faults are active at the same time, and may make this one impossible. TimeoutError is an OSError.
             trouble = f"{type(error).__name__}: {error}"
         finally:
-            # Also heal the fault if the run is stopped: nothing may stay frozen.
+            # Heal the fault even if the run is stopped: nothing may stay frozen.
             try:
                 await fault.heal()
             except TimeoutError as error:

@@ -211,7 +211,7 @@ class Workers:
             *(sys.executable, "-m", "examples.pushes.worker", "--until-stdin-closes"),
             *("--address", address, "--visibility-window", f"{window_s:g}", "--orgs", *orgs),
         )
-        # Do not pass it as an argument: it holds a password, and every user of this machine can read arguments.
+        # Do not pass the DSN as an argument: it holds a password, and every user of this machine can read arguments.
         self._environ = os.environ | {"DATABASE_URL": database}
         self._running: dict[int, Process] = {}
         self._killed: set[Process] = set()

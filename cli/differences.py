@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from itertools import starmap
 from typing import TYPE_CHECKING, Annotated
 
@@ -103,9 +102,7 @@ def _schedule_json(one: Lost) -> dict[str, object]:
 
 
 def _settings(settings: QueueSettings) -> dict[str, object]:
-    """Returns the settings that are not the default."""
-    given = {name: value for name, value in asdict(settings).items() if value not in (None, False)}
-    return {name: json.loads(str(value)) if name == "retry" else value for name, value in given.items()}
+    return {name: json.loads(str(value)) if name == "retry" else value for name, value in settings.given().items()}
 
 
 def _setting_text(name: str, value: object) -> str:

@@ -174,8 +174,8 @@ async def _plan(cluster: Cluster) -> tuple[list[_Transfer], Collection[str], Col
 
 
 def _removed_too_early(known: Catalog, cluster: Cluster) -> Iterator[ShardError]:
-    """Yields an error for each shard that holds no slots and is not in the file, but is still asked about jobs. Routers
-    refuse such a file. A file that lacks a shard with slots is refused when the catalog is read."""
+    """Yields an error for each former owner that the file lacks. Such a shard holds no slots, but routers still ask it
+    about jobs. Routers refuse such a file. A file that lacks a shard with slots is refused when the catalog is read."""
     from shard.errors import Misconfigured
 
     for name in sorted({owner.shard for placement in known.slots for owner in placement.former}):

@@ -47,7 +47,8 @@ from embedded.waiting import POLL_S, holds_by
 from embedded.watcher import Watcher
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
-_LAUNCHES_MAX = 5  # How many ports to try, if each is taken between the check and the launch.
+# How many ports are tried if another program takes each one between the check and the launch.
+_LAUNCHES_MAX = 5
 _KILL_S_MAX = 10.0
 # Names the folder of a stopped cluster. New ephemeral clusters copy its data and passwords instead of running initdb,
 # which takes half a second of CPU: a test run starts dozens of clusters.

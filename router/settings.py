@@ -47,8 +47,8 @@ class RouterSettings:
     # How many client connections each process may have. If there are more, the process closes connections of the host
     # that has most of them, idle ones first.
     client_connections: int = 5000
-    # How many calls and streams one client connection may have open. HTTP/2 announces the limit, and the client's gRPC
-    # library queues further calls.
+    # How many calls and streams one client connection may have open. The router announces the limit by HTTP/2, and the
+    # client's gRPC library queues further calls.
     calls_per_connection: int = 1000
     # The interval of sweeps: a job whose lease has expired, or that every hint has missed, is found after this time at
     # the latest.

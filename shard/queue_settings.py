@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 
@@ -28,6 +28,10 @@ class QueueSettings:
     def from_row(cls, values: Iterable[object]) -> QueueSettings:
         """Returns the settings that a statement read with {{queue_settings}} or {{effective_settings}}."""
         return cls(**dict(zip(SETTING_COLUMNS, values, strict=True)))  # type: ignore[arg-type]
+
+    def given(self) -> dict[str, object]:
+        """Returns the settings that are not the default, by name. 0 is a value like any other."""
+        return {name: value for name, value in asdict(self).items() if value is not None and value is not False}
 
 
 class Column(NamedTuple):

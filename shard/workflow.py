@@ -113,8 +113,8 @@ class EndedNode(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewWorkflow:
-    """A workflow to be stored. `numbers`, `names` and `jobs` have an entry for each node that is to run, in the order
-    of the numbers. The ids of the jobs are those of `job_id_of`."""
+    """A workflow to be stored. `numbers`, `names` and `jobs` have an entry for each node that has not ended, in the
+    order of the numbers. `job_id_of` makes the ids of the jobs."""
 
     id: WorkflowId
     name: str

@@ -1,4 +1,4 @@
-"""Killed and frozen processes: routers, balancers, workers, producers."""
+"""Killed, frozen and restarted processes: routers, balancers, workers, producers."""
 
 from __future__ import annotations
 

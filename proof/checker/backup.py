@@ -76,9 +76,10 @@ class Backup:
 
     def promises(self, enqueue: Enqueue) -> bool:
         """Returns whether the job in this answer must exist. The job may be missing in two cases. The call began before
-        the database was replaced, so the backup may lack the job. Or the answer may come from another shard, which
-        still names a job that this shard has lost. Such a shard has a dedup key whose job had moved to this shard, or a
-        workflow with an added node whose finished job stayed on this shard when the workflow left."""
+        the database was replaced, so the backup may lack the job. Or another shard gave the answer, and names a job
+        that the restored shard has lost. There are two such cases. The other shard has a dedup key whose job had moved
+        to the restored shard. Or it has a workflow that had left the restored shard, where the finished job of an added
+        node stayed."""
         elsewhere = (
             enqueue.duplicate
             and bool(enqueue.key)

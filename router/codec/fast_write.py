@@ -164,7 +164,7 @@ class _Lease(NamedTuple):
 
     before: bytes
     after: bytes
-    # The size of the field.
+    # The size of the whole field, with its tag and its length.
     size: int
 
     @classmethod

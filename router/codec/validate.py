@@ -54,7 +54,7 @@ _DURATION_S_MAX = 315_576_000_000
 _KEY_CHARS_MAX = 64
 _GROUP_BYTES_MAX = limit(job_pb2.JobTemplate, "group", Rule.STRING_MAX_BYTES)
 _SHOWN_CHARS_MAX = 128
-# At most this many violations of a request are described with their values. To read a value takes 0.05 ms, and a
+# At most this many violations of a request are described with their values. Reading a value takes 0.05 ms, and a
 # request may break thousands of rules.
 _DESCRIBED_MAX = 100
 # If a request, or an item of its lists, has more items than this in all its lists and maps together, only one violation

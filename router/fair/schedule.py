@@ -76,8 +76,8 @@ class Schedule:
         self._weight_of = weight_of
         self._orgs: dict[OrgId, _Org] = {}
         self._ready = 0
-        # For each shard the ready orgs by tag. An entry is stale if the org's tag has changed since, or if the org is
-        # not ready on this shard any more.
+        # The ready orgs of each shard, ordered by tag. An entry is stale if the org's tag has changed since, or if the
+        # org is not ready on this shard any more.
         self._heaps: dict[ShardName, list[tuple[float, int, OrgId]]] = {}
         self._turns = itertools.count()
         self._leases: dict[Hashable, _Lease] = {}

@@ -157,7 +157,8 @@ class Fleet:
 
     def _take_up(self, cluster: Cluster) -> None:
         before, members = self._members, dict[ShardName, ShardHandle]()
-        # Nothing may fail after this loop: a shard that was started must be among the members.
+        # Only this loop may fail, because it changes nothing yet. A later error would leave members that were not
+        # started, and former members that were not dismissed.
         for entry in cluster.shards:
             member = before.get(entry.name)
             if member is None or not member.goes_on_as(entry):

@@ -30,7 +30,7 @@ from shard.vocabulary import Lease, OrgId, QueueName, ShardName
 
 _log = logging.getLogger(__name__)
 
-# The most orgs of one claim, and the most requests.
+# How many orgs and how many requests one claim may have.
 _ORGS_MAX = 64
 _REQUESTS_MAX = 64
 # At most this many ready orgs are remembered. The walk finds the others when there is room again.
@@ -55,7 +55,7 @@ class _Request:
 
     org: OrgId
     consumer: PoolConsumer
-    # What the schedule charged the org for the picks of these jobs.
+    # How many seconds of virtual time the org was charged when these jobs were picked (router/fair/schedule.py).
     charged_s: float
     jobs: int
     # The queues that may have ready jobs. A queue is taken out when a limit holds its jobs back.

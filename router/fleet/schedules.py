@@ -47,7 +47,7 @@ class OtherShard(Protocol):
 
 
 async def have_ended(shards: Sequence[OtherShard], org: OrgId, job: JobId) -> bool:
-    """Returns whether a job is live on none of these shards. Raises ShardError."""
+    """Returns True if the job is not live on any of these shards. Raises ShardError."""
     return all([await shard.require_up().store.find_ended([(org, to_hex(job))]) for shard in shards])
 
 

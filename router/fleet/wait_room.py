@@ -105,8 +105,8 @@ class WaitRoom:
         del self._queues[key]
 
     def watch(self, org: OrgId, queue: QueueName, watcher: Watcher) -> None:
-        """From now on, wakes this watcher whenever the queue may have ready jobs. The watcher is not told of jobs that
-        are ready already."""
+        """From now on, wakes this watcher whenever the queue may have ready jobs. For jobs that are ready already, the
+        watcher may be woken or not: look for them after this call."""
         self._queues.setdefault((org, queue), AwaitedQueue()).watchers.add(watcher)
         # A probe finds out when the next job falls due.
         self._probe_soon([(org, queue)])

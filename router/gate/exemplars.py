@@ -1,6 +1,6 @@
 """Exemplars of the durations of calls: for each method and each bucket of its histogram, the trace of the last recorded
-call that fell into that bucket. They are written to a file of the metrics' folder, because prometheus_client keeps no
-exemplars for several processes. The scrape endpoint adds them to its answer (router/process/metrics.py)."""
+call that fell into that bucket. They are written to a file in the folder of the metrics, because prometheus_client
+keeps no exemplars for several processes. The scrape endpoint adds them to its answer (router/process/metrics.py)."""
 
 from __future__ import annotations
 

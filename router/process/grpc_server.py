@@ -26,7 +26,7 @@ cygrpc: Any = _cygrpc
 
 
 class GrpcServer:
-    """Serves the calls of the methods `names`, such as "/windrow.v1.Queue/Enqueue", by the handlers that `handler`
+    """Serves the calls of the methods `names`, such as "/windrow.v1.Queue/Enqueue", with the handlers that `handler`
     returns. Calls of other methods end with UNIMPLEMENTED. `options`: channel arguments of gRPC."""
 
     def __init__(

@@ -54,7 +54,7 @@ _REVOKED_BYTES_MAX = 128 * 1024
 # The most messages of one stream that are being settled, or whose answers wait to be written. At this limit the stream
 # stops reading.
 _SETTLING_MAX = 64
-# How long the first message, which names the org, may take to come.
+# How long the first message, which says whose jobs the stream wants, may take to come.
 _START_S_MAX = 10.0
 # The time limit for settling one message. Clients wait longer than this before they take silence for a dead connection.
 _SETTLE_S_MAX = 8.0

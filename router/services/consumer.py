@@ -31,7 +31,7 @@ class ConsumerFields(TypedDict):
 
 
 class Receiver(Protocol):
-    """Takes the jobs of a consumer: a Consume stream, or one Dequeue."""
+    """A Consume stream or a Dequeue, which takes the jobs of its consumer."""
 
     @property
     def takes_once(self) -> bool:

@@ -46,7 +46,7 @@ _WORK_LANES_MAX = 100_000
 _WORK_LATER_MAX = 10_000
 # A count that only asks whether there is any work uses this bound instead of _WORK_LATER_MAX.
 _ANY_WORK_LATER_MAX = 100
-# How many tries the creation of a queue gets if its org is erased meanwhile.
+# How often the creation of a queue is tried if its org is erased meanwhile.
 _CREATE_TRIES_MAX = 6
 
 

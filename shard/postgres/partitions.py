@@ -61,7 +61,7 @@ async def room_for(database: Database, retention: int) -> AsyncGenerator[Connect
 
 
 async def make_retentions(database: Database, retentions: Iterable[int]) -> None:
-    """Makes the partitions of these retentions unless they exist, but no partitions of days."""
+    """Makes the missing partitions of these retentions. Makes no partitions of days."""
     async with database.transaction() as connection:
         await connection.execute(statements.LOCK_EXCLUSIVE, {"lock": LOCK})
         for retention in sorted({*retentions}):

@@ -359,8 +359,9 @@ class _Columns:
 
 
 def _unserved(takers: Sequence[_Taker]) -> list[_Taker]:
-    """Returns the takers that need another statement. Takers whose group has got the fewest bytes come first, because
-    the first takers of a statement may leave no room for the others."""
+    """Returns the takers that need another statement. Takers with the same org and the same queues share one sum of
+    received bytes. The takers with the smallest sum come first, because the first takers of a statement may leave no
+    room for the others."""
     got = Counter[tuple[OrgId, tuple[QueueName, ...]]]()
     for taker in takers:
         if taker.jobs:

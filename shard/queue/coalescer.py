@@ -187,9 +187,9 @@ class Coalescer(Generic[Call, Result]):
             asyncio.get_running_loop().call_soon(self._begin_when_idle, now_s, now_s)
 
     def _begin_when_idle(self, since_s: float, iteration_s: float) -> None:
-        """Begins acts as soon as the event loop is idle, or after _BUSY_S_MAX. A busy loop most likely takes in more
-        calls, which can then share the act. `since_s`: the time at which this method was first scheduled.
-        `iteration_s`: the time at which the loop's latest iteration began."""
+        """Begins acts as soon as the event loop is idle, if calls of much weight wait, or after _BUSY_S_MAX. A busy
+        loop most likely takes in more calls, which can then share the act. `since_s`: the time at which this method was
+        first scheduled. `iteration_s`: the time at which the loop's latest iteration began."""
         # Do not use the loop's clock, which may stand still within an iteration.
         now_s = time.perf_counter()
         is_idle = now_s - iteration_s < _IDLE_ITERATION_S

@@ -1,8 +1,8 @@
 """Finds groups that have a free slot and a job that waits for it, and gives the slots to the jobs.
 
 Triggers fill a slot in the transaction that frees it (migrations/0014_groups.sql). So such groups are rare. They exist
-after the queue's group_concurrency was raised, and after a move. They also exist if a transaction gave no slot to the
-first job because another transaction had locked the job, and the other transaction rolled back.
+after the queue's group_concurrency was raised, and after a move. There is a third case: a transaction skips the first
+waiting job because another transaction has locked it, and then that other transaction rolls back.
 """
 
 from __future__ import annotations

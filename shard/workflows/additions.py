@@ -293,8 +293,9 @@ class NodeAdder:
                 edges.append(Edge(number, known[parent].number, policy))
         edges.sort()
         ended = {node.number for node in known.values() if node.has_ended}
-        # A node waits for its last parent that has not ended. If all its parents have ended, it waits for the last one,
-        # whose end is appended once more (below).
+        # A node looks at one parent at a time, the one with the highest number first. Here that is the parent with the
+        # highest number that has not ended. If all its parents have ended, it is the parent with the highest number.
+        # The ends of these parents are appended again below, so that the fold finds the node.
         waits_on = {edge.node: edge.parent for edge in edges}
         waits_on |= {edge.node: edge.parent for edge in edges if edge.parent not in ended}
         jobs = nodes.jobs.only(new)

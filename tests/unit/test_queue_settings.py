@@ -27,6 +27,13 @@ def test_every_setting_has_a_column() -> None:
     assert [field.name for field in fields(QueueSettings)] == list(SETTING_COLUMNS)
 
 
+def test_a_setting_of_zero_is_given_and_a_default_is_not() -> None:
+    assert QueueSettings(retention_days=0, max_attempts=3, paused=False).given() == {
+        "max_attempts": 3,
+        "retention_days": 0,
+    }
+
+
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_field_of_a_configuration_is_read_and_shown(name: str) -> None:
     config = admin_pb2.QueueConfig()

@@ -48,7 +48,7 @@ class Coalescer(Generic[_Item, _Answer]):
     """The shared calls of one method for one org.
 
     `send` makes a call with several items and returns an answer or an error for each. If it raises, every caller gets
-    the error. The exception is an InvalidRequest with violations that name items: only the callers of those items get
+    the error. An InvalidRequest whose violations name items is treated differently: only the callers of those items get
     it, and the other items are sent again.
     """
 

@@ -18,7 +18,8 @@ from windrow.leases import HeldLease, log
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 
-# How many threads of handlers that timed out are left alone. Each may run for ever, and cannot be stopped.
+# Up to this many threads of handlers that timed out take no place of the worker. Each further one keeps its place until
+# it ends. Each may run for ever, and cannot be stopped.
 _ABANDONED_MAX = 1000
 
 

@@ -393,7 +393,8 @@ class Relay:
 
         async def send(request: queue_pb2.EnqueueRequest) -> None:
             async with slots:
-                # After the deadline, leave an org for the next batch, which skips the orgs that could not be reached.
+                # After the deadline, leave the jobs of this org to the next batch. That batch leaves out the orgs that
+                # could not be reached now, so they do not use up its time again.
                 if time.monotonic() < deadline:
                     await self._send_org(request, sent, bad)
 

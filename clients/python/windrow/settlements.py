@@ -315,7 +315,8 @@ class Settlements:
             self._waiting.append(_Entry(held, self._after_report.pop(held)))
 
     def _is_isolating(self) -> bool:
-        """Returns whether a suspected entry is being tried, or comes next and must wait for the messages under way."""
+        """After a message was refused, each of its entries is sent in a message of its own (`alone`). Returns whether
+        such a message is unanswered, or such an entry comes next while other messages are unanswered."""
         if not self._unanswered:
             return False
         if self._waiting and self._waiting[0].alone:

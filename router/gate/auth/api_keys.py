@@ -54,7 +54,7 @@ class _LookUp(NamedTuple):
 class ApiKeys:
     """A verifier of API keys. Known keys stay good for `trusted_s` while the catalog does not answer.
 
-    `changed` is set when keys may have been revoked since they were verified: `ended` then tells which.
+    `changed` is set when keys may have been revoked since they were verified: call `ended` then to learn which keys.
     """
 
     def __init__(self, fleet: Fleet, *, trusted_s: float) -> None:

@@ -73,8 +73,8 @@ class _Lasting:
 
 
 class Authenticator:
-    """Each of the three arguments is None if the cluster takes no such proofs. If a call has a token and a certificate,
-    the token counts. `run` must run while calls are served."""
+    """An argument is None if the cluster does not take that kind of proof. If a call has a token and a certificate, the
+    token counts. `run` must run while calls are served."""
 
     def __init__(
         self,

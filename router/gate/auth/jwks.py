@@ -60,8 +60,8 @@ class _Unusable(Exception):
 
 
 def parse_jwks(answer: bytes, *, may_be_empty: bool = False) -> KeySet:
-    """Reads a key set. Keys for other purposes are left out. A set without keys is refused, unless it `may_be_empty`.
-    Raises BadKeySet."""
+    """Reads a key set. Leaves out keys that cannot be used to verify tokens. A set without keys is refused, unless it
+    `may_be_empty`. Raises BadKeySet."""
     if len(answer) > JWKS_BYTES_MAX:
         raise BadKeySet(f"it has more than {JWKS_BYTES_MAX:,} bytes")
     try:

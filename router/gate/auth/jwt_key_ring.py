@@ -30,7 +30,7 @@ _RETRY_S_MAX = 60.0
 _WAITING_MAX = 1000
 # With how many keys a token without `kid` is tried. There are several only while a key is being replaced.
 _TRIED_MAX = 4
-# How many keys one line of the log names at most, and for how many unusable keys one fetch logs a line.
+# One log line names at most this many keys. One fetch logs a line for at most this many unusable keys.
 _LOGGED_MAX = 10
 
 

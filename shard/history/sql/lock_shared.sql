@@ -1,2 +1,3 @@
--- Takes this advisory lock in shared mode until the transaction ends. Waits while another session holds it exclusively.
+-- Takes the advisory lock `lock` in shared mode until the transaction ends. Waits while another session holds it
+-- exclusively.
 SELECT pg_advisory_xact_lock_shared(%(lock)s)

@@ -1,4 +1,5 @@
--- Deletes the exported jobs of these chunks of this move, which another shard has stored. Returns how many it deleted.
+-- Deletes the exported jobs of these chunks of one move. Run it after the other shard has stored them. Returns how many
+-- it deleted.
 WITH forgotten AS (
     DELETE FROM windrow.departing d
     WHERE d.ctid = ANY (ARRAY(

@@ -18,7 +18,8 @@ WITH chosen AS (
         -- A blocked job has no time before its workflow releases it.
         AND (j.run_at < 'infinity' OR coalesce(%(run_at_us)s::bigint, %(delay_us)s::bigint) IS NULL)
         AND {{org_of(j)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
-    -- Ordered by id, as in all statements about jobs by their ids, so that calls about the same jobs cannot deadlock.
+    -- Locks the jobs in the order of their ids, as all statements do that get ids, so that calls about the same jobs
+    -- cannot deadlock.
     ORDER BY j.id
     FOR UPDATE
 ), altered AS (

@@ -27,7 +27,8 @@ WITH leased AS MATERIALIZED (
     CROSS JOIN LATERAL (SELECT q.quarantine_after FROM windrow.queue q WHERE q.queue_id = l.queue_id OFFSET 0) q
     WHERE l.crashed AND q.quarantine_after IS NOT NULL
         AND NOT EXISTS (SELECT FROM windrow.quarantine k WHERE k.queue_id = l.queue_id AND k.kind = l.kind)
-        -- A first run of this statement has recorded the crash of this kind already, perhaps for another of these jobs.
+        -- Do not record the crash twice: if the answer of a first run of this statement was lost, that run has recorded
+        -- it, perhaps for another of these jobs.
         AND NOT EXISTS (
             SELECT
             FROM windrow.crash c

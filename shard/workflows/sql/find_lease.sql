@@ -1,4 +1,4 @@
--- Returns the node of this workflow whose job has this lease, if the lease is live. Uses the time of the clock, and not
+-- Returns the node of this workflow whose job has this lease, if the lease is live. Uses clock_timestamp() instead of
 -- now(), because the transaction may have waited for the lock of the workflow.
 SELECT substr(j.workflow_node, 38)::integer AS node
 FROM windrow.job j
