@@ -213,7 +213,8 @@ async def accept(
     known = await catalog.read(catalog_database)
     org_pins = await pins.read_on(catalog_database, loss.shard)
     await _retry_until_done(shard, lambda: pins.adopt(shard, org_pins))
-    # Delete the copies before the shard is told that it owns these slots.
+    # Delete the jobs that had left with their slots and that the backup has again, before `grant_slots` tells the shard
+    # which slots it owns.
     deleted = await _delete_copies(loss.shard, shards, catalog_database, known, cluster=cluster)
     messages = [
         await _repair_move(move, loss.shard, shards, catalog_database)

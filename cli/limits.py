@@ -191,7 +191,7 @@ def _option(measure: str) -> str:
 
 
 def _org(org: str | None, *, every_org: bool) -> str:
-    """Returns the org as the contract has it: empty for the default."""
+    """Returns the org for the request. Empty: the default limit of every org."""
     if (org is None) != every_org:
         raise CommandFailed("give either --org ORG or --every-org", ExitCode.USAGE)
     if org == "":

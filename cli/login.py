@@ -76,7 +76,7 @@ def login(
 ) -> None:
     """Keeps an address, a token and TLS files in a profile, for later commands.
 
-    Asks for what is not given, if it runs in a terminal. Calls the router first: if that fails, nothing is kept. Only
+    In a terminal, asks for the address and the token if they are not given. Calls the router first: if that fails, nothing is kept. Only
     you can read the file, ~/.config/windrow/profiles.toml.
     """
     from cli.calls import connect

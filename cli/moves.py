@@ -138,7 +138,8 @@ def _refuse_misfits(troubles: Collection[ShardError]) -> None:
 
 
 async def _plan(cluster: Cluster) -> tuple[list[_Transfer], Collection[str], Collection[ShardError]]:
-    """Returns current and planned transfers, complaints about what cannot move, and the databases' errors."""
+    """Returns current and planned transfers, complaints about what cannot move, and the errors of databases and of the
+    cluster file."""
     from balancer.plan import blocked_reason, transfers
     from balancer.shards import open_shards
     from shard.placement import catalog

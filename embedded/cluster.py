@@ -100,7 +100,7 @@ class Cluster:
             place = default_root() if root is None else root
             folder = place / name
             self._copies = place.absolute().parent / "binaries"
-        # Resolved, because a live server is recognized by the path in its command line.
+        # Resolved, because a live server is recognised by the path in its command line.
         self._folder = folder.resolve()
         self._data = self._folder / "data"
         self._port = RememberedPort(name, self._folder)

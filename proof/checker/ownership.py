@@ -38,8 +38,9 @@ def check(evidence: Evidence) -> Iterator[Violation]:
 
 
 def _steps(placed: Sequence[Placed]) -> Iterator[Violation]:
-    """Yields steps of the catalog that are not allowed. A slot is at rest; then a move begins, switches the writer, and
-    leaves, in this order; and only `begin` raises the epoch."""
+    """Yields steps of the catalog that are not allowed. A move has three steps, in this order: it adds the target to
+    the shards that are read, makes the target the writer, and removes the source. Only the first step raises the epoch.
+    """
     known: dict[int, Placed] = {}
     for now in placed:
         wrong: defaultdict[str, list[int]] = defaultdict(list)

@@ -31,7 +31,7 @@ def check(evidence: Evidence) -> Iterator[Violation]:
 
 
 def _orphans(evidence: Evidence) -> set[str]:
-    """Returns the jobs of workflows that had arrived since the backup, and that the restored backup therefore lacks.
+    """Returns the jobs of lost workflows: they came to the shard after the backup was made, and no shard has them now.
     Such a job may have come from the other shard only after the restore, and may wait for nodes that do not exist any
     more."""
     lost = Backup(evidence).lost_flows - {flow.workflow for flow in evidence.flows}

@@ -38,7 +38,7 @@ _CREDIT_MAX = 10_000
 _RESULT_BYTES_MAX = 65_536
 # The most paths of a field mask.
 _PATHS_MAX = 100
-# The result of checking a Dequeue of more bytes than this is not cached.
+# The check of a Dequeue that is larger than this is not cached.
 _CACHED_BYTES_MAX = 1_000
 # The names of queues and kinds.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}", re.ASCII)

@@ -85,7 +85,7 @@ class OrgPool:
         self.schedule = Schedule(weight_of)
         self._shards = shards
         self._reads = reads
-        # A consumer whose client does not read is removed from `able` too, when the next consumer is chosen.
+        # `_next_consumer` removes a consumer from `able` if it has no credit, or if its client does not read.
         self._waiting = AwaitedQueue[PoolConsumer]()
         # The queues that may have ready jobs, by org and shard.
         self._ready: dict[OrgId, dict[ShardName, set[QueueName]]] = {}

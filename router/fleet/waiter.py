@@ -58,7 +58,8 @@ class Recipient(Protocol):
 
     @property
     def full(self) -> bool:
-        """Whether it takes no jobs, whatever its credit, until its client has read what was sent to it."""
+        """Whether it takes no jobs for now, even if it has credit, because its client has not read enough of what was
+        sent."""
         ...
 
     def keep_places(self, jobs: int) -> None:

@@ -44,8 +44,8 @@ class Spans:
         self._tracer = trace.get_tracer("windrow.router")
 
     def close(self) -> None:
-        # Shut down in a thread with a time limit: if the collector does not answer, shutdown() tries for longer than a
-        # drain may take.
+        # Shut down in a thread with a time limit: if the collector does not answer, shutdown() tries for longer than
+        # the process may still take after its drain.
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(_CLOSE_S_MAX)

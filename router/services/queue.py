@@ -222,7 +222,7 @@ class QueueService:
     async def Consume(self, messages: AsyncGenerator[Received, None], context: Context) -> None:
         async with contextlib.aclosing(messages):
             call = current_call()
-            # The first message names the org. Until it comes, the stream counts for its connection.
+            # The first message names the org. Until it comes, the stream counts for its connection instead of an org.
             with self._gate.stream(call.peer):
                 first = await first_message(messages, self._draining)
             if first is not None:

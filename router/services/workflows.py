@@ -75,7 +75,8 @@ class WorkflowsService:
             return await self._calculator.run(OrgId(request.org), decoded)
         return decoded()
 
-    # The method makes the other checks itself, because a calculator makes those of a large request.
+    # The decorator checks only the size. `new_workflow` makes the other checks; for a large request it runs in a
+    # calculator.
     @unary(codec.check_size, answer_bytes=_nodes_bytes(workflows_pb2.StartWorkflowRequest), fields_max=_FIELDS_MAX)
     async def StartWorkflow(self, request: workflows_pb2.StartWorkflowRequest) -> workflows_pb2.StartWorkflowResponse:
         workflow, numbers = await self._decoded(codec.new_workflow, request)

@@ -26,7 +26,7 @@ from shard.vocabulary import OrgId
 # Otherwise the calls wait for the end of the running act, and then share one act.
 _SECOND_ACT_WEIGHT = 100
 _SECOND_ACT_AFTER_S = 0.010
-# How long a call waits at most for one more act, if `acts_max` acts run and none of them has the call's key.
+# If `acts_max` acts run, an extra act may begin after this time. It takes only calls whose keys no running act has.
 _EXTRA_ACT_AFTER_S = 0.020
 # If one iteration of the event loop takes less than this, the loop is idle.
 _IDLE_ITERATION_S = 0.000_060

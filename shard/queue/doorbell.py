@@ -27,9 +27,9 @@ from shard.workflow import WorkflowId
 
 _log = logging.getLogger(__name__)
 
-# The pause after a notification. Queues that are added during the pause go with the next notification. The pause
-# is longer if a notification stands for more calls of `ring`. A notification costs a busy server as much as a
-# statement, because the server also wakes all listeners.
+# The pause after a notification. Queues that are added during the pause go with the next notification. The pause is
+# longer if a notification stands for more calls. A notification costs a busy server as much as a statement, because the
+# server also wakes all listeners.
 _PAUSE_S = 0.010
 _PAUSE_S_MAX = 0.040
 # Upper bound for the queues in one notification, whose payload must be shorter than 8,000 bytes.

@@ -134,8 +134,8 @@ class PendingEnqueue:
         return self.known
 
     def add_stored(self, inserted: Inserted, first: int) -> None:
-        """Removes the stored jobs from the remaining ones, and completes the hand-over. `first`: the position of the
-        first remaining job in the statement."""
+        """Removes the stored jobs from the remaining ones, and completes the hand-over. `first`: the position, in the
+        statement, of this call's first remaining job."""
         jobs, handover, epoch = self.call
         if inserted.stored is None:
             stored = self.remaining

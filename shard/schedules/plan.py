@@ -40,7 +40,7 @@ class Present:
     now: Micros
     # The first instant that is not decided. None: there is none.
     next_at: Micros | None
-    # Whether the job of the run before is live.
+    # Whether the job of the previous run is live.
     running: bool
     buffered: int
 

@@ -278,9 +278,9 @@ class ScheduleAdmin:
         return page, _pack(page[-1].schedule.name) if page and len(page) < rows[0][-1] else ""
 
     async def trigger(self, org: OrgId, name: ScheduleName, *, request: str | None, epoch: int) -> tuple[JobId, bool]:
-        """Stores a run now, whatever the schedule's overlap policy and pause are. Returns its job, and whether an
-        earlier call with this `request`, a UUID, had stored it. Raises UnknownSchedule, and UnknownQueue if the queue
-        of its jobs does not exist any more."""
+        """Stores a run now, even if the schedule is paused, and whatever its overlap policy is. Returns its job, and
+        whether an earlier call with this `request`, a UUID, had stored it. Raises UnknownSchedule, and UnknownQueue if
+        the queue of its jobs does not exist any more."""
         return await self._in_turn(org, partial(self._trigger, org, name, request, epoch))
 
     async def _trigger(self, org: OrgId, name: ScheduleName, request: str | None, epoch: int) -> tuple[JobId, bool]:

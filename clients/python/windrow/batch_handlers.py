@@ -38,7 +38,7 @@ Results = Sequence[Payload | BaseException] | None
 BatchHandler = Callable[[Sequence[Job]], Awaitable[Results]] | Callable[[Sequence[Job]], Results]
 BatchHandlerT = TypeVar("BatchHandlerT", bound=BatchHandler)
 
-# A worker has no more places than this.
+# The highest `concurrency` of a worker.
 BATCH_JOBS_MAX = 1000
 _WAIT_S_MAX = 60.0
 

@@ -229,8 +229,8 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         """Stores at most 1,000 jobs (16 MiB), all or none. Returns an Enqueued for each, in their order.
 
         `independent`: each job is stored or refused by itself; the Enqueued of a job that was not stored has an
-        `error`. The number of jobs is then unlimited: they are sent in several calls, a few at a time. Raises only if
-        all calls fail.
+        `error`. The number of jobs is then unlimited: they are sent in several calls, of which a few run at the same
+        time. Raises only if all calls fail.
         """
 
         async def store(jobs: Sequence[NewJob]) -> list[Enqueued]:

@@ -33,7 +33,7 @@ class HandlerThreads:
         self._threads: ThreadPoolExecutor | None = None
         # Kills processes in a thread: hundreds of kills at once would hold up the event loop, and with it the leases.
         self._killer: ThreadPoolExecutor | None = None
-        # How many threads of handlers that timed out still run.
+        # How many threads still run although nobody waits for their handlers any more.
         self._abandoned = 0
         # The handlers that run in threads now.
         self._running: set[Future[Any]] = set()

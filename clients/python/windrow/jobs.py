@@ -223,8 +223,8 @@ class Job:
     checkpoint: bytes = b""
     # The run of the schedule that stored the job; None: a producer enqueued it.
     scheduled_run: ScheduledRun | None = None
-    # The job's node in a workflow. Client.parents returns the results of the nodes that it waited for. None: the job is
-    # in no workflow.
+    # The job's node in a workflow. Client.parents returns the results of the nodes that this node waited for. None: the
+    # job is in no workflow.
     workflow: WorkflowNode | None = None
     # The org that owns the job. It is the client's org, unless the worker works for all orgs. If a client's method gets
     # this job, its call is for this org, or for the client's org if this is empty.

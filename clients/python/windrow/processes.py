@@ -1,7 +1,7 @@
 """Processes that run handlers, each for one job at a time. A process can be killed. This ends only the job of the
 process.
 
-Owns a process and the pipe to it. Knows no leases, and does not decide when a job must stop.
+This module owns the processes and their pipes. It knows no leases, and does not decide when a job must stop.
 """
 
 from __future__ import annotations

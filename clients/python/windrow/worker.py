@@ -209,8 +209,8 @@ class Worker:
         self._stopping = asyncio.Event()
         # No handler may start any more.
         self._ending = False
-        # Exponentially weighted mean of the worker's time for one job (s); None before the first handler ends. Handlers
-        # that suspend run side by side, so the time of each is divided by `concurrency`.
+        # Exponentially weighted mean of the worker's time for one job (s); None until the first handler ends, or a job
+        # has waited too long. Handlers that suspend run side by side, so the time of each is divided by `concurrency`.
         self._mean_job_s: float | None = None
 
     def _start(self) -> queue_pb2.ConsumeStart:

@@ -54,7 +54,8 @@ WITH source AS MATERIALIZED (
     -- The jobs that fit into bytes_max, at least one. The other rows were locked, but are not changed.
     SELECT
         s.ctid, s.id, s.lease, s.worker,
-        -- The position in the list of all jobs that all groups asked for. taker_firsts maps this position to a taker.
+        -- The number of the job, counted over all jobs that all takers want. Each taker has a range of these numbers;
+        -- taker_firsts has the first number of each range.
         s.first + s.turn - min(s.turn) OVER (PARTITION BY s.first) AS place
     FROM (
         SELECT

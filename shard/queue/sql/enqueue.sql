@@ -26,8 +26,8 @@ WITH clock AS (
     LATERAL (SELECT state, epoch FROM windrow.owned_slot WHERE slot = q.slot OFFSET 0) s
     WHERE q.org = l.org AND q.queue = l.queue AND s.state = 'owned' AND s.epoch <= l.epoch
 ), slots AS (
-    -- The slot that each job gets in its group. A job that is due without a slot waits: see wait_for_slot. The function
-    -- runs once, before the first insert, and locks the groups.
+    -- The slot that each job gets in its group. A job that is due without a slot waits: see wait_for_slot.
+    -- take_group_slots runs once, before the first insert, and locks the groups.
     SELECT windrow.take_group_slots(%(ids)s, %(queue_ids)s, %(groups)s, %(run_at_us)s, %(delay_us)s)
 ), sent AS (
     -- A column that no job of the batch uses is an empty array; unnest fills it with NULLs. JSON is still text here.

@@ -25,7 +25,7 @@ WITH held AS MATERIALIZED (
                 ) p
             )
         END,
-        -- The job has had its time already: its delay does not count again.
+        -- The node's run_at and delay counted before its first release. They must not delay the job a second time.
         run_at = NULL, delay_us = NULL
     WHERE n.flow = %(flow)s AND n.node = %(node)s AND n.state = 'released'
     RETURNING n.node
