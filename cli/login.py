@@ -76,8 +76,8 @@ def login(
 ) -> None:
     """Keeps an address, a token and TLS files in a profile, for later commands.
 
-    In a terminal, asks for the address and the token if they are not given. Calls the router first: if that fails, nothing is kept. Only
-    you can read the file, ~/.config/windrow/profiles.toml.
+    In a terminal, asks for the address and the token if they are not given. Calls the router first: if that fails,
+    nothing is kept. Only you can read the file, ~/.config/windrow/profiles.toml.
     """
     from cli.calls import connect
     from windrow.v1 import server_pb2
