@@ -165,6 +165,20 @@ class Schedule:
         self._charge(org, charged_s)
         return Pick(org, at, charged_s)
 
+    def turns(self, org: OrgId, *, at_most: int) -> int:
+        """Returns how many jobs of an org without ready jobs would be handed out before the first job of a ready org,
+        if they were ready now. Stops counting at `at_most`."""
+        others = [first[0] for shard in self._heaps if (first := self._first(shard)) is not None]
+        if not others:
+            return at_most
+        known = self._orgs.get(org)
+        tag = self.floor if known is None else max(known.tag, self.floor)
+        cost = self.estimate_s(org) / (self._weight_of(org) if known is None else known.weight)
+        ahead = min(others) - tag
+        if ahead < 0:
+            return 0
+        return at_most if ahead >= cost * at_most else min(at_most, 1 + int(ahead / cost))
+
     def unused(self, org: OrgId, charged_s: float) -> None:
         """Reduces the charge of the org by `charged_s`, because picks of this org have found no job."""
         self._charge(org, -charged_s)

@@ -92,9 +92,6 @@ class OrgPool:
         # The shards on which a claim runs.
         self._claiming: set[ShardName] = set()
         self._woken = asyncio.Event()
-        # Set while nothing is ready and no claim runs.
-        self.quiet = asyncio.Event()
-        self.quiet.set()
 
     # ── Consumers ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -114,12 +111,15 @@ class OrgPool:
         if consumer.credit > 0 and consumer in self._waiting.waiters:
             self._waiting.has_credit(consumer)
             if self.schedule.ready_count:
-                self._wake()
+                self.wake()
 
     def deal(self, org: OrgId, sizes: Sequence[int]) -> list[Share]:
-        """Keeps places for new jobs of an org, if no older jobs wait for this pool."""
-        self._waiting.backlog = not self.quiet.is_set()
-        return deal(self._waiting, org, sizes)
+        """Keeps places for new jobs of an org with payloads of these sizes, unless older jobs of the org may wait. If
+        jobs of other orgs wait, only as many new jobs get places as the schedule would hand out before those."""
+        # `found` does not remember more ready orgs than _READY_MAX, so then this org may have older jobs.
+        if self.schedule.is_ready(org) or len(self._ready) >= _READY_MAX:
+            return []
+        return deal(self._waiting, org, sizes[: self.schedule.turns(org, at_most=len(sizes))])
 
     def room(self, jobs: int) -> int:
         """Returns for how many jobs the consumers have room. Stops counting at `jobs`."""
@@ -159,7 +159,7 @@ class OrgPool:
             by_shard = self._ready[org] = {}
         by_shard.setdefault(shard, set()).add(queue)
         self.schedule.ready(org, shard)
-        self._wake()
+        self.wake()
 
     def lost(self, shard: ShardName) -> None:
         """Forgets the ready jobs of a shard that does not answer. They are found again when it answers."""
@@ -184,10 +184,6 @@ class OrgPool:
 
     def wake(self) -> None:
         """Tries again to hand jobs out. Call this after a change that may make it possible."""
-        self._wake()
-
-    def _wake(self) -> None:
-        self.quiet.clear()
         self._woken.set()
 
     async def run(self) -> None:
@@ -199,8 +195,6 @@ class OrgPool:
                     self._claiming.add(shard)
                     claim = partial(self._claim, self._shards()[shard], requests)
                     group.create_task(attempt(f"claim jobs of all orgs on shard {shard!r}", claim))
-                if not self._claiming and not self.schedule.ready_count:
-                    self.quiet.set()
 
             while True:
                 await self._woken.wait()
@@ -283,7 +277,7 @@ class OrgPool:
 
         def again() -> None:
             # If the shard is away or removed by now, its orgs are found again when it comes back. Until then they must
-            # not count as ready: while any org counts as ready, no jobs are handed over to this pool.
+            # not count as ready: new jobs of an org that counts as ready are not handed over.
             member = self._shards().get(shard)
             if member is not None and member.up.is_set():
                 for queue in queues:
@@ -305,7 +299,7 @@ class OrgPool:
             for request in requests:
                 if request.account is not None:
                     request.account.give_back(request.reserved, shard=shard)
-            self._wake()
+            self.wake()
 
     async def _lease(self, member: ShardHandle, request: _Request) -> bool:
         """Leases the jobs of a request, and delivers them. Queues that a limit of starts holds back are set aside.

@@ -36,6 +36,8 @@ class Pool:
         self.jobs = Counter[OrgId]()
         self.backlog = Counter[OrgId]()
         self.order: list[OrgId] = []
+        # An org whose new jobs are handed over as soon as its turn comes and a worker is free.
+        self.hand_over: OrgId | None = None
         self._free = self.workers
         self._ends: list[tuple[float, int, OrgId, float]] = []
         self._numbers = itertools.count()
@@ -47,6 +49,12 @@ class Pool:
     def run(self, until_s: float) -> None:
         while True:
             self.schedule.accrue(now_s=self.now_s)
+            if self.hand_over is not None:
+                for _ in range(self.schedule.turns(self.hand_over, at_most=self._free)):
+                    number, took_s = next(self._numbers), self.job_s(self.hand_over)
+                    self.schedule.began(self.hand_over, number, now_s=self.now_s, until_s=self.now_s + WINDOW_S)
+                    self._free -= 1
+                    heapq.heappush(self._ends, (self.now_s + took_s, number, self.hand_over, took_s))
             while self._free and (pick := self.schedule.pick([SHARD])) is not None:
                 org, number, took_s = pick.org, next(self._numbers), self.job_s(pick.org)
                 self.schedule.began(
@@ -237,3 +245,16 @@ def test_idle_orgs_are_forgotten() -> None:
                 break
         schedule.idle(org, SHARD)
     assert schedule.size < 5_000
+
+
+@given(st.integers(0, 2**32), st.integers(1, 10))
+@settings(max_examples=trials(3, thorough=100), deadline=None)
+def test_an_org_whose_jobs_are_handed_over_gets_no_more_than_one_with_a_backlog(seed: int, workers: int) -> None:
+    draw = random.Random(seed)
+    pool = Pool(workers=workers, job_s=lambda _: draw.uniform(0.1, 2.0))
+    waiting, handed = orgs(2)
+    pool.enqueue(waiting, 1_000_000)
+    # The other org always has one more new job than it may hand over.
+    pool.hand_over = handed
+    pool.run(2_000.0)
+    assert pool.seconds[handed] == pytest.approx(pool.seconds[waiting], abs=2 * (workers + 1) * 2.0)

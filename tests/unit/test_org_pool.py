@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import pytest
 
+from router.buffer import Account, Buffer
+from router.codec.fast_write import Delivery
 from router.fleet.org_pool import OrgPool
 from router.fleet.shard_handle import ShardHandle
 from router.fleet.starts import Starts
@@ -14,26 +18,75 @@ from shard.queue.store import Store
 from shard.vocabulary import OrgId, QueueName, ShardName
 
 PATIENCE_S = 30.0
+MAIL, S1 = QueueName("mail"), ShardName("s1")
+ACME, LARGE = OrgId("acme"), OrgId("large")
 
 
 def no_store(_: OrgId) -> Store:
-    raise ShardUnavailable(ShardName("s1"), "there is no shard")
+    raise ShardUnavailable(S1, "there is no shard")
+
+
+def pool_of(shards: Callable[[], Mapping[ShardName, ShardHandle]] = dict) -> OrgPool:
+    return OrgPool(
+        [MAIL], shards=shards, reads=lambda _: (), weight_of=lambda _: 1.0, starts=Starts(no_store, lambda: None)
+    )
+
+
+@dataclass(eq=False)
+class Consumer:
+    """A consumer with room for jobs, which only counts its credit."""
+
+    account: Account
+    credit: int
+    queues: Sequence[QueueName] = (MAIL,)
+    kinds: Sequence[str] = ()
+    worker: str = "worker"
+    window_us: int = 60_000_000
+    idle: bool = True
+    full: bool = False
+    takes_once: bool = False
+    all_orgs: bool = True
+
+    def account_of(self, org: OrgId) -> Account:
+        return self.account.of(org)
+
+    def keep_places(self, jobs: int) -> None:
+        self.credit -= jobs
+
+    def free_places(self, unused: int) -> None:
+        self.credit += unused
+
+    def give(self, jobs: Delivery) -> None:
+        raise AssertionError("no job is leased here")
+
+    take = give
+
+
+def dealt(pool: OrgPool, org: OrgId, jobs: int) -> int:
+    """Returns how many of these new jobs of an org get places."""
+    return sum(share.count for share in pool.deal(org, [100] * jobs))
 
 
 async def test_an_org_that_was_held_back_is_not_ready_on_a_shard_that_has_gone_away() -> None:
-    pool = OrgPool(
-        [QueueName("mail")],
-        shards=dict,
-        reads=lambda _: (),
-        weight_of=lambda _: 1.0,
-        starts=Starts(no_store, lambda: None),
-    )
-    pool._set_aside(OrgId("acme"), ShardName("s1"), [QueueName("mail")], for_s=0)
+    pool = pool_of()
+    pool._set_aside(ACME, S1, [MAIL], for_s=0)
     looked = asyncio.Event()
     asyncio.get_running_loop().call_later(0, looked.set)
     await looked.wait()
     assert pool.schedule.ready_count == 0
-    assert pool.quiet.is_set()
+
+
+async def test_new_jobs_are_handed_over_beside_the_backlog_of_another_org_until_it_is_that_orgs_turn() -> None:
+    pool = pool_of()
+    pool.enter(Consumer(Account(Buffer(1_000_000), org="", peer="here"), credit=10))
+    pool.found(S1, LARGE, MAIL)
+    assert dealt(pool, LARGE, 1) == 0, "its older jobs come first"
+    assert dealt(pool, ACME, 3) == 1, "only one job before the other org's"
+    pool.schedule.began(ACME, "lease", now_s=0.0, until_s=60.0)
+    assert dealt(pool, ACME, 1) == 0, "the other org is next now"
+    pool.schedule.idle(LARGE, S1)
+    assert dealt(pool, ACME, 3) == 3, "nobody else waits"
+    assert dealt(pool, LARGE, 9) == 6, "as many as there are places"
 
 
 async def test_a_pool_goes_on_after_a_fault(caplog: pytest.LogCaptureFixture) -> None:
@@ -46,13 +99,7 @@ async def test_a_pool_goes_on_after_a_fault(caplog: pytest.LogCaptureFixture) ->
         went_on.set()
         return {}
 
-    pool = OrgPool(
-        [QueueName("mail")],
-        shards=shards,
-        reads=lambda _: (),
-        weight_of=lambda _: 1.0,
-        starts=Starts(no_store, lambda: None),
-    )
+    pool = pool_of(shards)
     running = asyncio.create_task(pool.run())
     pool.wake()
     await asyncio.wait_for(failed.wait(), PATIENCE_S)
