@@ -3,8 +3,8 @@ been sent, jobs that wait to be read. Memory is reserved before the work begins,
 or the client is gone (I9).
 
 No org and no connection may hold more than is left free: a single org or connection gets at most half, and the other
-half stays free for others (shard/fair_quota.py). The same holds for the memory that the claims on one shard have
-reserved: if the shard does not answer, they hold this memory for seconds.
+half stays free for others (shard/fair_quota.py). The claims on one shard may not reserve more than is left free either,
+because they hold this memory for seconds if the shard does not answer.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Buffer:
     ) -> None:
         """Waits until the account holds `count` more bytes. `received` is the memory that the waiting request itself
         takes. If the request is a claim, `shard` is the shard that it claims from. Raises RouterFull after `wait_s`, or
-        at once if too many bytes wait."""
+        at once if the waiting requests would take too much memory."""
         if received and not self._received.take(account.peer, received):
             raise RouterFull("bytes in calls and answers", self.bytes_max)
         waiting = _Waiting(account, count, asyncio.get_running_loop().create_future())

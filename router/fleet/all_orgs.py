@@ -37,7 +37,7 @@ class AllOrgs(Protocol):
         ...
 
     def deal(self, org: OrgId, queue: QueueName, sizes: Sequence[int]) -> list[Share]:
-        """Keeps places for new jobs with payloads of these sizes."""
+        """Keeps places at consumers for new jobs with payloads of these sizes."""
         ...
 
     def lost(self, shard: ShardName) -> None:
@@ -45,5 +45,5 @@ class AllOrgs(Protocol):
         ...
 
     def note(self, store: Store) -> None:
-        """Records on this shard that all these consumers were seen."""
+        """Records on the shard of `store` that the consumers of all orgs were seen."""
         ...

@@ -2,7 +2,7 @@
 (docs/decisions/0053-backlogs-are-counted-by-those-who-add-to-them.md).
 
 This process counts the jobs on the shard, and adds the jobs that it has let through since the count. It does not know
-what other processes have let through, so it counts again after a second, or later if counting takes long.
+what other processes have let through, so it uses a count for a second only, or for longer if counting takes long.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from shard.limits import Limit, Measure
 from shard.queue.store import Store
 from shard.vocabulary import OrgId
 
-# A count is used for _USED_S, or for _USED_TIMES the time that it took if that is longer.
+# A count is used for _USED_S, or for _USED_TIMES times as long as it took, if that is longer.
 _USED_S = 1.0
 _USED_TIMES = 50.0
 
 
 class Backlog:
-    """Has those methods of a Bucket that a Charge needs. A token is the right to add one job, or one byte, to the
-    backlog."""
+    """Has those methods of a Bucket that a Charge (router/fleet/limits.py) needs. A token is the right to add one job,
+    or one byte, to the backlog."""
 
     def __init__(self, org: OrgId, limit: Limit) -> None:
         self.limit = limit
         self.in_bytes = limit.key.measure is Measure.BACKLOG_BYTES
         self._org = org
         self._counted = 0
-        # Jobs or bytes let through since the count, and those that the count may have missed.
+        # What is added to `_counted`: jobs or bytes let through since that count began, or that it may have missed.
         self._added = 0
         # Jobs or bytes that were let through, but whose enqueue the shard has not answered yet: a count may miss them.
         self._unsettled = 0

@@ -29,8 +29,8 @@ _Key: TypeAlias = tuple[OrgId, QueueName]
 
 # A block has what the process needs for this long.
 _AHEAD_S = 0.5
-# What a block has in addition to the tokens that calls lack is at most what the limit gives in this time. So even all
-# processes together hold few tokens of a small limit, and a small part of what a large limit gives in a minute.
+# Beyond the tokens that calls lack, a block has at most what the limit gives in this time. So even all processes
+# together hold few tokens of a small limit, and a small part of what a large limit gives in a minute.
 _BLOCK_S_MAX = 0.1
 # The shortest time over which the pace of a process is computed.
 _PACE_S_MIN = 0.01
@@ -40,7 +40,7 @@ PAUSE_S = 0.05
 _HELD_S = 1.0
 GIVE_BACK_S = 0.5
 _FINISH_S_MAX = 1.0
-# The process remembers this many buckets. With more, it forgets those without tokens.
+# The process remembers at most this many buckets. With more, it forgets those without tokens.
 _BUCKETS_MAX = 20_000
 
 
@@ -59,7 +59,7 @@ class Bucket:
         self.tokens = 0
         # When the latest draw was answered.
         self.drawn_s = 0.0
-        # How many tokens a claim takes at once.
+        # The most tokens that one claim takes.
         self.at_once = limit.amount
         # How many tokens calls wait for.
         self.waiting = 0
@@ -121,7 +121,7 @@ class Bucket:
 
     def _run(self, act: Coroutine[None, None, None]) -> asyncio.Task[None]:
         self._drawing = asyncio.get_running_loop().create_task(act)
-        # Take the error: a draw ahead has no caller that would take it.
+        # Retrieve the error: a draw ahead has no caller that does, and asyncio would log it.
         self._drawing.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._drawing
 
@@ -148,7 +148,8 @@ class Bucket:
         return (await store.draw(Draw(self._org, self.limit, 0, 0))).left + self.tokens
 
     def give_back_excess(self) -> None:
-        """Gives the tokens back now if this process has more of them than the shard has left for others."""
+        """Gives the tokens back now if they are more than a draw ahead gets, and more than the shard has left for
+        others."""
         if self.tokens > max(self.left, self.block_max) and not self.waiting and self._drawing is None:
             self._run(self._give_back_now())
 
@@ -246,8 +247,8 @@ class Buckets:
         return buckets
 
     def _forget(self) -> None:
-        """Forgets buckets without tokens, and then the oldest ones. With each bucket that has tokens, at most one block
-        of tokens is lost. What else this process knows of a bucket is a hint."""
+        """Forgets buckets without tokens, and then the oldest ones. With each of the oldest ones, at most one block of
+        tokens is lost. What else this process knows of a bucket is a hint."""
         used = {key: buckets for key, buckets in self._buckets.items() if any(b.tokens or b.waiting for b in buckets)}
         for key in list(used)[: max(0, len(used) - _BUCKETS_MAX // 2)]:
             del used[key]

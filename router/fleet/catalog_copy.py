@@ -26,9 +26,9 @@ _LOOK_S = 3.0
 _LOOK_S_MAX = 5.0
 # A copy that is older than this is not fresh: at least one look has failed.
 _FRESH_S = 10.0
-# How many times longer than a shard the catalog may be silent before it counts as unavailable. This process has a
+# How many times longer than a shard the catalog may be silent before it is regarded as unavailable. This process has a
 # single connection to the catalog. While a look runs on it, only a new connection can find out whether the server still
-# answers, and to connect takes long on a busy machine. Only few calls need the catalog and must wait so long.
+# answers, and to connect takes long on a busy machine. The long wait affects few calls, because few need the catalog.
 _PATIENCE = 4.0
 # A call that waits for a change looks at the copy again after this pause. Most often a notification ends it earlier.
 _WAIT_S = 0.1
@@ -81,7 +81,7 @@ class CatalogCopy:
         )
 
     async def begin(self, first: Catalog) -> None:
-        """Sets the first copy of the catalog, and reads the limits. Raises ShardUnavailable."""
+        """Sets the first copy of the catalog, and reads the limits and weights. Raises ShardUnavailable."""
         await self._read_limits(None)
         await self._read_weights()
         self._current, self._looked_s = first, asyncio.get_running_loop().time()

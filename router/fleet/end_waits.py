@@ -3,7 +3,7 @@ that is woken looks at its job.
 
 An ack, a nack or a cancel through this router wakes callers at once. The other routers are told which jobs are awaited,
 and a router that settles such a job rings the doorbell. These hints miss some ends (a purge, a death by expiry, a move
-to another shard, a lost notification). To find these too, the awaited jobs are looked at again from time to time, many
+to another shard, a lost notification). To find these ends, the awaited jobs are looked at again from time to time, many
 in one statement. While nobody waits, the shard is not queried, and settling only checks that nobody waits.
 """
 
@@ -94,7 +94,7 @@ class EndWaits:
                 wait.wake()
 
     def awaited_elsewhere(self, jobs: Collection[str]) -> None:
-        """Remembers jobs for whose ends callers of another router wait, as that router reports."""
+        """Call this when another router reports that callers wait there for the ends of these jobs."""
         now_s = asyncio.get_running_loop().time()
         for job in jobs:
             # Put the job last: the jobs are in the order of their times.

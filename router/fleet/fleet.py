@@ -61,8 +61,8 @@ _T = TypeVar("_T")
 # How long a call waits for a shard that takes its org's jobs. While a slot moves, no shard takes them for a moment.
 _UNOWNED_S_MAX = 2.0
 _RETRY_S = 1.0
-# If a shard's newest mark in the catalog is lower than the mark that this router knows, by more than this number, then
-# the catalog was probably restored from a backup.
+# If the catalog's newest mark of a shard is lower than this router's by more than this number, the catalog was probably
+# restored from a backup.
 _MARKS_LESS_MAX = 20
 _FIRST_TRY_S_MAX = 5.0
 
@@ -95,8 +95,8 @@ class Fleet:
         self._group = asyncio.TaskGroup()
 
     async def run(self, opened: asyncio.Event) -> None:
-        """Opens the fleet, sets `opened`, and keeps every shard up until cancelled. Raises Misconfigured if only an
-        operator can solve the problem."""
+        """Opens the fleet, sets `opened`, and keeps every shard up until cancelled. Raises Misconfigured if the fleet
+        cannot be opened before an operator has corrected something."""
         try:
             await self._catalog.database.open()
             await self._found_catalog()
@@ -463,8 +463,8 @@ class Fleet:
     def _marked(self, marks: Mapping[ShardName, Mark]) -> None:
         """Takes over the marks that the catalog has confirmed."""
         for name, mark in marks.items():
-            # If this look at the catalog began before this router last confirmed a mark, it may miss the newest few
-            # marks.
+            # A mark that is only a few numbers lower is no trouble: this look at the catalog may have begun before this
+            # router last confirmed a mark.
             if name in self._marks and self._marks[name].number - mark.number > _MARKS_LESS_MAX:
                 _log.error(
                     "the catalog knows mark %d of shard %r, and knew %d: was it restored from a backup? See "

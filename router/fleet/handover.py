@@ -21,7 +21,7 @@ from shard.queue.store import Store
 from shard.vocabulary import PRIORITY_DEFAULT, Lease, NewJobs, OrgId, QueueName
 
 # Jobs with these columns are not handed over, but claimed. The first four columns set times that an insert with a lease
-# does not look at. Jobs with keys are often known already, and then nothing is handed over.
+# does not look at. Jobs with dedup keys are often known already, and a known job is not leased.
 _CLAIMED_COLUMNS = ("run_at_us", "delay_us", "expires_at_us", "max_runtimes_us", "dedup_keys", "live_keys")
 # Jobs with larger payloads are not handed over either.
 _PAYLOAD_BYTES_MAX = 16 * 1024
@@ -46,8 +46,9 @@ class Handovers:
         against the consumers' credit until the handover is done.
 
         Consumers of this process come first: those of the org, then those of all orgs. Siblings are asked only if these
-        are too few. If a limit on starts applies to a queue, its jobs are offered only to consumers of this process,
-        and only as many as this process has already drawn tokens for. All other jobs of the queue are claimed."""
+        are too few. If a limit of starts applies to a queue, its jobs are offered only to consumers of this process,
+        and only as many as this process has already drawn tokens for. All other jobs of the queue are claimed. If a
+        limit of jobs in flight applies to a queue, all its jobs are claimed."""
         if self._room.is_empty and not self._pools.any and not self._siblings.any_ready():
             return None
         dealt: list[tuple[Share, Sequence[int]]] = []
@@ -124,7 +125,7 @@ class Handovers:
         permits: Sequence[tuple[Permit, Sequence[int]]],
         handed: Handed,
     ) -> None:
-        """Gives each waiter the jobs that were leased to it, and gives back the credit for the other jobs."""
+        """Gives each waiter the jobs that were leased to it, and gives back credit and tokens for the other jobs."""
         leased = set(handed.positions)
         certain = leased.union(handed.waiting)
         unsure: list[Lease] = []

@@ -19,7 +19,7 @@ _TRIES_MAX = 20
 
 
 # What jobs of a call cost in one bucket or backlog: that bucket or backlog, the positions of the jobs (None: all of
-# them), and the number of tokens. It is a plain tuple, because each call makes some.
+# them), and the number of tokens. A plain tuple is quick to make, and each call to a limited org makes some.
 _Cost: TypeAlias = tuple[Bucket | Backlog, Sequence[int] | None, int]
 # The process remembers this many backlogs. With more, it forgets those that it can count again.
 _BACKLOGS_MAX = 20_000
@@ -82,8 +82,8 @@ class Limits(Buckets):
         }
 
     async def charge(self, store: Store, jobs: NewJobs, *, independent: bool) -> Charge:
-        """Uses the tokens that these jobs cost, in all buckets that count for them. `independent`: each job may be
-        stored alone. Raises LimitReached, NoAnswer; no tokens are used then."""
+        """Uses the tokens that these jobs cost, in all buckets of their org and queues. `independent`: each job may be
+        stored without the others. Raises LimitReached, NoAnswer; no tokens are used then."""
         costs = self._costs(jobs)
         if not costs:
             return Charge(costs, jobs)
@@ -104,7 +104,7 @@ class Limits(Buckets):
         raise _reached(jobs, bucket, positions, tokens, independent=independent)
 
     def _costs(self, jobs: NewJobs) -> list[_Cost]:
-        """Returns what these jobs cost, for each bucket that counts for them."""
+        """Returns what these jobs cost in each bucket and backlog of their org and queues."""
         org, table, of_backlogs = jobs.org, self.table, self._backlog_table
         if not table.is_limited(org) and not of_backlogs.is_limited(org):
             return []

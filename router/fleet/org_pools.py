@@ -16,7 +16,7 @@ from shard.admin.weights import Weights
 from shard.queue.store import Store
 from shard.vocabulary import Lease, OrgId, QueueName, ShardName
 
-# How long a pool without consumers stays: streams end from time to time, and their consumers come back.
+# How long a pool without consumers stays, at most: streams end from time to time, and their consumers come back.
 _KEPT_S = 60.0
 
 
@@ -187,8 +187,8 @@ class OrgPools:
             pool.wake()
 
     def ahead(self, org: OrgId, queue: QueueName) -> tuple[float, float] | None:
-        """Returns how many seconds the tag of an org is above the floor, and the org's weight. Returns None if the org
-        has no ready jobs, or if its tag is not above the floor."""
+        """Returns how many seconds the tag of an org is above the floor of virtual time, and the org's weight. Returns
+        None if the org has no ready jobs, or if its tag is not above the floor."""
         for pool in self._by_queue.get(queue, ()):
             lead_s = pool.schedule.lead(org)
             if pool.schedule.is_ready(org) and lead_s > 0:

@@ -2,10 +2,10 @@
 What it finds are hints (I7), like those of the wait room: a claim or the sweep corrects a wrong hint.
 
 Nothing is written to the shard for these hints. This process knows of new jobs from its own enqueues and from the
-doorbells of other routers, which ring in any case. A probe finds out when later jobs fall due. A first walk over the
-ready index finds the jobs that were there before. After that, each sweep continues the walk for some milliseconds from
-where the last sweep ended, and so finds every job whose hint was lost. While nobody takes jobs of all orgs, none of
-this runs.
+doorbells of other routers, which ring in any case. A probe finds out when a queue's next job falls due. A first walk
+over the ready index finds the jobs that were stored earlier. After that, each sweep continues the walk for some
+milliseconds from where the last sweep ended. So the sweeps find, in time, every job whose hint was lost. While nobody
+takes jobs of all orgs, none of this runs.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from shard.vocabulary import Micros, OrgId, QueueId, QueueName
 _STEP_QUEUES = 500
 # How long all statements of one sweep together may walk.
 _SWEEP_S = 0.060
-# The pause after a probe, and the pause after a failure. The next probe covers all queues that are added meanwhile.
+# The pause after a probe, and the pause after a failure. The next probe covers all queues that are added until then.
 _PAUSE_S = 0.010
 _FAILED_PAUSE_S = 0.5
-# Jobs that fall due after more than this many sweeps are not remembered: a later sweep finds them in time.
+# Jobs that fall due later than after this many sweeps and two whole walks are not remembered: a later sweep finds them
+# in time.
 _SOON_SWEEPS = 3
 # If there are more queues to probe than this, all of them are dropped, and the walk begins again. At most this many
-# queues that fall due soon are remembered. A later sweep finds the others.
+# queues with jobs that fall due soon are remembered. A later sweep finds the others.
 _QUEUES_MAX = 100_000
 
 
@@ -158,7 +159,7 @@ class ReadyOrgs:
                 try:
                     await self._find()
                 except ShardError:
-                    # The hints are lost. When the shard answers again, the walk finds their jobs.
+                    # The hints are lost. When the shard answers again, a new walk finds the jobs.
                     self.walk_again()
                     pause_s = _FAILED_PAUSE_S
                 await asyncio.sleep(pause_s)

@@ -83,7 +83,7 @@ class Reloader:
         _log.info("cluster file %s is now in use: %s", cluster.digest, "; ".join(changes) or "no changes")
 
     def _refuse(self, why: str) -> bool:
-        """Records a refusal. Returns whether it is the first one for this file; only that one is logged."""
+        """Records a refusal. Returns whether it is the first one of this content; only the first one is logged."""
         is_first = self.refusal is None or self.refusal.digest != self._file.digest
         if is_first:
             _log.error("the cluster file is refused, and %s stays in use: %s", self.cluster.digest, why)

@@ -40,8 +40,8 @@ async def record(fleet: Fleet, folder: Path, *, named_max: int) -> None:
     async with asyncio.TaskGroup() as group:
         while True:
             holdings = fleet.holdings()
-            # No shard waits for another shard whose last count has not ended. If a shard does not answer, its file
-            # stays as it is, and is soon too old to be read.
+            # Leave out a shard whose last count has not ended, so that no other shard waits for it. If a shard does not
+            # answer, its file stays as it is, and is soon too old to be read.
             for name, handle in fleet.shards().items():
                 if handle.is_usable and (name not in running or running[name].done()):
                     act = partial(_write, folder, handle, holdings.get(name, _HOLDS_NOTHING), named_max=named_max)

@@ -1,4 +1,4 @@
-"""One shard as this router knows it: its store, its queue admin, its wait rooms, and the tasks that keep it up."""
+"""One shard as this router knows it: its store, its queue admin, its wait room, and the tasks that keep it up."""
 
 from __future__ import annotations
 
@@ -424,8 +424,8 @@ class ShardHandle:
         _log.info("shard %r is reached by its new DSN", self.name)
 
     async def _until_proved(self, database: Database, prefix: str) -> None:
-        """Calls `prove` every second until it accepts the database. Every log line and `trouble` begin with
-        `prefix`."""
+        """Calls `prove` every second until it accepts the database. `trouble`, and the log line about a ShardError,
+        begin with `prefix`."""
         logged = ""
         while True:
             try:

@@ -59,7 +59,7 @@ def deal(awaited: AwaitedQueue[_W] | None, org: OrgId, sizes: Sequence[int]) -> 
         held = sum(sizes[dealt : dealt + count]) + JOB_BYTES * count
         account = waiter.account_of(org)
         if not account.take(held):
-            # The waiter's share of the buffer is full of jobs that its client has not read yet.
+            # The waiter's part of the buffer is full of jobs that its client has not read yet.
             continue
         waiter.keep_places(count)
         awaited.served(waiter)

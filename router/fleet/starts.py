@@ -2,7 +2,7 @@
 (docs/decisions/0049-starts-are-held-back.md), and how many may be leased at a time
 (docs/decisions/0052-leases-in-flight-are-counted.md).
 
-A start limit refuses nothing: it holds jobs back. A claim of a limited queue takes tokens first, then leases at most
+A limit of starts refuses nothing: it holds jobs back. A claim of such a queue takes tokens first, then leases at most
 that many jobs, and puts back the tokens that it did not use. While there are no tokens, the queue counts as a queue
 without due jobs.
 
@@ -34,8 +34,8 @@ _HOLD_S_MAX = 3.0
 class Permit:
     """Tokens for `jobs` starts. A job has started when it was leased and its consumer may have it. The owner of the
     permit puts back the tokens of jobs that have not started. If the shard's answer was lost, nobody knows which jobs
-    were leased. Their tokens are put back too: no consumer has these jobs, and they are claimed again when their leases
-    end."""
+    were leased. Then all tokens are put back: no consumer has the leased jobs, and they are claimed again when their
+    leases end."""
 
     buckets: Sequence[Bucket]
     jobs: int
@@ -81,7 +81,7 @@ class ClaimedPart(NamedTuple):
     result: ClaimResult
     # The most jobs that the claim could lease.
     max_jobs: int
-    # Puts back the tokens of jobs that do not reach their consumer. None: no limit of starts counts.
+    # Puts back the tokens of jobs that do not reach their consumer. None: no limit of starts applies.
     put_back: Callable[[int], None] | None
 
     @property
@@ -142,7 +142,7 @@ class Starts(Buckets):
         return parts
 
     def in_flight(self, org: OrgId, queue: QueueName) -> InFlightLimits | None:
-        """Returns the limits of jobs in flight that count for a queue. None: there are none."""
+        """Returns the limits of jobs in flight that apply to a queue. None: there are none."""
         if not self._in_flight.is_limited(org):
             return None
         of_org = next((limit.amount for limit in self._in_flight.of(org)), None)
@@ -205,8 +205,8 @@ class Starts(Buckets):
 
     def take(self, org: OrgId, queue: QueueName, wanted: int) -> Permit | None:
         """Takes tokens that this process has drawn before, for up to `wanted` starts of a hand-over. Returns None if no
-        limit of starts counts for the queue. Jobs with a limit of jobs in flight are not handed over: only a claim
-        counts them."""
+        limit of either kind applies to the queue. Returns an empty permit if the queue has a limit of jobs in flight:
+        its jobs are not handed over, because only a claim counts the leased jobs."""
         if self.in_flight(org, queue) is not None:
             return Permit((), 0)
         if not self.table.is_limited(org):

@@ -217,8 +217,8 @@ class WaitRoom:
                     self._full.pop(key, None)
                 elif (awaited := self._queues.get(key)) is not None:
                     awaited.backlog = True
-        # Meanwhile a lease may have ended, or another caller may have found room. No consumer is woken for that
-        # later, so return False: the caller must look for jobs again.
+        # If a lease has ended during the count, or another caller has found room, no consumer is woken for that later.
+        # Then return False: the caller must look for jobs again.
         return is_full and all(key in self._full for key in keys)
 
     def is_full(self, org: OrgId, queue: QueueName) -> bool:
@@ -345,7 +345,7 @@ class WaitRoom:
         """Looks for jobs of these queues that arrived from another shard, and wakes their consumers."""
         self._store.arrived(numbers)
         self.on_doorbell(numbers)
-        # A probe finds the jobs that are due later: nothing else would wake consumers for those jobs.
+        # A probe finds the jobs that are due later: no other hint would wake consumers for those jobs.
         self._probe_soon([key for number in numbers if (key := self._by_number.get(number)) is not None])
 
     async def may_have_jobs(self, org: OrgId, queue: QueueName) -> None:
@@ -430,7 +430,7 @@ class WaitRoom:
             awaited = self._queues.get(key)
             if awaited is not None:
                 if awaited.number is None:
-                    # Record these consumers: this was impossible if the queue did not exist before.
+                    # Record these consumers, which was impossible while the queue did not exist.
                     for waiter in awaited.waiters:
                         self._note(waiter)
                 awaited.number = number
@@ -470,7 +470,7 @@ class WaitRoom:
 
     def _probe_old(self, waiter: Waiter) -> None:
         """Probes those of the waiter's queues whose last probe is older than 1 s. For the other queues the timers are
-        still right: every change since then has rung a doorbell or asked for a probe."""
+        still right: every change since their last probe has rung a doorbell or asked for a probe."""
         now_s = asyncio.get_running_loop().time()
         for queue in waiter.queues:
             awaited = self._queues.get((waiter.org, queue))

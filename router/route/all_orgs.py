@@ -1,8 +1,8 @@
 """Lists the orgs of all shards with their figures, one page at a time.
 
-Each shard sorts its own orgs, and the pages of the shards are merged. An org that moves has jobs on two shards. It is
-listed at the place of the larger of its two figures, and it shows the sum of both. So a page of the list needs one page
-of each shard. For the few orgs on it that move, it also needs the figures that their other shards have.
+Each shard sorts its own orgs, and the pages of the shards are merged. An org that moves has jobs on two shards. The
+larger of its two figures decides where it is listed, and the list shows the sum of the two. So a page of the list needs
+one page of each shard and, for each of its few orgs that move, the figures of the org's other shard.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ async def list_orgs(
     orgs: list[tuple[OrgFigures, Sequence[ShardName]]] = []
     for part in parts:
         reads = _reads(fleet, part)
-        # If the shard is not among the org's reads, the org has just moved away, and the shard where it lives now lists
-        # it.
+        # Leave out a part whose shard is not among the org's reads: the org has just moved away, and the shard where it
+        # lives now lists it.
         if part.shard in reads:
             known = {part.shard: part.figures}
             if shard is None:

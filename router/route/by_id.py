@@ -37,7 +37,7 @@ async def find_duplicates(fleet: Fleet, placement: Placement, jobs: NewJobs) -> 
             if at not in by_id
             and (
                 former.may_know(made_at_ms(job_id), keyed=at in jobs.dedup_keys)
-                # Only a shard that still has live jobs of the slot knows keys that count while a job is live.
+                # Only a shard that still has live jobs of the slot knows live keys.
                 or (at in jobs.live_keys and former.shard in placement.sources)
             )
         ]
@@ -49,8 +49,8 @@ async def find_duplicates(fleet: Fleet, placement: Placement, jobs: NewJobs) -> 
     for at in by_id:
         by_key.pop(at, None)
     if by_key:
-        # A match by id outranks a match by dedup key. So look for these ids too: another shard than the one that knows
-        # the key may know the id.
+        # A match by id outranks a match by dedup key. So look for the ids of the jobs that were found by key: another
+        # shard than the one that knows the key may know the id.
         by_id |= await _known_by_id(fleet, jobs, list(by_key))
     return by_key | by_id
 

@@ -73,7 +73,7 @@ class Leases:
         for at, (tag, _) in enumerate(tokens):
             positions[tag].append(at)
         answers = [Answer.NOT_FOUND] * len(tokens)
-        # An error does not undo the changes of the other shards, so let every shard finish before it is raised.
+        # Let every shard finish before an error is raised, because the error does not undo what other shards change.
         outcomes = await asyncio.gather(
             *(self._ask_one(tag, call.only(there)) for tag, there in positions.items()), return_exceptions=True
         )

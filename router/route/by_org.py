@@ -44,7 +44,7 @@ async def ask_readers(
 ) -> Asked[_T]:
     """Asks every shard of the org's current placement, in the order in which jobs move, so that no job is missed.
 
-    `finished`: asks former owners first, because they may still hold finished jobs. Raises NoAnswer if no shard
+    `finished`: before these, asks former owners, which may still hold finished jobs. Raises NoAnswer if no shard
     answers, UnknownQueue if no shard that answers knows the queue, and every other error of `ask`.
     """
     while True:
@@ -162,14 +162,14 @@ async def count_readers(fleet: Fleet, wanted: WantedCount, *, page_token: str) -
     while True:
         several = len(_names(fleet.placement(wanted.org), finished=finished)) > 1
         asked = await ask_readers(fleet, wanted.org, partial(ask, with_ids=several), finished=finished)
-        # If several shards have answered without ids, a move has begun meanwhile, and a job may be on two shards: count
-        # again, with ids.
+        # If several shards have answered without ids, a move has begun since `several` was computed, and a job may have
+        # been counted on two shards: count again, with ids.
         if several or len(asked.answers) == 1:
             return merged_counts([part for _, part in asked.answers]), asked.unavailable
 
 
 async def find_keyed(fleet: Fleet, org: OrgId, queue: QueueName, key: str, *, live: bool) -> JobId | None:
-    """Returns the id of the job that has a dedup key now. `live`: whether the key is a live key, or one that counts for
+    """Returns the id of the job that has a dedup key now. `live`: whether it is a live key; otherwise it is a key with
     a dedup window. Raises ShardUnavailable if no shard that answers knows the key, and another shard does not
     answer."""
     # Ask in the same way as an enqueue. The id is new, so only the key can be known.

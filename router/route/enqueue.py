@@ -34,9 +34,9 @@ async def describe(fleet: Fleet, jobs: NewJobs, duplicates: Mapping[int, JobId])
 
 async def store(fleet: Fleet, jobs: NewJobs, *, hand: bool, independent: bool = False) -> dict[int, JobId]:
     """Stores jobs and wakes consumers that wait for them. `hand`: leases the jobs to waiting consumers in the same
-    insert. `independent`: each job may be stored alone, so LimitReached names only the jobs that are too many. Returns
-    the positions of jobs that were known already, with the id that each is known under. Raises BadIds, TooManyQueues,
-    LimitReached, NoAnswer."""
+    insert. `independent`: each job may be stored without the others, so LimitReached names only the jobs that are too
+    many. Returns the positions of jobs that were known already, with the id that each is known under. Raises BadIds,
+    TooManyQueues, LimitReached, NoAnswer."""
 
     async def on(member: ShardHandle, placement: Placement) -> dict[int, JobId]:
         member.require_open()

@@ -153,8 +153,8 @@ def _gives_none(member: ShardHandle) -> str | None:
 
 
 def _together(asked: Asked[QueueFacts]) -> QueueFacts:
-    """Merges the facts about a queue that the shards of an org have. The writer says whether the queue gives jobs,
-    because it has the org's queue configurations."""
+    """Merges the facts about a queue that the shards of an org have. The writer says which kinds are quarantined, and
+    whether the queue gives jobs, because the writer has the org's queue configurations."""
     answers = dict(asked.answers)
     facts = list(answers.values())
     first = next((one for one in facts if one.ready), facts[0])

@@ -82,7 +82,7 @@ async def retry_of(
         if node.callback is None and JobState(found.state) in LIVE:
             raise NotRetryable(old, f"job {node.job_id} of node {node.name!r} was redriven, and has not ended yet")
         if node.callback is None and found.state == JobState.SUCCEEDED.value:
-            # The job was redriven after its node had failed.
+            # After its node had failed, the job was redriven, and has succeeded.
             ended.append(_as_ended(node._replace(state=NodeState.SUCCEEDED.value)))
         else:
             running.append(node)
@@ -151,8 +151,8 @@ def _workflow(
 
 def _cycle(edges: Sequence[Edge], running: Collection[int]) -> Sequence[int]:
     """Returns nodes among `running` that wait for each other in a circle, or none. The old workflow had no circle. But
-    its jobs may have added nodes and waited for them, and these nodes may wait for a node that had ended before. In the
-    retry that node has not ended, and may wait for the job that added them."""
+    one of its jobs may have added nodes and waited for them, and the added nodes may wait for a node that had ended by
+    then. In the retry, the ended node runs again, and may itself wait for that job."""
     again = [edge for edge in edges if edge.node in running and edge.parent in running]
     if all(edge.parent < edge.node for edge in again):
         return ()

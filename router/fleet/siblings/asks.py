@@ -26,7 +26,8 @@ _REST_S = 1.0
 # The most jobs, and the most bytes of jobs, that one ask is about; further jobs get no place.
 _ASK_JOBS_MAX = 1000
 _ASK_BYTES_MAX = 1024 * 1024
-# The most jobs of asks and promises that are not over. Orgs share this number (I4).
+# The most jobs for which this process has asked one sibling at the same time, and the most for which it has promised
+# places to that sibling. Orgs share each of the two numbers (I4).
 JOBS_MAX = 10_000
 # How long places are kept for a sibling that does not tell the outcome. This time is short, because until it is
 # over no hint wakes a `Dequeue` that was promised a delivery. The outcome takes this long only if the shard hardly
@@ -65,7 +66,7 @@ class Asked:
     since_s: float
     # The jobs that the sibling has been told of, and has not confirmed yet.
     told: Sequence[Delivery] = ()
-    # When these jobs are released. By then the sibling gives them to no consumer any more, whatever it reads later.
+    # When these jobs are released. From then on the sibling gives them to no consumer, whatever it reads later.
     release_s: float = math.inf
 
     def abandon(self) -> None:
@@ -90,7 +91,7 @@ class Asks:
         self._jobs = FairQuota(JOBS_MAX)
         self._timer: asyncio.TimerHandle | None = None
         self._release_timer: asyncio.TimerHandle | None = None
-        # An answer was late, so the sibling is asked nothing before this time.
+        # The sibling is asked nothing before this time, because an answer was late.
         self._rests_until_s = -math.inf
         self._closed = False
         self._all_over = asyncio.Event()
@@ -107,7 +108,7 @@ class Asks:
 
     def ask(self, key: QueueKey, jobs: NewJobs, positions: Sequence[int]) -> Asked | None:
         """Asks for places for the jobs at these positions, in this order of preference. Returns None if the org's open
-        requests cover too many jobs already, or if there is not enough free memory."""
+        asks are about too many jobs already, or if there is not enough free memory."""
         sizes: list[int] = []
         room = _ASK_BYTES_MAX
         for size in jobs.sizes(positions[:_ASK_JOBS_MAX]):
@@ -150,7 +151,7 @@ class Asks:
                 asked.promise.set_result(None)
 
     def on_answer(self, answer: Answer) -> None:
-        """Raises ValueError."""
+        """Raises ValueError if the answer fits no ask."""
         number, places = answer
         asked = self._unanswered.get(number)
         count = sum(place.jobs for place in places)

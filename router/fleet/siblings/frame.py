@@ -86,7 +86,7 @@ class Frame:
     asks: list[Ask] = field(default_factory=list[Ask])
     answers: list[Answer] = field(default_factory=list[Answer])
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
-    # The numbers of outcomes with jobs that have been received.
+    # The numbers of the received outcomes that had jobs.
     received: list[int] = field(default_factory=list[int])
 
     def __bool__(self) -> bool:
@@ -136,7 +136,7 @@ def greeted_by(head: bytes) -> str:
 
 
 def decoded(head: bytes, jobs: bytes) -> Frame:
-    """Raises ValueError."""
+    """Raises ValueError if the bytes are no frame."""
     match json.loads(head):
         case [[*hints], [*asks], [*answers], [*outcomes], [*received]]:
             at = _Cursor(jobs)

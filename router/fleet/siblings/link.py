@@ -46,9 +46,9 @@ class Link(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._send)
 
     def greet(self) -> None:
-        """Call this after the connection was made, and not in connection_made. If a write fails there because the
-        sibling has just ended, uvloop 0.23 closes the descriptor twice, the second time when another file may have
-        it."""
+        """Call this after the connection was made, and not in connection_made. If a write in connection_made fails
+        because the sibling has just ended, uvloop 0.23 closes the descriptor twice, the second time when another file
+        may have it."""
         if not self._closed:
             assert self._transport is not None
             self._transport.write(greeting(self._version))

@@ -1,4 +1,4 @@
-"""What this process promises one sibling: places at its own consumers, for jobs that are enqueued there. Routers of
+"""What this process promises one sibling: places at its own consumers, for jobs that the sibling stores. Routers of
 other supervisors learn of new jobs by shard/queue/doorbell.py."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shard.lease_token import lease_of
 from shard.queue.store import Store
 from shard.vocabulary import Lease, OrgId, QueueName, ShardName
 
-# When a sibling has ended, its enqueue may still be running in Postgres. After each of these times, the jobs that it
+# When a sibling has ended, its enqueues may still be running in Postgres. After each of these times, the jobs that they
 # may have leased are released.
 _RELEASES_AFTER_S = 1.0, 10.0
 
@@ -77,7 +77,7 @@ class Promises:
         self._timer: asyncio.TimerHandle | None = None
 
     def on_ask(self, ask: Ask) -> None:
-        """Raises ValueError."""
+        """Raises ValueError if the number of the ask was used before."""
         number, key, ids, sizes, until_s = ask
         if number in self._kept:
             raise ValueError(f"ask {number} came twice")
@@ -139,8 +139,8 @@ class Promises:
             self._link.send_soon()
 
     def close(self) -> None:
-        """Call this when the sibling is gone. Its enqueues may still lease jobs. These jobs are released as soon as the
-        enqueues must have ended."""
+        """Call this when the sibling is gone. Its enqueues may still lease jobs. These jobs are released twice: when
+        the enqueues have probably ended, and some seconds later."""
         if self._timer is not None:
             self._timer.cancel()
         kept, self._kept = self._kept, {}
@@ -151,8 +151,8 @@ class Promises:
 
 
 def _deliveries(kept: _Kept, leased: Sequence[Leased]) -> list[Delivery | None]:
-    """Returns the jobs of each share. None: no job was leased to it. Raises ValueError if these jobs are not those of
-    the promise."""
+    """Returns the jobs of each share. None: no job was leased to it. Raises ValueError if `leased` does not fit the
+    promise."""
     if len(leased) != len(kept.shares):
         raise ValueError(f"an outcome is about {len(leased)} consumer(s) instead of {len(kept.shares)}")
     deliveries: list[Delivery | None] = []

@@ -174,7 +174,7 @@ class _Sibling:
             self._tell(key, False)
 
     def _forget(self, key: QueueKey) -> bool:
-        """Forgets that the sibling was told that consumers are ready. Returns whether it was told."""
+        """Removes a queue from those of which the sibling was told. Returns whether it was one of them."""
         if key not in self._told:
             return False
         self._told.discard(key)
@@ -182,8 +182,8 @@ class _Sibling:
         return True
 
     def _tell(self, key: QueueKey, is_ready: bool) -> None:
-        """Tells the sibling. If the opposite hint still waits to be sent, removes that instead: the sibling has not
-        heard it."""
+        """Tells the sibling. If the opposite hint still waits to be sent, only removes it: the sibling does not know of
+        it."""
         hints = self.link.out.hints
         if hints.get(key, is_ready) != is_ready:
             del hints[key]
