@@ -42,7 +42,7 @@ class Waiting:
 
     # The kinds that each of these consumers takes; empty: all kinds.
     kinds: Sequence[Collection[str]] = ()
-    # Whether one of these consumers has found no jobs, and has room for more.
+    # Whether one of these consumers has found no more jobs, and has room for some.
     has_room: bool = False
 
     def takes(self, kind: str) -> bool:
@@ -80,7 +80,8 @@ def of_job(facts: JobFacts, shard: ShardName, around: Surroundings) -> admin_pb2
         found = [_on_its_way(shard, around), *([_dead(record)] if state is JobState.DEAD else [])]
     elif facts.live is not None:
         state = _state(facts.live)
-        # If there are no facts about the node, the workflow is on another shard.
+        # If there are no facts about the node, its workflow is on another shard: then assume that the node waits for a
+        # signal.
         if record.may_await_signal and (facts.signal is None or facts.signal.is_signal):
             found = _signal(record, facts.live, facts.signal, around)
         else:
@@ -103,7 +104,7 @@ def of_job(facts: JobFacts, shard: ShardName, around: Surroundings) -> admin_pb2
 
 
 def of_unknown_job(around: Surroundings) -> admin_pb2.ExplainJobResponse:
-    """Explains a job that none of the shards that answered has."""
+    """Explains a job that is on none of the shards that answered."""
     return admin_pb2.ExplainJobResponse(causes=_down(around))
 
 

@@ -379,7 +379,8 @@ def job(record: JobRecord, shard: ShardName) -> job_pb2.Job:
 
 
 def template_message(stored: Template) -> job_pb2.JobTemplate:
-    """Returns a template as it was given, but with the default priority filled in."""
+    """Returns a template as it was given, but with the defaults of the priority, and of a given retry policy, filled
+    in."""
     values = cast("Mapping[str, str | None]", stored)
     message = job_pb2.JobTemplate(
         queue=str(values["queue"]),

@@ -14,8 +14,8 @@ from google.protobuf.descriptor import Descriptor
 from router.codec.status import InvalidRequest, Violation
 
 # The limit for the fields of a request, including the fields of the messages in it. 1,000 jobs with everything that the
-# rules allow have 128,000 fields. Decoded, 250,000 fields take at most 22 MiB. Most requests are too short to have as
-# many.
+# rules allow have 128,000 fields. Decoded, 250,000 fields take at most 22 MiB. Most requests are too short to have so
+# many fields.
 FIELDS_MAX = 250_000
 _BITS = 7
 _MORE = 1 << _BITS

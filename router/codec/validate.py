@@ -2,8 +2,8 @@
 may be.
 
 protovalidate takes 3 µs for each job of an Enqueue, which would be most of the router's work for that call. So a few
-checks on whole columns recognise the simplest batches, with only id, queue, kind, payload, priority and trace. These
-checks accept less than the rules, never more. Every request that they do not accept goes to protovalidate, which
+checks on whole columns recognise the simplest batches, with only id, queue, kind, payload, priority, group and trace.
+These checks accept less than the rules, never more. Every request that they do not accept goes to protovalidate, which
 decides and explains.
 """
 
@@ -57,12 +57,12 @@ _SHOWN_CHARS_MAX = 128
 # At most this many violations of a request are described with their values. Reading a value takes 0.05 ms, and a
 # request may break thousands of rules.
 _DESCRIBED_MAX = 100
-# If a request, or an item of its lists, has more items than this in all its lists and maps together, only one violation
-# of it is searched for. To find all takes 0.02 to 0.1 ms for each violation, and the router process serves nobody else
-# meanwhile.
+# If a request has more than _REQUEST_ITEMS_MAX items in all its lists and maps together, the items of its lists are
+# checked one by one. Of an item with more than _ITEM_ITEMS_MAX items in it, only one violation is searched for: to find
+# all takes 0.02 to 0.1 ms for each violation, and the router process serves nobody else meanwhile.
 _REQUEST_ITEMS_MAX = 500
 _ITEM_ITEMS_MAX = 100
-# Descriptions of the contract's patterns, by a text that each pattern contains.
+# Descriptions of the contract's patterns. The first entry whose key a pattern contains describes it.
 _PATTERNS = {
     "[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}": "must be 1 to 128 of A–Z a–z 0–9 . _ : / -, the first a letter or digit",
     "-7[0-9a-f]{3}-": "must be a UUID of version 7 in lower case, such as 019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55",
@@ -99,8 +99,8 @@ def check(request: Message) -> None:
 
 def violations_of(request: Message, *, items_max: int = _JOBS_MAX) -> list[Violation]:
     """Returns every violation of the contract's rules. For a large request, returns only some violations, but at least
-    one for each item of its lists that has any. If a list has more than `items_max` items, returns only that violation:
-    whoever sends such a list must not keep the router busy with its items."""
+    one for each message in a list that breaks a rule. If a list has more than `items_max` items, returns only that
+    violation: whoever sends such a list must not keep the router busy with its items."""
     too_long = [
         Violation(field.name, _RULES["repeated.max_items"].format(rule=items_max) + f", not {len(value):,}")
         for field, value in request.ListFields()
@@ -141,7 +141,8 @@ def _collected(request: Message) -> Iterator[tuple[str, protovalidate.Violation]
     if _count_items(request, _REQUEST_ITEMS_MAX) <= _REQUEST_ITEMS_MAX:
         yield from (("", found) for found in protovalidate.collect_violations(request))
         return
-    # The items of its lists are checked below, one by one. Here an empty item stands for the items of each list.
+    # The items of the request's lists are checked below, one by one. Here, one empty item stands for all items of a
+    # list.
     lists = dict(_lists_of(request))
     rest = type(request)(**{field.name: value for field, value in request.ListFields() if field.name not in lists})
     for name in lists:

@@ -252,7 +252,7 @@ def new_nodes(request: workflows_pb2.AddNodesRequest, *, trace: str | None) -> t
 def _put_first(jobs: NewJobs, signals: Set[int]) -> None:
     """Gives priority 1 to the jobs of nodes that wait for signals, unless a job has another priority. A claim that
     finds such a job ends it, and does not give it to a consumer. So the job delays no other job, and should not wait
-    behind a backlog."""
+    behind other jobs."""
     for at in signals:
         jobs.priorities.setdefault(at, 1)
 

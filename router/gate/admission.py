@@ -38,8 +38,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 # The most calls that one process serves at a time, and the most streams and waiting calls together.
 CALLS_MAX = 4_000
 STREAMS_MAX = 10_000
-# A stream or waiting call takes one place, and one more place for every QUEUES_PER_PLACE queues that it waits for. A
-# queue takes 1.3 KiB of memory, and the rest of a stream 45 KiB.
+# A stream or waiting call takes one place, and one more place for every QUEUES_PER_PLACE queues that it waits for. To
+# wait for a queue takes 1.3 KiB of memory; the rest of a stream takes 45 KiB.
 QUEUES_PER_PLACE = 16
 # Calls that anybody may make, such as those of the health service. They have a limit of their own, so that strangers
 # cannot take the places of callers who prove who they are.
@@ -53,8 +53,8 @@ MESSAGE_BYTES_MAX = 16 * 1024 * 1024
 METADATA_BYTES_MAX = 16 * 1024
 # How much refused metadata may wait for the garbage collector.
 _METADATA_GARBAGE_MAX = 4 * 1024 * 1024
-# gRPC hands over messages up to this size. Messages above MESSAGE_BYTES_MAX are refused without being decoded. A
-# message with 1,000 of the largest results is smaller than this size. This size must not exceed the smallest buffer
+# gRPC hands over messages up to this size; the gate refuses those above MESSAGE_BYTES_MAX without decoding them. Even a
+# message with 1,000 acks and the largest results is below this size. The size must not exceed the smallest buffer
 # (memory_mib = 512).
 RECEIVED_BYTES_MAX = 64 * 1024 * 1024
 # How long a unary request may take to arrive, from its first byte to its last.
@@ -93,7 +93,8 @@ class Gate:
         self._refuse_from_s = 0.0
         self.arrivals = Arrivals()
         self._count = 0
-        # The calls and streams of callers that are of one org, including calls whose requests never come.
+        # By org: the calls and streams of callers that may act only for this org. They count even if their requests
+        # never come.
         self._of_callers = FairQuota(CALLS_MAX + STREAMS_MAX)
         self._calls = FairQuota(CALLS_MAX)
         self._streams = FairQuota(STREAMS_MAX)
@@ -130,8 +131,8 @@ class Gate:
         return call
 
     def identified(self, call: Call) -> None:
-        """Counts a call and its memory for its caller's org until it ends, if the caller is of one org. Raises
-        RouterFull."""
+        """If the caller may act only for one org, counts the call and its memory for this org until the call ends.
+        Raises RouterFull."""
         assert call.principal is not None
         if call.principal.org is not None:
             call.org = call.principal.org
@@ -243,8 +244,8 @@ class Gate:
 
     @contextlib.contextmanager
     def waiting(self, call: Call, queues: int = 0) -> Generator[None, None, None]:
-        """Within this scope, counts a call that waits for jobs as a stream and not as a call. `queues`: for how many
-        queues it waits. Raises RouterFull."""
+        """Within this scope, counts a waiting call as a stream and not as a call. `queues`: for how many queues it
+        waits. Raises RouterFull."""
         with self.stream(call.org, queues), self.lasting(call):
             self._calls.give_back(call.org)
             call.counted = False
@@ -284,8 +285,9 @@ class Gate:
     # ── Drain ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def drain(self) -> None:
-        """Closes each connection when its last call ends, so that its client uses another router. For a short time,
-        connections with calls may begin more calls, because their streams wait for the clients to leave."""
+        """Closes each connection when its last call ends, so that its client uses another router. For DRAIN_S, a
+        connection that still has calls may begin more calls: perhaps it is open only because one of its streams waits
+        for the client to close its side."""
         self.draining = True
         self._refuse_from_s = asyncio.get_running_loop().time() + DRAIN_S
         if not self._count:

@@ -1,5 +1,5 @@
 """Counts the bytes that each connection has sent and this process is done with. All further bytes that the connection's
-socket has received (router/gate/connections.py) may be held here in messages that are not complete. Pure.
+socket has received (router/gate/connections.py) may be held by the process in messages that are not complete. Pure.
 
 For each message, this module counts only the bytes that the message must have had on the wire. If it counted more, such
 as a call's metadata, a client could hide bytes that are held for it: HPACK sends repeated metadata in a few bytes. So
@@ -28,7 +28,7 @@ class Arrivals:
         # For each connection, how many of its bytes this process is done with. The number may be too small, but never
         # too large.
         self.done = Counter[str]()
-        # How many calls and messages were counted.
+        # How many requests of unary calls, and messages of streams, were received.
         self.count = 0
         self.round = 0
         self._goals: dict[str, _Goal] = {}
@@ -57,8 +57,8 @@ class Arrivals:
             self._reach(peer, goal)
 
     def catch_up(self, received: Mapping[str, int]) -> None:
-        """Begins a round. `received` is how many bytes each connection had received at an earlier moment. Calls that
-        have not begun by now must have sent nothing before that moment."""
+        """Begins a round. `received` is how many bytes each connection had received at an earlier moment. Call this
+        only when each call that had sent something by that moment has begun here."""
         self.round += 1
         for peer, count in received.items():
             if peer not in self._goals:

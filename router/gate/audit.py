@@ -60,7 +60,7 @@ RECORDED = frozenset(
 CLUSTER_CHANGES = frozenset(
     {"windrow.v1.Cluster/SetLimit", "windrow.v1.Cluster/ClearLimit", "windrow.v1.Cluster/SetWeight"}
 )
-# The log keeps only the names in these maps: the values belong to the job.
+# The log keeps only the names in these maps: the values are data of a job.
 NAMES_ONLY = frozenset({"attributes"})
 # The log keeps only queue and kind of these job templates.
 TEMPLATES = frozenset({"job"})
@@ -135,7 +135,7 @@ class Audit:
         return answer
 
     def _count_change(self, call: Call) -> None:
-        """Counts a change for the org of its caller, who proved to be of that org. Raises TooManyChanges."""
+        """Counts a change for the org of its caller, if the caller may act only for one org. Raises TooManyChanges."""
         org = None if call.principal is None else call.principal.org
         if org is not None and (wait_s := self._rate.wait_s(org, asyncio.get_running_loop().time())):
             raise TooManyChanges(org, CHANGES_PER_S, wait_s)

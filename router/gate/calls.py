@@ -53,8 +53,8 @@ AnswerBytes = int | Callable[[Any], int]
 # The longest deadline of a call, and its deadline if the caller sets none. It is longer than the longest wait of a
 # Dequeue (60 s).
 DEADLINE_S_MAX = 75.0
-# How much memory is reserved for an answer with jobs. The last job of an answer is the one that reaches
-# ANSWER_BYTES_MAX, and that job may be as large again.
+# How much memory is reserved for an answer with jobs. An answer ends with the job that makes it reach ANSWER_BYTES_MAX,
+# and this job alone may have nearly ANSWER_BYTES_MAX.
 ANSWER_HELD_BYTES = 2 * ANSWER_BYTES_MAX
 # How much memory is reserved for an answer about one thing, or with a short word about each of 1,000 jobs.
 SMALL_ANSWER_BYTES = 4 * 1024

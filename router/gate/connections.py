@@ -21,7 +21,7 @@ _unpack_u64 = struct.Struct("=Q").unpack_from
 
 
 def received_bytes(port: int) -> dict[str, int]:
-    """Returns how many bytes each connection to this port has received so far, by peer, as gRPC names it."""
+    """Returns how many bytes each connection to this port has received so far, by the canonical name of its peer."""
     received: dict[str, int] = {}
     for peer, connection in _accepted(port):
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED_AT + 8)

@@ -28,10 +28,11 @@ _LOOK_S = 0.25
 _QUICK_LOOK_S = 0.025
 # How long it takes until closed connections have given back their memory.
 _CLOSE_S = 0.25
-# After a look that found no connection to close, no further look is made for this long. The memory is then in use, or
-# freed but kept by the allocator.
+# If a look finds no connection to close, the process may keep its size for this long: the memory is in use, or freed
+# but kept by the allocator.
 _REST_S = 2.0
-# During _CLOSE_S and _REST_S, connections are closed only if the memory has grown by more than this.
+# During _CLOSE_S and _REST_S, the process looks for connections to close only if its memory has grown by more than
+# this.
 _GROWTH_BYTES = 8 * _MIB
 # A connection that holds less than this is not closed: it may hold only a message on its way, or frames that are not
 # counted.
@@ -63,7 +64,8 @@ class MemoryWatch:
         self._wake = asyncio.Event()
         self._trim_again_s = 0.0
         self._first_bytes = self._resident()
-        # The size of the process at the last look for connections to close. The process may keep this size for a while.
+        # The size of the process when it last looked for connections to close. It may keep this size until
+        # `_accepted_until_s`.
         self._accepted_bytes = 0
         self._accepted_until_s = 0.0
         self._log_again_s = 0.0

@@ -54,7 +54,7 @@ class Spans:
         self, name: str, context: grpc.aio.ServicerContext[object, object]
     ) -> contextlib.AbstractContextManager[object] | None:
         """Returns a SERVER span to enter around one call, as a child of the caller's span if the metadata names one.
-        Returns None if the call is not sampled: a span that records nothing would take four times as long."""
+        Returns None if the call is not sampled: this is four times as fast as a span that records nothing."""
         around, trace_id = _NOTHING, 0
         carrier = {key: value for key, value in context.invocation_metadata() or () if key in _CARRIED}
         if carrier:

@@ -37,9 +37,10 @@ _PAGE_SLICE = 10
 _LIMIT_DEFAULT = 1000
 # The memory of an answer that says why jobs do not run: causes with names of kinds and nodes, and with a failure.
 _EXPLANATION_BYTES = 192 * 1024
-# The lowest rate of a redrive: jobs that it makes due in a second.
+# The lowest rate at which a redrive makes jobs due, in jobs per second.
 _REDRIVE_RATE_MIN = 0.001
-# A redrive may make jobs due this far ahead, as an Enqueue may. Times after the year 9999 do not fit into a Timestamp.
+# A redrive may make jobs due this far ahead, as an Enqueue may. Without a limit, a job could become due after the year
+# 9999, which does not fit into a Timestamp.
 _DELAY_S_MAX = 3650 * 86_400
 _REFUSALS = {
     Refusal.NOT_FOUND: admin_pb2.RESTORE_REFUSAL_NOT_FOUND,

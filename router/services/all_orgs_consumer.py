@@ -15,8 +15,8 @@ from shard.vocabulary import OrgId, QueueName
 
 class AllOrgsConsumer:
     """Takes jobs of all orgs for one receiver while `serve` runs, as Consumer does for one org. `account` is the
-    receiver's own. The memory of received jobs counts on accounts of their orgs, so that no org can fill all the
-    memory."""
+    receiver's own. The memory of received jobs counts for their orgs, on parts of this account (Account.of), so that no
+    org can fill all the memory."""
 
     def __init__(
         self,

@@ -43,11 +43,12 @@ class Receiver(Protocol):
         ...
 
     def is_full(self) -> bool:
-        """Whether it can take no more jobs for now."""
+        """Whether the receiver can take no more jobs for now."""
         ...
 
     async def reserve(self, count: int, shard: ShardName) -> None:
-        """Waits until it can take more jobs and its account holds `count` more bytes for a claim on this shard."""
+        """Waits until the receiver can take more jobs, and its account holds `count` more bytes for a claim on this
+        shard."""
         ...
 
 
@@ -56,7 +57,7 @@ class Consumer:
 
     `credit` is how many more jobs the consumer takes. `serve` finds jobs until it is cancelled, `serve_first` until the
     first jobs have come. After `close`, jobs that still arrive are released. `account` holds the memory of received
-    jobs until they have been sent. `kinds`: the kinds for which it has handlers; empty: for all kinds.
+    jobs until they have been sent. `kinds`: the kinds of jobs that the consumer takes; empty: all kinds.
     """
 
     def __init__(
@@ -165,15 +166,15 @@ class Consumer:
         self.account.give_back(count)
 
     def release(self, jobs: Delivery) -> None:
-        """Releases the leases of jobs that were not sent. Their attempts do not count, and a limit of starts does not
-        count them either."""
+        """Releases the leases of jobs that were not sent. These leases count neither as attempts nor towards a limit of
+        starts."""
         jobs.store.release_soon(self.org, jobs.leases())
         if jobs.on_unsent is not None:
             jobs.on_unsent(len(jobs.ids))
         self.account.give_back(jobs.bytes)
 
     async def serve(self) -> None:
-        """Finds jobs until cancelled. Raises ShardUnavailable."""
+        """Finds jobs until cancelled. Raises NoAnswer."""
         is_new = True
         while True:
             while self.credit <= 0:
@@ -186,7 +187,7 @@ class Consumer:
             is_new = False
 
     async def serve_first(self) -> None:
-        """Finds jobs until the first delivery has come, or until `stop_waiting` is called. Raises ShardUnavailable."""
+        """Finds jobs until the first delivery has come or `stop_waiting` is called. Raises NoAnswer, RouterFull."""
         self._only_first = True
         more = await self._look(is_new=True)
         while not self._is_served():
@@ -230,7 +231,8 @@ class Consumer:
 
     async def claim(self, members: Sequence[ShardHandle], *, woken: bool = False) -> bool:
         """Claims jobs from these shards, up to the credit. Returns whether there may be more. `woken`: the consumer was
-        woken, perhaps by a job that is due later. Raises NoAnswer if no shard answers."""
+        woken, perhaps by a job that is due later: a probe must find out when. Raises NoAnswer if no shard answers.
+        """
         unavailable = set[ShardName]()
         brought = False
         most = min(self.credit, _JOBS_MAX)
@@ -289,7 +291,7 @@ class Consumer:
             finally:
                 self.account.give_back(reserved, shard=shard)
             room -= taken.bytes
-            # The claim ended at a limit (credit, bytes or statements): there may be more jobs.
+            # The claim ended at a limit (credit, Permit, bytes or statements): there may be more jobs.
             if not claimed.is_short or room < CLAIM_BYTES_MIN:
                 if self._entered:
                     member.room.found_more(self, queues)

@@ -44,7 +44,7 @@ _FIELDS_MAX = 500_000
 # may take 86 bytes. A reserved byte stands for four bytes of memory (docs/internals.md).
 _WAITING_BYTES = _FIELDS_MAX * 86 // 4
 
-# For how long a job that must wait for nodes is given back, if it is on a shard that its org leaves.
+# A job that must wait for nodes, but is on a shard that its org leaves, is snoozed for this long.
 _AWAY_US = 1_000_000
 
 _Nodes = workflows_pb2.StartWorkflowRequest | workflows_pb2.AddNodesRequest
@@ -142,7 +142,8 @@ class WorkflowsService:
             # The job has no lease while it waits.
             self._fleet.pools.ended([lease])
         if added.waits and holder is not None and holder is not member:
-            # The job cannot wait on the shard that it leaves. It runs again on the other shard, and waits there.
+            # The job cannot wait for nodes on a shard that its org leaves. It runs again on the org's new shard, and
+            # waits there.
             snooze = Snooze(lease, _AWAY_US, WAITS)
             await holder.require_up().store.settle(Settlement.snooze(nodes.jobs.org, [snooze]))
         return added

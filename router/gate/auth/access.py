@@ -23,7 +23,8 @@ _SCOPES = {
 
 
 class ScopeMissing(AccessRefused):
-    """The caller lacks the scope that the method needs. `besides`: the scope that the caller needs in addition."""
+    """The caller lacks the scope that the method needs. `besides`: a scope that the caller needs in addition to
+    `scope`."""
 
     reason = errors_pb2.ERROR_REASON_SCOPE_MISSING
 

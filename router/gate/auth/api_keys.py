@@ -2,9 +2,9 @@
 
 A key is looked up in the catalog when it comes for the first time. Even many wrong keys cost the catalog only a few
 statements a second, because all look-ups that wait share one statement. How many look-ups may wait is shared fairly
-between the hosts of callers. Every look at the catalog also reads the count of revocations, which says whether the
-known keys have to be looked up again. So known keys cost the catalog nothing.
-authenticator.py remembers the keys that were verified.
+between the hosts of callers. Each regular look at the catalog (router/fleet/catalog_copy.py) also reads how often keys
+were revoked. Only if this number has changed are the known keys looked up again. So known keys cost the catalog
+nothing. authenticator.py remembers the keys that were verified.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ class Authenticator:
         while True:
             await api_keys.changed.wait()
             api_keys.changed.clear()
-            # If it fails, the next look at the catalog sets the event again.
+            # If the check fails, the next look at the catalog sets the event again.
             await attempt("check API keys after a revocation", check)
 
     def _principals(self) -> Iterator[Principal]:
