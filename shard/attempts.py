@@ -1,4 +1,4 @@
-"""Runs actions that run again later, so that a failure need only be logged."""
+"""Runs actions that are repeated anyway, such as periodic ones: a failure of such an action is only logged."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ errors that routers meet to gRPC statuses.
 ShardError
 ├── NoAnswer              the shard does not answer now: try again later
 │   ├── TooManyWaiting    nothing was done: send less at a time
-│   └── ShardUnavailable  possibly nothing was done
+│   └── ShardUnavailable  a write that was sent may have been done
 │       ├── InDoubt           the change may have been made: find out whether it was, or make a change that may
 │       │                     be repeated
 │       ├── RowLocked         try again, or end the transaction that holds the lock
@@ -450,8 +450,8 @@ class Misconfigured(ShardError):
 
 
 class ClocksDiffer(Misconfigured):
-    """The clock of a database and the clock of this machine differ so much that one of them is wrong. Nothing was
-    deleted that is old by the database's clock."""
+    """The clock of a database and the clock of this machine differ so much that one of them is wrong. Therefore nothing
+    was deleted, even if it is old by the database's clock."""
 
     def __init__(self, shard: ShardName, *, shows: str, here: str) -> None:
         super().__init__(

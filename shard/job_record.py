@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from shard.vocabulary import JOB_CONTENT, SPARSE_COLUMNS, Failure, JobId, Micros, NewJobs, OrgId, Outcome, QueueName
 
-# An answer ends with the job that fills this many bytes. Together with the largest job (payload 1 MiB, result and
-# checkpoint 64 KiB each, attributes 36 KiB, 50 failures of 8 KiB, 5 stacks of 32 KiB, 6 logs of 12 KiB) the answer
-# stays below 4 MiB, the default limit of gRPC clients.
+# An answer is full with the job that fills this many bytes: a page ends, and a lookup by id returns the later jobs
+# without their large columns. Together with the largest job (payload 1 MiB, result and checkpoint 64 KiB each,
+# attributes 36 KiB, 50 failures of 8 KiB, 5 stacks of 32 KiB, 6 logs of 12 KiB) the answer stays below 4 MiB, the
+# default limit of gRPC clients.
 ANSWER_BYTES_MAX = 2 * 1024 * 1024
 
 # Fields that a restored job does not take from the old job: the old dedup key no longer applies, and the new job gets
@@ -89,8 +90,8 @@ class JobRecord(NamedTuple):
 
     def attempts(self) -> list[Attempt]:
         """Returns the ended attempts, oldest first. The latest attempt may not be in the history: an ack adds no entry
-        for an attempt that logged nothing, and only the next claim adds an entry for an expired lease. The attempt is
-        then made from the job's columns."""
+        for an attempt that logged nothing, and only the next claim adds an entry for an expired lease. In these two
+        cases, the attempt is made from the job's columns."""
         entries, log = self._history()
         ended = [
             Attempt(

@@ -3,7 +3,7 @@
 A token names the shard, the job and the lease. The shard is named so that a router finds the lease even if the org has
 moved since. The lease is named so that an ack never ends another lease of the job. A token has 29 bytes: version 1, the
 shard's tag, the lease's number, the job's id; integers are big-endian. A token of version 2 also names the org, in
-UTF-8 after these bytes: consumers of all orgs get such tokens, because their streams name no org.
+UTF-8 after these bytes. Consumers that take jobs of all orgs get such tokens, because their streams name no org.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The limits that operators set, and which limit counts for which org and queue. A limit bounds how much an org may
-enqueue in an interval, how many of its jobs may start in an interval, or how many of its jobs may be leased, or may not
-have ended, at the same time. Pure: no I/O, no clock."""
+enqueue in an interval, how many of its jobs may start in an interval, how many of its jobs may be leased at the same
+time, or how large its backlog may be. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shard.vocabulary import OrgId, QueueName
 
 # How many limits a cluster may have, defaults included. Every router process has a copy of all of them.
 LIMITS_MAX = 10_000
-# Stands for all orgs, each with a bucket of its own.
+# The org of a default, which counts for each org by itself.
 EVERY_ORG = OrgId("")
 # Stands for all queues of an org together.
 ALL_QUEUES = QueueName("")
@@ -40,8 +40,8 @@ class Measure(enum.StrEnum):
         return self not in _AT_A_TIME
 
 
-# An enqueue takes tokens from buckets of these measures. The measures of BACKLOG bound enqueues, too. Limits of all
-# other measures hold jobs back, and refuse no call.
+# Limits of the measures in these two tuples refuse enqueues: an enqueue takes tokens from the buckets of ENQUEUED, and
+# BACKLOG has no buckets. Limits of the other measures hold jobs back, and refuse no call.
 ENQUEUED = (Measure.JOBS, Measure.BYTES)
 BACKLOG = (Measure.BACKLOG, Measure.BACKLOG_BYTES)
 # The measures that have no interval, each with the words that follow its number in messages.

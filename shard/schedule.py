@@ -85,7 +85,7 @@ class SkipReason(enum.Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """When a schedule fires. Exactly one of `cron`, `interval_us` and `at` is given. No instant is before `start`, and
-    every instant is before `end`. `jitter_us`: by how much an instant may come later than the calendar says."""
+    every instant is before `end`. `jitter_us`: by how much a run may be stored later than its instant."""
 
     # Five fields, or six with the seconds first.
     cron: str | None = None

@@ -65,7 +65,7 @@ class Outcome(enum.Enum):
     RELEASED = "released"
     # Expired, because the attempt had lasted for the job's max_runtime.
     TIMED_OUT = "timed_out"
-    # The job was cancelled meanwhile.
+    # The job was cancelled during the attempt.
     CANCELLED = "cancelled"
 
 

@@ -130,7 +130,7 @@ class NewWorkflow:
     # The workflow that this one retries. None: it is no retry.
     retry_of: WorkflowId | None = None
     ended: Sequence[EndedNode] = ()
-    # Maps the number of each node that a job has added to the number of that job's node. Nodes that have ended are
+    # For each node that a job has added, by the node's number: the number of that job's node. Nodes that have ended are
     # included.
     added_by: Mapping[int, int] = field(default_factory=dict[int, int])
     # The numbers of the nodes in `numbers` that wait for signals.
@@ -155,7 +155,7 @@ class NewNodes:
 
 
 class AddedNodes(NamedTuple):
-    """The jobs of NewNodes, and how many of them were stored now: the others were added before."""
+    """The jobs of NewNodes, and how many of them this call stored. An earlier call has added the others."""
 
     jobs: Sequence[JobId]
     stored: int

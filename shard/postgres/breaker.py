@@ -25,16 +25,17 @@ _log = logging.getLogger(__name__)
 OVERDUE_S = 0.4
 # The breaker opens if a server in doubt answers nothing at all for this long.
 _SILENCE_S = 0.8
-# Each opening doubles that time, up to _SILENCE_S_MAX. After the breaker has stayed closed for _CALM_S, the time is
-# _SILENCE_S again. A server that is silent again and again is busy and not away, and each opening costs it all its
-# connections.
+# Each opening after a silence doubles that time, up to _SILENCE_S_MAX. After the breaker has stayed closed for _CALM_S,
+# the time is _SILENCE_S again. A server that is silent again and again is busy and not away, and each opening costs it
+# all its connections.
 _SILENCE_S_MAX = 6.4
 _CALM_S = 60.0
 # The pause between two questions to a server that answers, but whose statements are still slow.
 _AGAIN_S = 1.0
 # After this time without an answer, another probe is sent in addition to the first probe, which may have been lost.
 # While the server stays silent, the pause doubles, up to _PROBE_PAUSE_S_MAX. A server that is too busy to accept
-# connections later handles even the connections that were given up, so probes in quick succession would keep it busy.
+# connections handles all of them later, even those that were given up. So probes in quick succession would keep it
+# busy.
 _PROBE_PAUSE_S = 0.8
 _PROBE_PAUSE_S_MAX = 3.2
 _PROBES_MAX = 4

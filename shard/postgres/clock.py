@@ -6,9 +6,9 @@ latest recorded time (the statements use the later of that time and now()). Seco
 minute behind that time takes no calls until the clock has caught up, or an operator confirms that the clock is right
 (`accept`). These rules compare the clock with no other clock.
 
-If the shard's clock was set forward, everything that is kept for a limited time seems old. So code that deletes for
-good what is old by this clock first compares this clock with the clock of the machine that it runs on
-(`check_difference`). The machine's clock can only prevent the deletion: it never decides what is old.
+If the shard's clock was set forward, everything that is kept for a limited time seems old. So before a process deletes
+for ever what is old by this clock, it compares this clock with the clock of its own machine (`check_difference`). The
+machine's clock can only prevent the deletion: it never decides what is old.
 """
 
 from __future__ import annotations

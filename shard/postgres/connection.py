@@ -220,7 +220,7 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
                 else:
                     break
         except psycopg.Error as error:
-            # Record the loss also between two statements, so that the next statement fails.
+            # Record the loss also while no statement runs, because `listen` raises it.
             self._lost = error
             self._remove_reader()
         if self._answered is not None and not self._answered.done():

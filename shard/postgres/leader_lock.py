@@ -2,7 +2,8 @@
 session holds the lock leads. Balancers use a lock in the catalog's database, and archivers use a lock in the shard's
 database. The lock ends with the session.
 
-One leader saves work and log lines. Correctness does not depend on it (docs/decisions/0017-moving-slots.md).
+Having a single leader avoids repeated work and log lines. Correctness does not depend on it
+(docs/decisions/0017-moving-slots.md).
 """
 
 from __future__ import annotations

@@ -123,8 +123,8 @@ class Database:
         self._busy: dict[Session, float] = {}
         self._overdue_timer: asyncio.TimerHandle | None = None
         self._check_task: asyncio.Task[None] | None = None
-        # True after a server was found that takes writes although another server has replaced it. From then on, each
-        # new connection is checked for such a server.
+        # True after a server was found that takes writes although another server has replaced it. From then on, a new
+        # connection is refused if it leads to such a server.
         self._was_replaced = False
         self._compare_task: asyncio.Task[None] | None = None
         self._compared_s = -math.inf

@@ -82,7 +82,7 @@ class Session(Connection):
 
     # The DSN by which the session was made.
     dsn = ""
-    # From this time of the event loop on, the pool replaces the session when it is returned.
+    # After this time, by the event loop's clock, the pool replaces the session when it is returned.
     replace_at_s = 0.0
     # The present lock_timeout. None: unknown.
     lock_wait_s: float | None = LOCK_WAIT_S

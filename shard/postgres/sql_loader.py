@@ -23,7 +23,7 @@ Text that several statements share is written only here, and is included by its 
     {{new_settings}}     setting_columns of a new queue, from the given settings
     {{altered_settings(q)}}  the SET items that change the given settings, and reset the settings that `reset` names
     {{default_settings}}  the SET items that reset all settings to their defaults
-    {{claim_room}}       the most jobs that a group gets from claim.sql
+    {{claim_room}}       the most jobs that the takers with one set of queues get from claim.sql
     {{gives_jobs(q)}}    GIVES_JOBS in shard/queue_settings.py: whether the queue q gives jobs now
     {{is_due(j)}}        whether the row j of windrow.job is due: it is visible, or it waits for a group slot, or
                          is set aside
@@ -49,8 +49,8 @@ Text that several statements share is written only here, and is included by its 
     {{template_values}}  template_columns as parameters
     {{template_content(s)}}  job_content of a new job of the schedule s
     {{schedule_record(s)}}  the columns of the schedule s that lookups and lists read, except the payload
-    {{is_fired_here(s)}}  whether this shard owns the slot of the schedule s, and so fires it. OFFSET 0 fences: finds
-                         org and slot by their numbers, for one schedule after another
+    {{is_fired_here(s)}}  whether this shard owns the slot of the schedule s, and so fires it. OFFSET 0 fences: looks up
+                         the org and the slot of each schedule by number, and never joins the whole tables
     {{holds_snapshot(a)}}  whether the session a of pg_stat_activity holds a snapshot of this database. A vacuum does
                          not count, because its snapshot does not hold back other vacuums
     {{connections_max}}  how many connections ordinary roles may open on the server
@@ -214,8 +214,8 @@ class Statement(bytes):
     file: str
     # True if the statement may run again after a lost connection, when nobody knows whether the first run committed.
     # Most statements may: they name the ids or the lease that they change. The answer of the second run must be as
-    # good as the answer of the first run. So either a statement returns the state after it, not what it has changed, or
-    # its caller looks at Rows.ran_before (shard/postgres/pool.py). If the first answer is lost, only hints
+    # good as the answer of the first run. So either a statement returns the state that it leaves, not what it has
+    # changed, or its caller looks at Rows.ran_before (shard/postgres/pool.py). If the first answer is lost, only hints
     # (Database.hints_lost) and counts for reports may be lost with it.
     repeatable: bool
     # True if the statement waits only briefly for a lock, and changes nothing if it does not get it: the caller gets

@@ -20,8 +20,8 @@ _FILE = Path(__file__).parent / "migrations" / "locks.json"
 class Cost:
     """What Postgres reported about the existing tables when the migration ran on a schema of the release before."""
 
-    # By table, the strongest lock for which statements wait. SHARE and SHARE ROW EXCLUSIVE block writes; ACCESS
-    # EXCLUSIVE also blocks reads. The migration holds its locks until it ends.
+    # By table, the strongest lock that the migration takes. Locks for which no statement waits are left out. SHARE and
+    # SHARE ROW EXCLUSIVE block writes; ACCESS EXCLUSIVE also blocks reads. The migration holds its locks until it ends.
     locks: Mapping[str, str]
     # Tables of which the migration reads or rewrites every row. Everything else in a migration takes the same time,
     # however many rows the tables have.
@@ -49,7 +49,7 @@ def costs() -> dict[int, Cost]:
 
 
 async def plan(database: Database) -> list[Step] | None:
-    """Returns the steps of the upgrade, or None if the database has no schema yet, so that nobody waits for anything.
+    """Returns the steps of the upgrade, or None if the database has no schema yet: then nobody can notice the upgrade.
     Raises ShardUnavailable. Raises Misconfigured if this release cannot work with the schema."""
     pending = await schema.pending(database)
     if not pending:

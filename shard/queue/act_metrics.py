@@ -22,8 +22,8 @@ _Count = Callable[[Sequence[_Call], Sequence[_Result | Exception]], None]
 def recorded(
     shard: ShardName, name: str, act: _Act[_Call, _Result], count: _Count[_Call, _Result] | None = None
 ) -> _Act[_Call, _Result]:
-    """Returns an act that does the same, and records the metrics of each run. `count` gets the calls and their results
-    if the act succeeds."""
+    """Returns an act that does what `act` does, and records the metrics of each run. `count` gets the calls and their
+    results if the act succeeds."""
     seconds, size = metrics.ACT_SECONDS.labels(shard, name), metrics.ACT_CALLS.labels(shard, name)
 
     async def run(calls: list[_Call]) -> Sequence[_Result | Exception]:

@@ -22,10 +22,11 @@ from shard.queue.queue_ids import QueueIds
 from shard.queue.revocation import Revocation
 from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, Answer, Claimed, Lease, OrgId, QueueId, QueueName
 
-# Upper bound for the statements of one act. Usually one statement serves all takers. More statements are needed if
-# some of the jobs were expired or out of attempts, or if the jobs are large: two jobs of 1 MiB fill a statement.
+# Upper bound for the statements of one act. Usually one statement serves all takers (requests). More statements are
+# needed if some of the jobs were expired or out of attempts, or if the jobs are large: two jobs of 1 MiB fill a
+# statement.
 _RUNS_MAX = 8
-# Upper bound for the groups (sets of queues) in one statement.
+# Upper bound for the sets of queues in one statement. Where names of this module say group, they mean such a set.
 _GROUPS_MAX = 64
 # A claim ends with the job that fills this many bytes of payload, attributes and checkpoint. There is room for the
 # largest job (1 MiB of payload, 36 KiB of attributes, 64 KiB of checkpoint), for the other fields of 1,000 jobs (up to
@@ -36,7 +37,7 @@ _LARGEST_JOB_BYTES = (1024 + 36 + 64) * 1024
 # A claim asks for at least this many bytes, and a taker with fewer bytes left counts as served. A statement has one
 # limit of bytes: the smallest number that any of its takers has left. So each of the _RUNS_MAX statements of an act may
 # give at least this many bytes. Together they may give CLAIM_BYTES_MAX, as a single statement may. So a taker with few
-# bytes left takes nothing from the other takers.
+# bytes left does not reduce what the other takers get from the act.
 CLAIM_BYTES_MIN = CLAIM_BYTES_MAX // _RUNS_MAX
 # The memory that a job needs in addition to its payload, attributes and checkpoint.
 JOB_BYTES = 500
@@ -58,7 +59,8 @@ class ClaimRequest(NamedTuple):
     worker: str
     # The last job may exceed this bound. A claim may also end below the bound, when less than CLAIM_BYTES_MIN are left.
     bytes_max: int = CLAIM_BYTES_MAX
-    # The limits of jobs in flight that count for these queues together. None: there are no such limits.
+    # The limits of jobs in flight of the org and, if the request names a single queue, of this queue. None: no such
+    # limits.
     in_flight: InFlightLimits | None = None
 
 
@@ -84,8 +86,8 @@ class _Taker:
     # The lease number that all its leases get (shard/lease_token.py).
     number: int
     jobs: list[Claimed] = field(default_factory=list[Claimed])
-    # True if the statement must run again for this taker: some jobs that it received were expired or out of attempts,
-    # or the batch had no room for its jobs.
+    # True if the statement must run (again) for this taker: it has not run yet, some of the returned jobs cannot run
+    # (such as expired ones), or the statement had no room for the taker's jobs.
     again: bool = True
     error: Exception | None = None
     # The queues in which a statement has locked rows that it then did not lease, because it had reached its limit of
@@ -227,8 +229,8 @@ class Claimer:
             self._revoke_expired(by_lease, expired)
         self._floors.claimed(zip([row[1] for row in rows], claimed, strict=True), arrivals=arrivals)
         if sum(map(_size, claimed)) >= bytes_max:
-            # The statement serves one group after another. It has locked rows of the last group that got jobs, or of
-            # later groups, and did not lease them. Claims that ran at the same time have skipped these rows.
+            # The statement serves one set of queues after another. It has locked rows of the last set that gave jobs,
+            # or of later sets, and did not lease them. Claims that ran at the same time have skipped these rows.
             served = {job.lease for job in claimed}
             last = max(at for at, group in enumerate(groups.values()) if any(taker.number in served for taker in group))
             for (org, queues), group in list(groups.items())[last:]:
@@ -257,7 +259,7 @@ class Claimer:
                 await self._set_aside(taker.request.org, jobs, number)
             except Exception as error:  # noqa: BLE001 - the other takers must not fail because of it
                 # The jobs stay leased, and come back when their window ends. If they were released now, they would be
-                # claimed again at once, and this would fail again.
+                # claimed again at once, and ending them would fail again.
                 errors[number] = error
             else:
                 taker.again = True
@@ -310,7 +312,7 @@ class Claimer:
 
 
 class _Columns:
-    """Collects the parameters of the claim statement, one group of takers after another."""
+    """Collects the parameters of the claim statement, one set of queues after another."""
 
     def __init__(self) -> None:
         self._groups: list[int] = []
@@ -376,10 +378,10 @@ def _unserved(takers: Sequence[_Taker]) -> list[_Taker]:
 
 def _next_batch(takers: Sequence[_Taker]) -> tuple[list[_Taker], list[_Taker]]:
     """Splits takers into those for the next statement and those that wait for a later statement. A taker waits if there
-    are too many groups. It also waits if its queues overlap with the queues of another group and the two sets differ:
-    SKIP LOCKED does not skip rows that the same statement has locked, so the statement would take such rows twice. A
-    group with a limit of jobs in flight has a statement of its own, because this statement may have to wait for other
-    claims of the org, and counts the leased jobs only once."""
+    are too many sets of queues. It also waits if its queues overlap with a different set: SKIP LOCKED does not skip
+    rows that the same statement has locked, so the statement would take such rows twice. A set with limits of jobs in
+    flight has a statement of its own: this statement may have to wait for other claims of the org, and it counts the
+    leased jobs for one set only."""
     batch: list[_Taker] = []
     later: list[_Taker] = []
     owners: dict[tuple[OrgId, QueueName], tuple[QueueName, ...]] = {}

@@ -21,9 +21,9 @@ from shard.vocabulary import PRIORITIES, Claimed, Micros, QueueId
 # longer, only the sweep finds its jobs.
 GUARD_US = 1_000_000
 # Every sweep finds the jobs of an enqueue that takes at most this long. If the enqueue takes longer, only a full sweep
-# finds its jobs.
+# (from the beginning of time) finds its jobs.
 _LATE_US = 10_000_000
-# A queue is forgotten if there is no claim of its jobs for this long. The next claim then begins at zero.
+# A queue is forgotten if no claim or probe has used its floors for this long. The next claim then begins at zero.
 _FORGET_AFTER_S = 60.0
 _QUEUES_MAX = 100_000
 # If more queues than this are remembered, a queue that a claim has emptied is forgotten at once, because each sweep
@@ -41,7 +41,7 @@ class _Queue:
 
 
 class Floors:
-    """The floors of the queues of one shard from which one router claims."""
+    """The floors of one router on one shard: those of the queues from which it claims."""
 
     def __init__(self) -> None:
         self._queues: dict[QueueId, _Queue] = {}

@@ -22,7 +22,7 @@ from shard.errors import TooManyWaiting
 from shard.fair_quota import FairQuota
 from shard.vocabulary import OrgId
 
-# While an act runs, a second act begins only if calls of this weight wait, or if a call has waited for this long.
+# While an act runs, a second act begins only if calls of this total weight wait, or if a call has waited for this long.
 # Otherwise the calls wait for the end of the running act, and then share one act.
 _SECOND_ACT_WEIGHT = 100
 _SECOND_ACT_AFTER_S = 0.010
@@ -107,9 +107,10 @@ class Coalescer(Generic[Call, Result]):
     their own keys. If only a few light calls wait, they also wait for the acts of other coalescers that share
     `in_flight`.
 
-    Calls with a total weight of up to `waiting_max` may wait. One key may not take more of this than remains free. A
-    call that has waited for `wait_s` fails with the error that `on_timeout` makes. `on_abandoned` gets each call that
-    was cancelled after its act had begun, with its result. `on_dropped` gets each call for which no act began."""
+    Calls with a total weight of up to `waiting_max` may wait. The waiting calls of one key may not weigh more than what
+    remains free. A call that has waited for `wait_s` fails with the error that `on_timeout` makes. `on_abandoned` gets
+    each call that was cancelled after its act had begun, with its result. `on_dropped` gets each call for which no act
+    began."""
 
     def __init__(
         self,
@@ -187,9 +188,10 @@ class Coalescer(Generic[Call, Result]):
             asyncio.get_running_loop().call_soon(self._begin_when_idle, now_s, now_s)
 
     def _begin_when_idle(self, since_s: float, iteration_s: float) -> None:
-        """Begins acts as soon as the event loop is idle, if calls of much weight wait, or after _BUSY_S_MAX. A busy
-        loop most likely takes in more calls, which can then share the act. `since_s`: the time at which this method was
-        first scheduled. `iteration_s`: the time at which the loop's latest iteration began."""
+        """Begins acts when the event loop is idle, when calls of much weight wait, or after _BUSY_S_MAX, whichever
+        comes first. While the loop is busy, more calls most likely arrive, and can then share the act. `since_s`: the
+        time at which this method was first scheduled. `iteration_s`: the time at which the loop's latest iteration
+        began."""
         # Do not use the loop's clock, which may stand still within an iteration.
         now_s = time.perf_counter()
         is_idle = now_s - iteration_s < _IDLE_ITERATION_S

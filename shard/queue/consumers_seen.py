@@ -2,8 +2,8 @@
 that nobody takes a job. These records are a hint (I7): nothing else reads them, and they may be wrong.
 
 A consumer is noted when it looks for jobs for the first time, and then each minute while it stays. The notes are
-written at most once a second, and the row of each queue and kind about once a minute. So the hot path only looks up one
-number in memory. Without consumers, nothing is noted and nothing is written.
+written at most once a second, and the row of each queue and kind about once a minute. For a consumer that was noted
+lately, the hot path only looks up one number in memory. Without consumers, nothing is noted and nothing is written.
 """
 
 from __future__ import annotations

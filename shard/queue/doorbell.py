@@ -28,8 +28,8 @@ from shard.workflow import WorkflowId
 _log = logging.getLogger(__name__)
 
 # The pause after a notification. Queues that are added during the pause go with the next notification. The pause is
-# longer if a notification stands for more calls. A notification costs a busy server as much as a statement, because the
-# server also wakes all listeners.
+# longer if a notification stands for more calls. Pauses save notifications: each costs a busy server as much as a
+# statement, because the server also wakes all listeners.
 _PAUSE_S = 0.010
 _PAUSE_S_MAX = 0.040
 # Upper bound for the queues in one notification, whose payload must be shorter than 8,000 bytes.
@@ -68,7 +68,7 @@ class Doorbell:
     awaits, and `on_ended` with awaited jobs that may have ended there. `on_schedules` is called when a schedule was
     changed at another router, and `on_quarantines` when kinds were quarantined or released there. Both are also called
     when notifications may have been missed. `on_fold_left` is called with workflows (the org's number and the
-    workflow's id) for which a fold has left work, by this router or by another one. `on_migration` is called after a
+    workflow's id) for which a fold of any router, also this one, has left work. `on_migration` is called after a
     migration, and when notifications may have been missed."""
 
     def __init__(

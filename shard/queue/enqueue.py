@@ -68,8 +68,8 @@ class Enqueuer:
         Raises IdsOutsideHorizon."""
         since_ns = time.monotonic_ns() - self._shard_time_read_ns
         if since_ns >= _HINT_NS:
-            # The shard's clock may have been set meanwhile. The enqueue statement checks the ids by the shard's present
-            # time.
+            # The remembered time is too old: since it was read, the shard's clock may have been set. The enqueue
+            # statement checks the ids by the shard's present time.
             return
         now_us = self._shard_time_us + since_ns // 1000
         if made_at_ms(min(ids)) < self._bounds_ms(now_us)[0] - _HOUR_MS:
@@ -282,7 +282,7 @@ class Enqueuer:
         return errors
 
     async def _look_up(self, calls: Sequence[PendingEnqueue]) -> None:
-        """Moves the remaining jobs that the shard knows to `known`."""
+        """Finds which of the remaining jobs the shard knows, and moves them to `known`."""
         known = await self.known([call.jobs.only(call.remaining) for call in calls])
         for call, found in zip(calls, known, strict=True):
             call.known.update((call.remaining[at], known_as) for at, known_as in found.items())
@@ -343,9 +343,9 @@ class Enqueuer:
 
 
 async def find_refused(database: Database, callers: Sequence[tuple[OrgId, int]]) -> dict[int, NotOwned]:
-    """Finds the callers whose jobs this shard refuses: it does not own the slot of their org, or owns the slot since a
-    later epoch than the caller's. `callers`: the org and the epoch of each caller. Returns the index of each refused
-    caller, and its error."""
+    """Finds the callers whose jobs this shard refuses: it does not own the slot of their org, or has owned the slot
+    only since a later epoch than the caller's. `callers`: the org and the epoch of each caller. Returns the index of
+    each refused caller, and its error."""
     rows: list[tuple[int, Slot, str, int]] = await database.run(
         statements.FIND_REFUSED_SLOTS,
         {
@@ -371,8 +371,8 @@ class _Refused(Exception):
 
 class _AlreadyKnown(Exception):
     """Nothing was stored, because a job of the calls has already finished or died, or because a job with the same id is
-    live. In the second case, enqueue_plain.sql always stores nothing. enqueue.sql stores nothing only if the new job
-    has a dedup key that was free, and that the statement has taken."""
+    live. In the second case, enqueue_plain.sql always stores nothing. enqueue.sql stores nothing only if it has taken
+    a free dedup key for the new job, because the key must stay free."""
 
 
 def _without_shared_ids(calls: Sequence[PendingEnqueue]) -> Sequence[PendingEnqueue]:

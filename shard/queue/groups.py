@@ -27,8 +27,8 @@ class Groups:
         self._reached: tuple[QueueId, str] | None = None
 
     async def sweep(self, queues: Sequence[QueueId]) -> set[QueueId]:
-        """Fills the free slots of up to 1,000 groups of these queues. The next sweep goes on after the last of them.
-        Returns the queues in which this sweep has filled slots. Raises ShardUnavailable."""
+        """Fills the free slots of up to 1,000 groups of these queues. The next sweep goes on after the last of these
+        groups. Returns the queues in which this sweep has filled slots. Raises ShardUnavailable."""
         ordered = sorted(queues)
         after = ""
         if self._reached is not None:

@@ -29,7 +29,7 @@ class Handed(NamedTuple):
     leased_at: Micros
     # The max_attempts setting of each queue. None: the default.
     max_attempts: Mapping[tuple[OrgId, QueueName], int | None]
-    # True if it is certain that this call stored none of the other jobs, and so leased none of them.
+    # True if it is certain that none of the other jobs was leased to its taker.
     sure: bool = False
 
 
@@ -39,7 +39,7 @@ class Handover:
     once to their takers. `done` is called exactly once with the result, even if the caller was cancelled.
 
     A job that is in neither `Handed.positions` nor `Handed.waiting` was not leased, unless the shard's answer was lost.
-    So the caller releases the job's lease in any case."""
+    The caller cannot tell, so it releases the job's lease, unless the result is `sure`."""
 
     takers: Mapping[int, Taker]
     done: Callable[[Handed], None]
@@ -149,7 +149,7 @@ class PendingEnqueue:
                 slots = dict(zip(self.remaining, inserted.group_slots[first:], strict=False))
                 slotless = {at for at in leased if at in jobs.groups and slots[at] is None}
                 leased = [at for at in leased if at not in slotless]
-                # If a job of the statement was known already, its slot may have gone to one of these jobs meanwhile.
+                # If the statement did not store a job that was known already, one of these jobs may have got its slot.
                 waiting = slotless if inserted.stored is None else ()
             handover.tell(Handed(leased, waiting, inserted.now, inserted.max_attempts))
         if stored is self.remaining:

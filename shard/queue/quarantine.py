@@ -170,8 +170,8 @@ class Quarantine:
         return ready
 
     async def _judge_crashes(self) -> None:
-        """If kinds of an org have too many crashes, quarantines the kind with the most crashes. Then forgets the
-        crashes of the org's other kinds: jobs of the quarantined kind may have caused them."""
+        """If kinds of an org have too many crashes, quarantines the kind with the most crashes. Then forgets all
+        crashes of the org: jobs of the quarantined kind may have caused the crashes of the other kinds."""
         judged: set[OrgId] = set()
         for queue_id, org, kind, allowed, jobs in await self._database.run(
             statements.FIND_SUSPECTS, {"kinds_max": _JUDGED_MAX}
@@ -232,7 +232,8 @@ def verdict(record: JobRecord | None, trial_at: Micros) -> Verdict:
 
 
 def _ended_properly(record: JobRecord) -> bool:
-    """Returns whether a job has ended properly, or was cancelled, after it had crashed."""
+    """Returns whether a crash of this job no longer counts: the job has succeeded or was cancelled, or its latest
+    attempt that was not released has not expired."""
     if record.state in (JobState.SUCCEEDED.value, JobState.CANCELLED.value):
         return True
     last = next((one.outcome for one in reversed(record.attempts()) if one.outcome is not Outcome.RELEASED), None)

@@ -83,7 +83,7 @@ class QueueIds:
         return found
 
     def remember(self, queue_id: QueueId, org: OrgId, queue: QueueName) -> None:
-        """Remembers that this queue has this id, as a statement has just returned."""
+        """Remembers that this queue has this id, which a statement has just returned."""
         if len(self._queue_ids) >= _REMEMBERED_MAX:
             del self._queue_ids[next(iter(self._queue_ids))]
         if len(self._names) >= _REMEMBERED_MAX:

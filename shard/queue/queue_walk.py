@@ -35,7 +35,7 @@ class Walked(NamedTuple):
 
 
 class QueueWalk:
-    """Walks over the queues of one shard. `names` remembers the queues that it finds. All methods raise
+    """Walks over the queues of one shard. `names` remembers the queues that a walk finds. All methods raise
     ShardUnavailable."""
 
     def __init__(self, database: Database, names: QueueIds) -> None:

@@ -1,5 +1,5 @@
-"""Ends and extends leases, each with a verb of VERBS. The answer for each lease is OK, STALE, CANCELLED or NOT_FOUND.
-One statement serves many calls, of many orgs.
+"""Ends and extends leases; VERBS has the verbs. The answer for each lease is OK, STALE, CANCELLED or NOT_FOUND. One
+statement serves many calls, of many orgs.
 
 A call is about leases of one org. A lease of another org is NOT_FOUND (I4); a lease that has ended is STALE (I2)."""
 

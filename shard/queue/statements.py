@@ -23,7 +23,7 @@ NAME_QUEUES = _load("name_queues", short_lock_wait=True)
 WALK_QUEUES = _load("walk_queues", short_lock_wait=True)
 
 CLAIM = _load("claim", short_lock_wait=True)
-# For a single group, whose org or queue has a limit of jobs in flight.
+# For the queues of one org, if the org has a limit of jobs in flight, or for one queue that has such a limit.
 CLAIM_WITHIN_LIMITS = _load(
     "claim_within_limits",
     file="claim",

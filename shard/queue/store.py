@@ -214,8 +214,8 @@ class Store:
     async def enqueue(
         self, jobs: NewJobs, handover: Handover | None = None, *, epoch: int = FIRST_EPOCH
     ) -> dict[int, JobId]:
-        """Stores the jobs, all or none, each once. `epoch`: the epoch of the caller's placement. By this placement the
-        caller sends the jobs to this shard, and has asked the former owners whether they know the jobs (`known`).
+        """Stores the jobs, all or none, each once. `epoch`: the epoch of the placement by which the caller has chosen
+        this shard. The caller has asked the slot's former owners whether they know the jobs (`known`).
 
         Returns the positions of jobs that the shard knew already, each with the id of the known job; all other jobs are
         newly stored. Raises NotOwned, BadIds, TooManyQueues, ShardUnavailable, TooManyWaiting."""
@@ -252,8 +252,8 @@ class Store:
         return await self._draws.submit(draw)
 
     async def count_backlog(self, org: OrgId, limit: Limit) -> int:
-        """Counts the org's jobs, or their bytes, that count for this limit and have not ended. The count stops at the
-        limit's amount. Raises ShardUnavailable, TooManyWaiting."""
+        """Returns the size of the backlog that this limit bounds: how many jobs have not ended, or how many bytes they
+        have. The count stops at the limit's amount. Raises ShardUnavailable, TooManyWaiting."""
 
         async def count() -> int:
             parameters = {
@@ -632,7 +632,7 @@ class Store:
         await self._enqueues.finish()
         await self._lookups.finish()
         await self._descriptions.finish()
-        # Abandoned claims call release, so the settlements come after the claims.
+        # Abandoned claims release their jobs, so the settlements come after the claims.
         await self._claims.finish()
         for settlements in self._settlements.values():
             await settlements.finish()
