@@ -57,7 +57,7 @@ class StoredKey(NamedTuple):
 
 
 class FoundKeys(NamedTuple):
-    """Keys by id, and how many times keys had been revoked when they were read."""
+    """Keys by id, and how many revocations of any keys the catalog had counted at that moment."""
 
     revocations: int
     keys: Mapping[str, StoredKey]

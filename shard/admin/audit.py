@@ -21,7 +21,8 @@ from shard.vocabulary import Micros
 
 DAYS_DEFAULT = 90
 _DAYS_MAX = 3650
-# The most bytes of all texts of an entry together, including its request, and the most bytes of each text.
+# Upper bounds: for the bytes of all texts of an entry together, its request included, and for the bytes of a text that
+# `fit` has cut.
 ENTRY_BYTES_MAX = 1024
 _TEXT_BYTES_MAX = 200
 # Replaces the value of a request's field if the entry has no room for the value.
@@ -103,7 +104,7 @@ def _fitting(request: Mapping[str, object], room: int) -> Mapping[str, object]:
     while _bytes_of(kept) > room:
         longest = max(kept, key=lambda name: _bytes_of(kept[name]))
         if kept[longest] == LEFT_OUT:
-            # There is no room even for the names.
+            # All values are left out, and there is no room even for the names.
             return {}
         kept[longest] = LEFT_OUT
     return kept

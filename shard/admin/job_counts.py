@@ -1,7 +1,8 @@
 """Counts an org's jobs that meet conditions, in parts. Counts on one shard, and merges the counts of several shards.
 
-Each part has all jobs of a range of ids, as they were at one moment. The part with the newest jobs comes first, as with
-the pages of job_pages.py. A job's id never changes, so no job is counted in two parts.
+Each part has all jobs of one or more ranges of ids. One statement counts the jobs of a range, as they were at one
+moment. The part with the newest jobs comes first, as with the pages of job_pages.py. A job's id never changes, so no
+job is counted in two parts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from shard.admin.job_pages import Wanted
 from shard.postgres.pool import Database
 from shard.vocabulary import JobState, Micros
 
-# A part reads ranges of about this many jobs, and ends after this time, because other lists and counts wait for it.
+# A part reads ranges of about _ROWS jobs, and ends after _S_MAX, because other lists and counts wait for it.
 _ROWS = 10_000
 _S_MAX = 0.040
 _ID_BYTES = 16

@@ -2,9 +2,9 @@
 several shards.
 
 If the newest job comes first, the key is the id. A job's id never changes, so its position stays the same in every
-state and on every shard. So each page has all jobs of a range of ids as they were at one moment, and no job is on two
-pages. In the order in which jobs will be claimed, the key is (priority, visible_at, id). This key changes with every
-lease, so a job may be on two pages.
+state and on every shard. A page has one or more ranges of ids. One statement reads all jobs of a range, as they were at
+one moment. So no job is missed, and no job is on two pages. In the order in which jobs will be claimed, the key is
+(priority, visible_at, id). This key changes with every lease, so a job may be on two pages.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DAY_MS = 24 * _HOUR_MS
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # How far the clock that times a job's end may be behind the clock that made the job's id.
 _CLOCKS_MS = 2 * _HOUR_MS
-# A search goes through ids in ranges of the time at which the ids were made. Each range is longer than the range
+# A search goes through the ids in ranges, by the time at which the ids were made. Each range is longer than the range
 # before. A short range is usually enough for a full page, and then older days are not read. If jobs are sparse, the
 # search reads several ranges; after _SEARCH_S_MAX the page ends early.
 _RANGE_MS, _RANGE_GROWTH = _HOUR_MS, 8

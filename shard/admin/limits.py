@@ -1,7 +1,7 @@
 """Sets, removes and reads the limits in the catalog. The parameter `database` is always the catalog's database.
 
-Each change gets a version, and notifies all routers, which then read the limits again. By the version, a bucket on a
-shard knows which of two routers has the newer limit.
+Each change gets a version, and notifies all routers, which then read the limits again. If two routers draw from a
+bucket by different limits, the versions tell which limit is newer.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ async def set_limit(database: Database, key: LimitKey, *, amount: int, interval_
 
 
 async def clear(database: Database, key: LimitKey) -> bool:
-    """Removes a limit. Returns whether it was set. Also returns True if a run whose answer was lost may have removed
-    it."""
+    """Removes a limit. Returns whether it was set. Also returns True if the statement ran before, its answer was lost,
+    and that earlier run may have removed the limit."""
     rows = await database.run(statements.CLEAR_LIMITS, _named(key))
     return bool(rows) or rows.ran_before
 
@@ -42,7 +42,7 @@ async def read(database: Database, known: LimitTable | None = None) -> LimitTabl
     rows = await database.run(statements.READ_LIMITS, {"since": since})
     version, cleared = rows[0][:2]
     if known is not None and version < since:
-        # The catalog was restored from a backup.
+        # The version went back: the catalog was restored from a backup.
         return await read(database)
     found = [
         Limit(LimitKey(org, queue, Measure(measure)), amount, interval_us, max(changed, cleared))

@@ -1,8 +1,8 @@
 """Operators' calls to one shard: queue configurations, lists, counts, redrive, purge, and the check of the books
 (`check`).
 
-These calls use connections of their own. So a long count never takes a connection from the queue, and the planner may
-choose plans that it may not choose for the queue's statements.
+These calls use connections of their own. So a long count never takes a connection from an enqueue or a claim, and the
+planner may choose plans that it may not choose for the statements of the hot path.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from shard.vocabulary import Micros, OrgId, QueueName, ShardName
 
 T = TypeVar("T")
 _NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
-# The longest time that one scan may take, so that other scans get their turn, and the longest time that a scan waits
-# for its turn.
+# Upper bounds: for the time that a scan for one org takes, so that other scans get their turn, and for the time that a
+# scan waits for its turn.
 _SCAN_S_MAX = 20.0
 _SCAN_WAIT_S_MAX = 60.0
 # Upper bounds for a count of work. The first bounds the lanes that it reads; a queue has a lane for each of its up to
-# nine priorities. The second bounds the jobs due later that it reads in each lane to find the leased jobs.
+# nine priorities. To find leased jobs, a count also reads jobs that become visible later; the second bounds how many of
+# them it reads in each lane.
 _WORK_LANES_MAX = 100_000
 _WORK_LATER_MAX = 10_000
 # A count that only asks whether there is any work uses this bound instead of _WORK_LATER_MAX.
@@ -365,7 +366,7 @@ class QueueAdmin:
 
     async def has_work(self, org: OrgId | None, queue: QueueName) -> bool:
         """Returns whether a queue of the org (None: of any org) has jobs that are ready or leased. It may miss a leased
-        job if the queue has more than 100 jobs of one priority that become due before its first lease ends."""
+        job if 100 or more jobs of the same queue and priority become due before the lease ends."""
         parameters = _work_parameters(org, queue, jobs_max=1, later_max=_ANY_WORK_LATER_MAX)
         # This takes turns with short calls, so that it never waits for a long count.
         rows = await self._in_turn(org or OrgId(""), partial(self._database.run, statements.COUNT_WORK, parameters))

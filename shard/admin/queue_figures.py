@@ -13,8 +13,8 @@ from shard.vocabulary import OrgId, QueueName
 
 # How many of the largest queues have figures of their own.
 NAMED_MAX = 200
-# While other orgs have queues, at most 1/_SHARES of the named queues belong to one org. An org with many full queues
-# must not hide the queues of other orgs.
+# One org gets more than 1/_SHARES of the named queues only if the queues of other orgs leave room. An org with many
+# full queues must not hide the queues of other orgs.
 _SHARES = 4
 
 
@@ -28,8 +28,8 @@ class QueueFigures(NamedTuple):
     ready: int
     leased: int
     dead: int
-    # For how long the oldest ready job that a claim would get had been ready when the jobs were counted. None: no claim
-    # would get a job.
+    # The age of the oldest job that a claim would get: for how long it had been ready when the jobs were counted. None:
+    # no claim would get a job.
     oldest_ready_s: float | None
 
     def plus(self, other: QueueFigures) -> QueueFigures:
@@ -47,7 +47,7 @@ class QueueFigures(NamedTuple):
 
 
 async def measure(database: Database, *, max_age_us: int) -> list[QueueFigures]:
-    """Returns the figures, the largest queues first. Counts the jobs first only if the last count is older than
+    """Returns the figures, the largest queues first. Counts the jobs again only if the last count is older than
     `max_age_us`, because a count reads every unfinished job. Raises ShardUnavailable."""
     await database.run(
         statements.MEASURE_QUEUES, {"max_age_us": max_age_us, "named_max": NAMED_MAX, "share": share_of(NAMED_MAX)}
@@ -56,7 +56,8 @@ async def measure(database: Database, *, max_age_us: int) -> list[QueueFigures]:
 
 
 def share_of(named_max: int) -> int:
-    """Returns how many of the `named_max` named queues may belong to one org, if other orgs have queues too."""
+    """Returns how many of the `named_max` named queues may belong to one org, if other orgs have enough queues for the
+    rest."""
     return max(1, named_max // _SHARES)
 
 

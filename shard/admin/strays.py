@@ -1,5 +1,5 @@
 """Stray jobs: live, dead and exported jobs on a shard where nobody reads their slot. A shard that lost history has
-stray jobs if jobs had moved to another shard since the point of recovery
+stray jobs if jobs moved away from it after the point of recovery: the restored database has them again
 (docs/decisions/0028-a-shard-that-lost-history.md).
 
 These are the steps on single databases. balancer/recovery.py decides which job goes where.
@@ -52,7 +52,8 @@ async def fence(shard: Database, known: Catalog) -> bool:
     if pins and not await _adopt(shard, pins):
         return False
     slots = [Slot(slot) for slot in range(len(known.slots))]
-    # The shard may have filed a pinned org under its hash slot until now. Then it has no row for the org's own slot.
+    # If `_adopt` has just given an org its own slot, the shard has no state of that slot yet. Find such slots by their
+    # orgs.
     of_pins = {row.slot for row in await move_steps.read_queues(shard, sorted(pins.values()))} if pins else set[Slot]()
     states = await move_steps.read_slots(shard, slots)
     by_epoch: dict[int, list[Slot]] = {}
@@ -68,8 +69,8 @@ async def fence(shard: Database, known: Catalog) -> bool:
 
 
 async def _adopt(shard: Database, pins: Mapping[OrgId, Slot]) -> bool:
-    """Makes the shard file these orgs, as far as it has them, under the orgs' own slots. Returns False if the shard was
-    busy."""
+    """Records on the shard that these orgs have slots of their own. Leaves out orgs that the shard does not have.
+    Returns False if the shard was busy."""
     orgs = arrays.texts(list(pins))
     try:
         async with shard.transaction() as connection:
@@ -97,7 +98,7 @@ async def exist(shard: Database, known: Catalog, slots: Sequence[Slot]) -> bool:
     of_hash = {
         slot_of(org)
         for org, slot in known.pins.items()
-        # The shard may still file the org under its hash slot, and not under its own slot.
+        # The shard may still have recorded the org with its hash slot, and not with its own slot.
         if slot in wanted and shard.name not in known.slots[slot_of(org)].reads
     }
     return bool(await move_steps.count_remaining(shard, sorted(wanted | of_hash)))
@@ -137,7 +138,8 @@ async def delete_copies(shard: Database, org: OrgId, ids: Sequence[JobId]) -> in
 
 
 async def known(shard: Database, org: OrgId, ids: Sequence[JobId]) -> set[JobId]:
-    """Returns which of these jobs a shard knows in any state. This includes finished jobs that were dropped later."""
+    """Returns which of these jobs a shard knows, in any state. A shard also knows finished jobs that it has dropped, as
+    long as enqueues may repeat their ids."""
     if not ids:
         return set()
     rows = await shard.run(
@@ -157,8 +159,8 @@ async def known(shard: Database, org: OrgId, ids: Sequence[JobId]) -> set[JobId]
 
 async def bring(home: Database, strays: Sequence[Strays], ids: Sequence[JobId], *, epoch: int) -> set[JobId] | None:
     """Stores these jobs, all of one org, on the shard that takes the org's jobs by the placement of this epoch. Returns
-    the ids of the jobs that were stored. Returns None, and stores nothing, if one of the jobs has another state there
-    by now. Raises NotTaken, ShardUnavailable."""
+    the ids of the jobs that were stored. Returns None, and stores nothing, if that shard has one of the jobs in another
+    state by now. Raises NotTaken, ShardUnavailable."""
     try:
         rows = await home.run(
             statements.BRING_HOME,
@@ -195,7 +197,8 @@ async def end(
 
 
 async def skip_chunks(target: Database, chunks: Mapping[Slot, int], *, epoch: int) -> None:
-    """Makes the target of a move, which lost chunks, continue after these chunk numbers."""
+    """Makes the target of a move continue after these chunk numbers. The target has lost chunks, which nobody can send
+    again."""
     await target.run(
         statements.RAISE_CHUNKS,
         {"slots": arrays.numbers(chunks), "chunks": arrays.numbers(chunks.values()), "epoch": epoch},

@@ -24,7 +24,7 @@ _HELD_S_MAX = _HOUR_S
 TRANSACTIONS_NOTICED = 1_000
 _TRANSACTIONS_MAX = 100_000
 _WAL_KEPT_MAX = 10 * _GB
-# Autovacuum vacuums the hot table at 20,000 dead rows. This is ten times as many.
+# Autovacuum vacuums the hot table, windrow.job, at 20,000 dead rows. This is ten times as many.
 _DEAD_ROWS_MAX = 200_000
 _ROWS_NEVER_ANALYZED_MAX = 100_000
 # Limits for unused bytes of the hot table or one of its indexes, and for their share of the whole.

@@ -1,7 +1,7 @@
 """Reads the facts about a shard's Postgres from which its health is judged.
 
-The facts are read over a separate connection that keeps the server's settings, so they are the facts that other
-sessions see too. Reading changes nothing, and waits for locks only briefly.
+The facts are read over a separate connection, whose settings are those of the server and not those of Windrow's pools.
+So the doctor sees what other sessions see. Reading changes nothing, and waits for locks only briefly.
 """
 
 from __future__ import annotations

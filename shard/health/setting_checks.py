@@ -171,8 +171,8 @@ def _cost(settings: Mapping[str, Setting], name: str) -> Setting:
 
 def judge_checkpoints(checkpoints: Checkpoints, max_wal_size: Setting, server: Server) -> Iterator[Finding]:
     timed, requested, wal_bytes = checkpoints
-    # WAL makes Postgres request a checkpoint when half of max_wal_size is full. A checkpoint after less WAL was
-    # requested by a command.
+    # Postgres requests a checkpoint when about half of max_wal_size is written. If it was less than a quarter on
+    # average, commands have requested the checkpoints, and max_wal_size is not too small.
     if requested < max(_CHECKPOINTS_MIN, timed + 1) or wal_bytes / requested < max_wal_size.number / 4:
         return
     yield Finding(

@@ -133,7 +133,7 @@ async def drop(database: Database, day: Day, *, exported: Mapping[OrgId, int] | 
             # From here on, nobody can add rows.
             await _lock(connection, "SHARE ROW EXCLUSIVE", day.name)
             if await connection.run(statements.FIND_HELD, _parameters(day)):
-                # An org was put under hold after the rows of the other held orgs were moved.
+                # Try again: an org was put under hold after the rows of the other held orgs were moved.
                 continue
             if day.repeatable:
                 await _keep_ids(connection, day)
@@ -191,9 +191,9 @@ async def _run_step(database: Database, statement: Statement, **parameters: obje
 
 
 async def _prepare(database: Database, day: Day) -> None:
-    """Does the slow steps in advance; they block nobody. Creates an index by org. Validates the constraint, so that
-    moving the partition need not scan it. Collects statistics, because without them the planner assumes that a cold day
-    is empty."""
+    """Does the slow steps in advance. Only writers of this past day wait for them. Creates an index by org. Validates
+    the constraint, so that moving the partition need not scan it. Collects statistics, because without them the planner
+    assumes that a cold day is empty."""
     async with _transaction(database) as connection:
         await _lock(connection, "SHARE ROW EXCLUSIVE", day.name)
         if day.proved is None:

@@ -2,8 +2,8 @@
 
 First, in one transaction, the org gets a name that no org can have. A process that still knows the org's numeric ids is
 then refused, as with any stale id, and the next job for the old name creates a new org. Then the org's data is deleted
-in small steps. Each step is done completely or not at all, and leaves the books balanced (I5). If a run stops early,
-the next run, in any process, finds what is left.
+in small steps. Each step is done completely or not at all, and leaves the books balanced (I5). If a process stops
+early, any other process finds what is left.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ async def begin(database: Database, org: OrgId, *, erasure: str) -> bool:
         if await connection.run(statements.BEGIN_ERASURE, {"org": org, "id": erasure, "slots": SLOTS}):
             # If READ_ORG_SLOT found no row, the org was inserted after that statement. It has no queue, because no
             # queue can be created now. BEGIN_ERASURE erases an org without a queue only if the org has no slot of its
-            # own.
+            # own. So the slot was a hash slot, for which 0 stands here.
             slot = slots[0][0] if slots else 0
             if slot >= SLOTS:
                 # The org has a slot of its own, which the catalog keeps. Insert a new org in that slot, for the next

@@ -173,7 +173,8 @@ async def pages(database: Database, day: Day, orgs: Sequence[OrgDay]) -> AsyncGe
 
 
 def _grouped(orgs: Sequence[OrgDay]) -> Iterator[list[OrgDay]]:
-    """Groups orgs whose jobs fit into one page together: there may be thousands of orgs with a few jobs each."""
+    """Puts orgs together as long as their jobs fit into one page: there may be thousands of orgs with a few jobs
+    each."""
     group: list[OrgDay] = []
     jobs = 0
     for org in orgs:

@@ -34,7 +34,7 @@ class Policy(NamedTuple):
     """One org's policy, in the order of read_policy.sql's columns."""
 
     org: OrgId
-    # For how many days finished jobs are kept if their queue does not say it. None: 30.
+    # For how many days finished jobs are kept if their queue does not say it. None: 30 days.
     retention: int | None = None
     # The time since which the org is under legal hold, and the reason. None: the org is not under legal hold.
     held_since: Micros | None = None
@@ -53,8 +53,8 @@ async def read_one(catalog: Database, org: OrgId) -> Policy:
 
 
 async def set_retention(catalog: Database, org: OrgId, *, days: int | None) -> Policy:
-    """Sets for how many days jobs of the org that finish from now on are kept, unless their queue has a retention of
-    its own. None sets the default. Returns the new policy."""
+    """Sets the org's retention. It counts for jobs that finish from now on, unless their queue has a retention of its
+    own. None sets the default. Returns the new policy."""
     async with _change(catalog) as connection:
         return await _write(connection, (await _read_one(connection, org))._replace(retention=days))
 

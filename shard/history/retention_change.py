@@ -22,7 +22,8 @@ from shard.vocabulary import OrgId, QueueName
 
 
 async def read(database: Database, org: OrgId) -> dict[QueueName, int]:
-    """Returns, for each queue of the org, for how many days jobs that finish on this shard from now on are kept."""
+    """Returns the retention of each queue of the org, in days. It counts for jobs that finish on this shard from now
+    on."""
     return dict(await database.run(statements.READ_KEPT, {"org": org}))
 
 

@@ -107,7 +107,7 @@ class Move:
     epoch: int
     source: ShardName
     target: ShardName
-    # Whether the target already writes the slots.
+    # Whether new jobs of the slots already go to the target.
     switched: bool
     # In ascending order.
     slots: tuple[Slot, ...]
@@ -128,8 +128,8 @@ async def found(database: Database, *, cluster: str, weights: Mapping[ShardName,
     """Creates the cluster's catalog if there is none, and places the slots by weight. Returns the catalog. Raises
     Misconfigured if the database holds another cluster's catalog, or if the catalog places slots on a shard that is not
     among `weights`."""
-    # Look without a lock first. Nearly always there is a catalog, and routers that start at the same moment need not
-    # wait for each other's locks.
+    # Look without a lock first: nearly always there is a catalog, and then routers that start at the same moment need
+    # not wait for each other's locks.
     if not await is_founded(database, cluster=cluster):
         await _found(database, cluster, weights)
     catalog = await read(database)
@@ -266,8 +266,8 @@ async def newest_epoch(database: Database) -> int:
 
 
 async def moves(database: Database) -> list[Move]:
-    """Returns all moves that have begun and not ended. Moves that are not switched come first, because their slots may
-    have no writer."""
+    """Returns all moves that have begun and not ended. Moves that are not switched come first, because perhaps no shard
+    takes new jobs of their slots."""
     return [
         Move(epoch=epoch, source=source, target=target, switched=switched, slots=tuple(slots))
         for epoch, source, target, switched, slots in await database.run(statements.READ_MOVES, {})
@@ -275,9 +275,9 @@ async def moves(database: Database) -> list[Move]:
 
 
 async def begin_move(database: Database, known: Catalog, slots: Iterable[Slot], *, target: ShardName) -> Move | None:
-    """Begins to move slots that, as far as the caller knows, are at rest on one shard. Slots that have changed since
-    are left out. Returns None if no slot remains. Until the next step of the move, the shards take and give jobs as
-    before; only copies of the catalog change."""
+    """Begins to move slots that, as far as the caller knows, are at rest on one shard. Slots whose placement has
+    changed since `known` was read are left out. Returns None if no slot remains. Until the next step of the move, the
+    shards take enqueues and give jobs to claims as before; only the catalog and its copies change."""
     planned = sorted(slots)
     (source,) = {known.slots[slot].reads for slot in planned}
     rows = await database.run(
@@ -297,13 +297,13 @@ async def begin_move(database: Database, known: Catalog, slots: Iterable[Slot], 
 
 
 async def switch_writer(database: Database, move: Move) -> None:
-    """Makes the target the writer of the move's slots."""
+    """Makes new jobs of the move's slots go to the target."""
     await database.run(statements.SWITCH_WRITER, _parameters(move, move.slots))
 
 
 async def finish_move(database: Database, move: Move, slots: Iterable[Slot]) -> int:
-    """Puts slots of the move to rest on the target. Call it when no job of these slots is left on the source. Returns
-    how many slots were not at rest before."""
+    """Ends the move of these slots: from now on, only the target is read. Call it when no job of these slots is left on
+    the source. Returns for how many slots the move had not ended before."""
     return len(await database.run(statements.FINISH_MOVE, _parameters(move, slots)))
 
 

@@ -6,7 +6,7 @@ from shard.placement.cluster_file import Cluster, ClusterFileError, ShardEntry
 
 
 def refuse_change(before: Cluster, after: Cluster) -> None:
-    """Raises ClusterFileError for changes that a running process cannot apply, whatever the shards hold."""
+    """Raises ClusterFileError for changes that a running process cannot apply, whichever slots the shards hold."""
     if after.name != before.name:
         raise ClusterFileError(
             f"{after.source}: [cluster] name is {after.name!r}, and routers run that know it as {before.name!r}: "

@@ -61,7 +61,8 @@ _INSECURE = "insecure"
 
 
 class ClusterFileError(ValueError):
-    """The cluster file cannot be used. The message says where, what is wrong and what to do. Nothing was changed."""
+    """The cluster file cannot be used. The message says where the fault is, what is wrong, and what to do. Nothing was
+    changed."""
 
 
 class ShardState(enum.Enum):

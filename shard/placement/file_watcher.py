@@ -91,7 +91,7 @@ class WatchedFile(WatchedFiles):
 
 async def next_usable(file: WatchedFile, before: Cluster, *, judge: Callable[[Cluster], object]) -> Cluster:
     """Returns the next usable cluster file that differs from `before`. A file that cannot be parsed, or for which
-    `judge` raises ClusterFileError, is logged once as refused, and `before` stays in use."""
+    `judge` or refuse_change raises ClusterFileError, is logged once as refused, and `before` stays in use."""
     refused: str | None = None
     while True:
         await file.changed(within_s=None if refused is None else _RETRY_S)

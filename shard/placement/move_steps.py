@@ -51,7 +51,7 @@ class QueueOfSlot(NamedTuple):
 
 
 class BucketOfSlot(NamedTuple):
-    """How much an org may still enqueue under one of its limits (shard/queue/token_buckets.py), in the order of
+    """The tokens that an org has left under one of its limits (shard/queue/token_buckets.py), in the order of
     read_buckets.sql's columns."""
 
     org: OrgId
@@ -167,8 +167,8 @@ async def read_schedules(database: Database, slots: Sequence[Slot]) -> Schedules
 
 
 async def delete_schedules(database: Database, slots: Sequence[Slot], *, epoch: int) -> None:
-    """Deletes the schedules of these slots on the source. Call it when routers read the schedules on the target. The
-    source has not fired the schedules since it closed the slots."""
+    """Deletes the schedules of these slots on the source. Call it when routers read the schedules on the target. No
+    router has fired them on the source since it closed the slots."""
     parameters = {"slots": arrays.numbers(slots), "state": "draining", "epoch": epoch}
     await database.run(statements.DELETE_SCHEDULES, parameters)
 
@@ -269,8 +269,8 @@ async def open_slots(
     workflows: Sequence[WorkflowOfSlot] = (),
     quarantines: Sequence[QuarantinesOfSlot] = (),
 ) -> None:
-    """Lets the target take jobs of these slots. Gives the target's queues the configuration that they have on the
-    closed source, and its orgs the buckets, schedules, workflows and quarantines that they have there."""
+    """Lets the target take jobs of these slots. Stores there what the caller has read on the closed source: the
+    configuration of the queues, and the buckets, schedules, workflows and quarantines."""
     await make_queues(database, queues)
     async with database.transaction() as connection:
         # This comes first because it locks the slots: a second caller then finds nothing to do.
@@ -359,7 +359,7 @@ async def count_remaining(database: Database, slots: Sequence[Slot]) -> list[Rem
 
 async def end_arrival(database: Database, slots: Sequence[Slot], *, epoch: int) -> None:
     """Lets the target give group slots to jobs of these slots. Run it when no job of these slots is left on the source,
-    and before the catalog ends the move, because after that nobody would try again."""
+    and before the catalog ends the move: after the end, nobody would repeat a step that failed."""
     await database.run(statements.END_ARRIVAL, {"slots": arrays.numbers(slots), "epoch": epoch})
 
 
@@ -418,8 +418,8 @@ async def import_chunk(database: Database, exported: Sequence[ExportedJobs], *, 
 
 
 async def notify_imported(database: Database, exported: Sequence[ExportedJobs]) -> None:
-    """Tells routers that wait on the target for jobs of these queues to claim again, from the oldest job on. This is a
-    hint (I7)."""
+    """Notifies the routers whose consumers wait for jobs of these queues. They then claim again, from the oldest job
+    on. This is a hint (I7)."""
     queues = {(part.org, part.queue): None for part in exported}
     await database.run(
         statements.NOTIFY_IMPORTED,

@@ -1,9 +1,9 @@
 """Pinned orgs. Each pinned org has a slot of its own (docs/decisions/0017-moving-slots.md). The catalog says on which
 shard the org should live, or which label its shard should have.
 
-Pinning is one transaction in the catalog. The shard that holds the org may record the org's own slot (`adopt`) later,
-but before the org's own slot or its hash slot leaves that shard. So `adopt` runs before the shard closes one of these
-slots. The balancer moves the org's own slot to its target shard.
+Pinning is one transaction in the catalog. The shard that holds the org records the org's own slot afterwards (`adopt`).
+This may be late, but must be done before the org's own slot or its hash slot leaves that shard. So `adopt` runs before
+the shard closes one of these slots. The balancer moves the org's own slot to its target shard.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ async def pin(database: Database, org: OrgId, target: PinTarget) -> Pin:
     """Sets where the org should live, and gives it a slot of its own if it has none. `database` is the catalog's
     database. A second call with the same target changes nothing. If two calls run at the same time, the later call
     wins. Raises TooManyPins, and SlotMoves while the org's hash slot moves; then nothing has changed. After
-    ShardUnavailable, call it again.
+    ShardUnavailable, call this function again.
     """
     async with catalog.exclusive(database) as connection:
         parameters = {"org": org, **_columns(target)}

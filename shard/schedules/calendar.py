@@ -100,8 +100,8 @@ def following(timing: Timing, moment: Micros) -> Micros | None:
 
 
 def due(timing: Timing, schedule: ScheduleId, at: Micros) -> Micros:
-    """Returns the time at which the run of this instant is to be stored. It is later than the instant by the jitter,
-    which is always the same for an instant."""
+    """Returns the time at which the run of this instant is to be stored. It is later than the instant by less than the
+    jitter, and for the same instant always by the same time."""
     if not timing.jitter_us:
         return at
     digest = hashlib.blake2b(f"{schedule} {at}".encode(), digest_size=8).digest()

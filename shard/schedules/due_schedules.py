@@ -125,10 +125,9 @@ class DueSchedules:
     ) -> Fired:
         """Fires some of the schedules that are due. Those that have waited longest come first.
 
-        `is_whole` says whether this shard has all live jobs of an org. If it has not, a decision may depend on whether
-        a job that is not live here is live on another shard. Such a job is returned in `Fired.needed`, and its schedule
-        waits until `known` has the job. `known` says for each job in it whether the job is live. Raises
-        ClockSetBack."""
+        `is_whole` says whether this shard has all live jobs of an org. If not, a decision may depend on whether a job
+        that is not live here is live on another shard. Such a job is returned in `Fired.needed`, and its schedule waits
+        until `known` has the job. `known` says for each job in it whether the job is live. Raises ClockSetBack."""
         self._store.clock.check()
         fired = Fired()
         async with self._database.transaction() as connection:

@@ -1,8 +1,8 @@
 """Skips the runs that a shard may have stored before it lost history (docs/decisions/0066-recovering-one-shard.md).
 
 Nobody knows which runs the shard had stored. So each undecided instant until now is recorded as skipped (I10). An
-operator who knows that the run of an instant was not stored can backfill it. Routers must refuse the shard
-meanwhile.
+operator who knows that the run of an instant was not stored can backfill it. Until all is recorded, routers must refuse
+the shard.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ def backfill(instants: Iterable[Micros], overlap: Overlap, *, running: bool, buf
 def skip_due(
     schedule: ScheduleId, timing: Timing, next_at: Micros | None, now: Micros, *, reason: SkipReason
 ) -> tuple[Run | None, Micros | None]:
-    """Returns the run that records all undecided instants that are due as skipped, such as those of a pause that ends
-    now; and the first instant after these."""
+    """Decides to skip all undecided instants that are due, such as those of a pause that ends now. Returns the run that
+    records this, and the first instant after them."""
     latest = None if next_at is None else _latest_due(schedule, timing, next_at, now)[0]
     return (None, next_at) if latest is None else skip_until(timing, next_at, latest, reason=reason)
 
@@ -107,8 +107,8 @@ def skip_due(
 def skip_until(
     timing: Timing, next_at: Micros | None, moment: Micros, *, reason: SkipReason
 ) -> tuple[Run | None, Micros | None]:
-    """Returns the run that records all undecided instants until this moment as skipped, also if their jitter is not
-    over; and the first instant after these."""
+    """Decides to skip all undecided instants until this moment, also if their jitter is not over. Returns the run that
+    records this, and the first instant after them."""
     after = calendar.following(timing, moment)
     if next_at is None or next_at > moment:
         return None, next_at

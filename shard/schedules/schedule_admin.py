@@ -68,7 +68,8 @@ LISTED_BYTES_MAX = 1024 * 1024
 # A backfill stores instants that were skipped for these reasons. An instant that was skipped for an overlap stays
 # skipped.
 _BACKFILLED = {SkipReason.CATCH_UP, SkipReason.PAUSE, SkipReason.RECOVERED}
-# How often a backfill asks about the job of the run before. It asks again if the schedule has fired meanwhile.
+# How often, at most, a backfill asks whether the job of the previous run is live. If the schedule fires meanwhile, the
+# backfill asks about the job of the new run.
 _ASKS_MAX = 10
 _LISTED = tuple(name for name in TEMPLATE_COLUMNS if name != _PAYLOAD)
 
@@ -307,10 +308,10 @@ class ScheduleAdmin:
         epoch: int,
         ended_elsewhere: Callable[[JobId], Awaitable[bool]] = _nowhere_else,
     ) -> Backfilled:
-        """Stores a run for each instant from `begin` up to, but not including, `end` that has no run, or was skipped
-        for a reason in _BACKFILLED. `ended_elsewhere` returns True if a job is live on none of the shards from which
-        jobs of the org move to this one. Raises UnknownSchedule, UnknownQueue, BadSchedule, and what `ended_elsewhere`
-        raises."""
+        """Stores a run for each instant from `begin` up to, but not including, `end`. Leaves out instants that have a
+        run, unless the run is a skip for a reason in _BACKFILLED. `ended_elsewhere` returns True if a job is live on
+        none of the shards from which jobs of the org move to this one. Raises UnknownSchedule, UnknownQueue,
+        BadSchedule, and what `ended_elsewhere` raises."""
         return await self._in_turn(org, partial(self._backfill, org, name, begin, end, overlap, epoch, ended_elsewhere))
 
     async def _backfill(
@@ -387,9 +388,9 @@ class ScheduleAdmin:
     async def _rest(
         self, connection: Connection, schedule: ScheduleRecord, skipped: Run, new: Collection[Micros]
     ) -> Run | None:
-        """Returns a new record for the instants that were skipped together with the instant of `skipped`. They need it
-        if that instant is stored now. The record is a skip of those instants that have no run of their own. None: no
-        new record is needed."""
+        """`skipped` may record a skip of several instants, at the first of them. If this first instant gets a run now,
+        the others need a new record: a skip from the first of them that has no run. Returns that record. None: no new
+        record is needed."""
         if skipped.through is None or skipped.at not in new:
             return None
         first = await self._first_without_run(connection, schedule, skipped.at, new)

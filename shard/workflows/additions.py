@@ -211,11 +211,11 @@ class NodeAdder:
     async def _refuse_cycles(
         self, locked: LockedWorkflow, nodes: NewNodes, new: Sequence[int], known: Mapping[NodeName, _Known]
     ) -> None:
-        """Refuses nodes that wait for a node which may itself wait for the job. The nodes of the call, which are new or
-        were added by this job before, may wait only for each other, for nodes that have ended, and for nodes that their
-        own jobs have added. The same rule holds for the nodes that those jobs have added. So each open node for which
-        one of them waits was added later than the node of this job, and cannot be that node. Raises
-        NodeMayWaitForJob."""
+        """Refuses cycles: the job that adds the nodes waits for them, so none of them may wait for its node. The nodes
+        of the call, which are new or were added by this job before, may wait only for each other, for nodes that have
+        ended, and for nodes that their own jobs have added. The same rule holds for the nodes that those jobs have
+        added. So every open node for which any of these nodes waits was added later than the node of this job, and
+        cannot be that node. Raises NodeMayWaitForJob."""
         names = set(nodes.names)
         for at in new:
             for parent, _ in nodes.after.get(at, ()):
@@ -295,7 +295,7 @@ class NodeAdder:
         ended = {node.number for node in known.values() if node.has_ended}
         # A node looks at one parent at a time, the one with the highest number first. Here that is the parent with the
         # highest number that has not ended. If all its parents have ended, it is the parent with the highest number.
-        # The ends of these parents are appended again below, so that the fold finds the node.
+        # The ends of parents that have ended are appended again below, so that the fold finds the node.
         waits_on = {edge.node: edge.parent for edge in edges}
         waits_on |= {edge.node: edge.parent for edge in edges if edge.parent not in ended}
         jobs = nodes.jobs.only(new)

@@ -18,9 +18,11 @@ from shard.queue.store import Store
 from shard.workflow import KEPT_DAYS, WorkflowId
 from shard.workflows import statements
 
-# How many workflows with ends, and how many with jobs that wait to be released or cancelled, one sweep visits.
+# How many workflows with ends that no fold has processed, and how many with jobs that wait to be released or cancelled,
+# one sweep visits.
 _ROWS = 1_000
-# A workflow may have 110,000 rows. A statement that deletes many more would exceed its time limit each time.
+# How many workflows a statement deletes. A workflow may have 110,000 rows, and a statement that deletes many workflows
+# would exceed its time limit each time.
 _FORGOTTEN_AT_ONCE = 10
 # While other sessions hold the lock of a workflow, its fold is tried again after this pause, up to this many times.
 # After that, the fold is left to the next sweep.
