@@ -1,2 +1,2 @@
-"""Keeps the hot tables small, on a schedule: past days of finished jobs turn cold, and cold days, dedup keys, jobs past
-their expires_at and old dead jobs are removed when their time has passed."""
+"""Keeps the tables of live and finished jobs small. In each pass, past days of finished jobs turn cold, cold days and
+dedup keys are deleted after their time, and jobs past their expires_at and old dead jobs are cancelled."""

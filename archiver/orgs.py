@@ -128,7 +128,7 @@ async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None], era
     erasure_ids = {erasure_id}
     files: list[Erased] = []
     async with _every(cluster) as (catalog, shards):
-        # An erasure that is refused changes nothing, so look before the org's settings are deleted.
+        # An erasure that is refused must change nothing, so check for a move before the org's settings are deleted.
         await _wait_for_rest(catalog, org)
         # Delete the policy first, so that the copies on the shards are made from a catalog without it.
         await org_policies.delete(catalog, org)
@@ -156,7 +156,8 @@ async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None], era
         if exports is not None:
             for name in await exports.shards() - shards.keys():
                 files += await exports.erase(name, org)
-        # Read all of them on every shard, because an interrupted erasure may have ended on some shards before this run.
+        # Read all these erasures on every shard, because an interrupted erasure may have ended on some shards before
+        # this run.
         read = {name: await erasure.read(database, [*erasure_ids]) for name, database in shards.items()}
     return Receipt(org=org, shards=read, files=files)
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from archiver.export import Exported
     from archiver.object_store import Files
 
-# Upper bound for the time that a pass spends on one kind of small steps. A backlog is left to later passes. Steps for
-# whole days have no such limit: a day may take long, but there are few days.
+# Upper bound for the time that a pass spends on one kind of small steps. Later passes do the rest. Steps for whole days
+# have no such limit: a day may take long, but there are few days.
 _PASS_S_MAX = 60.0
 
 
@@ -49,7 +49,7 @@ class Pass:
     dedup_keys: int = 0
     jobs_expired: int = 0
     dead_jobs_cancelled: int = 0
-    # How many jobs were dropped that had been set aside for a legal hold, which has ended.
+    # How many jobs were dropped that a legal hold had kept, after the hold had ended.
     released_jobs_dropped: int = 0
     # How many erasures that had begun earlier ended in this pass.
     erased: int = 0
@@ -211,8 +211,8 @@ async def _export(
         return None
     if exported.written and exported.jobs:
         summary.exported.append(exported)
-    # The export took long. Check that this process still leads: another archiver might be about to export the day
-    # again.
+    # The export may have taken hours. Check that this process still leads: another archiver might be about to export
+    # the day again.
     await exports.session.lead()
     await export.still_there(files, exported, day, database.name)
     return exported.rows_by_org

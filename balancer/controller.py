@@ -1,8 +1,9 @@
 """The balancer's control loop. While this process leads, it makes the cluster as its file wants it: it continues every
 move that has begun, then begins the moves that the plan asks for, and then keeps polling.
 
-Each pass reads the state from the catalog and the file. The loop remembers only which moves have just failed, so that
-it does not retry them at once. A shard that is unreachable delays only its own moves.
+Each pass reads the state from the catalog. After a change of the file, another Controller takes over
+(balancer/service.py). The loop remembers only which moves have just failed, so that it does not retry them at once. A
+shard that is unreachable delays only its own moves.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _QUEUES_MAX = 5000
 _NODES_MAX = 10_000
 _SLOTS_FIRST = 16
 # Time before a failed move is tried again. It doubles after each failure of a move that is switched. Before the switch
-# it does not grow, because perhaps no shard accepts new jobs of the slots meanwhile.
+# it does not grow, because until the switch perhaps no shard accepts new jobs of the slots.
 _PAUSE_S = 1.0
 _PAUSE_S_MAX = 30.0
 _LOG_S = 10.0
@@ -55,7 +56,7 @@ class _RunningMove:
     since_s: float
     logged_s: float
     moved: int = 0
-    # False: it waits for leases to end, and other moves may use its shards.
+    # False: the move only waits for leases to end, and other moves may use its shards.
     works: bool = True
 
     @property
@@ -140,8 +141,8 @@ class Controller:
             raise failed
 
     async def _pass(self, group: asyncio.TaskGroup) -> bool:
-        """Starts everything that can be done now. Returns True if nothing is left to do and nothing can become due by
-        itself."""
+        """Starts everything that can be done now. Returns True if nothing is left to do, except moves that the cluster
+        file blocks."""
         known = await self._read_catalog()
         if not self._planned and all(placement.at_rest for placement in known.slots):
             self._logged = _Logged(pins=self._logged.pins)

@@ -1,9 +1,9 @@
 """Lists how a shard that lost history differs from what it was, as far as any database tells. Run it before the loss is
 accepted. Changes only the shard's schema, and only if the backup is of an older release.
 
-Some differences are certain, because the catalog knows where orgs live now, other shards have jobs, and the audit log
-has recorded changes. Only clients know which jobs have ended on the shard since the point of recovery, and which jobs
-were stored on it since then. So this module lists all jobs that may run again.
+Some differences are certain, because the catalog knows where orgs live now, other shards know some of the jobs, and the
+audit log has recorded changes. Only clients know which jobs have ended on the shard since the point of recovery, and
+which jobs were stored on it since then. So this module lists all jobs that may run again.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Differences:
                 yield [CameOrg(*one, name) for one in dict.fromkeys((row.org, row.slot) for row in rows)]
 
     async def schedules(self) -> AsyncIterator[list[Lost]]:
-        """Yields the schedules that the shard fires after the loss is accepted."""
+        """Yields the schedules of the orgs that live on the shard, each with the runs that `accept` would skip."""
         async for page in self._pages(lost_runs.preview):
             yield [one for one in page if self._is_written(one.org)]
 
@@ -159,7 +159,7 @@ class Differences:
     async def _judge(self, org: OrgId, jobs: Sequence[RestoredJob]) -> list[FoundJob]:
         # An org that is leaving the shard counts as living elsewhere, because `accept` ends its move.
         lives_elsewhere = not self._is_written(org)
-        # If a slot is where it was at the point of recovery, its jobs are nowhere else.
+        # If the slot is where it was at the point of recovery, look for no copies: its jobs are nowhere else.
         copies: dict[JobId, ShardName] = {}
         if lives_elsewhere or self._known.slot(org) in self._behind:
             ids = [job.id for job in jobs]

@@ -2,7 +2,7 @@
 
 The next step follows from the catalog and the two shards alone, so a move is resumed in the same way as it is started.
 Other processes may carry out the same move at the same time, or late, and any of them may stop at any point. This
-module plans no moves and takes no lock.
+module plans no moves, and does not check that its process leads.
 """
 
 from __future__ import annotations
@@ -194,10 +194,11 @@ class Mover:
         )
 
     async def _move_jobs(self, move: Move, source: Database, target: Database, chunks: dict[Slot, int]) -> None:
-        """Hands over the jobs that were exported before. If there are none, exports and hands over all free jobs. If
-        there are no free jobs either, puts empty slots to rest. If no slot is empty, waits."""
+        """Hands over the jobs that were exported before. If there are none, exports and hands over all free jobs (jobs
+        without a valid lease, and dead jobs). If there are no free jobs either, ends the move of the empty slots. If no
+        slot is empty, waits."""
         if not self._cleared:
-            # Delete them only now, after the switch. Before it, routers read schedules and workflows on the source.
+            # Delete schedules and workflows only now, after the switch. Before it, routers read them on the source.
             await move_steps.delete_schedules(source, move.slots, epoch=move.epoch)
             await move_steps.delete_workflows(source, move.slots, epoch=move.epoch)
             self._cleared = True
@@ -246,7 +247,8 @@ class Mover:
                 continue
             jobs = await self._hand_over(move, source, target, sorted(exported))
             if jobs < sum(exported.values()):
-                # The target lost chunks, or another process carries out this move. Compare the states again first.
+                # The target lost chunks, or another process carries out this move. Compare the states again before more
+                # jobs move.
                 return
             # The export may have stopped inside the last slot, so go on with the next chunk of this slot.
             last = max(exported)
@@ -256,7 +258,7 @@ class Mover:
             rest_s = min(took_s * self._pace.rest, self._pace.rest_s_max)
             await self._pause(max(rest_s, jobs / self._pace.jobs_per_s_max - took_s))
         if self._moved == before:
-            # Other sessions hold locks on all free jobs.
+            # No job was moved: other sessions hold locks on all free jobs.
             await self._pause(self._pace.poll_s)
 
     async def _pause(self, seconds: float) -> None:

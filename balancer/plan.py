@@ -18,7 +18,7 @@ from shard.vocabulary import ShardName, Slot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """Slots at rest that should be on another shard."""
+    """Slots that are in no move and should be on another shard."""
 
     source: ShardName
     target: ShardName
@@ -50,7 +50,7 @@ def transfers(known: Catalog, cluster: Cluster, pinned: Mapping[Slot, ShardName]
 
 
 def slots_to_go(known: Catalog, cluster: Cluster, pinned: Mapping[Slot, ShardName]) -> int:
-    """Returns how many slots are not yet at rest where they should be."""
+    """Returns how many slots are in a move, or are not where they should be."""
     return sum(not placement.at_rest for placement in known.slots) + len(
         _misplaced(known, wanted(known, cluster, pinned))
     )
@@ -77,7 +77,7 @@ def _takes_part(entry: ShardEntry) -> bool:
 
 
 def _misplaced(known: Catalog, owners: Sequence[ShardName]) -> list[tuple[Slot, ShardName]]:
-    """Returns the slots at rest that are not where they should be, each with the shard where it should be."""
+    """Returns the slots that are in no move and not where they should be, each with the shard where it should be."""
     return [
         (Slot(slot), owner)
         for slot, (placement, owner) in enumerate(zip(known.slots, owners, strict=True))

@@ -71,7 +71,7 @@ class Brought:
     org: OrgId
     home: ShardName
     brought: int
-    # Jobs that another shard knew already. They are deleted on the stray shard.
+    # Jobs that another shard knew already. They are deleted on the shard where they were stray.
     known: int
 
 
@@ -101,7 +101,8 @@ async def find_loss(shard: Database, catalog_database: Database, *, cluster: str
     newest, newest_at = await marks.last_before(shard, confirmed.at) or (None, None)
     known = await catalog.read(catalog_database)
     behind = await slots_behind(shard, known)
-    # Slots that had left before the point of recovery may have moved on since then, between other shards.
+    # Count only slots that the shard still owned then: slots that had left before the point of recovery may have moved
+    # between other shards since.
     owned = [slot for slot, state in behind.items() if state is not None and state.state == "owned"]
     return Loss(
         shard=shard.name,
@@ -124,7 +125,7 @@ async def slots_behind(shard: Database, known: Catalog) -> dict[Slot, move_steps
         if (
             states[Slot(slot)].epoch < placement.epoch
             if slot in states
-            # An org that was pinned where it lived got a slot that no other shard has had.
+            # Leave out the slot of an org that was pinned where it lived: no other shard has had this slot.
             else shard.name in placement.writes and bool(placement.former or placement.sources)
         )
     }
@@ -319,9 +320,9 @@ async def recover(
     report: Callable[[int], None] = lambda _: None,
 ) -> Recovery:
     """Moves the stray jobs of a shard to where their orgs live. Jobs that are known there, or on a former owner, are
-    deleted on the stray shard instead. With `older`, also handles jobs whose ids were made more than 7 days ago;
-    other shards may have forgotten that such a job has run. `report` is called with the number of jobs handled so far.
-    Raises ShardUnavailable, Misconfigured; it may then be called again."""
+    not moved, and are deleted on the shard where they are stray. With `older`, also handles jobs whose ids were made
+    more than 7 days ago; other shards may have forgotten that such a job has run. `report` is called with the number of
+    jobs handled so far. Raises ShardUnavailable, Misconfigured; it may then be called again."""
     databases = ExaminedDatabases(shards, catalog_database, cluster=cluster)
     shard = await databases.at(name)
     known = await catalog.read(catalog_database)
@@ -422,7 +423,7 @@ async def _recover_org(
 
 
 async def _known_as_ended(former: Database, org: OrgId, ids: Sequence[JobId]) -> set[JobId]:
-    """Returns the jobs that a former owner knows, except jobs that are still live there: these are stray as well."""
+    """Returns the jobs that a former owner knows, except jobs that are live or dead there: these are stray as well."""
     found = await strays.known(former, org, ids)
     if not found:
         return found

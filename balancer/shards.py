@@ -43,7 +43,7 @@ class Shards:
         return await catalog.find(self.catalog, cluster=self._cluster.name, shards=names, known=known)
 
     async def slots_to_go(self) -> int:
-        """Returns how many slots are not yet at rest where they should be. Raises what `read_catalog` raises."""
+        """Returns how many slots are in a move, or are not where they should be. Raises what `read_catalog` raises."""
         known = await self.read_catalog()
         pinned = await self.plan_pins(known)
         return plan.slots_to_go(known, self._cluster, pinned.owners)

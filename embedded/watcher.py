@@ -1,8 +1,8 @@
 """Cleans up after an ephemeral cluster whose owner was killed. Owns one small shell process.
 
-The shell reads from a pipe. When this process ends, in whatever way, the pipe closes; the shell then stops the
-server and removes the folder. It never signals a process without the folder in its command line, because the
-server's process id may have been reused.
+The shell reads from a pipe. When this process ends, in whatever way, the pipe closes; the shell then stops the server
+and removes the folder. Where /proc exists, it signals only a process that has the folder in its command line, because
+the server's process id may have been reused.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class Watcher:
         self._shell = spawn(["/bin/sh", "-c", _SCRIPT, "windrow-watcher", folder], account=None, stdin=subprocess.PIPE)
 
     def guard(self, pid: int | None) -> None:
-        """Sets which process the watcher will stop. It replaces the previous one. None: no process."""
+        """Sets which process the watcher will stop, instead of the previous one. None: no process."""
         self._say(f"{pid or 0}\n")
 
     def dismiss(self) -> None:

@@ -1,7 +1,7 @@
--- Stores jobs of one org that were stray on another shard, if this shard takes the org's jobs by the placement of this
--- epoch. Returns how many of the queues were admitted (if not all, nothing is stored) and which jobs were stored. Jobs
--- that are live or dead here already are not stored. Fails with WD001, and stores nothing, if one of the jobs is here
--- in another state.
+-- Stores jobs of one org that were stray on another shard, if this shard owns the org's slot since this epoch or an
+-- earlier one. Returns how many of the queues were admitted (if not all, nothing is stored) and which jobs were stored.
+-- Does not store a live job that is live here already, or a dead job that is dead here already. Fails with WD001, and
+-- stores nothing, if one of the jobs is here in another state, for example finished.
 WITH lane AS MATERIALIZED (
     -- OFFSET 0 fences: see enqueue.sql.
     SELECT q.queue_id, n.jobs
@@ -19,7 +19,7 @@ WITH lane AS MATERIALIZED (
     CROSS JOIN LATERAL unnest(lane.jobs::windrow.departing[]) d
     -- If the stray copy of a job is blocked, but the job's node was released or has ended here, the job becomes due
     -- now, because nothing else would release it. So it runs again, like other jobs whose ends were lost. If its node
-    -- waits for a signal, it waits again.
+    -- waits for a signal, the job waits for the signal again.
     LEFT JOIN LATERAL (
         SELECT n.is_signal, now() + CASE WHEN n.is_signal THEN coalesce(n.delay_us, 0) ELSE 0 END * interval '1 us' AS due
         FROM windrow.workflow w

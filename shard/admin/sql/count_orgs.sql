@@ -1,8 +1,9 @@
 -- Counts every org's jobs, unless they were counted within the last max_age_us. A second session that runs this at the
 -- same time waits for the first one, and then counts nothing. Only rows that change are written.
 --
--- Every job that was accepted here and is not found here any more has ended. So two counts show how many jobs were
--- stored between them, and how many ended. An org has a row as soon as the shard has accepted a job of the org.
+-- A job that was accepted here, and is neither live nor dead here any more, has finished. So two counts show how many
+-- jobs were stored between them, and how many finished (the column `ended`). An org has a row as soon as the shard has
+-- accepted a job of the org.
 WITH due AS (
     INSERT INTO windrow.org_figures_counted AS c (at, accepted_at) VALUES (now(), now())
     ON CONFLICT (only_row) DO UPDATE

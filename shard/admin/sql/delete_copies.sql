@@ -1,6 +1,6 @@
--- Deletes live and dead jobs of an org that another shard has too, live or finished. Returns how many it deleted. It
--- does not cancel them, because a cancelled record here would be found instead of the job itself after the slot comes
--- back.
+-- Deletes these jobs of an org if they are live or dead here: another shard has each of them, too. Returns how many it
+-- deleted. Does not cancel them, because a cancelled record here would be found instead of the job itself after the
+-- slot comes back.
 WITH live AS (
     DELETE FROM windrow.job j
     WHERE j.id = ANY (%(ids)s::uuid[])

@@ -7,7 +7,7 @@
 WITH part AS (
     SELECT
         CASE
-            -- The jobs of a small org are found by its queues, and not among the jobs of all orgs.
+            -- If these queues have at most `rows` live jobs, search by queue, and not among the jobs of all orgs.
             WHEN %(rows)s >= (
                 SELECT count(*)
                 FROM (

@@ -1,7 +1,8 @@
--- Counts every queue's jobs, unless they were counted within the last max_age_us. Keeps the figures of the named_max
--- largest queues, and the sums of all other queues. While other orgs have queues, at most `share` of the named queues
--- are of one org. A second session that runs this at the same time waits for the first one, and then counts nothing:
--- `due` has no row for it, and Postgres computes `figures` only for a row that is changed.
+-- Counts every queue's jobs, unless they were counted within the last max_age_us. Keeps the figures of each of the
+-- named_max largest queues, and the sums of all other queues. More than `share` of these named_max queues are of one
+-- org only if the other orgs have too few queues. A second session that runs this at the same time waits for the first
+-- one, and then counts nothing: `due` has no row for it, and Postgres computes `figures` only for a row that is
+-- changed.
 WITH due AS MATERIALIZED (
     -- Lock first. An UPDATE alone would compute `figures` before it waits for the row. If the time of the last count
     -- lies in the future, the clock was set back after it.

@@ -1,4 +1,4 @@
--- The indexes of the hot table, and every invalid index. Each has its size, and the width of an entry including the
+-- The indexes of the table job, and every invalid index. Each has its size, and the width of an entry including the
 -- header and the line pointer.
 SELECT
     quote_ident(i.relname), quote_ident(t.relname), coalesce(pg_relation_size(i.oid), 0) AS bytes, x.indisvalid,

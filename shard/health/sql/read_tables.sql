@@ -11,7 +11,7 @@ SELECT
     coalesce(s.n_dead_tup, 0) AS dead_rows,
     coalesce(pg_table_size(c.oid), 0) AS bytes, coalesce(pg_relation_size(c.oid), 0) AS heap_bytes,
     coalesce(pg_indexes_size(c.oid), 0) AS index_bytes,
-    -- Only for the hot table: the width of a row including its header and line pointer, from the statistics.
+    -- Only for the table job: the width of a row including its header and line pointer, from the statistics.
     CASE WHEN c.relname = 'job' THEN (
         SELECT sum(w.avg_width * (1 - w.null_frac)) + 28 FROM pg_stats w WHERE w.schemaname = 'windrow' AND w.tablename = 'job'
     ) END::float8 AS row_bytes,

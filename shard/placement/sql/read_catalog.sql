@@ -11,7 +11,7 @@
 -- loops that take 10 s and more. IS TRUE keeps the planner from making a join of IN: the slot is looked up in a hash
 -- table instead.
 WITH other AS MATERIALIZED (
-    -- Whether the other two tables have rows. NULL: nothing has changed, so they are not read.
+    -- Whether the tables pin and former_owner have rows. NULL: nothing has changed, so they are not read.
     SELECT CASE WHEN c.epoch > %(since)s THEN
         EXISTS (SELECT FROM windrow.pin) OR EXISTS (SELECT FROM windrow.former_owner)
     END AS have_rows

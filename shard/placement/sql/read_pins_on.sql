@@ -1,4 +1,4 @@
--- Returns the orgs that have slots of their own, if new jobs of these slots are written to this shard.
+-- Returns the orgs with slots of their own whose new jobs are written to this shard.
 SELECT pin.org, pin.slot, pin.epoch, pin.shard, pin.label, pin.value
 FROM windrow.pin
 JOIN windrow.placement p ON p.slot = pin.slot

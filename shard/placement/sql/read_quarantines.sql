@@ -1,4 +1,4 @@
--- The quarantined kinds of the queues of these slots, as Postgres writes their rows.
+-- The quarantined kinds of the queues of these slots, as rows in Postgres's text form.
 SELECT o.slot, o.org, q.queue, array_agg(k.row)::text AS rows
 FROM unnest(%(slots)s::smallint[]) AS n (slot)
 -- OFFSET 0 fences: see read_queues.sql.

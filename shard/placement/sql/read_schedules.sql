@@ -1,5 +1,5 @@
--- The schedules of the orgs of these slots, as Postgres writes them. Each row has a part of one org's schedules, so
--- that no value becomes too large.
+-- The schedules of the orgs of these slots, as rows in Postgres's text form. Each row of the result has a part of one
+-- org's schedules, so that no value becomes too large.
 SELECT part.slot, part.org, array_agg(part.schedule)::text AS schedules
 FROM (
     SELECT

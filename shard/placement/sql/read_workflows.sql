@@ -1,4 +1,4 @@
--- The workflows of the orgs of these slots, with their nodes and edges, as Postgres writes them.
+-- The workflows of the orgs of these slots, with their nodes and edges, as rows in Postgres's text form.
 SELECT o.slot, o.org, w.workflow::text, nodes.rows::text, edges.rows::text
 FROM unnest(%(slots)s::smallint[]) AS n (slot)
 -- OFFSET 0 fences: see read_queues.sql.

@@ -2,7 +2,8 @@
 -- for each UTC day from yesterday on. Returns a partition's name, its retention, its day, and the day after. The
 -- partition of a whole retention has NULL for both days, and comes before the partitions of its days. Yesterday needs
 -- no partition if it has turned cold. Today and later days need a partition even then, because the clock may have been
--- set back. If the clock is behind the latest recorded time, jobs finish on the day of that time.
+-- set back. If the clock is behind the latest recorded time, jobs finish on the day of that time, so the days from then
+-- on need partitions, too.
 WITH kept AS (
     SELECT coalesce(q.kept, {{retention_default}}) AS retention FROM windrow.queue q UNION SELECT {{retention_default}}
 ), needed AS (

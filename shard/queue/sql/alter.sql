@@ -4,8 +4,8 @@
 WITH chosen AS (
     SELECT
         j.id, j.queue_id,
-        -- The job gets another place in a lane. It becomes visible there at now() or later, because claims do not look
-        -- below the floor.
+        -- When the job becomes visible at its new place in a lane: at now() or later, because claims do not look below
+        -- the floor. NULL: the job keeps its place.
         CASE
             WHEN %(run_at_us)s::bigint IS NOT NULL
                 THEN greatest(now(), timestamptz 'epoch' + %(run_at_us)s::bigint * interval '1 us')
@@ -15,7 +15,7 @@ WITH chosen AS (
         coalesce(%(run_at_us)s::bigint, %(delay_us)s::bigint) IS NOT NULL AS moves
     FROM windrow.job j
     WHERE j.id = ANY (%(ids)s::uuid[]) AND (j.lease IS NULL OR j.visible_at <= now())
-        -- A blocked job has no time before its workflow releases it.
+        -- If a new time is given, leave out blocked jobs: these have no time before their workflow releases them.
         AND (j.run_at < 'infinity' OR coalesce(%(run_at_us)s::bigint, %(delay_us)s::bigint) IS NULL)
         AND {{org_of(j)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
     -- Locks the jobs in the order of their ids, as all statements do that get ids, so that calls about the same jobs
@@ -27,8 +27,8 @@ WITH chosen AS (
     SET
         priority = coalesce(%(priority)s::smallint, j.priority),
         attributes = nullif(coalesce(%(attributes)s::jsonb, j.attributes), '{}'),
-        -- While a job waits for a group slot, its visible_at is infinity. It keeps its run_at, which is its place among
-        -- the waiting jobs.
+        -- If a job waits for a group slot and gets no new time, `due` is infinity. The job then keeps its run_at, which
+        -- is its place among the waiting jobs.
         run_at = coalesce(nullif(c.due, 'infinity'), j.run_at),
         visible_at = CASE
             WHEN c.due <= now() AND j.group_key > '' AND j.group_slot IS NULL THEN 'infinity'

@@ -1,7 +1,8 @@
--- Leases visible jobs to several takers. Takers with the same set of queues form a group. A group gets up to max_jobs
--- jobs, ordered by priority, then by visible_at. The first taker of the group gets the first of these jobs, up to its
--- number, the second taker gets the next ones, and so on. No queue is in two groups. The scan of the ready index starts
--- at each lane's floor, because the index entries of claimed jobs come before it (shard/queue/claim_floor.py).
+-- Leases visible jobs to several takers. Takers with the same set of queues form a group of takers (this has nothing to
+-- do with groups of jobs). Such a group gets up to max_jobs jobs, ordered by priority, then by visible_at. Its first
+-- taker gets the first of these jobs, as many as it wants, the second taker gets the next ones, and so on. No queue is
+-- in two groups of takers. The scan of the ready index starts at each lane's floor, because the index entries of
+-- claimed jobs come before it (shard/queue/claim_floor.py).
 WITH source AS MATERIALIZED (
     SELECT s.grp, s.queue_id, s.turn, q.max_attempts
     FROM unnest(%(groups)s::integer[], %(queue_ids)s::bigint[], %(orgs)s::text[], %(queues)s::text[])
@@ -14,7 +15,8 @@ WITH source AS MATERIALIZED (
     -- If a remembered queue_id is wrong, and names another queue or a queue of another org (I4), it gives no jobs.
     WHERE q.org = s.org AND q.queue = s.queue AND q.gives_jobs
 ), lanes AS MATERIALIZED (
-    -- One row for each group: how many jobs it gets at most, and its lanes in the order in which they are scanned.
+    -- One row for each group of takers: how many jobs it gets at most, and its lanes in the order in which they are
+    -- scanned.
     SELECT
         source.grp,
         {{claim_room}} AS max_jobs,
@@ -82,8 +84,8 @@ SET
             CASE WHEN t.taker > 0 THEN now() END, j.attempt + (t.taker > 0)::int,
             CASE
                 WHEN t.taker = 0 THEN 'infinity'
-                -- If the job's max_runtime is shorter than the window, it ends the lease. NULL: the job has no
-                -- max_runtime.
+                -- The lease ends after the window or, if it is shorter, after the job's max_runtime (NULL: the job has
+                -- none).
                 ELSE now() + least((%(windows_us)s::bigint[])[t.taker], j.max_runtime_us) * interval '1 us'
             END
         FROM (

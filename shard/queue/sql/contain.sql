@@ -1,7 +1,7 @@
 -- Looks at jobs that a claim has just leased. A job is lost if its previous lease had expired. Records a crash for each
--- kind that has a job which was lost in two attempts in a row, or in its last attempt. Sets aside the jobs whose kind
--- is quarantined, except the kind's trial. Sets the trial aside, too, if it was lost. The present lease of a job that
--- is set aside does not count as an attempt.
+-- kind of which a job was lost in two attempts in a row, or was lost and ends now (`ends`: it has no attempt left, or
+-- is past its expires_at). Sets aside the jobs whose kind is quarantined, except jobs that end now, and except the
+-- kind's trial if the trial was not lost. The present lease of a job that is set aside does not count as an attempt.
 --
 -- Returns the ids of the jobs that keep the lease, and not those of the jobs that were set aside: if the statement runs
 -- again because its answer was lost, it finds no lease on the jobs that the first run has set aside.

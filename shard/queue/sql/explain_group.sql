@@ -1,6 +1,7 @@
 -- Returns why a job waits for a slot of its group: how many slots the group may have, how many are taken, how many of
--- their jobs are leased, and how many jobs wait before this one, counted up to jobs_max. Also returns the job whose
--- lease ends first. If no job is leased, it returns the job that has the first slot. No row: the job does not wait.
+-- the jobs that have a slot are leased, and how many jobs wait before this one, counted up to jobs_max. Also returns
+-- the job whose lease ends first. If none is leased, returns the job that has the first slot instead. No row: the job
+-- does not wait.
 SELECT
     j.group_key, coalesce(q.group_concurrency, 1) AS concurrency, held.taken, held.leased, held.ids[1] AS holder_id,
     held.workers[1] AS worker, held.untils[1] AS until, ahead.jobs AS ahead

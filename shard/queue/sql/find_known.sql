@@ -1,6 +1,6 @@
--- Finds jobs that this shard knows, before an enqueue, or after an enqueue that did not store them. Returns the place
--- of each such job in the arrays, and the id of the known job: the job with the same id, or else the job with the same
--- dedup key.
+-- Finds out which of these new jobs the shard knows already, before an enqueue, or after an enqueue that did not store
+-- them. Returns for each of them its place in the arrays, and the id of the known job: the job with its id or, if there
+-- is none, the job with its dedup key.
 WITH cold AS MATERIALIZED (
     SELECT c.id, c.org_id
     FROM windrow.known_cold(

@@ -1,7 +1,7 @@
 -- Finds the smallest `visible_at` of each lane of these queues, from the lane's floor on: the time at which the lane's
--- next job is or becomes visible. Jobs that wait for a group slot have no such time, and do not count. Returns one row,
--- with arrays of the lanes that have jobs. Takes no locks. Includes queues that give no jobs, because their floors are
--- needed too.
+-- next job is or becomes visible. Jobs that wait for a group slot, are blocked or are set aside have no such time, and
+-- do not count. Returns one row, with arrays of the lanes that have jobs. Takes no locks. Includes queues that give no
+-- jobs, because their floors are needed too.
 SELECT now() AS now, array_agg(first.queue_id) AS queue_ids, array_agg(first.priority) AS priorities,
     array_agg(first.visible_at) AS visible_at, array_agg(first.gives_jobs) AS gives_jobs,
     -- Only sweep.sql computes these values. Here they are always true.

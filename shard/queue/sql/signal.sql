@@ -38,7 +38,7 @@ FROM ended e
 UNION ALL
 SELECT 'taken', NULL FROM early
 UNION ALL
--- The snapshot of the statement shows the row as it was before the update.
+-- This reads the row as it was before the update above, so a signal that `early` has just stored is not found.
 SELECT 'repeated', NULL
 FROM windrow.job j
 WHERE j.id = ANY (ARRAY[%(id)s::uuid]) AND j.workflow_node = %(node)s AND {{is_blocked(j)}} AND j.checkpoint IS NOT NULL

@@ -2,7 +2,7 @@
 -- one name, of all orgs, are such a range. Returns for each queue its org, whether it gives jobs, and the time at which
 -- its first job is or becomes visible. Looks from the beginning of time, so that it also finds jobs that committed late
 -- (I7). Steps in the ready index from each queue to the next one, and from each lane of a queue to the next one, as
--- sweep.sql does. So the number of jobs does not matter.
+-- sweep.sql does. So the time that it takes does not depend on the number of jobs.
 SELECT now() AS now, head.queue_id, q.org, q.gives_jobs, first.visible_at
 FROM (
     WITH RECURSIVE step AS (

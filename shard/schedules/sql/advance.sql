@@ -1,6 +1,6 @@
 -- Advances schedules whose runs are stored. `runs_us`: the instant of the latest run that was stored now, of any cause.
--- `buffered`: how many runs wait at most. If it is not 0, this statement counts the runs that wait, because an instant
--- that was to wait may have had a run before.
+-- `buffered`: how many runs wait at most. If it is not 0, this statement counts the runs that wait, because a run that
+-- was to wait was not stored if its instant had a run before.
 UPDATE windrow.schedule s
 SET
     next_at = timestamptz 'epoch' + n.next_us * interval '1 us',

@@ -1,4 +1,4 @@
--- Gives a schedule that the caller has locked a new configuration.
+-- Gives a new configuration to a schedule, which the caller has locked.
 UPDATE windrow.schedule s
 SET ({{schedule_spec}}, {{template_columns}}, next_at, wake_at, paused_at) = (
     SELECT

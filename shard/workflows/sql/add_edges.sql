@@ -1,5 +1,5 @@
--- Lets a node wait for these nodes too. If it waits for one of them already, the new policy counts. Returns the new
--- edges.
+-- Makes a node wait for these nodes, in addition to others. If it waits for one of them already, the new policy counts.
+-- Returns the parents of the new edges.
 WITH parent AS (
     SELECT p.number FROM unnest(%(parents)s::integer[]) AS p (number)
 ), changed AS (

@@ -1,6 +1,6 @@
--- Collects a set of nodes. It begins with the given nodes. For each node in the set, it also has the open nodes that
--- this node has added and waits for. If a node in the set waits for an open node outside the set, returns the names of
--- both.
+-- Collects a set of nodes: the given nodes and, for each node in the set, those nodes that it has added and waits for
+-- and that have not ended. If a node in the set waits for a node that has not ended and is outside the set, returns the
+-- names of both.
 WITH RECURSIVE reached AS (
     SELECT x.node FROM unnest(%(nodes)s::integer[]) AS x (node)
     UNION
