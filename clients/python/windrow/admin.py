@@ -401,11 +401,11 @@ class AdminCalls:
         limit: int | None = None,
         per_second: float = 0.0,
     ) -> int:
-        """Makes the queue's dead jobs ready again, with all their attempts, if they meet all conditions. The job that
-        died first goes first. Redrives at most as many jobs as are dead now, because some may die again meanwhile.
-        Returns how many jobs it redrove. `per_second`: how many of the jobs become due per second; the other jobs are
-        scheduled until then. 0: all at once. Raises NotFound, Unavailable. If a call fails, it is not tried again, as
-        in purge_queue."""
+        """Makes the queue's dead jobs that meet all conditions ready again; their attempts are counted from 1 again.
+        The job that died first goes first. Redrives at most as many jobs as are dead now, because some may die again
+        meanwhile. Returns how many jobs it redrove. `per_second`: how many of the jobs become due per second; each job
+        is scheduled until its turn. 0: all at once. Raises NotFound, Unavailable. If a call fails, it is not tried
+        again, as in purge_queue."""
         conditions = admin_pb2.RedriveQueueRequest(per_second=per_second)
         redriven = 0
         set_time(conditions.died_after, "died_after", died_after)
@@ -668,7 +668,7 @@ def _read_stats(message: admin_pb2.QueueStats, *, with_finished: bool) -> QueueS
     )
 
 
-# The keys are the numbers of the enum in the proto files. A value's name there is a prefix and the name here.
+# The keys are the numbers of the enum in the proto files, where each name has a prefix.
 _REFUSALS: dict[int, RestoreRefusal] = {
     admin_pb2.RestoreRefusal.Value(f"RESTORE_REFUSAL_{refusal.name}"): refusal
     for refusal in RestoreRefusal

@@ -168,7 +168,7 @@ class BatchHandlers:
 
 
 def _check(results: object, jobs: int) -> None:
-    """Raises TypeError or ValueError if these are not the results of this many jobs."""
+    """Raises TypeError or ValueError unless `results` has one result for each of the `jobs` jobs."""
     wanted = f"a handler of batches returns None, or one result for each of its {jobs} jobs in a list or tuple"
     if not isinstance(results, list | tuple):
         raise TypeError(f"{wanted}; this one returned a {type(results).__name__}")

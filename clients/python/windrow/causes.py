@@ -107,7 +107,7 @@ def _read(message: cause_pb2.Cause, of_queue: bool) -> Cause:
 
 
 def _figure(value: Any, *, enum: str | None) -> Figure:
-    """`enum`: the name of the enum, if the value is one of an enum."""
+    """`enum`: the name of the value's enum. None: the value is of no enum."""
     match value:
         case Timestamp():
             return moment(value)

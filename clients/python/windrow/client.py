@@ -82,10 +82,10 @@ ADDRESS_VARIABLE = "WINDROW_ADDRESS"
 # How many bytes of results or failures the client sends in one call.
 _PART_BYTES_MAX = 8 * 1024 * 1024
 WAIT_S_MAX = 60.0
-# A dequeue with less wait time left than this ends without another call.
+# dequeue() and wait() make no further call if less of their waiting time is left than this.
 _WORTH_WAITING_S = 0.1
-# A large request delays the other requests on its connection. So the client splits an independent request well below
-# the limit.
+# A large request delays the other requests on its connection. So the client splits an independent request that has more
+# bytes than this, although a router would accept 16 MiB.
 _SPLIT_BYTES = 8 * 1024 * 1024
 _SPLIT_CALLS_MAX = 4
 # How many shared calls may run at the same time, for each connection.
@@ -180,8 +180,8 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         )
 
     def for_org(self, org: str) -> Self:
-        """Returns a client of another org over the same connections. They stay open until this client is closed;
-        closing the returned one does nothing."""
+        """Returns a client of another org over the same connections. The connections stay open until this client is
+        closed; closing the returned client does nothing."""
         other = object.__new__(type(self))
         other.org = _checked_org(org)
         other.calls = self.calls
@@ -258,7 +258,7 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         after each 1,000 jobs or less.
 
         `batch` is a windrow.uuid7() that the caller keeps. Job n is stored as windrow.nth_id(batch, n), whatever its
-        own id is. If a limit can never admit a whole call, the client sends its jobs in smaller calls. After an error,
+        own id is. If a limit is smaller than a call, the client sends the call's jobs in smaller calls. After an error,
         or if the program died, call again with the same batch and jobs within 7 days: jobs that are stored already are
         not stored again. Raises InvalidJob for the first job that breaks a rule; other jobs of the batch may be stored
         by then. Raises InvalidRequest if the batch was used for other jobs. Middleware is not called."""

@@ -149,8 +149,8 @@ class Coalescer(Generic[_Item, _Answer]):
             self._start()
 
     def _refuse(self, request: _Request[_Item, _Answer], error: WindrowError) -> None:
-        """If a limit refused the item, sends it again when the limit may have room; other items go first meanwhile.
-        Gives the error to the caller if the deadline comes before that time, or if it is any other error."""
+        """If a limit refused the item, and may have room for it before the deadline, sends the item again then; other
+        items go first meanwhile. Otherwise gives the error to the caller."""
         loop = asyncio.get_running_loop()
         if error.reason == LIMIT_REACHED and error.retry_after is not None:
             # Spread the callers: the router names the same time to many of them.

@@ -63,8 +63,8 @@ def _may_pass(error: WindrowError) -> bool:
             # An error without a time to wait does not pass: the org already has as many schedules as it may have.
             return error.retry_after is not None
         case FailedPrecondition():
-            # A shard's database is not the one that the routers expect. Wait until an operator has corrected this, as
-            # the worker's stream does.
+            # MISCONFIGURED: a database of the cluster is not what the routers expect. Wait until an operator has
+            # corrected this, as the worker's stream does.
             return error.reason == "MISCONFIGURED"
         case _:
             return isinstance(error, TRANSIENT)

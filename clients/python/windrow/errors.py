@@ -105,8 +105,8 @@ class Unavailable(WindrowError):
 
 
 class ResourceExhausted(WindrowError):
-    """The router is full, the message is larger than it accepts, the org would have too many queues, or the org has
-    reached a limit of what it may enqueue (`limit`)."""
+    """The router is full, the shard is busy, the message is larger than the router accepts, the org would have too many
+    queues, schedules or the like, or the org has reached a limit of what it may enqueue (`limit`)."""
 
 
 class DeadlineExceeded(WindrowError):

@@ -41,7 +41,8 @@ class Failure:
 
 
 class TimedOut(Exception):
-    """A handler did not finish within its `timeout`. The traceback shows where the handler was at that time."""
+    """A handler did not finish within its `timeout`, or within its job's max_runtime. The traceback shows where the
+    handler was at that time, unless it ran in a process."""
 
     __module__ = "windrow"
 

@@ -415,7 +415,8 @@ def _makes_coroutines(handler: Handler) -> bool:
 
 
 def is_the_workers(error: BaseException, handler: Registered) -> bool:
-    """Returns whether an error that a handler has raised is meant for the worker. Any other error becomes the job's."""
+    """Returns whether an error that a handler has raised is meant for the worker. Any other error decides the outcome
+    of the job."""
     if isinstance(error, KeyboardInterrupt):
         # Python raises it in the main thread at Ctrl-C. If it comes from another thread or process, the handler itself
         # has raised it.

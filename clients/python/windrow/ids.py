@@ -1,8 +1,8 @@
 """Job ids: UUIDv7, in the order in which they were made. Owns this process's last id.
 
-RFC 9562, section 5.7, with the monotonic random counter of section 6.2, method 2: the last 48 bits are the counter. All
-74 random bits are drawn anew every millisecond from the system's randomness. Within a millisecond the counter grows by
-a step that is random, too.
+RFC 9562, section 5.7, with the monotonic random counter of section 6.2, method 2: the last 48 bits are the counter.
+Every millisecond, all random bits are drawn anew from the system's randomness, except the counter's top bit, which
+starts as 0. Within a millisecond the counter grows by a random step.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ def uuid7() -> str:
 
 def nth_id(batch: str, n: int) -> str:
     """Returns the id of job `n` (0 to 4,294,967,295) of a batch, always the same for the same `batch` and `n`. `batch`
-    is a UUIDv7 from uuid7(). The id begins with the batch's time, so the routers accept it for as long as the batch's
-    own id. Then come 42 bits of a hash of the batch, and then `n`, so the ids of a batch are in order. Raises
-    ValueError."""
+    is a UUIDv7 from uuid7(). The id begins with the batch's time, so routers accept it until the batch is 7 days old.
+    Then come 42 bits of a hash of the batch, and then `n`, so the ids of a batch are in order. Raises ValueError."""
     if not 0 <= n < 1 << 32:
         raise ValueError(f"n must be 0 to 4,294,967,295, not {n}")
     return f"{_batch_head(batch)}{n:08x}"

@@ -174,8 +174,9 @@ class JobChanges(AdminCalls):
         return await in_parts(listed_ids(ids), send)
 
     async def redrive_jobs(self, ids: Iterable[str]) -> list[Answer]:
-        """Makes dead jobs ready again, with all their attempts. Returns CANCELLED for a cancelled job, and STALE for
-        any other job that is not dead, also if the first try of this call redrove it and its answer was lost."""
+        """Makes dead jobs ready again; their attempts are counted from 1 again. Returns CANCELLED for a cancelled job,
+        and STALE for any other job that is not dead, also if the first try of this call redrove it and its answer was
+        lost."""
 
         async def send(part: Sequence[str]) -> Sequence[int]:
             request = queue_pb2.RedriveJobsRequest(org=self.org, ids=part)
@@ -217,7 +218,7 @@ class JobChanges(AdminCalls):
         jobs as cancel_where does.
 
         Skips a job that already has the wanted values, so that a repeated call continues where the first one stopped.
-        With `delay` it cannot know that: each call counts the delay from its own time."""
+        With `delay` it skips no such job: each call counts the delay from its own time."""
         if not priority and run_at is None and delay is None and attributes is None:
             raise invalid_argument("priority", "must be set, unless run_at, delay or attributes is")
         # Check the values before a dry run too.
@@ -233,7 +234,7 @@ class JobChanges(AdminCalls):
             )
 
         alter = partial(self.alter_jobs, priority=priority, run_at=run_at, delay=delay, attributes=attributes)
-        # A blocked job has no time yet.
+        # A blocked job has no time yet that could be changed.
         possible = _WAITING | {JobState.BLOCKED} if run_at is None and delay is None else _WAITING
         return await self._change(where, possible, alter, limit, dry_run, on_progress, needs_it)
 

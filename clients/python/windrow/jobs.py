@@ -131,7 +131,7 @@ class LostReason(enum.Enum):
     CANCELLED = "cancelled"
     # The lease has ended: another worker may have the job.
     LEASE_ENDED = "lease_ended"
-    # The handler has used up its `timeout`; the attempt counts as failed.
+    # The handler has used up its `timeout`, or its job's max_runtime; the attempt counts as failed.
     TIMED_OUT = "timed_out"
     # The worker has stopped, and `grace` is over.
     STOPPED = "stopped"
@@ -226,8 +226,8 @@ class Job:
     # The job's node in a workflow. Client.parents returns the results of the nodes that this node waited for. None: the
     # job is in no workflow.
     workflow: WorkflowNode | None = None
-    # The org that owns the job. It is the client's org, unless the worker works for all orgs. If a client's method gets
-    # this job, its call is for this org, or for the client's org if this is empty.
+    # The org that owns the job; empty: the client's org. A client's method that gets this job makes its call for this
+    # org.
     org: str = ""
     # A Worker sets this when the handler should stop; `job.lost.reason` says why. A `def` handler that runs long should
     # check `job.lost.is_set()` between its steps.
@@ -408,9 +408,9 @@ class _Unfrozen:
 
 
 def read_leased(message: job_pb2.LeasedJob, *, reporter: Reporter = _NOBODY) -> Job:
-    # Set the fields one by one, in an object that is not frozen, because that is fast. A call with so many arguments
-    # would take as long as reading the message, and setting the fields of a frozen object several times as long. `lost`
-    # is made when it is first used.
+    # Set the fields one by one, in an object that is not frozen, because that is fast. Calling Job() with so many
+    # arguments would take as long as reading the message. Setting the fields of a frozen object would take several
+    # times as long. `lost` is made when it is first used.
     job: Any = _new(_Unfrozen)
     job.lease = message.lease
     job.id = message.id

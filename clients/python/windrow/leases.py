@@ -37,7 +37,7 @@ class HeldLease:
     until = math.inf
     # An extend waits to be sent or answered.
     extending = False
-    # How many of the lines that the handler has logged have been sent.
+    # How many lines of the job's log have been sent.
     lines_told = 0
     # The job's outcome waits to be sent or answered.
     settling = False
@@ -106,8 +106,8 @@ class Connectivity:
 class Leases:
     """Holds each lease from the receipt of its job until the router has answered the job's outcome.
 
-    Callbacks: `extend` extends leases and sets their `extending`. `on_waited` gets a job that has not begun for a third
-    of the window, `on_lost` a lease that ended before its job did.
+    Callbacks: `extend` extends leases and sets their `extending`. `on_waited` gets the lease of a job that has waited
+    for a third of its window and has not begun. `on_lost` gets a lease that ended before its job did.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Leases:
         self._on_lost = on_lost
         self._held: dict[HeldLease, None] = {}
         self._not_empty = asyncio.Event()
-        # A lease has come that must be extended sooner than other leases.
+        # A new lease must be extended sooner than the other leases.
         self._shorter = asyncio.Event()
 
     def __len__(self) -> int:
@@ -168,7 +168,8 @@ class Leases:
                 ),
                 default=0.0,
             )
-            # A lease that is extended during the pause is due again no sooner than a third of the window from now.
+            # A lease that is extended during the pause is due again about a third of the window from now: do not pause
+            # for longer.
             pause_s = min(third_s, max(0.001, next_s - time.monotonic()))
             paused_at = time.monotonic()
             with suppress(TimeoutError):

@@ -56,8 +56,8 @@ class LimitReached:
     asked: int
 
     def part_of(self, jobs: int) -> int:
-        """Returns how many of the call's jobs to send in one call, so that the limit may have room for them. 0: even a
-        single job is too much."""
+        """Returns how many of the refused call's jobs to send at a time, so that the limit may have room for them. 0:
+        even a single job is too much."""
         return max(1, min(jobs - 1, jobs * self.limit.amount // max(self.asked, 1))) if jobs > 1 else 0
 
 

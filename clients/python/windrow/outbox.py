@@ -113,10 +113,10 @@ _IDLE_FIRST_S, _IDLE_MAX_S = 0.02, 1.0
 _REST_FIRST_S, _REST_MAX_S = 0.5, 30.0
 # While an org's jobs wait, the log says so this often.
 _TELL_AGAIN_S = 60.0
-# How long to wait for an org's jobs to be stored, which delays the next batch. The limit starts at the first value and
-# doubles after each timeout of the org. It is never longer than the pause that a router asks for when a shard is down.
-# So a call to such a shard fails at once, and the relay does not wait here. After a timeout the org is slow, and its
-# jobs go in other batches.
+# How long to wait for an org's jobs to be stored, which delays the next batch. The time starts at the first value and
+# doubles after each timeout of the org. The first value is no longer than the pause that a router asks for when a shard
+# is away. So a call to such a shard fails at once, without a second try. After a timeout the org is slow, and its jobs
+# go in other batches.
 _SEND_FIRST_S, _SEND_MAX_S = 1.0, 10.0
 # Errors after which a retry may succeed. Three of them are not OperationalErrors. Two are raised if a transaction that
 # waits for the router stays open for longer than the server allows. One is raised if the server is a standby, or not
@@ -214,8 +214,8 @@ class Relay:
     at the same time.
 
     `connect`: a libpq connection string, or a function that opens a psycopg.AsyncConnection. The client's org does not
-    matter, because each row has its own. `rows_max` (1 to 1,000; default 500): how many jobs one batch may have; it has
-    at most about 8 MiB, too.
+    matter, because each row has its own. `rows_max` (1 to 1,000; default 500): how many jobs one batch may have. A
+    batch also has at most about 8 MiB.
 
     The relay waits one second for an org's jobs to be stored. If that fails, it skips the org for up to 30 s, while
     other orgs' jobs continue. After a timeout of an org it waits longer for this org, up to 10 s. `run` relays the jobs

@@ -31,7 +31,7 @@ class Action(abc.ABC):
 
     @property
     def size(self) -> int:
-        """The bytes of its texts, as they are sent."""
+        """How many bytes its texts have when they are sent."""
         return 0
 
     @abc.abstractmethod

@@ -221,7 +221,7 @@ class HandlerProcess:
 
 
 def can_be_sent(function: Callable[..., object]) -> bool:
-    """Returns whether a process can get this function, which is sent as the names of its module and itself."""
+    """Returns whether a process can get this function. What is sent is the function's name and that of its module."""
     try:
         pickle.dumps(function)
     except (pickle.PicklingError, AttributeError, TypeError):

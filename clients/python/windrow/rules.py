@@ -44,7 +44,7 @@ def limit(message: type[Message], field: str, rule: Rule) -> int:
 
 
 def span_limit(message: type[Message], field: str, rule: SpanRule) -> Duration:
-    """Does the same as `limit`, for a rule whose value is a duration."""
+    """Returns the value of a rule that is a duration. Raises LookupError if the field has no such rule."""
     value = _value(message, field, rule.value)
     assert isinstance(value, bytes)
     return Duration.FromString(value)

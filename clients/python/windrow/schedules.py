@@ -431,7 +431,7 @@ def _read_run(message: schedules_pb2.ScheduleRun) -> ScheduleRun:
     )
 
 
-# The numbers are those of the enums in the proto files. A value's name there is a prefix and the name here.
+# The numbers are those of the enums in the proto files, where each name has a prefix.
 _OVERLAP_NUMBERS: dict[Overlap, schedules_pb2.OverlapPolicy.ValueType] = {
     policy: schedules_pb2.OverlapPolicy.Value(f"OVERLAP_POLICY_{policy.name}")
     for policy in Overlap

@@ -39,7 +39,7 @@ class _Entry:
     # The entry may be why a whole message was refused: send it in a message of its own.
     alone = False
     sent = False
-    # What the handler has reported after this entry was sent. None if the entry itself carries no report.
+    # What the handler has reported since this entry was sent. Always None if the entry itself carries no report.
     later: Report | None = None
 
     def __init__(self, held: HeldLease, action: Action, *, bare: bool = False) -> None:
@@ -95,7 +95,7 @@ class Settlements:
         self._reports: dict[HeldLease, _Entry] = {}
         self._unanswered: dict[int, _Message] = {}
         self._number = 0
-        # Set while the router has asked for a retry: nothing is sent until it fires.
+        # Set when the router has asked for a retry: nothing is sent until the timer fires.
         self._retry_timer: asyncio.TimerHandle | None = None
         self._room = asyncio.Event()
         self._room.set()

@@ -86,7 +86,7 @@ class SyncClient:
         self._begin = self._begin_call
         # The process of the first call. None: there was no call.
         self._pid: int | None = None
-        # A signal handler may use the client while this thread holds the lock.
+        # Reentrant, because a signal handler may use the client in the thread that holds the lock.
         self._lock = threading.RLock()
         # The runner's event loop runs in the thread.
         self._runner: asyncio.Runner | None = None
@@ -94,8 +94,8 @@ class SyncClient:
         self._closed = False
 
     def for_org(self, org: str) -> Self:
-        """Returns a client of another org over the same connections and thread. They stay open until this client is
-        closed; closing the returned one does nothing."""
+        """Returns a client of another org over the same connections and thread. These stay open until this client is
+        closed; closing the returned client does nothing."""
         other = object.__new__(type(self))
         client = self._client.for_org(org)
         other._client = client

@@ -94,8 +94,8 @@ async def run_job(
     results: Mapping[str, Payload] | None = None,
 ) -> AttemptResult:
     """Runs the worker's handler for this job, as a running worker does: through its middleware, in a thread or process
-    if it needs one, and within its timeout. A batch handler gets a batch with this job alone. Needs no router; of the
-    worker's client only the org and the tracing count.
+    if it needs one, and within its timeout. A batch handler gets a batch with this job alone. Needs no router, and
+    uses only the org and the tracing of the worker's client.
 
     `attempt`: the number of the attempt. If the last of the job's `max_attempts` (20 by default) fails, the job is
     DEAD. `checkpoint`: what an earlier attempt has reported. A test without an event loop writes
@@ -296,7 +296,7 @@ class _FlowCalls(_Recorder):
     def _add(self, request: workflows_pb2.AddNodesRequest) -> workflows_pb2.AddNodesResponse:
         new = [node for node in request.nodes if node.name not in self.added]
         for at, node in enumerate(new):
-            # The router makes the ids of these jobs.
+            # Make the job's id, as a router does.
             node.job.id = uuid7()
             if faults := list(job_faults(node.job)):
                 raise error_of(_refusal(at, faults))

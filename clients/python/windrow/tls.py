@@ -117,7 +117,7 @@ def credentials(pem: Pem) -> grpc.ChannelCredentials:
 
 
 def pem_text(content: bytes) -> str:
-    """Returns a PEM file as `ssl` takes it. `ssl` takes only ASCII, and files of CAs may have other comments."""
+    """Returns a PEM file as `ssl` takes it: in ASCII. The comments in a file of CAs may have other characters."""
     return content.decode("ascii", "ignore")
 
 

@@ -56,7 +56,7 @@ class Tokens:
         scope = asyncio.timeout(within_s)
         try:
             async with scope, self._asking:
-                # Calls that were refused at the same time ask the function only once.
+                # Ask only if no other call has got a new token meanwhile.
                 if self._metadata == refused:
                     token = self._ask() if _is_async(self._ask) else await _in_thread(self._ask)
                     self._metadata = _metadata(await token if inspect.isawaitable(token) else token)

@@ -91,8 +91,8 @@ class Worker:
 
     - `orgs` (default: the client's org): `windrow.ALL` takes jobs of every org of the cluster; job.org names the org.
       The client needs a key for all orgs with the scopes consume and cluster. Orgs share the time of such workers by
-      their weights (`windrow weights`): an org is charged for as long as its jobs are leased. So the default of
-      `prefetch` is then 0: the worker takes a job only when it can begin.
+      their weights (`windrow weights`): an org is charged for as long as its jobs are leased, even if they only wait in
+      a worker. So the default of `prefetch` is then 0: the worker takes a job only when it can begin.
     - `concurrency` (1 to 1,000; default 10): how many handlers run at the same time.
     - `prefetch` (0 to 5,000; default: 5 × concurrency, at least 100): how many jobs may wait in the worker besides the
       jobs that run, so that handlers need not wait for jobs. The longer handlers take, the fewer jobs the worker
@@ -318,18 +318,19 @@ class Worker:
         """Works until stop(), or, in the main thread, until SIGTERM or SIGINT. It leaves both signals alone if the
         program handles SIGTERM itself, as a web server does. A worker can run only once.
 
-        To shut down, it takes no more jobs and releases the jobs that have not begun. It gives handlers `grace` to
-        finish, then cancels them and releases their jobs, and sends the last acks. It also releases the job of a
+        To shut down, the worker takes no more jobs and releases the jobs that have not begun. It gives handlers `grace`
+        to finish, then cancels them and releases their jobs, and sends the last acks. It also releases the job of a
         handler that catches its cancellation and returns, or whose clean-up fails; but if the handler raises Snooze,
         Kill or a Retry with a delay, that is the job's outcome. It cannot stop a `def` handler: it sets job.lost, lets
-        the lease expire, and returns. The process then ends when that thread ends, or by the next signal, because run()
-        has restored the old signal handlers. It restores them after the second signal already, so a third signal ends
-        the process even if a handler does not end when it is cancelled.
+        the lease expire, and run() returns. The process then ends when the handler's thread ends, or by the next
+        signal, because run() has restored the old signal handlers. It restores them after the second signal already, so
+        a third signal ends the process even if a handler does not end when it is cancelled.
 
-        Raises a WindrowError that no retry can fix, such as PermissionDenied or RouterTooOld. If this task is
-        cancelled, it cancels its handlers and releases their jobs. If routers refuse the token after they have accepted
-        one, and `token` is a function, the worker does not give up for a minute: it calls the function again and again,
-        and tries the tokens that it gets. Meanwhile handlers go on, and an error of the function is only logged.
+        Raises a WindrowError that no retry can fix, such as PermissionDenied or RouterTooOld. If the task of run() is
+        cancelled, the worker cancels its handlers and releases their jobs. If routers refuse the token after they have
+        accepted one, and `token` is a function, the worker does not give up for a minute: it calls the function again
+        and again, and tries the tokens that it gets. Meanwhile handlers go on, and an error of the function is only
+        logged.
         """
         if self._loop is not None:
             raise InvalidRequest(f"worker {self.name} has run already; make a new one")
@@ -696,7 +697,7 @@ class Worker:
             with suppress(ValueError):
                 self._waiting_with(held).remove(held)
             self._settlements.wake.set()
-        # A thread cannot be cancelled: it occupies its place until it ends or times out.
+        # Leave out a handler in a thread. It cannot be cancelled, and occupies its place until it ends or times out.
         elif self._cancel_lost and not held.in_thread and all(one.lost for one in held.batch or (held,)):
             held.task.cancel()
 

@@ -157,7 +157,7 @@ class WorkflowCalls:
         return found
 
     async def cancel_workflow(self, workflow_id: str, *, reason: str = "") -> WorkflowRecord:
-        """Cancels all jobs of a workflow that have not ended. Tells running handlers in the same way as cancel_jobs.
+        """Cancels all jobs of a workflow that have not ended. Running handlers lose their leases, as with cancel_jobs.
         Raises NotFound."""
         request = workflows_pb2.CancelWorkflowRequest(org=self.org, id=workflow_id, reason=reason)
         return read_workflow((await self._ask_workflows(lambda stub: stub.CancelWorkflow, request)).workflow)
@@ -198,7 +198,7 @@ class WorkflowCalls:
 
         `new_id`: the id of the new workflow, a UUIDv7, so that the call may be repeated; default: a new one. Raises
         NotFound. Raises FailedPrecondition if the workflow runs, has succeeded or was retried already, if a job that is
-        to run again is live, or no longer exists, or if these jobs have more than 16 MiB together."""
+        to run again is live or was deleted, or if the jobs that are to run again have more than 16 MiB together."""
         request = workflows_pb2.RetryWorkflowRequest(org=self.org, id=workflow_id, new_id=new_id or uuid7())
         return read_workflow((await self._ask_workflows(lambda stub: stub.RetryWorkflow, request)).workflow)
 

@@ -91,8 +91,8 @@ class Node:
         """Lets this node wait for these nodes of its workflow too, given as nodes or by name. Returns this node. Raises
         InvalidRequest for a node of another Workflow or Nodes."""
         for node in nodes:
-            # Refuse a node of another object: a different node may have its name here, or its name may still get a
-            # prefix there.
+            # Refuse a node of another object, because this node would wait for it by name. The name may belong to a
+            # different node here, and a default name gets a prefix when the other object is sent.
             if isinstance(node, Node) and node.mark is not self.mark:
                 raise invalid_argument(
                     "after",
@@ -351,7 +351,7 @@ def read_parent(message: workflows_pb2.ParentInfo) -> Parent:
     )
 
 
-# The numbers are those of the enums in the proto files. A value's name there is a prefix and the name here.
+# The numbers are those of the enums in the proto files, where each name has a prefix.
 _POLICY_NUMBERS: dict[FailurePolicy, workflows_pb2.FailurePolicy.ValueType] = {
     policy: workflows_pb2.FailurePolicy.Value(f"FAILURE_POLICY_{policy.name}")
     for policy in FailurePolicy
