@@ -182,8 +182,8 @@ def chunks(evidence: Evidence) -> int:
 
 
 def holdings(evidence: Evidence) -> list[tuple[float, Mapping[str, int], int]]:
-    """Returns for each change of placements its time, the number of slots whose new jobs each shard took after it, and
-    how many slots were moving."""
+    """Returns for each change of placements its time, and the state after it: the number of slots whose new jobs each
+    shard takes, and the number of slots that are moving."""
     known: dict[int, Placed] = {}
     writes: Counter[str] = Counter()
     moving = 0
@@ -204,7 +204,7 @@ def unavailable_s(told: Told) -> Mapping[str, float]:
     """Returns for each shard the longest time in which it acknowledged no enqueue although it had slots. Only the time
     from the first fault until the last one is healed counts."""
     events = sorted([*_had(told.evidence), *_acknowledged(told.evidence)], key=lambda event: event[0])
-    # For each shard that has slots: the time since when it has acknowledged no enqueue.
+    # For each shard that has slots: since when it has acknowledged no enqueue.
     since_s: dict[str, float] = {}
     longest_s: dict[str, float] = {}
 

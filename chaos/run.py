@@ -1,5 +1,5 @@
-"""One run: starts load, runs faults and changes by the schedule, waits until everything is healed, at rest and drained,
-and collects the evidence."""
+"""One run: starts load, runs faults and changes by the schedule, waits until all faults are healed, no slot moves and
+no job is live, and collects the evidence."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _STUCK_S_MAX = 30.0
 # continue pauses for half a minute.
 _REST_S_MAX = 180.0
 _REST_LOOK_S = 1.0
-# The pause before a fault that is run alone. Meanwhile delayed calls end, and clients reconnect.
+# The pause before a fault that is run alone. In this pause delayed calls end, and clients reconnect.
 _PEACE_S = 8.0
 # How long a call may take if nothing delays it.
 _ANSWER_S = 2.0
@@ -159,8 +159,8 @@ async def run(order: Order, *, disk: SmallDisk | None, say: Callable[[str], None
             say("draining")
             stalls.clear()
             await _drained(stage)
-            # Wait until the leases from before have ended: a lease is as long as the window, and now nobody extends a
-            # lease.
+            # Wait until the leases that began under faults have ended: a lease is as long as the window, and nobody
+            # extends leases any more.
             calm_s = max(time.monotonic(), healed_s + 2 * order.cast.window_s)
             await asyncio.sleep(calm_s - time.monotonic())
             say("one job for every org")
@@ -305,7 +305,7 @@ class _Striker:
             self._busy.discard(planned.target)
 
     async def run_alone(self) -> None:
-        """Runs once more, each alone, the faults for which the checker knows what clients may notice of them."""
+        """Runs the faults that have `alone`, one after another: the checker knows what clients may notice of each."""
         # Keep the order of FAULTS, not the order of the command line.
         alone = [kind for kind in FAULTS.values() if kind.alone and kind.name in self._order.faults]
         for number, kind in enumerate(alone, 1):
@@ -373,7 +373,7 @@ async def _rested(stage: Stage) -> list[Violation]:
 
 
 async def _drained(stage: Stage) -> None:
-    """Waits until no job is live, and no run of a schedule waits for the end of another run."""
+    """Waits until no job is live, no run of a schedule is buffered, and no schedule has instants left to decide."""
     await _until_still(stage, _unfinished)
 
 

@@ -1,7 +1,7 @@
 """Draws the faults with their targets and times, from a seed alone. Pure.
 
 A part of the cluster always works: if there are several targets of a sort, at least one of them has no fault. A target
-has only one fault at the same time, and a pause after each fault.
+has one fault at a time, and a pause after each fault.
 """
 
 from __future__ import annotations
@@ -78,5 +78,5 @@ def _bearable(one: Planned, planned: Sequence[Planned], sorts: Counter[str]) -> 
 
 
 def _sort(target: str) -> str:
-    """worker-3-poller → worker, s2 → s."""
+    """Returns the sort of a target: worker-3-poller → worker, s2 → s."""
     return target.partition("-")[0].rstrip("0123456789")

@@ -14,7 +14,7 @@ from proof.postgres import ask
 from windrow.v1 import job_pb2, schedules_pb2, schedules_pb2_grpc
 
 _EVERY_S = 900
-# The start of the first schedule: its intervals are counted from there. The contract refuses times before 1971.
+# The start of the first schedule, from which its intervals are counted. The contract refuses times before 1971.
 _FIRST_S = 1_000_000_000
 
 

@@ -59,7 +59,7 @@ def draw(folder: Path, told: Told, say: Callable[[str], None]) -> None:
     colours = mpl.colormaps["tab20"]
     shown: set[str] = set()
     for strike in sorted(told.strikes, key=lambda one: one.began_s):
-        # Draw faults without a duration wide enough to be seen.
+        # Give a fault that has no duration a width that can be seen.
         width = max(strike.healed_s - strike.began_s, 0.3)
         label = "" if strike.fault in shown else strike.fault
         shown.add(strike.fault)

@@ -1,6 +1,6 @@
-"""`windrow archive`: jobs that were exported and are no longer in the tables.
+"""`windrow archive`: finds jobs in exported files, and verifies these files.
 
-It reads the files at the location of [archiver] export in the cluster file, and needs no router and no database.
+It reads the files at the location that [archiver] export in the cluster file names. It needs no router and no database.
 """
 
 from __future__ import annotations

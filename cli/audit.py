@@ -115,7 +115,7 @@ async def recorded(
             done = await work
             outcome = "OK"
         except typer.Exit as ended:
-            # Ctrl-C stops some commands at a safe point; they then end by themselves.
+            # After Ctrl-C, some commands end by themselves at a safe point. Their outcome stays CANCELLED.
             if ended.exit_code != ExitCode.INTERRUPTED:
                 outcome = f"FAILED {ExitCode(ended.exit_code).name}"
             raise

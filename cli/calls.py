@@ -142,7 +142,7 @@ class Router:
     def pages(
         self, method: grpc.UnaryUnaryMultiCallable[_AnyPageRequest, _AnyPage], request: _AnyPageRequest
     ) -> Iterator[_AnyPage]:
-        """Calls a list's method for one page after another, to its end. Changes the request."""
+        """Calls a list's method for one page after another, to the end of the list. Changes the request."""
         request.page_size = _PAGE_MAX
         while True:
             page = self.call(method, request)
@@ -317,7 +317,7 @@ def _violations(details: status_pb2.Status | None) -> list[tuple[str, str]]:
 
 
 def as_typed(field: str) -> str:
-    """Returns the command's argument or option for a field of the request. For example, this is --retry for
+    """Returns the command's argument or option for a field of the request. For example, returns --retry for
     jobs[0].template.retry.exponential.max_delay."""
     parts = [part.partition("[") for part in field.split(".")]
     name, _, index = next((part for part in parts if part[0] not in _WITHIN), parts[-1])

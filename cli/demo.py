@@ -306,8 +306,8 @@ def _entries(books: cluster_pb2.OrgBooks) -> str:
 
 
 async def _fault_times(every_s: float, progress: Callable[[], int]) -> AsyncGenerator[None]:
-    """Yields every `every_s`, when a fault is due, but only if `progress` has changed since the last fault. On a busy
-    machine processes start slowly, and killing a cluster that does not work yet proves nothing."""
+    """Yields when a fault is due: every `every_s`, if `progress` has changed since the last fault. On a busy machine
+    processes start slowly, and killing a cluster that does not work yet proves nothing."""
     before = progress()
     while True:
         await asyncio.sleep(every_s)
@@ -520,7 +520,7 @@ def _say(console: Console, wrongs: Sequence[str], claim: str) -> None:
 
 
 async def _run_with(work: Coroutine[Any, Any, None], *background: Coroutine[Any, Any, None]) -> None:
-    """Runs the work, and the background coroutines until it ends. Raises the first error of any of them."""
+    """Runs the work, and the background coroutines until the work ends. Raises the first error of any of them."""
     tasks = [asyncio.create_task(coroutine) for coroutine in (work, *background)]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

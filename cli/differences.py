@@ -46,7 +46,7 @@ def differences(
 
 
 async def _list(cluster: Cluster, shard: str, *, as_json: bool) -> bool:
-    """Returns whether the shard has lost history."""
+    """Prints the differences. Returns whether the shard has lost history."""
     from archiver.service import opened
     from balancer.differences import find
     from balancer.recovery import find_loss

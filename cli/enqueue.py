@@ -212,7 +212,7 @@ def _enqueue_lines(
         output.note(hint)
         raise
     finally:
-        # Print how many jobs are stored after an error too.
+        # After an error, too, print how many jobs are stored.
         if stored:
             before = f", {duplicates:,} of them before" if duplicates else ""
             output.note(f"{output.counted(stored, 'job')} stored{before}")

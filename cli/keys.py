@@ -1,6 +1,6 @@
 """`windrow keys`: the API keys by which callers prove who they are.
 
-The commands change the catalog. Routers look keys up there.
+The keys are in the catalog, where routers look them up.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def keep_address(root: Path, address: str) -> None:
 
 
 def address(root: Path) -> str:
-    """Returns the address of the cluster that runs on this data; empty if it has not been up yet."""
+    """Returns the address of the cluster that runs on this data, or ran on it last. Empty if there was none yet."""
     try:
         return (root / _ADDRESS).read_text().strip()
     except OSError:

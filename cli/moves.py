@@ -121,8 +121,8 @@ def plan(config: options.Config, as_json: options.Json = False) -> None:
 
 
 def _refuse_misfits(troubles: Collection[ShardError]) -> None:
-    """Raises CommandFailed if databases cannot be used. For databases that do not answer, it only prints a note: they
-    may be up again when slots move."""
+    """Raises CommandFailed if databases cannot be used. If databases do not answer, only prints a note: they may be up
+    again when slots move."""
     from shard.errors import ShardUnavailable
 
     away = [str(trouble) for trouble in troubles if isinstance(trouble, ShardUnavailable)]
@@ -176,7 +176,8 @@ async def _plan(cluster: Cluster) -> tuple[list[_Transfer], Collection[str], Col
 
 def _removed_too_early(known: Catalog, cluster: Cluster) -> Iterator[ShardError]:
     """Yields an error for each former owner that the file lacks. Such a shard holds no slots, but routers still ask it
-    about jobs. Routers refuse such a file. A file that lacks a shard with slots is refused when the catalog is read."""
+    about jobs, and refuse a file without it. A file that lacks a shard with slots is refused when the catalog is
+    read."""
     from shard.errors import Misconfigured
 
     for name in sorted({owner.shard for placement in known.slots for owner in placement.former}):
@@ -386,7 +387,7 @@ async def _drain(cluster: Cluster, name: ShardName, config: Path) -> Micros | No
 
 
 async def _refuse_stuck(shards: Shards, known: Catalog, name: ShardName, config: Path) -> None:
-    """Raises CommandFailed if the shard holds only slots of single orgs which no balancer can move."""
+    """Raises CommandFailed if the shard holds only orgs' own slots, and none of them can move."""
     from shard.placement.slots import SLOTS
 
     held = {slot for slot, placement in enumerate(known.slots) if name in placement.reads}

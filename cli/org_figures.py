@@ -87,7 +87,7 @@ def list_orgs(
             request.page_token = answer.next_page_token
             if not request.page_token or len(orgs) >= limit:
                 break
-    # Do not rely on the router to send no more orgs than it was asked for.
+    # A router may send more orgs than it was asked for.
     more = bool(request.page_token) or len(orgs) > limit
     del orgs[limit:]
     if as_json:

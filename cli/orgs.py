@@ -1,4 +1,4 @@
-"""`windrow orgs`: the policies about an org's history: retention, legal hold and erasure.
+"""`windrow orgs`: sets the retention of an org's history, puts the org under legal hold, or erases it.
 
 These commands read the cluster file and connect to the catalog and to all shards, because an org's history may be on
 several shards. cli/org_figures.py adds the list of all orgs.

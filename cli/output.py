@@ -101,7 +101,7 @@ def say_json(documents: Iterable[Mapping[str, object]]) -> None:
 
 def _invisible_escaped(line: str) -> str:
     """Escapes the characters of a line of JSON that a terminal might interpret. JSON itself escapes such characters
-    only up to U+001F. The others can only be inside its strings."""
+    only up to U+001F. All others are inside the strings of the JSON, where they may be escaped."""
     if line.isprintable():
         return line
     return "".join(sign if sign.isprintable() else json.dumps(sign)[1:-1] for sign in line)

@@ -79,7 +79,8 @@ def use(profile: Profile) -> None:
 
 
 def address(given: str, *, is_given: bool) -> str:
-    """Returns the address that a command calls. `is_given`: by an option or the environment. Raises CommandFailed."""
+    """Returns the address that a command calls. `is_given`: whether an option or the environment gives `given`. Raises
+    CommandFailed."""
     if is_given and _choice.name is None:
         # The token and the files of the default profile must not be used for another address.
         _choice.profile, _choice.is_read, _choice.is_passed_over = None, True, True
@@ -200,5 +201,5 @@ def _lines(profile: Profile) -> str:
 
 
 def _quoted(text: str) -> str:
-    # Printable text is written in JSON as in TOML.
+    # JSON and TOML quote printable text in the same way.
     return json.dumps(text, ensure_ascii=False)

@@ -53,7 +53,7 @@ def print_schedule(schedule: schedules_pb2.ScheduleInfo, *, as_json: bool = Fals
 
 
 def note_end(schedule: schedules_pb2.ScheduleInfo) -> None:
-    """Warns the user who has created or changed a schedule if it has no next time: its year may be wrong."""
+    """Warns the user if a schedule that was created or changed has no next time: its year may be wrong."""
     # The router sends a paused schedule without its next times.
     if schedule.next or schedule.paused:
         return

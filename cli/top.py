@@ -44,7 +44,7 @@ class _Figures:
     away: Sequence[str]
 
 
-# Looks for the figures. Takes the largest number of rows, and the largest age that the figures may have.
+# Looks for the figures. The arguments: how many rows at most, and how old the figures may be.
 _Look = Callable[[int, timedelta], _Figures]
 
 
@@ -114,7 +114,7 @@ def _orgs(router: Router, sort: Sort, rows: int, max_age: timedelta) -> _Figures
     request = cluster_pb2.ListOrgsRequest(sort=org_figures.sort_value(sort), page_size=rows)
     request.max_age.FromTimedelta(max_age)
     answer = router.call(router.cluster.ListOrgs, request)
-    # Do not rely on the router to send no more orgs than it was asked for.
+    # A router may send more orgs than it was asked for.
     orgs, age = answer.orgs[:rows], answer.age.ToTimedelta()
     over = org_figures.rates_over(orgs)
     rates = "" if over is None else f", rates over {values.rough(over)}"

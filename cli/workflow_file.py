@@ -37,7 +37,8 @@ _OPTIONS = {
 }
 # The reverse: the name in the file for each name in the contract.
 _FIELDS = {option: name for name, option in _OPTIONS.items()}
-# As _FIELDS, for a node that waits for a signal: the contract's delay of its job is `timeout` in the file.
+# As _FIELDS, for a node that waits for a signal: what is `timeout` in the file is the delay of the node's job in the
+# contract.
 _FIELDS_OF_SIGNALS = {"delay": "timeout"}
 # Checks a value. Returns None if the value is right, and otherwise what the value must be.
 _Rule: TypeAlias = Callable[[Any], str | None]
@@ -72,7 +73,7 @@ def refused(error: RequestRefused, file: Path | None, flow: Workflow) -> Request
 
 def _told(file: Path | None, flow: Workflow, field: str, description: str) -> str:
     if (found := _NODE.fullmatch(field)) is None:
-        # The org and the id are not in the file.
+        # Fields that are not in the file, such as the org and the id, come from the command line.
         place = f"{_where(file)}: {field}" if field in ("name", "nodes") else as_typed(field)
         return f"{place}: {description}"
     node = flow.nodes[int(found[1])]

@@ -1,7 +1,8 @@
 """Code that benchmarks, chaos runs and tests share. No installed package imports it.
 
 processes, routers, balancers, postgres    start and end the parts of a cluster; cluster_file: what they read
-proxy, hostile_peer                        stand between two parts, or behave as no client should
+proxy, hostile_peer, malformed             stand between two parts, or behave as no client should
+edge, prometheus, dashboards, certificates what operators add: Envoy, Prometheus, Grafana's dashboards, TLS certificates
 clients, history                           client processes, and what each of them saw
 tables, journal                            what the databases say
 checker                                    whether the invariants held, by history, tables and journal

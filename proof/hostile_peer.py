@@ -92,8 +92,8 @@ class Seen:
 
 
 class HostilePeer:
-    """One connection, made by `open_peer`. It answers SETTINGS and PING as long as it reads, so that the server has no
-    other reason to end the connection. It never sends WINDOW_UPDATE."""
+    """One connection, opened by `connect`. While it reads, it answers SETTINGS and PING, so that the server has no
+    reason to end the connection except the attack. It never sends WINDOW_UPDATE."""
 
     def __init__(self, connection: socket.socket, authority: str, *, reads: bool) -> None:
         self.seen = Seen()
@@ -542,7 +542,7 @@ async def drip(address: str, path: str, *, connections: int, seconds: float, eve
 
 @dataclass(frozen=True)
 class _Enough:
-    """Tells when an attack ends: each of its connections waits until `of` holds, and then for the others."""
+    """Tells when an attack ends: when `of` has become true on each of its connections. They wait for each other."""
 
     of: Callable[[Seen], object]
     by_all: asyncio.Barrier

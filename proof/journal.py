@@ -1,6 +1,6 @@
-"""A journal that the databases write. Triggers record every change of the catalog's placement, of each shard's owned
-slots and of the runs of its schedules, and each release of a node of a workflow. The record is part of the same
-transaction, so the journal has exactly the changes that happened.
+"""A journal that the databases write. Triggers record each row that is inserted or updated in the catalog's placement,
+in a shard's owned slots and in the runs of its schedules, and each release of a node of a workflow. A record is part of
+the transaction that makes the change, so the journal has exactly the changes that were committed.
 
 Times in the databases are of the wall clock, which all servers of a machine share. This module converts them to the
 monotonic clock, except the times of runs and releases.
@@ -112,9 +112,9 @@ def _read(table: str, columns: str) -> str:
 
 
 def _noting(table: str, columns: str) -> str:
-    """Returns the statement that begins a journal of this table, in one transaction. The lock of CREATE TRIGGER keeps
-    others from writing to the table meanwhile. The journal has one row for all slots that a statement changes in the
-    same way."""
+    """Returns the statement that begins a journal of this table, in one transaction. CREATE TRIGGER locks the table, so
+    nobody else writes to it until the transaction ends. The journal has one row for all slots that a statement changes
+    in the same way."""
     note = f"""
     INSERT INTO chaos.{table} (slots, {columns})
     SELECT array_agg(slot ORDER BY slot), {columns} FROM %s GROUP BY {columns}

@@ -40,8 +40,8 @@ class Conversation(NamedTuple):
 
 
 def conversation(luck: random.Random, *, valid: bytes) -> Conversation:
-    """Draws what one connection sends. `valid`: a valid message of some method, of which the drawn bytes may contain
-    parts."""
+    """Draws what one connection sends. `valid`: a valid message of some method. Parts of it may be in the drawn
+    bytes."""
     kind = luck.choice(sorted(_KINDS))
     return Conversation(kind, _KINDS[kind](luck, valid))
 
@@ -67,7 +67,7 @@ async def say(address: str, sent: bytes, *, tls: ssl.SSLContext | None = None) -
         # The server ended the connection before everything was sent or read.
         pass
     finally:
-        # Abort, because a close would wait up to 30 s until the server ends TLS too.
+        # Abort, because a close would wait up to 30 s for the server to end TLS.
         writer.transport.abort()
         with contextlib.suppress(OSError):
             await writer.wait_closed()

@@ -30,7 +30,8 @@ _START_S_MAX = 120.0
 _LOOK_S = 0.1
 _DEATH_LOOK_S = 0.01
 _ANSWER_S_MAX = 10
-# Try again, because a connection that was being made may be established after all others were terminated.
+# How often a statement that needs a database without connections is repeated. A connection may be established just
+# after all others were terminated.
 _TRIES_MAX = 3
 # Few connections, so that a fault can take all of them. Little WAL, so that a small disk is enough.
 SMALL = {
@@ -227,7 +228,8 @@ class Shard:
         return str(login["dbname"]), str(login["user"])
 
     async def _alone(self, database: str, statement: str) -> None:
-        """Runs a statement that needs a database without connections. Terminates the connections before."""
+        """Terminates all connections to a database, and then runs a statement that needs a database without
+        connections."""
         terminate = f"SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = '{database}'"
         for tries_left in range(_TRIES_MAX, -1, -1):
             await asyncio.to_thread(self.primary.ask, terminate)
@@ -239,7 +241,7 @@ class Shard:
                     raise
 
     async def rebuild(self) -> None:
-        """Makes the other node a standby of the primary, with a fresh copy of its data."""
+        """Makes the other node a standby of the primary, with a fresh copy of the primary's data."""
         assert self.standby is not None, f"{self.name} has one node"
         await self.standby.start_anew(standby_of=self.primary)
         await self.synchronize()
@@ -294,8 +296,8 @@ async def until(holds: Callable[[], object], what: str, *, within_s: float) -> N
 async def open_shards(
     count: int, *, replicated: bool, roots: Mapping[str, Path]
 ) -> AsyncGenerator[Mapping[str, Shard], None]:
-    """Starts the shards s1, s2, … for this scope. `replicated`: whether s1 has a standby. `roots`: the folders for the
-    data of those nodes for which the place matters."""
+    """Starts the shards s1, s2, … for this scope. `replicated`: whether s1 has a standby. `roots`: folders for data,
+    by the node's name. A node that is not in it gets any folder."""
     shards: dict[str, Shard] = {}
     async with contextlib.AsyncExitStack() as stack:
         for name in (f"s{number}" for number in range(1, count + 1)):

@@ -29,7 +29,7 @@ _STATES = {
     job_pb2.JOB_STATE_CANCELLED: State.CANCELLED,
 }
 _COLUMNS = (
-    # A signal ends a job with lease 0, which is no lease.
+    # A job that was ended by a signal has lease 0, which is no lease.
     "j.id::text, q.org, q.queue, j.dedup_key, nullif(j.lease, 0), (extract(epoch FROM j.leased_at) * 1000000)::bigint, "
     "j.history, j.scheduled_run, j.attributes->>'terms', (extract(epoch FROM j.enqueued_at) * 1000000)::bigint"
 )

@@ -16,8 +16,8 @@ _NODES_MAX = 12
 # The share of the nodes that wait for signals, and for how long they wait.
 _SIGNALS = 0.2
 _TIMEOUT_S = (1.0, 8.0)
-# How many signals such a node gets, and how long after the answer to the start a signal comes at the latest: early,
-# around the end of the node's time, or after it.
+# How many signals such a node gets, and within how many seconds after the answer to the start each signal comes: early,
+# around the end of the node's time, or later.
 _SIGNALS_EACH = (0, 1, 1, 2)
 _GIVEN_S = (0.5, 5.0, 10.0)
 

@@ -77,8 +77,8 @@ class RestoreBackup(Fault):
         source, target = self.luck.sample([self.target, other], 2)
         await asyncio.gather(self._move(leaves, self.target), self._move(comes, other), self._move(moves, source))
         if self.luck.random() < _BACKLOG_SHARE:
-            # Jobs that are waiting when the copy is made then leave the shard with their org, and exist on it again
-            # after the replacement.
+            # Jobs that wait when the copy is made leave the shard later, with their org. After the replacement they are
+            # on the shard again.
             self._send(signal.SIGSTOP)
             await asyncio.sleep(_BACKLOG_S)
         await self._copy()

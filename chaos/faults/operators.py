@@ -103,7 +103,8 @@ class PinOrg(Fault):
 
 
 class FreezeRouterInMove(FreezeServer):
-    """Freezes a router from before an org's slot begins to move until after it has arrived."""
+    """Freezes a router before an org's slot begins to move, until the target shard takes the org's new jobs, or for a
+    moment longer."""
 
     name = "freeze-router-in-move"
     seconds = (0.0, 1.0)
@@ -188,7 +189,8 @@ class BreakClusterFile(Fault):
 
 
 async def pin(stage: Stage, org: str, shard: str) -> None:
-    """Pins an org. While its hash slot moves, tries again for a while. Raises SlotMoves and ShardUnavailable."""
+    """Pins an org. Tries again for a while if its hash slot moves, or if the catalog does not answer. Raises SlotMoves
+    and ShardUnavailable."""
     give_up_s = asyncio.get_running_loop().time() + _PIN_S_MAX
     while True:
         try:

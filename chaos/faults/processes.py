@@ -78,7 +78,7 @@ class RestartRouter(_EndRouter):
     replaces it."""
 
     name = "restart-router"
-    # Meanwhile the router's clients connect again.
+    # In this time the router's clients connect again.
     seconds = (2.0, 4.0)
     signal = signal.SIGTERM
     alone = True

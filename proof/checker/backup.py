@@ -36,8 +36,8 @@ class Backup:
         self._to_cancel = {one.job for one in evidence.history.cancels}
         self._keys = replaced.keys | backup.keys
         self._lost_keys = replaced.keys - backup.keys
-        # Schedules and workflows that had arrived since the backup, and are lost; and those that had left since the
-        # backup, so that each exists twice now.
+        # Lost: schedules and workflows that came to the shard after the backup was made. Second: those that left the
+        # shard after the backup was made, so that each exists twice now.
         self.lost_schedules = set(replaced.schedules) - set(backup.schedules)
         self.second_schedules = set(backup.schedules) - set(replaced.schedules)
         self.lost_flows = replaced.flows - backup.flows
@@ -75,11 +75,10 @@ class Backup:
         return key in self._lost_keys
 
     def promises(self, enqueue: Enqueue) -> bool:
-        """Returns whether the job in this answer must exist. The job may be missing in two cases. The call began before
-        the database was replaced, so the backup may lack the job. Or another shard gave the answer, and names a job
-        that the restored shard has lost. There are two such cases. The other shard has a dedup key whose job had moved
-        to the restored shard. Or it has a workflow that had left the restored shard, where the finished job of an added
-        node stayed."""
+        """Returns whether the job in this answer must exist. The job may be missing in three cases. The call began
+        before the database was replaced, so the backup may lack the job. Or another shard gave the answer by a dedup
+        key, whose job had moved to the restored shard and is lost. Or another shard gave the answer about a workflow
+        that had left the restored shard, where the finished job of an added node stayed and is lost."""
         elsewhere = (
             enqueue.duplicate
             and bool(enqueue.key)

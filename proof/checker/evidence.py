@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from proof.history import History
 
-# The system may adjust the wall clocks of the machine now and then by so much.
+# The system may adjust the machine's wall clock now and then, by up to this.
 CLOCK_S = 0.05
 CLOCK_US = round(CLOCK_S * 1e6)
 

@@ -14,8 +14,8 @@ the shard knows. But three things are certain.
 A job's attempts are numbered, so it is known which of two leases with different numbers is later. If the job arrived
 with the later lease while the earlier lease was certainly live, both leases were live at the same time.
 
-If a backup was restored, the job histories of the replaced database are checked as well. What the backup lacks of them
-may be done again (proof/checker/backup.py).
+If a backup was restored, the job histories of the replaced database are checked as well. Whatever the backup lacks may
+be done again (proof/checker/backup.py).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _overlaps(
     cancelled_s = min((cancel.call.began_s for cancel in cancels), default=float("inf"))
     for earlier in of_job:
         live_until_s = _live_until_s(earlier, settles[earlier.lease], cancelled_s, slack_s=slack_s)
-        # The time at which the replacement of the database ended the lease. The backup has all later answers.
+        # The time at which the replacement of the database ended the lease. Later answers come from the backup.
         went_s = backup.ends_by(earlier.lease.job, earlier.call.began_s)
         for later in of_job:
             if _is_later(later, earlier, backup) and later.received_s < live_until_s:

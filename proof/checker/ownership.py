@@ -2,8 +2,8 @@
 look for them.
 
 Uses the journals of the databases, in the order of their commits (proof/journal.py). The journal notes the end of a
-shard's ownership before it commits, and the beginning of the next shard's ownership after that. So, by one clock, the
-first ownership never ends later than the next one begins.
+shard's ownership before this change commits. The next shard's ownership begins only after that commit. So, by one
+clock, the first ownership never ends later than the next one begins.
 
 A shard whose backup was restored has two histories. The history of the replaced database ends with the replacement. The
 history of the backup goes on, but it owns nothing until an operator accepts the loss.

@@ -52,7 +52,7 @@ def _late(evidence: Evidence, calm_s: float) -> Iterator[Violation]:
     settles: defaultdict[LeaseKey, list[Settle]] = defaultdict(list)
     for settle in history.settles:
         settles[settle.lease].append(settle)
-    # Leases of jobs that may then have waited for nodes. Nobody knows when these jobs were due again.
+    # Leases after which the job may have waited for nodes. Nobody knows when these jobs were due again.
     waited = {one.lease for one in history.additions if one.may_end_lease}
     came: defaultdict[str, list[float]] = defaultdict(list)
     of_jobs: defaultdict[str, list[Delivery]] = defaultdict(list)

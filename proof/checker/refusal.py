@@ -57,7 +57,8 @@ def _within(restored: Restored, began_s: float, ended_s: float | None) -> bool:
 
 
 def _orgs(evidence: Evidence, restored: Restored) -> tuple[set[str], set[str]]:
-    """Returns the orgs that lived on the shard for all of this time, and the orgs that were never on the shard."""
+    """Returns the orgs that lived on the shard until somebody began to accept the loss, and the orgs that were never on
+    the shard."""
     by_slot: defaultdict[int, list[Placed]] = defaultdict(list)
     for now in evidence.placed:
         for slot in now.slots:

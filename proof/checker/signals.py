@@ -21,7 +21,7 @@ from proof.history import Answer, Outcome, Signal
 
 # Errors that a signal never gets: it is given to a node that exists and waits for one.
 _WRONG_CODES = frozenset({"NOT_FOUND", "INVALID_ARGUMENT"})
-# The error if the node has ended without a signal, or will.
+# The error if the node has ended without a signal, or will end without one.
 _REFUSED = "FAILED_PRECONDITION"
 
 

@@ -55,7 +55,7 @@ def check(evidence: Evidence) -> Iterator[Violation]:
     for workflow, nodes in started.items():
         flows = stored[workflow]
         added = [job for one in additions[workflow] for job in one.jobs.values()]
-        # A backup may lack a workflow, or bring back a copy of a workflow that has moved since then.
+        # A backup may lack a workflow, or bring back a copy of a workflow that moved away after the backup was made.
         moved = backup.second_flows if len(flows) == 2 else backup.lost_flows
         excused = workflow in moved or any(_was_changed(backup, job) for job in (*nodes, *added))
         if len(flows) != 1:
@@ -70,9 +70,9 @@ def check(evidence: Evidence) -> Iterator[Violation]:
 
 
 def added_names(evidence: Evidence) -> dict[str, set[str]]:
-    """Returns the names of the nodes that jobs have added, by the ids of the nodes' jobs. The names are those in the
-    tables, if a client asked for them, and those in answers to clients. If the tables lack the workflow, which `check`
-    reports, the names are those in payloads."""
+    """Returns the names of the nodes that jobs have added, by the ids of the nodes' jobs. A name counts if it is in the
+    tables and a client asked for it, or if it is in an answer to a client. If the tables lack the workflow, which
+    `check` reports, the names in payloads count."""
     asked = {(one.workflow, name) for one in evidence.history.additions for name in one.nodes}
     names: defaultdict[str, set[str]] = defaultdict(set)
     for flow in evidence.flows:
@@ -140,9 +140,9 @@ def lost_jobs(evidence: Evidence) -> dict[str, LostJob]:
 
 
 def by_operators(evidence: Evidence) -> Iterator[tuple[str, Cancel]]:
-    """Yields the cancels that operators caused, each with the name of the node: of the jobs of cancelled workflows, and
-    of dead callbacks of cancelled workflows that were then retried. If the tables lack the workflow, which `check`
-    reports, these are the jobs that clients know."""
+    """Yields the cancels that operators caused, each with the name of its node. An operator who cancels a workflow
+    cancels its jobs, but not its callbacks. An operator who then retries it cancels its dead callbacks. If the tables
+    lack the workflow, which `check` reports, its jobs are those that clients know and those of `lost_jobs`."""
     operated = {one.workflow: one for one in evidence.operated if one.cancelling_s is not None}
     known: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for flow in evidence.flows:
@@ -184,7 +184,7 @@ def _too_early(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
     ]
     for name, call in ends:
         ended_s[name] = min(call.began_s, ended_s.get(name, call.began_s))
-    # The time at which the lease of the last attempt expired is not known.
+    # The job may have died because the lease of its last attempt expired, at a time that no client knows.
     names_of = {delivery.lease.job: delivery.payload_job for delivery in history.deliveries}
     failed = {job for flow in evidence.flows for job, state in flow.nodes.items() if state == "failed"}
     for row in evidence.rows:
@@ -195,7 +195,8 @@ def _too_early(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
     after = {one.job: one.after for one in history.enqueues if one.after}
     for addition in history.additions:
         after |= addition.nodes
-    # A workflow that a restored backup has set back may have ended before the restore, without some of these nodes.
+    # Callbacks wait for the added nodes too. If a restored backup has set a workflow back, the workflow may have ended
+    # before the restore, without some of these nodes.
     after_added = {
         callback: (list(flow.added.values()), any(_was_changed(backup, job) for job in flow.nodes))
         for flow in evidence.flows
@@ -254,7 +255,8 @@ def _waited_too_short(evidence: Evidence, backup: Backup, ended_s: Mapping[str, 
         if not one.waits:
             went_on.append((one.call.ended_s, f"was told in {one.call.client} to go on"))
         elif job in rows and not moves.may_move(one.call):
-            # While the org moves, the job may be given back, and run again on the other shard, where it waits.
+            # This is not checked while the org moves. The job may then be given back, run once more on the other shard,
+            # and wait there.
             for lease in _later_leases(rows[job], one.lease):
                 if lease in deliveries:
                     again = deliveries[lease]
@@ -268,7 +270,7 @@ def _waited_too_short(evidence: Evidence, backup: Backup, ended_s: Mapping[str, 
 
 
 def _later_leases(row: Row, lease: LeaseKey) -> list[LeaseKey]:
-    """Returns the leases of a job after this one. None, if the job's history does not tell."""
+    """Returns the leases of a job after this one. Empty if the job's history does not tell."""
     numbers = [past.lease for past in row.past]
     if lease.number not in numbers:
         return []

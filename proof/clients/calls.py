@@ -31,7 +31,7 @@ _Stub = TypeVar("_Stub")
 
 TRY_S = 5.0
 WRITE_FAILED = "WRITE_FAILED"
-# How often a settle is tried until a router answers.
+# How often a settle or a signal is tried at most, until a router answers.
 _TRIES_MAX = 5
 _PAUSE_S = 0.3
 _ANSWERS = {

@@ -169,7 +169,7 @@ class Consumer:
             self._news.clear()
 
     def _fill(self, message: queue_pb2.ConsumeRequest) -> None:
-        """Adds everything that waits to be sent to the message."""
+        """Adds to the message everything that waits to be sent."""
         if not self._to_say:
             return
         sayings, self._to_say = sorted(self._to_say, key=lambda one: _ORDER.index(one.verb)), []

@@ -11,9 +11,9 @@ class Fate(enum.Enum):
     NACK = enum.auto()
     KILL = enum.auto()
     RELEASE = enum.auto()
-    # Works for longer than the window, and extends the lease meanwhile.
+    # Extends the lease, once or several times, and then acks.
     EXTEND = enum.auto()
-    # Works for longer than the window, but does not extend the lease.
+    # Works for about as long as the window, or longer, and does not extend the lease.
     OVERSLEEP = enum.auto()
     # Makes no call about this lease.
     FORGET = enum.auto()
