@@ -157,7 +157,7 @@ class _Waiting:
 class Account:
     """The part of the buffer's memory that one call or stream holds. After `close`, all methods do nothing."""
 
-    __slots__ = ("_buffer", "_claims", "_closed", "_parts", "held", "org", "peer")
+    __slots__ = ("_buffer", "_claims", "_closed", "_parts", "_parts_max", "held", "org", "peer")
 
     def __init__(self, buffer: Buffer, *, org: str, peer: str) -> None:
         self._buffer = buffer
@@ -166,6 +166,8 @@ class Account:
         self._claims = Counter[ShardName]()
         # Accounts of the memory that this call or stream holds for other orgs, by org.
         self._parts: dict[str, Account] = {}
+        # With this many, parts that hold nothing are dropped.
+        self._parts_max = _PARTS_KEPT
         self.org = org
         self.peer = peer
         self.held = 0
@@ -175,8 +177,9 @@ class Account:
         this one. Callers must not keep a part that holds nothing, because such a part may be dropped."""
         part = self._parts.get(org)
         if part is None:
-            if len(self._parts) >= _PARTS_KEPT:
+            if len(self._parts) >= self._parts_max:
                 self._parts = {name: kept for name, kept in self._parts.items() if kept.held}
+                self._parts_max = 2 * len(self._parts) + _PARTS_KEPT
             part = self._parts[org] = Account(self._buffer, org=org, peer=self.peer)
         return part
 

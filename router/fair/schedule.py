@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from shard.bounded import make_room
 from shard.vocabulary import OrgId, ShardName
 
 # The weight of an org for which none was set.
@@ -294,8 +295,7 @@ class Schedule:
     def _measured(self, org: OrgId, lasted_s: float) -> None:
         before_s = self._estimates.pop(org, None)
         estimate_s = lasted_s if before_s is None else (1 - _NEW_PART) * before_s + _NEW_PART * lasted_s
-        if len(self._estimates) >= _ESTIMATES_MAX:
-            del self._estimates[next(iter(self._estimates))]
+        make_room(self._estimates, _ESTIMATES_MAX)
         # The org that was measured most recently comes last.
         self._estimates[org] = estimate_s
         self._mean_s = (1 - _NEW_PART) * self._mean_s + _NEW_PART * lasted_s

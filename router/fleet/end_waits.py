@@ -14,6 +14,7 @@ import contextlib
 import heapq
 import itertools
 import logging
+from collections import OrderedDict
 from collections.abc import Collection, Iterable
 
 from shard.attempts import attempt
@@ -63,7 +64,7 @@ class EndWaits:
         self._came = asyncio.Event()
         # Jobs that callers of other routers wait for, each with the time until which it is remembered. The earliest
         # time is first.
-        self._elsewhere: dict[str, float] = {}
+        self._elsewhere = OrderedDict[str, float]()
         store.on_settled = self.settled
 
     async def until_ended(self, org: OrgId, job_id: JobId) -> None:
@@ -97,9 +98,9 @@ class EndWaits:
         """Call this when another router reports that callers wait there for the ends of these jobs."""
         now_s = asyncio.get_running_loop().time()
         for job in jobs:
-            # Put the job last: the jobs are in the order of their times.
-            self._elsewhere.pop(job, None)
             self._elsewhere[job] = now_s + _ELSEWHERE_S
+            # The jobs are in the order of their times.
+            self._elsewhere.move_to_end(job)
         while self._elsewhere:
             job, until_s = next(iter(self._elsewhere.items()))
             if until_s > now_s and len(self._elsewhere) <= _ELSEWHERE_MAX:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shard.bounded import make_room
 from shard.vocabulary import PRIORITIES, Claimed, Micros, QueueId
 
 # Claims find the jobs of an enqueue that takes at most this long from its now() to its commit. If the enqueue takes
@@ -53,8 +54,7 @@ class Floors:
         """Returns the queue's floors, by priority, and counts this as a use of the queue."""
         queue = self._queues.get(queue_id)
         if queue is None:
-            if len(self._queues) >= _QUEUES_MAX:
-                del self._queues[next(iter(self._queues))]
+            make_room(self._queues, _QUEUES_MAX)
             queue = self._queues[queue_id] = _Queue()
         queue.used_s = time.monotonic()
         return queue.floors

@@ -178,8 +178,7 @@ class Quarantine:
         ):
             if org in judged:
                 continue
-            records = await self._get(org, [JobId(job_id) for job_id in dict.fromkeys(jobs)])
-            acquitted = {record.id for record in records if _ended_properly(record)}
+            acquitted = await self._acquitted(org, [JobId(job_id) for job_id in dict.fromkeys(jobs)])
             crashes = sum(job_id not in acquitted for job_id in jobs)
             parameters = {"queue_id": queue_id, "kind": kind}
             if crashes < allowed:
@@ -198,6 +197,16 @@ class Quarantine:
                     org,
                     crashes,
                 )
+
+    async def _acquitted(self, org: OrgId, jobs: Sequence[JobId]) -> set[JobId]:
+        """Returns those of these jobs whose crashes no longer count."""
+        acquitted: set[JobId] = set()
+        while jobs:
+            records = await self._get(org, jobs)
+            acquitted.update(record.id for record in records if record.whole and _ended_properly(record))
+            # Records that are not whole lack their attempts. At least one record of each answer is whole.
+            jobs = [record.id for record in records if not record.whole]
+        return acquitted
 
     async def _judge_trial(self, row: _Quarantined, trial_id: JobId, trial_at: Micros) -> None:
         records = await self._get(row.org, [trial_id])

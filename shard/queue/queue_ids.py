@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection
 
+from shard.bounded import make_room
 from shard.errors import RowLocked, ShardUnavailable
 from shard.placement import statements as placement_statements
 from shard.placement.slots import slot_of
@@ -66,8 +67,7 @@ class QueueIds:
         for at in range(0, len(queues), _BATCH_MAX):
             part = queues[at : at + _BATCH_MAX]
             for org, queue, queue_id in await self._database.run(statements.FIND_QUEUE_IDS, _columns(part)):
-                if len(self._queue_ids) >= _REMEMBERED_MAX:
-                    del self._queue_ids[next(iter(self._queue_ids))]
+                make_room(self._queue_ids, _REMEMBERED_MAX)
                 found[org, queue] = self._queue_ids[org, queue] = queue_id
         return found
 
@@ -84,10 +84,8 @@ class QueueIds:
 
     def remember(self, queue_id: QueueId, org: OrgId, queue: QueueName) -> None:
         """Remembers that this queue has this id, which a statement has just returned."""
-        if len(self._queue_ids) >= _REMEMBERED_MAX:
-            del self._queue_ids[next(iter(self._queue_ids))]
-        if len(self._names) >= _REMEMBERED_MAX:
-            del self._names[next(iter(self._names))]
+        make_room(self._queue_ids, _REMEMBERED_MAX)
+        make_room(self._names, _REMEMBERED_MAX)
         self._queue_ids[org, queue] = queue_id
         self._names[queue_id] = org, queue
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import Generic, TypeVar
 
+from shard.bounded import make_room
 from shard.errors import RowLocked
 from shard.postgres import arrays
 from shard.postgres.pool import Database
@@ -73,8 +74,8 @@ class RowLocks(Generic[Row]):
         return locked
 
     def _remember(self, row: Row) -> None:
-        if row[0] not in self._remembered and len(self._remembered) >= _ORGS_MAX:
-            del self._remembered[next(iter(self._remembered))]
+        if row[0] not in self._remembered:
+            make_room(self._remembered, _ORGS_MAX)
         rows = self._remembered.setdefault(row[0], set())
         if len(rows) < _ROWS_OF_ORG_MAX:
             rows.add(row)

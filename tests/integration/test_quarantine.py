@@ -11,13 +11,14 @@ import pytest
 import windrow
 from shard.admin.queue_admin import QueueAdmin
 from shard.errors import RowLocked, ShardUnavailable
+from shard.job_record import ANSWER_BYTES_MAX
 from shard.postgres.pool import Database
 from shard.queue import statements
 from shard.queue.quarantine import KINDS_MAX, PAUSE_S, PAUSE_S_MAX
 from shard.queue.settle import Nack, Settlement, Snooze
 from shard.queue.store import Store
 from shard.queue_settings import QueueSettings
-from shard.vocabulary import Alteration, Answer, Claimed, JobId, Lease, NewJobs, OrgId
+from shard.vocabulary import Alteration, Answer, Claimed, Failure, JobId, Lease, NewJobs, OrgId
 from tests.command import windrow as command
 from tests.conftest import SHARD
 from tests.effort import luck_of, trials
@@ -192,6 +193,25 @@ async def test_a_nack_acquits_too(store: Store, database: Database, org: OrgId) 
     await crash(store, database, org, AFTER + 1, "failing")
     leased = await lease_jobs(store, org)
     await store.settle(Settlement.nack(org, [Nack(lease=lease, retry_after_us=0) for _, lease in leased]))
+    await store.sweep()
+    assert await quarantined(database, org) == {}
+
+
+async def test_jobs_with_more_history_than_one_answer_holds_are_acquitted_too(
+    store: Store, database: Database, org: OrgId
+) -> None:
+    jobs = jobs_of("failing", org, AFTER + 1)
+    await store.enqueue(jobs)
+    for crashing in jobs.ids:
+        for _ in range(2):
+            leased = await lease_jobs(store, org)
+            await give_back(store, org, [(job, lease) for job, lease in leased if job.id != crashing])
+            await end_leases(database, org)
+        await give_back(store, org, await lease_jobs(store, org))
+    assert await crashes(database, org) == AFTER + 1
+    failure = Failure("Large", "x" * ANSWER_BYTES_MAX)
+    for _, lease in await lease_jobs(store, org):
+        await store.settle(Settlement.nack(org, [Nack(lease=lease, failure=failure, retry_after_us=0)]))
     await store.sweep()
     assert await quarantined(database, org) == {}
 

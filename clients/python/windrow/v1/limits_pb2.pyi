@@ -17,7 +17,7 @@ until the limit has room.
 
 A limit of jobs in flight bounds how many jobs are leased at the same time, and has no interval. Ready jobs wait
 until a lease ends. A limit of the backlog bounds the number, or the bytes, of the jobs that have not ended:
-scheduled, ready and leased jobs. It has no interval either. Above it, enqueues are refused. It is not exact: routers
+blocked, scheduled, ready and leased jobs. It has no interval either. Above it, enqueues are refused. It is not exact: routers
 know of each other's enqueues a second later.
 """
 
@@ -53,7 +53,7 @@ class _LimitMeasureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LimitMea
     LIMIT_MEASURE_IN_FLIGHT: _LimitMeasure.ValueType  # 4
     """Jobs that are leased at the same time. Such a limit refuses nothing: jobs wait until a lease ends."""
     LIMIT_MEASURE_BACKLOG: _LimitMeasure.ValueType  # 5
-    """Jobs that have not ended: scheduled, ready and leased jobs."""
+    """Jobs that have not ended: blocked, scheduled, ready and leased jobs."""
     LIMIT_MEASURE_BACKLOG_BYTES: _LimitMeasure.ValueType  # 6
     """Bytes of the payloads and attributes of jobs that have not ended."""
 
@@ -71,7 +71,7 @@ LIMIT_MEASURE_STARTS: LimitMeasure.ValueType  # 3
 LIMIT_MEASURE_IN_FLIGHT: LimitMeasure.ValueType  # 4
 """Jobs that are leased at the same time. Such a limit refuses nothing: jobs wait until a lease ends."""
 LIMIT_MEASURE_BACKLOG: LimitMeasure.ValueType  # 5
-"""Jobs that have not ended: scheduled, ready and leased jobs."""
+"""Jobs that have not ended: blocked, scheduled, ready and leased jobs."""
 LIMIT_MEASURE_BACKLOG_BYTES: LimitMeasure.ValueType  # 6
 """Bytes of the payloads and attributes of jobs that have not ended."""
 Global___LimitMeasure: _TypeAlias = LimitMeasure  # noqa: Y015
