@@ -29,8 +29,8 @@ class Settings:
 
 
 def settings_of(cluster: Cluster) -> Settings:
-    """Returns the archiver's settings: the table's, or the defaults. Raises ClusterFileError with all faults, one per
-    line."""
+    """Returns the archiver's settings from the table [archiver] of the cluster file, with defaults for missing keys.
+    Raises ClusterFileError with all faults, one per line."""
     table = cluster.tables.get("archiver", {})
     where = f"{cluster.source}: [archiver]"
     faults = Faults()

@@ -89,7 +89,6 @@ class Mover:
         self._closed = True
         # Whether this process has deleted the schedules and workflows on the source, because the target has them.
         self._cleared = False
-        # Used for reports only.
         self._moved = 0
         self._remaining: Sequence[Remaining] = ()
 

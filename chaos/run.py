@@ -43,7 +43,8 @@ _LOOK_S = 0.2
 _COUNT_S = 0.5
 # The time that an idle machine may need in addition to the sweep, to reconnect and to restart clients.
 _SLACK_S = 7.0
-# The longest stall of this process is multiplied by this, because other processes stall too.
+# The bounds of answers and deliveries grow by the longest stall of this process times this number: other processes
+# stall too.
 _STALLS = 3.0
 _DRAIN_S_MAX = 300.0
 _STUCK_S_MAX = 30.0

@@ -392,7 +392,7 @@ class Evidence:
     calm_s: float | None = None
     # How late a job may be delivered after calm_s: the sweep interval, and what the machine may add.
     late_s_max: float = 0.0
-    # Whether no process was killed, and all clients ended in order.
+    # Whether no process was killed, and every client shut down properly.
     faultless: bool = False
 
 

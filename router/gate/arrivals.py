@@ -79,7 +79,8 @@ class Arrivals:
 
 
 class _Goal:
-    """The value to which the count of a connection rises when its calls of earlier rounds have ended."""
+    """A correction that waits. When the connection's calls of rounds before `round` have ended, its count rises to
+    `done`, unless the count is higher already."""
 
     __slots__ = ("done", "older", "round")
 

@@ -1,6 +1,6 @@
 """Sends the audit log's changes as OTLP log records, through OpenTelemetry's SDK. Imported only if log records are
-wanted. The table remains the audit log: while the collector does not answer, it misses records, but no change is
-refused."""
+wanted. The table in the database is the audit log; this is only a copy. While the collector does not answer, the copy
+may miss records, but no change is refused."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _BLAMED_BYTES = _MIB
 # After this many messages the connections are listed, to correct the count of the bytes that the process is done with.
 # That count falls behind by about 100 bytes for each message.
 _LIST_EVERY = 10_000
-# This time after a listing, gRPC has handed over every call that the listed connections had at the time of the listing.
+# How long after a listing it takes at most until gRPC has handed over every call that the listed connections had then.
 _HANDED_OVER_S = 1.0
 # Freed memory is given back to the system if the process has grown by this much since its start, at most once in
 # `_TRIM_S`.

@@ -189,7 +189,7 @@ def _names(placement: Placement, *, finished: bool) -> Sequence[ShardName]:
 
 def paused_queues(asked: Asked[list[QueueCounts]]) -> set[QueueName]:
     """Returns the paused queues. The writer decides, because it has the org's queue configurations, and other shards
-    may have old configurations. If the writer does not answer, the last shard in the order of the move decides."""
+    may have old configurations. If the writer does not answer, the last of `placement.reads` that answers decides."""
     answers = dict(asked.answers)
     for name in (*asked.placement.writes, *reversed(asked.placement.reads)):
         if name not in asked.unavailable:

@@ -92,7 +92,7 @@ class Look(NamedTuple):
     catalog: Catalog
     # For each shard the mark that was confirmed last (shard/placement/marks.py).
     marks: Mapping[ShardName, Mark]
-    # How often API keys were revoked (shard/admin/api_keys.py).
+    # How many revocations of API keys the catalog has counted (shard/admin/api_keys.py).
     revocations: int
     # The version of the limits (shard/admin/limits.py).
     limits: int

@@ -8,7 +8,7 @@ from typing import Any
 
 from shard.placement.loopback import is_loopback
 
-# Modes with which libpq never falls back to plain text. Without `verify-…`, libpq accepts any server.
+# Modes with which libpq never falls back to plain text. `require` without a root certificate accepts any server.
 _ENCRYPTED = frozenset({"require", "verify-ca", "verify-full"})
 # libpq's own default: TLS if the server offers it.
 _DEFAULT = "prefer"

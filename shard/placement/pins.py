@@ -57,7 +57,7 @@ class Pin:
     slot: Slot
     # The epoch under which the org's shard owned the slot when the slot was created.
     epoch: int
-    # None: the org is no longer pinned, and lives where its hash slot is.
+    # None: the org is no longer pinned, and should live where its hash slot is.
     target: PinTarget | None
 
 

@@ -190,8 +190,8 @@ class Coalescer(Generic[Call, Result]):
     def _begin_when_idle(self, since_s: float, iteration_s: float) -> None:
         """Begins acts when the event loop is idle, when calls of much weight wait, or after _BUSY_S_MAX, whichever
         comes first. While the loop is busy, more calls most likely arrive, and can then share the act. `since_s`: the
-        time at which this method was first scheduled. `iteration_s`: the time at which the loop's latest iteration
-        began."""
+        time at which this method was first scheduled. `iteration_s`: the time at which this run was scheduled, one
+        iteration of the loop ago."""
         # Do not use the loop's clock, which may stand still within an iteration.
         now_s = time.perf_counter()
         is_idle = now_s - iteration_s < _IDLE_ITERATION_S
@@ -234,8 +234,8 @@ class Coalescer(Generic[Call, Result]):
             self._acts[loop.create_task(self._run(batch))] = batch
 
     def _may_begin(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Returns whether an act may begin. A first act always may. A second act may begin if calls of much weight
-        wait, or if the oldest call has waited for long."""
+        """Returns whether an act may begin. A first act always may. A second act may begin if the waiting calls weigh
+        at least _SECOND_ACT_WEIGHT, or if the oldest call has waited for long."""
         if not self._in_flight.count:
             return True
         return len(self._acts) < self._acts_max and (

@@ -48,8 +48,8 @@ _ENDED = "!"
 _LEASE_ENDED = QueueId(0)
 # Sent alone: a schedule may be due earlier than before.
 _SCHEDULES = "@"
-# Sent instead of a router's name, before workflows: a fold of these workflows has left work
-# (0022_folds_in_portions.sql).
+# The first word of a notification, in place of a router's name. The workflows that follow are those for which a fold
+# has left work (functions/fold_workflows.sql).
 _FOLD = "fold"
 # Sent alone: kinds were quarantined or released.
 _QUARANTINES = "#"

@@ -56,7 +56,7 @@ class Verdict(Enum):
 
 
 class _Quarantined(NamedTuple):
-    """A kind, in the order of read_quarantines.sql's columns."""
+    """A quarantined kind. The fields have the order of read_quarantines.sql's columns."""
 
     queue_id: QueueId
     org: OrgId

@@ -21,7 +21,7 @@ QUEUES_MAX = 10_000
 _REMEMBERED_MAX = 200_000
 # Queues per statement.
 _BATCH_MAX = 1000
-# How often the database is asked again after two names had the same id.
+# How many tries `find` and `make` have: two names may have had the same id, or an org may have been erased meanwhile.
 _TRIES_MAX = 6
 
 # The full name of a queue: its org, and its name in the org.

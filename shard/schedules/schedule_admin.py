@@ -388,9 +388,9 @@ class ScheduleAdmin:
     async def _rest(
         self, connection: Connection, schedule: ScheduleRecord, skipped: Run, new: Collection[Micros]
     ) -> Run | None:
-        """`skipped` may record a skip of several instants, at the first of them. If this first instant gets a run now,
-        the others need a new record: a skip from the first of them that has no run. Returns that record. None: no new
-        record is needed."""
+        """`skipped` may be one record for several skipped instants, stored under the first of them. If that instant
+        gets a run now, the later instants need a new record, which begins at the first of them without a run. Returns
+        that record, or None if none is needed."""
         if skipped.through is None or skipped.at not in new:
             return None
         first = await self._first_without_run(connection, schedule, skipped.at, new)

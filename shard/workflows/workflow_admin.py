@@ -206,7 +206,8 @@ class WorkflowAdmin:
         return SignalNode(number, JobId(job), has_succeeded=state == "succeeded")
 
     async def check(self) -> list[Fault]:
-        """Returns the faults of the workflows of this shard, at most 100. Reads all open workflows."""
+        """Returns the faults of the workflows of this shard, at most 100. Reads all stored workflows of orgs that do
+        not move."""
         return list(map(Fault._make, await self._database.run(statements.CHECK_WORKFLOWS, {"rows": _FAULTS_MAX})))
 
     # ── Change ───────────────────────────────────────────────────────────────────────────────────────────────────────

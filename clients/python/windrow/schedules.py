@@ -169,8 +169,8 @@ class ScheduleCalls:
         """Creates a schedule, which stores a job like `job`, with an id of its own, at each of its instants. The
         payload has at most 64 KiB. The times, the delay and the dedup key of `job` must not be set.
 
-        Raises AlreadyExists, also if the first try of this call created it and its answer was lost. Raises
-        InvalidRequest, for example for a cron expression that cannot be read."""
+        Raises AlreadyExists if there is a schedule of this name, even if this call created it in a first try whose
+        answer was lost. Raises InvalidRequest, for example for a cron expression that cannot be read."""
         request = schedules_pb2.CreateScheduleRequest(
             org=self.org, name=name, spec=_spec(schedule), job=_template(job), paused=paused
         )

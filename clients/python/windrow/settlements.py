@@ -171,7 +171,7 @@ class Settlements:
             self.tell_stored(held)
 
     def tell_stored(self, held: HeldLease) -> None:
-        """Wakes those who wait until no report of this job is on its way."""
+        """Wakes everyone who waits for the reports of this job to be answered."""
         for stored in self._told.pop(held, ()):
             if stored.set_running_or_notify_cancel():
                 stored.set_result(None)

@@ -63,7 +63,7 @@ class NodeState(enum.Enum):
     # Its job is scheduled, ready or leased.
     RELEASED = "released"
     SUCCEEDED = "succeeded"
-    # Its job died.
+    # Its job became dead.
     FAILED = "failed"
     CANCELLED = "cancelled"
     SKIPPED = "skipped"

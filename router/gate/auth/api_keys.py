@@ -31,7 +31,7 @@ from shard.vocabulary import CATALOG
 
 # The start of a principal's name, before the id of its key.
 _NAME = f"key:{api_keys.PREFIX}"
-# The pause between two statements that look keys up.
+# The least time from the beginning of one statement to the next that look keys up.
 _LOOK_UP_S = 0.2
 _LOOK_UPS_WAITING_MAX = 1000
 _LOOK_UP_S_MAX = 5.0

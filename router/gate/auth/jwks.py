@@ -22,8 +22,8 @@ _KID_CHARS_MAX = 255
 _RSA_BITS_MIN, _RSA_BITS_MAX = 2048, 8192
 # Reasons in messages are cut to this length, because they may quote what a stranger wrote.
 _SHOWN_CHARS_MAX = 80
-# The algorithms of each kind of key: its type, and its curve if it has one. RFC 9864 gives the name Ed25519 to what was
-# one case of EdDSA before. No key here verifies an EdDSA token of another curve.
+# The algorithms that a key may have, by its type and its curve (None: it has none). RFC 9864 gives the name Ed25519 to
+# what was one case of EdDSA before. No key here verifies an EdDSA token of another curve.
 _ALGORITHMS: Final[Mapping[tuple[str, str | None], frozenset[str]]] = {
     ("OKP", "Ed25519"): frozenset({"Ed25519", "EdDSA"}),
     ("EC", "P-256"): frozenset({"ES256"}),

@@ -11,7 +11,7 @@ WITH leased AS MATERIALIZED (
         n.lost AND j.history -> -1 ->> 'outcome' = 'expired'
             AND (n.ends OR j.history -> -2 ->> 'outcome' = 'expired') AS crashed
     FROM unnest(%(ids)s::uuid[], %(lost)s::boolean[], %(ends)s::boolean[]) AS n (id, lost, ends)
-    -- Finds the job by its id alone: see extend.sql.
+    -- The index search uses the id alone; the lease and the org are checked on the row that it finds (see extend.sql).
     CROSS JOIN LATERAL (
         SELECT j.id, j.queue_id, j.kind, j.leased_at, j.history
         FROM windrow.job j

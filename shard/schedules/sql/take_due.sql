@@ -5,7 +5,8 @@
 SELECT
     s.id::text, o.org, s.org_id, s.name, s.queue, q.queue_id IS NOT NULL AS has_queue, {{schedule_spec(s)}}, s.next_at, s.last_at, s.last_job::text,
     s.buffered, s.decided,
-    -- Whether the decision depends on whether the job of the previous run is live. Only then `is_live` is looked up.
+    -- Whether the decision depends on whether the job of the previous run is live. `is_live` is looked up only if it
+    -- does.
     s.last_job IS NOT NULL AND (s.overlap <> 'allow' OR s.buffered > 0) AS matters,
     CASE WHEN s.last_job IS NOT NULL AND (s.overlap <> 'allow' OR s.buffered > 0) THEN
         EXISTS (SELECT FROM windrow.job j WHERE j.id = s.last_job AND {{org_of(j)}} = s.org_id)
