@@ -196,7 +196,7 @@ class ReadyOrgs:
                     name.walked = False
 
     async def _probe(self, numbers: Collection[QueueId]) -> None:
-        due = await self._store.probe(numbers)
+        due = await self._store.sweeper.probe(numbers)
         names = await self._store.names.names_of(due.first.keys())
         self._expect(due.now, [Found(number, names[number][0], due.first[number]) for number in names])
 

@@ -22,7 +22,8 @@ from shard.limits import InFlightLimits
 from shard.queue.doorbell import Doorbell
 from shard.queue.pending_enqueue import Handover
 from shard.queue.queue_walk import org_number
-from shard.queue.store import Due, Store
+from shard.queue.store import Store
+from shard.queue.sweep import Due
 from shard.vocabulary import NewJobs, OrgId, QueueId, QueueName
 
 # A sweep sets no timers for jobs that are due after more than this many sweeps: a later sweep finds them in time, and
@@ -407,7 +408,7 @@ class WaitRoom:
             try:
                 numbers = await self._numbers(keys)
                 if numbers:
-                    self._expect(await self._store.probe(numbers))
+                    self._expect(await self._store.sweeper.probe(numbers))
             except ShardError:
                 # The next sweep finds what this probe would have found.
                 pass

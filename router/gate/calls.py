@@ -7,21 +7,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import grpc
 from google.protobuf import message_factory
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
-from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health
-from grpc_status import rpc_status
 
 from router.codec.fields import FIELDS_MAX, bounded, number_in
-from router.codec.status import INTERNAL, MessageTooLarge, OrgMismatch, Undecodable, status_of
+from router.codec.status import MessageTooLarge, Undecodable
 from router.codec.validate import check
 from router.gate.admission import (
     MESSAGE_BYTES_MAX,
@@ -30,23 +27,20 @@ from router.gate.admission import (
     Context,
     Gate,
 )
-from router.gate.auth.access import Access, access_of, require_org
-from router.gate.auth.principal import Unauthenticated
+from router.gate.auth.access import Access, access_of
 from router.gate.call import Call, current_call
+from router.gate.org_check import OrgOf, org_check
+from router.gate.refusal import drop_references, refusal
 from shard import metrics
 from shard.job_record import ANSWER_BYTES_MAX
-from windrow.org_header import ORG_HEADER, org_of_header
 from windrow.rules import Rule, limit
 
-_log = logging.getLogger(__name__)
 # These are not grpc's types, because grpc's stubs have only the types of the server without asyncio.
 _Handler = Any
 _unary_handler = cast("Callable[..., _Handler]", grpc.stream_unary_rpc_method_handler)
 _stream_handler = cast("Callable[..., _Handler]", grpc.stream_stream_rpc_method_handler)
 _StreamHandler = Callable[[object, Context], Awaitable[None]]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-# Returns the org that a request names; None: the request is about all orgs.
-_OrgOf = Callable[[Any], str | None]
 # How much memory an answer may take. It is a number for all answers, or a function of the request.
 AnswerBytes = int | Callable[[Any], int]
 
@@ -73,8 +67,6 @@ _CODES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
 _OK, _CANCELLED, _UNKNOWN = (
     code.value[0] for code in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
 )
-# Refusals of one kind are logged at most once in this time.
-_REFUSALS_LOG_S = 60.0
 
 
 class Service(Protocol):
@@ -178,7 +170,7 @@ class Methods(grpc.GenericRpcHandler):
         """The full names of the methods, such as "/windrow.v1.Queue/Enqueue"."""
         return self._handlers.keys()
 
-    def add(self, service: Service, descriptor: ServiceDescriptor, org_of: _OrgOf | None = None) -> None:
+    def add(self, service: Service, descriptor: ServiceDescriptor, org_of: OrgOf | None = None) -> None:
         """Adds a service of this router. A method that takes a stream gets its messages and the context; every other
         method gets its request, and is declared by `unary` or `streamed_answer`. `org_of`: how requests without a field
         `org` name the org. If it returns None, the request is about all orgs, and its caller must be allowed to act for
@@ -265,11 +257,11 @@ def _unary(
     method: Callable[[Any], Awaitable[Message | bytes]],
     decode: Callable[[bytes], Message],
     access: Access,
-    org_of: _OrgOf | None,
+    org_of: OrgOf | None,
 ) -> Callable[[object, Context], Awaitable[bytes]]:
     options: _Options = cast("Any", method).options
     signals = _Signals(access.method, unary=True)
-    check_named = _org_check(access, org_of)
+    check_named = org_check(access, org_of)
 
     async def act(call: Call, context: Context, raw: bytes) -> bytes:
         request = await _admitted(gate, call, context, decode, raw, options.answer_bytes, check_named)
@@ -314,10 +306,10 @@ def _streamed_answer(
     method: Callable[[Any], AsyncGenerator[Message, None]],
     decode: Callable[[bytes], Message],
     access: Access,
-    org_of: _OrgOf | None,
+    org_of: OrgOf | None,
 ) -> _StreamHandler:
     options: _Options = cast("Any", method).options
-    check_named = _org_check(access, org_of)
+    check_named = org_check(access, org_of)
 
     async def act(call: Call, context: Context) -> None:
         raw = await gate.receive(context, call)
@@ -365,7 +357,7 @@ def _library_unary(
         except (grpc.aio.AbortError, grpc.aio.InternalError) as error:
             # The library's method has ended the call with a status of its own, or tried to do so when the client had
             # left. As in refusal(), no frame may keep a reference to the context.
-            _drop_references(error)
+            drop_references(error)
             code = _code_of(context)
             del context
             raise
@@ -446,11 +438,11 @@ def _streaming(
             return
         except grpc.aio.InternalError as error:
             # gRPC could not write: the client is gone, and needs no status.
-            _drop_references(error)
+            drop_references(error)
             refused = None
         except grpc.aio.AbortError as error:
             # As in _library_unary().
-            _drop_references(error)
+            drop_references(error)
             code = _code_of(context)
             del context
             raise
@@ -543,49 +535,6 @@ async def _admitted(
     return request
 
 
-def _org_check(access: Access, org_of: _OrgOf | None) -> Callable[[Call, Context, Any], str | None]:
-    """Returns a function that checks the org of a request. That function returns the org, or None if the request names
-    no org."""
-
-    def check_field(call: Call, context: Context, request: Any) -> str | None:
-        org: str | None = getattr(request, "org", None)
-        if org is not None:
-            check_org(call, context, org)
-        return org
-
-    def check_elsewhere(call: Call, context: Context, request: Any) -> str | None:
-        assert org_of is not None
-        org = org_of(request)
-        if org is None:
-            check_all_orgs(call, context, access)
-        else:
-            check_org(call, context, org)
-        return org
-
-    return check_field if org_of is None else check_elsewhere
-
-
-def check_org(call: Call, context: Context, org: str, *, field: str = "org") -> None:
-    """Checks the org that the field `field` of a request names. Raises OrgForbidden if the caller is of another org,
-    and OrgMismatch if the call's metadata names another org."""
-    if call.principal is not None:
-        require_org(call.principal, org)
-    for key, value in context.invocation_metadata() or ():
-        # Always decode the value: a proxy that decodes it must not see a different org than this check.
-        if key == ORG_HEADER and org_of_header(value) != org:
-            raise OrgMismatch(field, org, value)
-
-
-def check_all_orgs(call: Call, context: Context, access: Access, *, field: str = "org") -> None:
-    """Checks a request that is about all orgs. Other requests of its method may be about one org. Raises ScopeMissing
-    unless the caller may act for all orgs, and OrgMismatch if the call's metadata names an org."""
-    if call.principal is not None:
-        access.check_all_orgs(call.principal)
-    for key, value in context.invocation_metadata() or ():
-        if key == ORG_HEADER:
-            raise OrgMismatch(field, "", value)
-
-
 def _decoded(decode: Callable[[bytes], Any], raw: bytes) -> Any:
     try:
         return decode(raw)
@@ -597,65 +546,11 @@ def _serialize(response: Message | bytes) -> bytes:
     return response if isinstance(response, bytes) else response.SerializeToString()
 
 
-def refusal(context: Context, error: Exception) -> tuple[Awaitable[NoReturn], int]:
-    """Returns an awaitable that ends the call with the status of the error, and that status's code.
-
-    The awaitable raises an exception. gRPC keeps that exception with the call, and the exception keeps the frames that
-    it passes through. So the caller must leave the `except` block and delete its references to the context and the
-    request before it awaits. Otherwise they would form a reference cycle, and garbage collections are rare here.
-    """
-    status = status_for(error)
-    ending = context.abort_with_status(rpc_status.to_status(status))
-    return ending, status.code
-
-
 def _code_of(context: Context) -> int:
     """Returns the code that a library's method has ended its call with."""
     # It is a number, or a member of an enum. The type stubs do not say so.
     code = cast("grpc.StatusCode | int", context.code())
     return code if isinstance(code, int) else code.value[0]
-
-
-class _Refusals:
-    """Counts calls that were refused for one reason, and logs the count at most once a minute."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._count = 0
-        self._next_s = 0.0
-
-    def count(self) -> None:
-        now_s = asyncio.get_running_loop().time()
-        self._count += 1
-        if now_s >= self._next_s:
-            _log.warning("refused %d %s", self._count, self._what)
-            self._count, self._next_s = 0, now_s + _REFUSALS_LOG_S
-
-
-_undecodable = _Refusals("request(s) that cannot be decoded")
-_unauthenticated = _Refusals("call(s) whose callers did not prove who they are")
-
-
-def status_for(error: Exception) -> Status:
-    """Returns the status for an error, logs the error if it is unexpected, and drops its traceback."""
-    status = status_of(error)
-    if status.code == INTERNAL:
-        _log.error("a call failed unexpectedly", exc_info=error)
-    elif isinstance(error, Undecodable):
-        _undecodable.count()
-    elif isinstance(error, Unauthenticated):
-        _unauthenticated.count()
-    _drop_references(error)
-    return status
-
-
-def _drop_references(error: BaseException) -> None:
-    """Removes tracebacks and contexts from an error: their frames refer to the call, which refers to the error."""
-    current: BaseException | None = error
-    while current is not None:
-        context = current.__context__
-        current.__traceback__ = current.__context__ = None
-        current = context
 
 
 def _seconds_left(context: Context, at_most: float) -> float:

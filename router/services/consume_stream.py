@@ -29,7 +29,8 @@ from router.codec.validate import check, check_consume
 from router.fleet.fleet import Fleet
 from router.gate.admission import DRAIN_S, Context, Gate
 from router.gate.call import Call
-from router.gate.calls import Received, status_for
+from router.gate.calls import Received
+from router.gate.refusal import status_for
 from router.route.by_lease import Answers, Leases
 from router.services.all_orgs_consumer import AllOrgsConsumer
 from router.services.consumer import Consumer, ConsumerFields

@@ -30,11 +30,10 @@ from router.gate.calls import (
     RESERVED_BY_METHOD,
     SMALL_ANSWER_BYTES,
     Received,
-    check_all_orgs,
-    check_org,
     for_each,
     unary,
 )
+from router.gate.org_check import check_all_orgs, check_org
 from router.gate.tracing import current_trace
 from router.route.by_id import Found, decide, find
 from router.route.by_lease import Leases

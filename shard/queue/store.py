@@ -9,38 +9,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from shard.attempts import attempt
-from shard.errors import IdsOutsideHorizon, NoAnswer, RowLocked, ShardUnavailable, UnknownQueue
-from shard.job_id import made_at_ms, to_hex
+from shard.errors import IdsOutsideHorizon, NoAnswer, ShardUnavailable, UnknownQueue
+from shard.job_id import made_at_ms
 from shard.job_record import ANSWER_BYTES_MAX, JobRecord
 from shard.lease_token import lease_of
 from shard.limits import InFlightLimits, Limit, Measure
 from shard.placement.slots import FIRST_EPOCH
-from shard.postgres import arrays, partitions
-from shard.postgres import statements as postgres_statements
+from shard.postgres import arrays
 from shard.postgres.clock import ShardClock
 from shard.postgres.pool import Database
-from shard.postgres.sql_loader import Statement
 from shard.queue import act_metrics, explain, row_locks, statements
 from shard.queue.claim import CLAIM_BYTES_MAX, Claimer, ClaimRequest, ClaimResult
-from shard.queue.claim_floor import GUARD_US, Floors
+from shard.queue.claim_floor import Floors
 from shard.queue.coalescer import Coalescer, InFlight, SingleCall, one_by_one
 from shard.queue.consumers_seen import ConsumersSeen
 from shard.queue.enqueue import Enqueuer
 from shard.queue.explain import BlockedFacts, JobFacts, QuarantineFacts, QueueFacts
-from shard.queue.groups import Groups
+from shard.queue.job_changes import JobChanges
 from shard.queue.pending_enqueue import NOTHING_HANDED, Call, Handover
 from shard.queue.quarantine import KINDS_MAX, Quarantine
 from shard.queue.queue_ids import QueueIds
 from shard.queue.queue_walk import QueueWalk
 from shard.queue.revocation import Revocation
 from shard.queue.settle import BYTES_PER_WEIGHT, VERBS, LeaseSettler, Settlement
+from shard.queue.sweep import Due, Sweeper
 from shard.queue.token_buckets import Draw, Drawn, TokenBuckets
 from shard.vocabulary import (
     FINISHED,
@@ -65,18 +61,9 @@ _log = logging.getLogger(__name__)
 
 # How old the time in a new job's id may be.
 ID_AGE_DAYS_MAX = 7.0
-# How often a change is tried again for jobs that moved between tables, or were locked, while it ran.
+# How often a job is read again that moves between tables while it is explained.
 _TRIES_MAX = 6
-# Queues per probe statement.
-_PROBE_QUEUES_MAX = 500
-# If a full sweep (from the beginning of time) took longer than _FULL_SWEEP_S_MAX, only partial sweeps follow for
-# _FULL_SWEEP_PAUSE times as long as the full sweep took.
-_FULL_SWEEP_S_MAX = 0.1
-_FULL_SWEEP_PAUSE = 50.0
 _UNRELEASED_MAX = 10_000
-# Upper bound for the jobs of one priority of a queue that a sweep moves because they have aged. They get the priority
-# of the queue's urgent jobs, and so delay these.
-_AGED_MAX = 200
 # Verbs after which a job may have ended.
 _ENDING = frozenset({"ack", "nack"})
 # Effectively no bound: the number of waiting claims is bounded elsewhere, by the number of callers.
@@ -86,29 +73,6 @@ _CLAIMS_WEIGHT_MAX = 20_000_000
 _CLAIMS_MAX = 100
 # Calls that share no statement are bounded as well: otherwise one org's calls could take all connections (I4).
 _SINGLE_CALLS_WEIGHT_MAX = 100
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Due:
-    """The time at which the next job of each queue is or becomes visible, by the shard's clock. Queues without jobs,
-    and queues that give no jobs, are missing."""
-
-    now: Micros
-    first: dict[QueueId, Micros]
-    # Whether jobs may wait for group slots, and whether workflows may have arrivals to fold.
-    groups_wait: bool
-    workflows_wait: bool
-    # Whether any of the queues has priorities that age.
-    ages: bool
-    # Whether kinds are quarantined, crashes are to be judged, or jobs that are set aside are to be released.
-    quarantines: bool
-
-
-class _Changed(NamedTuple):
-    """What a statement has changed: the answers for its jobs. `ran_before`: see Rows in shard/postgres/pool.py."""
-
-    answers: dict[JobId, Answer]
-    ran_before: bool = False
 
 
 class Store:
@@ -133,16 +97,21 @@ class Store:
         self.on_settled: Callable[[Iterable[str]], None] = _ignore
         self._database = database
         self._floors = Floors()
-        # The earliest time of the next full sweep, by time.monotonic.
-        self._full_sweep_from_s = 0.0
+        self.sweeper = Sweeper(database, self.names, self._floors, self.quarantine)
         self._accepted_since_fold = False
         # Releases that failed in an outage; the next sweep sends them again.
         self._unreleased: list[Settlement] = []
-        # The parts of sweeps that failed when they were last tried.
-        self._failing: set[str] = set()
-        self._locks = row_locks.of_jobs(database)
-        self._enqueuer = Enqueuer(database, self.names, self._locks, self.clock, horizon_days=horizon_days)
-        settler = LeaseSettler(database, self._locks, lambda queues: self.on_visible(queues))
+        locks = row_locks.of_jobs(database)
+        self._enqueuer = Enqueuer(database, self.names, locks, self.clock, horizon_days=horizon_days)
+        self._changes = JobChanges(
+            database,
+            locks,
+            partial(self._get, include_payload=False, bytes_max=0),
+            visible=lambda queues: self.on_visible(queues),
+            revoked=lambda revocations: self.on_revoked(revocations),
+            settled=lambda jobs: self.on_settled(jobs),
+        )
+        settler = LeaseSettler(database, locks, lambda queues: self.on_visible(queues))
         claimer = Claimer(
             database,
             self.names,
@@ -196,7 +165,6 @@ class Store:
             for verb in VERBS
         }
         self._buckets = TokenBuckets(database)
-        self._groups = Groups(database)
         self._draws = Coalescer(
             self._buckets.draw, weight=lambda _: 1, key=lambda draw: draw.org, on_timeout=overdue, in_flight=in_flight
         )
@@ -364,7 +332,7 @@ class Store:
         DEPARTING if it is on its way to another shard. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
         self.clock.check()
         answers: list[Answer] = await self._single_calls.submit(
-            SingleCall(org, len(ids), partial(self._cancel, org, ids, reason=reason))
+            SingleCall(org, len(ids), partial(self._changes.cancel, org, ids, reason=reason))
         )
         return answers
 
@@ -374,7 +342,7 @@ class Store:
         DEPARTING if the job is on its way to another shard. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
         self.clock.check()
         answers: list[Answer] = await self._single_calls.submit(
-            SingleCall(org, len(ids), partial(self._alter, org, ids, alteration))
+            SingleCall(org, len(ids), partial(self._changes.alter, org, ids, alteration))
         )
         return answers
 
@@ -383,7 +351,7 @@ class Store:
         DEPARTING if it is on its way to another shard. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
         self.clock.check()
         answers: list[Answer] = await self._single_calls.submit(
-            SingleCall(org, len(ids), partial(self._redrive, org, ids))
+            SingleCall(org, len(ids), partial(self._changes.redrive, org, ids))
         )
         return answers
 
@@ -393,133 +361,9 @@ class Store:
         on its way to another shard. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
         self.clock.check()
         signalled: Signalled = await self._single_calls.submit(
-            SingleCall(org, 1, partial(self._signal, org, job_id, node, payload))
+            SingleCall(org, 1, partial(self._changes.signal, org, job_id, node, payload))
         )
         return signalled
-
-    async def _signal(self, org: OrgId, job_id: JobId, node: NodeOf, payload: bytes) -> Signalled:
-        outcomes: list[str] = []
-
-        async def act(free: Sequence[JobId]) -> _Changed:
-            parameters = {"org": org, "id": job_id, "node": str(node), "payload": payload}
-            rows = await partitions.finish(self._database, statements.SIGNAL, parameters)
-            if not rows:
-                return _Changed({})
-            ((what, freed_in),) = rows
-            outcomes.append(what)
-            if what == "taken":
-                self.on_settled([to_hex(job_id)])
-            if freed_in:
-                self.on_visible(set(freed_in))
-            return _Changed({job_id: Answer.DEPARTING if what == "departing" else Answer.OK})
-
-        (answer,) = await self._change(
-            org, [job_id], act, {"succeeded": Answer.OK, "cancelled": Answer.CANCELLED, "dead": Answer.STALE}
-        )
-        if "repeated" in outcomes:
-            # The commit of the earlier signal may still be waiting for the standby.
-            await self._database.run(postgres_statements.WAIT_FOR_STANDBY, {})
-        # If the answer of a run was lost, the next run finds the signal of the first one, and says "repeated". At most
-        # one call may be told that its signal counts.
-        return Signalled(answer, is_first="taken" in outcomes)
-
-    async def _cancel(self, org: OrgId, ids: Sequence[JobId], *, reason: str) -> list[Answer]:
-        async def act(free: Sequence[JobId]) -> _Changed:
-            rows = await partitions.finish(
-                self._database,
-                statements.CANCEL,
-                {"ids": arrays.plain(free), "org": org, "reason": reason or "cancelled"},
-            )
-            self.on_settled(to_hex(JobId(name)) for name, *_ in rows)
-            ended = [(worker, lease_of(name, lease)) for name, _, lease, worker, _ in rows if lease is not None]
-            if ended:
-                self.on_revoked(Revocation.by_worker(org, Answer.CANCELLED, ended))
-            freed_in = {queue_id for *_, freed in rows for queue_id in freed or ()}
-            if freed_in:
-                self.on_visible(freed_in)
-            return _Changed({JobId(name): Answer.DEPARTING if departing else Answer.OK for name, departing, *_ in rows})
-
-        # If a job moved between the tables job and dead while the statement read them, the statement may not find it.
-        # Such a job has none of these states, and is tried again.
-        return await self._change(org, ids, act, {"cancelled": Answer.OK, "succeeded": Answer.STALE})
-
-    async def _alter(self, org: OrgId, ids: Sequence[JobId], alteration: Alteration) -> list[Answer]:
-        act = partial(self._show, statements.ALTER, {"org": org, **alteration._asdict()})
-        stale = dict.fromkeys(("blocked", "leased", "dead", "succeeded"), Answer.STALE)
-        return await self._change(org, ids, act, {"cancelled": Answer.CANCELLED, **stale})
-
-    async def _redrive(self, org: OrgId, ids: Sequence[JobId]) -> list[Answer]:
-        act = partial(self._show, statements.REDRIVE, {"org": org})
-        live = ("scheduled", "ready", "leased")
-        stale = dict.fromkeys(("blocked", *live, "succeeded"), Answer.STALE)
-        return await self._change(org, ids, act, {"cancelled": Answer.CANCELLED, **stale}, changed_in=live)
-
-    async def _show(self, statement: Statement, parameters: Mapping[str, object], ids: Sequence[JobId]) -> _Changed:
-        """Runs a statement that may make jobs visible, and notifies the wait room about their queues."""
-        rows = await self._database.run(statement, {**parameters, "ids": arrays.plain(ids)})
-        self.on_visible({queue_id for _, queue_id in rows if queue_id is not None})
-        return _Changed(
-            {JobId(name): Answer.DEPARTING if queue_id is None else Answer.OK for name, queue_id in rows},
-            ran_before=rows.ran_before,
-        )
-
-    async def _change(
-        self,
-        org: OrgId,
-        ids: Sequence[JobId],
-        act: Callable[[Sequence[JobId]], Awaitable[_Changed]],
-        missed_in: Mapping[str, Answer],
-        *,
-        changed_in: Collection[str] = (),
-    ) -> list[Answer]:
-        """Changes jobs by id. `act` changes the jobs that it can change, and returns the answers for them. `missed_in`:
-        the answers for the other jobs, by their state. A job in none of these states has changed while the statement
-        ran, and is tried again. `changed_in`: if a run whose answer was lost may have changed a job, and the job is in
-        one of these states, the answer is OK."""
-        answers: dict[JobId, Answer] = {}
-        done_before: list[JobId] = []
-        ran_before = False
-        remaining: Sequence[JobId] = list(dict.fromkeys(ids))
-        ids_by_row = {(org, to_hex(job_id)): job_id for job_id in remaining}
-        locked = {ids_by_row[row] for row in await self._locks.expect(ids_by_row)}
-        for _ in range(_TRIES_MAX):
-            free = [job_id for job_id in remaining if job_id not in locked]
-            if not free:
-                break
-            try:
-                changed = await act(free)
-            except RowLocked:
-                locked |= {ids_by_row[row] for row in await self._locks.find(ids_by_row) if ids_by_row[row] in free}
-                continue
-            answers.update(changed.answers)
-            ran_before = ran_before or changed.ran_before
-            missed = [job_id for job_id in free if job_id not in answers]
-            records = await self._get(org, missed, include_payload=False, bytes_max=0)
-            states = {record.id: record.state for record in records}
-            for job_id in missed:
-                if job_id not in states:
-                    answers[job_id] = Answer.NOT_FOUND
-                elif ran_before and states[job_id] in changed_in:
-                    answers[job_id] = Answer.OK
-                    done_before.append(job_id)
-                elif states[job_id] in missed_in:
-                    answers[job_id] = missed_in[states[job_id]]
-                    if answers[job_id] is Answer.OK:
-                        done_before.append(job_id)
-            remaining = [job_id for job_id in missed if job_id not in answers]
-        if locked:
-            more = f" (and {len(locked) - 1} more)" if len(locked) > 1 else ""
-            raise RowLocked(self.name, f"job {min(locked)}{more}")
-        if not remaining:
-            if done_before:
-                # The commit of the earlier call may still be waiting for the standby.
-                await self._database.run(postgres_statements.WAIT_FOR_STANDBY, {})
-                # The run that ended these jobs may have told nobody, because its answer was lost.
-                self.on_settled(map(to_hex, done_before))
-            return [answers[job_id] for job_id in ids]
-        raise ShardUnavailable(
-            self.name, f"{len(remaining)} job(s) of org {org!r} kept changing during the call; try again"
-        )
 
     async def get(
         self,
@@ -658,10 +502,6 @@ class Store:
         """Deletes the rows of full buckets, if this store has drawn from any since the last time."""
         await self._buckets.forget_full()
 
-    async def probe(self, queues: Iterable[QueueId]) -> Due:
-        """Returns the times at which these queues have their next jobs, not counting jobs below the floors."""
-        return await self._probe(list(queues), self._floors.of)
-
     def arrived(self, queues: Collection[QueueId]) -> None:
         """Notes that jobs of these queues have arrived from another shard. They may be older than any job claimed
         here."""
@@ -672,114 +512,11 @@ class Store:
         self._floors.emptied(queues)
 
     async def sweep(self, awaited: Iterable[QueueId] = ()) -> Due:
-        """Returns the times at which the `awaited` queues, and all queues that claims use, have their next jobs, also
-        below the floors (I7). Corrects the floors, checks the remembered queue ids, fills free slots of groups, moves
-        jobs that have aged, looks after quarantined kinds, and sends failed releases again.
-
-        Normally a sweep looks from the beginning of time. Such a sweep takes long while an old snapshot keeps dead row
-        versions of jobs. After a sweep that took long, the next sweeps look only for jobs that may have committed
-        late.
-
-        If the times are found and another part of the sweep fails, the sweep logs the failure and returns the times.
-        Raises ShardUnavailable."""
+        """Sends failed releases again, and sweeps (shard/queue/sweep.py). Raises ShardUnavailable."""
         unreleased, self._unreleased = self._unreleased, []
         for call in unreleased:
             self.release_soon(call.org, call.leases)
-        queues = list({*self._floors.to_sweep(), *awaited})
-        await self.names.prove(queues)
-        due = await self._look(queues)
-
-        async def fill_groups() -> None:
-            due.first.update(dict.fromkeys(await self._groups.sweep(queues), due.now))
-
-        async def look_after_kinds() -> None:
-            due.first.update(dict.fromkeys(await self.quarantine.sweep(), due.now))
-
-        if due.groups_wait:
-            await self._attempt("fill slots of groups", fill_groups)
-        if due.ages:
-            await self._attempt("move jobs that have aged", partial(self._move_aged, queues))
-        if due.quarantines:
-            await self._attempt("look after quarantined kinds", look_after_kinds)
-        else:
-            self.quarantine.forget()
-        return due
-
-    async def _attempt(self, what: str, act: Callable[[], Awaitable[object]]) -> None:
-        """Runs a part of a sweep. Only the first of several failures in a row is a warning."""
-        level = logging.DEBUG if what in self._failing else logging.WARNING
-        if await attempt(f"{what} of shard {self.name!r}", act, level=level):
-            self._failing.discard(what)
-        else:
-            self._failing.add(what)
-
-    async def _move_aged(self, queues: Sequence[QueueId]) -> None:
-        """Moves jobs that have been ready for long to priority 1. No consumer has to be woken: the jobs were ready
-        before."""
-        for at in range(0, len(queues), _PROBE_QUEUES_MAX):
-            part = queues[at : at + _PROBE_QUEUES_MAX]
-            floors = [floor for queue in part for floor in self._floors.late(queue)]
-            parameters = {"queue_ids": arrays.numbers(part), "floors_us": arrays.numbers(floors), "jobs_max": _AGED_MAX}
-            await self._database.run(statements.MOVE_AGED, parameters)
-
-    async def _look(self, queues: list[QueueId]) -> Due:
-        """Looks into these queues, as part of a sweep."""
-        began_s = time.monotonic()
-        if began_s < self._full_sweep_from_s:
-            return await self._probe(queues, self._floors.late, is_sweep=True)
-        try:
-            return await self._probe(queues, is_sweep=True)
-        finally:
-            # The time counts even if the statement failed: it may have run into statement_timeout.
-            ended_s = time.monotonic()
-            if ended_s - began_s > _FULL_SWEEP_S_MAX:
-                self._full_sweep_from_s = ended_s + _FULL_SWEEP_PAUSE * (ended_s - began_s)
-
-    async def _probe(
-        self,
-        queues: list[QueueId],
-        floors_of: Callable[[QueueId], Sequence[Micros]] | None = None,
-        *,
-        is_sweep: bool = False,
-    ) -> Due:
-        """Finds the first live job of each queue, at or above these floors. If `floors_of` is None, there are no
-        floors."""
-        first: dict[QueueId, Micros] = {}
-        now = Micros(0)
-        groups_wait = workflows_wait = ages = quarantines = False
-        # A sweep without queues still runs one statement, which finds group slots to fill, workflows to fold, and
-        # quarantines.
-        for at in range(0, max(len(queues), 1), _PROBE_QUEUES_MAX):
-            part = queues[at : at + _PROBE_QUEUES_MAX]
-            arrivals = self._floors.arrivals
-            parameters = {"queue_ids": arrays.numbers(part)}
-            if floors_of is None:
-                rows = await self._database.run(statements.SWEEP, parameters)
-            else:
-                floors = [floor for queue in part for floor in floors_of(queue)]
-                rows = await self._database.run(statements.PROBE, {**parameters, "floors_us": arrays.numbers(floors)})
-            now, found, priorities, visible_at, gives_jobs, groups_wait, workflows_wait, ages_here, quarantines = rows[
-                0
-            ]
-            ages = ages or ages_here
-            lanes: dict[tuple[QueueId, int], Micros] = {}
-            giving: set[QueueId] = set()
-            if found is not None:
-                lanes.update(zip(zip(found, priorities, strict=True), visible_at, strict=True))
-                giving.update(queue for queue, gives in zip(found, gives_jobs, strict=True) if gives)
-            if is_sweep:
-                self._floors.swept(part, Micros(now - GUARD_US), lanes, arrivals=arrivals)
-            for (queue, _), when in lanes.items():
-                if queue in giving:
-                    first[queue] = min(when, first.get(queue, when))
-        return Due(
-            now=now,
-            first=first,
-            groups_wait=groups_wait,
-            workflows_wait=workflows_wait,
-            ages=ages,
-            quarantines=quarantines,
-        )
+        return await self.sweeper.sweep(awaited)
 
 
 def _tell_not_handed(call: Call) -> None:

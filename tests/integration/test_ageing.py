@@ -14,7 +14,8 @@ from shard.postgres.pool import Database
 from shard.queue import statements
 from shard.queue.explain import LiveFacts
 from shard.queue.settle import Settlement
-from shard.queue.store import _AGED_MAX, Store
+from shard.queue.store import Store
+from shard.queue.sweep import _AGED_MAX
 from shard.queue_settings import QueueSettings
 from shard.vocabulary import PRIORITIES, Answer, JobId, NewJobs, OrgId, QueueName
 from tests.command import windrow as command

@@ -395,7 +395,7 @@ async def probe_all(recorder: Recorder, store: Store, org: OrgId) -> Run:
     for one, count in [(org, QUEUES_OF_ORG), *((other, QUEUES_OF_OTHERS) for other in others_of(org))]:
         numbers += (await store.names.find([(one, QueueName(f"queue-{n}")) for n in range(count)])).values()
     assert len(numbers) == QUEUES
-    await store.probe(numbers)
+    await store.sweeper.probe(numbers)
     return recorder.last(queue_statements.PROBE)
 
 

@@ -13,7 +13,8 @@ from shard.postgres.pool import Database
 from shard.queue import statements
 from shard.queue.claim_floor import GUARD_US
 from shard.queue.settle import Settlement
-from shard.queue.store import Due, Store
+from shard.queue.store import Store
+from shard.queue.sweep import Due
 from shard.vocabulary import OrgId, QueueId, QueueName
 from tests.conftest import SHARD
 from tests.jobs import QUEUE, job_id, lease_jobs, some_jobs
@@ -47,7 +48,7 @@ async def test_a_job_that_commits_below_the_floor_is_missed_by_a_claim_and_found
 async def test_after_a_sweep_that_took_long_the_next_one_passes_by_what_was_claimed_and_finds_what_commits_late(
     fresh_dsn: str, org: OrgId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shard.queue.store._FULL_SWEEP_S_MAX", 0.0)
+    monkeypatch.setattr("shard.queue.sweep._FULL_SWEEP_S_MAX", 0.0)
     monkeypatch.setattr("shard.queue.store._FULL_SWEEP_PAUSE", 1e9)
     recorder = Recorder(SHARD, fresh_dsn, connections=2)
     await recorder.open()
@@ -166,7 +167,7 @@ async def test_what_a_sweep_has_found_is_told_although_something_else_of_it_fail
 ) -> None:
     await store.enqueue(some_jobs(org, 1))
     queue_id = (await store.names.find([(org, QUEUE)]))[org, QUEUE]
-    look = store._look
+    look = store.sweeper._look
 
     async def look_and_more(queues: list[QueueId]) -> Due:
         return replace(await look(queues), groups_wait=True, ages=True, quarantines=True)
@@ -174,9 +175,9 @@ async def test_what_a_sweep_has_found_is_told_although_something_else_of_it_fail
     async def fail(*_: object) -> set[QueueId]:
         raise error
 
-    monkeypatch.setattr(store, "_look", look_and_more)
-    monkeypatch.setattr(store, "_move_aged", fail)
-    monkeypatch.setattr(store._groups, "sweep", fail)
+    monkeypatch.setattr(store.sweeper, "_look", look_and_more)
+    monkeypatch.setattr(store.sweeper, "_move_aged", fail)
+    monkeypatch.setattr(store.sweeper._groups, "sweep", fail)
     monkeypatch.setattr(store.quarantine, "sweep", fail)
     for _ in range(2):
         assert queue_id in (await store.sweep([queue_id])).first

@@ -211,7 +211,7 @@ async def test_a_probe_tells_when_the_lease_of_a_job_handed_over_ends(database: 
     handed, told = handover({0: Taker(1, "w", HOUR_US), 1: Taker(2, "w", MINUTE_US)})
     await store.enqueue(jobs, handed)
     queue_id = (await store.names.find([(org, QUEUE)]))[org, QUEUE]
-    due = await store.probe([queue_id])
+    due = await store.sweeper.probe([queue_id])
     assert due.first == {queue_id: told.calls[0].leased_at + MINUTE_US}
     assert due.now >= told.calls[0].leased_at
 

@@ -92,7 +92,7 @@ async def test_while_the_server_is_away_every_call_is_told_so_in_time(
             *(store.enqueue(some_jobs(org, 1)) for _ in range(10)),
             *(lease_jobs(store, org) for _ in range(10)),
             store.sweep(awaited.values()),
-            store.probe(awaited.values()),
+            store.sweeper.probe(awaited.values()),
             return_exceptions=True,
         )
     for answer in answers:

@@ -11,7 +11,7 @@ from router.buffer import Buffer
 from router.codec.status import OrgMismatch
 from router.gate.admission import Context
 from router.gate.call import Call
-from router.gate.calls import check_org
+from router.gate.org_check import check_org
 from windrow.org_header import ORG_HEADER, org_metadata, org_of_header
 
 
