@@ -19,11 +19,12 @@ ADDRESS_DEFAULT = "127.0.0.1:7419"
 TIMEOUT_DEFAULT = timedelta(seconds=10)
 
 
-def _address(context: typer.Context, value: str) -> str:
+def _address(context: typer.Context, option: typer.CallbackParam, value: str) -> str:
     """Returns the profile's address unless one is given."""
     from cli import profiles
 
-    source = context.get_parameter_source("address")
+    # `windrow health` has another name for its option.
+    source = context.get_parameter_source(option.name or "")
     return profiles.address(value, is_given=source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT"))
 
 

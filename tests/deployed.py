@@ -60,8 +60,10 @@ class Program:
         self.path(inside).write_text(text)
 
     def put_cluster_file(self, inside: str, text: str) -> None:
-        """Writes the cluster file. Its addresses become free ports of loopback, because other programs of this machine
-        may use the original ports. Its paths are mapped into the root."""
+        """Writes the cluster file. Its addresses, and the default one, become free ports of loopback, because other
+        programs of this machine may use the original ports. Its paths are mapped into the root."""
+        if not re.search(r"^listen = ", text, re.MULTILINE):
+            text = text.replace("[router]\n", '[router]\nlisten = ""\n')
         text = re.sub(r'^(listen|metrics) = ".*"', r'\1 = "127.0.0.1:0"', text, flags=re.MULTILINE)
         text = re.sub(r'= "(/[^"]+)"', lambda found: f'= "{self.path(found[1])}"', text)
         self.put(inside, f'{text}\n[archiver]\nschedule = "1s"\n' if "[archiver]" not in text else text)

@@ -13,7 +13,7 @@ import pytest
 
 from proof.certificates import Authority
 from tests.command import windrow
-from tests.routers import PATIENCE_S
+from tests.routers import PATIENCE_S, reserved_address
 from windrow.v1 import server_pb2
 
 TOKEN = "wr_1234_hunter2-very-secret"
@@ -133,6 +133,16 @@ def test_the_default_profile_gives_its_token_to_no_other_address(place: Place, m
     assert windrow("server").code == 0
     assert windrow("health", other).code in (0, 1)
     assert place.fake.tokens == [f"Bearer {TOKEN}", "", ""]
+
+
+def test_a_probe_asks_the_address_that_is_given_and_not_the_profiles(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.log_in()
+    with reserved_address() as nobody:
+        assert windrow("health", "--address", nobody).code == 1
+        monkeypatch.setenv("WINDROW_ADDRESS", nobody)
+        assert windrow("health").code == 1
 
 
 def test_a_call_without_a_token_says_that_the_default_profile_is_not_used_for_a_given_address(

@@ -49,7 +49,7 @@ async def test_after_a_sweep_that_took_long_the_next_one_passes_by_what_was_clai
     fresh_dsn: str, org: OrgId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shard.queue.sweep._FULL_SWEEP_S_MAX", 0.0)
-    monkeypatch.setattr("shard.queue.store._FULL_SWEEP_PAUSE", 1e9)
+    monkeypatch.setattr("shard.queue.sweep._FULL_SWEEP_PAUSE", 1e9)
     recorder = Recorder(SHARD, fresh_dsn, connections=2)
     await recorder.open()
     store = Store(recorder)

@@ -669,6 +669,24 @@ async def test_one_id_in_place_of_a_list_of_ids_is_refused_with_what_to_write(na
         assert not router.requests
 
 
+@pytest.mark.parametrize("name", ["ack", "nack", "extend", "release", "snooze"])
+async def test_what_is_no_leased_job_is_refused_with_what_was_given(name: str) -> None:
+    options: dict[str, Any] = {"after": 1.0} if name == "snooze" else {}
+    async with fake_router() as router, Client(router.address, org="acme") as client:
+        call = getattr(client, name)
+        for wrong in (uuid7(), None, [Job(), 7]):
+            with pytest.raises(InvalidRequest, match=r"^jobs: must be a job that was leased .*, not ('0|None|7)"):
+                await call(wrong, **options)
+        assert not router.requests
+
+
+async def test_one_job_in_place_of_a_list_of_jobs_is_refused() -> None:
+    async with fake_router() as router, Client(router.address, org="acme") as client:
+        with pytest.raises(InvalidRequest, match=r"^jobs: must be a list of jobs, not one job"):
+            await client.enqueue_many(cast("Any", NewJob("emails", "greet")))
+        assert not router.requests
+
+
 @pytest.mark.parametrize(
     ("call", "name"),
     [

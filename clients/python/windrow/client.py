@@ -51,6 +51,7 @@ from windrow.jobs import (
     JobRecord,
     answers,
     listed_ids,
+    listed_jobs,
     newly_stored,
     read_leased,
     read_record,
@@ -236,6 +237,8 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         async def store(jobs: Sequence[NewJob]) -> list[Enqueued]:
             return await self.send(enqueue_request(self.org, jobs, independent=independent))
 
+        if isinstance(jobs, NewJob):
+            raise invalid_argument("jobs", "must be a list of jobs, not one job; `enqueue` stores one")
         listed = list(jobs)
         if not listed:
             return []
@@ -527,7 +530,7 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
     async def release(self, jobs: Job | Iterable[Job]) -> Answer | list[Answer]: ...
     async def release(self, jobs: Job | Iterable[Job]) -> Answer | list[Answer]:
         """Gives jobs back at once, without counting the attempt."""
-        listed = jobs if isinstance(jobs, Job) else list(jobs)
+        listed = jobs if isinstance(jobs, Job) else listed_jobs(jobs)
         if any(job.logged.count for job in ([listed] if isinstance(listed, Job) else listed)):
             # A release cannot carry a log. A snooze of 0 s has the same effect, and can carry one.
             return await self.snooze(listed, after=0.0)
@@ -573,7 +576,7 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
             (answer,) = answers(await send(jobs.org or self.org, [jobs]))
             return answer
         count_max = min(JOBS_MAX, _PART_BYTES_MAX // (entry_bytes + LOG_BYTES_MAX))
-        listed = list(jobs)
+        listed = listed_jobs(jobs)
         # A worker of all orgs has jobs of other orgs than this client's.
         places: dict[str, list[int]] = {}
         for at, job in enumerate(listed):

@@ -510,3 +510,16 @@ def _in_event_loop() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def listed_jobs(jobs: object) -> list[Job]:
+    """Returns leased jobs as a list. Raises InvalidRequest if anything else is given, such as an id: only a job has a
+    lease, which calls name."""
+    listed: list[Any] = list(jobs) if isinstance(jobs, Iterable) and not isinstance(jobs, str) else [jobs]
+    for one in listed:
+        if not isinstance(one, Job):
+            raise invalid_argument(
+                "jobs",
+                f"must be a job that was leased (of dequeue or of a worker), or a list of these, not {shown(one)}",
+            )
+    return listed
