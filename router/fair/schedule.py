@@ -196,8 +196,11 @@ class Schedule:
         """Records that a job of the org was handed out. Its lease ends at `until_s` if nobody extends it. `charged_s`
         is what the pick of this job charged. It is None if the job was not picked; then the org is charged now."""
         if charged_s is None:
-            self._orgs.setdefault(org, _Org(self.floor, self._weight_of(org)))
+            handed = self._orgs.setdefault(org, _Org(self.floor, self._weight_of(org)))
             charged_s = self.estimate_s(org)
+            # The org may be below the floor because its leases were shorter than estimated. What it did not use while
+            # it had no jobs does not count.
+            handed.tag = max(handed.tag, self.floor - (handed.running + 1) * charged_s / handed.weight)
             self._charge(org, charged_s)
         known = self._orgs.get(org)
         if known is not None and len(self._leases) < _LEASES_MAX:

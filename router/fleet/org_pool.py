@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -89,6 +90,8 @@ class OrgPool:
         self._waiting = AwaitedQueue[PoolConsumer]()
         # The queues that may have ready jobs, by org and shard.
         self._ready: dict[OrgId, dict[ShardName, set[QueueName]]] = {}
+        # How many claims of each org are tried again later. The org has older jobs then.
+        self._aside = Counter[OrgId]()
         # The shards on which a claim runs.
         self._claiming: set[ShardName] = set()
         self._woken = asyncio.Event()
@@ -117,7 +120,7 @@ class OrgPool:
         """Keeps places for new jobs of an org with payloads of these sizes, unless older jobs of the org may wait. If
         jobs of other orgs wait, only as many new jobs get places as the schedule would hand out before those."""
         # `found` does not remember more ready orgs than _READY_MAX, so then this org may have older jobs.
-        if self.schedule.is_ready(org) or len(self._ready) >= _READY_MAX:
+        if self.schedule.is_ready(org) or org in self._aside or len(self._ready) >= _READY_MAX:
             return []
         return deal(self._waiting, org, sizes[: self.schedule.turns(org, at_most=len(sizes))])
 
@@ -275,7 +278,12 @@ class OrgPool:
     ) -> None:
         """Tries these queues of an org again later."""
 
+        self._aside[org] += 1
+
         def again() -> None:
+            self._aside[org] -= 1
+            if not self._aside[org]:
+                del self._aside[org]
             # If the shard is away or removed by now, its orgs are found again when it comes back. Until then they must
             # not count as ready: new jobs of an org that counts as ready are not handed over.
             member = self._shards().get(shard)

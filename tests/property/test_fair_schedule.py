@@ -258,3 +258,21 @@ def test_an_org_whose_jobs_are_handed_over_gets_no_more_than_one_with_a_backlog(
     pool.hand_over = handed
     pool.run(2_000.0)
     assert pool.seconds[handed] == pytest.approx(pool.seconds[waiting], abs=2 * (workers + 1) * 2.0)
+
+
+def test_an_org_does_not_save_up_hand_overs_while_it_has_no_jobs() -> None:
+    schedule, (idle, busy) = Schedule(), orgs(2)
+    schedule.began(idle, "first", now_s=0, until_s=60)
+    schedule.ended("first", now_s=0.1)
+    schedule.ready(busy, SHARD)
+    for n in range(1000):
+        pick = schedule.pick([SHARD])
+        assert pick is not None
+        schedule.began(busy, n, now_s=n, until_s=n + 60, charged_s=pick.charged_s)
+        schedule.ended(n, now_s=n + 1)
+    handed = 0
+    while schedule.turns(idle, at_most=1) and handed < 100:
+        schedule.began(idle, f"job {handed}", now_s=1000, until_s=1060)
+        schedule.ended(f"job {handed}", now_s=1001)
+        handed += 1
+    assert handed <= 2, "it is the other org's turn after its first job"

@@ -89,6 +89,18 @@ async def test_new_jobs_are_handed_over_beside_the_backlog_of_another_org_until_
     assert dealt(pool, LARGE, 9) == 6, "as many as there are places"
 
 
+async def test_while_a_claim_of_an_org_waits_for_its_next_try_no_newer_job_of_the_org_is_handed_over() -> None:
+    pool = pool_of()
+    pool.enter(Consumer(Account(Buffer(1_000_000), org="", peer="here"), credit=10))
+    pool._set_aside(ACME, S1, [MAIL], for_s=0)
+    assert dealt(pool, ACME, 1) == 0
+    assert dealt(pool, LARGE, 1) == 1
+    looked = asyncio.Event()
+    asyncio.get_running_loop().call_later(0, looked.set)
+    await looked.wait()
+    assert dealt(pool, ACME, 1) == 1
+
+
 async def test_a_pool_goes_on_after_a_fault(caplog: pytest.LogCaptureFixture) -> None:
     failed, went_on = asyncio.Event(), asyncio.Event()
 

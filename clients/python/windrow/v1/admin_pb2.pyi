@@ -90,8 +90,8 @@ class QueueConfig(_message.Message):
     """
     group_concurrency: _builtins.int
     """How many jobs of one group (JobTemplate.group) may be leased at the same time. 1 to 1,000; absent: 1, which is
-    strict order. If the number becomes smaller, no lease is taken away: jobs that have a lease, or wait for a retry,
-    end first.
+    strict order. If the number becomes smaller, no lease is taken away, and jobs that may run already keep their turn.
+    So until as many jobs as were allowed before have ended, more jobs of a group may be leased than the number allows.
     """
     ageing_seconds: _builtins.int
     """Ends the starvation of less urgent jobs: a READY job of priority p is moved to priority 1 after (p - 1) times this
