@@ -189,6 +189,21 @@ async def test_a_larger_k_counts_at_once_and_a_smaller_one_takes_no_lease_away(
     assert names(await leased(store, org)) == jobs[3:4]
 
 
+async def test_after_k_became_smaller_the_next_job_waits_until_fewer_than_k_are_leased(
+    store: Store, books: QueueAdmin, org: OrgId
+) -> None:
+    await books.create_queue(org, QUEUE, QueueSettings(group_concurrency=3))
+    jobs = await enqueue(store, org, 4)
+    by_id = {job.id: lease for job, lease in await leased(store, org)}
+    await allow(books, org, 1)
+    await ack(store, org, by_id[jobs[0]])
+    assert await leased(store, org) == []
+    await ack(store, org, by_id[jobs[1]])
+    assert await leased(store, org) == []
+    await ack(store, org, by_id[jobs[2]])
+    assert names(await leased(store, org)) == jobs[3:]
+
+
 async def test_postgres_itself_refuses_a_lease_without_a_slot_and_one_slot_for_two_jobs(
     store: Store, database: Database, org: OrgId
 ) -> None:

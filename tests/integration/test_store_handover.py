@@ -246,6 +246,25 @@ async def test_jobs_of_a_group_are_handed_over_as_far_as_the_group_has_slots(
     assert {job.id for job, _ in await lease_jobs(store, org)} == {jobs.ids[4], jobs.ids[5]}
 
 
+async def test_after_k_became_smaller_a_new_job_is_not_handed_over_beside_the_leases_of_its_group(
+    database: Database, books: QueueAdmin, org: OrgId
+) -> None:
+    store = Store(database)
+    await store.names.make([(org, QUEUE)])
+    await books.alter_queue(org, QUEUE, QueueSettings(group_concurrency=3))
+    jobs = some_jobs(org, 3, group="g")
+    jobs.ids.sort()
+    handed, _ = handover(to_all(jobs))
+    await store.enqueue(jobs, handed)
+    await books.alter_queue(org, QUEUE, QueueSettings(group_concurrency=1))
+    # Slot 1 is free. The jobs in the slots 2 and 3 are still leased.
+    assert await store.settle(Settlement.ack(org, [lease_of(jobs.ids[0])])) == [Answer.OK]
+    later = some_jobs(org, 1, group="g")
+    handed_later, told_later = handover(to_all(later, number=44))
+    await store.enqueue(later, handed_later)
+    assert (told_later.positions, told_later.calls[0].waiting) == ([], {0})
+
+
 async def test_a_job_of_a_group_behind_one_that_has_become_due_is_not_handed_over(
     database: Database, org: OrgId
 ) -> None:

@@ -206,7 +206,7 @@ class World:
 @pytest.fixture
 def world(module_dsn: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr("shard.queue.claim_floor.GUARD_US", 0)
-    monkeypatch.setattr("shard.queue.store.GUARD_US", 0)
+    monkeypatch.setattr("shard.queue.sweep.GUARD_US", 0)
     database = Database(SHARD, module_dsn, connections=1)
     reader = Database(SHARD, module_dsn, connections=1, may_scan=True)
     with asyncio.Runner() as runner:

@@ -1,6 +1,6 @@
 -- Gives the free slots of groups to the first jobs that wait or have become due, and overtakes none of them. The caller
--- holds the locks of their buckets, and took them in an earlier statement. Returns how many jobs got slots. OFFSET 0 in
--- an EXISTS fences: one lookup for each group, never a join with all jobs that wait.
+-- holds the locks of their buckets, and took them in an earlier statement. Returns how many jobs got slots. OFFSET 0
+-- fences: Postgres looks each group up by itself, and never joins all groups with all jobs that wait.
 CREATE OR REPLACE FUNCTION windrow.fill_group_slots(queues bigint[], groups text[]) RETURNS integer
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
@@ -73,19 +73,24 @@ BEGIN
                 ARRAY(
                     SELECT s.slot::smallint
                     FROM generate_series(1, n.slots_max) AS s (slot)
-                    WHERE NOT EXISTS (
-                        SELECT FROM windrow.job h
-                        WHERE h.queue_id = n.queue_id AND h.group_key = n.group_key AND h.group_slot = s.slot::smallint
-                        OFFSET 0
-                    )
+                    WHERE s.slot <> ALL (held.slots)
+                    ORDER BY s.slot
+                    -- Slots above slots_max count, too: it was larger when their jobs got them.
+                    LIMIT greatest(0, n.slots_max - cardinality(held.slots))
                 ) AS free
             FROM unnest(awaited_queues, awaited_groups, slots_max) WITH ORDINALITY
                 AS n (queue_id, group_key, slots_max, turn)
+            CROSS JOIN LATERAL (
+                SELECT coalesce(array_agg(h.group_slot), '{}') AS slots
+                FROM windrow.job h
+                WHERE h.queue_id = n.queue_id AND h.group_key = n.group_key AND h.group_slot IS NOT NULL
+                OFFSET 0
+            ) held
             OFFSET 0
         ) g
         CROSS JOIN LATERAL (
-            -- If another session has locked one of the first jobs, do not wait: it may wait for this bucket. It ends or
-            -- changes that job, and then fills the group itself. Never take a later job instead, out of order.
+            -- If another session has locked one of the first jobs, skip the job: that session may wait for the lock of
+            -- this group. It ends or changes the job, and then fills the group itself. Never take a later job instead.
             SELECT f.ctid
             FROM windrow.job f
             WHERE f.ctid = ANY (ARRAY(

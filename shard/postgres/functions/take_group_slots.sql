@@ -53,16 +53,23 @@ BEGIN
         ), free AS (
             SELECT
                 g.places,
-                CASE WHEN NOT g.is_late AND NOT g.is_awaited THEN ARRAY(
-                    SELECT s.slot::smallint
-                    FROM giving q
-                    CROSS JOIN generate_series(1, q.slots_max) AS s (slot)
-                    WHERE q.queue_id = g.queue_id AND NOT EXISTS (
-                        SELECT FROM windrow.job h
-                        WHERE h.queue_id = g.queue_id AND h.group_key = g.group_key AND h.group_slot = s.slot::smallint
-                        OFFSET 0
+                CASE WHEN NOT g.is_late AND NOT g.is_awaited THEN (
+                    SELECT ARRAY(
+                        SELECT s.slot::smallint
+                        FROM generate_series(1, q.slots_max) AS s (slot)
+                        WHERE s.slot <> ALL (held.slots)
+                        ORDER BY s.slot
+                        -- Slots above slots_max count, too: it was larger when their jobs got them.
+                        LIMIT least(cardinality(g.places), greatest(0, q.slots_max - cardinality(held.slots)))
                     )
-                    LIMIT cardinality(g.places)
+                    FROM giving q
+                    CROSS JOIN LATERAL (
+                        SELECT coalesce(array_agg(h.group_slot), '{}') AS slots
+                        FROM windrow.job h
+                        WHERE h.queue_id = g.queue_id AND h.group_key = g.group_key AND h.group_slot IS NOT NULL
+                        OFFSET 0
+                    ) held
+                    WHERE q.queue_id = g.queue_id
                 ) END AS slots
             FROM of_groups g
         )

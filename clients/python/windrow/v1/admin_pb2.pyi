@@ -90,8 +90,9 @@ class QueueConfig(_message.Message):
     """
     group_concurrency: _builtins.int
     """How many jobs of one group (JobTemplate.group) may be leased at the same time. 1 to 1,000; absent: 1, which is
-    strict order. If the number becomes smaller, no lease is taken away, and jobs that may run already keep their turn.
-    So until as many jobs as were allowed before have ended, more jobs of a group may be leased than the number allows.
+    strict order. If the number becomes smaller, no lease is taken away, and jobs that could be leased at once before
+    still can. Until enough of these jobs have ended, more jobs of a group may be leased than the number allows, but no
+    other job of the group begins.
     """
     ageing_seconds: _builtins.int
     """Ends the starvation of less urgent jobs: a READY job of priority p is moved to priority 1 after (p - 1) times this

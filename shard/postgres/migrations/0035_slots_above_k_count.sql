@@ -1,0 +1,3 @@
+-- A group gets no slot while it holds as many as it may have, also if it got them when it might have more.
+-- INSTALL functions/take_group_slots.sql b23f57ac9fe997f146545a1ecb2a2e5b082080d4b69d4450efaa2883db44af1c
+-- INSTALL functions/fill_group_slots.sql 223f8cba5dfb56e05fdafdce7306c2448ed275afced46300c20401861148a99f
