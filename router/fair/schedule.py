@@ -198,10 +198,10 @@ class Schedule:
         if charged_s is None:
             handed = self._orgs.setdefault(org, _Org(self.floor, self._weight_of(org)))
             charged_s = self.estimate_s(org)
-            # The org may be below the floor because its leases were shorter than estimated. What it did not use while
-            # it had no jobs does not count.
-            handed.tag = max(handed.tag, self.floor - (handed.running + 1) * charged_s / handed.weight)
-            self._charge(org, charged_s)
+            # An org whose leases were shorter than estimated may be below the floor, but not by more than its running
+            # leases may still give back: what it did not use while it had no jobs does not count.
+            unused = self.floor - handed.tag - (handed.running + 1) * charged_s / handed.weight
+            self._charge(org, charged_s + max(0.0, unused) * handed.weight)
         known = self._orgs.get(org)
         if known is not None and len(self._leases) < _LEASES_MAX:
             known.running += 1

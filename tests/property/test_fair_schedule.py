@@ -276,3 +276,21 @@ def test_an_org_does_not_save_up_hand_overs_while_it_has_no_jobs() -> None:
         schedule.ended(f"job {handed}", now_s=1001)
         handed += 1
     assert handed <= 2, "it is the other org's turn after its first job"
+
+
+def test_an_org_that_is_ready_on_another_shard_stays_ready_when_a_job_is_handed_over() -> None:
+    schedule, (org, busy) = Schedule(), orgs(2)
+    # Its leases take no time at all, so nothing is charged for the next one.
+    schedule.began(org, "first", now_s=0, until_s=60)
+    schedule.ended("first", now_s=0)
+    schedule.ready(org, OTHER)
+    schedule.ready(busy, SHARD)
+    for n in range(10):
+        pick = schedule.pick([SHARD])
+        assert pick is not None
+        schedule.began(busy, n, now_s=n, until_s=n + 60, charged_s=pick.charged_s)
+        schedule.ended(n, now_s=n + 1)
+    schedule.began(org, "handed over", now_s=10, until_s=70)
+    pick = schedule.pick([OTHER])
+    assert pick is not None
+    assert pick.org == org
