@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from archiver.errors import NotInstalled
 from archiver.run import AnotherArchives
@@ -39,7 +39,17 @@ _BEGIN_TRIES = 20
 _BEGIN_PAUSE_S = 0.25
 
 
-async def keep(cluster: Cluster, org: OrgId, *, days: int | None) -> tuple[Policy, Mapping[ShardName, ShardError]]:
+class Changed(NamedTuple):
+    """A changed policy."""
+
+    policy: Policy
+    # The shards that do not have the change yet, with the reason. They get it before an archiver does anything there.
+    behind: Mapping[ShardName, ShardError]
+    # Whether any shard has queues of the org, as far as is known. A name without queues may be mistyped.
+    may_have_queues: bool
+
+
+async def keep(cluster: Cluster, org: OrgId, *, days: int | None) -> Changed:
     """Sets the retention of an org's finished jobs. If `days` is None, the default applies again. Returns what `change`
     returns. Raises TooManyRetentions, and changes nothing, if a shard has no room for another retention."""
 
@@ -54,21 +64,20 @@ async def keep(cluster: Cluster, org: OrgId, *, days: int | None) -> tuple[Polic
     return await change(cluster, lambda catalog: org_policies.set_retention(catalog, org, days=days))
 
 
-async def change(
-    cluster: Cluster, decide: Callable[[Database], Awaitable[Policy]]
-) -> tuple[Policy, Mapping[ShardName, ShardError]]:
-    """Changes an org's policy: `decide` changes it in the catalog. Returns the new policy, and the shards that do not
-    have it yet, with the reason; they get it before an archiver does anything there. Raises ShardError if nothing was
-    changed."""
+async def change(cluster: Cluster, decide: Callable[[Database], Awaitable[Policy]]) -> Changed:
+    """Changes an org's policy: `decide` changes it in the catalog. Raises ShardError if nothing was changed."""
+    with_queues: list[ShardName] = []
     async with opened(CATALOG, cluster.catalog_dsn) as catalog:
         await catalogs.find(catalog, cluster=cluster.name, shards=[entry.name for entry in cluster.shards])
 
-        async def copy(entry: ShardEntry) -> ShardError | None:
+        async def copy(entry: ShardEntry, org: OrgId | None = None) -> ShardError | None:
             if not entry.state.takes_changes:
                 return ShardUnavailable(entry.name, f"the cluster file says that it is {entry.state.word}")
             try:
                 async with opened(entry.name, entry.dsn) as shard:
                     await org_policies.copy(catalog, shard)
+                    if org is not None and await org_policies.has_queues(shard, org):
+                        with_queues.append(entry.name)
             except ShardError as error:
                 return error
             return None
@@ -77,9 +86,9 @@ async def change(
         # back to the catalog, before `decide` makes a version that is newer still.
         await asyncio.gather(*map(copy, cluster.shards))
         policy = await decide(catalog)
-        errors = await asyncio.gather(*map(copy, cluster.shards))
-    behind = zip(cluster.shards, errors, strict=True)
-    return policy, {entry.name: error for entry, error in behind if error is not None}
+        errors = await asyncio.gather(*(copy(entry, policy.org) for entry in cluster.shards))
+    behind = {entry.name: error for entry, error in zip(cluster.shards, errors, strict=True) if error is not None}
+    return Changed(policy, behind, may_have_queues=bool(with_queues or behind))
 
 
 async def read(cluster: Cluster) -> list[Policy]:

@@ -23,13 +23,12 @@ from cli.layout import App
 from cli.output import Column
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Callable, Coroutine
 
-    from archiver.orgs import Receipt
-    from shard.errors import ShardError
+    from archiver.orgs import Changed, Receipt
     from shard.history.org_policies import Policy
     from shard.placement.cluster_file import Cluster
-    from shard.vocabulary import Micros, OrgId, ShardName
+    from shard.vocabulary import Micros, OrgId
 
 _PLACES = ("live", "dead", "finished", "cold", "dedup_keys", "past_ids")
 
@@ -232,18 +231,22 @@ def _change(
     config: Path,
     command: str,
     org: OrgId,
-    change: Callable[[Cluster], Coroutine[object, object, tuple[Policy, Mapping[ShardName, ShardError]]]],
+    change: Callable[[Cluster], Coroutine[object, object, Changed]],
     *,
     as_json: bool,
     done: str = "",
 ) -> None:
     """Changes an org's policy, and prints what was done and the new policy."""
     cluster = databases.read(config)
-    policy, behind = databases.asked(recorded(cluster, command, change(cluster), org=org))
+    policy, behind, may_have_queues = databases.asked(recorded(cluster, command, change(cluster), org=org))
     if as_json:
         output.say_json([_json(policy)])
     else:
         output.say(output.visible(f"org {policy.org}: {done}{_terms(policy)}"))
+    if not may_have_queues:
+        output.note(
+            f"no shard has a queue of org {org!r} (is the name right?); the policy applies from its first job on"
+        )
     if behind:
         raise CommandFailed(
             "these shards do not have the change yet; they get it before an archiver works there again: "

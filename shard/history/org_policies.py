@@ -52,6 +52,11 @@ async def read_one(catalog: Database, org: OrgId) -> Policy:
     return Policy._make(rows[0]) if rows else Policy(org)
 
 
+async def has_queues(database: Database, org: OrgId) -> bool:
+    """Returns whether this shard has queues of the org."""
+    return bool(await database.run(statements.FIND_A_QUEUE, {"org": org}))
+
+
 async def set_retention(catalog: Database, org: OrgId, *, days: int | None) -> Policy:
     """Sets the org's retention. It counts for jobs that finish from now on, unless their queue has a retention of its
     own. None sets the default. Returns the new policy."""

@@ -67,16 +67,17 @@ async def pass_once(field: Field, shard: ShardName = A) -> Pass:
 
 
 async def keep(field: Field, org: OrgId, days: int | None) -> None:
-    assert await orgs.keep(field.cluster, org, days=days) == (org_policies.Policy(org, days), {})
+    policy, behind, _ = await orgs.keep(field.cluster, org, days=days)
+    assert (policy, behind) == (org_policies.Policy(org, days), {})
 
 
 async def hold(field: Field, org: OrgId) -> None:
-    _, behind = await orgs.change(field.cluster, lambda catalog: org_policies.hold(catalog, org, reason="case 7"))
+    _, behind, _ = await orgs.change(field.cluster, lambda catalog: org_policies.hold(catalog, org, reason="case 7"))
     assert behind == {}
 
 
 async def release(field: Field, org: OrgId) -> None:
-    _, behind = await orgs.change(field.cluster, lambda catalog: org_policies.release(catalog, org))
+    _, behind, _ = await orgs.change(field.cluster, lambda catalog: org_policies.release(catalog, org))
     assert behind == {}
 
 
@@ -151,7 +152,7 @@ async def test_a_queue_that_is_made_during_a_change_of_its_orgs_policy_gets_the_
 
 async def test_a_shard_that_was_away_is_told_before_an_archiver_works_there(field: Field, org: OrgId) -> None:
     field.write(s1={}, s2={"dsn": "host=127.0.0.1 port=1 connect_timeout=1"})
-    _, behind = await orgs.change(field.cluster, lambda catalog: org_policies.hold(catalog, org, reason="case 7"))
+    _, behind, _ = await orgs.change(field.cluster, lambda catalog: org_policies.hold(catalog, org, reason="case 7"))
     assert list(behind) == [B]
     assert isinstance(behind[B], ShardUnavailable)
     field.write(s1={}, s2={})
@@ -265,9 +266,9 @@ async def test_an_orgs_retention_for_which_one_shard_has_no_room_changes_nothing
         await orgs.keep(field.cluster, org, days=14)
     assert await orgs.read(field.cluster) == before
     # A retention that is in use is accepted, and so is the default.
-    policy, behind = await orgs.keep(field.cluster, org, days=100)
+    policy, behind, _ = await orgs.keep(field.cluster, org, days=100)
     assert (policy.retention, behind) == (100, {})
-    assert (await orgs.keep(field.cluster, org, days=None))[0].retention is None
+    assert (await orgs.keep(field.cluster, org, days=None)).policy.retention is None
 
 
 # ── Legal hold ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -416,6 +417,16 @@ async def test_a_hold_is_set_once_listed_and_ended_once(field: Field, org: OrgId
     await release(field, org)
     with pytest.raises(NotHeld):
         await release(field, org)
+
+
+async def test_a_hold_of_an_org_that_no_shard_has_says_so(field: Field, org: OrgId, other_org: OrgId) -> None:
+    await finish_some(field.databases[A], other_org)
+    for name, says_so in ((org, True), (other_org, False)):
+        held = await asyncio.to_thread(
+            windrow, "orgs", "hold", name, "--reason", "case 7", "--config", str(field.config)
+        )
+        assert held.code == 0, held.err
+        assert (f"no shard has a queue of org {name!r} (is the name right?)" in held.err) is says_so
 
 
 # ── Erasure ──────────────────────────────────────────────────────────────────────────────────────────────────────────
