@@ -21,7 +21,8 @@ from shard.vocabulary import ShardName
 WAIT_S_MAX = 5.0
 # How many orgs, and how many connections of an org, are checked each time that memory is freed.
 _CHECKS_MAX = 16
-# If an account has this many parts, it drops the parts that hold nothing before it makes another one.
+# An account drops the parts that hold nothing when it has this many parts more than twice those that held something
+# the last time.
 _PARTS_KEPT = 100
 # The most that one claim reserves. A claim begins only if its shard has room for this: otherwise claims of few jobs,
 # which always find room sooner, could keep a claim of many jobs waiting for ever.

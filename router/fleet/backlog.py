@@ -29,7 +29,8 @@ class Backlog:
         self.in_bytes = limit.key.measure is Measure.BACKLOG_BYTES
         self._org = org
         self._counted = 0
-        # What is added to `_counted`: jobs or bytes let through since that count began, or that it may have missed.
+        # Jobs or bytes that this process has let through since the count began, or that the count may have missed. They
+        # are added to `_counted`.
         self._added = 0
         # Jobs or bytes that were let through, but whose enqueue the shard has not answered yet: a count may miss them.
         self._unsettled = 0

@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 # How old the time in a new job's id may be.
 ID_AGE_DAYS_MAX = 7.0
-# How often a job is read again that moves between tables while it is explained.
+# How many times a job is read for an explanation, if it moves between tables or changes meanwhile.
 _TRIES_MAX = 6
 _UNRELEASED_MAX = 10_000
 # Verbs after which a job may have ended.

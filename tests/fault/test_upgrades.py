@@ -291,8 +291,7 @@ def roll_there_and_back(old: Release, new: Release, postgres: Server, folder: Pa
     late = sum(runs[0][1] > 1 for runs in seen.ran.values())
     print(
         f"{old.name} -> {new.name} -> {old.name}: {len(seen.stored)} jobs at {PER_SECOND}/s; {len(again)} ran twice, "
-        f"{late} "
-        f"ran only after their lease had ended once; p99 of an enqueue, of all its tries: "
+        f"{late} ran only after their lease had ended once; p99 of an enqueue, of all its tries: "
         f"{seen.p99_ms(calm_s, marks[0]):.0f} ms undisturbed, {seen.p99_ms(marks[0], marks[1]):.0f} ms during the "
         f"upgrade, {seen.p99_ms(marks[1], marks[2]):.0f} ms during the downgrade"
     )

@@ -387,6 +387,19 @@ def answers(values: Sequence[int]) -> list[Answer]:
     return [answer_of(value) for value in values]
 
 
+def listed_jobs(jobs: object) -> list[Job]:
+    """Returns leased jobs as a list. Raises InvalidRequest if anything else is given, such as an id: only a job has a
+    lease, which calls name."""
+    listed: list[Any] = list(jobs) if isinstance(jobs, Iterable) and not isinstance(jobs, str) else [jobs]
+    for one in listed:
+        if not isinstance(one, Job):
+            raise invalid_argument(
+                "jobs",
+                f"must be a job that was leased (of dequeue or of a worker), or a list of these, not {shown(one)}",
+            )
+    return listed
+
+
 def listed_ids(ids: Iterable[str], name: str = "ids") -> list[str]:
     """Returns a call's argument as a list. Raises InvalidRequest, also if the argument is a single id and not a list.
     Type checkers allow that mistake, because a str is an iterable of str. Each of its 36 characters would be sent as an
@@ -510,16 +523,3 @@ def _in_event_loop() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def listed_jobs(jobs: object) -> list[Job]:
-    """Returns leased jobs as a list. Raises InvalidRequest if anything else is given, such as an id: only a job has a
-    lease, which calls name."""
-    listed: list[Any] = list(jobs) if isinstance(jobs, Iterable) and not isinstance(jobs, str) else [jobs]
-    for one in listed:
-        if not isinstance(one, Job):
-            raise invalid_argument(
-                "jobs",
-                f"must be a job that was leased (of dequeue or of a worker), or a list of these, not {shown(one)}",
-            )
-    return listed
