@@ -72,8 +72,8 @@ _STATISTICS_COLUMNS = ["org", "queue", "id", "kind", "state", "enqueued_at", "fi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a day's file contains. It is written after the file has been read back. A file that no manifest names does
-    not count."""
+    """What a day's file contains. It is written after the file has been read back. A file is ignored if no manifest
+    names it."""
 
     cluster: str
     shard: ShardName

@@ -92,7 +92,7 @@ async def restarts(pids: Callable[[], Sequence[int]]) -> AsyncGenerator[None, No
 
 @dataclass(slots=True)
 class Archived:
-    """What the passes of the archiver that `archiver` runs have done."""
+    """What the archiver has done. `archiver` runs its passes."""
 
     passes: list[Pass] = field(default_factory=list[Pass])
     # The time from the start of the first pass to the end of the last one.

@@ -1,4 +1,5 @@
-"""Measures how many jobs a second one system enqueues, finishes, and enqueues and finishes at the same time."""
+"""Measures one system's jobs a second in three ways: it only enqueues, only finishes jobs, and does both at the same
+time."""
 
 from __future__ import annotations
 

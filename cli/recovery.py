@@ -49,8 +49,9 @@ def accept(
 
     Use it when the shard's database was restored from a backup, or is a standby that lagged when it was promoted.
     Routers refuse the shard until the loss is accepted. Shows what is known about the loss and asks for confirmation.
-    Lost jobs stay lost. The runs of schedules until now are skipped for the reason `recovered`; `--schedules run-again`
-    stores them as after an outage. Exit code 5: not accepted.
+    Lost jobs stay lost. Runs of schedules that were due before now are skipped, with the reason `recovered`. With
+    `--schedules run-again`, each schedule's catch-up policy decides about them, as after an outage. Exit code 5: not
+    accepted.
     """
     cluster = databases.read(config)
     loss = databases.asked(_find_loss(cluster, shard))

@@ -47,7 +47,7 @@ from embedded.waiting import POLL_S, holds_by
 from embedded.watcher import Watcher
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
-# How many ports are tried if another program takes each one between the check and the launch.
+# How many ports are tried. Another program may take a port between the check and the launch of the server.
 _LAUNCHES_MAX = 5
 _KILL_S_MAX = 10.0
 # Names the folder of a stopped cluster. New ephemeral clusters copy its data and passwords instead of running initdb,

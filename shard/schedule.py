@@ -69,7 +69,7 @@ class RunCause(enum.Enum):
 
 class RunOutcome(enum.Enum):
     STORED = "stored"
-    # The run waits until the job of the run before has ended.
+    # The run waits until the job of the previous run has ended.
     BUFFERED = "buffered"
     SKIPPED = "skipped"
 

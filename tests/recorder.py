@@ -43,7 +43,7 @@ class Recorder(Database):
         return next(run for run in reversed(self.runs) if run[0] == statement)
 
     def count(self, statement: bytes, *, since: int = 0) -> int:
-        """Returns how often the statement was run; `since`: leaves out the first so many runs of all statements."""
+        """Returns how often the statement was run. Does not look at the first `since` runs, of any statement."""
         return sum(run[0] == statement for run in self.runs[since:])
 
     def before(self, statement: bytes, act: Callable[[], Awaitable[object]]) -> None:

@@ -1,5 +1,5 @@
-"""The faults that a run may draw, and the changes that it draws in addition. A new fault or change needs a subclass of
-Fault, and a line here."""
+"""The faults from which a run chooses at random, and the changes by operators that it chooses in addition. A new fault
+or change needs a subclass of Fault, and a line here."""
 
 from __future__ import annotations
 

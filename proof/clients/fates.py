@@ -65,6 +65,6 @@ def draw_added(node: str, luck: random.Random) -> dict[str, list[str]]:
 
 
 def waits_for_added(node: str) -> bool:
-    """Returns whether the job of `node`, if it adds nodes, waits for them with its last call. The same in each attempt
-    of the job."""
+    """If the job of `node` adds nodes, returns whether its last call also waits for them. The answer is the same in
+    each attempt of the job."""
     return random.Random(f"{node} waits").random() < _WAITERS

@@ -520,7 +520,7 @@ class StreamEnds(Scenario):
 
 
 class Fatal(Scenario):
-    """Ends with an exit code other than 0 after {status}, and tries no other stream."""
+    """After {status}, the client must end with an exit code other than 0, and must open no other stream."""
 
     def __init__(self, name: str, status: StatusCode, *, real: bool = False) -> None:
         self.name = f"fatal-{name}"

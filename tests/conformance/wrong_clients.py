@@ -30,8 +30,8 @@ class DoesNotPause(ReferenceWorker):
 
 
 class PausesAsItLikes(ReferenceWorker):
-    """Ignores the delay that the router asks for, and tries again at once. On a busy machine, a pause of its own would
-    sometimes be as long as the delay."""
+    """Ignores the delay that the router asks for, and tries again at once. If it made a pause of its own, that pause
+    would sometimes be as long as the delay on a busy machine, and would hide the fault."""
 
     def pause_s(self, asked_s: float | None, tries: int) -> float:
         return super().pause_s(None, tries) if asked_s is None else 0.0

@@ -128,7 +128,7 @@ async def test_an_archiver_that_is_killed_at_any_moment_leaves_every_job_where_i
         (len([days for days in DAYS if days <= 30]),)
     ]
     if exports:
-        # The exports have all dropped jobs, and each job is counted once.
+        # The exports contain every job that was dropped, and each job only once.
         checked = list(export.check_all(Files(ExportLocation.parse(str(place)))))
         assert {one.trouble for one in checked} == {""}
         (books,) = [found for found in await QueueAdmin(load.database).check() if found.org == org]

@@ -1,8 +1,9 @@
 """Routers are replaced one after another by those of the next release, and then by those of the release before, under
 load. The first release has made the schema. The next one migrates it while routers of both releases serve.
 
-There are two pairs of releases. The first is an earlier commit of this repository and this checkout, so its migrations
-are real. The second is this checkout and a copy of it that has one more migration, which adds a column to every table.
+There are two pairs of releases. The first pair is an earlier commit of this repository, and this checkout. So its
+migrations are real. The second is this checkout and a copy of it that has one more migration, which adds a column to
+every table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""An ended call leaves no data of its request to the garbage collector, because a router runs that rarely."""
+"""An ended call leaves no data of its request to the garbage collector, because a router rarely runs the garbage
+collector."""
 
 from __future__ import annotations
 

@@ -517,7 +517,7 @@ async def test_ids_and_keys_from_before_the_pin_are_known_after(pair: Pair, org:
     await pair.balance()
 
 
-# As a balancer does
+# Moving pinned orgs as a balancer does
 
 
 async def follow(pair: Pair, entries: list[ShardEntry], begun: list[tuple[OrgId, ShardName]]) -> Mapping[OrgId, str]:

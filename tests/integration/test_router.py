@@ -644,7 +644,8 @@ def test_many_calls_at_once_are_the_gates_to_judge_and_not_grpcs(running: Runnin
     request = queue_pb2.DequeueRequest(org=org, queues=[QUEUE])
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(stubs(running.routers.address)) for _ in range(5)]
-        # If the router is slow, all of these calls wait in gRPC. It leaves up to 2,000 alone; by default, up to 1,000.
+        # If the router is slow, all of these calls wait in gRPC. gRPC refuses none as long as up to 2,000 calls wait
+        # here; its default is 1,000.
         calls = [each.queue.Dequeue.future(request, timeout=PATIENCE_S) for _ in range(390) for each in connections]
         for call in calls:
             call.exception(PATIENCE_S)

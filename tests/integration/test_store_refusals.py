@@ -582,7 +582,7 @@ async def test_an_org_that_is_erased_while_an_operator_makes_it_a_queue_has_not_
 
 
 class Dying(Database):
-    """Fails as if its process ended after so many statements."""
+    """Fails after `left` statements, as if the process that uses it had ended."""
 
     def __init__(self, dsn: str) -> None:
         super().__init__(SHARD, dsn, may_scan=True)

@@ -994,7 +994,8 @@ async def test_jobs_that_wait_half_their_window_for_a_consumer_that_does_not_rea
 
 
 async def test_what_a_slow_consumer_does_not_read_is_anothers_before_its_window_is_over(near: Client, org: str) -> None:
-    # Its jobs go back after half the window; the other half is for a router on a busy machine.
+    # The router takes the jobs back after half of the window. The test allows the whole window, because a router on a
+    # busy machine may be late.
     async with near.stream(org, credit=10_000, reads=False, window_s=10) as slow:
         await until(lambda: handed(near, org), "jobs are handed to the consumer that does not read")
         for _ in range(7):

@@ -67,7 +67,8 @@ FIELDS: list[dict[str, Any]] = [
 ]
 
 
-# The ids of these tests are the same in each worker of a run, although the times differ.
+# The values contain times, which differ between pytest's workers. The ids of these tests must not differ, so they are
+# made of the names of the fields.
 @pytest.mark.parametrize("fields", FIELDS, ids=lambda fields: "-".join(fields))
 def test_the_client_refuses_the_fields_of_a_job_that_a_router_refuses(fields: dict[str, Any]) -> None:
     given: dict[str, Any] = {"queue": "q", "kind": "k", **fields}

@@ -124,7 +124,8 @@ def written(jobs: Sequence[bytes]) -> bytes:
 
 
 def assert_written(given_: fast_write.Delivery, expected: Sequence[job_pb2.LeasedJob]) -> None:
-    """Asserts that both answers with jobs are read back as expected, and have as many bytes as the generated code's."""
+    """Asserts that a DequeueResponse and a ConsumeResponse with these jobs are read back as expected, and have as many
+    bytes as those that the generated code writes."""
     data = written(given_.jobs)
     for kind in (queue_pb2.DequeueResponse, queue_pb2.ConsumeResponse):
         message = kind(jobs=expected)

@@ -131,8 +131,8 @@ class Crew:
 async def open_crew(
     server: Server, database: str, parts: str, *, count: int, processes: int, **order: object
 ) -> AsyncGenerator[tuple[Crew, Spent], None]:
-    """Runs `count` parts of one sort in `processes` processes, which all begin at the same time. Yields the crew, and
-    what it took to make the parts."""
+    """Runs `count` parts of the kind `parts` in `processes` processes, which all begin at the same time. Yields the
+    crew, and what it took to make the parts."""
     shares = [count * (at + 1) // processes - count * at // processes for at in range(processes)]
     orders = [json.dumps({"parts": parts, "count": share, **order}) for share in shares if share]
     postgres_s = cpu.of_trees([server.cluster.pid or 0])[0]

@@ -1,9 +1,9 @@
 """The leases that a worker holds, and when they are extended. Does not know what runs under them.
 
 Time is the worker's own monotonic clock. A lease counts from the receipt of its job, or from just before its last
-successful extend was sent. Apart from the job's travel time, a lease therefore ends here no later than at the shard. So
-a worker that cannot reach its router gives up a job before another worker gets it, or at the same moment. If both run
-the job nevertheless, fencing rejects the older lease.
+successful extend was sent. So for the worker, a lease ends when it ends at the shard or earlier. It may end later by no
+more than the time that the job travelled. So a worker that cannot reach its router gives up a job before another worker
+gets it, or at the same moment. If both run the job nevertheless, fencing rejects the older lease.
 """
 
 from __future__ import annotations

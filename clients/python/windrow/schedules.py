@@ -90,7 +90,8 @@ class Schedule:
     """When a schedule fires: give exactly one of `cron`, `every` and `at`.
 
     `cron` has five fields, or six if the first is for seconds, and is read in the time zone `tz`. `every` counts from
-    `start`, or from 1970. `at` is a single time. Each run comes up to `jitter` later than its nominal time."""
+    `start`, or from 1970. `at` is a single time. Each run is delayed by a random time of at most `jitter` after its
+    nominal time."""
 
     cron: str = ""
     every: Span | None = None
