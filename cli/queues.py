@@ -46,7 +46,7 @@ def list_queues(
     with connect(address, timeout) as router:
         for page in router.pages(router.admin.ListQueues, admin_pb2.ListQueuesRequest(org=org)):
             if as_json:
-                output.say_json(_json(queue) for queue in page.queues)
+                output.say_json(queue_json(queue) for queue in page.queues)
             queues += page.queues
     if as_json:
         return
@@ -359,7 +359,7 @@ def _config(
 
 def _print(queue: admin_pb2.QueueInfo, *, as_json: bool) -> None:
     if as_json:
-        output.say_json([_json(queue)])
+        output.say_json([queue_json(queue)])
         return
     name, *rest = _facts(queue).items()
     output.facts([name, ("org", queue.org), *rest])
@@ -406,19 +406,16 @@ def _ageing_text(config: admin_pb2.QueueConfig) -> str:
     return values.exact(timedelta(seconds=config.ageing_seconds)) if config.HasField("ageing_seconds") else ""
 
 
-def _json(queue: admin_pb2.QueueInfo) -> dict[str, object]:
+def queue_json(queue: admin_pb2.QueueInfo) -> dict[str, object]:
     from cli.messages import retry_json, time_json
 
     return {
         "org": queue.org,
         "queue": queue.queue,
         "paused": queue.paused,
+        **{field.value: None for field in Field},
+        **{field.name: value for field, value in queue.config.ListFields()},
         "retry": retry_json(queue.config.retry),
-        "max_attempts": queue.config.max_attempts,
-        "retention_days": queue.config.retention_days,
-        "group_concurrency": queue.config.group_concurrency,
-        "ageing_seconds": queue.config.ageing_seconds if queue.config.HasField("ageing_seconds") else None,
-        "quarantine_after": queue.config.quarantine_after if queue.config.HasField("quarantine_after") else None,
         "created_at": time_json(queue, "created_at"),
         "shard": queue.shard,
     }

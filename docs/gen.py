@@ -1,8 +1,8 @@
 """Generates docs/cli.md from the commands and docs/cli.md.in. With --check, only reports whether it is up to date.
 
 A line `{{windrow …}}` of the template becomes the reference of that command: heading, usage, help, options and their
-defaults. A line `{{keys of …}}` becomes the JSON keys of a job or a schedule. The template adds what the commands do
-not contain: examples with their output, and the JSON keys of other things.
+defaults. A line `{{keys of …}}` becomes the JSON keys of a job, a schedule or a queue. The template adds what the
+commands do not contain: examples with their output, and the JSON keys of other things.
 """
 
 import re
@@ -22,8 +22,9 @@ sys.path.insert(0, str(DOCS.parent))
 from cli.exits import MEANINGS  # noqa: E402  (the checkout is not on the path when this file runs as a script)
 from cli.main import commands  # noqa: E402
 from cli.messages import job_json  # noqa: E402
+from cli.queues import queue_json  # noqa: E402
 from cli.schedule_output import schedule_json  # noqa: E402
-from windrow.v1 import job_pb2, schedules_pb2  # noqa: E402
+from windrow.v1 import admin_pb2, job_pb2, schedules_pb2  # noqa: E402
 
 TEMPLATE = DOCS / "cli.md.in"
 PAGE = DOCS / "cli.md"
@@ -135,6 +136,7 @@ def json_keys() -> Iterator[tuple[str, str]]:
         "a job": job_json(job, payloads=False),
         "a leased job": job_json(job_pb2.LeasedJob(), payloads=True),
         "a schedule": schedule_json(schedules_pb2.ScheduleInfo()),
+        "a queue": queue_json(admin_pb2.QueueInfo()),
     }
     for what, document in documents.items():
         yield f"keys of {what}", wrapped(", ".join(f"`{key}`" for key in document) + ".")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import assert_never, cast
+from typing import Any, assert_never, cast
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -52,6 +52,12 @@ WINDOW_DEFAULT_US = 30_000_000
 ALL_FIELDS = "*"
 # Control characters except tab and line ends.
 _PRINTABLE = dict.fromkeys(set(range(32)) - set(b"\t\n\r"), "\ufffd")
+# What a queue has that was given no such setting. Settings that are not here have no default.
+_QUEUE_DEFAULTS: Mapping[str, int] = {
+    "max_attempts": MAX_ATTEMPTS_DEFAULT,
+    "retention_days": RETENTION_DEFAULT,
+    "group_concurrency": GROUP_CONCURRENCY_DEFAULT,
+}
 _DEDUP_WINDOW_DEFAULT_US = 86_400_000_000
 _FAILURE_BYTES_MAX = tuple(
     limit(job_pb2.Failure, field, Rule.STRING_MAX_BYTES) for field in ("type", "message", "stack")
@@ -177,15 +183,11 @@ def policy(message: job_pb2.RetryPolicy) -> retry_policy.Policy:
 
 
 def queue_settings(config: admin_pb2.QueueConfig) -> QueueSettings:
-    """Returns the settings that the message has."""
-    return QueueSettings(
-        retry=retry_policy.to_json(policy(config.retry)) if config.HasField("retry") else None,
-        max_attempts=config.max_attempts if config.HasField("max_attempts") else None,
-        retention_days=config.retention_days if config.HasField("retention_days") else None,
-        group_concurrency=config.group_concurrency if config.HasField("group_concurrency") else None,
-        ageing_seconds=config.ageing_seconds if config.HasField("ageing_seconds") else None,
-        quarantine_after=config.quarantine_after if config.HasField("quarantine_after") else None,
-    )
+    """Returns the settings that the message has. They have the names of the message's fields."""
+    given = {field.name: value for field, value in config.ListFields()}
+    if config.HasField("retry"):
+        given["retry"] = retry_policy.to_json(policy(config.retry))
+    return QueueSettings(**given)
 
 
 def queue_changes(request: admin_pb2.UpdateQueueRequest) -> tuple[admin_pb2.QueueConfig, list[str]]:
@@ -421,20 +423,14 @@ def workflow_fault(fault: Fault) -> cluster_pb2.WorkflowFault:
 
 
 def queue_info(org: OrgId, record: QueueRecord, shard: ShardName) -> admin_pb2.QueueInfo:
-    settings = record.settings
-    config = admin_pb2.QueueConfig(
-        retry=policy_message(retry_policy.from_json(settings.retry)),
-        max_attempts=settings.max_attempts or MAX_ATTEMPTS_DEFAULT,
-        retention_days=RETENTION_DEFAULT if settings.retention_days is None else settings.retention_days,
-        group_concurrency=settings.group_concurrency or GROUP_CONCURRENCY_DEFAULT,
-        ageing_seconds=settings.ageing_seconds,
-        quarantine_after=settings.quarantine_after,
-    )
+    settings: dict[str, Any] = {**_QUEUE_DEFAULTS, **record.settings.given()}
+    paused = settings.pop("paused", False)
+    settings["retry"] = policy_message(retry_policy.from_json(record.settings.retry))
     return admin_pb2.QueueInfo(
         org=org,
         queue=record.queue,
-        config=config,
-        paused=settings.paused or False,
+        config=admin_pb2.QueueConfig(**settings),
+        paused=paused,
         created_at=timestamp(record.created_at),
         shard=shard,
     )

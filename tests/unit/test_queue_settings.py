@@ -6,7 +6,8 @@ from dataclasses import fields
 
 import pytest
 
-from cli.queues import Field, _json
+import windrow
+from cli.queues import Field, queue_json
 from router.codec import convert
 from router.codec.validate import violations_of
 from shard.admin.queue_admin import QueueRecord
@@ -56,7 +57,12 @@ def test_every_field_of_a_configuration_can_be_reset() -> None:
 
 
 def test_the_command_prints_every_setting_as_json() -> None:
-    assert set(SETTING_COLUMNS) <= _json(admin_pb2.QueueInfo()).keys()
+    assert set(SETTING_COLUMNS) <= queue_json(admin_pb2.QueueInfo()).keys()
+
+
+def test_the_python_client_gives_and_returns_every_setting() -> None:
+    assert list(windrow.QueueOptions.__annotations__) == FIELDS
+    assert set(SETTING_COLUMNS) <= {field.name for field in fields(windrow.QueueRecord)}
 
 
 def test_every_setting_but_the_pause_is_a_field_of_the_configuration() -> None:

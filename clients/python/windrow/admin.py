@@ -6,7 +6,7 @@ import enum
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
@@ -46,6 +46,18 @@ _NOT_DONE = ("ROUTER_FULL", "TOO_MANY_CHANGES")
 
 _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response")
+
+
+class QueueOptions(TypedDict, total=False):
+    """The settings that a call gives to a queue; QueueRecord says what they mean. None: the default. In a change, None
+    means no change."""
+
+    retry: RetryPolicy | None
+    max_attempts: int | None
+    retention_days: int | None
+    group_concurrency: int | None
+    ageing_seconds: int | None
+    quarantine_after: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,44 +208,20 @@ class AdminCalls:
         request = admin_pb2.GetQueueRequest(org=self.org, queue=queue)
         return _read_queue((await self._ask(lambda stub: stub.GetQueue, request)).queue)
 
-    async def create_queue(
-        self,
-        queue: str,
-        *,
-        retry: RetryPolicy | None = None,
-        max_attempts: int | None = None,
-        retention_days: int | None = None,
-        group_concurrency: int | None = None,
-        ageing_seconds: int | None = None,
-        quarantine_after: int | None = None,
-    ) -> QueueRecord:
+    async def create_queue(self, queue: str, **settings: Unpack[QueueOptions]) -> QueueRecord:
         """Creates a queue with these settings; None: the default. A queue that is not created like this gets the
         defaults when its first job is stored.
 
         Raises AlreadyExists, also if the first try of this call created the queue and its answer was lost."""
-        return await self._create_queue(
-            queue, _config(retry, max_attempts, retention_days, group_concurrency, ageing_seconds, quarantine_after)
-        )
-
-    async def _create_queue(self, queue: str, config: admin_pb2.QueueConfig) -> QueueRecord:
-        request = admin_pb2.CreateQueueRequest(org=self.org, queue=queue, config=config)
+        request = admin_pb2.CreateQueueRequest(org=self.org, queue=queue, config=_config(settings))
         return _read_queue((await self._ask(lambda stub: stub.CreateQueue, request)).queue)
 
     async def update_queue(
-        self,
-        queue: str,
-        *,
-        retry: RetryPolicy | None = None,
-        max_attempts: int | None = None,
-        retention_days: int | None = None,
-        group_concurrency: int | None = None,
-        ageing_seconds: int | None = None,
-        quarantine_after: int | None = None,
-        reset: Iterable[str] = (),
+        self, queue: str, *, reset: Iterable[str] = (), **settings: Unpack[QueueOptions]
     ) -> QueueRecord:
         """Changes the given settings, also for the jobs that the queue has already. `reset` names settings to put back
         to their defaults, such as "retry". Raises NotFound."""
-        config = _config(retry, max_attempts, retention_days, group_concurrency, ageing_seconds, quarantine_after)
+        config = _config(settings)
         given = [field.name for field, _ in config.ListFields()]
         resets = list(reset)
         if both := set(given).intersection(resets):
@@ -245,36 +233,17 @@ class AdminCalls:
         response = await self._ask(lambda stub: stub.UpdateQueue, request, arguments=dict.fromkeys(paths, "reset"))
         return _read_queue(response.queue)
 
-    async def put_queue(
-        self,
-        queue: str,
-        *,
-        retry: RetryPolicy | None = None,
-        max_attempts: int | None = None,
-        retention_days: int | None = None,
-        group_concurrency: int | None = None,
-        ageing_seconds: int | None = None,
-        quarantine_after: int | None = None,
-    ) -> QueueRecord:
+    async def put_queue(self, queue: str, **settings: Unpack[QueueOptions]) -> QueueRecord:
         """Creates a queue with these settings, or gives these settings to the queue if it exists. This is for programs
         that set up their queues when they start. None: a new queue gets the default, and an existing queue keeps its
         setting. Several processes may do this at the same time. Raises NotFound if somebody deletes the queue
         meanwhile."""
-        settings = (retry, max_attempts, retention_days, group_concurrency, ageing_seconds, quarantine_after)
         try:
-            return await self._create_queue(queue, _config(*settings))
+            return await self.create_queue(queue, **settings)
         except AlreadyExists:
-            if all(setting is None for setting in settings):
+            if not _config(settings).ListFields():
                 return await self.get_queue(queue)
-            return await self.update_queue(
-                queue,
-                retry=retry,
-                max_attempts=max_attempts,
-                retention_days=retention_days,
-                group_concurrency=group_concurrency,
-                ageing_seconds=ageing_seconds,
-                quarantine_after=quarantine_after,
-            )
+            return await self.update_queue(queue, **settings)
 
     async def pause_queue(self, queue: str) -> QueueRecord:
         """Stops giving the queue's jobs to consumers; enqueues, acks and leases go on. Raises NotFound."""
@@ -583,26 +552,16 @@ def _measure(measure: LimitMeasure) -> limits_pb2.LimitMeasure.ValueType:
         raise invalid_argument("measure", f"must be one of {measures}, not {measure!r}") from error
 
 
-def _config(
-    retry: RetryPolicy | None,
-    max_attempts: int | None,
-    retention_days: int | None,
-    group_concurrency: int | None,
-    ageing_seconds: int | None,
-    quarantine_after: int | None,
-) -> admin_pb2.QueueConfig:
+def _config(settings: QueueOptions) -> admin_pb2.QueueConfig:
+    if unknown := settings.keys() - QueueOptions.__annotations__.keys():
+        raise TypeError(f"a queue has no setting {min(unknown)!r}, only {', '.join(QueueOptions.__annotations__)}")
+    numbers: dict[str, Any] = {name: value for name, value in settings.items() if name != "retry"}
+    retry = settings.get("retry")
     try:
         policy = None if retry is None else retry_message(retry)
     except (TypeError, ValueError) as error:
         raise invalid_argument("retry", error) from error
-    return admin_pb2.QueueConfig(
-        retry=policy,
-        max_attempts=max_attempts,
-        retention_days=retention_days,
-        group_concurrency=group_concurrency,
-        ageing_seconds=ageing_seconds,
-        quarantine_after=quarantine_after,
-    )
+    return admin_pb2.QueueConfig(retry=policy, **numbers)
 
 
 def state_number(name: str, state: JobState) -> job_pb2.JobState.ValueType:
@@ -622,17 +581,15 @@ def set_time(field: Timestamp, name: str, time: datetime | None) -> None:
 
 
 def _read_queue(message: admin_pb2.QueueInfo) -> QueueRecord:
+    given = {field.name: value for field, value in message.config.ListFields()}
+    numbers: dict[str, Any] = {name: given.get(name) for name in QueueOptions.__annotations__ if name != "retry"}
     return QueueRecord(
         queue=message.queue,
         retry=read_retry(message.config.retry),
-        max_attempts=message.config.max_attempts,
-        retention_days=message.config.retention_days,
-        group_concurrency=message.config.group_concurrency,
-        ageing_seconds=message.config.ageing_seconds if message.config.HasField("ageing_seconds") else None,
-        quarantine_after=message.config.quarantine_after if message.config.HasField("quarantine_after") else None,
         paused=message.paused,
         created_at=moment(message.created_at),
         shard=message.shard,
+        **numbers,
     )
 
 

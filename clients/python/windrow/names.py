@@ -1,6 +1,6 @@
 """The names of `windrow`, which `import windrow` makes available."""
 
-from windrow.admin import JobPage, QueueRecord, QueueStats, Restored, RestoreRefusal, Stats
+from windrow.admin import JobPage, QueueOptions, QueueRecord, QueueStats, Restored, RestoreRefusal, Stats
 from windrow.batches import Batch
 from windrow.causes import Cause, JobExplanation, QueueExplanation
 from windrow.client import Client
@@ -132,6 +132,7 @@ __all__ = [
     "PermissionDenied",
     "Progress",
     "QueueExplanation",
+    "QueueOptions",
     "QueueRecord",
     "QueueStats",
     "ResourceExhausted",
