@@ -30,8 +30,8 @@ class PlannedPins:
 
 
 def plan(catalog: Catalog, pins: Sequence[Pin], entries: Sequence[ShardEntry]) -> PlannedPins:
-    """Plans from a copy of the catalog and the pins. Either may have been read first: pins that the copy does not have
-    yet are left for the next plan."""
+    """Plans from a copy of the catalog and the pins. It does not matter which of the two was read first: pins that the
+    copy does not have yet are left for the next plan."""
     owners: dict[Slot, ShardName] = {}
     complaints: dict[OrgId, str] = {}
     to_place: list[tuple[Pin, list[ShardEntry]]] = []

@@ -27,9 +27,9 @@ class AnotherLeads(Exception):
 
 
 async def balance(file: WatchedFile, cluster: Cluster, *, stop: asyncio.Event) -> None:
-    """Makes the cluster as its file wants it, whenever this process leads, until `stop` is set. Then brings moves that
-    must not be left half done to a safe point. `cluster` is the file's present content; changes of the file are applied
-    when they are noticed."""
+    """Makes the cluster as its file wants it, whenever this process leads, until `stop` is set. After that, continues
+    the moves that must not be left half done, until they are at a safe point. `cluster` is the present content of the
+    file; changes of the file are applied when they are noticed."""
     while not stop.is_set():
         ending = asyncio.Event()
         balancing = asyncio.create_task(_Balancer(cluster, ending).run())

@@ -21,7 +21,7 @@ from shard.vocabulary import CATALOG, ShardName
 
 _log = logging.getLogger(__name__)
 
-# How many connections a database gets: one for the move that works, and one for moves that wait for leases to end.
+# How many connections a database gets: one for the move that moves jobs, and one for moves that wait for leases to end.
 _CONNECTIONS = 2
 
 

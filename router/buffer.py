@@ -2,9 +2,9 @@
 been sent, jobs that wait to be read. Memory is reserved before the work begins, and held until the last byte is written
 or the client is gone (I9).
 
-No org and no connection may hold more than is left free: a single org or connection gets at most half, and the other
-half stays free for others (shard/fair_quota.py). The claims on one shard may not reserve more than is left free either,
-because they hold this memory for seconds if the shard does not answer.
+No org and no connection may hold more memory than is free. So a single org or connection gets at most half, and the
+other half stays free for others (shard/fair_quota.py). The claims on one shard may not reserve more than is free
+either, because they hold this memory for seconds if the shard does not answer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from shard.vocabulary import ShardName
 WAIT_S_MAX = 5.0
 # How many orgs, and how many connections of an org, are checked each time that memory is freed.
 _CHECKS_MAX = 16
-# An account drops the parts that hold nothing when it has this many parts more than twice those that held something
-# the last time.
+# An account has parts, and from time to time drops those that hold nothing. It does so next when the number of its
+# parts is twice the number that it kept the last time, plus this number.
 _PARTS_KEPT = 100
 # The most that one claim reserves. A claim begins only if its shard has room for this: otherwise claims of few jobs,
 # which always find room sooner, could keep a claim of many jobs waiting for ever.
@@ -92,7 +92,7 @@ class Buffer:
                 line.remove(waiting)
                 if not line:
                     del by_peer[peer]
-                # The requests behind it may have room now.
+                # The requests that waited behind this request may have room now.
                 self._serve(shard, org)
             elif not waiting.granted.cancelled():
                 # The memory was granted in the same iteration of the event loop in which the wait ended.
@@ -167,7 +167,7 @@ class Account:
         self._claims = Counter[ShardName]()
         # Accounts of the memory that this call or stream holds for other orgs, by org.
         self._parts: dict[str, Account] = {}
-        # With this many, parts that hold nothing are dropped.
+        # When there are this many parts, those that hold nothing are dropped.
         self._parts_max = _PARTS_KEPT
         self.org = org
         self.peer = peer

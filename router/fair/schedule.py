@@ -30,7 +30,8 @@ WEIGHT_DEFAULT = 1.0
 _NEW_PART = 0.2
 # The estimate before anything was measured.
 _FIRST_ESTIMATE_S = 0.05
-# Charges are brought up to date at the interval _ACCRUE_S, or at _ACCRUE_LEASE_S for each lease if that is longer.
+# Charges are brought up to date every _ACCRUE_S. If _ACCRUE_LEASE_S times the number of leases is longer, this is the
+# interval.
 _ACCRUE_S = 0.05
 _ACCRUE_LEASE_S = 0.000_05
 # If more orgs than this are remembered, the schedule looks for orgs that it can forget.
