@@ -85,8 +85,8 @@ class RouterSettings:
         return self.memory_mib * _MIB * 7 // 8
 
 
-# How long a router process may take to end after its drain. In this time it ends its calls, writes down what it still
-# holds, and closes its connections. After this time the supervisor kills it.
+# How long a router process may take to end after its drain. In this time it ends its calls, gives back or writes down
+# what it still holds, and closes its connections. After this time the supervisor kills it.
 END_S_MAX = 15.0
 
 # The lowest and the highest value of each number.

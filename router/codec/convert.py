@@ -57,7 +57,7 @@ _FAILURE_BYTES_MAX = tuple(
     limit(job_pb2.Failure, field, Rule.STRING_MAX_BYTES) for field in ("type", "message", "stack")
 )
 
-# The enums of the contract have the same names as those of the vocabulary, after a prefix.
+# Each value of the contract's enums has the name of the Python value, after a prefix.
 ANSWERS: dict[Answer, job_pb2.JobAnswer.ValueType] = {
     answer: job_pb2.JobAnswer.Value(f"JOB_ANSWER_{answer.name}") for answer in Answer if answer is not Answer.DEPARTING
 }
@@ -379,8 +379,8 @@ def job(record: JobRecord, shard: ShardName) -> job_pb2.Job:
 
 
 def template_message(stored: Template) -> job_pb2.JobTemplate:
-    """Returns a template as it was given, but with the defaults of the priority, and of a given retry policy, filled
-    in."""
+    """Returns a template as it was given, but with defaults filled in for the priority, and for the retry policy if one
+    was given."""
     values = cast("Mapping[str, str | None]", stored)
     message = job_pb2.JobTemplate(
         queue=str(values["queue"]),

@@ -15,7 +15,7 @@ from shard.limits import Limit, Measure
 from shard.queue.store import Store
 from shard.vocabulary import OrgId
 
-# A count is used for _USED_S, or for _USED_TIMES times as long as it took, if that is longer.
+# A count is used for _USED_S, or, if this is longer, for _USED_TIMES times the time that counting took.
 _USED_S = 1.0
 _USED_TIMES = 50.0
 

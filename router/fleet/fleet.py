@@ -463,7 +463,7 @@ class Fleet:
     def _marked(self, marks: Mapping[ShardName, Mark]) -> None:
         """Takes over the marks that the catalog has confirmed."""
         for name, mark in marks.items():
-            # A mark that is only a few numbers lower is no trouble: this look at the catalog may have begun before this
+            # A mark that is only a few numbers lower is no problem: this look at the catalog may have begun before this
             # router last confirmed a mark.
             if name in self._marks and self._marks[name].number - mark.number > _MARKS_LESS_MAX:
                 _log.error(

@@ -26,8 +26,9 @@ _BACKLOGS_MAX = 20_000
 
 
 class Charge:
-    """The tokens that a call has used. The block `with charge:` is the part of the call that stores jobs. If it ends
-    with an error after which certainly nothing was stored, the tokens are put back. After other errors they are not."""
+    """The tokens that a call has used. The block `with charge:` is the part of the call that stores jobs. If the block
+    ends with an error that says for certain that nothing was stored, the tokens are put back. After other errors they
+    are not put back."""
 
     __slots__ = ("_costs", "_jobs")
 
@@ -158,7 +159,7 @@ def _reached(
             # Compute the wait as if no tokens were left: the jobs that are not refused take what is left now.
             retry_after_s = max(PAUSE_S, asked / limit.tokens_per_s if limit.interval_us else bucket.ready_in_s(asked))
     if retry_after_s is not None:
-        # The shard rounds differently, so a caller that comes back at once could still be too early.
+        # The shard rounds differently, so a caller that calls again at once could still be too early.
         retry_after_s = max(retry_after_s, 0.001)
     return LimitReached(
         jobs.org, limit, asked=asked, usage=bucket.usage(), retry_after_s=retry_after_s, positions=positions

@@ -202,8 +202,8 @@ class ShardHandle:
             self._keeping = group.create_task(self._keep())
 
     def goes_on_as(self, entry: ShardEntry) -> bool:
-        """Returns whether `update` can apply the new entry. If not, a new handle must replace this one. That is the
-        case if the state changes from or to off, or if the DSN changes before the shard was ever up."""
+        """Returns whether `update` can apply the new entry. If not, a new handle must replace this one: the state
+        changes from or to off, or the DSN changes before the shard was ever up."""
         same_contact = (self.entry.state is ShardState.OFF) == (entry.state is ShardState.OFF)
         return same_contact and (self.up.is_set() or self.entry.dsn == entry.dsn)
 
@@ -220,7 +220,7 @@ class ShardHandle:
         self.room.gives = entry.state.gives_jobs
 
     def dismiss(self, why: str) -> None:
-        """Stops using the shard. Calls under way may end; new calls fail with `why`."""
+        """Stops using the shard. Running calls may still end; new calls fail with `why`."""
         self.up.clear()
         self.trouble = why
         for task in (self._keeping, self._switching, self._checking):
@@ -239,7 +239,7 @@ class ShardHandle:
         if mark is None or not self.up.is_set() or (self._checking is not None and not self._checking.done()):
             return
         is_ending = self._keeping is not None and self._keeping.cancelling() > 0
-        # A group that ends takes no more tasks.
+        # No task can be added to a group that is ending.
         if self._group is not None and not is_ending and any(database.reconnected for database in self._databases):
             self._checking = self._group.create_task(
                 attempt(f"compare the history of shard {self.name!r}", lambda: self._compare(mark))
@@ -298,7 +298,7 @@ class ShardHandle:
             self._workflows_wait.set()
 
     async def _sweep_workflows(self) -> None:
-        """Sweeps the workflows each time a sweep of the lanes has found that workflows wait for this. It is a task of
+        """Sweeps the workflows each time a sweep of the lanes has found that workflows wait for this. This is a task of
         its own, because the lanes must not wait for hundreds of workflows."""
         what, sweep = f"sweep the workflows of shard {self.name!r}", self._where_allowed(self._workflow_sweep.sweep)
         failing = False
@@ -321,7 +321,7 @@ class ShardHandle:
         await self.room.note_waiters()
 
     async def _check_schema(self) -> None:
-        """Checks the schema after each migration: a newer release may have made the shard unusable for this one."""
+        """Checks the schema after each migration: a newer release may have made the shard unusable for this release."""
         while True:
             await self._migrated.wait()
             self._migrated.clear()

@@ -32,17 +32,17 @@ _HOLD_S_MAX = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """Tokens for `jobs` starts. A job has started when it was leased and its consumer may have it. The owner of the
-    permit puts back the tokens of jobs that have not started. If the shard's answer was lost, nobody knows which jobs
-    were leased. Then all tokens are put back: no consumer has the leased jobs, and they are claimed again when their
-    leases end."""
+    """Tokens for `jobs` starts. A job has started when it was leased and its consumer may have received it. The owner
+    of the permit puts back the tokens of jobs that have not started. If the shard's answer was lost, nobody knows which
+    jobs were leased. Then all tokens are put back: no consumer has the leased jobs, and they are claimed again when
+    their leases end."""
 
     buckets: Sequence[Bucket]
     jobs: int
 
     async def spend(self, claim: Awaitable[ClaimResult]) -> ClaimResult:
-        """Makes a claim of up to `jobs` jobs. If the claim fails or is cancelled, no consumer gets a job of it, so all
-        tokens are put back."""
+        """Makes a claim of up to `jobs` jobs. If the claim fails or is cancelled, no consumer gets a job from the
+        claim, so all tokens are put back."""
         try:
             result = await claim
         except BaseException:
@@ -52,8 +52,8 @@ class Permit:
         return result
 
     def claimed(self, started: int) -> None:
-        """Puts back the tokens that a claim did not use. If it found few jobs, the next claim takes few tokens: tokens
-        that lie here unused hold up other processes."""
+        """Puts back the tokens that a claim did not use. If the claim found few jobs, the next claim takes few tokens,
+        because tokens that are unused in this process delay other processes."""
         for bucket in self.buckets:
             if started < self.jobs:
                 bucket.at_once = max(1, 2 * started, bucket.block_max)
@@ -86,7 +86,7 @@ class ClaimedPart(NamedTuple):
 
     @property
     def is_short(self) -> bool:
-        """Whether the claim has found fewer jobs than it could lease, so that there are no more for now."""
+        """Whether the claim has found fewer jobs than it could lease, so that there are no more jobs for now."""
         return len(self.result.jobs) < self.max_jobs and not self.result.cut
 
 
@@ -137,7 +137,7 @@ class Starts(Buckets):
                 others.append(queue)
         if others:
             parts.append(Part(others, of_org, self.in_flight(org, ALL_QUEUES)))
-        # In a fixed order, a busy queue that is named first would starve a queue that is named last.
+        # Otherwise a busy queue that is named first would starve a queue that is named last.
         random.shuffle(parts)
         return parts
 

@@ -1,5 +1,5 @@
-"""Where consumers wait for jobs on one shard, and what wakes them. This is only a set of hints (I7): a consumer that is
-woken in vain waits again, and the sweep wakes a consumer that no hint has woken.
+"""Where consumers wait for jobs on one shard, and what wakes them. What wakes them is only a hint (I7): a consumer that
+is woken in vain waits again, and the sweep wakes a consumer that no hint has woken.
 
 Consumers are woken by an enqueue of this router, by the doorbell of another router, when a job that a probe found falls
 due, and by the sweep. An enqueue may also hand its jobs over to them, so that no claim is needed
@@ -106,8 +106,8 @@ class WaitRoom:
         del self._queues[key]
 
     def watch(self, org: OrgId, queue: QueueName, watcher: Watcher) -> None:
-        """From now on, wakes this watcher whenever the queue may have ready jobs. For jobs that are ready already, the
-        watcher may be woken or not: look for them after this call."""
+        """From now on, wakes this watcher whenever the queue may have ready jobs. The watcher may not be woken for jobs
+        that are ready already: look for these after this call."""
         self._queues.setdefault((org, queue), AwaitedQueue()).watchers.add(watcher)
         # A probe finds out when the next job falls due.
         self._probe_soon([(org, queue)])
@@ -218,8 +218,8 @@ class WaitRoom:
                     self._full.pop(key, None)
                 elif (awaited := self._queues.get(key)) is not None:
                     awaited.backlog = True
-        # If a lease has ended during the count, or another caller has found room, no consumer is woken for that later.
-        # Then return False: the caller must look for jobs again.
+        # If a lease has ended during the count, or another caller has found room, no consumer will be woken for that
+        # reason. So return False: the caller must look for jobs again.
         return is_full and all(key in self._full for key in keys)
 
     def is_full(self, org: OrgId, queue: QueueName) -> bool:
@@ -296,8 +296,8 @@ class WaitRoom:
     def stored(self, jobs: NewJobs, duplicates: Collection[int], handover: Handover | None) -> None:
         """Wakes consumers for new jobs that have committed. The jobs at the positions `duplicates` are not new."""
         # If some of the offered jobs were not handed over, the consumers that were to take them may have claimed before
-        # the commit. Then wake consumers as if no job had been offered. Jobs that wait for a slot of their group count
-        # as handed over here: they need no consumer until they get the slot.
+        # the commit. So wake consumers as if no job had been offered. Jobs that wait for a slot of their group count as
+        # handed over here: they need no consumer until they get the slot.
         takers: Collection[int] = ()
         if handover is not None and handover.is_complete:
             takers = handover.takers

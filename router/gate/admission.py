@@ -29,7 +29,7 @@ from router.gate.tracing import Tracing
 from shard.fair_quota import FairQuota
 
 if TYPE_CHECKING:
-    # This module needs only their types.
+    # This module needs only the types of these objects.
     from router.gate.audit import Audit
     from router.gate.auth.authenticator import Authenticator
 
@@ -118,7 +118,7 @@ class Gate:
         inside = self.arrivals.inside[call.peer]
         if self.draining and (not inside or asyncio.get_running_loop().time() >= self._refuse_from_s):
             raise ShuttingDown
-        # A connection may have as many calls as are left free, as in shard/fair_quota.py.
+        # A connection may have as many calls as are free, as in shard/fair_quota.py.
         if inside >= CALLS_MAX + STREAMS_MAX - self._count:
             raise RouterFull("calls and streams", CALLS_MAX + STREAMS_MAX)
         call.set_current()
@@ -126,7 +126,7 @@ class Gate:
         assert task is not None
         self._count += 1
         call.round = self.arrivals.begin(call.peer)
-        # gRPC sends the answer within this task. A callback of the gRPC context would be a reference cycle.
+        # gRPC sends the answer within this task. A callback of the gRPC context would create a reference cycle.
         task.add_done_callback(functools.partial(self._ended, call))
         return call
 
@@ -184,7 +184,7 @@ class Gate:
         """Call this for a call with `count` bytes of metadata, more than METADATA_BYTES_MAX. Closes the call's
         connection: its client has not acknowledged the limit, and may send thousands of such calls."""
         self._hang_up(canonical(context.peer()))
-        # grpc.aio leaves the metadata of each call in a reference cycle. The garbage collector itself would run only
+        # grpc.aio leaves the metadata of each call in a reference cycle. The garbage collector by itself would run only
         # after thousands of calls.
         self._metadata_garbage += count
         if self._metadata_garbage > _METADATA_GARBAGE_MAX:

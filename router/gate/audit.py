@@ -1,10 +1,10 @@
 """Writes down what operators do through this router: every call of a method whose scope is ADMIN or CLUSTER.
 
 A change begins only when its intent is in the audit log (shard/admin/audit.py); so changes are refused while the
-catalog does not answer. They are also refused if the callers of an org make too many (change_rate.py). The outcome of a
-change is added to the log without delaying the answer. Reads of the whole cluster are counted here, and the counts are
-added to the log once a second. Calls that the gate refuses change nothing and are not in the log: otherwise callers
-without a key could fill it.
+catalog does not answer. Changes are also refused if the callers of an org make too many of them (change_rate.py). The
+outcome of a change is added to the log without delaying the answer. Reads of the whole cluster are counted here, and
+the counts are added to the log once a second. Calls that the gate refuses change nothing and are not in the log:
+otherwise callers without a key could fill it.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ DEADLINE_S_MAX = 75.0
 # How much memory is reserved for an answer with jobs. An answer ends with the job that makes it reach ANSWER_BYTES_MAX,
 # and this job alone may have nearly ANSWER_BYTES_MAX.
 ANSWER_HELD_BYTES = 2 * ANSWER_BYTES_MAX
-# How much memory is reserved for an answer about one thing, or with a short word about each of 1,000 jobs.
+# How much memory is reserved for an answer about one thing, or with a short result for each of 1,000 jobs.
 SMALL_ANSWER_BYTES = 4 * 1024
 # For methods that may wait for a minute before they answer. They reserve the memory of their answers themselves.
 RESERVED_BY_METHOD = 0
@@ -209,8 +209,8 @@ class Methods(grpc.GenericRpcHandler):
         found = {path: handler for path, handler in self._handlers.items() if path.startswith(prefix)}
         self._handlers |= {f"/{name}/{path.removeprefix(prefix)}": handler for path, handler in found.items()}
 
-    # The next two methods are called by the generated code of a library's service, which takes this object for a
-    # server.
+    # The next two methods are called by the generated code of a library's service, which expects a server and gets this
+    # object.
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
         """Does nothing: the generated code also passes each handler to add_registered_method_handlers."""
@@ -242,7 +242,7 @@ def _metadata_bytes(metadata: Iterable[tuple[str, str | bytes]]) -> int:
 def _too_much_metadata(gate: Gate, count: int) -> _StreamHandler:
     async def serve(_requests: object, context: Context) -> None:
         gate.refuse_metadata(context, count)
-        # The call ends with its connection.
+        # The call ends when its connection is closed.
         raise asyncio.CancelledError
 
     return serve
@@ -524,7 +524,7 @@ async def _admitted(
     request = _decoded(decode, raw)
     # Check the org first, so that a call never counts for an org that its caller may not use.
     org = check_named(call, context, request)
-    # Calls of operators may have no org. They share a quota.
+    # Calls of operators may have no org. All calls without an org share one quota.
     gate.admit(call, org or call.org)
     count = len(raw) + (answer_bytes if isinstance(answer_bytes, int) else answer_bytes(request))
     if not call.take_in_turn(count):
@@ -548,7 +548,7 @@ def _serialize(response: Message | bytes) -> bytes:
 
 def _code_of(context: Context) -> int:
     """Returns the code that a library's method has ended its call with."""
-    # It is a number, or a member of an enum. The type stubs do not say so.
+    # The code is a number, or a member of an enum. The type stubs do not say so.
     code = cast("grpc.StatusCode | int", context.code())
     return code if isinstance(code, int) else code.value[0]
 

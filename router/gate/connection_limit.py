@@ -1,9 +1,10 @@
 """Bounds how many client connections this process has ([router] client_connections).
 
-Above the bound, the process closes one connection after another, always of the host that has the most at that moment.
-Of a host's connections, it closes those without a call first, and among these the one that has sent least. So a host
-that opens more and more connections takes none away from the clients of other hosts. gRPC itself accepts no more
-connections than the bound plus a quarter of it: this limits how many can come between two looks.
+Above the bound, the process closes one connection after another, always of the host that has the most connections at
+that moment. Of a host's connections, it first closes those without a call. Among these, the connection that has sent
+least is the first. So a host that opens more and more connections takes none away from the clients of other hosts. gRPC
+itself accepts no more connections than the bound plus a quarter of it: this limits how many connections can come
+between two looks at their number.
 """
 
 from __future__ import annotations

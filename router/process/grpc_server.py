@@ -73,13 +73,13 @@ class _Acceptor(cygrpc.AioServer):  # type: ignore[misc]
         self._calls: set[asyncio.Task[None]] = set()
 
     def _make_request_call_future(self, method: bytes | None) -> asyncio.Task[NoReturn]:
-        """gRPC calls this at the start: once for each method, and once with None for all other methods. The server ends
-        with this task."""
+        """gRPC calls this at the start: once for each method, and once with None for all other methods. When this task
+        ends, the server ends."""
         return asyncio.get_running_loop().create_task(self._accept(method))
 
     async def _accept(self, method: bytes | None) -> NoReturn:
         loop = asyncio.get_running_loop()
-        # No method has the empty name.
+        # The empty name stands for an unknown method: no method has this name.
         name = "" if method is None else method.decode()
         while True:
             try:

@@ -85,7 +85,7 @@ class Metrics:
 
     def ended(self, pid: int) -> None:
         """Call this when a router process has ended. Keeps what the process has counted, and drops its gauges and
-        exemplars. If that fails, its files stay, and are read as before."""
+        exemplars. If that fails, the files of the process stay, and are read as before."""
         try:
             with self._lock:
                 for pattern in (f"gauge_*_{pid}.db", f"exemplars_{pid}.json"):
@@ -126,8 +126,8 @@ def _folder() -> Generator[Path, None, None]:
         if (lock := _locked(left)) is not None:
             shutil.rmtree(left, ignore_errors=True)
             os.close(lock)
-    # Until the new folder is locked, another supervisor may think that its owner was killed, and delete it. If that
-    # happens, make another folder.
+    # Until the new folder is locked, another supervisor may think that the folder's owner was killed, and delete the
+    # folder. If that happens, make another folder.
     while (lock := _locked(folder := Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place)))) is None:
         pass
     try:

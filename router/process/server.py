@@ -229,8 +229,8 @@ async def _end_with(server: GrpcServer) -> None:
 
 
 async def _finish(server: GrpcServer, audit: Audit | None, fleet: Fleet, end_s: float) -> None:
-    """Stops the server, and writes down what this process still holds. Gives up at `end_s`, by the event loop's
-    clock."""
+    """Stops the server. Then writes the rest of the audit log, hands over what siblings still wait for, gives unused
+    tokens back, and waits for the calls of the shards. Gives up at `end_s`, by the event loop's clock."""
     try:
         async with asyncio.timeout_at(end_s):
             with contextlib.suppress(TimeoutError):

@@ -119,7 +119,8 @@ class Supervisor:
                     start_new_session=True,
                 )
             except OSError as error:
-                # The machine has no memory left, or too many processes. The other router processes must go on serving.
+                # The machine has no memory left, or too many processes. The other router processes must continue to
+                # serve.
                 ours.close()
                 if not up.is_set():
                     raise RouterFailed(f"a router process cannot be started: {error.strerror}") from error
@@ -145,8 +146,8 @@ class Supervisor:
                     self._metrics.ended(process.pid)
             if self._stopping.is_set():
                 return
-            # If a process has served here once, keep trying: the cluster file may have been broken since, while the
-            # other processes go on with the previous contents.
+            # If a process has served here once, keep trying: the cluster file may have become unusable since then,
+            # while the other processes continue with its previous contents.
             if code == EXIT_NO_RETRY and not up.is_set():
                 raise RouterGaveUp(f"a router process gave up (exit code {code})")
             _log.warning("router process %d ended with %d; starting another", process.pid, code)

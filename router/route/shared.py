@@ -44,7 +44,7 @@ class Shared(Generic[_KeyT, _T]):
             if not run.callers and not task.done():
                 if self._next.get(key) is run:
                     del self._next[key]
-                # Take its error, if it raises one: asyncio logs errors that nobody has taken.
+                # Retrieve the error of the run, if it raises one: asyncio logs errors that nobody has retrieved.
                 task.add_done_callback(_take_error)
                 task.cancel()
 

@@ -70,7 +70,7 @@ class Asked:
     release_s: float = math.inf
 
     def abandon(self) -> None:
-        """Call this when the enqueue does not go on. Gives back a promise that has come, or that still comes."""
+        """Call this when the enqueue does not continue. Gives the promise back, even if it comes only later."""
         if not self.promise.done():
             self.promise.cancel()
         elif not self.promise.cancelled() and (promise := self.promise.result()) is not None:
@@ -183,7 +183,7 @@ class Asks:
             end=lambda deliveries: self._end(number, places, deliveries),
         )
         if asked.promise.done():
-            # Its enqueue waits no longer.
+            # The enqueue of this ask does not wait any more.
             promise.end([None] * len(takers))
         else:
             asked.promise.set_result(promise)
@@ -213,7 +213,8 @@ class Asks:
             self._release_timer = loop.call_at(asked.release_s, self._release_late)
 
     def _release_late(self) -> None:
-        """Releases the jobs that the sibling should have confirmed long ago; it may have been stopped."""
+        """Releases the jobs that the sibling should have confirmed long ago. Perhaps the sibling was stopped for a
+        while."""
         loop = asyncio.get_running_loop()
         self._release_timer = None
         for asked in self._promised.values():

@@ -182,8 +182,8 @@ class _Sibling:
         return True
 
     def _tell(self, key: QueueKey, is_ready: bool) -> None:
-        """Tells the sibling. If the opposite hint still waits to be sent, only removes it: the sibling does not know of
-        it."""
+        """Tells the sibling. If the opposite hint still waits to be sent, only removes that hint, because the sibling
+        has not received it."""
         hints = self.link.out.hints
         if hints.get(key, is_ready) != is_ready:
             del hints[key]
@@ -192,8 +192,8 @@ class _Sibling:
             self.link.send_soon()
 
     def _asked_in_vain(self, key: QueueKey) -> None:
-        # The answer tells the sibling that there are too few places. Remove a hint that still waits to be sent: it is
-        # older than the answer, and would be received after it.
+        # The answer tells the sibling that there are too few places. Remove a hint that still waits to be sent, because
+        # the hint is older than the answer but would be received later.
         self._forget(key)
         self.link.out.hints.pop(key, None)
 

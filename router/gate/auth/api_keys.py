@@ -31,7 +31,7 @@ from shard.vocabulary import CATALOG
 
 # The start of a principal's name, before the id of its key.
 _NAME = f"key:{api_keys.PREFIX}"
-# The least time from the beginning of one statement to the next that look keys up.
+# The shortest time between the beginnings of two statements that look keys up.
 _LOOK_UP_S = 0.2
 _LOOK_UPS_WAITING_MAX = 1000
 _LOOK_UP_S_MAX = 5.0
@@ -63,7 +63,7 @@ class ApiKeys:
         self.changed = asyncio.Event()
         # How often keys had been revoked when all known keys were last found good; None: no key was known yet.
         self._revocations: int | None = None
-        # When that was, by the event loop's clock.
+        # When they were last found good, by the event loop's clock.
         self._confirmed_s = -math.inf
         # The ids of keys that are being verified.
         self._verifying = Counter[str]()

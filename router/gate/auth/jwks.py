@@ -1,4 +1,4 @@
-"""Reads a JSON Web Key Set (RFC 7517): which keys may sign tokens, and by which algorithm each of them does. Pure.
+"""Reads a JSON Web Key Set (RFC 7517): which keys may sign tokens, and which algorithm each of these keys uses. Pure.
 
 The key decides the algorithm, and the token's header only names it. So a token cannot turn a public RSA key into a
 shared secret, and cannot choose `none`.
@@ -15,7 +15,7 @@ from joserfc.errors import JoseError
 from joserfc.jwk import ECKey, Key, OKPKey, RSAKey
 from joserfc.util import urlsafe_b64decode
 
-# The bytes and the keys that a set may have.
+# The most bytes and the most keys that a set may have.
 JWKS_BYTES_MAX = 1024 * 1024
 _KEYS_MAX = 100
 _KID_CHARS_MAX = 255
