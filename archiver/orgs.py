@@ -145,7 +145,7 @@ async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None], era
         await limits.forget_org(catalog, org)
         await weights.set_weight(catalog, org, weights.WEIGHT_DEFAULT)
         # Copy now, so that the shards have the newest policies. They then refuse a copy of the earlier policies that
-        # may still be under way.
+        # may still be running.
         for database in shards.values():
             await org_policies.copy(catalog, database)
         if await _begin(catalog, shards, org, erasure_id):

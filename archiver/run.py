@@ -179,8 +179,8 @@ async def _drop(summary: Pass, database: Database, day: Day, exports: _Exports |
 
 
 async def check_export(location: ExportLocation) -> None:
-    """Checks that exports can be written to this location, if it is a directory. If it is a bucket, sends no request to
-    it, and only checks that the libraries for exports are installed. Raises ExportFailed."""
+    """Checks that exports can be written to this location, if it is a directory. If the location is a bucket, sends no
+    request to it, and only checks that the libraries for exports are installed. Raises ExportFailed."""
     files = await _open_files(location)
     await asyncio.to_thread(files.check)
 

@@ -185,8 +185,8 @@ class Controller:
     # ── Moves ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _resume(self, group: asyncio.TaskGroup, move: Move) -> None:
-        """Starts carrying out a move that has begun, unless it failed a moment ago or its shards are busy. A move that
-        is not switched does not wait for busy shards, because perhaps no shard accepts new jobs of its slots."""
+        """Starts carrying out a move that has begun, unless the move failed a moment ago or its shards are busy. A move
+        that is not switched does not wait for busy shards, because perhaps no shard accepts new jobs of its slots."""
         pause = self._paused.get(move.epoch)
         if self._ending or (pause is not None and asyncio.get_running_loop().time() < pause.until_s):
             return

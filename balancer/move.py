@@ -197,7 +197,8 @@ class Mover:
         (jobs without a valid lease, and dead jobs). If there are no free jobs either, ends the move of the empty slots.
         If no slot is empty, waits."""
         if not self._cleared:
-            # Delete schedules and workflows only now, after the switch. Before it, routers read them on the source.
+            # Delete schedules and workflows only now, after the switch. Before the switch, routers read the schedules
+            # and workflows on the source.
             await move_steps.delete_schedules(source, move.slots, epoch=move.epoch)
             await move_steps.delete_workflows(source, move.slots, epoch=move.epoch)
             self._cleared = True

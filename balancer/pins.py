@@ -82,7 +82,7 @@ def _why_stays(
     target: PinTarget | None, entries: Sequence[ShardEntry], *, here: ShardName, home: ShardName
 ) -> str | None:
     """Returns why an org cannot leave its shard (`here`) for its pin's target, or for the shard of its hash slot
-    (`home`). Returns None if it can."""
+    (`home`). Returns None if the org can leave."""
     if target is not None and (why := why_not(target, entries)):
         return why
     by_name = {entry.name: entry for entry in entries}

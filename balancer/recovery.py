@@ -197,10 +197,10 @@ async def accept(
     cluster: str,
     runs_again: bool = False,
 ) -> list[str]:
-    """Lets the shard serve again without what it lost: tells it which slots have left it and which have come to it,
-    skips the runs of schedules that it may have stored before, and begins a new history. With `runs_again`, it stores
-    these runs instead, as after an outage. Returns what was done about moves and schedules, in one sentence for each.
-    Raises ShardUnavailable, Misconfigured; it may then be called again."""
+    """Lets the shard serve again without what it lost. To do so, tells the shard which slots have left it and which
+    have come to it, skips the runs of schedules that it may have stored before, and begins a new history. With
+    `runs_again`, it stores these runs instead, as after an outage. Returns what was done about moves and schedules, in
+    one sentence for each. Raises ShardUnavailable, Misconfigured; it may then be called again."""
     shard = shards[loss.shard]
     await schema.migrate(shard, cluster=cluster)
     confirmed = await marks.confirmed(catalog_database, loss.shard)

@@ -1,5 +1,5 @@
-"""The balancer as a process: it leads or stands by, and follows the cluster file. What it does while it leads is in
-balancer/controller.py."""
+"""The balancer as a process: it leads or stands by, and follows the cluster file. balancer/controller.py does the work
+of a process that leads."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from shard.vocabulary import ShardName
 WAIT_S_MAX = 5.0
 # How many orgs, and how many connections of an org, are checked each time that memory is freed.
 _CHECKS_MAX = 16
-# An account has parts, and from time to time drops those that hold nothing. It does so next when the number of its
-# parts is twice the number that it kept the last time, plus this number.
+# An account drops the parts that hold nothing when it has too many parts: twice as many as it kept the last time, plus
+# this number.
 _PARTS_KEPT = 100
 # The most that one claim reserves. A claim begins only if its shard has room for this: otherwise claims of few jobs,
 # which always find room sooner, could keep a claim of many jobs waiting for ever.

@@ -37,7 +37,8 @@ class RouterSettings:
     # Allows an address beyond loopback without [tls] or [auth] (router/process/exposure.py).
     insecure: bool = False
     processes: int = 2
-    # Connections of each process for queue calls; up to two more serve lists and counts, and one listens.
+    # How many connections each process has for queue calls. Up to two more connections serve lists and counts, and one
+    # more listens.
     connections_per_shard: int = 4
     # How long calls in flight may take to end after SIGTERM.
     drain_seconds: float = 20.0

@@ -79,7 +79,7 @@ class Delivery(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The size of the encoded jobs. They hold that much of the buffer until they have been sent."""
+        """The size of the encoded jobs. The jobs hold this many bytes of the buffer until they have been sent."""
         return sum(map(len, self.jobs))
 
     def leases(self) -> list[Lease]:

@@ -99,8 +99,8 @@ def check(request: Message) -> None:
 
 def violations_of(request: Message, *, items_max: int = _JOBS_MAX) -> list[Violation]:
     """Returns every violation of the contract's rules. For a large request, returns only some violations, but at least
-    one for each message in a list that breaks a rule. If a list has more than `items_max` items, returns only that
-    violation: whoever sends such a list must not keep the router busy with its items."""
+    one for each message in a list that breaks a rule. If a list has more than `items_max` items, returns only the
+    violation that the list is too long: whoever sends such a list must not keep the router busy with its items."""
     too_long = [
         Violation(field.name, _RULES["repeated.max_items"].format(rule=items_max) + f", not {len(value):,}")
         for field, value in request.ListFields()

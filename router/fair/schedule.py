@@ -217,8 +217,8 @@ class Schedule:
             known.until_s = max(known.until_s, until_s)
 
     def ended(self, lease: Hashable, *, now_s: float) -> None:
-        """Ends a lease, and charges its org for as long as the lease lasted. Does nothing for a lease that is unknown
-        here, or has ended before."""
+        """Ends a lease, and charges its org for as long as the lease lasted. Does nothing for a lease that is not
+        known, or has ended before."""
         known = self._leases.pop(lease, None)
         if known is None:
             return
@@ -308,7 +308,8 @@ class Schedule:
         self._mean_s = (1 - _NEW_PART) * self._mean_s + _NEW_PART * lasted_s
 
     def _forget(self) -> None:
-        """Forgets idle orgs at or below the floor. Nothing is lost with them: they would start again at the floor."""
+        """Forgets idle orgs at or below the floor. Nothing is lost, because these orgs would start again at the
+        floor."""
         if len(self._orgs) <= self._forget_above:
             return
         kept = {o: known for o, known in self._orgs.items() if known.shards or known.running or known.tag > self.floor}

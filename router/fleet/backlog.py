@@ -21,8 +21,8 @@ _USED_TIMES = 50.0
 
 
 class Backlog:
-    """Has those methods of a Bucket that a Charge (router/fleet/limits.py) needs. A token is the right to add one job,
-    or one byte, to the backlog."""
+    """Has the methods of a Bucket that a Charge (router/fleet/limits.py) needs. A token is the right to add one job, or
+    one byte, to the backlog."""
 
     def __init__(self, org: OrgId, limit: Limit) -> None:
         self.limit = limit
@@ -77,7 +77,7 @@ class Backlog:
         return min(self.limit.amount, self._counted + self._added)
 
     async def draw(self, store: Store, lack: int) -> None:
-        """Counts, or waits for the count that is under way. Raises NoAnswer."""
+        """Counts, or waits for the count that is running. Raises NoAnswer."""
         del lack
         if self._counting is None:
             self._counting = asyncio.get_running_loop().create_task(self._count(store))

@@ -7,7 +7,7 @@ lost: at most one block of each bucket. Tokens are also lost if the connection b
 then nobody knows whether they were drawn or given back.
 
 What this process remembers of a bucket is a hint: the most tokens that the bucket may have by now. So a call that
-cannot succeed yet need not ask the shard. The times here are differences of this process's own clock.
+cannot succeed yet need not ask the shard. The times in this module are differences of this process's own clock.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PAUSE_S = 0.05
 _HELD_S = 1.0
 GIVE_BACK_S = 0.5
 _FINISH_S_MAX = 1.0
-# The process remembers at most this many buckets. With more, it forgets those without tokens.
+# The process remembers at most this many buckets. If there are more, it forgets those without tokens.
 _BUCKETS_MAX = 20_000
 
 
@@ -106,7 +106,7 @@ class Bucket:
         return amount if self.left == math.inf else max(0, min(amount, amount - int(self.left) - self.tokens))
 
     async def draw(self, store: Store, lack: int, wanted: int | None = None) -> None:
-        """Draws what a call lacks, or waits for the draw that is under way. `wanted`: how many tokens the call can use;
+        """Draws what a call lacks, or waits for the draw that is running. `wanted`: how many tokens the call can use;
         None: only what it lacks. Raises NoAnswer."""
         wanted = lack if wanted is None else wanted
         self.waiting += wanted
@@ -166,7 +166,7 @@ class Bucket:
         return self._drawing is not None
 
     async def drawn(self) -> None:
-        """Waits until no draw is under way."""
+        """Waits until no draw is running."""
         if self._drawing is not None:
             await asyncio.wait({self._drawing})
 
@@ -191,7 +191,7 @@ class Bucket:
 
 
 class Buckets:
-    """The buckets of those limits that count these measures."""
+    """The buckets of the limits that have one of the measures `measures`."""
 
     def __init__(self, measures: Collection[Measure]) -> None:
         self._measures = measures
@@ -217,8 +217,8 @@ class Buckets:
                     now.append(bucket)
 
     async def give_back(self) -> None:
-        """Gives back the tokens that were drawn a while ago. If a shard does not take them now, it is asked again the
-        next time."""
+        """Gives back the tokens that were drawn a while ago. If a shard does not take the tokens now, they are offered
+        to it again the next time."""
         await self._give_back(drawn_before_s=time.monotonic() - _HELD_S)
 
     async def finish(self) -> None:

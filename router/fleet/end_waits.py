@@ -58,7 +58,7 @@ class EndWaits:
         self._store = store
         self._doorbell = doorbell
         self._by_job: dict[str, set[_Wait]] = {}
-        # When each wait's job is looked at next. Waits that are over stay here until that time.
+        # When each wait's job is looked at next. Waits that are over stay in this list until that time.
         self._looks: list[tuple[float, int, _Wait]] = []
         self._numbers = itertools.count()
         self._came = asyncio.Event()
@@ -148,7 +148,7 @@ class EndWaits:
         try:
             ended = {jobs[position] for position in await self._store.find_ended(jobs)}
         except ShardUnavailable:
-            # Wake the callers: each looks for itself, and answers that the shard is away.
+            # Wake the callers. Each of them then looks at its job itself, and answers that the shard is away.
             for wait in waits:
                 wait.wake()
             raise

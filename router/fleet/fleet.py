@@ -68,8 +68,8 @@ _FIRST_TRY_S_MAX = 5.0
 
 
 class Fleet:
-    """All shards of a cluster. Use `run` to open it; every other method needs it open. `sweep_s` is the interval of the
-    sweeps of each shard. `buffer`: the memory for jobs on their way to consumers of sibling processes."""
+    """All shards of a cluster. Use `run` to open it; every other method needs an open fleet. `sweep_s` is the interval
+    of the sweeps of each shard. `buffer`: the memory for jobs on their way to consumers of sibling processes."""
 
     def __init__(self, cluster: Cluster, *, connections_per_shard: int, sweep_s: float, buffer: Buffer) -> None:
         self._cluster = cluster
@@ -236,14 +236,14 @@ class Fleet:
             return self._catalog.current
 
     async def newest_limits(self) -> LimitTable:
-        """Reads the limits, and puts them in force here. While the catalog does not answer, returns the limits that are
-        in force."""
+        """Reads the limits, and puts them in force in this process. While the catalog does not answer, returns the
+        limits that are in force."""
         await self.newest_catalog()
         return self.limit_table
 
     async def newest_weights(self) -> Weights:
-        """Reads the weights of orgs, and puts them in force here. While the catalog does not answer, returns the
-        weights that are in force."""
+        """Reads the weights of orgs, and puts them in force in this process. While the catalog does not answer, returns
+        the weights that are in force."""
         await self.newest_catalog()
         return self.pools.weights
 

@@ -14,14 +14,14 @@ from shard.limits import ALL_QUEUES, BACKLOG, ENQUEUED, Limit, LimitTable
 from shard.queue.store import Store
 from shard.vocabulary import NewJobs, OrgId, QueueName
 
-# How many times a call asks the shard, at most. It asks again if other calls have taken the tokens that it drew.
+# How many times a call asks the shard, at most. A call asks again if other calls have taken the tokens that it drew.
 _TRIES_MAX = 20
 
 
 # What jobs of a call cost in one bucket or backlog: that bucket or backlog, the positions of the jobs (None: all of
 # them), and the number of tokens. A plain tuple is quick to make, and each call to a limited org makes some.
 _Cost: TypeAlias = tuple[Bucket | Backlog, Sequence[int] | None, int]
-# The process remembers this many backlogs. With more, it forgets those that it can count again.
+# The process remembers this many backlogs. If there are more, it forgets those that it can count again.
 _BACKLOGS_MAX = 20_000
 
 

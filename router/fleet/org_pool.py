@@ -1,5 +1,5 @@
-"""A pool: the consumers of this process that take the same queues for all orgs. It decides whose jobs they get
-(router/fair/schedule.py), claims them, and measures how long each org keeps the consumers busy.
+"""A pool: the consumers of this process that take the same queues for all orgs. The pool decides whose jobs its
+consumers get (router/fair/schedule.py), claims these jobs, and measures how long each org keeps the consumers busy.
 
 One claim at a time runs on each shard, for up to 64 orgs. So a shard that answers slowly delays only the orgs that live
 on it.
@@ -166,7 +166,7 @@ class OrgPool:
         self.wake()
 
     def lost(self, shard: ShardName) -> None:
-        """Forgets the ready jobs of a shard that does not answer. They are found again when it answers."""
+        """Forgets the ready jobs of a shard that does not answer. The jobs are found again when the shard answers."""
         for org, by_shard in list(self._ready.items()):
             by_shard.pop(shard, None)
             if not by_shard:

@@ -66,7 +66,7 @@ class ReadyOrgs:
         self._on_ready = on_ready
         self._names: dict[QueueName, _Name] = {}
         self._by_name_id: dict[int, QueueName] = {}
-        # Ids of queue names that a doorbell has named and that nobody here takes.
+        # Ids of queue names that a doorbell has named and that no consumer of this process takes.
         self._others: set[int] = set()
         self._find_names = False
         self._to_probe: set[QueueId] = set()
@@ -122,7 +122,7 @@ class ReadyOrgs:
                     self._others.clear()
                 self._others.add(name_id)
                 if any(name.name_id is None for name in self._names.values()):
-                    # This may be the first queue that has one of the names taken here.
+                    # This may be the first queue that has one of the names that this process takes.
                     self._find_names = True
         if len(self._to_probe) > _QUEUES_MAX:
             self._to_probe.clear()
@@ -192,7 +192,7 @@ class ReadyOrgs:
                     name.name_id = name_id
                     self._by_name_id[name_id] = queue
                     self._others.discard(name_id)
-                    # Walk: a queue of this name may have got jobs before the id of the name was known here.
+                    # Walk: a queue of this name may have got jobs before this process knew the id of the name.
                     name.walked = False
 
     async def _probe(self, numbers: Collection[QueueId]) -> None:

@@ -208,7 +208,7 @@ class ShardHandle:
         return same_contact and (self.up.is_set() or self.entry.dsn == entry.dsn)
 
     def update(self, entry: ShardEntry, group: asyncio.TaskGroup) -> None:
-        """Applies a changed entry. Calls under way are not disturbed."""
+        """Applies a changed entry. Running calls are not disturbed."""
         if entry.dsn != self.entry.dsn:
             if self._switching is not None:
                 self._switching.cancel()
@@ -347,7 +347,7 @@ class ShardHandle:
             await asyncio.sleep(consumers_seen.PAUSE_S)
 
     async def finish(self) -> None:
-        """Waits until the calls under way have ended. Some of them release jobs that reached no consumer. Waits also
+        """Waits until the running calls have ended. Some of them release jobs that reached no consumer. Waits also
         until other routers have been notified of these releases. Waits at most 3 s."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FINISH_S_MAX):

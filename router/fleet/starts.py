@@ -24,7 +24,7 @@ from shard.queue.claim import CLAIM_BYTES_MAX, ClaimResult
 from shard.queue.store import Store
 from shard.vocabulary import OrgId, QueueName
 
-# How many times a claim asks the shard, at most. It asks again if other claims have taken the tokens that it drew.
+# How many times a claim asks the shard, at most. A claim asks again if other claims have taken the tokens that it drew.
 _TRIES_MAX = 20
 # A bucket is asked again after this time, even if its next token comes later: another process may give tokens back.
 _HOLD_S_MAX = 3.0
@@ -76,7 +76,7 @@ class Part(NamedTuple):
 
 
 class ClaimedPart(NamedTuple):
-    """What a claim of a part has brought."""
+    """The result of a claim of a part."""
 
     result: ClaimResult
     # The most jobs that the claim could lease.

@@ -3,10 +3,10 @@ the connection's socket has received (router/gate/connections.py) may be held by
 complete. Pure.
 
 For each message, this module counts only the bytes that the message must have had on the wire. If it counted more, such
-as a call's metadata, a client could hide bytes that are held for it: HPACK sends repeated metadata in a few bytes. So
-the count falls behind the true number by about 100 bytes for each call, and `catch_up` corrects the count. `catch_up`
-notes how many bytes a connection has received, and which calls the connection has. When all these calls have ended,
-none of these bytes are held any more.
+as a call's metadata, a client could hide bytes that are held for this client, because HPACK sends repeated metadata in
+a few bytes. So the count falls behind the true number by about 100 bytes for each call, and `catch_up` corrects the
+count. `catch_up` notes how many bytes a connection has received, and which calls the connection has. When all these
+calls have ended, none of these bytes are held any more.
 """
 
 from __future__ import annotations

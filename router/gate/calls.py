@@ -59,7 +59,7 @@ LISTED_ID_BYTES = 40
 # The request_id of a message that is too large is looked for among this many fields. A message of a stream that keeps
 # the other rules has at most five lists of 1,000 entries, and a few fields more.
 _ID_WITHIN = 6_000
-# What gRPC counts for each entry of metadata in addition to its key and its value.
+# How many bytes gRPC counts for each entry of metadata, in addition to those of its key and its value.
 _ENTRY_BYTES = 32
 _UNRECORDED = contextlib.nullcontext()
 # The names of gRPC's status codes.
@@ -77,7 +77,8 @@ class Service(Protocol):
 
 
 class Received(NamedTuple):
-    """A message of a stream. It holds `bytes` of the buffer; the code that handles the message must give them back."""
+    """A message of a stream. The message holds `bytes` bytes of the buffer; the code that handles the message must give
+    them back."""
 
     message: Any
     bytes: int
@@ -281,7 +282,7 @@ def _unary(
         return _serialize(answer)
 
     async def serve(_requests: object, context: Context) -> bytes:
-        # CANCELLED unless the call gets further: its client may leave at any moment.
+        # The code is CANCELLED until another one replaces it, because the client may leave at any moment.
         began_s, code = time.perf_counter(), _CANCELLED
         try:
             call = gate.begin(context)

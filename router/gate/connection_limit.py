@@ -80,7 +80,8 @@ def accepted_max(connections_max: int) -> int:
 
 def allow_files(connections_max: int) -> int:
     """Increases the process's limit of open files, so that the process can have this many connections, but not beyond
-    the hard limit. Returns how many connections it can have, and warns if they are fewer."""
+    the hard limit. Returns how many connections the process can have, and logs a warning if that is fewer than
+    `connections_max`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = accepted_max(connections_max) + _OTHER_FILES
     files = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

@@ -271,8 +271,8 @@ def _server(
             # Several processes serve one port; the kernel distributes the connections.
             ("grpc.so_reuseport", 1),
             # gRPC receives larger messages than the contract allows, so that the gate can refuse them with an error
-            # that names the cause. gRPC itself would end the call with RESOURCE_EXHAUSTED, and a consumer would take
-            # that for a full router.
+            # that names the cause. gRPC itself would end the call with RESOURCE_EXHAUSTED, and a consumer would think
+            # that the router is full.
             ("grpc.max_receive_message_length", RECEIVED_BYTES_MAX),
             ("grpc.max_send_message_length", -1),
             # A token has up to 8 KiB. By default gRPC refuses some of the calls with 8 to 16 KiB of metadata, at
@@ -283,12 +283,12 @@ def _server(
             # largest number of streams.
             ("grpc.http2.settings_timeout", 10_000),
             # No compression: a message of 16 KiB could become one of 16 MiB. The memory watch, which compares the sizes
-            # of messages with the bytes received by sockets, would count such a connection as having delivered far more
-            # than it sent.
+            # of messages with the bytes received by sockets, would find that such a connection has delivered far more
+            # bytes than it sent.
             ("grpc.compression_enabled_algorithms_bitset", 1),
             ("grpc.max_allowed_incoming_connections", accepted_max(connections_max)),
-            # A reset call counts until its task has ended here. Without this limit, a client that opens and resets
-            # calls would flood the event loop.
+            # A reset call counts until its task in this process has ended. Without this limit, a client that opens and
+            # resets calls would flood the event loop.
             ("grpc.max_concurrent_streams", settings.calls_per_connection),
             # Without bandwidth probes, gRPC buffers up to 64 KiB of a stream that this process does not read; with
             # them, up to 16 MiB.

@@ -19,8 +19,8 @@ class _Run(Generic[_T]):
 
 
 class Shared(Generic[_KeyT, _T]):
-    """`ask` looks a key up. For each key, only one run of `ask` is under way at a time. A caller that comes during a
-    run gets the answer of the next run, because an answer must not be older than the question. A run ends when its last
+    """`ask` looks a key up. For each key, only one run of `ask` happens at a time. A caller that comes during a run
+    gets the answer of the next run, because an answer must not be older than the question. A run ends when its last
     caller leaves."""
 
     def __init__(self, ask: Callable[[_KeyT], Awaitable[_T]]) -> None:

@@ -86,7 +86,7 @@ class QueueService:
         # The timeouts of the calls that wait for the end of a job.
         self._timeouts: set[asyncio.Timeout] = set()
         # Many calls may wait for the end of one job. All of them look at the job when they begin, and when it has
-        # ended, so they share their looks.
+        # ended, so they share these look-ups.
         self._awaited = Shared(self._find_one)
         # Ack, Nack, Extend and so on.
         for verb in VERBS:

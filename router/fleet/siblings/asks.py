@@ -1,5 +1,5 @@
-"""Asks one sibling whether its consumers have room for jobs that are enqueued here, and tells the sibling which jobs
-were leased to them."""
+"""Asks one sibling whether its consumers have room for jobs that are enqueued through this process, and tells the
+sibling which jobs were leased to them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Asked:
     promise: asyncio.Future[Promise | None]
     # Holds the memory of the encoded jobs until the sibling has received them.
     account: Account
-    # The time of the ask by the event loop's clock, which is that of time.monotonic.
+    # The time of the ask by the event loop's clock, which is the clock of time.monotonic.
     since_s: float
     # The jobs that the sibling has been told of, and has not confirmed yet.
     told: Sequence[Delivery] = ()
@@ -260,7 +260,7 @@ class Asks:
             self._over(asked)
             if not asked.promise.done():
                 asked.promise.set_result(None)
-        # The enqueues of the other promises are under way, and `_end` releases what they lease.
+        # The enqueues of the other promises are still running, and `_end` releases what they lease.
         for number in [number for number, asked in self._promised.items() if asked.told]:
             self._release(self._promised.pop(number))
 

@@ -1,9 +1,9 @@
 """Lets the router processes of one supervisor hand jobs over to each other's consumers (docs/decisions/0037).
 
 Processes tell each other for which queues they have consumers that are ready to be handed jobs. That is a hint (I7). An
-enqueue that finds too few consumers here asks a sibling that has ready consumers. The sibling promises places at its
-consumers, the insert leases the jobs to them, and the sibling is told which jobs these are. If no promise comes in
-time, the jobs are stored as they would be without siblings, and the doorbell is rung for them.
+enqueue that finds too few consumers in its own process asks a sibling that has ready consumers. The sibling promises
+places at its consumers, the insert leases the jobs to them, and the sibling is told which jobs these are. If no promise
+comes in time, the jobs are stored as they would be without siblings, and the doorbell is rung for them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shard.vocabulary import NewJobs, QueueName, ShardName
 # gets an equal part of this number, and orgs share that part (I4). The siblings are not told of further queues. All
 # processes do the same, so all siblings together tell a process of no more queues than this.
 _HINTS_MAX = 20_000
-# How long this process, when it ends, waits until its siblings have received the jobs of their consumers.
+# When this process ends, it waits at most this long until its siblings have received the jobs of their consumers.
 _FINISH_S_MAX = 1.0
 
 
@@ -136,7 +136,7 @@ class Siblings:
 
 
 class _Sibling:
-    """One sibling: what it has told this process, and what it was told."""
+    """One sibling: what it has told this process, and what this process has told it."""
 
     def __init__(
         self,
@@ -148,8 +148,8 @@ class _Sibling:
     ) -> None:
         self._on_hint = on_hint
         self._on_closed = on_closed
-        # The queues for which the sibling was told that consumers are ready. The sibling believes that until it is told
-        # otherwise, or has asked in vain.
+        # The queues for which the sibling was told that consumers are ready. The sibling assumes this until it is told
+        # the opposite, or until it has asked and got too few places.
         self._told: set[QueueKey] = set()
         # Bounds the number of queues of which the sibling may be told.
         self.places = FairQuota(_HINTS_MAX)

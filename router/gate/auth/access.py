@@ -90,7 +90,7 @@ def access_of(method: MethodDescriptor, *, org_elsewhere: bool = False) -> Acces
 
 
 def require_org(principal: Principal, org: str) -> None:
-    """Raises OrgForbidden if the principal is for another org than that of a request."""
+    """Raises OrgForbidden if the principal may act only for an org that is not `org`."""
     if principal.org is not None and principal.org != org:
         raise OrgForbidden(org, principal)
 

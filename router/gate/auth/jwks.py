@@ -1,7 +1,7 @@
 """Reads a JSON Web Key Set (RFC 7517): which keys may sign tokens, and which algorithm each of these keys uses. Pure.
 
 The key decides the algorithm, and the token's header only names it. So a token cannot turn a public RSA key into a
-shared secret, and cannot choose `none`.
+shared secret, and cannot choose the algorithm `none`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RSA_BITS_MIN, _RSA_BITS_MAX = 2048, 8192
 # Reasons in messages are cut to this length, because they may quote what a stranger wrote.
 _SHOWN_CHARS_MAX = 80
 # The algorithms that a key may have, by its type and its curve (None: it has none). RFC 9864 gives the name Ed25519 to
-# what was one case of EdDSA before. No key here verifies an EdDSA token of another curve.
+# what was one case of EdDSA before. No key of this module verifies an EdDSA token of another curve.
 _ALGORITHMS: Final[Mapping[tuple[str, str | None], frozenset[str]]] = {
     ("OKP", "Ed25519"): frozenset({"Ed25519", "EdDSA"}),
     ("EC", "P-256"): frozenset({"ES256"}),
