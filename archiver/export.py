@@ -233,7 +233,8 @@ async def _erase(files: Files, folder: str, found: list[FileInfo], org: OrgId) -
             await asyncio.to_thread(files.delete, manifest.path)
             return erased
     await asyncio.to_thread(files.tidy, folder)
-    # An interrupted erasure or export may have left other files. Delete those that may have jobs of the org.
+    # An interrupted erasure or export may have left other files. If the day has a manifest, delete all of them. If not,
+    # delete those that have jobs of the org.
     for other in found:
         if not other.path.endswith(".parquet") or (manifest is not None and other.path == manifest.path):
             continue

@@ -142,8 +142,8 @@ class Files:
         return iter(sorted(found, key=lambda file: file.path))
 
     def tidy(self, folder: str) -> None:
-        """Removes files that a killed process left half written in a directory. Does nothing for a bucket, which can be
-        configured to end abandoned uploads itself."""
+        """Removes half-written files that a killed process has left in a directory. Does nothing for a bucket, which
+        can be configured to end abandoned uploads itself."""
         if self._folder is not None:
             with self.failures(folder):
                 for unfinished in (self._folder / folder).glob("*#[0-9]*"):
@@ -169,7 +169,7 @@ class Files:
         except FileNotFoundError as error:
             raise NoSuchFile(f"{where}: there is no such file") from error
         except (BaseError, OSError, ValueError) as error:
-            # What follows "Debug source:" is meant for developers of the library.
+            # The text after "Debug source:" is meant for developers of the library.
             message = " ".join(str(error).partition("Debug source:")[0].split())
             if _NO_KEYS in message:
                 message = (

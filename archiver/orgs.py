@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from archiver.export import Erased
     from archiver.object_store import Files
 
-# How long to wait for an archiver's pass over the shard, which ends within a minute or two.
+# How long to wait for an archiver's pass over the shard to end. A pass ends within a minute or two.
 _LEAD_S_MAX = 300.0
 _LEAD_PAUSE_S = 0.5
 _BEGIN_TRIES = 20
@@ -121,7 +121,8 @@ class Receipt:
     """What was erased of an org."""
 
     org: OrgId
-    # For each shard, the requested erasure, and the erasures that any shard had not ended when this run began.
+    # For each shard: the erasure that this run was asked for, and all erasures that had not ended on some shard when
+    # this run began.
     shards: Mapping[ShardName, list[Erasure]]
     # Export files that were deleted. Jobs of other orgs in them were copied to new files.
     files: list[Erased]
@@ -144,8 +145,8 @@ async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None], era
         await org_policies.delete(catalog, org)
         await limits.forget_org(catalog, org)
         await weights.set_weight(catalog, org, weights.WEIGHT_DEFAULT)
-        # Copy now, so that the shards have the newest policies. They then refuse a copy of the earlier policies that
-        # may still be running.
+        # Copy now, so that the shards have the newest policies. If another process is still copying the earlier
+        # policies, the shards then refuse that copy.
         for database in shards.values():
             await org_policies.copy(catalog, database)
         if await _begin(catalog, shards, org, erasure_id):

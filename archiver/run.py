@@ -129,7 +129,7 @@ async def pass_over(
             None if settings.export is None else _Exports(location=settings.export, cluster=cluster, session=session)
         )
         await _days(summary, database, exports, stop)
-        # Exports may have taken hours, so check the clocks again.
+        # Exports may have taken hours, so check the clock again.
         await clock.check_difference(database)
         if not stop.is_set():
             try:
@@ -158,7 +158,7 @@ async def _days(summary: Pass, database: Database, exports: _Exports | None, sto
     for over in await days.days_over(database):
         if not stop.is_set():
             await _record_step(summary, summary.turned_cold, days.turn_cold(database, over))
-    # Turning days cold may have taken hours, so check the clocks again: they decide which days are dropped now.
+    # Turning days cold may have taken hours, so check the clock again: it decides which days are dropped now.
     await clock.check_difference(database)
     for past in await days.days_past(database):
         if not stop.is_set():

@@ -117,7 +117,7 @@ class Controller:
 
     async def run(self) -> None:
         """Runs until `end` is called or, with `once`, until nothing is left to do. With `once`, raises the ShardError
-        that kept a pass from reading the state. If `run` is cancelled, it does nothing more."""
+        that prevented a pass from reading the state. If `run` is cancelled, it does nothing more."""
         failed: ShardError | None = None
         async with asyncio.TaskGroup() as group:
             while not self._ending:

@@ -40,7 +40,7 @@ _NO_SETTINGS = (QueueSettings(), QueueSettings(paused=False))
 
 
 class Fate(StrEnum):
-    """What becomes of a job that a restored shard has."""
+    """What happens to a job that a restored shard has."""
 
     # Another shard knows the job: `accept` or `recover` deletes the copy on the restored shard.
     DELETED = "deleted"

@@ -59,8 +59,8 @@ def plan(catalog: Catalog, pins: Sequence[Pin], entries: Sequence[ShardEntry]) -
 
 
 def why_not(target: PinTarget, entries: Sequence[ShardEntry]) -> str | None:
-    """Returns why no shard can take an org with this pin target, as a text for operators. Returns None if a shard
-    can."""
+    """Returns why no shard can take an org with this pin target, as a text for operators. Returns None if a shard can
+    take it."""
     fitting = [entry for entry in entries if fits(entry, target)]
     if any(map(takes_pins, fitting)):
         return None

@@ -319,10 +319,10 @@ async def recover(
     older: bool = False,
     report: Callable[[int], None] = lambda _: None,
 ) -> Recovery:
-    """Moves the stray jobs of a shard to where their orgs live. Jobs that are known there, or on a former owner, are
-    not moved, and are deleted on the shard where they are stray. With `older`, also handles jobs whose ids were made
-    more than 7 days ago; other shards may have forgotten that such a job has run. `report` is called with the number of
-    jobs handled so far. Raises ShardUnavailable, Misconfigured; it may then be called again."""
+    """Moves the stray jobs of a shard to where their orgs live. If a job is known there, or on a former owner, it is
+    not moved, but deleted on the shard where it is stray. With `older`, also handles jobs whose ids were made more than
+    7 days ago; other shards may have forgotten that such a job has run. `report` is called with the number of jobs
+    handled so far. Raises ShardUnavailable, Misconfigured; it may then be called again."""
     databases = ExaminedDatabases(shards, catalog_database, cluster=cluster)
     shard = await databases.at(name)
     known = await catalog.read(catalog_database)

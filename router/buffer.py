@@ -41,8 +41,8 @@ class Buffer:
         self.claims = FairQuota(bytes_max)
         self._received = FairQuota(bytes_max // 8)
         # The waiting requests, first by the shard that they claim from (None: they are not claims), then by org, then
-        # by connection. They are kept apart by shard, so that claims on a shard without room keep no other requests
-        # waiting. At each of these levels, the key that was served most recently comes last.
+        # by connection. The requests are kept apart by shard, so that claims on a shard without room keep no other
+        # requests waiting. At each of these levels, the key that was served most recently comes last.
         self._waiting: OrderedDict[ShardName | None, OrderedDict[str, OrderedDict[str, deque[_Waiting]]]] = (
             OrderedDict()
         )
@@ -174,8 +174,8 @@ class Account:
         self.held = 0
 
     def of(self, org: str) -> Account:
-        """Returns the part of this account that is held for another org: an account of its own, which is closed with
-        this one. Callers must not keep a part that holds nothing, because such a part may be dropped."""
+        """Returns the part of this account that is held for another org. The part is an account itself, and is closed
+        with this one. Callers must not keep a part that holds nothing, because such a part may be dropped."""
         part = self._parts.get(org)
         if part is None:
             if len(self._parts) >= self._parts_max:

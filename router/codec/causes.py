@@ -346,8 +346,8 @@ def _next_due(facts: QueueFacts) -> Iterable[Cause]:
 def _holding(
     gives_jobs: bool, kind: str | None, consumers: ConsumersOf, now: Micros, around: Surroundings
 ) -> list[Cause]:
-    """Returns the causes that hold back all jobs of a queue, or all its jobs of one kind, whatever the order of the
-    jobs is. `kind` None: returns only the causes for all jobs."""
+    """Returns the causes that hold back all jobs of a queue, or all its jobs of one kind, independently of the order of
+    the jobs. `kind` None: returns only the causes for all jobs."""
     found = _down(around)
     if not gives_jobs:
         found.append(Cause(paused=causes.PausedCause()))
@@ -389,7 +389,7 @@ def _on_its_way(source: ShardName, around: Surroundings) -> Cause:
 
 
 def _share(around: Surroundings, of: LiveFacts | QueueFacts) -> Iterable[Cause]:
-    # A paused queue has no part in the sharing.
+    # A paused queue does not take part in the sharing.
     if not of.gives_jobs:
         return
     if around.share is not None:

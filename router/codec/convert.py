@@ -300,7 +300,8 @@ def wanted_count(request: admin_pb2.CountJobsRequest) -> WantedCount:
 
 
 def leased_job(job: Claimed, org: OrgId) -> job_pb2.LeasedJob:
-    """Returns a claimed job without its lease, id, payload and group: jobs of one claim differ in these."""
+    """Returns a claimed job without its lease, id, payload and group, because jobs of one claim differ in these
+    fields."""
     message = job_pb2.LeasedJob(
         org=org,
         queue=job.queue,
@@ -498,8 +499,9 @@ def org_books(books: OrgBooks, *, home_shard: str = "") -> cluster_pb2.OrgBooks:
 def enqueue_results(
     ids: Sequence[str], duplicates: Mapping[int, str], known: Mapping[int, Known]
 ) -> list[queue_pb2.EnqueueResult]:
-    """Returns one result for each job. Both mappings are by position. `duplicates` has the ids of the jobs that were
-    known already. `known` has the states of these jobs, and says whether their content differs from the request."""
+    """Returns one result for each job. The keys of both mappings are the positions of the jobs. `duplicates` has the
+    ids of the jobs that were known already. `known` has the states of these jobs, and says whether their content
+    differs from the request."""
     results = [queue_pb2.EnqueueResult(id=duplicates.get(at, job_id)) for at, job_id in enumerate(ids)]
     for at in duplicates:
         results[at].duplicate = True

@@ -89,7 +89,7 @@ def _count(raw: bytes, at: int, end: int, shape: _Shape, most: int) -> int:
 
 def number_in(raw: bytes, field: int, *, fields_max: int) -> int:
     """Returns the value of the first int64 field with this number, or 0 if the first `fields_max` fields of the message
-    have none. Reads nothing of the messages in it."""
+    have none. Does not look into embedded messages."""
     wanted = field << _KIND_BITS | _VARINT
     at, end = 0, len(raw)
     for _ in range(fields_max):

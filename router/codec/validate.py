@@ -84,8 +84,9 @@ _RULES = {
 }
 # The fields in which 0 means the default. The descriptions of their ranges begin with 1.
 _DEFAULT_IF_ZERO = {"priority", "max_attempts"}
-# _FIELD[n] is the encoded size of a field, tag included, whose text, bytes or message has n bytes. An empty field takes
-# nothing. If n is beyond the list, an IndexError is raised; it is caught, and protovalidate checks the request instead.
+# _FIELD[n] is the encoded size, with the tag, of a field whose text, bytes or message has n bytes. An empty field takes
+# nothing. If n is beyond the list, an IndexError is raised. This error is caught, and protovalidate checks the request
+# instead.
 _FIELD = [0, *(1 + 1 + n for n in range(1, 1 << 7)), *(1 + 2 + n for n in range(1 << 7, 1 << 14))]
 _ID_BYTES = _FIELD[_UUID7_CHARS]
 
@@ -336,7 +337,7 @@ def check_dequeue(request: queue_pb2.DequeueRequest) -> None:
         without.CopyFrom(request)
         without.ClearField("acks")
         request = without
-    # Encode the request without a look at its size: ByteSize() would cost as much as the encoding.
+    # Encode the request without asking for its size first, because ByteSize() would cost as much as the encoding.
     encoded = request.SerializeToString()
     if len(encoded) > _CACHED_BYTES_MAX:
         check(request)

@@ -81,7 +81,8 @@ class Backlog:
         del lack
         if self._counting is None:
             self._counting = asyncio.get_running_loop().create_task(self._count(store))
-            # Retrieve the error of the count: if all callers are cancelled, nobody else does, and asyncio would log it.
+            # Retrieve the error of the count: if all callers are cancelled, nobody else retrieves it, and asyncio would
+            # log it.
             self._counting.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._counting)
 

@@ -140,7 +140,7 @@ class Bucket:
         self.tokens += drawn.granted
         self.drawn_s = time.monotonic()
         self.left = drawn.left
-        # If the bucket had too few tokens, to draw before a call lacks tokens would only take them from other
+        # If the bucket had too few tokens, do not draw before a call lacks tokens: that would only take them from other
         # processes.
         self._low = ahead // 2 if drawn.granted == wanted else 0
 

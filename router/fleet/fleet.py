@@ -61,8 +61,8 @@ _T = TypeVar("_T")
 # How long a call waits for a shard that takes its org's jobs. While a slot moves, no shard takes them for a moment.
 _UNOWNED_S_MAX = 2.0
 _RETRY_S = 1.0
-# If the catalog's newest mark of a shard is lower than this router's by more than this number, the catalog was probably
-# restored from a backup.
+# If the catalog's newest mark of a shard is lower than this router's newest mark by more than this number, the catalog
+# was probably restored from a backup.
 _MARKS_LESS_MAX = 20
 _FIRST_TRY_S_MAX = 5.0
 
@@ -444,8 +444,8 @@ class Fleet:
                     "shard has the catalog; correct the dsn"
                 )
             admitted = await identity.admit(database, self._catalog.database, cluster=cluster.name)
-            # Read the catalog again before slots are granted. An old copy may grant slots that have left the shard
-            # since the last look, and a new database would not refuse them.
+            # Read the catalog again before slots are granted. With an old copy, this router could grant slots that have
+            # left the shard since the last look, and a new database would not refuse them.
             await self._catalog.look()
             # Tell the database which orgs are pinned to this shard: an empty database that replaces a lost one does not
             # know them.

@@ -18,8 +18,8 @@ from shard.vocabulary import NewJobs, OrgId, QueueName
 _TRIES_MAX = 20
 
 
-# What jobs of a call cost in one bucket or backlog: that bucket or backlog, the positions of the jobs (None: all of
-# them), and the number of tokens. A plain tuple is quick to make, and each call to a limited org makes some.
+# A bucket or backlog, the positions of the jobs of a call that cost tokens of it (None: all of them), and the number of
+# tokens. A plain tuple is quick to make, and each call to a limited org makes some.
 _Cost: TypeAlias = tuple[Bucket | Backlog, Sequence[int] | None, int]
 # The process remembers this many backlogs. If there are more, it forgets those that it can count again.
 _BACKLOGS_MAX = 20_000

@@ -311,8 +311,8 @@ class OrgPool:
             self.wake()
 
     async def _lease(self, member: ShardHandle, request: _Request) -> bool:
-        """Leases the jobs of a request, and delivers them. Queues that a limit of starts holds back are set aside.
-        Returns whether there may be more jobs."""
+        """Leases the jobs of a request, and delivers them. Queues that a limit of starts holds back are tried again
+        later. Returns whether there may be more jobs."""
         is_more = False
         for part in self._starts.split(request.org, list(request.queues)):
             queues, room = part.queues, request.jobs - request.got

@@ -57,8 +57,8 @@ class ShardHandle:
     `prove` prepares a database for use, and raises a ShardError if it is not the database of this shard. `proved` is
     called when the shard can be used, and again when another DSN has come into use. `confirm` records a mark of the
     shard's history in the catalog, and returns whether it did. `revoked` is called with the leases of this shard that
-    were ended by somebody other than their consumer, here or at another router. `elsewhere` returns the other shards
-    that may have live jobs of an org, or None if this router does not know them.
+    were ended by somebody other than their consumer, through this router or another one. `elsewhere` returns the other
+    shards that may have live jobs of an org, or None if this router does not know them.
     """
 
     def __init__(

@@ -2,9 +2,9 @@
 (docs/decisions/0049-starts-are-held-back.md), and how many may be leased at a time
 (docs/decisions/0052-leases-in-flight-are-counted.md).
 
-A limit of starts refuses nothing: it holds jobs back. A claim of such a queue takes tokens first, then leases at most
-that many jobs, and puts back the tokens that it did not use. While there are no tokens, the queue counts as a queue
-without due jobs.
+A limit of starts refuses nothing: it holds jobs back. A claim of a queue with such a limit takes tokens first, then
+leases at most that many jobs, and puts back the tokens that it did not use. While there are no tokens, the queue counts
+as a queue without due jobs.
 
 A limit of jobs in flight is enforced by the claim itself, on the shard. This module only says which limits a claim
 obeys.

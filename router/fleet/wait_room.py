@@ -134,7 +134,7 @@ class WaitRoom:
         return self._queues.get((org, queue))
 
     def orgs(self) -> set[OrgId]:
-        """Returns the orgs whose consumers wait here, or whose queues somebody watches."""
+        """Returns the orgs whose consumers wait in this room, or whose queues somebody watches."""
         return {org for org, _ in self._queues}
 
     @property

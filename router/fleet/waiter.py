@@ -37,8 +37,8 @@ class Recipient(Protocol):
         ...
 
     def account_of(self, org: OrgId) -> Account:
-        """Returns the account that pays for jobs of this org: the consumer's share of the buffer. Jobs on their way to
-        the consumer count in it."""
+        """Returns the account that counts the consumer's jobs of this org in the buffer. It also counts the jobs on
+        their way to the consumer."""
         ...
 
     @property

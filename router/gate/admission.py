@@ -29,7 +29,7 @@ from router.gate.tracing import Tracing
 from shard.fair_quota import FairQuota
 
 if TYPE_CHECKING:
-    # This module needs only the types of these objects.
+    # Only type checkers need these imports.
     from router.gate.audit import Audit
     from router.gate.auth.authenticator import Authenticator
 
@@ -38,8 +38,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 # The most calls that one process serves at a time, and the most streams and waiting calls together.
 CALLS_MAX = 4_000
 STREAMS_MAX = 10_000
-# A stream or waiting call takes one place, and one more place for every QUEUES_PER_PLACE queues that it waits for. To
-# wait for a queue takes 1.3 KiB of memory; the rest of a stream takes 45 KiB.
+# A stream or waiting call takes one place, and one more place for every QUEUES_PER_PLACE queues that it waits for. Each
+# queue that it waits for takes 1.3 KiB of memory; the rest of a stream takes 45 KiB.
 QUEUES_PER_PLACE = 16
 # Calls that anybody may make, such as those of the health service. They have a limit of their own, so that strangers
 # cannot take the places of callers who prove who they are.
@@ -93,8 +93,8 @@ class Gate:
         self._refuse_from_s = 0.0
         self.arrivals = Arrivals()
         self._count = 0
-        # By org: the calls and streams of callers that may act only for this org. They count even if their requests
-        # never come.
+        # By org: the calls and streams of callers that may act only for this org. These calls count even if their
+        # requests never come.
         self._of_callers = FairQuota(CALLS_MAX + STREAMS_MAX)
         self._calls = FairQuota(CALLS_MAX)
         self._streams = FairQuota(STREAMS_MAX)

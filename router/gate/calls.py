@@ -52,7 +52,8 @@ DEADLINE_S_MAX = 75.0
 ANSWER_HELD_BYTES = 2 * ANSWER_BYTES_MAX
 # How much memory is reserved for an answer about one thing, or with a short result for each of 1,000 jobs.
 SMALL_ANSWER_BYTES = 4 * 1024
-# For methods that may wait for a minute before they answer. They reserve the memory of their answers themselves.
+# For methods that may wait for a minute before they answer. These methods reserve the memory of their answers
+# themselves.
 RESERVED_BY_METHOD = 0
 # The size of an id of a job in a list, with its tag.
 LISTED_ID_BYTES = 40

@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 # The limit for one org in one router process. The calls and commands of operators have no limit.
 CHANGES_PER_S = 5.0
-# How many changes an org may make at once after it has made none for a minute.
+# How many changes an org may make without a pause after it has made none for a minute.
 CHANGES_AT_ONCE = 300
 
 

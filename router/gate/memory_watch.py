@@ -2,9 +2,9 @@
 
 The memory of calls is reserved in the buffer (router/buffer.py). The buffer does not see incomplete requests: gRPC
 keeps the bytes of each, up to the largest message size, without reporting them. So this module compares the bytes that
-a connection's socket has received with those that the process does not hold any more (router/gate/arrivals.py); the
-difference is what the connection may hold in incomplete requests. While the process is above its limit, the connections
-that hold most are closed.
+a connection's socket has received with those that have certainly left the incomplete requests
+(router/gate/arrivals.py); the difference is what the connection may hold in incomplete requests. While the process is
+above its limit, the connections that hold most are closed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _GROWTH_BYTES = 8 * _MIB
 # counted.
 _BLAMED_BYTES = _MIB
 # After this many messages the connections are listed, to correct the count of the bytes that the process does not hold
-# any more. That count falls behind by about 100 bytes for each message.
+# in incomplete messages. That count falls behind by about 100 bytes for each message.
 _LIST_EVERY = 10_000
 # The longest time after a listing until gRPC has handed over every call that the connections had at the listing.
 _HANDED_OVER_S = 1.0

@@ -65,7 +65,7 @@ class Certificates:
             self._given,
             # The published types do not allow None, which means "no change".
             cast("Callable[[], grpc.ServerCertificateConfiguration]", self._new_configuration),
-            # gRPC for Python cannot ask for a certificate without demanding one.
+            # gRPC for Python can only require a client's certificate, and cannot make it optional.
             require_client_authentication=self._settings.client_ca is not None,
         )
 
@@ -178,7 +178,7 @@ def _certificates(pem: bytes, path: Path) -> list[x509.Certificate]:
 
 
 def _public_key(pem: bytes, path: Path) -> bytes:
-    # Drop the causes: a parser's message may quote what it has read.
+    # Drop the causes of these errors: a parser's message may quote what the parser has read.
     try:
         key = load_pem_private_key(pem, None)
     except TypeError:

@@ -85,10 +85,10 @@ async def serve(
     """Serves on `listen` until SIGTERM or SIGINT, then lets calls in flight end.
 
     Calls `ready` with the port once the process takes calls. `cluster` and `settings` are the first contents of `file`;
-    later changes, and those of the TLS files, are applied when they are noticed, or at once on SIGHUP. Over the
-    connection `supervisor`, this process receives its connections to the sibling processes. When the supervisor ends,
-    this process stops as on SIGTERM. It also stops if a task of its upkeep fails, and then raises the task's error.
-    After the drain it ends within END_S_MAX. Raises CannotListen, ClusterFileError, shard.errors.Misconfigured.
+    later changes of `file`, and changes of the TLS files, are applied when they are noticed, or at once on SIGHUP. Over
+    the connection `supervisor`, this process receives its connections to the sibling processes. When the supervisor
+    ends, this process stops as on SIGTERM. It also stops if a task of its upkeep fails, and then raises the task's
+    error. After the drain it ends within END_S_MAX. Raises CannotListen, ClusterFileError, shard.errors.Misconfigured.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -149,8 +149,8 @@ async def serve(
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(settings.drain_seconds):
                         await gate.empty()
-            # While gRPC stops, it answers a new call with CANCELLED. If its connection is closed instead, the client
-            # sees UNAVAILABLE and tries another router.
+            # While gRPC stops, it answers a new call with CANCELLED. If the call's connection is closed instead, the
+            # client sees UNAVAILABLE and tries another router.
             connections.hang_up(port, connections.peers(port))
             await _finish(server, audit, fleet, end_s)
             until_drain.check()
@@ -162,7 +162,7 @@ async def serve(
 def _certificates(settings: TlsSettings | None) -> Certificates | None:
     if settings is None:
         return None
-    # Imported only if it is used: cryptography takes a tenth of a router's start.
+    # Imported only if it is used: cryptography takes a tenth of a router's start-up time.
     from router.process.certificates import Certificates
 
     return Certificates(settings)

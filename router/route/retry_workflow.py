@@ -57,9 +57,9 @@ async def retry_of(
     bytes_max: int,
 ) -> Retry:
     """Returns the workflow `new` that retries `old`. `workflows` is the WorkflowAdmin of the shard that has `old`.
-    `bytes_max`: upper bound for the payloads and attributes of the jobs that run again, which this process holds.
-    Raises UnknownWorkflow, NotRetryable, WorkflowExists, and ShardUnavailable, for example if a shard that may have one
-    of the jobs does not answer. Raises what `calculator` raises."""
+    `bytes_max`: upper bound for the bytes of the payloads and attributes of the jobs that run again. This process holds
+    all of them in memory. Raises UnknownWorkflow, NotRetryable, WorkflowExists, and ShardUnavailable, for example if a
+    shard that may have one of the jobs does not answer. Raises what `calculator` raises."""
     record = await workflows.get(org, old)
     if WorkflowState(record.state) not in _RETRYABLE:
         raise NotRetryable(

@@ -156,7 +156,8 @@ class Stream:
         # True from the time that jobs are taken back, because the client did not read, until everything that waits has
         # been written.
         self._behind = False
-        # Answers to be written, each with the bytes that its message holds in the buffer until then.
+        # Answers to be written, each with the number of bytes that the answered message holds in the buffer until the
+        # answer is written.
         self._settled: deque[tuple[queue_pb2.Settled, int]] = deque()
         # Encoded messages about leases that somebody other than the client ended. They are written after all jobs.
         self._revoked: list[bytes] = []

@@ -39,8 +39,8 @@ _USED_S_MAX = 2.0
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Promise:
-    """Places at a sibling's consumers for jobs of one enqueue: their takers, each with the positions of its jobs.
-    `end` must be called exactly once."""
+    """Places at a sibling's consumers for jobs of one enqueue. `takers`: these consumers, each with the positions of
+    its jobs. `end` must be called exactly once."""
 
     takers: Sequence[tuple[Taker, Sequence[int]]]
     # The time until which an insert may begin, by time.monotonic.
@@ -116,7 +116,7 @@ class Asks:
             if room < 0:
                 break
             sizes.append(size)
-        # Each org's asks count as a connection of their own.
+        # The buffer counts the asks of each org as a connection of their own.
         account = Account(self._buffer, org=key.org, peer=f"sibling {key.org}")
         if not sizes or not self._jobs.fits(key.org, len(sizes)) or not account.take(_ASK_BYTES_MAX - room):
             return None

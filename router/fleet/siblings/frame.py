@@ -73,7 +73,8 @@ class Leased(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of an Answer's places, with one entry for each place. If there are no entries, no job was leased."""
+    """What happened with an Answer's places, with one entry for each place. If there are no entries, no job was
+    leased."""
 
     number: int
     leased: Sequence[Leased]

@@ -71,7 +71,7 @@ class Promises:
         self._link = link
         self._consumers = consumers
         self._on_in_vain = on_in_vain
-        # By the number of the ask. The oldest is first.
+        # By the number of the ask. The oldest ask is first.
         self._kept: dict[int, _Kept] = {}
         self._jobs = FairQuota(JOBS_MAX)
         self._timer: asyncio.TimerHandle | None = None

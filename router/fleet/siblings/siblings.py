@@ -34,7 +34,7 @@ _FINISH_S_MAX = 1.0
 
 class Siblings:
     """The other processes of this router. `consumers` returns the consumers of this process on a shard, and `ready`
-    returns all queues for which some of these are ready."""
+    returns all queues for which any consumer of this process is ready."""
 
     def __init__(
         self,

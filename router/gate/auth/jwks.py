@@ -67,7 +67,7 @@ def parse_jwks(answer: bytes, *, may_be_empty: bool = False) -> KeySet:
     try:
         document: object = json.loads(answer)
     except (ValueError, RecursionError):
-        # It may be the HTML page of a proxy or of a login.
+        # The answer may be the HTML page of a proxy or of a login.
         raise BadKeySet(f"it is not JSON; it begins with {shown(answer[:_SHOWN_CHARS_MAX])}") from None
     found: object = cast("dict[str, Any]", document).get("keys") if isinstance(document, dict) else None
     if not isinstance(found, list):

@@ -227,7 +227,7 @@ class KeyRing:
         )
 
     def _pause_s(self) -> float:
-        """How long until the next fetch. A jitter keeps the processes of a cluster from all asking at once."""
+        """How long until the next fetch. A random part prevents the processes of a cluster from all asking at once."""
         pause = self._refresh_s
         if self._missed or not self._keys:
             pause = self._interval_s_min
