@@ -39,8 +39,8 @@ class Pace:
     rows_max: int = 1_000
     bytes_max: int = 4 * 1024 * 1024
     jobs_per_s_max: float = math.inf
-    # After each chunk, the move rests for the duration of the chunk, multiplied by this factor. So the busier the
-    # shards are, the longer the move rests.
+    # After each chunk, the move rests for the duration of the chunk times `rest`, but at most `rest_s_max`. So the
+    # busier the shards are, the longer the move rests.
     rest: float = 3.0
     rest_s_max: float = 5.0
     # Time between two checks for jobs that cannot be exported yet.

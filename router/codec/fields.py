@@ -1,7 +1,7 @@
 """Reads a message without decoding it: counts its fields, or finds one number in it. Pure.
 
 An empty item of a list takes two bytes on the wire and up to 86 in memory, so a request of 16 MiB could take 700 MiB
-before it is refused. So the fields are counted first. A message that has too many is not decoded at all.
+before it is refused. So the fields are counted first. A message that has too many fields is not decoded at all.
 """
 
 from __future__ import annotations

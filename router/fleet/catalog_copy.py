@@ -136,7 +136,7 @@ class CatalogCopy:
         after, marks, revocations, limits_version, weights_version = await catalog.look(self.database, before)
         self._current, self._looked_s = after, began_s
         if after is not before:
-            # Announce the change before any step that may fail. The next look would not announce it, because it
+            # Announce the change before any step that may fail. The next look would not announce the change, because it
             # compares the catalog with this new copy.
             self._changed.set()
             self._changed = asyncio.Event()

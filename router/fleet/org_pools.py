@@ -16,8 +16,8 @@ from shard.admin.weights import Weights
 from shard.queue.store import Store
 from shard.vocabulary import Lease, OrgId, QueueName, ShardName
 
-# How long a pool without consumers is kept at most. It is kept because streams end from time to time, and their
-# consumers come back.
+# How long a pool without consumers is kept at most. Such a pool is kept because streams end from time to time, and
+# their consumers come back.
 _KEPT_S = 60.0
 
 

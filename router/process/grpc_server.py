@@ -2,8 +2,8 @@
 
 grpc.aio takes all calls in one loop, which decodes the names of their methods as UTF-8. A single call with a name that
 is not UTF-8 ends the loop, and with it the server; anybody who reaches the port can send such a call (grpcio 1.85.1).
-In this module, gRPC's core finds the method of a call. It compares bytes. Each method has a loop of its own that takes
-its calls, and one more loop takes the calls of unknown methods without asking for their names.
+In this module, gRPC's core finds the method of a call; for this, it only compares bytes. Each method has a loop of its
+own that takes its calls, and one more loop takes the calls of unknown methods without asking for their names.
 
 This uses private parts of grpc.aio. The version of grpcio is pinned, and tests/fault/test_malformed.py sends such
 calls.
