@@ -1,2 +1,2 @@
-"""Keeps the tables of live and finished jobs small. In each pass, past days of finished jobs turn cold, cold days and
-dedup keys are deleted after their time, and jobs past their expires_at and old dead jobs are cancelled."""
+"""Keeps the tables of live and finished jobs small. Each pass makes past days of finished jobs cold. It deletes the
+cold days and dedup keys whose time is over, and cancels the jobs past their expires_at and the old dead jobs."""

@@ -1,9 +1,9 @@
 """Why a day could not be exported, or an exported day could not be read.
 
 ExportFailed
-├── FilesFailed      the directory or bucket did not do what it was asked for; try again later
+├── FilesFailed      a read or write in the directory or bucket failed; try again later
 │   └── NoSuchFile   the file does not exist
-├── Damaged          a file differs from its manifest; an operator must look
+├── Damaged          a file differs from its manifest; an operator must look at it
 └── NotInstalled     the libraries for exports are not installed
 """
 

@@ -3,7 +3,7 @@
 
 A day is exported in steps that are each done completely or not at all. A file with a new name is written, read back,
 and compared with the table row by row. Then the day's manifest is replaced by one that names this file. Files that no
-manifest names do not count.
+manifest names are not part of the export.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shard.vocabulary import OrgId, ShardName
 _MERGED_ROWS = 5_000
 
 Source = Callable[[], AsyncIterator[Batch]]
-# LeaderSession.lead (shard/postgres/leader_lock.py).
+# The type of LeaderSession.lead (shard/postgres/leader_lock.py).
 Lead = Callable[[], Awaitable[bool]]
 
 
@@ -106,7 +106,8 @@ async def _exported(
     files: Files, database: Database, day: Day, *, cluster: str, lead: Lead, stop: asyncio.Event
 ) -> tuple[Manifest, bool]:
     folder = parquet.folder_of(database.name, day.retention, day.first)
-    # Files of earlier exports. A file that appears later is another archiver's, so this export never deletes it.
+    # Files of earlier exports. A file that appears later was written by another archiver, so this export never deletes
+    # it.
     earlier = await asyncio.to_thread(_data_files, files, folder)
     orgs = await export_reader.count(database, day)
     counts = {org.org: org.jobs for org in orgs}
@@ -133,8 +134,8 @@ async def _exported(
                 return existing, False
         else:
             # The file and the table have different rows. If the clock went back, jobs may have been added to a day
-            # after it was exported or dropped. Or an org was erased from the table and not yet from the file. Exported
-            # jobs must stay exported, so merge the rows of both.
+            # after the day was exported or dropped. Or an org was erased from the table and not yet from the file.
+            # Exported jobs must stay exported, so merge the rows of the file and of the table.
             await asyncio.to_thread(parquet.check, files, existing)
 
             def source() -> AsyncIterator[Batch]:
@@ -158,7 +159,7 @@ async def _exported(
         raise ExportFailed(f"{day.name} changed while it was exported; the next pass exports it again")
     try:
         # Writing the file may have taken hours. If another archiver leads now, it may have exported and dropped the
-        # day. The manifest that it wrote must stay, because it names the only copy of the day's jobs.
+        # day. The manifest of that archiver must stay, because that manifest names the only copy of the day's jobs.
         await lead()
     except ShardUnavailable:
         await asyncio.to_thread(files.delete, path)
@@ -202,10 +203,10 @@ def check_all(files: Files, *, shard: ShardName | None = None) -> Iterator[Check
 
 
 async def erase_org(files: Files, shard: ShardName, org: OrgId) -> list[Erased]:
-    """Rewrites each exported file of a shard that has jobs of an org, without these jobs. Returns an Erased for each
-    file. Call it after the org's rows are deleted, while holding the archiver's leader lock on the shard
-    (shard/postgres/leader_lock.py), and again after a crash. Files that cannot be read stay, and are named in the
-    error. Raises ExportFailed."""
+    """Looks at all exported files of a shard. Replaces each file that has jobs of the org by a new file without these
+    jobs. Returns an Erased for each replaced file. Call this function after the org's rows are deleted, and hold the
+    archiver's leader lock on the shard meanwhile (shard/postgres/leader_lock.py). After a crash, call it again. Files
+    that cannot be read stay, and are named in the error. Raises ExportFailed."""
     erased: list[Erased] = []
     damaged: list[str] = []
     for folder, found in (await asyncio.to_thread(_folders, files, shard)).items():
@@ -232,7 +233,8 @@ async def _erase(files: Files, folder: str, found: list[FileInfo], org: OrgId) -
             await asyncio.to_thread(files.delete, manifest.path)
             return erased
     await asyncio.to_thread(files.tidy, folder)
-    # Look at the files that an interrupted erasure or export has left.
+    # An interrupted erasure or export may have left other files. If the day has a manifest, delete all of them. If not,
+    # delete those that have jobs of the org.
     for other in found:
         if not other.path.endswith(".parquet") or (manifest is not None and other.path == manifest.path):
             continue
@@ -279,7 +281,7 @@ async def _write(files: Files, path: str, source: Source) -> Written:
 
 
 async def _compare(files: Files, path: str, source: Source) -> None:
-    """Compares a file with the source row by row; the batches may have different sizes. Raises Damaged."""
+    """Compares a file with the source row by row; their batches may have different sizes. Raises Damaged."""
     at, theirs = 0, _stored(files, path)
     held: Batch = None
     async for batch in source():

@@ -1,6 +1,6 @@
 """Where exported days are stored: a directory on this machine, or a bucket of an S3-compatible store. Pure:
-archiver/object_store.py does the I/O. A location has no secrets, so that the cluster file may be shown: credentials
-come from the environment."""
+archiver/object_store.py does the I/O. A location has no secrets, because credentials come from the environment. So the
+cluster file may be shown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ExportLocation:
 
     # None: `folder` is the absolute path of a directory.
     bucket: str | None
-    # In a bucket: the prefix, without slashes at its ends. It may be empty.
+    # If the location is in a bucket: the prefix, without slashes at its ends. The prefix may be empty.
     folder: str
 
     @classmethod

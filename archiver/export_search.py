@@ -16,8 +16,8 @@ from archiver.parquet import LARGE, MANIFEST, SCHEMA, Manifest, Reader
 from shard.job_id import made_at_ms
 from shard.vocabulary import JobId, OrgId, ShardName
 
-# An id is made before its job finishes, but by another clock, which may be ahead by this much. Enqueues allow for the
-# same difference.
+# An id is made before its job finishes. But the time in the id comes from another clock, which may be ahead by this
+# much. Enqueues allow the same difference.
 _CLOCKS = timedelta(hours=2)
 
 

@@ -1,7 +1,8 @@
 """Files in a directory or a bucket, with one interface for both. A file is written completely or not at all, and
 survives a power failure.
 
-This module knows nothing about jobs. Methods that move much data belong in threads: they wait for disk and network.
+This module knows nothing about jobs. Call the methods that move much data in a thread, because they block while they
+wait for the disk or the network.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class Files:
                 )
 
     def check(self) -> None:
-        """Checks that files can be made, if the location is a directory. Does nothing for a bucket, because this method
-        sends no requests."""
+        """If the location is a directory, checks that files can be created in it. If the location is a bucket, does
+        nothing, because this method sends no requests."""
         if self._folder is not None:
             with self.failures(""), tempfile.TemporaryFile(dir=self._folder):
                 pass
@@ -95,7 +96,7 @@ class Files:
             return bytes(obstore.get(self._store, path).bytes())
 
     def part(self, path: str, start: int, length: int) -> bytes:
-        """Returns `length` bytes of a file, from `start` on. The file must have these bytes. Raises NoSuchFile."""
+        """Returns `length` bytes of a file, beginning at `start`. The file must be long enough. Raises NoSuchFile."""
         with self.failures(path):
             return bytes(obstore.get_range(self._store, path, start=start, length=length))
 
@@ -141,8 +142,8 @@ class Files:
         return iter(sorted(found, key=lambda file: file.path))
 
     def tidy(self, folder: str) -> None:
-        """Removes files that a killed process left half written in a directory. Does nothing for a bucket, which can be
-        configured to end abandoned uploads itself."""
+        """Removes half-written files that a killed process has left in a directory. Does nothing for a bucket, which
+        can be configured to end abandoned uploads itself."""
         if self._folder is not None:
             with self.failures(folder):
                 for unfinished in (self._folder / folder).glob("*#[0-9]*"):
@@ -168,7 +169,7 @@ class Files:
         except FileNotFoundError as error:
             raise NoSuchFile(f"{where}: there is no such file") from error
         except (BaseError, OSError, ValueError) as error:
-            # What follows "Debug source:" is meant for developers of the library.
+            # The text after "Debug source:" is meant for developers of the library.
             message = " ".join(str(error).partition("Debug source:")[0].split())
             if _NO_KEYS in message:
                 message = (
@@ -180,8 +181,8 @@ class Files:
 
 
 class Sink(io.RawIOBase):
-    """A file that is being written, with its size and SHA-256 so far. If it is given up or abandoned, the file never
-    appears."""
+    """A file that is being written, with its size and SHA-256 so far. If the write is given up or abandoned, the file
+    never appears."""
 
     def __init__(self, files: Files, path: str, writer: WritableFile) -> None:
         super().__init__()

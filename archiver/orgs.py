@@ -1,5 +1,5 @@
-"""Changes one org's history on all shards of a cluster: copies a changed policy, applies retentions to jobs that have
-already finished, and erases the org."""
+"""Changes one org's history on all shards of a cluster: copies a changed policy to the shards, applies retentions to
+jobs that have already finished, and erases the org."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from archiver.export import Erased
     from archiver.object_store import Files
 
-# How long to wait for an archiver's pass over the shard, which ends within a minute or two.
+# How long to wait for an archiver's pass over the shard to end. A pass ends within a minute or two.
 _LEAD_S_MAX = 300.0
 _LEAD_PAUSE_S = 0.5
 _BEGIN_TRIES = 20
@@ -43,9 +43,10 @@ class Changed(NamedTuple):
     """A changed policy."""
 
     policy: Policy
-    # The shards that do not have the change yet, with the reason. They get it before an archiver does anything there.
+    # The shards that do not have the change yet, with the reason. A shard gets the change before an archiver does
+    # anything on it.
     behind: Mapping[ShardName, ShardError]
-    # Whether any shard has queues of the org, as far as is known. A name without queues may be mistyped.
+    # Whether any shard has queues of the org, as far as is known. An org without queues may be a mistyped name.
     may_have_queues: bool
 
 
@@ -82,8 +83,8 @@ async def change(cluster: Cluster, decide: Callable[[Database], Awaitable[Policy
                 return error
             return None
 
-        # If the catalog was restored from a backup, the shards have newer policies than the catalog. This copies them
-        # back to the catalog, before `decide` makes a version that is newer still.
+        # If the catalog was restored from a backup, the shards have newer policies than the catalog. This call copies
+        # the newer policies back to the catalog. Then `decide` makes a version that is newer than them.
         await asyncio.gather(*map(copy, cluster.shards))
         policy = await decide(catalog)
         errors = await asyncio.gather(*(copy(entry, policy.org) for entry in cluster.shards))
@@ -120,7 +121,8 @@ class Receipt:
     """What was erased of an org."""
 
     org: OrgId
-    # For each shard, the requested erasure, and the erasures that any shard had not ended when this run began.
+    # For each shard: the erasure that this run was asked for, and all erasures that had not ended on some shard when
+    # this run began.
     shards: Mapping[ShardName, list[Erasure]]
     # Export files that were deleted. Jobs of other orgs in them were copied to new files.
     files: list[Erased]
@@ -129,8 +131,8 @@ class Receipt:
 async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None], erasure_id: str | None = None) -> Receipt:
     """Erases everything that the cluster's databases store about an org, and what the archiver has exported of it.
     `say` is called with texts about the progress. Raises LegallyHeld, OrgMoves, AnotherArchives, ShardError,
-    ExportFailed; if it is interrupted, call it again. `erasure_id`: a UUID; default: a new one. If it is the same as
-    before, the receipt also has what the shards had erased before."""
+    ExportFailed; if it is interrupted, call it again. `erasure_id`: a UUID; default: a new one. If an earlier call had
+    the same `erasure_id`, the receipt also has what the shards erased in that call."""
     erasure_id = erasure_id or str(uuid.uuid4())
     # Open the exports before anything is erased, so that an unreachable location is noticed now, and not at the end.
     exports = await _exports(cluster)
@@ -143,8 +145,8 @@ async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None], era
         await org_policies.delete(catalog, org)
         await limits.forget_org(catalog, org)
         await weights.set_weight(catalog, org, weights.WEIGHT_DEFAULT)
-        # Copy now, so that the shards have the newest policies. They then refuse a copy of the earlier policies that
-        # may still be under way.
+        # Copy now, so that the shards have the newest policies. If another process is still copying the earlier
+        # policies, the shards then refuse that copy.
         for database in shards.values():
             await org_policies.copy(catalog, database)
         if await _begin(catalog, shards, org, erasure_id):
@@ -202,7 +204,7 @@ async def _exports(cluster: Cluster) -> _Exports | None:
 
 
 async def _wait_for_rest(catalog: Database, org: OrgId) -> None:
-    """Waits for a moment until the org lives on one shard. Raises OrgMoves."""
+    """Waits a short time until the org lives on one shard only. Raises OrgMoves."""
     for tries_left in reversed(range(_BEGIN_TRIES)):
         reads = (await catalogs.read(catalog)).placement(org).reads
         if len(reads) == 1:
@@ -214,8 +216,7 @@ async def _wait_for_rest(catalog: Database, org: OrgId) -> None:
 
 async def _begin(catalog: Database, shards: Mapping[ShardName, Database], org: OrgId, erasure_id: str) -> bool:
     """Begins the erasure on all shards, and repeats that until no shard has the org. Gives up after some tries, because
-    producers may create an org of this name again and again, which is then another org. Returns whether any shard had
-    the org."""
+    producers may create a new org of this name again and again. Returns whether any shard had the org."""
     found = False
     for tries_left in reversed(range(_BEGIN_TRIES)):
         reads = (await catalogs.read(catalog)).placement(org).reads
@@ -233,8 +234,9 @@ async def _begin(catalog: Database, shards: Mapping[ShardName, Database], org: O
 async def _begin_on_all(
     shards: Mapping[ShardName, Database], reads: Sequence[ShardName], org: OrgId, erasure_id: str
 ) -> bool:
-    """Begins the erasure on one shard after another, in the order in which jobs move: after the org is gone from a
-    shard, no more jobs are exported from there. Returns whether any shard had the org."""
+    """Begins the erasure on one shard after another. Begins with the shard where the org lives, because moves take jobs
+    from there: after the org is gone from this shard, no more of its jobs move to other shards. Returns whether any
+    shard had the org."""
     if len(reads) > 1:
         raise OrgMoves(org, reads)
     order = (*reads, *(name for name in shards if name not in reads))
@@ -246,7 +248,7 @@ async def _begin_on(database: Database, org: OrgId, erasure_id: str) -> bool:
         try:
             return await erasure.begin(database, org, erasure=erasure_id)
         except ShardUnavailable:
-            # Probably an enqueue under way held a lock.
+            # Probably a running enqueue held a lock.
             if not tries_left:
                 raise
             await asyncio.sleep(_BEGIN_PAUSE_S)
@@ -255,8 +257,8 @@ async def _begin_on(database: Database, org: OrgId, erasure_id: str) -> bool:
 
 @contextlib.asynccontextmanager
 async def _every(cluster: Cluster) -> AsyncGenerator[tuple[Database, dict[ShardName, Database]]]:
-    """Opens the catalog and all shards, and checks that each is what the file says. Raises ShardError if one of them
-    cannot be used, because an org's history may be on any shard."""
+    """Opens the catalog and all shards, and checks that each is the database that the cluster file names. Raises
+    ShardError if one of them cannot be used, because an org's history may be on any shard."""
     async with AsyncExitStack() as stack:
         catalog = await stack.enter_async_context(opened(CATALOG, cluster.catalog_dsn))
         await catalogs.find(catalog, cluster=cluster.name, shards=[entry.name for entry in cluster.shards])

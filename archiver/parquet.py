@@ -53,7 +53,8 @@ SCHEMA = pa.schema(
 # columns. Columns that a file lacks are read as null.
 _FIRST_COLUMNS = 23
 LARGE = ("payload", "result", "checkpoint")
-# A row group ends with the batch that reaches one of these sizes. Readers skip row groups without the wanted org.
+# A row group ends with the batch that reaches one of these sizes. Readers skip the row groups that have no jobs of the
+# wanted org.
 _GROUP_ROWS, _GROUP_BYTES = 50_000, 32 * 1024 * 1024
 _DICTIONARY_COLUMNS = [
     "org",
@@ -72,8 +73,8 @@ _STATISTICS_COLUMNS = ["org", "queue", "id", "kind", "state", "enqueued_at", "fi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a day's file contains. It is written after the file has been read back. A file is ignored if no manifest
-    names it."""
+    """What a day's file contains. It is written after the file has been read back. A file that no manifest names is not
+    part of an export."""
 
     cluster: str
     shard: ShardName
@@ -187,7 +188,7 @@ def batch_of_columns(columns: Columns) -> Batch:
 
 
 class Writer:
-    """Writes one file. The file appears when `commit` has returned, and never without a `commit`."""
+    """Writes one file. The file appears only after `commit` has returned."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink

@@ -1,5 +1,5 @@
 """One pass over one shard: does everything that is due, in steps that are each done completely or not at all. The next
-pass finds what this pass has left."""
+pass does what this pass did not do."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from archiver.export import Exported
     from archiver.object_store import Files
 
-# Upper bound for the time that a pass spends on one kind of small steps. Later passes do the rest. Steps for whole days
-# have no such limit: a day may take long, but there are few days.
+# The longest time that a pass spends on small steps of one kind. Later passes do the rest. Steps for whole days have no
+# such limit: a day may take long, but there are few days.
 _PASS_S_MAX = 60.0
 
 
@@ -41,7 +41,7 @@ class Pass:
     """What one pass did."""
 
     shard: ShardName
-    # The days that turned cold, without empty days, which are just dropped.
+    # The days that turned cold. Empty days are not among them, because they are just dropped.
     turned_cold: list[Aged] = field(default_factory=list[Aged])
     # The days that this pass exported.
     exported: list[Exported] = field(default_factory=list["Exported"])
@@ -49,7 +49,7 @@ class Pass:
     dedup_keys: int = 0
     jobs_expired: int = 0
     dead_jobs_cancelled: int = 0
-    # How many jobs were dropped that a legal hold had kept, after the hold had ended.
+    # How many jobs were dropped that a legal hold had kept until it ended.
     released_jobs_dropped: int = 0
     # How many erasures that had begun earlier ended in this pass.
     erased: int = 0
@@ -60,7 +60,7 @@ class Pass:
     not_exported: list[str] = field(default_factory=list[str])
     # Erasures that cannot end, and why.
     stuck: list[str] = field(default_factory=list[str])
-    # Whether small steps are left that the pass had no time for.
+    # Whether the pass had no time for some of the small steps.
     more: bool = False
     seconds: float = 0.0
     # The longest time for which enqueues and acks may have waited.
@@ -129,7 +129,7 @@ async def pass_over(
             None if settings.export is None else _Exports(location=settings.export, cluster=cluster, session=session)
         )
         await _days(summary, database, exports, stop)
-        # Exports may have taken hours.
+        # Exports may have taken hours, so check the clock again.
         await clock.check_difference(database)
         if not stop.is_set():
             try:
@@ -158,7 +158,7 @@ async def _days(summary: Pass, database: Database, exports: _Exports | None, sto
     for over in await days.days_over(database):
         if not stop.is_set():
             await _record_step(summary, summary.turned_cold, days.turn_cold(database, over))
-    # Turning days cold may have taken hours, and the clock decides now which days are dropped.
+    # Turning days cold may have taken hours, so check the clock again: it decides which days are dropped now.
     await clock.check_difference(database)
     for past in await days.days_past(database):
         if not stop.is_set():
@@ -179,8 +179,8 @@ async def _drop(summary: Pass, database: Database, day: Day, exports: _Exports |
 
 
 async def check_export(location: ExportLocation) -> None:
-    """Checks that exports can be written to this location, if it is a directory. If it is a bucket, sends no request to
-    it, and only checks that the libraries for exports are installed. Raises ExportFailed."""
+    """Checks that exports can be written to this location, if it is a directory. If the location is a bucket, sends no
+    request to it, and only checks that the libraries for exports are installed. Raises ExportFailed."""
     files = await _open_files(location)
     await asyncio.to_thread(files.check)
 

@@ -31,10 +31,10 @@ _AUDIT_BATCHES_MAX = 1000
 async def archive(
     file: WatchedFile, cluster: Cluster, *, stop: asyncio.Event, listener: Listener = reporting.log
 ) -> None:
-    """Runs passes until `stop` is set. `cluster` is the file's present content. Changes of the file are applied when
-    they are noticed; a file that cannot be used is refused, and the previous file stays in use. `listener` is called
-    after each pass of a shard."""
-    # This machine's clock decides when to start a pass. The shard's clock decides what is due then (I8).
+    """Runs passes until `stop` is set. `cluster` is the present content of the cluster file. Changes of the file are
+    applied when they are noticed; a file that cannot be used is refused, and the previous file stays in use. `listener`
+    is called after each pass of a shard."""
+    # This machine's clock decides when to start a pass. The shard's clock decides what that pass must do (I8).
     last = datetime.now(UTC)
     await _check_export(cluster)
     following, stopped = (

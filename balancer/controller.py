@@ -1,7 +1,7 @@
 """The balancer's control loop. While this process leads, it makes the cluster as its file wants it: it continues every
 move that has begun, then begins the moves that the plan asks for, and then keeps polling.
 
-Each pass reads the state from the catalog. After a change of the file, another Controller takes over
+Each pass reads the state from the catalog. After the file has changed, another Controller takes over
 (balancer/service.py). The loop remembers only which moves have just failed, so that it does not retry them at once. A
 shard that is unreachable delays only its own moves.
 """
@@ -34,14 +34,14 @@ _POLL_S = 3.0
 # that do more than wait is smaller than the number of shards.
 _OPEN_MAX = 16
 # Upper bounds for one move of several slots. Producers of its slots wait while its queues and workflows are copied:
-# some 60 µs for each queue, and 0.1 ms for each node. To count these, the first read takes _SLOTS_FIRST slots, and each
-# further read doubles the number of slots.
+# some 60 µs for each queue, and 0.1 ms for each node. To count queues and nodes, the first read takes _SLOTS_FIRST
+# slots, and each further read doubles the number of slots.
 _SLOTS_MAX = 1024
 _QUEUES_MAX = 5000
 _NODES_MAX = 10_000
 _SLOTS_FIRST = 16
-# Time before a failed move is tried again. It doubles after each failure of a move that is switched. Before the switch
-# it does not grow, because until the switch perhaps no shard accepts new jobs of the slots.
+# Time before a failed move is tried again. If the move is switched, this time doubles after each failure. If the move
+# is not switched yet, the time does not grow, because perhaps no shard accepts new jobs of the slots until the switch.
 _PAUSE_S = 1.0
 _PAUSE_S_MAX = 30.0
 _LOG_S = 10.0
@@ -109,7 +109,7 @@ class Controller:
         self._logged = _Logged()
 
     def end(self) -> None:
-        """Makes `run` return as soon as each move is at a point where it can be interrupted."""
+        """Makes `run` return as soon as each move is at a point where the move can be interrupted."""
         self._ending = True
         self._woken.set()
         for running in self._running.values():
@@ -117,7 +117,7 @@ class Controller:
 
     async def run(self) -> None:
         """Runs until `end` is called or, with `once`, until nothing is left to do. With `once`, raises the ShardError
-        that kept a pass from reading the state. If it is cancelled, it does nothing more."""
+        that prevented a pass from reading the state. If `run` is cancelled, it does nothing more."""
         failed: ShardError | None = None
         async with asyncio.TaskGroup() as group:
             while not self._ending:
@@ -185,8 +185,8 @@ class Controller:
     # ── Moves ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _resume(self, group: asyncio.TaskGroup, move: Move) -> None:
-        """Starts carrying out a move that has begun, unless it failed a moment ago or its shards are busy. A move that
-        is not switched does not wait for busy shards, because perhaps no shard accepts new jobs of its slots."""
+        """Starts carrying out a move that has begun, unless the move failed a moment ago or its shards are busy. A move
+        that is not switched does not wait for busy shards, because perhaps no shard accepts new jobs of its slots."""
         pause = self._paused.get(move.epoch)
         if self._ending or (pause is not None and asyncio.get_running_loop().time() < pause.until_s):
             return
@@ -215,8 +215,8 @@ class Controller:
             # The slots changed after the catalog was read.
             self._woken.set()
             return False
-        # Check the shards again: from now on, no other database can take the target's place, because the move is
-        # recorded.
+        # The move is recorded now, so no other database can take the target's place any more. Check the shards once
+        # more.
         await self._resume(group, move)
         return True
 
@@ -245,7 +245,7 @@ class Controller:
         group.create_task(self._finish(running))
 
     async def _finish(self, running: _RunningMove) -> None:
-        """Runs a move to its end. Its errors end here: they must not disturb other moves."""
+        """Runs a move to its end. Raises none of the move's errors, because they must not disturb other moves."""
         move = running.move
         try:
             if await running.mover.finish():
@@ -297,7 +297,7 @@ class Controller:
         self._paused = {epoch: pause for epoch, pause in self._paused.items() if epoch in epochs}
 
     def _busy(self) -> set[ShardName]:
-        """Returns the shards that a working move uses now."""
+        """Returns the shards of the moves that do more now than wait for leases to end."""
         return {name for running in self._running.values() if running.works for name in running.shards}
 
     async def _usable(self, *names: ShardName) -> bool:
@@ -325,7 +325,8 @@ class Controller:
         return f"{running.moved:,} jobs in {took_s:.1f} s{rate}"
 
     def _log_plan(self) -> None:
-        """Logs the plan when it has new routes, not each time that it gets shorter because a move has begun."""
+        """Logs the plan only if it has new routes. A plan that has only become shorter, because a move has begun, is
+        not logged."""
         routes = {(transfer.source, transfer.target) for transfer in self._planned}
         if not routes <= self._logged.routes:
             parts = (

@@ -1,5 +1,6 @@
-"""Lists how a shard that lost history differs from what it was, as far as any database tells. Run it before the loss is
-accepted. Changes only the shard's schema, and only if the backup is of an older release.
+"""Lists how a shard that lost history differs from its state before the loss, as far as any database shows this. Run
+the comparison before the loss is accepted. It changes only the shard's schema, and only if the backup is of an older
+release.
 
 Some differences are certain, because the catalog knows where orgs live now, other shards know some of the jobs, and the
 audit log has recorded changes. Only clients know which jobs have ended on the shard since the point of recovery, and
@@ -39,13 +40,13 @@ _NO_SETTINGS = (QueueSettings(), QueueSettings(paused=False))
 
 
 class Fate(StrEnum):
-    """What becomes of a job that a restored shard has."""
+    """What happens to a job that a restored shard has."""
 
-    # Another shard knows it: `accept` or `recover` deletes the copy.
+    # Another shard knows the job: `accept` or `recover` deletes the copy on the restored shard.
     DELETED = "deleted"
-    # No other shard knows it, and its org lives on another shard: `recover` moves it there.
+    # No other shard knows the job, and its org lives on another shard: `recover` moves the job there.
     MOVED = "moved"
-    # It will run, perhaps for the second time, because it may have ended after the point of recovery.
+    # The job will run, perhaps for the second time, because it may have ended after the point of recovery.
     MAY_RUN_AGAIN = "may_run_again"
     STAYS_DEAD = "stays_dead"
 
@@ -62,8 +63,8 @@ class FoundJob(NamedTuple):
 
 
 class CameOrg(NamedTuple):
-    """An org that came to the shard after the point of recovery. Its jobs are gone: those that came with it, and those
-    that were stored since."""
+    """An org that came to the shard after the point of recovery. The jobs that came with the org are gone, and so are
+    its jobs that were stored on the shard since then."""
 
     org: OrgId
     slot: Slot

@@ -1,8 +1,8 @@
 """Carries a move from any state to its end (docs/decisions/0017-moving-slots.md).
 
-The next step follows from the catalog and the two shards alone, so a move is resumed in the same way as it is started.
-Other processes may carry out the same move at the same time, or late, and any of them may stop at any point. This
-module plans no moves, and does not check that its process leads.
+Only the states of the catalog and of the two shards decide which step is next. So a move is resumed in the same way as
+it is started. Other processes may carry out steps of the same move at the same time, or with a delay. Any of them may
+stop at any point. This module plans no moves, and does not check that its process leads.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Pace:
     rows_max: int = 1_000
     bytes_max: int = 4 * 1024 * 1024
     jobs_per_s_max: float = math.inf
-    # After each chunk comes a rest of this many times the chunk's duration: the busier the shards are, the longer the
-    # rest is.
+    # After each chunk, the move rests for the duration of the chunk times `rest`, but at most `rest_s_max`. So the
+    # busier the shards are, the longer the move rests.
     rest: float = 3.0
     rest_s_max: float = 5.0
     # Time between two checks for jobs that cannot be exported yet.
@@ -49,7 +49,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a move is: the jobs that this run has moved, and what it found on the source when it last counted."""
+    """How far a move is: the jobs that this run has moved, and the jobs that it last counted on the source."""
 
     move: Move
     moved: int
@@ -85,7 +85,7 @@ class Mover:
         self._stopping = asyncio.Event()
         # True if perhaps no shard accepts new jobs of the slots, because the source is closed and the target is not the
         # writer yet. Another Mover may have left the move in this state, so the value is True until the first step has
-        # looked.
+        # checked this.
         self._closed = True
         # Whether this process has deleted the schedules and workflows on the source, because the target has them.
         self._cleared = False
@@ -118,7 +118,7 @@ class Mover:
         on_source = await move_steps.read_slots(source, move.slots)
         contradiction = find_contradiction(move, before, on_target, on_source)
         if contradiction is not None:
-            # The move may have gone on between the reads.
+            # Another process may have continued the move between the reads.
             if move in await catalog.moves(self._catalog):
                 raise Misconfigured(f"{move} cannot go on: {contradiction}")
             return True
@@ -161,8 +161,8 @@ class Mover:
 
     async def _close(self, move: Move, source: Database, target: Database) -> bool:
         """Closes the source. From then until the switch, producers wait. So two things are done before the source is
-        closed: the source learns which orgs have slots of their own, and the target creates the queues. The latter also
-        shows that the target is reachable. Returns False if the mover was stopped."""
+        closed: the source learns which orgs have slots of their own, and the target creates the queues. Creating the
+        queues also shows that the target is reachable. Returns False if the mover was stopped."""
         # No org can be pinned while its hash slot moves, so this reading is complete.
         org_pins = await pins.read_on(self._catalog, move.source)
         if not await self._retry_lock(
@@ -193,11 +193,12 @@ class Mover:
         )
 
     async def _move_jobs(self, move: Move, source: Database, target: Database, chunks: dict[Slot, int]) -> None:
-        """Hands over the jobs that were exported before. If there are none, exports and hands over all free jobs (jobs
-        without a valid lease, and dead jobs). If there are no free jobs either, ends the move of the empty slots. If no
-        slot is empty, waits."""
+        """Hands over the jobs that were exported before. If no such jobs exist, exports and hands over all free jobs
+        (jobs without a valid lease, and dead jobs). If there are no free jobs either, ends the move of the empty slots.
+        If no slot is empty, waits."""
         if not self._cleared:
-            # Delete schedules and workflows only now, after the switch. Before it, routers read them on the source.
+            # Delete schedules and workflows only now, after the switch. Before the switch, routers read the schedules
+            # and workflows on the source.
             await move_steps.delete_schedules(source, move.slots, epoch=move.epoch)
             await move_steps.delete_workflows(source, move.slots, epoch=move.epoch)
             self._cleared = True
@@ -208,7 +209,8 @@ class Mover:
             await move_steps.carry_arrivals(source, target, told_of, epoch=move.epoch)
         departing = [row.slot for row in self._remaining if row.departing]
         free = [row.slot for row in self._remaining if row.free or row.dead]
-        # Slots whose arrivals were carried just now do not count as empty: more arrivals may have come since.
+        # Slots whose arrivals were moved just now do not count as empty, because more arrivals may have come since
+        # then.
         empty = set(move.slots).difference(row.slot for row in self._remaining)
         if departing:
             await self._hand_over(move, source, target, departing)
@@ -216,8 +218,8 @@ class Mover:
             await self._move_chunks(move, source, target, {slot: chunks[slot] for slot in free})
         elif empty:
             await move_steps.delete_quarantines(source, sorted(empty), epoch=move.epoch)
-            # After this step nobody compares the two shards any more. Mark both, so that a restore of an older backup
-            # of either is noticed.
+            # After this step nobody compares the two shards any more. Mark both shards: then it is noticed if one of
+            # them is restored from an older backup.
             for database in (source, target):
                 await marks.mark(database, self._catalog)
             await move_steps.end_arrival(target, sorted(empty), epoch=move.epoch)
@@ -249,7 +251,7 @@ class Mover:
                 # The target lost chunks, or another process carries out this move. Compare the states again before more
                 # jobs move.
                 return
-            # The export may have stopped inside the last slot, so go on with the next chunk of this slot.
+            # The export may have stopped inside the last slot, so continue with the next chunk of this slot.
             last = max(exported)
             chunks[last] += 1
             slots = [slot for slot in slots if slot >= last]

@@ -30,8 +30,8 @@ class PlannedPins:
 
 
 def plan(catalog: Catalog, pins: Sequence[Pin], entries: Sequence[ShardEntry]) -> PlannedPins:
-    """Plans from a copy of the catalog and the pins. Either may have been read first: pins that the copy does not have
-    yet are left for the next plan."""
+    """Plans from a copy of the catalog and the pins. It does not matter which of the two was read first: pins that the
+    copy does not have yet are left for the next plan."""
     owners: dict[Slot, ShardName] = {}
     complaints: dict[OrgId, str] = {}
     to_place: list[tuple[Pin, list[ShardEntry]]] = []
@@ -59,8 +59,8 @@ def plan(catalog: Catalog, pins: Sequence[Pin], entries: Sequence[ShardEntry]) -
 
 
 def why_not(target: PinTarget, entries: Sequence[ShardEntry]) -> str | None:
-    """Returns why no shard can take an org with this pin target, as a text for operators. Returns None if a shard
-    can."""
+    """Returns why no shard can take an org with this pin target, as a text for operators. Returns None if a shard can
+    take it."""
     fitting = [entry for entry in entries if fits(entry, target)]
     if any(map(takes_pins, fitting)):
         return None
@@ -82,7 +82,7 @@ def _why_stays(
     target: PinTarget | None, entries: Sequence[ShardEntry], *, here: ShardName, home: ShardName
 ) -> str | None:
     """Returns why an org cannot leave its shard (`here`) for its pin's target, or for the shard of its hash slot
-    (`home`). Returns None if it can."""
+    (`home`). Returns None if the org can leave."""
     if target is not None and (why := why_not(target, entries)):
         return why
     by_name = {entry.name: entry for entry in entries}

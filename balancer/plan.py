@@ -1,8 +1,8 @@
 """Plans which slots have to move, so that they are where the cluster file wants them. Pure: no I/O, no clock.
 
 Shards that take enqueues share the slots by weight; a draining shard has a share of 0. A shard that takes no enqueues
-keeps the slots that it holds and gets no more, and the other shards share the other slots. So only `draining`, changed
-weights and new shards make slots move; a state that is meant to be temporary does not.
+keeps the slots that it holds and gets no more, and the other shards share the other slots. So slots move only because
+of `draining`, changed weights and new shards, and not because of a state that is meant to be temporary.
 """
 
 from __future__ import annotations

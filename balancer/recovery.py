@@ -77,7 +77,7 @@ class Brought:
 
 @dataclass(slots=True, kw_only=True)
 class Recovery:
-    """What a run of `recover` did, and what it left."""
+    """What a run of `recover` did, and what it did not do."""
 
     orgs: list[Brought] = field(default_factory=list["Brought"])
     # Jobs of orgs that are moving now, jobs with a valid lease, and jobs whose ids are too old to tell whether they
@@ -101,8 +101,8 @@ async def find_loss(shard: Database, catalog_database: Database, *, cluster: str
     newest, newest_at = await marks.last_before(shard, confirmed.at) or (None, None)
     known = await catalog.read(catalog_database)
     behind = await slots_behind(shard, known)
-    # Count only slots that the shard still owned then: slots that had left before the point of recovery may have moved
-    # between other shards since.
+    # Count only slots that the shard still owned at the point of recovery: slots that had left it before may have moved
+    # between other shards since then.
     owned = [slot for slot, state in behind.items() if state is not None and state.state == "owned"]
     return Loss(
         shard=shard.name,
@@ -116,8 +116,8 @@ async def find_loss(shard: Database, catalog_database: Database, *, cluster: str
 
 async def slots_behind(shard: Database, known: Catalog) -> dict[Slot, move_steps.SlotState | None]:
     """Returns the slots that have moved from or to this shard since the point of recovery, also if they came back. With
-    each slot, returns what the shard knows about it; None: nothing. Leaves out slots that the shard never had and does
-    not have now."""
+    each slot, returns what the shard knows about it, or None if the shard knows nothing. Leaves out slots that the
+    shard never had and does not have now."""
     states = await move_steps.read_slots(shard, [Slot(slot) for slot in range(len(known.slots))])
     return {
         Slot(slot): states.get(Slot(slot))
@@ -141,7 +141,7 @@ async def check_databases(
 ) -> dict[ShardName, list[Finding]]:
     """Returns the findings of `windrow doctor` about databases that routers refuse, about shards that lost history,
     about a catalog that lost history, and about slots on shards that are not `named` in the cluster file. `catalog_at`:
-    under which name the database of the catalog is reported. Raises ShardError if the catalog cannot be read."""
+    the name by which the findings call the catalog's database. Raises ShardError if the catalog cannot be read."""
     try:
         known = (
             await catalog.look(catalog_database)
@@ -197,10 +197,10 @@ async def accept(
     cluster: str,
     runs_again: bool = False,
 ) -> list[str]:
-    """Lets the shard serve again without what it lost: tells it which slots have left it and which have come to it,
-    skips the runs of schedules that it may have stored before, and begins a new history. With `runs_again`, it stores
-    these runs instead, as after an outage. Returns what was done about moves and schedules, in one sentence for each.
-    Raises ShardUnavailable, Misconfigured; it may then be called again."""
+    """Lets the shard serve again without what it lost. To do so, tells the shard which slots have left it and which
+    have come to it, skips the runs of schedules that it may have stored before, and begins a new history. With
+    `runs_again`, it stores these runs instead, as after an outage. Returns what was done about moves and schedules, in
+    one sentence for each. Raises ShardUnavailable, Misconfigured; it may then be called again."""
     shard = shards[loss.shard]
     await schema.migrate(shard, cluster=cluster)
     confirmed = await marks.confirmed(catalog_database, loss.shard)
@@ -319,10 +319,10 @@ async def recover(
     older: bool = False,
     report: Callable[[int], None] = lambda _: None,
 ) -> Recovery:
-    """Moves the stray jobs of a shard to where their orgs live. Jobs that are known there, or on a former owner, are
-    not moved, and are deleted on the shard where they are stray. With `older`, also handles jobs whose ids were made
-    more than 7 days ago; other shards may have forgotten that such a job has run. `report` is called with the number of
-    jobs handled so far. Raises ShardUnavailable, Misconfigured; it may then be called again."""
+    """Moves the stray jobs of a shard to where their orgs live. If a job is known there, or on a former owner, it is
+    not moved, but deleted on the shard where it is stray. With `older`, also handles jobs whose ids were made more than
+    7 days ago; other shards may have forgotten that such a job has run. `report` is called with the number of jobs
+    handled so far. Raises ShardUnavailable, Misconfigured; it may then be called again."""
     databases = ExaminedDatabases(shards, catalog_database, cluster=cluster)
     shard = await databases.at(name)
     known = await catalog.read(catalog_database)
@@ -413,8 +413,8 @@ async def _recover_org(
             raise ShardUnavailable(home.name, f"stray jobs of org {org!r} kept changing on that shard; try again")
     except NotTaken:
         return None
-    # The stray copies are deleted next. Mark the home first, so that it is noticed if the home loses what it just
-    # stored.
+    # The stray copies are deleted next. Before that, mark the shard where the org lives: then it is noticed if that
+    # shard loses what it just stored.
     await marks.mark(home, databases.catalog)
     if brought:
         imported = [ExportedJobs(slot=slot, chunk=0, org=part.org, queue=part.queue, jobs="") for part in parts]

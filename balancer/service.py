@@ -1,5 +1,5 @@
-"""The balancer as a process: it leads or stands by, and follows the cluster file. What it does while it leads is in
-balancer/controller.py."""
+"""The balancer as a process: it leads or stands by, and follows the cluster file. balancer/controller.py does the work
+of a process that leads."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class AnotherLeads(Exception):
 
 
 async def balance(file: WatchedFile, cluster: Cluster, *, stop: asyncio.Event) -> None:
-    """Makes the cluster as its file wants it, whenever this process leads, until `stop` is set. Before it returns, it
-    takes those moves that must not be left half done to a point at which they may stop. `cluster` is the file's present
-    content; changes of the file are applied when they are noticed."""
+    """Makes the cluster as its file wants it, whenever this process leads, until `stop` is set. After that, continues
+    the moves that must not be left half done, until they are at a safe point. `cluster` is the present content of the
+    file; changes of the file are applied when they are noticed."""
     while not stop.is_set():
         ending = asyncio.Event()
         balancing = asyncio.create_task(_Balancer(cluster, ending).run())

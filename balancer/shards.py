@@ -21,7 +21,7 @@ from shard.vocabulary import CATALOG, ShardName
 
 _log = logging.getLogger(__name__)
 
-# How many connections a database gets: one for the move that works, and one for moves that wait for leases to end.
+# How many connections a database gets: one for the move that moves jobs, and one for moves that wait for leases to end.
 _CONNECTIONS = 2
 
 
@@ -94,7 +94,7 @@ class Shards:
         database, cluster = self.databases[name], self._cluster.name
         if name not in self._admitted or not await identity.examine(database, self.catalog, cluster=cluster):
             await identity.admit(database, self.catalog, cluster=cluster)
-            # The shard needs the org policies before it gets slots: it applies them when jobs finish.
+            # The shard needs the org policies before it gets slots, because it applies these policies when jobs finish.
             await org_policies.copy(self.catalog, database)
             self._admitted.add(name)
 

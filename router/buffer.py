@@ -2,9 +2,9 @@
 been sent, jobs that wait to be read. Memory is reserved before the work begins, and held until the last byte is written
 or the client is gone (I9).
 
-No org and no connection may hold more than is left free: a single org or connection gets at most half, and the other
-half stays free for others (shard/fair_quota.py). The claims on one shard may not reserve more than is left free either,
-because they hold this memory for seconds if the shard does not answer.
+No org and no connection may hold more memory than is free. So a single org or connection gets at most half, and the
+other half stays free for others (shard/fair_quota.py). The claims on one shard may not reserve more than is free
+either, because they hold this memory for seconds if the shard does not answer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from shard.vocabulary import ShardName
 WAIT_S_MAX = 5.0
 # How many orgs, and how many connections of an org, are checked each time that memory is freed.
 _CHECKS_MAX = 16
-# An account drops the parts that hold nothing when it has this many parts more than twice those that held something
-# the last time.
+# An account drops the parts that hold nothing when it has too many parts: twice as many as it kept the last time, plus
+# this number.
 _PARTS_KEPT = 100
 # The most that one claim reserves. A claim begins only if its shard has room for this: otherwise claims of few jobs,
 # which always find room sooner, could keep a claim of many jobs waiting for ever.
@@ -41,8 +41,8 @@ class Buffer:
         self.claims = FairQuota(bytes_max)
         self._received = FairQuota(bytes_max // 8)
         # The waiting requests, first by the shard that they claim from (None: they are not claims), then by org, then
-        # by connection. They are kept apart by shard, so that claims on a shard without room keep no other requests
-        # waiting. At each of these levels, the key that was served most recently comes last.
+        # by connection. The requests are kept apart by shard, so that claims on a shard without room keep no other
+        # requests waiting. At each of these levels, the key that was served most recently comes last.
         self._waiting: OrderedDict[ShardName | None, OrderedDict[str, OrderedDict[str, deque[_Waiting]]]] = (
             OrderedDict()
         )
@@ -92,7 +92,7 @@ class Buffer:
                 line.remove(waiting)
                 if not line:
                     del by_peer[peer]
-                # The requests behind it may have room now.
+                # The requests that waited behind this request may have room now.
                 self._serve(shard, org)
             elif not waiting.granted.cancelled():
                 # The memory was granted in the same iteration of the event loop in which the wait ended.
@@ -167,15 +167,15 @@ class Account:
         self._claims = Counter[ShardName]()
         # Accounts of the memory that this call or stream holds for other orgs, by org.
         self._parts: dict[str, Account] = {}
-        # With this many, parts that hold nothing are dropped.
+        # When there are this many parts, those that hold nothing are dropped.
         self._parts_max = _PARTS_KEPT
         self.org = org
         self.peer = peer
         self.held = 0
 
     def of(self, org: str) -> Account:
-        """Returns the part of this account that is held for another org: an account of its own, which is closed with
-        this one. Callers must not keep a part that holds nothing, because such a part may be dropped."""
+        """Returns the part of this account that is held for another org. The part is an account itself, and is closed
+        with this one. Callers must not keep a part that holds nothing, because such a part may be dropped."""
         part = self._parts.get(org)
         if part is None:
             if len(self._parts) >= self._parts_max:

@@ -1,5 +1,5 @@
 """Runs long calculations in a thread of their own, so that the event loop serves other calls meanwhile. The threads of
-asyncio.to_thread stay free for work that must not wait, such as that of the memory watch."""
+asyncio.to_thread stay free for work that must not wait, such as the work of the memory watch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Calculator:
     of schedules"."""
 
     def __init__(self, what: str) -> None:
-        # A calculation whose caller has left runs to its end. The next one then waits for the thread.
+        # A calculation runs to its end even if its caller has left. The next calculation waits until then for the
+        # thread.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="calculator")
         self._calls = single_calls(lambda: TooManyWaiting(f"earlier {what} take long; try again"))
 

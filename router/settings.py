@@ -37,7 +37,8 @@ class RouterSettings:
     # Allows an address beyond loopback without [tls] or [auth] (router/process/exposure.py).
     insecure: bool = False
     processes: int = 2
-    # Connections of each process for queue calls; up to two more serve lists and counts, and one listens.
+    # How many connections each process has for queue calls. Up to two more connections serve lists and counts, and one
+    # more listens.
     connections_per_shard: int = 4
     # How long calls in flight may take to end after SIGTERM.
     drain_seconds: float = 20.0
@@ -85,8 +86,8 @@ class RouterSettings:
         return self.memory_mib * _MIB * 7 // 8
 
 
-# How long a router process may take to end after its drain. In this time it ends its calls, writes down what it still
-# holds, and closes its connections. After this time the supervisor kills it.
+# How long a router process may take to end after its drain. In this time it ends its calls, gives back or writes down
+# what it still holds, and closes its connections. After this time the supervisor kills it.
 END_S_MAX = 15.0
 
 # The lowest and the highest value of each number.

@@ -2,7 +2,7 @@
 which order. Pure.
 
 The order says what must end first. Causes of the job itself come first, then causes that hold back its queue, then
-causes about the consumers, then the jobs ahead of it. Every job has at least one cause.
+causes about the consumers, then the jobs that run before this job. Every job has at least one cause.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Surroundings:
     waiting: Waiting = Waiting()
     # What the org holds of this process's memory, if its claims wait for more. None: they do not wait.
     share: causes.RouterShareCause | None = None
-    # How far the org is ahead of other orgs, so that consumers of all orgs serve the other orgs first. None: they serve
-    # no other org first.
+    # How far the org is ahead of other orgs, if consumers of all orgs serve the other orgs first for this reason. None:
+    # these consumers serve no other org first.
     fair_share: causes.FairShareCause | None = None
     # The limits of starts that have no room.
     start_limits: Sequence[causes.StartLimitCause] = ()
@@ -250,8 +250,8 @@ def _blocked(record: JobRecord, blocked: BlockedFacts | None) -> Cause:
 
 
 def _signal(record: JobRecord, live: LiveFacts, node: BlockedFacts | None, around: Surroundings) -> list[Cause]:
-    """Returns why a job waits for a signal. When the time for the signal is over, a claim must find the job to end its
-    node. So causes that hold back the queue also delay the end of the node."""
+    """Returns why a job waits for a signal. When the time for the signal is over, the node ends only after a claim has
+    found the job. So causes that hold back the queue also delay the end of the node."""
     assert record.workflow_node is not None
     assert record.expires_at is not None
     signal = causes.SignalCause(
@@ -346,8 +346,8 @@ def _next_due(facts: QueueFacts) -> Iterable[Cause]:
 def _holding(
     gives_jobs: bool, kind: str | None, consumers: ConsumersOf, now: Micros, around: Surroundings
 ) -> list[Cause]:
-    """Returns the causes that hold back all jobs of a queue, or all its jobs of one kind, whatever the order of the
-    jobs is. `kind` None: returns only the causes for all jobs."""
+    """Returns the causes that hold back all jobs of a queue, or all its jobs of one kind, independently of the order of
+    the jobs. `kind` None: returns only the causes for all jobs."""
     found = _down(around)
     if not gives_jobs:
         found.append(Cause(paused=causes.PausedCause()))
@@ -382,13 +382,14 @@ def _moving(around: Surroundings) -> Iterable[Cause]:
 
 
 def _on_its_way(source: ShardName, around: Surroundings) -> Cause:
-    """Returns the cause of a job that is being moved. Its target is empty if this router has not heard of the move."""
+    """Returns the cause of a job that is being moved. The target in this cause is empty if this router has not heard of
+    the move."""
     target = "" if around.move is None else around.move[1]
     return Cause(moving=causes.MovingCause(source=source, target=target, on_its_way=True))
 
 
 def _share(around: Surroundings, of: LiveFacts | QueueFacts) -> Iterable[Cause]:
-    # A paused queue has no part in the sharing.
+    # A paused queue does not take part in the sharing.
     if not of.gives_jobs:
         return
     if around.share is not None:

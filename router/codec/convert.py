@@ -63,7 +63,7 @@ _FAILURE_BYTES_MAX = tuple(
     limit(job_pb2.Failure, field, Rule.STRING_MAX_BYTES) for field in ("type", "message", "stack")
 )
 
-# The enums of the contract have the same names as those of the vocabulary, after a prefix.
+# Each value of the contract's enums has the name of the Python value, after a prefix.
 ANSWERS: dict[Answer, job_pb2.JobAnswer.ValueType] = {
     answer: job_pb2.JobAnswer.Value(f"JOB_ANSWER_{answer.name}") for answer in Answer if answer is not Answer.DEPARTING
 }
@@ -302,7 +302,8 @@ def wanted_count(request: admin_pb2.CountJobsRequest) -> WantedCount:
 
 
 def leased_job(job: Claimed, org: OrgId) -> job_pb2.LeasedJob:
-    """Returns a claimed job without its lease, id, payload and group: jobs of one claim differ in these."""
+    """Returns a claimed job without its lease, id, payload and group, because jobs of one claim differ in these
+    fields."""
     message = job_pb2.LeasedJob(
         org=org,
         queue=job.queue,
@@ -381,8 +382,8 @@ def job(record: JobRecord, shard: ShardName) -> job_pb2.Job:
 
 
 def template_message(stored: Template) -> job_pb2.JobTemplate:
-    """Returns a template as it was given, but with the defaults of the priority, and of a given retry policy, filled
-    in."""
+    """Returns a template as it was given, but with defaults filled in for the priority, and for the retry policy if one
+    was given."""
     values = cast("Mapping[str, str | None]", stored)
     message = job_pb2.JobTemplate(
         queue=str(values["queue"]),
@@ -494,8 +495,9 @@ def org_books(books: OrgBooks, *, home_shard: str = "") -> cluster_pb2.OrgBooks:
 def enqueue_results(
     ids: Sequence[str], duplicates: Mapping[int, str], known: Mapping[int, Known]
 ) -> list[queue_pb2.EnqueueResult]:
-    """Returns one result for each job. Both mappings are by position. `duplicates` has the ids of the jobs that were
-    known already. `known` has the states of these jobs, and says whether their content differs from the request."""
+    """Returns one result for each job. The keys of both mappings are the positions of the jobs. `duplicates` has the
+    ids of the jobs that were known already. `known` has the states of these jobs, and says whether their content
+    differs from the request."""
     results = [queue_pb2.EnqueueResult(id=duplicates.get(at, job_id)) for at, job_id in enumerate(ids)]
     for at in duplicates:
         results[at].duplicate = True

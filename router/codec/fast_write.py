@@ -47,10 +47,10 @@ _PAYLOAD = b"\x2a"
 _GROUP = b"\x8a\x01"
 _JOB = b"\x0a"
 _FIXED_BYTES = len(_ID) + _ID_CHARS + len(_PAYLOAD)
-# Start of an EnqueueResponse.results entry that has only an id. These tags and lengths happen to be ASCII.
+# Start of an EnqueueResponse.results entry that has only an id. By chance, these tags and lengths are ASCII characters.
 _RESULT = f"\x0a{chr(_ID_CHARS + 2)}\x0a{chr(_ID_CHARS)}"
-# Fields of Claimed that convert.leased_job does not read. All other fields are shared fields: jobs that agree in them
-# share one encoding of them. A new field of Claimed is a shared field unless it is added here.
+# Fields of Claimed that convert.leased_job does not read. All other fields are shared fields: jobs that have the same
+# values in these fields share one encoding of them. A new field of Claimed is a shared field unless it is added here.
 NOT_SHARED = frozenset(
     {"id", "payload", "group_key", "lease", "leased_at", "deadline", "expired", "expired_lease", "expired_worker"}
 )
@@ -79,7 +79,7 @@ class Delivery(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The size of the encoded jobs. They hold that much of the buffer until they have been sent."""
+        """The size of the encoded jobs. The jobs hold this many bytes of the buffer until they have been sent."""
         return sum(map(len, self.jobs))
 
     def leases(self) -> list[Lease]:

@@ -1,7 +1,7 @@
 """Reads a message without decoding it: counts its fields, or finds one number in it. Pure.
 
 An empty item of a list takes two bytes on the wire and up to 86 in memory, so a request of 16 MiB could take 700 MiB
-before it is refused. So the fields are counted first. A message that is too large is not decoded at all.
+before it is refused. So the fields are counted first. A message that has too many fields is not decoded at all.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _count(raw: bytes, at: int, end: int, shape: _Shape, most: int) -> int:
 
 def number_in(raw: bytes, field: int, *, fields_max: int) -> int:
     """Returns the value of the first int64 field with this number, or 0 if the first `fields_max` fields of the message
-    have none. Reads nothing of the messages in it."""
+    have none. Does not look into embedded messages."""
     wanted = field << _KIND_BITS | _VARINT
     at, end = 0, len(raw)
     for _ in range(fields_max):

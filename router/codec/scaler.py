@@ -31,7 +31,8 @@ class Target(NamedTuple):
 
 
 def org_named(request: keda.ScaledObjectRef | keda.GetMetricsRequest) -> str | None:
-    """Returns the org that a request names. None: it names no org, because it is about all orgs or is not valid."""
+    """Returns the org that a request names. None: the request names no org, because it is about all orgs or is not
+    valid."""
     return _reference(request)[0].scalerMetadata.get("org")
 
 

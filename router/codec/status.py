@@ -181,7 +181,7 @@ class RouterFull(Exception):
 
 
 class TooManyChanges(Exception):
-    """The callers of an org make more audited changes than one org may."""
+    """The callers of an org make audited changes faster than one org may."""
 
     def __init__(self, org: str, per_s: float, retry_after_s: float) -> None:
         super().__init__(

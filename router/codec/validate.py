@@ -38,7 +38,7 @@ _CREDIT_MAX = 10_000
 _RESULT_BYTES_MAX = 65_536
 # The most paths of a field mask.
 _PATHS_MAX = 100
-# The check of a Dequeue that is larger than this is not cached.
+# If a Dequeue is larger than this, the result of its check is not cached.
 _CACHED_BYTES_MAX = 1_000
 # The names of queues and kinds.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}", re.ASCII)
@@ -58,11 +58,11 @@ _SHOWN_CHARS_MAX = 128
 # request may break thousands of rules.
 _DESCRIBED_MAX = 100
 # If a request has more than _REQUEST_ITEMS_MAX items in all its lists and maps together, the items of its lists are
-# checked one by one. Of an item with more than _ITEM_ITEMS_MAX items in it, only one violation is searched for: to find
-# all takes 0.02 to 0.1 ms for each violation, and the router process serves nobody else meanwhile.
+# checked one by one. If an item itself has more than _ITEM_ITEMS_MAX items, only one violation in it is searched for:
+# to find all takes 0.02 to 0.1 ms for each violation, and the router process serves nobody else meanwhile.
 _REQUEST_ITEMS_MAX = 500
 _ITEM_ITEMS_MAX = 100
-# Descriptions of the contract's patterns. The first entry whose key a pattern contains describes it.
+# Descriptions of the contract's patterns. A pattern is described by the first entry whose key it contains.
 _PATTERNS = {
     "[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}": "must be 1 to 128 of A–Z a–z 0–9 . _ : / -, the first a letter or digit",
     "-7[0-9a-f]{3}-": "must be a UUID of version 7 in lower case, such as 019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55",
@@ -84,8 +84,9 @@ _RULES = {
 }
 # The fields in which 0 means the default. The descriptions of their ranges begin with 1.
 _DEFAULT_IF_ZERO = {"priority", "max_attempts"}
-# _FIELD[n] is the encoded size of a field, tag included, whose text, bytes or message has n bytes. An empty field takes
-# nothing. If n is beyond the list, an IndexError is raised; it is caught, and protovalidate checks the request instead.
+# _FIELD[n] is the encoded size, with the tag, of a field whose text, bytes or message has n bytes. An empty field takes
+# nothing. If n is beyond the list, an IndexError is raised. This error is caught, and protovalidate checks the request
+# instead.
 _FIELD = [0, *(1 + 1 + n for n in range(1, 1 << 7)), *(1 + 2 + n for n in range(1 << 7, 1 << 14))]
 _ID_BYTES = _FIELD[_UUID7_CHARS]
 
@@ -99,8 +100,8 @@ def check(request: Message) -> None:
 
 def violations_of(request: Message, *, items_max: int = _JOBS_MAX) -> list[Violation]:
     """Returns every violation of the contract's rules. For a large request, returns only some violations, but at least
-    one for each message in a list that breaks a rule. If a list has more than `items_max` items, returns only that
-    violation: whoever sends such a list must not keep the router busy with its items."""
+    one for each message in a list that breaks a rule. If a list has more than `items_max` items, returns only the
+    violation that the list is too long: whoever sends such a list must not keep the router busy with its items."""
     too_long = [
         Violation(field.name, _RULES["repeated.max_items"].format(rule=items_max) + f", not {len(value):,}")
         for field, value in request.ListFields()
@@ -141,8 +142,8 @@ def _collected(request: Message) -> Iterator[tuple[str, protovalidate.Violation]
     if _count_items(request, _REQUEST_ITEMS_MAX) <= _REQUEST_ITEMS_MAX:
         yield from (("", found) for found in protovalidate.collect_violations(request))
         return
-    # The items of the request's lists are checked below, one by one. Here, one empty item stands for all items of a
-    # list.
+    # The items of the request's lists are checked below, one by one. In `rest`, one empty item stands for all items of
+    # a list.
     lists = dict(_lists_of(request))
     rest = type(request)(**{field.name: value for field, value in request.ListFields() if field.name not in lists})
     for name in lists:
@@ -291,7 +292,8 @@ def check_consume(request: queue_pb2.ConsumeRequest) -> None:
 
 
 def _settled_twice(entries: Iterable[Sequence[Any]]) -> InvalidRequest:
-    """Returns the error for entries, by verb, of which two or more settle the same lease."""
+    """Returns the error for a message in which two or more entries settle the same lease. `entries`: the entries of
+    each verb."""
     seen: dict[bytes, str] = {}
     violations: list[Violation] = []
     for verb, of_verb in zip(VERBS, entries, strict=False):
@@ -312,7 +314,7 @@ def check_ack(request: queue_pb2.AckRequest) -> None:
 
 def _fit(acks: Sequence[queue_pb2.Ack]) -> bool:
     """Returns whether these acks (at least one) need no `check`: their number and the size of each result are allowed,
-    and no ack has a log. Acks with a log always need it, because only `check` knows what logs may contain."""
+    and no ack has a log. Acks with a log always need `check`, because only `check` knows what logs may contain."""
     return (
         len(acks) <= _JOBS_MAX
         and max([len(ack.result) for ack in acks]) <= _RESULT_BYTES_MAX
@@ -335,7 +337,7 @@ def check_dequeue(request: queue_pb2.DequeueRequest) -> None:
         without.CopyFrom(request)
         without.ClearField("acks")
         request = without
-    # Encode the request at once, because ByteSize() would cost as much.
+    # Encode the request without asking for its size first, because ByteSize() would cost as much as the encoding.
     encoded = request.SerializeToString()
     if len(encoded) > _CACHED_BYTES_MAX:
         check(request)
@@ -364,7 +366,7 @@ def plain_jobs(request: queue_pb2.EnqueueRequest) -> NewJobs | None:
     joined = ",".join(ids)
     if (
         not all(map(NAME.fullmatch, {*queues, *kinds}))
-        # Without the length check, "a,b" in one job's id would pass for the ids of two jobs.
+        # Without the length check, "a,b" in one job's id would look like the ids of two jobs.
         or len(joined) != (_UUID7_CHARS + 1) * count - 1
         or _UUID7S.fullmatch(joined) is None
         or min(priorities) < 0
@@ -517,7 +519,8 @@ def _in_words(found: protovalidate.Violation) -> str:
     if rule == "required" or (rule == "enum.not_in" and value == 0):
         return "must be set"
     if rule == "string.pattern":
-        # The message contains the pattern too. Reading `rule_value` takes 0.1 ms, and a request may break 2,000 rules.
+        # Look for the pattern in the message, and not in `rule_value`: reading that takes 0.1 ms, and a request may
+        # break 2,000 rules.
         message = next((words for pattern, words in _PATTERNS.items() if pattern in message), message)
     elif rule == "enum.not_in":
         return f"must not be {value}"
@@ -575,7 +578,7 @@ def _path(elements: Iterable[FieldPathElement]) -> str:
         if subscript is not None:
             key = subscript.value
             if isinstance(key, str) and len(key) > _KEY_CHARS_MAX:
-                # The violation may be that the key is too long.
+                # Cut the key: perhaps its length is the violation.
                 key = key[:_KEY_CHARS_MAX] + "…"
             path += f"[{json.dumps(key, ensure_ascii=False)}]"
     return path

@@ -120,7 +120,8 @@ def _node_violations(nodes: Sequence[workflows_pb2.NewNode], *, adds: bool) -> l
     no_parents = {node.name for node in nodes if node.callback}
     for at, node in enumerate(nodes):
         name, seen = node.name, set[str]()
-        # Each look at a field of a message makes an object, and there may be 100,000 edges.
+        # Read each edge once: each access to a field of a message creates a Python object, and there may be 100,000
+        # edges.
         for number, parent in enumerate([edge.node for edge in node.after]):
             if parent != name and parent not in seen and (parent in numbers or adds) and parent not in no_parents:
                 seen.add(parent)
@@ -155,8 +156,8 @@ def _signal_violations(at: int, node: workflows_pb2.NewNode) -> list[Violation]:
 
 
 def _graph_violations(nodes: Sequence[workflows_pb2.NewNode]) -> list[Violation]:
-    """Returns the violation of a graph with a cycle, or with a chain that is too long. If a name is not in `nodes`,
-    the workflow already has a node with this name."""
+    """Returns the violation of a graph with a cycle, or with a chain that is too long. If an edge names a node that is
+    not in `nodes`, the workflow already has this node."""
     numbers = {node.name: at for at, node in enumerate(nodes)}
     try:
         order = _ordered(nodes)
@@ -222,8 +223,8 @@ def new_workflow(request: workflows_pb2.StartWorkflowRequest, *, trace: str | No
 
 
 def new_nodes(request: workflows_pb2.AddNodesRequest, *, trace: str | None) -> tuple[NewNodes, list[int]]:
-    """Returns the nodes of a request, and the position of each of the request's nodes among them. Raises
-    InvalidRequest."""
+    """Returns the nodes of a request, sorted as by `_ordered`, and the position in this order for each of the request's
+    nodes. Raises InvalidRequest."""
     _check(request)
     nodes = list(request.nodes)
     order = _ordered(nodes)

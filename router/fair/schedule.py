@@ -1,15 +1,15 @@
 """Decides whose job runs next when one pool of workers serves many orgs. Pure: no I/O and no clock of its own; callers
 pass the time, in seconds of any monotonic clock.
 
-Start-time fair queueing (Goyal, Vin, Cheng: "Start-time fair queueing", 1996). Each org has a tag, a point in virtual
-time. The ready org with the smallest tag is served next, and its tag then grows by what it was charged, divided by its
-weight. So orgs that always have ready jobs get worker-seconds in proportion to their weights. If only one org has ready
-jobs, it gets all worker-seconds.
+The method is start-time fair queueing (Goyal, Vin, Cheng: "Start-time fair queueing", 1996). Each org has a tag, a
+point in virtual time. The ready org with the smallest tag is served next. Its tag then grows by the time that the org
+is charged, divided by the org's weight. So orgs that always have ready jobs get worker-seconds in proportion to their
+weights. If only one org has ready jobs, it gets all worker-seconds.
 
 An org is charged for each lease: for the time from the hand-out of the job to the end of the lease. When a job is
 handed out, this time is not known yet, so the org is charged an estimate, which is corrected later. The floor of
-virtual time is the tag of the org served last. An org that becomes ready starts there at the earliest: it cannot save
-up credit while it has no jobs.
+virtual time is the tag of the org served last. An org that becomes ready starts at the floor at the earliest: it cannot
+save up time while it has no jobs.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from shard.vocabulary import OrgId, ShardName
 
 # The weight of an org for which none was set.
 WEIGHT_DEFAULT = 1.0
-# The part of an estimate that comes from the newest measurement.
+# The fraction of an estimate that comes from the newest measurement.
 _NEW_PART = 0.2
 # The estimate before anything was measured.
 _FIRST_ESTIMATE_S = 0.05
-# Charges are brought up to date at the interval _ACCRUE_S, or at _ACCRUE_LEASE_S for each lease if that is longer.
+# Charges are brought up to date every _ACCRUE_S. If the number of leases times _ACCRUE_LEASE_S is longer, this longer
+# time is the interval.
 _ACCRUE_S = 0.05
 _ACCRUE_LEASE_S = 0.000_05
 # If more orgs than this are remembered, the schedule looks for orgs that it can forget.
@@ -45,9 +46,9 @@ _LEASES_MAX = 200_000
 class _Org:
     tag: float
     weight: float
-    # The shards on which it has ready jobs.
+    # The shards on which the org has ready jobs.
     shards: set[ShardName] = field(default_factory=set[ShardName])
-    # How many of its jobs are leased.
+    # How many of the org's jobs are leased.
     running: int = 0
 
 
@@ -57,7 +58,7 @@ class _Lease:
     since_s: float
     # When the lease ends if nobody extends it.
     until_s: float
-    # The time that the org was charged for it so far.
+    # The time that the org was charged for this lease so far.
     charged_s: float
 
 
@@ -77,8 +78,8 @@ class Schedule:
         self._weight_of = weight_of
         self._orgs: dict[OrgId, _Org] = {}
         self._ready = 0
-        # The ready orgs of each shard, ordered by tag. An entry is stale if the org's tag has changed since, or if the
-        # org is not ready on this shard any more.
+        # The ready orgs of each shard, ordered by tag. An entry is stale if the org's tag has changed since then, or if
+        # the org is not ready on this shard any more.
         self._heaps: dict[ShardName, list[tuple[float, int, OrgId]]] = {}
         self._turns = itertools.count()
         self._leases: dict[Hashable, _Lease] = {}
@@ -98,7 +99,7 @@ class Schedule:
 
     @property
     def size(self) -> int:
-        """How many orgs it remembers."""
+        """How many orgs the schedule remembers."""
         return len(self._orgs)
 
     def is_ready(self, org: OrgId) -> bool:
@@ -137,7 +138,8 @@ class Schedule:
         if not known.shards:
             self._ready -= 1
             if not self._ready:
-                # No org waits, so an org that becomes ready now starts level with all others.
+                # No org has ready jobs. So raise the floor to the highest tag: then all orgs that become ready start
+                # with the same tag.
                 self.floor = self._top = max(self._top, self.floor)
                 self._heaps.clear()
             self._forget()
@@ -167,8 +169,8 @@ class Schedule:
         return Pick(org, at, charged_s)
 
     def turns(self, org: OrgId, *, at_most: int) -> int:
-        """Returns how many jobs of an org without ready jobs would be handed out before the first job of a ready org,
-        if they were ready now. Stops counting at `at_most`."""
+        """The org has no ready jobs. Returns how many of its jobs would be handed out before the first job of a ready
+        org if it had ready jobs now. Stops counting at `at_most`."""
         others = [first[0] for shard in self._heaps if (first := self._first(shard)) is not None]
         if not others:
             return at_most
@@ -194,12 +196,13 @@ class Schedule:
         self, org: OrgId, lease: Hashable, *, now_s: float, until_s: float, charged_s: float | None = None
     ) -> None:
         """Records that a job of the org was handed out. Its lease ends at `until_s` if nobody extends it. `charged_s`
-        is what the pick of this job charged. It is None if the job was not picked; then the org is charged now."""
+        is what the org was charged when this job was picked. None: the job was not picked, and the org is charged
+        now."""
         if charged_s is None:
             handed = self._orgs.setdefault(org, _Org(self.floor, self._weight_of(org)))
             charged_s = self.estimate_s(org)
-            # An org whose leases were shorter than estimated may be below the floor, but not by more than its running
-            # leases may still give back: what it did not use while it had no jobs does not count.
+            # If the leases of an org were shorter than estimated, its tag may be below the floor, but only by as much
+            # as its running leases may still give back. The org gets nothing for the time in which it had no jobs.
             unused = self.floor - handed.tag - (handed.running + 1) * charged_s / handed.weight
             self._charge(org, charged_s + max(0.0, unused) * handed.weight)
         known = self._orgs.get(org)
@@ -214,8 +217,8 @@ class Schedule:
             known.until_s = max(known.until_s, until_s)
 
     def ended(self, lease: Hashable, *, now_s: float) -> None:
-        """Ends a lease, and charges its org for as long as the lease lasted. Does nothing for a lease that is unknown
-        here, or has ended before."""
+        """Ends a lease, and charges its org for as long as the lease lasted. Does nothing for a lease that is not
+        known, or has ended before."""
         known = self._leases.pop(lease, None)
         if known is None:
             return
@@ -237,8 +240,9 @@ class Schedule:
 
     def accrue(self, *, now_s: float) -> None:
         """Ends leases that have expired, and charges orgs for the time that their other leases have lasted beyond the
-        estimates. Call it before jobs are handed out: otherwise an org whose jobs suddenly take hours would be noticed
-        only at their end. It looks at the leases some 20 times a second, less often if there are thousands."""
+        estimates. Call this before jobs are handed out: otherwise an org whose jobs suddenly take hours would be
+        charged for them only at their end. Looks at the leases some 20 times a second, or less often if there are
+        thousands of leases."""
         if now_s < self._accrue_from_s:
             return
         self._accrue_from_s = now_s + max(_ACCRUE_S, len(self._leases) * _ACCRUE_LEASE_S)
@@ -304,7 +308,8 @@ class Schedule:
         self._mean_s = (1 - _NEW_PART) * self._mean_s + _NEW_PART * lasted_s
 
     def _forget(self) -> None:
-        """Forgets idle orgs at or below the floor. Nothing is lost with them: they would start again at the floor."""
+        """Forgets idle orgs at or below the floor. Nothing is lost, because these orgs would start again at the
+        floor."""
         if len(self._orgs) <= self._forget_above:
             return
         kept = {o: known for o, known in self._orgs.items() if known.shards or known.running or known.tag > self.floor}

@@ -15,14 +15,14 @@ from shard.limits import Limit, Measure
 from shard.queue.store import Store
 from shard.vocabulary import OrgId
 
-# A count is used for _USED_S, or for _USED_TIMES times as long as it took, if that is longer.
+# A count is used for _USED_S, or, if this is longer, for _USED_TIMES times the time that counting took.
 _USED_S = 1.0
 _USED_TIMES = 50.0
 
 
 class Backlog:
-    """Has those methods of a Bucket that a Charge (router/fleet/limits.py) needs. A token is the right to add one job,
-    or one byte, to the backlog."""
+    """Has the methods of a Bucket that a Charge (router/fleet/limits.py) needs. A token is the right to add one job, or
+    one byte, to the backlog."""
 
     def __init__(self, org: OrgId, limit: Limit) -> None:
         self.limit = limit
@@ -77,11 +77,12 @@ class Backlog:
         return min(self.limit.amount, self._counted + self._added)
 
     async def draw(self, store: Store, lack: int) -> None:
-        """Counts, or waits for the count that is under way. Raises NoAnswer."""
+        """Counts, or waits for the count that is running. Raises NoAnswer."""
         del lack
         if self._counting is None:
             self._counting = asyncio.get_running_loop().create_task(self._count(store))
-            # Retrieve the error of the count: if all callers are cancelled, nobody else does, and asyncio would log it.
+            # Retrieve the error of the count: if all callers are cancelled, nobody else retrieves it, and asyncio would
+            # log it.
             self._counting.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._counting)
 

@@ -1,13 +1,13 @@
 """Buckets of tokens, as one router process knows them (docs/decisions/0045-tokens-are-drawn-in-blocks.md).
 
 Each limit of an org has a bucket on the shard that takes the org's jobs. This process draws tokens from it in blocks. A
-block has what the call at hand lacks, and what the process will need in the next moment at its present pace. Tokens
-that are not used within about a second are given back. If a process dies, the tokens that it has drawn are lost: at
-most one block of each bucket. Tokens are also lost if the connection broke before the shard answered their draw or
-return, so that its effect is in doubt.
+block has the tokens that the present call lacks, and those that the process will need in the next moment at its present
+pace. Tokens that are not used within about a second are given back. If a process dies, the tokens that it has drawn are
+lost: at most one block of each bucket. Tokens are also lost if the connection breaks before the shard has answered:
+then nobody knows whether they were drawn or given back.
 
-What this process remembers of a bucket is a hint: the most tokens that the bucket may have by now. So calls that cannot
-succeed yet need not ask the shard. The times here are differences of this process's own clock.
+What this process remembers of a bucket is a hint: the most tokens that the bucket may have by now. So a call that
+cannot succeed yet need not ask the shard. The times in this module are differences of this process's own clock.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from shard.vocabulary import OrgId, QueueName
 
 _Key: TypeAlias = tuple[OrgId, QueueName]
 
-# A block has what the process needs for this long.
+# A block has the tokens that the process needs for this long.
 _AHEAD_S = 0.5
-# Beyond the tokens that calls lack, a block has at most what the limit gives in this time. So even all processes
-# together hold few tokens of a small limit, and a small part of what a large limit gives in a minute.
+# In addition to the tokens that calls lack, a block has at most the tokens that the limit gives in this time. So even
+# all processes together hold few tokens: of a large limit, only a small part of what it gives in a minute.
 _BLOCK_S_MAX = 0.1
 # The shortest time over which the pace of a process is computed.
 _PACE_S_MIN = 0.01
@@ -40,7 +40,7 @@ PAUSE_S = 0.05
 _HELD_S = 1.0
 GIVE_BACK_S = 0.5
 _FINISH_S_MAX = 1.0
-# The process remembers at most this many buckets. With more, it forgets those without tokens.
+# The process remembers at most this many buckets. If there are more, it forgets those without tokens.
 _BUCKETS_MAX = 20_000
 
 
@@ -69,14 +69,14 @@ class Bucket:
         self._org = org
         # How many tokens this process has used since the latest draw was sent.
         self._used = 0
-        # With fewer tokens than this, the next block is drawn ahead.
+        # When this process has fewer tokens than this, it draws the next block before a call lacks tokens.
         self._low = 0
         self._drawing: asyncio.Task[None] | None = None
         self._store: Store | None = None
 
     @property
     def block_max(self) -> int:
-        """The most tokens that are drawn ahead."""
+        """The most tokens that are drawn before a call lacks them."""
         return int(self.limit.tokens_per_s * _BLOCK_S_MAX)
 
     def take(self, cost: int, store: Store) -> None:
@@ -106,7 +106,7 @@ class Bucket:
         return amount if self.left == math.inf else max(0, min(amount, amount - int(self.left) - self.tokens))
 
     async def draw(self, store: Store, lack: int, wanted: int | None = None) -> None:
-        """Draws what a call lacks, or waits for the draw that is under way. `wanted`: how many tokens the call can use;
+        """Draws what a call lacks, or waits for the draw that is running. `wanted`: how many tokens the call can use;
         None: only what it lacks. Raises NoAnswer."""
         wanted = lack if wanted is None else wanted
         self.waiting += wanted
@@ -121,7 +121,7 @@ class Bucket:
 
     def _run(self, act: Coroutine[None, None, None]) -> asyncio.Task[None]:
         self._drawing = asyncio.get_running_loop().create_task(act)
-        # Retrieve the error: a draw ahead has no caller that does, and asyncio would log it.
+        # Retrieve the error: if no call waits for the draw, nobody else retrieves it, and asyncio would log it.
         self._drawing.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._drawing
 
@@ -140,7 +140,8 @@ class Bucket:
         self.tokens += drawn.granted
         self.drawn_s = time.monotonic()
         self.left = drawn.left
-        # If the bucket had too few tokens, drawing ahead would only take them away from other processes.
+        # If the bucket had too few tokens, do not draw before a call lacks tokens: that would only take them from other
+        # processes.
         self._low = ahead // 2 if drawn.granted == wanted else 0
 
     async def look(self, store: Store) -> float:
@@ -148,8 +149,8 @@ class Bucket:
         return (await store.draw(Draw(self._org, self.limit, 0, 0))).left + self.tokens
 
     def give_back_excess(self) -> None:
-        """Gives the tokens back now if they are more than a draw ahead gets, and more than the shard has left for
-        others."""
+        """Gives the tokens back now if they are more than `block_max`, and more than the shard has left for other
+        processes."""
         if self.tokens > max(self.left, self.block_max) and not self.waiting and self._drawing is None:
             self._run(self._give_back_now())
 
@@ -165,7 +166,7 @@ class Bucket:
         return self._drawing is not None
 
     async def drawn(self) -> None:
-        """Waits until no draw is under way."""
+        """Waits until no draw is running."""
         if self._drawing is not None:
             await asyncio.wait({self._drawing})
 
@@ -190,7 +191,7 @@ class Bucket:
 
 
 class Buckets:
-    """The buckets of those limits that count these measures."""
+    """The buckets of the limits that have one of the measures `measures`."""
 
     def __init__(self, measures: Collection[Measure]) -> None:
         self._measures = measures
@@ -216,8 +217,8 @@ class Buckets:
                     now.append(bucket)
 
     async def give_back(self) -> None:
-        """Gives back the tokens that were drawn a while ago. If a shard does not take them now, it is asked again the
-        next time."""
+        """Gives back the tokens that were drawn a while ago. If a shard does not take the tokens now, they are offered
+        to it again the next time."""
         await self._give_back(drawn_before_s=time.monotonic() - _HELD_S)
 
     async def finish(self) -> None:
@@ -248,7 +249,7 @@ class Buckets:
 
     def _forget(self) -> None:
         """Forgets buckets without tokens, and then the oldest ones. With each of the oldest ones, at most one block of
-        tokens is lost. What else this process knows of a bucket is a hint."""
+        tokens is lost. Everything else that this process knows of a bucket is a hint."""
         used = {key: buckets for key, buckets in self._buckets.items() if any(b.tokens or b.waiting for b in buckets)}
         for key in list(used)[: max(0, len(used) - _BUCKETS_MAX // 2)]:
             del used[key]

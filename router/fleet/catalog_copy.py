@@ -24,13 +24,14 @@ from shard.vocabulary import CATALOG, OrgId, ShardName
 _LOOKING = "look at the catalog"
 _LOOK_S = 3.0
 _LOOK_S_MAX = 5.0
-# A copy that is older than this is not fresh: at least one look has failed.
+# A copy that is older than this is not fresh: at least one look (a read of the catalog) has failed.
 _FRESH_S = 10.0
 # How many times longer than a shard the catalog may be silent before it is regarded as unavailable. This process has a
 # single connection to the catalog. While a look runs on it, only a new connection can find out whether the server still
 # answers, and to connect takes long on a busy machine. The long wait affects few calls, because few need the catalog.
 _PATIENCE = 4.0
-# A call that waits for a change looks at the copy again after this pause. Most often a notification ends it earlier.
+# A call that waits for a change looks at the copy again after this pause. Most often a notification ends the pause
+# earlier.
 _WAIT_S = 0.1
 
 
@@ -88,7 +89,7 @@ class CatalogCopy:
 
     @property
     def current(self) -> Catalog:
-        """The newest copy. Raises ShardUnavailable before the first copy is there."""
+        """The newest copy. Raises ShardUnavailable if there is no copy yet."""
         if self._current is None:
             raise ShardUnavailable(CATALOG, "it has not been read yet")
         return self._current
@@ -135,8 +136,8 @@ class CatalogCopy:
         after, marks, revocations, limits_version, weights_version = await catalog.look(self.database, before)
         self._current, self._looked_s = after, began_s
         if after is not before:
-            # Announce the change before any step that may fail. The next look compares the catalog with this copy, so
-            # it would not announce this change.
+            # Announce the change before any step that may fail. The next look would not announce the change, because it
+            # compares the catalog with this new copy.
             self._changed.set()
             self._changed = asyncio.Event()
             self._on_change(before, after)

@@ -1,10 +1,10 @@
-"""Where callers wait for the ends of jobs on one shard, and what wakes them. This is only a set of hints (I7): a caller
-that is woken looks at its job.
+"""Where callers wait for the ends of jobs on one shard, and what wakes them. Waking a caller is only a hint (I7): the
+caller then looks at its job.
 
 An ack, a nack or a cancel through this router wakes callers at once. The other routers are told which jobs are awaited,
-and a router that settles such a job rings the doorbell. These hints miss some ends (a purge, a death by expiry, a move
-to another shard, a lost notification). To find these ends, the awaited jobs are looked at again from time to time, many
-in one statement. While nobody waits, the shard is not queried, and settling only checks that nobody waits.
+and a router that settles an awaited job rings the doorbell. These hints miss some ends (a purge, a death by expiry, a
+move to another shard, a lost notification). To find these ends, the awaited jobs are looked at again from time to time,
+many in one statement. While nobody waits, the shard is not queried, and settling only checks that nobody waits.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class EndWaits:
         self._store = store
         self._doorbell = doorbell
         self._by_job: dict[str, set[_Wait]] = {}
-        # When each wait's job is looked at next. Waits that are over stay here until that time.
+        # When each wait's job is looked at next. Waits that are over stay in this list until that time.
         self._looks: list[tuple[float, int, _Wait]] = []
         self._numbers = itertools.count()
         self._came = asyncio.Event()
@@ -95,7 +95,7 @@ class EndWaits:
                 wait.wake()
 
     def awaited_elsewhere(self, jobs: Collection[str]) -> None:
-        """Call this when another router reports that callers wait there for the ends of these jobs."""
+        """Call this when another router reports that its callers wait for the ends of these jobs."""
         now_s = asyncio.get_running_loop().time()
         for job in jobs:
             self._elsewhere[job] = now_s + _ELSEWHERE_S
@@ -148,7 +148,7 @@ class EndWaits:
         try:
             ended = {jobs[position] for position in await self._store.find_ended(jobs)}
         except ShardUnavailable:
-            # Wake the callers: each looks for itself, and answers that the shard is away.
+            # Wake the callers. Each of them then looks at its job itself, and answers that the shard is away.
             for wait in waits:
                 wait.wake()
             raise

@@ -61,15 +61,15 @@ _T = TypeVar("_T")
 # How long a call waits for a shard that takes its org's jobs. While a slot moves, no shard takes them for a moment.
 _UNOWNED_S_MAX = 2.0
 _RETRY_S = 1.0
-# If the catalog's newest mark of a shard is lower than this router's by more than this number, the catalog was probably
-# restored from a backup.
+# If the catalog's newest mark of a shard is lower than this router's newest mark by more than this number, the catalog
+# was probably restored from a backup.
 _MARKS_LESS_MAX = 20
 _FIRST_TRY_S_MAX = 5.0
 
 
 class Fleet:
-    """All shards of a cluster. Use `run` to open it; every other method needs it open. `sweep_s` is the interval of the
-    sweeps of each shard. `buffer`: the memory for jobs on their way to consumers of sibling processes."""
+    """All shards of a cluster. Use `run` to open it; every other method needs an open fleet. `sweep_s` is the interval
+    of the sweeps of each shard. `buffer`: the memory for jobs on their way to consumers of sibling processes."""
 
     def __init__(self, cluster: Cluster, *, connections_per_shard: int, sweep_s: float, buffer: Buffer) -> None:
         self._cluster = cluster
@@ -236,14 +236,14 @@ class Fleet:
             return self._catalog.current
 
     async def newest_limits(self) -> LimitTable:
-        """Reads the limits, and puts them in force here. While the catalog does not answer, returns the limits that are
-        in force."""
+        """Reads the limits, and puts them in force in this process. While the catalog does not answer, returns the
+        limits that are in force."""
         await self.newest_catalog()
         return self.limit_table
 
     async def newest_weights(self) -> Weights:
-        """Reads the weights of orgs, and puts them in force here. While the catalog does not answer, returns the
-        weights that are in force."""
+        """Reads the weights of orgs, and puts them in force in this process. While the catalog does not answer, returns
+        the weights that are in force."""
         await self.newest_catalog()
         return self.pools.weights
 
@@ -444,8 +444,8 @@ class Fleet:
                     "shard has the catalog; correct the dsn"
                 )
             admitted = await identity.admit(database, self._catalog.database, cluster=cluster.name)
-            # Read the catalog again before slots are granted. An old copy may grant slots that have left the shard
-            # since the last look, and a new database would not refuse them.
+            # Read the catalog again before slots are granted. With an old copy, this router could grant slots that have
+            # left the shard since the last look, and a new database would not refuse them.
             await self._catalog.look()
             # Tell the database which orgs are pinned to this shard: an empty database that replaces a lost one does not
             # know them.
@@ -463,7 +463,7 @@ class Fleet:
     def _marked(self, marks: Mapping[ShardName, Mark]) -> None:
         """Takes over the marks that the catalog has confirmed."""
         for name, mark in marks.items():
-            # A mark that is only a few numbers lower is no trouble: this look at the catalog may have begun before this
+            # A mark that is only a few numbers lower is no problem: this look at the catalog may have begun before this
             # router last confirmed a mark.
             if name in self._marks and self._marks[name].number - mark.number > _MARKS_LESS_MAX:
                 _log.error(

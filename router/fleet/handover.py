@@ -46,9 +46,9 @@ class Handovers:
         against the consumers' credit until the handover is done.
 
         Consumers of this process come first: those of the org, then those of all orgs. Siblings are asked only if these
-        are too few. If a limit of starts applies to a queue, its jobs are offered only to consumers of this process,
-        and only as many as this process has already drawn tokens for. All other jobs of the queue are claimed. If a
-        limit of jobs in flight applies to a queue, all its jobs are claimed."""
+        consumers are too few. If a limit of starts applies to a queue, its jobs are offered only to consumers of this
+        process, and only as many as this process has already drawn tokens for. All other jobs of the queue are claimed.
+        If a limit of jobs in flight applies to a queue, all its jobs are claimed."""
         if self._room.is_empty and not self._pools.any and not self._siblings.any_ready():
             return None
         dealt: list[tuple[Share, Sequence[int]]] = []
@@ -111,8 +111,8 @@ class Handovers:
                     dealt.append((share, positions[start : start + share.count]))
                     start += share.count
             awaited = self._room.queue(jobs.org, queue)
-            # Jobs that need tokens are not offered to siblings: if a sibling's consumer does not get a job, the job is
-            # released there, and its token would be lost.
+            # Jobs that need tokens are not offered to siblings: if a sibling's consumer does not get a job, the sibling
+            # releases the job, and the job's token would be lost.
             if permit is None and start < len(positions) and (awaited is None or not awaited.backlog):
                 left[queue] = positions[start:]
         return left

@@ -14,20 +14,21 @@ from shard.limits import ALL_QUEUES, BACKLOG, ENQUEUED, Limit, LimitTable
 from shard.queue.store import Store
 from shard.vocabulary import NewJobs, OrgId, QueueName
 
-# How many times a call asks the shard, at most. It asks again if other calls have taken the tokens that it drew.
+# How many times a call asks the shard, at most. A call asks again if other calls have taken the tokens that it drew.
 _TRIES_MAX = 20
 
 
-# What jobs of a call cost in one bucket or backlog: that bucket or backlog, the positions of the jobs (None: all of
-# them), and the number of tokens. A plain tuple is quick to make, and each call to a limited org makes some.
+# A bucket or backlog, the positions of the jobs of a call that cost tokens of it (None: all of them), and the number of
+# tokens. A plain tuple is quick to make, and each call to a limited org makes some.
 _Cost: TypeAlias = tuple[Bucket | Backlog, Sequence[int] | None, int]
-# The process remembers this many backlogs. With more, it forgets those that it can count again.
+# The process remembers this many backlogs. If there are more, it forgets those that it can count again.
 _BACKLOGS_MAX = 20_000
 
 
 class Charge:
-    """The tokens that a call has used. The block `with charge:` is the part of the call that stores jobs. If it ends
-    with an error after which certainly nothing was stored, the tokens are put back. After other errors they are not."""
+    """The tokens that a call has used. The block `with charge:` is the part of the call that stores jobs. If the block
+    ends with an error that says for certain that nothing was stored, the tokens are put back. After other errors they
+    are not put back."""
 
     __slots__ = ("_costs", "_jobs")
 
@@ -158,7 +159,7 @@ def _reached(
             # Compute the wait as if no tokens were left: the jobs that are not refused take what is left now.
             retry_after_s = max(PAUSE_S, asked / limit.tokens_per_s if limit.interval_us else bucket.ready_in_s(asked))
     if retry_after_s is not None:
-        # The shard rounds differently, so a caller that comes back at once could still be too early.
+        # The shard rounds differently, so a caller that calls again at once could still be too early.
         retry_after_s = max(retry_after_s, 0.001)
     return LimitReached(
         jobs.org, limit, asked=asked, usage=bucket.usage(), retry_after_s=retry_after_s, positions=positions

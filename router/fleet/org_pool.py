@@ -1,5 +1,5 @@
-"""A pool: the consumers of this process that take the same queues for all orgs. It decides whose jobs they get
-(router/fair/schedule.py), claims them, and measures how long each org keeps the consumers busy.
+"""A pool: the consumers of this process that take the same queues for all orgs. The pool decides whose jobs its
+consumers get (router/fair/schedule.py), claims these jobs, and measures how long each org keeps the consumers busy.
 
 One claim at a time runs on each shard, for up to 64 orgs. So a shard that answers slowly delays only the orgs that live
 on it.
@@ -59,7 +59,7 @@ class _Request:
     # How many seconds of virtual time the org was charged when these jobs were picked (router/fair/schedule.py).
     charged_s: float
     jobs: int
-    # The queues that may have ready jobs. A queue is taken out when a limit holds its jobs back.
+    # The queues that may have ready jobs. A queue is removed when a limit holds its jobs back.
     queues: set[QueueName]
     # The memory that is reserved for the jobs, and the account that holds it.
     account: Account | None = None
@@ -90,7 +90,7 @@ class OrgPool:
         self._waiting = AwaitedQueue[PoolConsumer]()
         # The queues that may have ready jobs, by org and shard.
         self._ready: dict[OrgId, dict[ShardName, set[QueueName]]] = {}
-        # How many claims of each org are tried again later. The org has older jobs then.
+        # How many claims of each org are tried again later. An org with such a claim has older jobs.
         self._aside = Counter[OrgId]()
         # The shards on which a claim runs.
         self._claiming: set[ShardName] = set()
@@ -118,8 +118,9 @@ class OrgPool:
 
     def deal(self, org: OrgId, sizes: Sequence[int]) -> list[Share]:
         """Keeps places for new jobs of an org with payloads of these sizes, unless older jobs of the org may wait. If
-        jobs of other orgs wait, only as many new jobs get places as the schedule would hand out before those."""
-        # `found` does not remember more ready orgs than _READY_MAX, so then this org may have older jobs.
+        jobs of other orgs wait, only as many new jobs get places as the schedule would hand out before the jobs of the
+        other orgs."""
+        # `found` remembers at most _READY_MAX ready orgs. If there are so many, this org may have older jobs too.
         if self.schedule.is_ready(org) or org in self._aside or len(self._ready) >= _READY_MAX:
             return []
         return deal(self._waiting, org, sizes[: self.schedule.turns(org, at_most=len(sizes))])
@@ -165,7 +166,7 @@ class OrgPool:
         self.wake()
 
     def lost(self, shard: ShardName) -> None:
-        """Forgets the ready jobs of a shard that does not answer. They are found again when it answers."""
+        """Forgets the ready jobs of a shard that does not answer. The jobs are found again when the shard answers."""
         for org, by_shard in list(self._ready.items()):
             by_shard.pop(shard, None)
             if not by_shard:
@@ -186,7 +187,7 @@ class OrgPool:
     # ── Claims ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def wake(self) -> None:
-        """Tries again to hand jobs out. Call this after a change that may make it possible."""
+        """Tries again to hand jobs out. Call this after a change that may have made this possible."""
         self._woken.set()
 
     async def run(self) -> None:
@@ -254,7 +255,7 @@ class OrgPool:
 
     def _reserve(self, shard: ShardName, requests: Iterable[_Request]) -> list[_Request]:
         """Reserves the memory that the jobs may take, from the shares of their orgs, before the jobs are leased. If an
-        org's share has no room, its request waits for a moment; the other requests go on."""
+        org's share has no room, its request waits for a moment, and the other requests continue."""
         reserved: list[_Request] = []
         for request in requests:
             size, account = bytes_most(request.jobs), request.consumer.account_of(request.org)
@@ -310,8 +311,8 @@ class OrgPool:
             self.wake()
 
     async def _lease(self, member: ShardHandle, request: _Request) -> bool:
-        """Leases the jobs of a request, and delivers them. Queues that a limit of starts holds back are set aside.
-        Returns whether there may be more jobs."""
+        """Leases the jobs of a request, and delivers them. Queues that a limit of starts holds back are tried again
+        later. Returns whether there may be more jobs."""
         is_more = False
         for part in self._starts.split(request.org, list(request.queues)):
             queues, room = part.queues, request.jobs - request.got
@@ -341,9 +342,10 @@ class OrgPool:
                 if await member.room.hold_if_full(request.org, queues, part.in_flight):
                     request.queues.difference_update(queues)
                 else:
-                    # Another request of the org may have found these queues full before, and removed them.
+                    # Another request of the org may have found these queues full before, and removed them: add them
+                    # again.
                     request.queues.update(queues)
-            # If a permit was used up, the next one may be larger.
+            # If this claim has used up its permit, the next permit may be larger.
             is_more = is_more or claimed.result.cut or (not claimed.is_short and claimed.max_jobs < room)
         return is_more or request.got == request.jobs
 

@@ -16,7 +16,8 @@ from shard.admin.weights import Weights
 from shard.queue.store import Store
 from shard.vocabulary import Lease, OrgId, QueueName, ShardName
 
-# How long a pool without consumers stays, at most: streams end from time to time, and their consumers come back.
+# How long a pool without consumers is kept at most. Such a pool is kept because streams end from time to time, and
+# their consumers come back.
 _KEPT_S = 60.0
 
 
@@ -165,7 +166,7 @@ class OrgPools:
                 pool.schedule.extended(lease, until_s=until_s)
 
     def lost(self, shard: ShardName) -> None:
-        """Call this when a shard is not used any more, or does not answer. Tells all pools."""
+        """Call this when a shard is not used any more, or does not answer. Tells this to all pools."""
         for pool in self._pools.values():
             pool.lost(shard)
 

@@ -22,8 +22,8 @@ async def every(interval_s: float, what: str, act: Callable[[], Awaitable[object
 
 
 async def keep_on(what: str, run: Callable[[], Awaitable[object]], *, pause_s: float = _RESTART_S) -> None:
-    """Runs `run`, which goes on until it is cancelled. If it fails nevertheless, runs it again after a pause: an error
-    in one task must not end the router, which serves other shards and orgs."""
+    """Runs `run`, which is to run until it is cancelled. If `run` fails, runs it again after a pause: an error in one
+    task must not end the router, which also serves other shards and orgs."""
     while True:
         await attempt(what, run)
         await asyncio.sleep(pause_s)

@@ -1,11 +1,11 @@
-"""Finds the orgs that have ready jobs on one shard, in the queues that consumers of this process take for all orgs.
-What it finds are hints (I7), like those of the wait room: a claim or the sweep corrects a wrong hint.
+"""Finds the orgs that have ready jobs on one shard, in the queues that consumers of this process take for all orgs. The
+results are hints (I7), like those of the wait room: a claim or the sweep corrects a wrong hint.
 
 Nothing is written to the shard for these hints. This process knows of new jobs from its own enqueues and from the
 doorbells of other routers, which ring in any case. A probe finds out when a queue's next job falls due. A first walk
 over the ready index finds the jobs that were stored earlier. After that, each sweep continues the walk for some
-milliseconds from where the last sweep ended. So the sweeps find, in time, every job whose hint was lost. While nobody
-takes jobs of all orgs, none of this runs.
+milliseconds from where the last sweep ended. So the sweeps find, sooner or later, every job whose hint was lost. While
+nobody takes jobs of all orgs, none of this runs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _SWEEP_S = 0.060
 # The pause after a probe, and the pause after a failure. The next probe covers all queues that are added until then.
 _PAUSE_S = 0.010
 _FAILED_PAUSE_S = 0.5
-# Jobs that fall due later than after this many sweeps and two whole walks are not remembered: a later sweep finds them
-# in time.
+# A job is not remembered if it falls due only after the time of this many sweeps and two whole walks: a later sweep
+# finds it before it is due.
 _SOON_SWEEPS = 3
 # If there are more queues to probe than this, all of them are dropped, and the walk begins again. At most this many
 # queues with jobs that fall due soon are remembered. A later sweep finds the others.
@@ -41,9 +41,9 @@ class _Name:
 
     # None: as far as this process knows, no queue of the shard has this name yet.
     name_id: int | None = None
-    # Where the walk of this name goes on. None: at the beginning.
+    # Where the walk of this name continues. None: at the beginning.
     after: QueueId | None = None
-    # Whether a walk has come to its end since a consumer first took this name, and since hints were last lost.
+    # Whether a walk has reached the end since a consumer first took this name, and since hints were last lost.
     walked: bool = False
     walk_began_s: float = 0.0
     # How long the last walk took from one end to the other.
@@ -66,12 +66,12 @@ class ReadyOrgs:
         self._on_ready = on_ready
         self._names: dict[QueueName, _Name] = {}
         self._by_name_id: dict[int, QueueName] = {}
-        # Ids of queue names that a doorbell has named and that nobody here takes.
+        # Ids of queue names that a doorbell has named and that no consumer of this process takes.
         self._others: set[int] = set()
         self._find_names = False
         self._to_probe: set[QueueId] = set()
         # Queues whose next job is due soon, and the time of that job by the event loop's clock. An entry of the heap
-        # `_dues` counts only if `_due_s` has the same time for its queue.
+        # `_dues` is valid only if `_due_s` has the same time for its queue.
         self._due_s: dict[QueueId, float] = {}
         self._dues: list[tuple[float, QueueId]] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -122,7 +122,7 @@ class ReadyOrgs:
                     self._others.clear()
                 self._others.add(name_id)
                 if any(name.name_id is None for name in self._names.values()):
-                    # This may be the first queue that has one of the names taken here.
+                    # This may be the first queue that has one of the names that this process takes.
                     self._find_names = True
         if len(self._to_probe) > _QUEUES_MAX:
             self._to_probe.clear()
@@ -192,7 +192,7 @@ class ReadyOrgs:
                     name.name_id = name_id
                     self._by_name_id[name_id] = queue
                     self._others.discard(name_id)
-                    # Walk: a queue of this name may have got jobs before the id of the name was known here.
+                    # Walk: a queue of this name may have got jobs before this process knew the id of the name.
                     name.walked = False
 
     async def _probe(self, numbers: Collection[QueueId]) -> None:

@@ -1,5 +1,5 @@
 """Applies changes of the cluster file to a running fleet. A file that cannot be applied is refused: the previous one
-stays in use, the reason is logged, and the file is tried again every second, because the obstacle may go away."""
+stays in use, the reason is logged, and the file is tried again every second, because the reason may disappear."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ class Reloader:
         _log.info("cluster file %s is now in use: %s", cluster.digest, "; ".join(changes) or "no changes")
 
     def _refuse(self, why: str) -> bool:
-        """Records a refusal. Returns whether it is the first one of this content; only the first one is logged."""
+        """Records a refusal. Returns whether it is the first refusal of this content of the file; only the first
+        refusal is logged."""
         is_first = self.refusal is None or self.refusal.digest != self._file.digest
         if is_first:
             _log.error("the cluster file is refused, and %s stays in use: %s", self.cluster.digest, why)

@@ -35,7 +35,7 @@ _Sample = tuple[tuple[str, ...], float]
 
 
 async def record(fleet: Fleet, folder: Path, *, named_max: int) -> None:
-    """Writes the files every minute, until cancelled. `named_max`: how many queues of a shard are named."""
+    """Writes the files every minute, until cancelled. `named_max`: how many queues of a shard the figures name."""
     running: dict[ShardName, asyncio.Task[bool]] = {}
     async with asyncio.TaskGroup() as group:
         while True:

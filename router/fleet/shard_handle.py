@@ -57,8 +57,8 @@ class ShardHandle:
     `prove` prepares a database for use, and raises a ShardError if it is not the database of this shard. `proved` is
     called when the shard can be used, and again when another DSN has come into use. `confirm` records a mark of the
     shard's history in the catalog, and returns whether it did. `revoked` is called with the leases of this shard that
-    were ended by somebody other than their consumer, here or at another router. `elsewhere` returns the other shards
-    that may have live jobs of an org, or None if this router does not know them.
+    were ended by somebody other than their consumer, through this router or another one. `elsewhere` returns the other
+    shards that may have live jobs of an org, or None if this router does not know them.
     """
 
     def __init__(
@@ -202,13 +202,13 @@ class ShardHandle:
             self._keeping = group.create_task(self._keep())
 
     def goes_on_as(self, entry: ShardEntry) -> bool:
-        """Returns whether `update` can apply the new entry. If not, a new handle must replace this one. That is the
-        case if the state changes from or to off, or if the DSN changes before the shard was ever up."""
+        """Returns whether `update` can apply the new entry. If not, a new handle must replace this one: the state
+        changes from or to off, or the DSN changes before the shard was ever up."""
         same_contact = (self.entry.state is ShardState.OFF) == (entry.state is ShardState.OFF)
         return same_contact and (self.up.is_set() or self.entry.dsn == entry.dsn)
 
     def update(self, entry: ShardEntry, group: asyncio.TaskGroup) -> None:
-        """Applies a changed entry. Calls under way are not disturbed."""
+        """Applies a changed entry. Running calls are not disturbed."""
         if entry.dsn != self.entry.dsn:
             if self._switching is not None:
                 self._switching.cancel()
@@ -220,7 +220,7 @@ class ShardHandle:
         self.room.gives = entry.state.gives_jobs
 
     def dismiss(self, why: str) -> None:
-        """Stops using the shard. Calls under way may end; new calls fail with `why`."""
+        """Stops using the shard. Running calls may still end; new calls fail with `why`."""
         self.up.clear()
         self.trouble = why
         for task in (self._keeping, self._switching, self._checking):
@@ -239,7 +239,7 @@ class ShardHandle:
         if mark is None or not self.up.is_set() or (self._checking is not None and not self._checking.done()):
             return
         is_ending = self._keeping is not None and self._keeping.cancelling() > 0
-        # A group that ends takes no more tasks.
+        # No task can be added to a group that is ending.
         if self._group is not None and not is_ending and any(database.reconnected for database in self._databases):
             self._checking = self._group.create_task(
                 attempt(f"compare the history of shard {self.name!r}", lambda: self._compare(mark))
@@ -298,7 +298,7 @@ class ShardHandle:
             self._workflows_wait.set()
 
     async def _sweep_workflows(self) -> None:
-        """Sweeps the workflows each time a sweep of the lanes has found that workflows wait for this. It is a task of
+        """Sweeps the workflows each time a sweep of the lanes has found that workflows wait for this. This is a task of
         its own, because the lanes must not wait for hundreds of workflows."""
         what, sweep = f"sweep the workflows of shard {self.name!r}", self._where_allowed(self._workflow_sweep.sweep)
         failing = False
@@ -321,7 +321,7 @@ class ShardHandle:
         await self.room.note_waiters()
 
     async def _check_schema(self) -> None:
-        """Checks the schema after each migration: a newer release may have made the shard unusable for this one."""
+        """Checks the schema after each migration: a newer release may have made the shard unusable for this release."""
         while True:
             await self._migrated.wait()
             self._migrated.clear()
@@ -347,7 +347,7 @@ class ShardHandle:
             await asyncio.sleep(consumers_seen.PAUSE_S)
 
     async def finish(self) -> None:
-        """Waits until the calls under way have ended. Some of them release jobs that reached no consumer. Waits also
+        """Waits until the running calls have ended. Some of them release jobs that reached no consumer. Waits also
         until other routers have been notified of these releases. Waits at most 3 s."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FINISH_S_MAX):

@@ -2,9 +2,9 @@
 (docs/decisions/0049-starts-are-held-back.md), and how many may be leased at a time
 (docs/decisions/0052-leases-in-flight-are-counted.md).
 
-A limit of starts refuses nothing: it holds jobs back. A claim of such a queue takes tokens first, then leases at most
-that many jobs, and puts back the tokens that it did not use. While there are no tokens, the queue counts as a queue
-without due jobs.
+A limit of starts refuses nothing: it holds jobs back. A claim of a queue with such a limit takes tokens first, then
+leases at most that many jobs, and puts back the tokens that it did not use. While there are no tokens, the queue counts
+as a queue without due jobs.
 
 A limit of jobs in flight is enforced by the claim itself, on the shard. This module only says which limits a claim
 obeys.
@@ -24,7 +24,7 @@ from shard.queue.claim import CLAIM_BYTES_MAX, ClaimResult
 from shard.queue.store import Store
 from shard.vocabulary import OrgId, QueueName
 
-# How many times a claim asks the shard, at most. It asks again if other claims have taken the tokens that it drew.
+# How many times a claim asks the shard, at most. A claim asks again if other claims have taken the tokens that it drew.
 _TRIES_MAX = 20
 # A bucket is asked again after this time, even if its next token comes later: another process may give tokens back.
 _HOLD_S_MAX = 3.0
@@ -32,17 +32,17 @@ _HOLD_S_MAX = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """Tokens for `jobs` starts. A job has started when it was leased and its consumer may have it. The owner of the
-    permit puts back the tokens of jobs that have not started. If the shard's answer was lost, nobody knows which jobs
-    were leased. Then all tokens are put back: no consumer has the leased jobs, and they are claimed again when their
-    leases end."""
+    """Tokens for `jobs` starts. A job has started when it was leased and its consumer may have received it. The owner
+    of the permit puts back the tokens of jobs that have not started. If the shard's answer was lost, nobody knows which
+    jobs were leased. Then all tokens are put back: no consumer has the leased jobs, and they are claimed again when
+    their leases end."""
 
     buckets: Sequence[Bucket]
     jobs: int
 
     async def spend(self, claim: Awaitable[ClaimResult]) -> ClaimResult:
-        """Makes a claim of up to `jobs` jobs. If the claim fails or is cancelled, no consumer gets a job of it, so all
-        tokens are put back."""
+        """Makes a claim of up to `jobs` jobs. If the claim fails or is cancelled, no consumer gets a job from the
+        claim, so all tokens are put back."""
         try:
             result = await claim
         except BaseException:
@@ -52,8 +52,8 @@ class Permit:
         return result
 
     def claimed(self, started: int) -> None:
-        """Puts back the tokens that a claim did not use. If it found few jobs, the next claim takes few tokens: tokens
-        that lie here unused hold up other processes."""
+        """Puts back the tokens that a claim did not use. If the claim found few jobs, the next claim takes few tokens,
+        because tokens that are unused in this process delay other processes."""
         for bucket in self.buckets:
             if started < self.jobs:
                 bucket.at_once = max(1, 2 * started, bucket.block_max)
@@ -76,7 +76,7 @@ class Part(NamedTuple):
 
 
 class ClaimedPart(NamedTuple):
-    """What a claim of a part has brought."""
+    """The result of a claim of a part."""
 
     result: ClaimResult
     # The most jobs that the claim could lease.
@@ -86,7 +86,7 @@ class ClaimedPart(NamedTuple):
 
     @property
     def is_short(self) -> bool:
-        """Whether the claim has found fewer jobs than it could lease, so that there are no more for now."""
+        """Whether the claim has found fewer jobs than it could lease, so that there are no more jobs for now."""
         return len(self.result.jobs) < self.max_jobs and not self.result.cut
 
 
@@ -137,7 +137,7 @@ class Starts(Buckets):
                 others.append(queue)
         if others:
             parts.append(Part(others, of_org, self.in_flight(org, ALL_QUEUES)))
-        # In a fixed order, a busy queue that is named first would starve a queue that is named last.
+        # Otherwise a busy queue that is named first would starve a queue that is named last.
         random.shuffle(parts)
         return parts
 

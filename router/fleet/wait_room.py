@@ -1,5 +1,5 @@
-"""Where consumers wait for jobs on one shard, and what wakes them. This is only a set of hints (I7): a consumer that is
-woken in vain waits again, and the sweep wakes a consumer that no hint has woken.
+"""Where consumers wait for jobs on one shard, and what wakes them. What wakes them is only a hint (I7): a consumer that
+is woken and finds no job waits again, and the sweep wakes a consumer that no hint has woken.
 
 Consumers are woken by an enqueue of this router, by the doorbell of another router, when a job that a probe found falls
 due, and by the sweep. An enqueue may also hand its jobs over to them, so that no claim is needed
@@ -26,8 +26,8 @@ from shard.queue.store import Store
 from shard.queue.sweep import Due
 from shard.vocabulary import NewJobs, OrgId, QueueId, QueueName
 
-# A sweep sets no timers for jobs that are due after more than this many sweeps: a later sweep finds them in time, and
-# probes set their own timers. Otherwise each sweep might set thousands of timers again, for nothing.
+# A sweep sets no timers for jobs that are due after more than this many sweeps: a later sweep finds them before they
+# are due, and probes set their own timers. Otherwise each sweep might set thousands of timers again, for nothing.
 _SOON_SWEEPS = 3
 # The pause between two probes.
 _PAUSE_S = 0.010
@@ -57,7 +57,7 @@ class WaitRoom:
         self._soon_s = _SOON_SWEEPS * sweep_s
         self._queues: dict[_Key, AwaitedQueue[Waiter]] = {}
         self._by_number: dict[QueueId, _Key] = {}
-        # Queues that no consumer here waited for when another router's doorbell named them.
+        # Queues that no consumer in this room waited for when another router's doorbell named them.
         self._unawaited: set[QueueId] = set()
         self._to_probe: set[_Key] = set()
         # The queues for which a limit of jobs in flight has no room, with the number of their org.
@@ -106,8 +106,8 @@ class WaitRoom:
         del self._queues[key]
 
     def watch(self, org: OrgId, queue: QueueName, watcher: Watcher) -> None:
-        """From now on, wakes this watcher whenever the queue may have ready jobs. For jobs that are ready already, the
-        watcher may be woken or not: look for them after this call."""
+        """From now on, wakes this watcher whenever the queue may have ready jobs. The watcher may not be woken for jobs
+        that are ready already: look for these after this call."""
         self._queues.setdefault((org, queue), AwaitedQueue()).watchers.add(watcher)
         # A probe finds out when the next job falls due.
         self._probe_soon([(org, queue)])
@@ -134,7 +134,7 @@ class WaitRoom:
         return self._queues.get((org, queue))
 
     def orgs(self) -> set[OrgId]:
-        """Returns the orgs whose consumers wait here, or whose queues somebody watches."""
+        """Returns the orgs whose consumers wait in this room, or whose queues somebody watches."""
         return {org for org, _ in self._queues}
 
     @property
@@ -218,8 +218,8 @@ class WaitRoom:
                     self._full.pop(key, None)
                 elif (awaited := self._queues.get(key)) is not None:
                     awaited.backlog = True
-        # If a lease has ended during the count, or another caller has found room, no consumer is woken for that later.
-        # Then return False: the caller must look for jobs again.
+        # If a lease has ended during the count, or another caller has found room, no consumer will be woken for that
+        # reason. So return False: the caller must look for jobs again.
         return is_full and all(key in self._full for key in keys)
 
     def is_full(self, org: OrgId, queue: QueueName) -> bool:
@@ -296,8 +296,8 @@ class WaitRoom:
     def stored(self, jobs: NewJobs, duplicates: Collection[int], handover: Handover | None) -> None:
         """Wakes consumers for new jobs that have committed. The jobs at the positions `duplicates` are not new."""
         # If some of the offered jobs were not handed over, the consumers that were to take them may have claimed before
-        # the commit. Then wake consumers as if no job had been offered. Jobs that wait for a slot of their group count
-        # as handed over here: they need no consumer until they get the slot.
+        # the commit. So wake consumers as if no job had been offered. Among these jobs, those that wait for a slot of
+        # their group count as handed over, because they need no consumer until they get the slot.
         takers: Collection[int] = ()
         if handover is not None and handover.is_complete:
             takers = handover.takers
@@ -361,7 +361,7 @@ class WaitRoom:
             self._doorbell.ring((await self._store.names.find([(org, queue)])).values())
 
     def _visible(self, numbers: set[QueueId]) -> None:
-        """Wakes consumers here and on other routers, because jobs of these queues can be claimed again."""
+        """Wakes consumers of this router and of other routers, because jobs of these queues can be claimed again."""
         if not numbers:
             return
         self._doorbell.ring(numbers, lease_ended=True)

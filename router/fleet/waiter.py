@@ -32,39 +32,39 @@ class Recipient(Protocol):
     def window_us(self) -> int: ...
     @property
     def all_orgs(self) -> bool:
-        """Whether it takes jobs of all orgs. If so, the leases that it gets name their orgs, and each org has an
-        account of its own for its jobs."""
+        """Whether the consumer takes jobs of all orgs. If so, the leases that it gets name their orgs, and each org has
+        an account of its own for its jobs."""
         ...
 
     def account_of(self, org: OrgId) -> Account:
-        """Returns the account that pays for jobs of this org: the consumer's share of the buffer. Jobs on their way to
-        the consumer count in it."""
+        """Returns the account that counts the consumer's jobs of this org in the buffer. It also counts the jobs on
+        their way to the consumer."""
         ...
 
     @property
     def credit(self) -> int:
-        """How many more jobs it takes."""
+        """How many more jobs the consumer takes."""
         ...
 
     @property
     def idle(self) -> bool:
-        """Whether it has found no jobs and waits."""
+        """Whether the consumer has found no jobs and waits."""
         ...
 
     @property
     def takes_once(self) -> bool:
-        """Whether it takes only one delivery."""
+        """Whether the consumer takes only one delivery."""
         ...
 
     @property
     def full(self) -> bool:
-        """Whether it takes no jobs for now, even if it has credit, because its client has not read enough of what was
-        sent."""
+        """Whether the consumer takes no jobs for now, even if it has credit, because its client has not read enough of
+        what was sent."""
         ...
 
     def keep_places(self, jobs: int) -> None:
-        """Reduces its credit by these jobs, which may be on their way to it. The caller must call `free_places`
-        later."""
+        """Reduces the consumer's credit by these jobs, which may be on their way to it. The caller must call
+        `free_places` later."""
         ...
 
     def free_places(self, unused: int) -> None:
@@ -73,7 +73,7 @@ class Recipient(Protocol):
         ...
 
     def give(self, jobs: Delivery) -> None:
-        """Gives it jobs that are leased to it. Its credit has been reduced already."""
+        """Gives the consumer jobs that are leased to it. Its credit has been reduced already."""
         ...
 
 
@@ -84,12 +84,12 @@ class Waiter(Recipient, Protocol):
     def org(self) -> OrgId: ...
     @property
     def promised(self) -> bool:
-        """Whether it takes only one delivery, and this delivery is on its way: then nothing else wakes it."""
+        """Whether the waiter takes only one delivery, and this delivery is on its way: then nothing else wakes it."""
         ...
 
     @property
     def looking(self) -> bool:
-        """Whether it was woken or is claiming, and has not reported yet what it found."""
+        """Whether the waiter was woken or is claiming, and has not reported yet what it found."""
         ...
 
     def wake(self) -> None:
@@ -121,9 +121,9 @@ class AwaitedQueue(Generic[_W]):
     backlog: bool = False
     probed_s: float = -math.inf
     number: QueueId | None = None
-    # Fires when the next job is due.
+    # The timer that fires when the next job is due.
     due_timer: asyncio.TimerHandle | None = None
-    # While it runs, a limit holds the jobs of this queue back.
+    # While this timer runs, a limit holds the jobs of this queue back.
     hold_timer: asyncio.TimerHandle | None = None
 
     def enter(self, waiter: _W) -> None:

@@ -1,5 +1,5 @@
-"""Watches a queue of an org, or of all orgs, on the shards that may have its jobs. It gets only hints (I7): its owner
-must look for jobs itself."""
+"""Watches a queue of an org, or of all orgs, on the shards that may have its jobs. A Watch gets only hints (I7): its
+owner must look for jobs itself."""
 
 from __future__ import annotations
 

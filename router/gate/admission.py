@@ -29,7 +29,7 @@ from router.gate.tracing import Tracing
 from shard.fair_quota import FairQuota
 
 if TYPE_CHECKING:
-    # This module needs only their types.
+    # Only type checkers need these imports.
     from router.gate.audit import Audit
     from router.gate.auth.authenticator import Authenticator
 
@@ -38,8 +38,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 # The most calls that one process serves at a time, and the most streams and waiting calls together.
 CALLS_MAX = 4_000
 STREAMS_MAX = 10_000
-# A stream or waiting call takes one place, and one more place for every QUEUES_PER_PLACE queues that it waits for. To
-# wait for a queue takes 1.3 KiB of memory; the rest of a stream takes 45 KiB.
+# A stream or waiting call takes one place, and one more place for every QUEUES_PER_PLACE queues that it waits for. Each
+# queue that it waits for takes 1.3 KiB of memory; the rest of a stream takes 45 KiB.
 QUEUES_PER_PLACE = 16
 # Calls that anybody may make, such as those of the health service. They have a limit of their own, so that strangers
 # cannot take the places of callers who prove who they are.
@@ -93,8 +93,8 @@ class Gate:
         self._refuse_from_s = 0.0
         self.arrivals = Arrivals()
         self._count = 0
-        # By org: the calls and streams of callers that may act only for this org. They count even if their requests
-        # never come.
+        # By org: the calls and streams of callers that may act only for this org. These calls count even if their
+        # requests never come.
         self._of_callers = FairQuota(CALLS_MAX + STREAMS_MAX)
         self._calls = FairQuota(CALLS_MAX)
         self._streams = FairQuota(STREAMS_MAX)
@@ -118,7 +118,7 @@ class Gate:
         inside = self.arrivals.inside[call.peer]
         if self.draining and (not inside or asyncio.get_running_loop().time() >= self._refuse_from_s):
             raise ShuttingDown
-        # A connection may have as many calls as are left free, as in shard/fair_quota.py.
+        # A connection may have as many calls as are free, as in shard/fair_quota.py.
         if inside >= CALLS_MAX + STREAMS_MAX - self._count:
             raise RouterFull("calls and streams", CALLS_MAX + STREAMS_MAX)
         call.set_current()
@@ -126,7 +126,7 @@ class Gate:
         assert task is not None
         self._count += 1
         call.round = self.arrivals.begin(call.peer)
-        # gRPC sends the answer within this task. A callback of the gRPC context would be a reference cycle.
+        # gRPC sends the answer within this task. A callback of the gRPC context would create a reference cycle.
         task.add_done_callback(functools.partial(self._ended, call))
         return call
 
@@ -184,7 +184,7 @@ class Gate:
         """Call this for a call with `count` bytes of metadata, more than METADATA_BYTES_MAX. Closes the call's
         connection: its client has not acknowledged the limit, and may send thousands of such calls."""
         self._hang_up(canonical(context.peer()))
-        # grpc.aio leaves the metadata of each call in a reference cycle. The garbage collector itself would run only
+        # grpc.aio leaves the metadata of each call in a reference cycle. The garbage collector by itself would run only
         # after thousands of calls.
         self._metadata_garbage += count
         if self._metadata_garbage > _METADATA_GARBAGE_MAX:

@@ -1,11 +1,12 @@
-"""Counts the bytes that each connection has sent and this process is done with. All further bytes that the connection's
-socket has received (router/gate/connections.py) may be held by the process in messages that are not complete. Pure.
+"""Counts the bytes that each connection has sent and that this process does not hold in incomplete messages. All
+further bytes that the connection's socket has received (router/gate/connections.py) may be held by the process in
+messages that are not complete. Pure.
 
 For each message, this module counts only the bytes that the message must have had on the wire. If it counted more, such
-as a call's metadata, a client could hide bytes that are held for it: HPACK sends repeated metadata in a few bytes. So
-the count falls behind by about 100 bytes a call, and `catch_up` corrects it. `catch_up` notes how many bytes a
-connection has received, and which calls the connection has. When all these calls have ended, none of these bytes are
-held any more.
+as a call's metadata, a client could hide bytes that are held for this client, because HPACK sends repeated metadata in
+a few bytes. So the count falls behind the true number by about 100 bytes for each call, and `catch_up` corrects the
+count. `catch_up` notes how many bytes a connection has received, and which calls the connection has. When all these
+calls have ended, none of these bytes are held any more.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ MESSAGE_BYTES = 5
 
 
 class Arrivals:
-    """Counts by connection. Each call has a round: how often `catch_up` was called before the call began."""
+    """Counts for each connection separately. Each call has a round: how often `catch_up` was called before the call
+    began."""
 
     def __init__(self) -> None:
         # The calls and streams that have not ended, by connection.
         self.inside = Counter[str]()
-        # For each connection, how many of its bytes this process is done with. The number may be too small, but never
-        # too large.
+        # For each connection, how many of its bytes this process does not hold in incomplete messages. The number may
+        # be too small, but never too large.
         self.done = Counter[str]()
         # How many requests of unary calls, and messages of streams, were received.
         self.count = 0
@@ -79,8 +81,8 @@ class Arrivals:
 
 
 class _Goal:
-    """A correction that waits. When the connection's calls of rounds before `round` have ended, its count rises to
-    `done`, unless the count is higher already."""
+    """A correction that waits. When the connection's calls of rounds before `round` have ended, the connection's count
+    rises to `done`, unless the count is higher already."""
 
     __slots__ = ("done", "older", "round")
 

@@ -1,10 +1,10 @@
 """Writes down what operators do through this router: every call of a method whose scope is ADMIN or CLUSTER.
 
 A change begins only when its intent is in the audit log (shard/admin/audit.py); so changes are refused while the
-catalog does not answer. They are also refused if the callers of an org make too many (change_rate.py). The outcome of a
-change is added to the log without delaying the answer. Reads of the whole cluster are counted here, and the counts are
-added to the log once a second. Calls that the gate refuses change nothing and are not in the log: otherwise callers
-without a key could fill it.
+catalog does not answer. Changes are also refused if the callers of an org make too many of them (change_rate.py). The
+outcome of a change is added to the log without delaying the answer. Reads of the whole cluster are counted here, and
+the counts are added to the log once a second. Calls that the gate refuses change nothing and are not in the log:
+otherwise callers without a key could fill it.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def _shown(value: Any) -> object:
         case Message():
             return {field.name: _shown(inner) for field, inner in value.ListFields()}
         case _:
-            # A repeated field: the first items, and how many there are if there are more.
+            # Of a repeated field, the log keeps the first items. If there are more, it also keeps how many there are.
             items: list[Any] = list(value)
             shown = [_shown(item) for item in items[:_ITEMS_MAX]]
             return shown if len(items) <= _ITEMS_MAX else [*shown, f"{len(items)} in all"]

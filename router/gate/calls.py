@@ -50,16 +50,17 @@ DEADLINE_S_MAX = 75.0
 # How much memory is reserved for an answer with jobs. An answer ends with the job that makes it reach ANSWER_BYTES_MAX,
 # and this job alone may have nearly ANSWER_BYTES_MAX.
 ANSWER_HELD_BYTES = 2 * ANSWER_BYTES_MAX
-# How much memory is reserved for an answer about one thing, or with a short word about each of 1,000 jobs.
+# How much memory is reserved for an answer about one thing, or with a short result for each of 1,000 jobs.
 SMALL_ANSWER_BYTES = 4 * 1024
-# For methods that may wait for a minute before they answer. They reserve the memory of their answers themselves.
+# For methods that may wait for a minute before they answer. These methods reserve the memory of their answers
+# themselves.
 RESERVED_BY_METHOD = 0
 # The size of an id of a job in a list, with its tag.
 LISTED_ID_BYTES = 40
 # The request_id of a message that is too large is looked for among this many fields. A message of a stream that keeps
 # the other rules has at most five lists of 1,000 entries, and a few fields more.
 _ID_WITHIN = 6_000
-# What gRPC counts for each entry of metadata in addition to its key and its value.
+# How many bytes gRPC counts for each entry of metadata, in addition to those of its key and its value.
 _ENTRY_BYTES = 32
 _UNRECORDED = contextlib.nullcontext()
 # The names of gRPC's status codes.
@@ -77,7 +78,8 @@ class Service(Protocol):
 
 
 class Received(NamedTuple):
-    """A message of a stream. It holds `bytes` of the buffer; the code that handles the message must give them back."""
+    """A message of a stream. The message holds `bytes` bytes of the buffer; the code that handles the message must give
+    them back."""
 
     message: Any
     bytes: int
@@ -209,8 +211,8 @@ class Methods(grpc.GenericRpcHandler):
         found = {path: handler for path, handler in self._handlers.items() if path.startswith(prefix)}
         self._handlers |= {f"/{name}/{path.removeprefix(prefix)}": handler for path, handler in found.items()}
 
-    # The next two methods are called by the generated code of a library's service, which takes this object for a
-    # server.
+    # The next two methods are called by the generated code of a library's service, which expects a server and gets this
+    # object.
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
         """Does nothing: the generated code also passes each handler to add_registered_method_handlers."""
@@ -242,7 +244,7 @@ def _metadata_bytes(metadata: Iterable[tuple[str, str | bytes]]) -> int:
 def _too_much_metadata(gate: Gate, count: int) -> _StreamHandler:
     async def serve(_requests: object, context: Context) -> None:
         gate.refuse_metadata(context, count)
-        # The call ends with its connection.
+        # The call ends when its connection is closed.
         raise asyncio.CancelledError
 
     return serve
@@ -281,7 +283,7 @@ def _unary(
         return _serialize(answer)
 
     async def serve(_requests: object, context: Context) -> bytes:
-        # CANCELLED unless the call gets further: its client may leave at any moment.
+        # The code is CANCELLED until another one replaces it, because the client may leave at any moment.
         began_s, code = time.perf_counter(), _CANCELLED
         try:
             call = gate.begin(context)
@@ -524,7 +526,7 @@ async def _admitted(
     request = _decoded(decode, raw)
     # Check the org first, so that a call never counts for an org that its caller may not use.
     org = check_named(call, context, request)
-    # Calls of operators may have no org. They share a quota.
+    # Calls of operators may have no org. All calls without an org share one quota.
     gate.admit(call, org or call.org)
     count = len(raw) + (answer_bytes if isinstance(answer_bytes, int) else answer_bytes(request))
     if not call.take_in_turn(count):
@@ -548,7 +550,7 @@ def _serialize(response: Message | bytes) -> bytes:
 
 def _code_of(context: Context) -> int:
     """Returns the code that a library's method has ended its call with."""
-    # It is a number, or a member of an enum. The type stubs do not say so.
+    # The code is a number, or a member of an enum. The type stubs do not say so.
     code = cast("grpc.StatusCode | int", context.code())
     return code if isinstance(code, int) else code.value[0]
 

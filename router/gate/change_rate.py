@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 # The limit for one org in one router process. The calls and commands of operators have no limit.
 CHANGES_PER_S = 5.0
-# How many changes an org may make at once after it has made none for a minute.
+# How many changes an org may make without a pause after it has made none for a minute.
 CHANGES_AT_ONCE = 300
 
 
@@ -18,7 +18,7 @@ class ChangeRate:
         self._each_s = 1 / per_s
         self._debt_s_max = at_once / per_s
         # A change costs an org 1 / `per_s` seconds. This is the time at which each org has paid for all its changes;
-        # the org with the latest change comes last. An org that has no time here may make `at_once` changes.
+        # the org with the latest change comes last. An org that has no time in this table may make `at_once` changes.
         self._paid_at_s: OrderedDict[str, float] = OrderedDict()
 
     def wait_s(self, org: str, now_s: float) -> float:

@@ -1,9 +1,10 @@
 """Bounds how many client connections this process has ([router] client_connections).
 
-Above the bound, the process closes one connection after another, always of the host that has the most at that moment.
-Of a host's connections, it closes those without a call first, and among these the one that has sent least. So a host
-that opens more and more connections takes none away from the clients of other hosts. gRPC itself accepts no more
-connections than the bound plus a quarter of it: this limits how many can come between two looks.
+Above the bound, the process closes one connection after another, always of the host that has the most connections at
+that moment. Of a host's connections, it first closes those without a call. Among these, the connection that has sent
+least is the first. So a host that opens more and more connections takes none away from the clients of other hosts. gRPC
+itself accepts no more connections than the bound plus a quarter of it: this limits how many connections can come
+between two looks at their number.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def accepted_max(connections_max: int) -> int:
 
 def allow_files(connections_max: int) -> int:
     """Increases the process's limit of open files, so that the process can have this many connections, but not beyond
-    the hard limit. Returns how many connections it can have, and warns if they are fewer."""
+    the hard limit. Returns how many connections the process can have, and logs a warning if that is fewer than
+    `connections_max`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = accepted_max(connections_max) + _OTHER_FILES
     files = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

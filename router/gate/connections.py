@@ -58,7 +58,7 @@ def peers(port: int) -> set[str]:
 
 def open_files() -> int:
     """Returns how many file descriptors this process has."""
-    # Since Linux 6.2 the size of this folder is that number; before, the size was 0.
+    # Since Linux 6.2, the size of this folder is the number of descriptors. On older versions, the size is 0.
     return os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))
 
 

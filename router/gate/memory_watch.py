@@ -2,9 +2,9 @@
 
 The memory of calls is reserved in the buffer (router/buffer.py). The buffer does not see incomplete requests: gRPC
 keeps the bytes of each, up to the largest message size, without reporting them. So this module compares the bytes that
-a connection's socket has received with those that the process is done with (router/gate/arrivals.py); the difference is
-what the connection may hold in incomplete requests. While the process is above its limit, the connections that hold
-most are closed.
+a connection's socket has received with those that have certainly left the incomplete requests
+(router/gate/arrivals.py); the difference is what the connection may hold in incomplete requests. While the process is
+above its limit, the connections that hold most are closed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 _MIB = 1024 * 1024
 # The pause between two looks at the memory. While the process is above half of its limit, it looks more often. Then
-# little can arrive between two looks, such as 25 MiB on loopback.
+# only little can arrive between two looks, for example 25 MiB on loopback.
 _LOOK_S = 0.25
 _QUICK_LOOK_S = 0.025
 # How long it takes until closed connections have given back their memory.
@@ -37,10 +37,10 @@ _GROWTH_BYTES = 8 * _MIB
 # A connection that holds less than this is not closed: it may hold only a message on its way, or frames that are not
 # counted.
 _BLAMED_BYTES = _MIB
-# After this many messages the connections are listed, to correct the count of the bytes that the process is done with.
-# That count falls behind by about 100 bytes for each message.
+# After this many messages the connections are listed, to correct the count of the bytes that the process does not hold
+# in incomplete messages. That count falls behind by about 100 bytes for each message.
 _LIST_EVERY = 10_000
-# How long after a listing it takes at most until gRPC has handed over every call that the listed connections had then.
+# The longest time after a listing until gRPC has handed over every call that the connections had at the listing.
 _HANDED_OVER_S = 1.0
 # Freed memory is given back to the system if the process has grown by this much since its start, at most once in
 # `_TRIM_S`.
@@ -108,7 +108,8 @@ class MemoryWatch:
         """Closes the connections of these peers, and others if the process is above its limit."""
         now_s = asyncio.get_running_loop().time()
         if peers:
-            # Do this before the trim, which takes long in a large process: these peers would go on sending meanwhile.
+            # Do this before the trim, which takes long in a large process: these peers would continue to send
+            # meanwhile.
             await self._with_spare_files(asyncio.to_thread(connections.hang_up, port, peers))
         await self._trim(now_s)
         if self._listed is not None and now_s >= self._handed_over_s:

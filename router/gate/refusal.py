@@ -25,7 +25,8 @@ def refusal(context: Context, error: Exception) -> tuple[Awaitable[NoReturn], in
 
     The awaitable raises an exception. gRPC keeps that exception with the call, and the exception keeps the frames that
     it passes through. So the caller must leave the `except` block and delete its references to the context and the
-    request before it awaits. Otherwise they would form a reference cycle, and garbage collections are rare here.
+    request before it awaits. Otherwise these objects would form a reference cycle. Garbage collections are rare in a
+    router process.
     """
     status = status_for(error)
     ending = context.abort_with_status(rpc_status.to_status(status))

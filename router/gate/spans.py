@@ -54,7 +54,7 @@ class Spans:
         self, name: str, context: grpc.aio.ServicerContext[object, object]
     ) -> contextlib.AbstractContextManager[object] | None:
         """Returns a SERVER span to enter around one call, as a child of the caller's span if the metadata names one.
-        Returns None if the call is not sampled: this is four times as fast as a span that records nothing."""
+        Returns None if the call is not sampled, because this is four times as fast as a span that records nothing."""
         around, trace_id = _NOTHING, 0
         carrier = {key: value for key, value in context.invocation_metadata() or () if key in _CARRIED}
         if carrier:
@@ -63,7 +63,8 @@ class Spans:
             trace_id = trace.get_current_span(around).get_span_context().trace_id
         trace_id = trace_id or _RANDOM.generate_trace_id()
         attributes: dict[str, AttributeValue] = {"rpc.system.name": "grpc", "rpc.method": name}
-        # The tracer asks the sampler again for the few recorded calls. It gets the same result for the same trace id.
+        # The tracer asks the sampler again for the few recorded calls. The tracer gets the same result, because the
+        # trace id is the same.
         sampled = self._provider.sampler.should_sample(around, trace_id, name, trace.SpanKind.SERVER, attributes)
         if sampled.decision is Decision.DROP:
             return None

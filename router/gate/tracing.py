@@ -1,4 +1,4 @@
-"""OpenTelemetry in the router. It is configured by the standard environment variables, and off without them
+"""OpenTelemetry in the router. It is configured by the standard environment variables, and is off if they are not set
 (shard/telemetry.py). Sampling follows OTEL_TRACES_SAMPLER."""
 
 from __future__ import annotations

@@ -63,9 +63,9 @@ class Certificates:
     def credentials(self) -> grpc.ServerCredentials:
         return grpc.dynamic_ssl_server_credentials(
             self._given,
-            # The published types do not know of None, which means "no change".
+            # The published types do not allow None, which means "no change".
             cast("Callable[[], grpc.ServerCertificateConfiguration]", self._new_configuration),
-            # gRPC for Python cannot ask for a certificate without demanding one.
+            # gRPC for Python can only require a client's certificate, and cannot make it optional.
             require_client_authentication=self._settings.client_ca is not None,
         )
 
@@ -113,7 +113,7 @@ class Certificates:
         except (ValueError, UnsupportedAlgorithm):
             public_key = None
         if not isinstance(public_key, rsa.RSAPublicKey | ec.EllipticCurvePublicKey):
-            # gRPC would start, and then fail in every handshake.
+            # gRPC would start with such files, and then fail in every handshake.
             raise ClusterFileError(f"{self._settings.certificate}: gRPC takes certificates with RSA or ECDSA keys only")
         if _public_key(key, self._settings.key) != public_key.public_bytes(
             Encoding.DER, PublicFormat.SubjectPublicKeyInfo
@@ -178,7 +178,7 @@ def _certificates(pem: bytes, path: Path) -> list[x509.Certificate]:
 
 
 def _public_key(pem: bytes, path: Path) -> bytes:
-    # Drop the causes: a parser's message may quote what it has read.
+    # Drop the causes of these errors: a parser's message may quote what the parser has read.
     try:
         key = load_pem_private_key(pem, None)
     except TypeError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 
-# Garbage collections during the imports would find no garbage, and would take an eighth of the start.
+# Garbage collections during the imports would find no garbage, and would take an eighth of the start-up time.
 gc.disable()
 
 import argparse
@@ -27,11 +27,12 @@ from shard.errors import ShardError
 from shard.placement.cluster_file import ClusterFileError
 from shard.placement.file_watcher import WatchedFile
 
-# Arguments of gc.set_threshold. Calls leave few reference cycles, so collections find hardly anything. With Python's
-# defaults, a router with 5,000 streams spends a fifth of its time in them, up to 0.26 s in one that looks at all
-# objects. So these are rare: the third number is large. The second number is small, so that the other collections are
-# short: with 10,000 and 10, one looks at 100,000 objects for 60 ms while thousands of streams begin; with these, one
-# takes 4 ms. Python 3.14 looks at old objects bit by bit, at a tenth of them at a time if its second number is 1.
+# Arguments of gc.set_threshold. Calls leave few reference cycles, so garbage collections find hardly anything. With
+# Python's defaults, a router with 5,000 streams spends a fifth of its time in collections, and a collection that looks
+# at all objects takes up to 0.26 s. The third number is large, so that these collections are rare. The second number is
+# small, so that the other collections are short: while thousands of streams begin, one takes 4 ms. With 10,000 and 10
+# as the first two numbers, such a collection looks at 100,000 objects and takes 60 ms. Python 3.14 looks at old objects
+# in steps: at a tenth of them at a time if the second number is 1.
 _GC_THRESHOLDS = (5_000, 10, 0) if sys.version_info[:2] == (3, 14) else (5_000, 1, 120)
 
 

@@ -2,8 +2,8 @@
 
 grpc.aio takes all calls in one loop, which decodes the names of their methods as UTF-8. A single call with a name that
 is not UTF-8 ends the loop, and with it the server; anybody who reaches the port can send such a call (grpcio 1.85.1).
-In this module, gRPC's core finds the method of a call, by comparing bytes. Each method has a loop of its own that takes
-its calls, and one more loop takes the calls of unknown methods without asking for their names.
+In this module, gRPC's core finds the method of a call; for this, it only compares bytes. Each method has a loop of its
+own that takes its calls, and one more loop takes the calls of unknown methods without asking for their names.
 
 This uses private parts of grpc.aio. The version of grpcio is pinned, and tests/fault/test_malformed.py sends such
 calls.
@@ -73,13 +73,13 @@ class _Acceptor(cygrpc.AioServer):  # type: ignore[misc]
         self._calls: set[asyncio.Task[None]] = set()
 
     def _make_request_call_future(self, method: bytes | None) -> asyncio.Task[NoReturn]:
-        """gRPC calls this at the start: once for each method, and once with None for all other methods. The server ends
-        with this task."""
+        """gRPC calls this at the start: once for each method, and once with None for all other methods. When this task
+        ends, the server ends."""
         return asyncio.get_running_loop().create_task(self._accept(method))
 
     async def _accept(self, method: bytes | None) -> NoReturn:
         loop = asyncio.get_running_loop()
-        # No method has the empty name.
+        # The empty name stands for an unknown method: no method has this name.
         name = "" if method is None else method.decode()
         while True:
             try:

@@ -85,7 +85,7 @@ class Metrics:
 
     def ended(self, pid: int) -> None:
         """Call this when a router process has ended. Keeps what the process has counted, and drops its gauges and
-        exemplars. If that fails, its files stay, and are read as before."""
+        exemplars. If that fails, the files of the process stay, and are read as before."""
         try:
             with self._lock:
                 for pattern in (f"gauge_*_{pid}.db", f"exemplars_{pid}.json"):
@@ -103,7 +103,7 @@ class Metrics:
     def _add(self, own: Path, total: Path) -> None:
         """Adds the values of the file `own` to the file `total`, in a new file, which then replaces both."""
         if not own.stat().st_size:
-            # The process was killed when it had just made the file. No scrape can read an empty file.
+            # The process was killed just after it had created the file. No scrape can read an empty file.
             own.unlink()
             return
         new = total.with_suffix(".new")
@@ -119,15 +119,15 @@ class Metrics:
 
 @contextlib.contextmanager
 def _folder() -> Generator[Path, None, None]:
-    """Makes a folder, which is deleted at the end. Deletes the folders of supervisors that were killed: memory would
-    fill up with them. A supervisor holds the lock of its folder for as long as it lives."""
+    """Makes a folder, which is deleted at the end. Also deletes the folders of supervisors that were killed: otherwise
+    these folders would fill the memory. A supervisor holds the lock of its folder for as long as it lives."""
     place = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     for left in place.glob(f"{_PREFIX}*"):
         if (lock := _locked(left)) is not None:
             shutil.rmtree(left, ignore_errors=True)
             os.close(lock)
-    # Until the new folder is locked, another supervisor may think that its owner was killed, and delete it. If that
-    # happens, make another folder.
+    # Until the new folder is locked, another supervisor may think that the folder's owner was killed, and delete the
+    # folder. If that happens, make another folder.
     while (lock := _locked(folder := Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place)))) is None:
         pass
     try:

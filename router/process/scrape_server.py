@@ -1,6 +1,6 @@
 """The HTTP server of the scrape endpoint. It serves only a few connections at a time. Whoever reaches the address can
-open any number of connections, and each takes a thread and a file descriptor of the supervisor, which must still be
-able to start router processes."""
+open any number of connections. Each connection takes a thread and a file descriptor of the supervisor, which must still
+be able to start router processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Server(ThreadingWSGIServer):
         with self._lock:
             self._open.append(request)
             if len(self._open) > CONNECTIONS_MAX:
-                # Only shut the connection down: the thread that serves it closes it.
+                # Only shut the connection down, because the thread that serves it also closes it.
                 _end(self._open.pop(0))
         super().process_request(request, client_address)
 

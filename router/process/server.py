@@ -85,10 +85,10 @@ async def serve(
     """Serves on `listen` until SIGTERM or SIGINT, then lets calls in flight end.
 
     Calls `ready` with the port once the process takes calls. `cluster` and `settings` are the first contents of `file`;
-    later changes, and those of the TLS files, are applied when they are noticed, or at once on SIGHUP. Over the
-    connection `supervisor`, this process receives its connections to the sibling processes. When the supervisor ends,
-    this process stops as on SIGTERM. It also stops if a task of its upkeep fails, and then raises the task's error.
-    After the drain it ends within END_S_MAX. Raises CannotListen, ClusterFileError, shard.errors.Misconfigured.
+    later changes of `file`, and changes of the TLS files, are applied when they are noticed, or at once on SIGHUP. Over
+    the connection `supervisor`, this process receives its connections to the sibling processes. When the supervisor
+    ends, this process stops as on SIGTERM. It also stops if a task of its upkeep fails, and then raises the task's
+    error. After the drain it ends within END_S_MAX. Raises CannotListen, ClusterFileError, shard.errors.Misconfigured.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -149,8 +149,8 @@ async def serve(
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(settings.drain_seconds):
                         await gate.empty()
-            # While gRPC stops, it answers a new call with CANCELLED. If its connection is closed instead, the client
-            # sees UNAVAILABLE and tries another router.
+            # While gRPC stops, it answers a new call with CANCELLED. If the call's connection is closed instead, the
+            # client sees UNAVAILABLE and tries another router.
             connections.hang_up(port, connections.peers(port))
             await _finish(server, audit, fleet, end_s)
             until_drain.check()
@@ -162,7 +162,7 @@ async def serve(
 def _certificates(settings: TlsSettings | None) -> Certificates | None:
     if settings is None:
         return None
-    # Imported only if it is used: cryptography takes a tenth of a router's start.
+    # Imported only if it is used: cryptography takes a tenth of a router's start-up time.
     from router.process.certificates import Certificates
 
     return Certificates(settings)
@@ -229,8 +229,8 @@ async def _end_with(server: GrpcServer) -> None:
 
 
 async def _finish(server: GrpcServer, audit: Audit | None, fleet: Fleet, end_s: float) -> None:
-    """Stops the server, and writes down what this process still holds. Gives up at `end_s`, by the event loop's
-    clock."""
+    """Stops the server. Then writes the rest of the audit log, hands over what siblings still wait for, gives unused
+    tokens back, and waits for the calls of the shards. Gives up at `end_s`, by the event loop's clock."""
     try:
         async with asyncio.timeout_at(end_s):
             with contextlib.suppress(TimeoutError):
@@ -271,8 +271,8 @@ def _server(
             # Several processes serve one port; the kernel distributes the connections.
             ("grpc.so_reuseport", 1),
             # gRPC receives larger messages than the contract allows, so that the gate can refuse them with an error
-            # that names the cause. gRPC itself would end the call with RESOURCE_EXHAUSTED, and a consumer would take
-            # that for a full router.
+            # that names the cause. gRPC itself would end the call with RESOURCE_EXHAUSTED, and a consumer would think
+            # that the router is full.
             ("grpc.max_receive_message_length", RECEIVED_BYTES_MAX),
             ("grpc.max_send_message_length", -1),
             # A token has up to 8 KiB. By default gRPC refuses some of the calls with 8 to 16 KiB of metadata, at
@@ -283,12 +283,12 @@ def _server(
             # largest number of streams.
             ("grpc.http2.settings_timeout", 10_000),
             # No compression: a message of 16 KiB could become one of 16 MiB. The memory watch, which compares the sizes
-            # of messages with the bytes received by sockets, would count such a connection as having delivered far more
-            # than it sent.
+            # of messages with the bytes received by sockets, would find that such a connection has delivered far more
+            # bytes than it sent.
             ("grpc.compression_enabled_algorithms_bitset", 1),
             ("grpc.max_allowed_incoming_connections", accepted_max(connections_max)),
-            # A reset call counts until its task has ended here. Without this limit, a client that opens and resets
-            # calls would flood the event loop.
+            # A reset call counts until its task in this process has ended. Without this limit, a client that opens and
+            # resets calls would flood the event loop.
             ("grpc.max_concurrent_streams", settings.calls_per_connection),
             # Without bandwidth probes, gRPC buffers up to 64 KiB of a stream that this process does not read; with
             # them, up to 16 MiB.

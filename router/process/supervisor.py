@@ -57,8 +57,8 @@ class Supervisor:
         self._metrics_at = metrics
         self._metrics: Metrics | None = None
         self._running: set[Process] = set()
-        # The processes that take calls, each with the connection over which the supervisor passes it the connections to
-        # its siblings.
+        # The processes that take calls. With each: the connection over which the supervisor passes the process its
+        # connections to its siblings.
         self._serving: dict[Process, socket.socket] = {}
         self._stopping = asyncio.Event()
 
@@ -119,7 +119,8 @@ class Supervisor:
                     start_new_session=True,
                 )
             except OSError as error:
-                # The machine has no memory left, or too many processes. The other router processes must go on serving.
+                # The machine has no memory left, or too many processes. The other router processes must continue to
+                # serve.
                 ours.close()
                 if not up.is_set():
                     raise RouterFailed(f"a router process cannot be started: {error.strerror}") from error
@@ -145,8 +146,8 @@ class Supervisor:
                     self._metrics.ended(process.pid)
             if self._stopping.is_set():
                 return
-            # If a process has served here once, keep trying: the cluster file may have been broken since, while the
-            # other processes go on with the previous contents.
+            # If one of the processes started in this loop has served, keep trying: the cluster file may have become
+            # unusable since then, while the other processes continue with its previous contents.
             if code == EXIT_NO_RETRY and not up.is_set():
                 raise RouterGaveUp(f"a router process gave up (exit code {code})")
             _log.warning("router process %d ended with %d; starting another", process.pid, code)
@@ -196,7 +197,7 @@ def _served(address: str | None) -> Generator[Metrics | None, None, None]:
     if address is None:
         yield None
         return
-    # Imported only if it is used: it takes a third of the supervisor's start.
+    # Imported only if it is used: it takes a third of the supervisor's start-up time.
     from router.process.metrics import served
 
     with served(address) as metrics:

@@ -90,7 +90,7 @@ def merged(pages: dict[ShardName, OrgPage], *, sort: OrgSort, page_size: int) ->
     ]
     parts.sort(key=lambda part: part.place.key)
     ends = [Place(page.orgs[-1].figure(sort), page.orgs[-1].org).key for page in pages.values() if page.more]
-    # Beyond the first of these ends, a shard may have orgs that it has not sent.
+    # After the first of these ends, a shard may have orgs that it has not sent.
     within = [part for part in parts if not ends or part.place.key <= min(ends)]
     if len(within) <= page_size:
         return within, len(within) < len(parts) or bool(ends)

@@ -74,7 +74,7 @@ class Found(Generic[_T]):
     """The answers by position of the id. If several shards know an id, the answer of the last shard counts."""
 
     answers: dict[int, _T] = field(default_factory=dict[int, _T])
-    # Why shards did not answer. An id that no other shard knows may be on one of them.
+    # Why shards did not answer. An id that no other shard knows may be on one of these shards.
     refusals: dict[ShardName, NoAnswer] = field(default_factory=dict[ShardName, NoAnswer])
 
     @property

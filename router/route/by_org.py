@@ -44,8 +44,8 @@ async def ask_readers(
 ) -> Asked[_T]:
     """Asks every shard of the org's current placement, in the order in which jobs move, so that no job is missed.
 
-    `finished`: before these, asks former owners, which may still hold finished jobs. Raises NoAnswer if no shard
-    answers, UnknownQueue if no shard that answers knows the queue, and every other error of `ask`.
+    `finished`: first asks former owners, which may still hold finished jobs. Raises NoAnswer if no shard answers,
+    UnknownQueue if no shard that answers knows the queue, and every other error of `ask`.
     """
     while True:
         placement = fleet.placement(org)
@@ -200,8 +200,8 @@ def paused_queues(asked: Asked[list[QueueCounts]]) -> set[QueueName]:
 def summed(counts: Sequence[Sequence[QueueCounts]], *, paused: Collection[QueueName] = ()) -> list[QueueCounts]:
     """Adds up the counts of each queue over all shards, and returns them ordered by queue name.
 
-    `counts` has the shards in the order in which jobs move. Jobs that are about to leave a shard count there, unless a
-    shard that was asked later has already imported them. `paused` names the paused queues.
+    `counts` has the shards in the order in which jobs move. Jobs that are about to leave a shard are counted on that
+    shard, unless a shard that was asked later has already imported them. `paused` names the paused queues.
     """
     by_queue: dict[str, list[QueueCounts]] = {}
     for at, of_shard in enumerate(counts):

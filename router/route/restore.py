@@ -61,7 +61,7 @@ async def restore(
             elif JobState(records[old].state) in LIVE:
                 restored[at] = Refusal.LIVE
             elif records[old].awaited_signal:
-                # The old job waited for a signal. The new job would be in no workflow, so a worker would get it.
+                # The old job waited for a signal. The new job would be in no workflow, so a worker would get this job.
                 restored[at] = Refusal.SIGNAL
             else:
                 ended[at] = records[old]

@@ -38,8 +38,8 @@ _NAMED_MAX = 10
 
 
 class Retry(NamedTuple):
-    """A workflow that retries another one (None: it is stored already), and the dead jobs of the old workflow, whose
-    work is done again."""
+    """A workflow that retries another one (None: it is stored already), and the dead jobs of the old workflow. The new
+    workflow does the work of these jobs again."""
 
     workflow: NewWorkflow | None
     dead: Sequence[JobId]
@@ -57,9 +57,9 @@ async def retry_of(
     bytes_max: int,
 ) -> Retry:
     """Returns the workflow `new` that retries `old`. `workflows` is the WorkflowAdmin of the shard that has `old`.
-    `bytes_max`: upper bound for the payloads and attributes of the jobs that run again, which this process holds.
-    Raises UnknownWorkflow, NotRetryable, WorkflowExists, and ShardUnavailable, for example if a shard that may have one
-    of the jobs does not answer. Raises what `calculator` raises."""
+    `bytes_max`: upper bound for the bytes of the payloads and attributes of the jobs that run again. This process holds
+    all of them in memory. Raises UnknownWorkflow, NotRetryable, WorkflowExists, and ShardUnavailable, for example if a
+    shard that may have one of the jobs does not answer. Raises what `calculator` raises."""
     record = await workflows.get(org, old)
     if WorkflowState(record.state) not in _RETRYABLE:
         raise NotRetryable(
@@ -82,7 +82,7 @@ async def retry_of(
         if node.callback is None and JobState(found.state) in LIVE:
             raise NotRetryable(old, f"job {node.job_id} of node {node.name!r} was redriven, and has not ended yet")
         if node.callback is None and found.state == JobState.SUCCEEDED.value:
-            # After its node had failed, the job was redriven, and has succeeded.
+            # The job was redriven after its node had failed, and has succeeded since then.
             ended.append(_as_ended(node._replace(state=NodeState.SUCCEEDED.value)))
         else:
             running.append(node)

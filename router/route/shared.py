@@ -19,8 +19,8 @@ class _Run(Generic[_T]):
 
 
 class Shared(Generic[_KeyT, _T]):
-    """`ask` looks a key up. For each key, only one run of `ask` is under way at a time. A caller that comes during a
-    run gets the answer of the next run, because an answer must not be older than the question. A run ends when its last
+    """`ask` looks a key up. For each key, only one run of `ask` happens at a time. A caller that comes during a run
+    gets the answer of the next run, because an answer must not be older than the question. A run ends when its last
     caller leaves."""
 
     def __init__(self, ask: Callable[[_KeyT], Awaitable[_T]]) -> None:
@@ -44,7 +44,7 @@ class Shared(Generic[_KeyT, _T]):
             if not run.callers and not task.done():
                 if self._next.get(key) is run:
                     del self._next[key]
-                # Take its error, if it raises one: asyncio logs errors that nobody has taken.
+                # Retrieve the error of the run, if it raises one: asyncio logs errors that nobody has retrieved.
                 task.add_done_callback(_take_error)
                 task.cancel()
 

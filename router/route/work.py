@@ -17,8 +17,8 @@ from shard.placement.cluster_file import ShardState
 from shard.vocabulary import OrgId, QueueName, ShardName
 
 _T = TypeVar("_T")
-# A count is used for _USED_S, or for _USED_TIMES times as long as it took, if that is longer. So counting a queue takes
-# at most 2 % of a connection's time.
+# A count is used for _USED_S, or, if this is longer, for _USED_TIMES times the time that counting took. So counting a
+# queue takes at most 2 % of a connection's time.
 _USED_S = 1.0
 _USED_TIMES = 50.0
 _REMEMBERED_MAX = 10_000

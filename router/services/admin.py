@@ -148,7 +148,7 @@ class AdminService:
             job = convert.job(record, shard)
             room -= job.ByteSize()
             response.jobs.append(job)
-            # Each shard limits its own part only; the parts together may exceed what fits into an answer.
+            # Each shard limits only its own part of the page. All parts together may be too large for one answer.
             if room <= 0 and at < len(listed.jobs):
                 until = key
                 break

@@ -57,7 +57,7 @@ _REVOKED_BYTES_MAX = 128 * 1024
 _SETTLING_MAX = 64
 # How long the first message, which says whose jobs the stream wants, may take to come.
 _START_S_MAX = 10.0
-# The time limit for settling one message. Clients wait longer than this before they take silence for a dead connection.
+# The time limit for settling one message. Clients wait longer than this before they regard a silent connection as dead.
 _SETTLE_S_MAX = 8.0
 
 
@@ -88,9 +88,9 @@ async def first_message(messages: AsyncIterator[Received], draining: asyncio.Eve
 
 
 def _gravest(errors: Sequence[BaseException]) -> BaseException:
-    """Returns the gravest of several errors that occurred at the same time, and logs the others. The stream ends with
-    the gravest one. A fault of the router is graver than an expected error. The least grave error is that the client is
-    gone."""
+    """Returns the most serious of several errors that occurred at the same time, and logs the others. The stream ends
+    with the most serious one. A fault of the router is more serious than an expected error. The least serious error is
+    that the client is gone."""
 
     def gravity(error: BaseException) -> int:
         if isinstance(error, grpc.aio.InternalError):
@@ -156,7 +156,8 @@ class Stream:
         # True from the time that jobs are taken back, because the client did not read, until everything that waits has
         # been written.
         self._behind = False
-        # Answers to be written, each with the bytes that its message holds in the buffer until then.
+        # Answers to be written, each with the number of bytes that the answered message holds in the buffer until the
+        # answer is written.
         self._settled: deque[tuple[queue_pb2.Settled, int]] = deque()
         # Encoded messages about leases that somebody other than the client ended. They are written after all jobs.
         self._revoked: list[bytes] = []

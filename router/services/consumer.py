@@ -231,7 +231,8 @@ class Consumer:
 
     async def claim(self, members: Sequence[ShardHandle], *, woken: bool = False) -> bool:
         """Claims jobs from these shards, up to the credit. Returns whether there may be more. `woken`: the consumer was
-        woken, perhaps by a job that is due later: a probe must find out when. Raises NoAnswer if no shard answers.
+        woken, perhaps by a job that is due later: a probe must find out when that job is due. Raises NoAnswer if no
+        shard answers.
         """
         unavailable = set[ShardName]()
         brought = False

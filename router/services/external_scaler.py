@@ -23,8 +23,8 @@ from shard.fair_quota import FairQuota
 
 # The most streams of one process. Each stream looks for work every few seconds while there is work.
 STREAMS_MAX = 1_000
-# The pause between two looks of a stream while there is work, or while nobody knows because a shard does not answer.
-# While there is no work, the stream does not look until its watch wakes it.
+# The pause between two looks of a stream while there is work, or while this process does not know whether there is
+# work, because a shard does not answer. While there is no work, the stream does not look until its watch wakes it.
 _LOOK_S = 5.0
 # The least time between two looks of a stream.
 _PAUSE_S = 0.1
@@ -63,7 +63,7 @@ class ExternalScalerService:
         if not self._streams.take(call.org):
             raise RouterFull("streams of external scalers", STREAMS_MAX)
         watch = Watch(self._fleet, target.org, target.queue)
-        # The random part keeps streams that began together from ending together.
+        # The random part prevents streams that began together from ending together.
         ending = asyncio.create_task(self._end(self._stream_s_max * random.uniform(0.7, 1.0)))
         try:
             with self._gate.waiting(call):

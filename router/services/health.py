@@ -1,5 +1,6 @@
 """The standard health service (grpc.health.v1). Its watches end when the router drains, so that they do not delay the
-drain. The library has such a service too, but there a watch whose client does not read holds up all other watches."""
+drain. The library has such a service too, but in that service, a watch whose client does not read delays all other
+watches."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class QueueService:
         # The timeouts of the calls that wait for the end of a job.
         self._timeouts: set[asyncio.Timeout] = set()
         # Many calls may wait for the end of one job. All of them look at the job when they begin, and when it has
-        # ended, so they share their looks.
+        # ended, so they share these look-ups.
         self._awaited = Shared(self._find_one)
         # Ack, Nack, Extend and so on.
         for verb in VERBS:
@@ -237,7 +237,7 @@ class QueueService:
                     stream = Stream(self._fleet, self._gate, call, first, messages, context)
                     # The stream drops its own reference as soon as it has handled the message.
                     del first
-                    # The random part keeps streams that began together from ending together.
+                    # The random part prevents streams that began together from ending together.
                     await stream.run(self._draining, ends_after_s=self._stream_s_max * random.uniform(0.7, 1.0))
 
     async def _settle(self, verb: LeaseVerb, request: Any) -> Message:
@@ -264,7 +264,7 @@ class QueueService:
                 else:
                     response.omitted_ids.append(job_id)
             elif not found.unavailable:
-                # While a shard does not answer, the job may be there, and "not found" would be a guess.
+                # While a shard does not answer, the job may be on that shard, and "not found" would be a guess.
                 response.not_found_ids.append(job_id)
         return response
 

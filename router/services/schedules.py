@@ -34,7 +34,7 @@ class SchedulesService:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        # To find 100 instants of a rare date takes 25 ms, too long for the event loop.
+        # Finding 100 instants of a rare date takes 25 ms, which is too long for the event loop.
         self._previews = Calculator("previews of schedules")
 
     @unary(codec.check_create, answer_bytes=_SCHEDULE_BYTES)

@@ -1,5 +1,5 @@
-"""Asks one sibling whether its consumers have room for jobs that are enqueued here, and tells the sibling which jobs
-were leased to them."""
+"""Asks one sibling whether its consumers have room for jobs that are enqueued through this process, and tells the
+sibling which jobs were leased to them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _USED_S_MAX = 2.0
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Promise:
-    """Places at a sibling's consumers for jobs of one enqueue: their takers, each with the positions of its jobs.
-    `end` must be called exactly once."""
+    """Places at a sibling's consumers for jobs of one enqueue. `takers`: these consumers, each with the positions of
+    its jobs. `end` must be called exactly once."""
 
     takers: Sequence[tuple[Taker, Sequence[int]]]
     # The time until which an insert may begin, by time.monotonic.
@@ -62,7 +62,7 @@ class Asked:
     promise: asyncio.Future[Promise | None]
     # Holds the memory of the encoded jobs until the sibling has received them.
     account: Account
-    # The time of the ask by the event loop's clock, which is that of time.monotonic.
+    # The time of the ask by the event loop's clock, which is the clock of time.monotonic.
     since_s: float
     # The jobs that the sibling has been told of, and has not confirmed yet.
     told: Sequence[Delivery] = ()
@@ -70,7 +70,7 @@ class Asked:
     release_s: float = math.inf
 
     def abandon(self) -> None:
-        """Call this when the enqueue does not go on. Gives back a promise that has come, or that still comes."""
+        """Call this when the enqueue does not continue. Gives the promise back, even if it comes only later."""
         if not self.promise.done():
             self.promise.cancel()
         elif not self.promise.cancelled() and (promise := self.promise.result()) is not None:
@@ -116,7 +116,7 @@ class Asks:
             if room < 0:
                 break
             sizes.append(size)
-        # Each org's asks count as a connection of their own.
+        # The buffer counts the asks of each org as a connection of their own.
         account = Account(self._buffer, org=key.org, peer=f"sibling {key.org}")
         if not sizes or not self._jobs.fits(key.org, len(sizes)) or not account.take(_ASK_BYTES_MAX - room):
             return None
@@ -183,7 +183,7 @@ class Asks:
             end=lambda deliveries: self._end(number, places, deliveries),
         )
         if asked.promise.done():
-            # Its enqueue waits no longer.
+            # The enqueue of this ask does not wait any more.
             promise.end([None] * len(takers))
         else:
             asked.promise.set_result(promise)
@@ -213,7 +213,8 @@ class Asks:
             self._release_timer = loop.call_at(asked.release_s, self._release_late)
 
     def _release_late(self) -> None:
-        """Releases the jobs that the sibling should have confirmed long ago; it may have been stopped."""
+        """Releases the jobs that the sibling should have confirmed long ago. Perhaps the sibling was stopped for a
+        while."""
         loop = asyncio.get_running_loop()
         self._release_timer = None
         for asked in self._promised.values():
@@ -259,7 +260,7 @@ class Asks:
             self._over(asked)
             if not asked.promise.done():
                 asked.promise.set_result(None)
-        # The enqueues of the other promises are under way, and `_end` releases what they lease.
+        # The enqueues of the other promises are still running, and `_end` releases what they lease.
         for number in [number for number, asked in self._promised.items() if asked.told]:
             self._release(self._promised.pop(number))
 

@@ -1,8 +1,8 @@
 """What sibling processes tell each other, as bytes. Pure.
 
 A frame begins with the sizes of its two parts, each in four bytes. Then come the head, in JSON, and the encoded jobs
-that the outcomes in the head are about. A frame carries what one process has to tell another at one moment, as far as
-it fits: see `take`.
+that the outcomes in the head are about. A frame has everything that one process has to tell another at one moment, or
+as much of it as fits (see `take`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _T = TypeVar("_T")
 SIZES = struct.Struct(">II")
 # The largest frame that is read. The frames that are written are much smaller: see `take`.
 FRAME_BYTES_MAX = 16 * 1024 * 1024
-# A frame gets at most _HINTS_MAX hints. It gets further outcomes only while the jobs of its outcomes have less than
-# _JOBS_BYTES_MAX bytes together. What does not fit goes into the next frame.
+# A frame gets at most _HINTS_MAX hints. A frame gets further outcomes only while the jobs of its outcomes have less
+# than _JOBS_BYTES_MAX bytes together. What does not fit goes into the next frame.
 _JOBS_BYTES_MAX = 1024 * 1024
 _HINTS_MAX = 1000
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
@@ -57,7 +57,7 @@ class Place(NamedTuple):
 
 class Answer(NamedTuple):
     """The places that are kept for the jobs of the Ask with this number, in the order of these jobs. If `places` is
-    empty, nothing is kept and no outcome will come."""
+    empty, no places are kept, and no outcome will come."""
 
     number: int
     places: Sequence[Place]
@@ -73,7 +73,8 @@ class Leased(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of an Answer's places, with one entry for each place. If there are no entries, no job was leased."""
+    """What happened with an Answer's places, with one entry for each place. If there are no entries, no job was
+    leased."""
 
     number: int
     leased: Sequence[Leased]
@@ -81,7 +82,7 @@ class Outcome(NamedTuple):
 
 @dataclass(slots=True)
 class Frame:
-    # Whether consumers of a queue are ready to be handed jobs. Only changes are told.
+    # Whether consumers of a queue are ready to be handed jobs. Only changes are sent.
     hints: dict[QueueKey, bool] = field(default_factory=dict[QueueKey, bool])
     asks: list[Ask] = field(default_factory=list[Ask])
     answers: list[Answer] = field(default_factory=list[Answer])
@@ -93,7 +94,7 @@ class Frame:
         return bool(self.hints or self.asks or self.answers or self.outcomes or self.received)
 
     def take(self) -> Frame:
-        """Removes as much as is sent in one frame, and returns it."""
+        """Returns as much as one frame gets, and removes that from this object."""
         hints = dict(list(self.hints.items())[:_HINTS_MAX])
         for key in hints:
             del self.hints[key]

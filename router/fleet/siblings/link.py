@@ -28,7 +28,7 @@ class Link(asyncio.Protocol):
     ) -> None:
         self.out = Frame()
         self.is_open = False
-        # Whether the sibling does not read now. If so, what it is to be told waits in `out`, and not in the transport.
+        # Whether the sibling does not read now. If so, messages to the sibling wait in `out`, and not in the transport.
         self.is_paused = False
         self._version = version
         self._on_open = on_open

@@ -71,7 +71,7 @@ class Promises:
         self._link = link
         self._consumers = consumers
         self._on_in_vain = on_in_vain
-        # By the number of the ask. The oldest is first.
+        # By the number of the ask. The oldest ask is first.
         self._kept: dict[int, _Kept] = {}
         self._jobs = FairQuota(JOBS_MAX)
         self._timer: asyncio.TimerHandle | None = None
@@ -112,7 +112,7 @@ class Promises:
                 self._timer = loop.call_at(kept.until_s, self._give_up)
                 return
             kept.end()
-            # If the insert commits later, the outcome says so, and on_outcome releases its jobs.
+            # If the insert commits later, the outcome says so, and on_outcome releases the jobs of the insert.
             kept.store.release_soon(kept.org, kept.leases())
 
     def on_outcome(self, outcome: Outcome) -> None:

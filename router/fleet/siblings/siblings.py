@@ -1,9 +1,9 @@
 """Lets the router processes of one supervisor hand jobs over to each other's consumers (docs/decisions/0037).
 
 Processes tell each other for which queues they have consumers that are ready to be handed jobs. That is a hint (I7). An
-enqueue that finds too few consumers here asks a sibling that has ready consumers. The sibling promises places at its
-consumers, the insert leases the jobs to them, and the sibling is told which jobs these are. If no promise comes in
-time, the jobs are stored as they would be without siblings, and the doorbell is rung for them.
+enqueue that finds too few consumers in its own process asks a sibling that has ready consumers. The sibling promises
+places at its consumers, the insert leases the jobs to them, and the sibling is told which jobs these are. If no promise
+comes in time, the jobs are stored as they would be without siblings, and the doorbell is rung for them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from shard.vocabulary import NewJobs, QueueName, ShardName
 # gets an equal part of this number, and orgs share that part (I4). The siblings are not told of further queues. All
 # processes do the same, so all siblings together tell a process of no more queues than this.
 _HINTS_MAX = 20_000
-# How long this process, when it ends, waits until its siblings have received the jobs of their consumers.
+# When this process ends, it waits at most this long until its siblings have received the jobs of their consumers.
 _FINISH_S_MAX = 1.0
 
 
 class Siblings:
     """The other processes of this router. `consumers` returns the consumers of this process on a shard, and `ready`
-    returns all queues for which some of these are ready."""
+    returns all queues for which any consumer of this process is ready."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Siblings:
 
 
 class _Sibling:
-    """One sibling: what it has told this process, and what it was told."""
+    """One sibling: what it has told this process, and what this process has told it."""
 
     def __init__(
         self,
@@ -148,8 +148,8 @@ class _Sibling:
     ) -> None:
         self._on_hint = on_hint
         self._on_closed = on_closed
-        # The queues for which the sibling was told that consumers are ready. The sibling believes that until it is told
-        # otherwise, or has asked in vain.
+        # The queues for which the sibling was told that consumers are ready. The sibling assumes this until it is told
+        # the opposite, or until it has asked and got too few places.
         self._told: set[QueueKey] = set()
         # Bounds the number of queues of which the sibling may be told.
         self.places = FairQuota(_HINTS_MAX)
@@ -182,8 +182,8 @@ class _Sibling:
         return True
 
     def _tell(self, key: QueueKey, is_ready: bool) -> None:
-        """Tells the sibling. If the opposite hint still waits to be sent, only removes it: the sibling does not know of
-        it."""
+        """Tells the sibling. If the opposite hint still waits to be sent, only removes that hint, because the sibling
+        has not received it."""
         hints = self.link.out.hints
         if hints.get(key, is_ready) != is_ready:
             del hints[key]
@@ -192,8 +192,8 @@ class _Sibling:
             self.link.send_soon()
 
     def _asked_in_vain(self, key: QueueKey) -> None:
-        # The answer tells the sibling that there are too few places. Remove a hint that still waits to be sent: it is
-        # older than the answer, and would be received after it.
+        # The answer tells the sibling that there are too few places. Remove a hint that still waits to be sent, because
+        # the hint is older than the answer but would be received later.
         self._forget(key)
         self.link.out.hints.pop(key, None)
 

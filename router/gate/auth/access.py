@@ -76,8 +76,8 @@ class Access(NamedTuple):
 
 def access_of(method: MethodDescriptor, *, org_elsewhere: bool = False) -> Access:
     """Returns what the contract says about a method. `org_elsewhere`: the gate finds the org of its requests elsewhere
-    than in a field `org`. Raises ValueError if a mistake in the contract would let anybody call the method: it names no
-    scope, or it is about one org and its request does not name that org."""
+    than in a field `org`. Raises ValueError if a mistake in the contract would let anybody call the method: the method
+    names no scope, or it is about one org and its request does not name that org."""
     name = f"{method.containing_service.full_name}/{method.name}"
     scope: access_pb2.Scope.ValueType = method.GetOptions().Extensions[access_pb2.scope]
     if scope == access_pb2.SCOPE_ANY:
@@ -90,7 +90,7 @@ def access_of(method: MethodDescriptor, *, org_elsewhere: bool = False) -> Acces
 
 
 def require_org(principal: Principal, org: str) -> None:
-    """Raises OrgForbidden if the principal is for another org than that of a request."""
+    """Raises OrgForbidden if the principal may act only for an org that is not `org`."""
     if principal.org is not None and principal.org != org:
         raise OrgForbidden(org, principal)
 

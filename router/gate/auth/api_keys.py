@@ -1,7 +1,7 @@
 """Verifies API keys, which are stored in the catalog (shard/admin/api_keys.py), and notices when they are revoked.
 
-A key is looked up in the catalog when it comes for the first time. Even many wrong keys cost the catalog only a few
-statements a second, because all look-ups that wait share one statement. How many look-ups may wait is shared fairly
+A key is looked up in the catalog when a call brings it for the first time. Even many wrong keys cost the catalog only a
+few statements a second, because all look-ups that wait share one statement. How many look-ups may wait is shared fairly
 between the hosts of callers. Each regular look at the catalog (router/fleet/catalog_copy.py) also reads how often keys
 were revoked. Only if this number has changed are the known keys looked up again. So known keys cost the catalog
 nothing. authenticator.py remembers the keys that were verified.
@@ -31,7 +31,7 @@ from shard.vocabulary import CATALOG
 
 # The start of a principal's name, before the id of its key.
 _NAME = f"key:{api_keys.PREFIX}"
-# The least time from the beginning of one statement to the next that look keys up.
+# The shortest time between the beginnings of two statements that look keys up.
 _LOOK_UP_S = 0.2
 _LOOK_UPS_WAITING_MAX = 1000
 _LOOK_UP_S_MAX = 5.0
@@ -63,7 +63,7 @@ class ApiKeys:
         self.changed = asyncio.Event()
         # How often keys had been revoked when all known keys were last found good; None: no key was known yet.
         self._revocations: int | None = None
-        # When that was, by the event loop's clock.
+        # When they were last found good, by the event loop's clock.
         self._confirmed_s = -math.inf
         # The ids of keys that are being verified.
         self._verifying = Counter[str]()
@@ -110,8 +110,8 @@ class ApiKeys:
         return principal
 
     def refuse_revoked(self, principal: Principal) -> None:
-        """Raises Revoked if the key of a principal was revoked while this process knew it. Code that has awaited
-        anything since the key was verified must call this."""
+        """Raises Revoked if the key of a principal was revoked while this process knew it. Code that has used `await`
+        since the key was verified must call this."""
         if principal.name in self._revoked:
             raise Revoked(_REVOKED)
 

@@ -61,20 +61,20 @@ class _Remembered:
 
 
 class _Lasting:
-    """A stream or a waiting call, which ends when its proof does."""
+    """A stream or a waiting call, which ends when its proof ends."""
 
     __slots__ = ("principal", "task", "why")
 
     def __init__(self, principal: Principal, task: asyncio.Task[Any]) -> None:
         self.principal = principal
         self.task = task
-        # Why it was ended.
+        # Why the stream or call was ended.
         self.why: Exception | None = None
 
 
 class Authenticator:
     """An argument is None if the cluster does not take that kind of proof. If a call has a token and a certificate, the
-    token counts. `run` must run while calls are served."""
+    token decides. `run` must run while calls are served."""
 
     def __init__(
         self,
@@ -205,7 +205,8 @@ class Authenticator:
         yield from (lasting.principal for lasting in self._lasting)
 
     def _forget(self, end_of: Callable[[Principal], End | None]) -> None:
-        """Forgets the proofs of all principals for which `end_of` returns an end, and ends their calls with that."""
+        """Forgets the proofs of all principals for which `end_of` returns an end, and ends their calls with this
+        end."""
         for digest in [digest for digest, known in self._remembered.items() if end_of(known.principal) is not None]:
             del self._remembered[digest]
         self._end(end_of)

@@ -1,7 +1,7 @@
 """Reads from a client's certificate who calls, by the [[auth.certificate]] tables of the cluster file. No I/O.
 
 A certificate counts only if gRPC has verified it against `client_ca` of [tls] in the connection's handshake. Without
-`client_ca`, gRPC asks for no certificate. It shows the verified certificate in the call's authentication context.
+`client_ca`, gRPC asks for no certificate. gRPC shows the verified certificate in the call's authentication context.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ClientCertificates:
 
     def __init__(self, entries: Sequence[CertificateEntry]) -> None:
         self._entries = tuple(entries)
-        # Reading a certificate takes longer than all other checks of a small call.
+        # A cache, because reading a certificate takes longer than all other checks of a small call.
         self._remembered = lru_cache(maxsize=_REMEMBERED_MAX)(self._named)
 
     def principal(self, auth_context: Mapping[str, Iterable[bytes]]) -> Principal | None:

@@ -1,7 +1,7 @@
-"""Reads a JSON Web Key Set (RFC 7517): which keys may sign tokens, and by which algorithm each of them does. Pure.
+"""Reads a JSON Web Key Set (RFC 7517): which keys may sign tokens, and which algorithm each of these keys uses. Pure.
 
 The key decides the algorithm, and the token's header only names it. So a token cannot turn a public RSA key into a
-shared secret, and cannot choose `none`.
+shared secret, and cannot choose the algorithm `none`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from joserfc.errors import JoseError
 from joserfc.jwk import ECKey, Key, OKPKey, RSAKey
 from joserfc.util import urlsafe_b64decode
 
-# The bytes and the keys that a set may have.
+# The most bytes and the most keys that a set may have.
 JWKS_BYTES_MAX = 1024 * 1024
 _KEYS_MAX = 100
 _KID_CHARS_MAX = 255
@@ -23,7 +23,7 @@ _RSA_BITS_MIN, _RSA_BITS_MAX = 2048, 8192
 # Reasons in messages are cut to this length, because they may quote what a stranger wrote.
 _SHOWN_CHARS_MAX = 80
 # The algorithms that a key may have, by its type and its curve (None: it has none). RFC 9864 gives the name Ed25519 to
-# what was one case of EdDSA before. No key here verifies an EdDSA token of another curve.
+# what was one case of EdDSA before. No key of this module verifies an EdDSA token of another curve.
 _ALGORITHMS: Final[Mapping[tuple[str, str | None], frozenset[str]]] = {
     ("OKP", "Ed25519"): frozenset({"Ed25519", "EdDSA"}),
     ("EC", "P-256"): frozenset({"ES256"}),
@@ -67,7 +67,7 @@ def parse_jwks(answer: bytes, *, may_be_empty: bool = False) -> KeySet:
     try:
         document: object = json.loads(answer)
     except (ValueError, RecursionError):
-        # It may be the HTML page of a proxy or of a login.
+        # The answer may be the HTML page of a proxy or of a login.
         raise BadKeySet(f"it is not JSON; it begins with {shown(answer[:_SHOWN_CHARS_MAX])}") from None
     found: object = cast("dict[str, Any]", document).get("keys") if isinstance(document, dict) else None
     if not isinstance(found, list):

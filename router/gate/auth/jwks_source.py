@@ -124,7 +124,7 @@ def _settle(answer: asyncio.Future[bytes], got: bytes | Exception) -> None:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: the address that keys come from is the one that the operator wrote."""
+    """Follows no redirect: keys come only from the address that the operator wrote."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
         fp.close()
@@ -156,7 +156,7 @@ def _fetched(url: str, limit_s: float) -> bytes:
 
 
 def _read(response: http.client.HTTPResponse, until: float, limit_s: float) -> bytes:
-    # read1 returns what has arrived, so a server that sends a byte now and then cannot hold the thread.
+    # `read1` returns what has arrived, so a server that sends a byte now and then cannot hold the thread.
     read: Callable[[int], bytes] = response.read1
     got = bytearray()
     while len(got) <= JWKS_BYTES_MAX:

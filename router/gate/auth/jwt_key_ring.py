@@ -124,7 +124,7 @@ class KeyRing:
                 self._fetching.cancel()
 
     async def refresh(self) -> None:
-        """Fetches now, or waits for the fetch that is under way."""
+        """Fetches now, or waits for the fetch that is running."""
         await asyncio.shield(self._begin_fetch())
 
     def _named(self, kid: str | None) -> list[VerificationKey]:
@@ -161,7 +161,7 @@ class KeyRing:
             raise KeysUnavailable(f"tokens cannot be verified now: {others} wait for the keys of {self._source.place}")
         self._waiting += 1
         try:
-            # The fetch goes on if this call is cancelled: other calls wait for it too.
+            # The fetch continues if this call is cancelled: other calls wait for it too.
             await asyncio.shield(fetch)
         finally:
             self._waiting -= 1
@@ -227,7 +227,7 @@ class KeyRing:
         )
 
     def _pause_s(self) -> float:
-        """How long until the next fetch. A jitter keeps the processes of a cluster from all asking at once."""
+        """How long until the next fetch. A random part prevents the processes of a cluster from all asking at once."""
         pause = self._refresh_s
         if self._missed or not self._keys:
             pause = self._interval_s_min

@@ -33,7 +33,7 @@ _FLAG, _TEXTS = "all_orgs", ("org_claim", "scopes_claim")
 class JwtSettings:
     # Exactly what the claim `iss` must be.
     issuer: str
-    # One of these must be in the claim `aud`. Audiences tell apart the clusters that share an issuer.
+    # One of these must be in the claim `aud`. Clusters that share an issuer have different audiences.
     audiences: tuple[str, ...]
     # Exactly one of these two is set: where the public keys of the issuer are.
     jwks_file: Path | None = None

@@ -1,8 +1,8 @@
 """Verifies JSON Web Tokens (RFC 7519) of one issuer, and reads from them who calls.
 
 What is checked follows the recommendations of RFC 8725: the key decides the algorithm, the issuer and the audience must
-be those of the cluster file, and no claim of a token is used before its signature was verified (its header only helps
-to find the key). No message contains a token or a part of its signature.
+be those of the cluster file, and no claim of a token is used before the token's signature was verified. The token's
+header only helps to find the key. No message contains a token or a part of its signature.
 """
 
 from __future__ import annotations

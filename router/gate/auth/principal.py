@@ -1,4 +1,4 @@
-"""The identity that a caller has proved, however it was proved. Pure."""
+"""The identity that a caller has proved, for all kinds of proof. Pure."""
 
 from __future__ import annotations
 

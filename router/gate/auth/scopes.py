@@ -12,5 +12,5 @@ class Scope(enum.StrEnum):
     CONSUME = "consume"
     READ = "read"
     ADMIN = "admin"
-    # Only a principal of all orgs can have it.
+    # Only a principal of all orgs can have this scope.
     CLUSTER = "cluster"
