@@ -128,7 +128,7 @@ def _no_span(span: object) -> str:
 
 def timestamp(time: datetime) -> Timestamp:
     """Returns a time as a protobuf Timestamp. Raises TypeError. Raises ValueError for a time without a zone, because
-    such a time is ambiguous."""
+    such a time is ambiguous, and for a time that in UTC is not in the years 1 to 9999."""
     try:
         zone = time.tzinfo
     except AttributeError as error:
@@ -136,7 +136,10 @@ def timestamp(time: datetime) -> Timestamp:
     if zone is None:
         raise ValueError(f"{time!r} has no time zone; write datetime.now(UTC) or .astimezone()")
     message = Timestamp()
-    message.FromDatetime(time)
+    try:
+        message.FromDatetime(time)
+    except OverflowError as error:
+        raise ValueError(f"{time!r} is not in the years 1 to 9999 in UTC") from error
     return message
 
 
